@@ -1,5 +1,7 @@
 """A whole answer as pieces, and its form in the store. Pieces to answer: `replicas/requests.py`."""
 
+from dataclasses import replace
+from hashlib import blake2b
 from math import inf, isnan, nan
 from typing import Any
 
@@ -30,6 +32,24 @@ def pieces_of(answer: Answer) -> tuple[Piece, ...]:
         pieces.append(ToolCallDelta(index, call.call_id, call.name, call.arguments, call.closed))
     pieces.append(Completed(answer.reason, answer.usage, answer.timing, answer.called, answer.stop))
     return tuple(pieces)
+
+
+def repeated(answer: Answer, unique: str) -> Answer:
+    """`answer` to another request: its calls have ids of their own, made from `unique`.
+
+    An id that the model wrote itself (`functions.get_weather:0`) stays: its template shows ids to the model.
+    """
+    calls = tuple(
+        call if ":" in call.call_id else replace(call, call_id=_call_id(call.call_id, f"{unique}/{index}"))
+        for index, call in enumerate(answer.tool_calls)
+    )
+    return replace(answer, tool_calls=calls)
+
+
+def _call_id(before: str, name: str) -> str:
+    """An id in the form of `before`: with a prefix, or nine letters and digits, which is all that Mistral takes."""
+    digest = blake2b(name.encode(), digest_size=12).hexdigest()
+    return f"call_{digest}" if before.startswith("call_") else digest[:9]
 
 
 def encode_answer(answer: Answer) -> bytes:

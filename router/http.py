@@ -57,6 +57,7 @@ class AnswerHeaders:
     request_id: str
     cache: str = "bypass"
     age_s: float | None = None  # of an answer from the response cache; None: no such header
+    same_draw: bool = False  # that answer was drawn, and a draw of the request's own may differ from it
     replica: str = "none"
     server_timing: str = ""  # empty: no such header
     skipped: str = ""  # likewise
@@ -72,6 +73,8 @@ class AnswerHeaders:
         ]
         if self.age_s is not None:
             told.append((b"age", str(int(self.age_s)).encode()))
+        if self.same_draw:
+            told.append((b"x-holdfast-repeat", b"prompt-seed"))
         if self.server_timing:
             told.append((b"server-timing", self.server_timing.encode()))
         if self.skipped:

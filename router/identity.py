@@ -13,6 +13,7 @@ from holdfast.router.protocol.turn import ClaimedIds
 MAX_LENGTH = 256
 GRPC_UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 PRIORITY = "x-priority"  # the header that names a request's class, where its body does not
+FRESH_DRAW = "x-holdfast-fresh-draw"  # the header that asks for what `fresh_draw` of a body does
 
 
 def program_named(tenant: str, ids: ClaimedIds, headers: Mapping[str, str], names: Sequence[str]) -> str | None:
@@ -51,6 +52,14 @@ def priority_named(headers: Mapping[str, str]) -> Priority | None:
     if value and value not in tuple(Priority):
         raise InvalidRequestError(f"'{PRIORITY}' must be one of {', '.join(Priority)}", PRIORITY)
     return Priority(value) if value else None
+
+
+def fresh_draw_named(headers: Mapping[str, str]) -> bool:
+    """Whether the headers ask for a draw of the request's own. Raises InvalidRequestError for another word."""
+    value = headers.get(FRESH_DRAW, "false").strip().lower()
+    if value not in ("true", "false"):
+        raise InvalidRequestError(f"'{FRESH_DRAW}' must be 'true' or 'false'", FRESH_DRAW)
+    return value == "true"
 
 
 def within_named(headers: Mapping[str, str], names: Sequence[str]) -> float:

@@ -23,7 +23,7 @@ from holdfast.replicas.retention.latency import tool_set
 from holdfast.replicas.types import Priority
 from holdfast.router import server_timing
 from holdfast.router.accounts import Admission
-from holdfast.router.answers import pieces_of
+from holdfast.router.answers import pieces_of, repeated
 from holdfast.router.backend import Backend, Place, Routed
 from holdfast.router.background import Background
 from holdfast.router.choices import commands, generate, ids, stream, total, varied
@@ -45,7 +45,14 @@ from holdfast.router.event_stream import EVENT_HEADERS, Connection, EventStream,
 from holdfast.router.formats import Arrival, Exchange, Format
 from holdfast.router.guard import Guard
 from holdfast.router.http import answer_headers, json_response, retry_of
-from holdfast.router.identity import neighbour, parent_named, priority_named, program_named, within_named
+from holdfast.router.identity import (
+    fresh_draw_named,
+    neighbour,
+    parent_named,
+    priority_named,
+    program_named,
+    within_named,
+)
 from holdfast.router.metrics import Meter, Outcome, RouterMetrics, outcome_of
 from holdfast.router.programs import Begun, ProgramTable
 from holdfast.router.protocol.errors import ReplyError
@@ -63,7 +70,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """A request that passed authentication and validation. `ask` None: the cache is bypassed. `deadline`: when its
-    answer is wanted, on the event loop's clock.
+    answer is wanted, on the event loop's clock. `fresh_draw`: it gets a random seed where it names none.
 
     `program`: the one that it names, else the conversation says which one it is. `near`: what a new one is placed with,
     and `parent` what it is a sub-agent of.
@@ -81,6 +88,7 @@ class Accepted:
     admission: Admission
     priority: Priority
     deadline: float
+    fresh_draw: bool
 
     @property
     def turn(self) -> Turn:
@@ -187,8 +195,9 @@ class Turns:
         config, headers = self._config, request.headers
         session = turn.session is not None  # it is its program, and its state is no part of a request's key
         named = None if session else program_named(tenant.name, turn.ids, headers, config.program_headers)
+        fresh_draw = turn.fresh_draw or fresh_draw_named(headers)
         varies = not tenant.prompt_seed and varied(turn.sampling) is not turn.sampling
-        bypassed = varies or bool(turn.others) or session
+        bypassed = fresh_draw or varies or bool(turn.others) or session
         ask = None if bypassed else self._cache.ask(tenant, turn, request.headers.get("cache-control"))
         accepted = Accepted(
             tenant=tenant,
@@ -203,6 +212,7 @@ class Turns:
             admission=admission,
             priority=tenant.class_of(turn.priority or priority_named(headers)),
             deadline=arrived + min(turn.timeout_s or inf, within_named(headers, config.deadline_headers)),
+            fresh_draw=fresh_draw or not tenant.prompt_seed,
         )
         report.accepted(unique, tenant.name, named or exchange.program, turn.model.name, turn.stream)
         return accepted
@@ -250,9 +260,11 @@ class Turns:
         return found
 
     async def _repeat(self, request: Request, served: Served, found: Found) -> Response:
-        """An answer that another request has had, in the shape that was asked for."""
-        accepted, answer = served.accepted, found.answer
+        """The answer to an equal request, with ids of its own, in the shape that was asked for."""
+        accepted = served.accepted
+        answer = repeated(found.answer, accepted.unique)
         answer_headers(request).age_s = found.age_s
+        answer_headers(request).same_draw = varied(accepted.turn.sampling) is not accepted.turn.sampling
         if accepted.turn.stream:
             encoder = accepted.exchange.encoder()
             response = Response(encoder.opening() + encoder.encode(pieces_of(answer)), headers=EVENT_HEADERS)
@@ -271,7 +283,7 @@ class Turns:
         command = GenerateRequest(
             request_id=accepted.unique,
             prompt=accepted.turn.prompt,
-            sampling=_seeded(accepted.tenant, accepted.turn.sampling),
+            sampling=_seeded(accepted, accepted.turn.sampling),
             stop=accepted.turn.stop,
             scope=accepted.tenant.name,
             program_id=served.key,
@@ -456,13 +468,13 @@ class Turns:
             self._cache.keep(accepted.ask, kept, served.lead)
 
 
-def _seeded(tenant: Tenant, sampling: Sampling) -> Sampling:
-    return sampling if tenant.prompt_seed else varied(sampling)
+def _seeded(accepted: Accepted, sampling: Sampling) -> Sampling:
+    return varied(sampling) if accepted.fresh_draw else sampling
 
 
 def _others(accepted: Accepted) -> list[Choice]:
-    """The other answers that are asked for, each with a seed of its own where its tenant wants that."""
-    return [replace(each, sampling=_seeded(accepted.tenant, each.sampling)) for each in accepted.turn.others]
+    """The other answers that are asked for, each with a random seed of its own where the first has one."""
+    return [replace(each, sampling=_seeded(accepted, each.sampling)) for each in accepted.turn.others]
 
 
 def _at_session(session: SessionTurn, begun: Begun) -> Place:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from holdfast.replicas.types import Priority
 from holdfast.router.config import DEADLINE_HEADERS, PLACEMENT_HEADERS, PROGRAM_HEADERS
-from holdfast.router.identity import MAX_LENGTH, PRIORITY
+from holdfast.router.identity import FRESH_DRAW, MAX_LENGTH, PRIORITY
 from holdfast.router.response_cache import CacheResult
 
 Headers: TypeAlias = Mapping[str, tuple[str, Mapping[str, Any]]]  # what each says, and its schema
@@ -29,6 +29,7 @@ PROGRAM: Headers = {
 TURN: Headers = {
     "idempotency-key": ("A second try under the same key is billed once, and changes a session once", NAME),
     "cache-control": ("For the response cache: no-store, no-cache, max-age=N", {**TEXT, "pattern": "^[!-~]*$"}),
+    FRESH_DRAW: ("As `fresh_draw` of the body", {"enum": ["true", "false"]}),
     PRIORITY: ("The request's class, where the body does not say it", {"enum": [*Priority]}),
     **{
         name: ("For how long the client waits", GRPC if name == "grpc-timeout" else SECONDS)
@@ -47,6 +48,11 @@ ALWAYS: Headers = {
 }
 READ: Headers = {
     "age": ("Of an answer from the response cache: seconds since it was computed", COUNT),
+    "x-holdfast-repeat": (
+        "Of an answer from the response cache: it was drawn by the seed that the prompt gives; `fresh_draw` asks for "
+        "another one",
+        {"enum": ["prompt-seed"]},
+    ),
     "x-holdfast-skipped": ("What of the request the model does not see", TEXT),
     "server-timing": ("Milliseconds of each stage, of an answer that an engine made and that is not streamed", TEXT),
 }

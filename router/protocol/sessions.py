@@ -41,7 +41,7 @@ SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 NOBODY = ClaimedIds(None, None, None)
 NO_PROGRAM = ("program_id", "previous_response_id", "prompt_cache_key", "program_end")  # the session is the program
 NO_SALT = ("cache_salt",)  # it has its history
-NO_STREAM = ("stream", "stream_options")
+NO_STREAM = ("stream", "stream_options", "fresh_draw")  # nobody waits for the answer
 KINDS = ("text", "tokens", "messages")
 
 SessionId = Annotated[str, Field(pattern=f"^{SESSION_ID.pattern}$")]

@@ -60,6 +60,7 @@ class SamplingBody(Body):
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0  # before so many neither the model's end nor a stop ends the reply
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] = 1.0
+    fresh_draw: bool = False  # ours: a random seed where there is none, and no answer of another request
 
 
 class GenerationBody(SamplingBody):
@@ -111,6 +112,7 @@ class Turn:
     the answers that it asks for besides the one to `prompt`. `skipped`: the unknown fields that it has. `priority`: the
     class that it asks for; None: its tenant's usual one. `timeout_s`: how long its client waits, as its body says.
     `cache_salt`: caches find what came with the same, and nothing else. `thoughts`: they are told, not left out.
+    `fresh_draw`: the answer is computed for this request alone, from a random seed unless `sampling` has one.
     """
 
     model: ModelCard
@@ -132,6 +134,7 @@ class Turn:
     timeout_s: float | None = None
     cache_salt: str = ""
     thoughts: bool = True
+    fresh_draw: bool = False
 
 
 def check_length(turn: Turn) -> Turn:
@@ -201,6 +204,7 @@ def build_turn(body: GenerationBody, prompt: ChatPrompt | RawPrompt, card: Model
         priority=priority_of(body.priority, body.service_tier),
         timeout_s=body.timeout,
         cache_salt=body.cache_salt or "",
+        fresh_draw=body.fresh_draw,
     )
 
 

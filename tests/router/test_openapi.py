@@ -99,12 +99,21 @@ def test_every_header_that_is_sent_or_read_is_in_it() -> None:
     standing = Standing(limits, defaultdict(float))
     sent = set()
     for anthropic in (False, True):
-        headers = AnswerHeaders("r", age_s=0.0, server_timing="x", skipped="x", standing=standing, anthropic=anthropic)
+        headers = AnswerHeaders(
+            "r", age_s=0.0, same_draw=True, server_timing="x", skipped="x", standing=standing, anthropic=anthropic
+        )
         sent |= {name.decode() for name, _ in headers.encode()}
     assert set(told["components"]["headers"]) == sent | {"retry-after"}
     config = world.config
     read = {*config.program_headers, *config.placement_headers, *config.deadline_headers, *config.parent_headers}
-    read |= {"x-request-id", "idempotency-key", "cache-control", "x-priority", "anthropic-version"}
+    read |= {
+        "x-request-id",
+        "idempotency-key",
+        "cache-control",
+        "x-priority",
+        "x-holdfast-fresh-draw",
+        "anthropic-version",
+    }
     assert set(told["components"]["parameters"]) == read
     chat = {each["$ref"].rpartition("/")[2] for each in told["paths"]["/v1/chat/completions"]["post"]["parameters"]}
     assert chat == read - {"anthropic-version"}

@@ -33,13 +33,12 @@ def view(status: Status, before: Status | None = None, height: int | None = None
 
 
 def _head(status: Status) -> Text:
-    programs = status["programs"]
     running = sum(each["running"] for each in status["tenants"])
     text = Text.assemble(
         ("Holdfast ", "bold"),
         (str(status["version"]), "bold"),
         f"  {_served(status)}  up {duration(status['up_s'])}  {running} running  ",
-        f"{sum(each['state'] == 'tools' for each in programs)} at tools",
+        f"{status['at_tools']} at tools",
     )
     if status["store"] != "ok":
         text.append("  Redis is away", "bold red")

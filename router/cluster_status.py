@@ -6,7 +6,7 @@ Replicas are asked; tenants and programs are those of this router. Only ids, cou
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +17,7 @@ from starlette.responses import Response
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.router.backend import Backend
 from holdfast.router.http import VERSION, caller, json_response
-from holdfast.router.programs import ProgramTable
+from holdfast.router.programs import Program, ProgramTable
 from holdfast.router.tenants import TenantDirectory
 from holdfast.router.turn_report import TurnFacts, TurnReports
 
@@ -53,6 +53,8 @@ class ClusterStatus:
         limit = _limit(request.query_params.get("programs"))
         replicas = await self._backend.status()
         live, now = self._reports.live, self._clock()
+        running = {facts.program: facts for facts in reversed(live) if facts.program}
+        programs = self._programs.latest()
         told = {
             "version": VERSION,
             "router": self._router,
@@ -61,7 +63,8 @@ class ClusterStatus:
             "store": "degraded" if self._degraded() else "ok",
             "replicas": [each.row for each in sorted(replicas, key=lambda each: each.replica_id)],
             "tenants": list(self._tenant_rows(live)),
-            "programs": list(self._program_rows(live, limit, now)),
+            "at_tools": sum(program.paused is not None and key not in running for key, program in programs),
+            "programs": list(_program_rows(running, dict(programs[:limit]), limit, now)),
         }
         return json_response(orjson.dumps(told))
 
@@ -71,25 +74,26 @@ class ClusterStatus:
             running = sum(facts.tenant == name for facts in live)
             yield {"name": name, "running": running, **(asdict(totals[name]) if name in totals else {})}
 
-    def _program_rows(self, live: Sequence[TurnFacts], limit: int, now: float) -> Iterator[dict[str, Any]]:
-        """Those being served first, then those whose last turn is the latest."""
-        running = {facts.program: facts for facts in reversed(live) if facts.program}
-        latest = dict(self._programs.latest(limit))
-        for key in [*running, *(key for key in latest if key not in running)][:limit]:
-            tenant, _, name = key.partition("/")
-            facts, program = running.get(key), latest.get(key)
-            waits = facts is None and program is not None and program.paused is not None
-            since = facts.arrived if facts else program.paused if program else None
-            yield {
-                "program": name,
-                "tenant": tenant,
-                "state": "running" if facts else "tools" if waits else "idle",
-                "since_s": None if since is None else max(0.0, now - since),
-                "turns": program.turns if program else 0,
-                "replica": (program.last_replica if program else None) or "",
-                "tools": program.tools if program and waits else "",
-                "age_s": max(0.0, now - program.arrival) if program else 0.0,
-            }
+
+def _program_rows(
+    running: Mapping[str, TurnFacts], latest: Mapping[str, Program], limit: int, now: float
+) -> Iterator[dict[str, Any]]:
+    """At most `limit` programs: the running ones first, then those with the latest turns."""
+    for key in [*running, *(key for key in latest if key not in running)][:limit]:
+        tenant, _, name = key.partition("/")
+        facts, program = running.get(key), latest.get(key)
+        waits = facts is None and program is not None and program.paused is not None
+        since = facts.arrived if facts else program.paused if program else None
+        yield {
+            "program": name,
+            "tenant": tenant,
+            "state": "running" if facts else "tools" if waits else "idle",
+            "since_s": None if since is None else max(0.0, now - since),
+            "turns": program.turns if program else 0,
+            "replica": (program.last_replica if program else None) or "",
+            "tools": program.tools if program and waits else "",
+            "age_s": max(0.0, now - program.arrival) if program else 0.0,
+        }
 
 
 def _limit(text: str | None) -> int:

@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import islice
 from typing import Any
 
 import orjson
@@ -516,10 +515,9 @@ class ProgramTable:
         program = _record(answer[0]) if answer else self._get(key)
         return None if program is None or program.gone else program
 
-    def latest(self, limit: int) -> list[tuple[str, Program]]:
-        """At most so many of the programs that this process has served, the last one that had a turn first."""
-        found = ((key, program) for key, program in self._known.latest(self._clock()) if not program.gone)
-        return list(islice(found, limit))
+    def latest(self) -> list[tuple[str, Program]]:
+        """The programs that this process has served and remembers, the one with the latest turn first."""
+        return [(key, program) for key, program in self._known.latest(self._clock()) if not program.gone]
 
     async def close(self) -> None:
         """Tell Redis what it does not know, unless it is away: then it will not get it."""

@@ -610,6 +610,7 @@ class StatusReply(TypedDict):
     store: Literal["ok", "degraded"]
     replicas: list[dict[str, Any]]
     tenants: list[dict[str, Any]]
+    at_tools: int
     programs: list[dict[str, Any]]
 
 

@@ -70,6 +70,14 @@ def test_the_latest_programs_first_and_no_more_than_asked_for() -> None:
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "programs")
 
 
+def test_programs_at_tools_are_counted_beyond_the_list() -> None:
+    world = World(waiting_for_a_tool())
+    turns = [("POST", CHAT, {"json": chat_body(program_id=name), "headers": FRESH}) for name in "abc"]
+    *_, one, none = world.calls([*turns, ("GET", f"{PATH}?programs=1", {}), ("GET", f"{PATH}?programs=0", {})])
+    assert [len(answer.json()["programs"]) for answer in (one, none)] == [1, 0]
+    assert [answer.json()["at_tools"] for answer in (one, none)] == [3, 3]
+
+
 def test_what_is_being_served_is_running() -> None:
     """Seen while a replica works on it."""
     seen = []

@@ -98,7 +98,7 @@ def test_an_answer_from_the_cache_says_nothing_of_the_program_that_it_was_made_f
     world.chat(program_id="goes on", seed=1)
     hit = world.chat(program_id="goes on")
     assert hit.headers["x-holdfast-cache"] == "hit"
-    assert dict(world.programs.latest(9))["default/goes on"].run_turns == 2, "its run is not over"
+    assert dict(world.programs.latest())["default/goes on"].run_turns == 2, "its run is not over"
 
 
 def test_replicas_are_told_of_a_last_turn_that_the_cache_answered():
@@ -109,7 +109,7 @@ def test_replicas_are_told_of_a_last_turn_that_the_cache_answered():
     hit, _ = world.calls([last, ("GET", "/health", {})])
     assert hit.headers["x-holdfast-cache"] == "hit"
     assert world.backend.ended_programs == [("default", "default/p")]
-    assert dict(world.programs.latest(9))["default/p"].run_turns == 0, "its run is over"
+    assert dict(world.programs.latest())["default/p"].run_turns == 0, "its run is over"
 
 
 def test_a_response_from_the_cache_ends_a_pause_too():

@@ -31,4 +31,4 @@ def test_a_cached_answer_ends_a_program_only_where_it_is_whole_and_calls_nothing
     world.backend.script = (TEXT, (Completed("stop", DONE.usage, DONE.timing),))
     world.chat(program_id="another", seed=1)
     assert world.chat(program_id="another").headers["x-holdfast-cache"] == "hit"
-    assert (dict(world.programs.latest(9))["default/another"].run_turns == 0) is over
+    assert (dict(world.programs.latest())["default/another"].run_turns == 0) is over

@@ -47,7 +47,7 @@ from holdfast.replicas.kv.host import HostTier
 from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.kv.tags import UNLABELLED
 from holdfast.replicas.retention.policy import Learned
-from holdfast.replicas.scheduling.admission import check_cells
+from holdfast.replicas.scheduling.admission import check_cells, pages_of
 from holdfast.replicas.scheduling.plan import Flight, PipelinedRunner, Runner, StepOutput, StepPlan
 from holdfast.replicas.scheduling.queue import order_of
 from holdfast.replicas.scheduling.running import BooksError
@@ -249,10 +249,13 @@ class Engine:
             labels = submit.labels if self.config.kv_tags and session is None else UNLABELLED
             arrival = self._arrivals.of(submit, arrived, began)
             submit = replace(submit, tokens=tokens, program_arrival=arrival, labels=labels)
-            check_submit(submit, self.config, self._vocabulary)
             if submit.cells is not None:
                 self.cache.limit(submit.scope, submit.cells, now)
-            if self.cache.tree.tenants.any or self._preambles:
+            limited = self.cache.tree.tenants.any or bool(self._preambles)
+            pages = pages_of(submit, self.cache) if limited else self.config.cells // self.config.page_size
+            submit = fitted(submit, self.config, pages)
+            check_submit(submit, self.config, self._vocabulary)
+            if limited:
                 check_cells(submit, self.cache)
             if session is not None:
                 room = self.scheduler.admission.room_for_sessions(submit.scope) - self._sessions.promised
@@ -564,6 +567,19 @@ class Arrivals:
         return submit.program_arrival
 
 
+def fitted(submit: Submit, config: EngineConfig, pages: int) -> Submit:
+    """`submit` with `max_tokens` reduced to what its prompt leaves of the context and of its tenant's `pages`.
+
+    One token is left where the prompt leaves none: then the prompt is what does not fit, and `check_submit` says so.
+    """
+    pages = min(pages, config.cells // config.page_size)
+    # One page is spare: the end of a cached prefix may be copied into a page of its own.
+    room = min(config.context_length, (pages - 1) * config.page_size) - len(submit.tokens)
+    if submit.sampling.max_tokens <= max(1, room):
+        return submit
+    return replace(submit, sampling=replace(submit.sampling, max_tokens=max(1, room)))
+
+
 def check_submit(submit: Submit, config: EngineConfig, vocabulary: int | None) -> None:
     """Raise InvalidRequestError, or ContextLengthError, for a request that could never be served."""
     n_prompt, max_tokens = len(submit.tokens), submit.sampling.max_tokens
@@ -581,13 +597,8 @@ def check_submit(submit: Submit, config: EngineConfig, vocabulary: int | None) -
     if n_prompt + min(max_tokens, 1) > context:
         new = ", and one more is asked for" if max_tokens else ""
         raise too_long(context, f"the prompt has {n_prompt} tokens{new}", "prompt")
-    if n_prompt + max_tokens > context:
-        raise too_long(context, f"the prompt has {n_prompt} tokens and max_tokens is {max_tokens}", "max_tokens")
     # One page more: the end of a cached prefix may be copied into a page of its own.
     if -(-(n_prompt + max_tokens) // page) + 1 > config.cells // page:
-        raise ContextLengthError(
-            f"{n_prompt} prompt tokens and max_tokens {max_tokens} exceed the cache of {config.cells} cells",
-            "max_tokens",
-        )
+        raise ContextLengthError(f"the prompt has {n_prompt} tokens, and the cache {config.cells} cells", "prompt")
     if vocabulary is not None and not (int(submit.tokens.min()) >= 0 and int(submit.tokens.max()) < vocabulary):
         raise InvalidRequestError(f"token ids must be in [0, {vocabulary})", "prompt")

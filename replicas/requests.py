@@ -139,7 +139,7 @@ class EarlyTo:
 class GenerateRequest:
     """One accepted request, validated by the router.
 
-    `sampling.max_tokens` -1 means "as many as the context has room for"; with `fits` it is at most so many.
+    `sampling.max_tokens` is a bound: the engine reduces it to what the context leaves. -1: all of that.
     `program_turns` are those before this one, `answered_turns` of them up to the program's last answer; `program_end`:
     the program will not come back after it. `weight` is the tenant's, `cells` what it may have of them (None: as
     before), `priority` the request's class, `root` the program that it is a sub-agent of, if it is; with a
@@ -173,7 +173,6 @@ class GenerateRequest:
     root: str = ""
     cache_salt: str = ""
     prefixes: tuple[str, ...] = ()
-    fits: bool = False
     background: PartialPrefill | None = None
     trace: Mapping[str, str] = field(default_factory=dict)
     session: SessionTurn | None = None

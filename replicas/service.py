@@ -292,7 +292,7 @@ class Service:
         submit = Submit(
             request.request_id,
             encoded.tokens,
-            _sampling(request, len(encoded.tokens), self.engine, self._text.eos),
+            _sampling(request, self.engine, self._text.eos),
             request.scope,
             request.program_id,
             request.program_arrival,
@@ -792,19 +792,13 @@ def read_preambles(path: str) -> list[ChatPrompt]:
     return prompts
 
 
-def _sampling(request: GenerateRequest, n_prompt: int, engine: Engine, eos: frozenset[int]) -> Sampling:
-    """The request's sampling with what it left open: the room for its reply, a seed where none is derived, its ends."""
+def _sampling(request: GenerateRequest, engine: Engine, eos: frozenset[int]) -> Sampling:
+    """The request's sampling with what it left open: its length, a seed where none is derived, its ends."""
     sampling, config = request.sampling, engine.config
     if sampling.min_tokens:
         sampling = replace(sampling, ends=eos | sampling.stop_token_ids)
-    if sampling.max_tokens == -1 or request.fits:
-        # What the context, the cache and the tenant's limits leave.
-        cells = engine.cache.tree.tenants.most(request.scope) * config.page_size
-        if request.cells is not None:  # as they are from this request on
-            cells = min(cells, int(request.cells.ceiling * config.cells))
-        room = max(1, min(config.context_length, cells - 2 * config.page_size) - n_prompt)
-        most = room if sampling.max_tokens == -1 else min(room, sampling.max_tokens)
-        sampling = replace(sampling, max_tokens=most)
+    if sampling.max_tokens == -1:
+        sampling = replace(sampling, max_tokens=config.context_length)  # the engine reduces it to what there is
     if sampling.seed is None and sampling.temperature > 0 and not config.prompt_seed:
         sampling = replace(sampling, seed=secrets.randbits(64))  # here, so that a second attempt goes on with it
     return sampling

@@ -137,7 +137,6 @@ class ResponseCache:
             turn.prompt,
             turn.sampling,
             turn.stop,
-            turn.fits,
         ]
         if turn.cache_salt:
             decides.append(turn.cache_salt)

@@ -298,7 +298,6 @@ class Turns:
             begins=accepted.turn.stream,
             root=served.begun.root,
             cache_salt=accepted.turn.cache_salt,
-            fits=accepted.turn.fits,
             session=accepted.turn.session,
             hints=accepted.turn.hints,
         )

@@ -420,18 +420,23 @@ class Admission:
 
 
 def check_cells(submit: Submit, cache: KVCache) -> None:
-    """Raise ContextLengthError, naming the field, for a request that needs more cells than its tenant may have, beyond
-    those of a shared preamble.
+    """Raise ContextLengthError for a prompt that needs more cells than its tenant may have, beyond those of a shared
+    preamble, and OverloadedError for a reply that does since the tenant's limits changed.
     """
     n_prompt, max_tokens, size = len(submit.tokens), submit.sampling.max_tokens, cache.page_size
-    most = cache.tree.tenants.most(submit.scope)
     # One page more: the end of a cached prefix may be copied into a page of its own.
-    room = most - 1 + cache.peek(SHARED, submit.tokens) // size
+    room = pages_of(submit, cache) - 1
+    most = cache.tree.tenants.most(submit.scope) * size
+    if cache.pool.pages_for(n_prompt + min(max_tokens, 1)) > room:
+        told = f"the prompt has {n_prompt} tokens, and this tenant {most} cells (its ceiling, and others' floors)"
+        raise ContextLengthError(told, "prompt")
     if cache.pool.pages_for(n_prompt + max_tokens) > room:
-        alone = cache.pool.pages_for(n_prompt + min(max_tokens, 1)) > room
-        asked = f"{n_prompt} prompt tokens and max_tokens {max_tokens}"
-        told = f"{asked} exceed the {most * size} cells that this tenant may have (its ceiling, and others' floors)"
-        raise ContextLengthError(told, "prompt" if alone else "max_tokens")
+        raise OverloadedError(f"this tenant has only {most} cells since its limits changed; send the request again")
+
+
+def pages_of(submit: Submit, cache: KVCache) -> int:
+    """Pages that a request may use: those that its tenant may have, and those of a shared preamble."""
+    return cache.tree.tenants.most(submit.scope) + cache.peek(SHARED, submit.tokens) // cache.page_size
 
 
 def _deadline(sequence: Sequence) -> float:

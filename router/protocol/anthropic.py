@@ -456,10 +456,10 @@ def messages_turn(body: MessagesBody, prompt: ChatPrompt, card: ModelCard) -> Tu
         cache_salt=body.cache_salt,
     )
     plain = with_defaults(plain, card)
-    sampling = build_sampling(plain, card, None, min(body.max_tokens, card.context_length), "max_tokens")
+    sampling = build_sampling(plain, card, None, body.max_tokens, "max_tokens")
     hints = read_hints(body.kv_hints)
     check_ranges(hints, len(prompt.messages))
-    return replace(build_turn(plain, prompt, card, sampling), fits=True, hints=hints)
+    return replace(build_turn(plain, prompt, card, sampling), hints=hints)
 
 
 # ---- the answer ----

@@ -106,7 +106,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A validated request, the same for every format. `fits`: its `max_tokens` is what the context leaves, if less.
+    """A validated request, the same for every format.
 
     `session`: it is an operation of that, which is its program. `hints`: what parts of its prompt are worth. `others`:
     the answers that it asks for besides the one to `prompt`. `skipped`: the unknown fields that it has. `priority`: the
@@ -124,7 +124,6 @@ class Turn:
     ids: ClaimedIds
     program_end: bool = False
     event_names: bool = False
-    fits: bool = False
     prefill_id: str = ""
     session: SessionTurn | None = None
     hints: tuple[Hint, ...] = ()
@@ -223,17 +222,19 @@ def _unknown_options(body: GenerationBody) -> tuple[str, ...]:
 def build_sampling(
     body: GenerationBody, card: ModelCard, logprobs: int | None, max_tokens: int | None, max_field: str
 ) -> Sampling:
-    """Sampling as the engine takes it; `max_field` is the name under which the client gave `max_tokens`."""
-    if max_tokens is not None and max_tokens > card.context_length:
-        raise too_long(card.context_length, f"'{max_field}' is {max_tokens}", max_field)
+    """Sampling as the engine takes it; `max_field` is the name under which the client gave `max_tokens`.
+
+    A reply that may be longer than the context is as long as the prompt leaves room for. Raises InvalidRequestError.
+    """
     if max_tokens is not None and body.min_tokens > max_tokens:
         raise InvalidRequestError(f"'min_tokens' {body.min_tokens} is more than '{max_field}'", "min_tokens")
     if body.min_tokens > card.context_length:
-        raise too_long(card.context_length, f"'min_tokens' is {body.min_tokens}", "min_tokens")
+        told = f"'min_tokens' is {body.min_tokens}, more than the context of {card.context_length} tokens"
+        raise InvalidRequestError(told, "min_tokens")
     check_tokens(body.stop_token_ids, card, "stop_token_ids")
     greedy = body.top_p == 0
     return Sampling(
-        max_tokens=REST_OF_CONTEXT if max_tokens is None else max_tokens,
+        max_tokens=REST_OF_CONTEXT if max_tokens is None else min(max_tokens, card.context_length),
         temperature=0.0 if greedy else body.temperature,
         top_p=1.0 if greedy else body.top_p,
         top_k=min(max(body.top_k, 0), card.vocabulary),  # no more than all

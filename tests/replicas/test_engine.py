@@ -136,7 +136,7 @@ def test_abort_frees_row_and_cells_at_once():
         ([1, VOCABULARY], 4, ErrorKind.INVALID, "prompt"),
         ([1, -1], 4, ErrorKind.INVALID, "prompt"),
         ([1] * 128, 1, ErrorKind.TOO_LONG, "prompt"),
-        ([1] * 100, 29, ErrorKind.TOO_LONG, "max_tokens"),
+        ([1] * 129, 0, ErrorKind.TOO_LONG, "prompt"),
     ],
 )
 def test_impossible_requests_are_rejected_with_the_field(prompt, max_tokens, kind, field):
@@ -156,13 +156,19 @@ def test_a_top_k_that_no_array_holds_is_rejected_alone(top_k, kind):
     assert (error.kind if error else None) is kind
 
 
-def test_a_request_larger_than_the_cache_is_rejected_and_the_largest_that_fits_is_served():
-    world = World(cells=64)
-    world.submit("big", words(1, 30), max_tokens=31)
-    assert world.end("big").error.kind is ErrorKind.TOO_LONG
-    world.submit("fits", words(1, 30), max_tokens=30)
+@pytest.mark.parametrize(("settings", "room"), [({"cells": 64}, 60), ({}, 128)])
+def test_a_reply_is_at_most_as_long_as_the_prompt_leaves_room_for(settings, room):
+    world = World(**settings)
+    world.submit("long", words(1, 30), max_tokens=100_000)
     world.run()
-    world.assert_right("fits")
+    assert len(world.out["long"]) == room - 30
+    assert world.out["long"] == complete(words(1, 30), room - 30)
+
+
+def test_a_prompt_larger_than_the_cache_is_rejected():
+    world = World(cells=64)
+    world.submit("big", words(1, 60), max_tokens=31)
+    assert (world.end("big").error.kind, world.end("big").error.field) == (ErrorKind.TOO_LONG, "prompt")
     world.submit("again", words(1, 30), max_tokens=30)
     world.run()
     world.assert_right("again")

@@ -334,7 +334,6 @@ def test_sampling_and_where_it_is_served():
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.5, 0.9, 5, 64)
     assert request.stop == ("END",)
-    assert request.fits
 
 
 def test_more_of_sampling_than_anthropic_has():
@@ -369,7 +368,7 @@ def test_more_tokens_than_the_context_has_are_as_many_as_it_leaves():
     world = World()
     context = world.backend.cards[0].context_length
     request = asked(world, max_tokens=context * 10)
-    assert (request.sampling.max_tokens, request.fits) == (context, True)
+    assert request.sampling.max_tokens == context
 
 
 @pytest.mark.parametrize(

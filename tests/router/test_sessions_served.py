@@ -210,7 +210,7 @@ def test_errors_name_the_field(client: Client) -> None:
         ("append", {"text": "word " * 3000}, "text"),
         ("append", {"tokens": [5] * 1024}, "tokens"),
         ("append", {"messages": [{"role": "user", "content": "word " * 3000}]}, "messages"),
-        ("query", {"tokens": [5] * 1020, "max_tokens": 9}, "max_tokens"),
+        ("query", {"tokens": [5] * 1024, "max_tokens": 9}, "tokens"),
     ):
         assert error(client.do(session, what, **body)) == (400, "context_length_exceeded", param)
     twice = client.post("/v1/sessions", json={"model": "pocket", "id": session})

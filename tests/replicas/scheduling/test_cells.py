@@ -1,7 +1,6 @@
 """Floors and ceilings of tenants in the engine: who is refused, who waits, who passes whom, and what stays cached."""
 
 import numpy as np
-import pytest
 from engine_world import World, words
 
 from holdfast.replicas.errors import ErrorKind
@@ -13,22 +12,29 @@ def world(**settings) -> World:
     return World(**{"order": "fair", "cells": 256, "context_length": 200, "admission_ceiling": 1.0} | settings)
 
 
-@pytest.mark.parametrize(("prompt", "most", "field"), [(70, 4, "prompt"), (30, 90, "max_tokens")])
-def test_a_request_that_is_larger_than_its_tenants_ceiling_is_refused_by_the_field(prompt, most, field):
+def test_a_prompt_that_is_larger_than_its_tenants_ceiling_is_refused():
     small = world()
-    small.submit("a", words(1, prompt), most, scope="a", cells=CellLimits(ceiling=0.25))
+    small.submit("a", words(1, 70), 4, scope="a", cells=CellLimits(ceiling=0.25))
     end = small.end("a")
     assert isinstance(end, Rejected)
-    assert (end.error.kind, end.error.field) == (ErrorKind.TOO_LONG, field)
-    small.submit("b", words(1, prompt), most, scope="b")
+    assert (end.error.kind, end.error.field) == (ErrorKind.TOO_LONG, "prompt")
+    small.submit("b", words(1, 70), 4, scope="b")
     small.run()
     small.assert_right("b")
+
+
+def test_a_reply_is_at_most_as_long_as_its_tenants_ceiling_leaves_room_for():
+    small = world()
+    small.submit("a", words(1, 30), 90, scope="a", cells=CellLimits(ceiling=0.25))
+    small.submit("b", words(1, 30), 90, scope="b")
+    small.run()
+    assert (len(small.out["a"]), len(small.out["b"])) == (30, 90)
 
 
 def test_so_is_one_that_others_floors_leave_no_room_for():
     small = world()
     small.submit("a", words(1, 10), 2, scope="a", cells=CellLimits(floor=0.5))
-    small.submit("b", words(2, 120), 8, scope="b")
+    small.submit("b", words(2, 127), 8, scope="b")
     assert isinstance(small.end("b"), Rejected)
     small.submit("c", words(2, 100), 8, scope="b")
     small.run()

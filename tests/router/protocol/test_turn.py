@@ -3,7 +3,7 @@ from dataclasses import replace
 import orjson
 import pytest
 
-from holdfast.replicas.errors import ContextLengthError, InvalidRequestError
+from holdfast.replicas.errors import ErrorKind, InvalidRequestError
 from holdfast.replicas.requests import JsonOutput, ModelCard, RawPrompt
 from holdfast.router.protocol.anthropic import MessagesBody, chat_prompt, messages_turn
 from holdfast.router.protocol.body import validate
@@ -160,11 +160,15 @@ def test_fields_that_do_not_make_sense_together(fields, field):
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_more_tokens_than_the_context_is_told_under_the_name_that_was_used(name):
-    assert chat(**{name: 100}).sampling.max_tokens == 100
-    with pytest.raises(ContextLengthError) as refused:
-        chat(**{name: 101})
-    assert refused.value.field == name
+def test_more_tokens_than_the_context_are_as_many_as_the_context_has(name):
+    assert chat(**{name: 99}).sampling.max_tokens == 99
+    assert chat(**{name: 10**30}).sampling.max_tokens == 100
+
+
+def test_more_tokens_at_least_than_the_context_are_refused_as_a_field_that_is_wrong():
+    with pytest.raises(InvalidRequestError) as refused:
+        chat(min_tokens=101)
+    assert (refused.value.kind, refused.value.field) == (ErrorKind.INVALID, "min_tokens")
 
 
 def test_stops_come_as_a_tuple():

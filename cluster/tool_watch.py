@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
 from holdfast.replicas.retention.latency import LatencySnapshot
+from holdfast.router.background import forever
 from holdfast.router.store import RedisStore
 from holdfast.router.tool_latency import Reader
-
-log = logging.getLogger(__name__)
 
 Learn: TypeAlias = Callable[[LatencySnapshot], Awaitable[None]]
 
@@ -23,21 +21,15 @@ class ToolWatch:
     """
 
     def __init__(self, store: RedisStore, every_s: float, learn: Learn) -> None:
-        self._store = store
-        self._every_s = every_s
+        self._reader = Reader(store)
         self._learn = learn
-        self._task = asyncio.get_running_loop().create_task(self._watch())
+        watching = forever(self._look, every_s, "reading the cluster's tool latencies")
+        self._task = asyncio.get_running_loop().create_task(watching)
 
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.wait({self._task})
 
-    async def _watch(self) -> None:
-        reader = Reader(self._store)
-        while True:
-            try:
-                if await reader.refresh():
-                    await self._learn(reader.snapshot)
-            except Exception:  # the supervisor of the watch: what it reads was written by others
-                log.exception("the cluster's tool latencies could not be read")
-            await asyncio.sleep(self._every_s)
+    async def _look(self) -> None:
+        if await self._reader.refresh():
+            await self._learn(self._reader.snapshot)

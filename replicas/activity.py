@@ -49,7 +49,7 @@ def activity(engine: Engine, scope: str | None, now: float) -> Activity:
             round(min(pin.lapse, pin.deadline) - now, 3),
             round(pin.deadline - now, 3),
         )
-        for pin in list(engine.scheduler.retention.pins)
+        for pin in engine.scheduler.retention.pins
         if (scope is None or pin.program.scope == scope) and not pin.owner.is_handle
     ]
     return Activity(turns, pins)

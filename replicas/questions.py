@@ -165,9 +165,12 @@ class Questions:
         while self._boards:
             await self._due.wait()
             self._due.clear()
-            self._sweep()
-            while not self._others and (found := self._stalest()) is not None:
-                await self._answer(*found)
+            try:
+                self._sweep()
+                while not self._others and (found := self._stalest()) is not None:
+                    await self._answer(*found)
+            except Exception:  # the supervisor of this task
+                log.exception("standing questions could not be asked; they are asked again when something changes")
 
     def _stalest(self) -> tuple[Board, StandingQuestion, SessionFacts] | None:
         """The question to ask next; None where all have seen the latest append of their sessions."""

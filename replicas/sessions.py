@@ -215,7 +215,7 @@ class Sessions:
 
     def of(self, scope: str) -> list[SessionFacts]:
         """The open sessions of a tenant."""
-        return [_facts(session) for owner, session in list(self._sessions.items()) if owner.scope == scope]
+        return [_facts(session) for session in list(self._sessions.values()) if session.owner.scope == scope]
 
     def expire(self, now: float) -> None:
         """Close the sessions that nobody has used for too long."""

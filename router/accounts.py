@@ -25,6 +25,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol, TypeAlias
 
 from holdfast.replicas.events import NO_WORK, Usage
+from holdfast.router.background import forever
 from holdfast.router.config import RouterConfig
 from holdfast.router.quotas import (
     ADMIT,
@@ -208,6 +209,7 @@ class Accounts:
         self.refusals: Counter[tuple[str, str]] = Counter()  # by tenant and limit
         self.booked: Counter[str] = Counter({"booked": 0, "again": 0, "lost": 0})
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._renewed = time.monotonic()
 
     # ---- what others ask ----
 
@@ -252,7 +254,7 @@ class Accounts:
 
     def start(self) -> None:
         """Give signs of life from now on."""
-        self._run(self._beats())
+        self._run(forever(self._beat, BEAT_S, "the books' sign of life"))
 
     async def close(self) -> None:
         """Book what is left, if Redis is there."""
@@ -262,20 +264,14 @@ class Accounts:
             await asyncio.wait(self._tasks)
         await self._catch_up()
 
-    async def _beats(self) -> None:
-        renewed = time.monotonic()
-        while True:
-            try:
-                answer = await self._ask((BEAT, ["routers"], [self._router, int(GONE_S * 1000)]))
-                if answer:
-                    self.routers = max(1, int(answer[0]))
-                if time.monotonic() - renewed >= RENEW_S:
-                    renewed = time.monotonic()
-                    await self._renew()
-                await self._catch_up()
-            except Exception:  # the supervisor of the beats: the next one may succeed
-                log.exception("a sign of life failed")
-            await asyncio.sleep(BEAT_S)
+    async def _beat(self) -> None:
+        answer = await self._ask((BEAT, ["routers"], [self._router, int(GONE_S * 1000)]))
+        if answer:
+            self.routers = max(1, int(answer[0]))
+        if time.monotonic() - self._renewed >= RENEW_S:
+            self._renewed = time.monotonic()
+            await self._renew()
+        await self._catch_up()
 
     async def _renew(self) -> None:
         calls = [

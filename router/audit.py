@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 
 from holdfast.replicas import logs
+from holdfast.router.background import forever
 from holdfast.router.store import Scripts
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Audit:
 
     def start(self) -> None:
         """Tell Redis of refusals from now on."""
-        self._task = asyncio.get_running_loop().create_task(self._flushes())
+        self._task = asyncio.get_running_loop().create_task(forever(self.flush, FLUSH_S, "writing the audit log"))
 
     async def close(self) -> None:
         if self._task is not None:
@@ -98,11 +99,6 @@ class Audit:
             return iter(())
         found = await self._store.script(READ, [STREAM], [begin, end, most])
         return None if found is None else _entries(found)
-
-    async def _flushes(self) -> None:
-        while True:
-            await asyncio.sleep(FLUSH_S)
-            await self.flush()
 
 
 def _entries(found: Sequence[Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,11 +1,24 @@
-"""Work that no request waits for, or that goes on when the one that waited has gone: writes to the store."""
+"""Work that no request waits for: writes to the store that outlive their request, and tasks that never end."""
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, NoReturn
 
 log = logging.getLogger(__name__)
+
+
+async def forever(work: Callable[[], Awaitable[object]], every_s: float, what: str) -> NoReturn:
+    """Run `work` again and again, `every_s` seconds after its last end. An error is logged, and the next run follows.
+
+    `what` names the work in the log. Run this as a task, and cancel the task to end it.
+    """
+    while True:
+        try:
+            await work()
+        except Exception:  # the supervisor of a task that nobody waits for
+            log.exception("%s failed; the next try is in %g s", what, every_s)
+        await asyncio.sleep(every_s)
 
 
 class Background:

@@ -11,15 +11,13 @@ what it served meanwhile is added once Redis is back. An answer that is lost may
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakSet
 
+from holdfast.router.background import forever
 from holdfast.router.store import Scripts
-
-log = logging.getLogger(__name__)
 
 TTL_S = 3600  # after which sums that nobody adds to are forgotten
 IDLE = 60  # looks after the last of which a tenant that was not served here is of no interest
@@ -115,21 +113,16 @@ class Served:
     def __init__(self, scripts: Scripts, what: str, sharing: Sharing, every_s: float) -> None:
         self._sums = Sums(scripts, what)
         self._sharing = sharing
-        self._every_s = every_s
-        self._task = asyncio.get_running_loop().create_task(self._watch())
+        watching = forever(self._look, every_s, "reading what others have served")
+        self._task = asyncio.get_running_loop().create_task(watching)
 
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.wait({self._task})
 
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(self._every_s)
-            try:
-                if elsewhere := await self._sums.look(self._sharing.contended):
-                    self._sharing.learn(elsewhere)
-            except Exception:  # the supervisor of the watch: what it reads was written by others
-                log.exception("what others have served could not be read")
+    async def _look(self) -> None:
+        if elsewhere := await self._sums.look(self._sharing.contended):
+            self._sharing.learn(elsewhere)
 
 
 class Lines:

@@ -25,7 +25,7 @@ from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.requests import GenerateRequest
 from holdfast.replicas.stats import LoadReport
 from holdfast.replicas.types import Priority
-from holdfast.router.background import Background
+from holdfast.router.background import Background, forever
 from holdfast.router.store import RedisStore
 
 log = logging.getLogger(__name__)
@@ -167,11 +167,13 @@ class Reporter:
     ) -> None:
         self._store = store
         self._id = replica_id
-        self._every_s = every_s
         self._how = how
         self._expect = expect
         loop = asyncio.get_running_loop()
-        self._tasks = {loop.create_task(self._report()), loop.create_task(self._hear())}
+        self._tasks = {
+            loop.create_task(forever(self._report, every_s, "reporting the load")),
+            loop.create_task(forever(self._hear, every_s, "hearing of waiting programs")),
+        }
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -179,18 +181,15 @@ class Reporter:
         await asyncio.wait(self._tasks)
 
     async def _report(self) -> None:
-        while True:
-            if (report := self._how()) is not None:
-                await self._store.publish(REPORTS, encode(self._id, report))
-            await asyncio.sleep(self._every_s)
+        if (report := self._how()) is not None:
+            await self._store.publish(REPORTS, encode(self._id, report))
 
     async def _hear(self) -> None:
-        while True:
-            async with aclosing(self._store.listen(waiting_for(self._id), QUIET_S)) as messages:
-                async for message in messages:
-                    if message:
-                        self._expect(*orjson.loads(message))
-            await asyncio.sleep(self._every_s)
+        """Read the channel until it is lost."""
+        async with aclosing(self._store.listen(waiting_for(self._id), QUIET_S)) as messages:
+            async for message in messages:
+                if message:
+                    self._expect(*orjson.loads(message))
 
 
 class Listener:
@@ -206,9 +205,13 @@ class Listener:
         self._silent_s = silent_s
         self._background = Background()
         self._open: float | None = None  # since when the channel is
+        self._looked = time.monotonic()
         fleet.expect = self._wait
         loop = asyncio.get_running_loop()
-        self._tasks = {loop.create_task(self._listen()), loop.create_task(self._look())}
+        self._tasks = {
+            loop.create_task(forever(self._listen, every_s, "listening to replicas")),
+            loop.create_task(forever(self._look, every_s, "looking for silent replicas")),
+        }
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -220,26 +223,25 @@ class Listener:
         self._background.start(self._store.publish(waiting_for(replica_id), message))
 
     async def _listen(self) -> None:
-        while True:
+        """Read the channel until it is lost."""
+        try:
             async with aclosing(self._store.listen(REPORTS, max(QUIET_S, 2 * self._silent_s))) as messages:
                 async for message in messages:
                     if message:
                         self._fleet.tell(*decode(message))
                     else:
                         self._open = time.monotonic()
+        finally:
             self._open = None
-            await asyncio.sleep(self._every_s)
 
     async def _look(self) -> None:
-        while True:
-            before = time.monotonic()
-            await asyncio.sleep(self._every_s)
-            now = time.monotonic()
-            late = now - before > 2 * self._every_s  # what was told meanwhile is yet to be read
-            if self._open is not None and (late or self._store.degraded):
-                self._open = now
-            elif self._open is not None:
-                self._fleet.look(self._silent_s, now - self._open)
+        before, now = self._looked, time.monotonic()
+        self._looked = now
+        late = now - before > 2 * self._every_s  # what was told meanwhile is yet to be read
+        if self._open is not None and (late or self._store.degraded):
+            self._open = now
+        elif self._open is not None:
+            self._fleet.look(self._silent_s, now - self._open)
 
 
 def waiting_for(replica_id: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from holdfast.replicas.errors import ConfigError
+from holdfast.router.background import forever
 from holdfast.router.config import Oidc
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.tenants import SCOPES, Scope
@@ -47,7 +48,8 @@ class IdentityTokens:
     async def start(self) -> None:
         """Look the keys up, and do so again from time to time. A provider that is away is tried again."""
         await self.refresh()
-        self._task = asyncio.get_running_loop().create_task(self._refreshes())
+        refreshing = forever(self._refresh_when_due, 0.0, "reading the issuer's keys")
+        self._task = asyncio.get_running_loop().create_task(refreshing)
 
     async def close(self) -> None:
         if self._task is not None:
@@ -105,12 +107,11 @@ class IdentityTokens:
         words = given.split() if isinstance(given, str) else [str(each) for each in given]
         return tuple(scope for scope in Scope if scope.value in words)
 
-    async def _refreshes(self) -> None:
-        while True:
-            try:
-                async with asyncio.timeout(self._config.refresh_s):
-                    await self._wanted.wait()
-            except TimeoutError:
-                pass
-            await asyncio.sleep(max(0.0, AGAIN_S - (self._clock() - self._looked)))
-            await self.refresh()
+    async def _refresh_when_due(self) -> None:
+        try:
+            async with asyncio.timeout(self._config.refresh_s):
+                await self._wanted.wait()
+        except TimeoutError:
+            pass
+        await asyncio.sleep(max(0.0, AGAIN_S - (self._clock() - self._looked)))
+        await self.refresh()

@@ -608,8 +608,11 @@ class RedisStore:
 
     async def _wait_for_redis(self) -> None:
         while True:
-            if await self._attempt(self._redis.ping) is not None:
-                break
+            try:
+                if await self._attempt(self._redis.ping) is not None:
+                    break
+            except Exception:  # the supervisor of the probe: without it Redis would count as away for good
+                log.exception("Redis could not be asked")
             await asyncio.sleep(self._retry_s)
         log.warning("Redis answers again")
         self._probe = None

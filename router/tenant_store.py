@@ -24,6 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from holdfast.replicas.errors import ConfigError, UnavailableError
 from holdfast.router.audit import STREAM
+from holdfast.router.background import forever
 from holdfast.router.store import Scripts
 from holdfast.router.tenants import Tenant, TenantDirectory
 
@@ -86,12 +87,13 @@ class TenantStore:
         self._told_purges: list[Callable[[Mapping[str, str]], None]] = []
         self._purges: dict[str, str] = {}
         self._told: dict[tuple[str, str], float] = {}
+        self._rounds = 0  # of looking
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Load them, and look for changes from now on."""
         await self._look()
-        self._task = asyncio.get_running_loop().create_task(self._watch())
+        self._task = asyncio.get_running_loop().create_task(forever(self._watch, LOOK_S, "looking for tenants"))
 
     async def close(self) -> None:
         if self._task is not None:
@@ -145,13 +147,10 @@ class TenantStore:
         return found
 
     async def _watch(self) -> None:
-        rounds = 0
-        while True:
-            await asyncio.sleep(LOOK_S)
-            await self._look()
-            rounds += 1
-            if rounds * LOOK_S % TELL_USED_S < LOOK_S:
-                await self._tell_used()
+        self._rounds += 1
+        await self._look()
+        if self._rounds * LOOK_S % TELL_USED_S < LOOK_S:
+            await self._tell_used()
 
     async def _look(self) -> None:
         found = await self._store.script(LOOK, [VERSION], [])

@@ -369,12 +369,15 @@ class KVCache:
 
     @property
     def stats(self) -> CacheStats:
-        size = self.page_size
+        """The counts of now. Any thread may ask: then counts may be of moments next to each other, and still add up."""
+        size, total = self.page_size, self.pool.total
+        free = self.pool.free
+        tree = min(self.tree.pages, total - free)
         return CacheStats(
-            total=self.pool.total * size,
-            free=self.pool.free * size,
-            tree=self.tree.pages * size,
-            held=(self.pool.used - self.tree.pages) * size,
+            total=total * size,
+            free=free * size,
+            tree=tree * size,
+            held=(total - free - tree) * size,
             evictable=self.tree.evictable * size,
             evicted=self._evicted_pages * size,
             lookups=self._lookups,

@@ -147,7 +147,7 @@ class TenantPages:
 
     def most(self, tenant: str) -> int:
         """The pages that it could have if nobody else used more than its floor. Any thread may ask."""
-        floors = sum(limits.floor for other, limits in list(self._limits.items()) if other != tenant)
+        floors = sum(limits.floor for other, limits in self._limits.copy().items() if other != tenant)
         return min(self.ceiling(tenant), self.total - floors - self.active(SHARED))
 
     def over(self, tenant: str, n: int) -> int:

@@ -540,6 +540,7 @@ class EvictionQueue:
         self._lanes: dict[str | None, _Lane] = {None: _Lane()}
         self._above: dict[str, _Above] = {}  # by tenant
         self._raised: set[Node] = set()  # the nodes in there
+        self.raised = 0  # pages in tiers above 0: a count, because other threads read it
         self._until: list[tuple[float, int, Node]] = []  # a heap of when their labels have lasted
         self._numbers = count()
 
@@ -560,11 +561,6 @@ class EvictionQueue:
         for node in moved:
             del source.lapsed[node]
         _merge(target.lapsed, moved)
-
-    @property
-    def raised(self) -> int:
-        """Pages in tiers above 0."""
-        return sum(above.pages for above in self._above.values())
 
     def append(self, node: Node) -> None:
         """`node` was just used, after all its descendants in the queue were."""
@@ -597,7 +593,7 @@ class EvictionQueue:
         if node in self._raised:
             above = self._above[node.tenant]
             tier = above.tiers[node.priority]
-            above.pages += node.owned - tier[node]
+            self._count(above, node.owned - tier[node])
             tier[node] = node.owned
 
     def head(self, lanes: Iterable[str | None] | None = None) -> Node | None:
@@ -632,7 +628,7 @@ class EvictionQueue:
         new = tenant not in self._above
         above = self._above.setdefault(tenant, _Above())
         above.tiers.setdefault(node.priority, OrderedDict())[node] = node.owned
-        above.pages += node.owned
+        self._count(above, node.owned)
         self._raised.add(node)
         if node.lasts < math.inf:
             heapq.heappush(self._until, (node.touched + node.lasts, next(self._numbers), node))
@@ -642,6 +638,10 @@ class EvictionQueue:
                 heapq.heapify(self._until)
         for each in list(self._above) if new else (tenant,):
             self._keep_within_share(each)
+
+    def _count(self, above: _Above, pages: int) -> None:
+        above.pages += pages
+        self.raised += pages
 
     def _keep_within_share(self, tenant: str) -> None:
         while (above := self._above.get(tenant)) is not None and above.pages > self.most // len(self._above):
@@ -660,7 +660,7 @@ class EvictionQueue:
         tenant = node.tenant
         above = self._above[tenant]
         tier = above.tiers[node.priority]
-        above.pages -= tier.pop(node)
+        self._count(above, -tier.pop(node))
         if not tier:
             del above.tiers[node.priority]
         if not above.tiers:

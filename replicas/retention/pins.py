@@ -133,7 +133,8 @@ class Pins:
         return len(self._pins)
 
     def __iter__(self) -> Iterator[ProgramPin]:
-        return iter(self._pins.values())
+        """Of the pins there are now. Any thread may ask."""
+        return iter(list(self._pins.values()))
 
     def __contains__(self, owner: Owner | None) -> bool:
         return owner in self._pins

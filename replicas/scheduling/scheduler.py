@@ -105,11 +105,12 @@ class Scheduler:
         return [*self._running, *self.admission]
 
     def occupancy(self) -> Occupancy:
-        cells, ahead_waiting = self._cache.stats, self._waiting.ahead
+        """What is in use now. Any thread may ask: then a difference of two counts may be off, and is not below 0."""
+        cells, ahead_waiting = self._cache.stats, max(0, self._waiting.ahead)
         return Occupancy(
             running=len(self._running),
             waiting=len(self.admission),
-            rows_taken=self.rows.taken,
+            rows_taken=max(0, self.rows.taken),
             cells_total=cells.total,
             cells_free=cells.free,
             cells_tree=cells.tree,
@@ -122,7 +123,7 @@ class Scheduler:
             cells_raised=self._cache.tree.queue.raised * self._config.page_size,
             tokens_waiting=self.admission.tokens,
             start_gap_s=self.admission.forecast.gap_s,
-            ahead_running=len(self.ahead) - ahead_waiting,
+            ahead_running=max(0, len(self.ahead) - ahead_waiting),
             ahead_waiting=ahead_waiting,
             tokens_ahead=self.admission.tokens_ahead,
         )

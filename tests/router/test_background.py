@@ -1,6 +1,6 @@
 import asyncio
 
-from holdfast.router.background import Background
+from holdfast.router.background import Background, forever
 
 
 def test_what_has_begun_goes_on_to_its_end_though_who_waits_for_it_is_gone():
@@ -39,3 +39,25 @@ def test_of_what_nobody_waits_for_no_more_than_the_limit_is_under_way():
         assert len(done) == 2
 
     asyncio.run(scenario())
+
+
+def test_what_runs_forever_goes_on_after_an_error_which_is_logged(caplog):
+    async def scenario():
+        runs, third = [], asyncio.Event()
+
+        async def work():
+            runs.append(True)
+            if len(runs) == 2:
+                raise RuntimeError("changed size during iteration")
+            if len(runs) == 3:
+                third.set()
+
+        task = asyncio.create_task(forever(work, 0.0, "the report"))
+        await third.wait()
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+
+    asyncio.run(scenario())
+    assert "the report failed" in caplog.text
+    assert "changed size during iteration" in caplog.text

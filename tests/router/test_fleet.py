@@ -1,7 +1,7 @@
 """What replicas tell, and what routers tell them, through a real Redis that is lost and comes back."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +150,36 @@ def test_what_is_expected_shrinks_as_time_goes_on_and_holds_for_as_long_answers(
     known = since <= 1.0 and priority is Priority.INTERACTIVE and asked_for >= most
     assert found == (pytest.approx(max(within_s + more_s - since, 0)) if known else 0.0)
     assert fleet.expected_s("b", asked(second), 1.0) == 0.0
+
+
+class Channel:
+    """A store's channels, without a store: what is published comes to `published`, and nothing is heard."""
+
+    def __init__(self) -> None:
+        self.published: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def publish(self, channel: str, message: bytes) -> None:
+        await self.published.put(message)
+
+    async def listen(self, channel: str, quiet_s: float) -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+
+def test_a_replica_whose_load_cannot_be_read_once_reports_it_the_next_time() -> None:
+    async def scenario() -> None:
+        asked = 0
+
+        def how() -> LoadReport:
+            nonlocal asked
+            asked += 1
+            if asked == 1:
+                raise RuntimeError("dictionary changed size during iteration")
+            return LoadReport(running=asked)
+
+        channel = Channel()
+        reporter = Reporter(channel, "a", OFTEN, how, lambda *what: None)  # type: ignore[arg-type]
+        assert decode(await channel.published.get()) == ("a", LoadReport(running=2))
+        await reporter.close()
+
+    asyncio.run(scenario())

@@ -423,3 +423,22 @@ def test_a_server_that_hangs_tells_no_listener_anything(server):
                 server.process.send_signal(signal.SIGCONT)
 
     asyncio.run(scenario())
+
+
+def test_a_probe_that_raises_is_tried_again(server, monkeypatch):
+    async def scenario():
+        async with redis_store(server) as store:
+            ping, raised = store._redis.ping, []
+
+            async def odd():
+                if not raised:
+                    raised.append(True)
+                    raise ValueError("a password file that is no text")
+                return await ping()
+
+            monkeypatch.setattr(store._redis, "ping", odd)
+            store._probe = asyncio.create_task(store._wait_for_redis())
+            await recovered(store)
+            assert raised
+
+    asyncio.run(scenario())

@@ -40,7 +40,7 @@ from holdfast.router.seal import Seal
 from holdfast.router.store import Store
 from holdfast.router.tenants import Tenant
 
-FORMAT = 4  # of stored answers; part of every key
+FORMAT = 5  # of stored answers; part of every key
 MADE = struct.Struct(">d")  # before each stored answer: when it was computed, seconds since the epoch
 MAX_AGE = re.compile(r"max-age\s*=\s*\"?(\d{1,9})\"?")
 PAUSE_S = (0.01, 0.25)  # least and most between two looks for another router's answer: a tenth of the time waited

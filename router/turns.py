@@ -329,8 +329,8 @@ class Turns:
         answer_headers(request).server_timing = server_timing.header(timing)
         accepted.report.answered(routed.replica_id, answer)
         accepted.meter.answered(answer.usage, timing)
-        self._remember(served, answer)
         body = accepted.exchange.reply(answer, others)
+        self._remember(served, answer)  # once it is encoded: an answer that cannot be would fail each repeat
         await self._settle(served, routed.replica_id, answer)
         return json_response(body)
 

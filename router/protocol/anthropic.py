@@ -4,6 +4,8 @@ Chat is the inner form, so a conversation has the same prompt whichever API it c
 changes nothing and is told as left out: clients send new ones before servers know them. Events are in `anthropic`.
 """
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -46,6 +48,7 @@ from holdfast.router.protocol.turn import (
     with_defaults,
 )
 
+LONG_INTEGER = re.compile(rb"\d{19}")  # one of fewer digits has room in 64 bits
 ERROR = "Error: "  # what the result of a tool that failed begins with: no chat template has a field for it
 TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -200,7 +203,7 @@ INSTEAD: Mapping[str, str] = {
 
 def read_messages(raw: bytes) -> MessagesBody:
     """Raises InvalidRequestError, naming the field."""
-    body = validate(MessagesBody, decode(raw))
+    body = validate(MessagesBody, _decode(raw))
     for name in body.model_extra or ():
         if name in FOREIGN:
             meant = f" (did you mean '{INSTEAD[name]}'?)" if name in INSTEAD else ""
@@ -210,7 +213,15 @@ def read_messages(raw: bytes) -> MessagesBody:
 
 def read_count(raw: bytes) -> CountBody:
     """The body of `/v1/messages/count_tokens`. Raises InvalidRequestError, naming the field."""
-    return validate(CountBody, decode(raw))
+    return validate(CountBody, _decode(raw))
+
+
+def _decode(raw: bytes) -> dict[str, Any]:
+    """As `decode`, but integers in `messages` are exact: orjson makes floats of those beyond 64 bits."""
+    body = decode(raw)
+    if "messages" in body and LONG_INTEGER.search(raw):
+        body["messages"] = json.loads(raw)["messages"]
+    return body
 
 
 # ---- the prompt ----
@@ -379,7 +390,11 @@ class _BlockReader:
         if not isinstance(given, Mapping):
             raise InvalidRequestError(f"'{where}.input' must be an object", f"{where}.input")
         self._calls.add(call_id)
-        function = {"name": name, "arguments": orjson.dumps(given).decode()}
+        try:
+            arguments = orjson.dumps(given).decode()
+        except TypeError:  # an integer beyond 64 bits
+            arguments = json.dumps(given, ensure_ascii=False, separators=(",", ":"))
+        function = {"name": name, "arguments": arguments}
         return {"id": call_id, "type": "function", "function": function}
 
 
@@ -474,8 +489,9 @@ def message_object(reply_id: str, model: str, answer: Answer, most: int) -> dict
         content.append({"type": "text", "text": answer.text})
     for call in answer.tool_calls:
         if call.closed:
-            block = {"type": "tool_use", "id": call.call_id, "name": call.name, "input": orjson.loads(call.arguments)}
-            content.append(block)
+            # As they are: a parser would make floats of long integers.
+            given = orjson.Fragment(call.arguments)
+            content.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": given})
     return {
         **empty_message(reply_id, model),
         "content": content,

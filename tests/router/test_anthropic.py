@@ -4,6 +4,7 @@ import json
 
 import anthropic
 import httpx
+import orjson
 import pytest
 from anthropic.types import Message
 from fake_backend import CALL, DONE, HELLO, USAGE, FakeBackend, World
@@ -21,6 +22,8 @@ from holdfast.replicas.requests import (
     TextDelta,
     ToolCallDelta,
 )
+from holdfast.replicas.text.calls.formats import ToolFormat
+from holdfast.replicas.text.calls.readers import ToolCallParser
 from holdfast.router.anthropic import AnthropicEncoder
 from holdfast.router.protocol.anthropic import message_object
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
@@ -449,6 +452,83 @@ def test_a_call_that_was_cut_is_no_part_of_a_whole_message():
     assert post(World(FakeBackend(cut)), tools=[TOOL]).json()["content"] == []
 
 
+NUMBER = "2" * 30  # beyond 64 bits
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (NUMBER, NUMBER),
+        ("-1e5", "-1e5"),
+        ("1e999", '"1e999"'),
+        ("2" * 400, f'"{"2" * 400}"'),
+        (r'"\ud83d"', r'"\ufffd"'),
+        ('{"b": ' * 1100 + "1" + "}" * 1100, None),
+    ],
+)
+def test_a_call_is_the_same_in_all_apis_whole_and_streamed(written, told):
+    """Also one that no parser of JSON could hold as the model has written it: no answer fails, and none is kept that
+    does."""
+    parser = ToolCallParser(ToolFormat.HERMES, frozenset({"f"}), True, lambda index: f"call_{index}")
+    text = f'<tool_call>{{"name": "f", "arguments": {{"a": {written}}}}}</tool_call>'
+    pieces = (*parser.feed(text), *parser.finish(), Completed("tool_calls", USAGE, DONE.timing))
+    world = World(FakeBackend([[piece] for piece in pieces]))
+    tool = {"name": "f", "input_schema": {"type": "object"}}
+    function = {"name": "f", "parameters": {"type": "object"}}
+
+    def asked(path, **fields):
+        answer = world.call("POST", path, json={"model": "pocket", "temperature": 0, **fields})
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    def messages(**fields):
+        hi = [{"role": "user", "content": "hi"}]
+        return asked("/v1/messages", max_tokens=64, messages=hi, tools=[tool], **fields)
+
+    def chat(**fields):
+        hi = [{"role": "user", "content": "hi"}]
+        return asked("/v1/chat/completions", messages=hi, tools=[{"type": "function", "function": function}], **fields)
+
+    streamed = [event["delta"] for event in read(messages(stream=True).content) if event["type"].endswith("_delta")]
+    arguments = "".join(delta.get("partial_json", "") for delta in streamed)
+    if told is not None:
+        assert arguments == f'{{"a": {told}}}'
+    orjson.loads(arguments)  # refuses what other parsers refuse
+    for whole in (messages(), messages()):  # also from the cache
+        assert f'"input":{arguments}'.encode() in whole.content
+        orjson.loads(whole.content)
+    (call,) = chat().json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["arguments"] == arguments
+    chunks = [json.loads(line[6:]) for line in chat(stream=True).text.split("\n\n") if line.startswith("data: {")]
+    deltas = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert "".join(delta["function"]["arguments"] for delta in deltas) == arguments
+    response = asked("/v1/responses", input="hi", tools=[{"type": "function", **function}]).json()
+    assert [item["arguments"] for item in response["output"]] == [arguments]
+
+
+def test_an_answer_that_cannot_be_encoded_is_not_kept(monkeypatch):
+    world = World()
+
+    def fail(*told):
+        raise TypeError("not JSON")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("holdfast.router.anthropic.message_object", fail)
+        assert post(world).status_code == 500
+    again = post(world)
+    assert (again.status_code, again.headers["x-holdfast-cache"]) == (200, "miss")
+
+
+def test_integers_of_a_call_come_back_exactly():
+    given = {"n": int(NUMBER), "m": 2**63, "deep": [-(10**40), 1.5, "é"]}
+    use = {"type": "tool_use", "id": "a", "name": "get_weather", "input": given}
+    history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [use]}]
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "1"}
+    messages = [*history, {"role": "user", "content": [result]}]
+    (call,) = prompted(World(), messages=messages, tools=[TOOL]).messages[1]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == given
+
+
 TEXT = st.text(max_size=6)
 PIECES = st.lists(
     st.builds(TextDelta, TEXT) | st.builds(ReasoningDelta, TEXT) | st.just("call") | st.just("cut"), max_size=8
@@ -489,7 +569,7 @@ def test_any_reply_streams_to_the_message_that_is_sent_whole(pieces, reason):
     assert opened is None
     built = AnswerBuilder()
     built.add(made)
-    whole = message_object("msg_1", "m", built.answer(), 64)
+    whole = json.loads(orjson.dumps(message_object("msg_1", "m", built.answer(), 64)))
     Message.model_validate(whole)
     joined = {
         kind: "".join(block.get(field, "") for block in content if block["type"] == kind)

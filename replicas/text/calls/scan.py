@@ -10,10 +10,15 @@ What models write is not always JSON. It is put right where its meaning is plain
 characters are escaped, ``\\'`` is ``'``, and the backslash of any other escape that JSON does not have is one of the
 text. Anything else that is not JSON ends the scan with `NotACallError`.
 
+Some JSON cannot be held by the parsers that clients use, and one such value makes them refuse the whole answer. It is
+told so that all of them can: a number beyond the range of a double and a value nested deeper than `DEEPEST` levels
+become a string of what the model wrote, and half a surrogate pair becomes U+FFFD.
+
 Not here: what a call is (`tracker`), and where one begins (`readers`).
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -46,6 +51,9 @@ class NotACallError(Exception):
         self.undecided = undecided
 
 
+DEEPEST = 100  # levels of arguments; serde_json, the strictest common parser but one, takes 128 for a whole answer
+_LOST = r"\ufffd"  # in place of half a surrogate pair
+
 SPACE = frozenset(" \t\r\n")
 _DIGITS = frozenset("0123456789")
 _HEX = _DIGITS | frozenset("abcdefABCDEF")
@@ -53,8 +61,8 @@ _ESCAPED = frozenset('"\\/bfnrt')
 _WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 _SCALARS = _DIGITS | {'"', "-"} | {word[0] for word in _WORDS}
 
-# What may stand in a string as it is. Control characters may not; half a surrogate pair cannot be sent.
-_PLAIN = re.compile(r'[^"\\\x00-\x1f\ud800-\udfff]+')
+# What may stand in a string as it is. (No text has halves of surrogate pairs in it, only escapes have.)
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 
 
 def json_value(char: str, put: Put, on_end: Callable[[], None] | None = None) -> Scan:
@@ -63,19 +71,23 @@ def json_value(char: str, put: Put, on_end: Callable[[], None] | None = None) ->
     closers: list[str] = []  # of the open brackets
     comma = ""  # and white space behind it: the next character tells whether it stays
     want: Literal["value", "element", "key", "colon", "next"] = "value"
+
+    def tell(written: str, sent: str) -> None:
+        put(written, sent if len(closers) <= DEEPEST else json.dumps(sent, ensure_ascii=False)[1:-1])
+
     while True:
         if char in SPACE and closers:
             if comma:
                 comma += char
             else:
-                put(char, char)
+                tell(char, char)
             char = yield
         elif closers and char == closers[-1] and want in ("element", "key", "next"):
             if comma:
-                put(comma, comma[1:])
+                tell(comma, comma[1:])
                 comma = ""
             closers.pop()
-            put(char, char)
+            put(char, char + '"' if len(closers) == DEEPEST else char)
             if not closers and on_end:
                 on_end()
             char = yield
@@ -85,22 +97,22 @@ def json_value(char: str, put: Put, on_end: Callable[[], None] | None = None) ->
             char = yield
             want = "key" if closers[-1] == "}" else "element"
         elif char == ":" and want == "colon":
-            put(char, char)
+            tell(char, char)
             char = yield
             want = "value"
         elif not _may_begin(want, char):
             raise NotACallError(char, comma)
         else:
             if comma:
-                put(comma, comma)
+                tell(comma, comma)
                 comma = ""
             if char in ("{", "["):
+                put(char, '"' + char if len(closers) == DEEPEST else char)
                 closers.append("}" if char == "{" else "]")
-                put(char, char)
                 want = "key" if char == "{" else "element"
                 char = yield
             else:
-                char = yield from _scalar(char, put)
+                char = yield from _scalar(char, tell)
                 want = "colon" if want == "key" else "next"
         if want == "next" and not closers:
             return char
@@ -137,55 +149,80 @@ def json_string(char: str, put: Put) -> Scan:
 
 
 def _escape(put: Put) -> Scan:
-    """What follows a backslash in a string, as far as it belongs to that."""
-    written = "\\"
-    char = yield
-    if char in _ESCAPED:
-        put(written + char, written + char)
-        return (yield)
-    if char == "'":
-        put(written + char, char)
-        return (yield)
-    if char == "u":
-        written += char
-        while (char := (yield)) in _HEX:
+    """What follows a backslash in a string, as far as it belongs to that, and further escapes behind the first half
+    of a surrogate pair."""
+    half = ""  # the first half of a pair, and its other half may follow
+    while True:
+        written = "\\"
+        char = yield
+        if char == "u":
             written += char
-            if len(written) == len(r"\u0000"):
-                put(written, written)
-                return (yield)
-    if not char:
-        raise NotACallError(char, written)
-    put(written, "\\" + written)
-    return char
+            while len(written) < len(r"\u0000") and (char := (yield)) in _HEX:
+                written += char
+        unit = int(written[2:], 16) if len(written) == len(r"\u0000") else 0
+        if half and 0xDC00 <= unit <= 0xDFFF:
+            put(half + written, half + written)
+            return (yield)
+        if half and char:
+            put(half, _LOST)
+            half = ""
+        if 0xD800 <= unit <= 0xDBFF:
+            half = written
+            if (char := (yield)) == "\\":
+                continue
+            if not char:
+                raise NotACallError(char, half)
+            put(half, _LOST)
+            return char
+        if len(written) == len(r"\u0000"):
+            put(written, _LOST if 0xDC00 <= unit <= 0xDFFF else written)
+            return (yield)
+        if char in _ESCAPED and len(written) == 1:
+            put(written + char, written + char)
+            return (yield)
+        if char == "'" and len(written) == 1:
+            put(written + char, char)
+            return (yield)
+        if not char:
+            raise NotACallError(char, half + written)
+        put(written, "\\" + written)
+        return char
 
 
 def _number(char: str, put: Put) -> Scan:
-    if char == "-":
-        put(char, char)
-        char = yield
-    if char == "0":
-        put(char, char)
-        char = yield
-    else:
-        char = yield from _digits(char, put)
-    if char == ".":
-        put(char, char)
-        char = yield from _digits((yield), put)
-    if char in ("e", "E"):
-        put(char, char)
-        char = yield
-        if char in ("+", "-"):
-            put(char, char)
+    """A number, handed over as a whole: its end tells whether a double can hold it."""
+    written: list[str] = []
+    try:
+        if char == "-":
+            written.append(char)
             char = yield
-        char = yield from _digits(char, put)
+        if char == "0":
+            written.append(char)
+            char = yield
+        else:
+            char = yield from _digits(char, written)
+        if char == ".":
+            written.append(char)
+            char = yield from _digits((yield), written)
+        if char in ("e", "E"):
+            written.append(char)
+            char = yield
+            if char in ("+", "-"):
+                written.append(char)
+                char = yield
+            char = yield from _digits(char, written)
+    except NotACallError as found:
+        raise NotACallError(found.unread, "".join(written)) from None
+    number = "".join(written)
+    put(number, f'"{number}"' if math.isinf(float(number)) else number)
     return char
 
 
-def _digits(char: str, put: Put) -> Scan:
+def _digits(char: str, written: list[str]) -> Scan:
     if char not in _DIGITS:
         raise NotACallError(char)
     while char in _DIGITS:
-        put(char, char)
+        written.append(char)
         char = yield
     return char
 
@@ -220,9 +257,13 @@ def whole_value(text: str) -> str | None:
     valid: list[str] = []
     scan = _alone(text[:1], lambda _, sent: valid.append(sent))
     try:
-        next(scan)
-        for char in (*text[1:], ""):
-            scan.send(char)
+        run, position = next(scan), 1
+        while True:
+            if run is not None and (plain := run.plain.match(text, position)):
+                run.put(plain[0])
+                position = plain.end()
+            run = scan.send(text[position : position + 1])
+            position += 1
     except NotACallError:
         return None
     except StopIteration:

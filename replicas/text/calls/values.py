@@ -94,10 +94,10 @@ def keyword_arguments(source: str, names: Mapping[str, str]) -> str | None:
         if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
             return None
         text = _object({names.get(str(k.arg), str(k.arg)): _literal(k.value, source) for k in call.keywords})
-        text.encode()  # a lone surrogate cannot be sent
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
-    return text
+    # Python does not join the halves of surrogate pairs that are written as escapes.
+    return whole_value(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
 def _literal(node: ast.expr, source: str) -> str:

@@ -1,9 +1,12 @@
 """JSON as models write it comes out as JSON, at any cut, and no sooner held back than it has to be."""
 
 import json
+import math
 import random
+from contextlib import suppress
 from typing import Any
 
+import orjson
 import pytest
 from call_texts import (
     ARGUMENTS,
@@ -24,7 +27,7 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.requests import ToolCallDelta
 from holdfast.replicas.text.calls.formats import ToolFormat
-from holdfast.replicas.text.calls.scan import NotACallError, json_value, whole_object
+from holdfast.replicas.text.calls.scan import DEEPEST, NotACallError, json_value, whole_object
 
 
 class Loose:
@@ -127,24 +130,76 @@ def test_a_call_that_has_closed_has_arguments_in_json(
         valid(call.arguments)
 
 
+PIECES = st.sampled_from([r"\ud83d", r"\ude00", "\\", "u", "d83d", r"\n", r"\'", "x", "\n", "é"])
+
+
+@settings(max_examples=300)
+@given(st.lists(PIECES, max_size=8))
+def test_half_a_surrogate_pair_becomes_a_replacement_character(pieces: list[str]) -> None:
+    inside = "".join(pieces)
+    written, sent, undecided, rest = scanned(f'"{inside}"')
+    assert written + undecided + (rest or "") == f'"{inside}"'
+    if rest is None:
+        orjson.loads(sent)  # refuses half a pair
+        with suppress(ValueError):
+            exact = json.loads(f'"{inside}"')
+            assert json.loads(sent) == exact.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+NUMBERS = st.from_regex(r"-?(0|[1-9][0-9]{0,400})(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,3})?", fullmatch=True)
+
+
+@given(NUMBERS | st.sampled_from(["1e999", "-1e999", "1e308", "1.7976931348623159e308", "9" * 308, "9" * 309]))
+def test_a_number_is_as_it_was_written_and_one_that_no_double_holds_is_a_text(number: str) -> None:
+    written, sent, undecided, rest = scanned(f'{{"n": {number}}}')
+    assert (undecided, rest) == ("", None)
+    assert sent == (written if math.isfinite(float(number)) else f'{{"n": "{number}"}}')
+    orjson.loads(sent)  # refuses a number that no double holds
+
+
+@given(
+    st.integers(1, 1200),
+    st.sampled_from([('{"a": [', "]}"), ('[ {"\\n\\ud83d": ', "}\n]")]),
+    st.sampled_from(["", "1", '"x"']),
+)
+def test_a_value_below_the_deepest_level_is_a_text(levels: int, ends: tuple[str, str], inside: str) -> None:
+    opener, closer = ends
+    if opener.endswith(": "):
+        inside = inside or "null"
+    text = opener * levels + inside + closer * levels
+    written, sent, undecided, rest = scanned(text)
+    assert (written, undecided, rest) == (text, "", None)
+    value, depth = orjson.loads(sent), 0
+    while isinstance(value, list | dict) and value:
+        (value,), depth = value.values() if isinstance(value, dict) else value, depth + 1
+    assert depth <= DEEPEST
+    if levels * 2 <= DEEPEST:
+        assert value == json.loads(inside or "[]")
+    else:
+        within = levels - DEEPEST // 2
+        written = opener * within + inside + closer * within
+        assert value == written.replace("\\ud83d", "\\ufffd")
+
+
 def test_only_what_is_undecided_is_held_back() -> None:
     reader = parser(ToolFormat.HERMES)
     reader.feed('<tool_call>{"name": "f", "arguments": {')
     for piece, sent in [
-        ('"a": 12', '"a": 12'), ("3", "3"), (", ", ""), ('"b', ', "b'), ('": T', '": '), ("ru", ""), ("e", "true"),
-        (',"c": "x\\', ',"c": "x'), ("u00", ""), ("e9", "\\u00e9"), ("\n", "\\n"), ("\\", ""), ("d\"", '\\\\d"'),
+        ('"a": 12', '"a": '), ("3", ""), (", ", "123"), ('"b', ', "b'), ('": T', '": '), ("ru", ""), ("e", "true"),
+        (',"c": "x\\', ',"c": "x'), ("u00", ""), ("e9", "\\u00e9"), ("\n", "\\n"), ("\\", ""), ("d", "\\\\d"),
+        ("\\ud83d", ""), ("\\", ""), ("ude00", "\\ud83d\\ude00"), ("\\ud83d", ""), ('"', '\\ufffd"'),
         (",\n", ""), ("}", "\n}"),
     ]:  # fmt: skip
         assert "".join(d.arguments for d in reader.feed(piece) if isinstance(d, ToolCallDelta)) == sent
     reader.feed("}</tool_call>")
-    assert valid(reader.calls[0].arguments) == {"a": 123, "b": True, "c": "xé\n\\d"}
+    assert valid(reader.calls[0].arguments) == {"a": 123, "b": True, "c": "xé\n\\d😀\ufffd"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "sent"),
     [
         ('{"a": Trux}', '{"a": '), ('{"a": Truex}', '{"a": true'), ('{"a": NaN}', '{"a": '), ('{"a": 01}', '{"a": 0'),
-        ('{"a": -Infinity}', '{"a": -'), ('{"a": 1_000}', '{"a": 1'), ('{"a": .5}', '{"a": '), ("{'a': 1}", "{"),
+        ('{"a": -Infinity}', '{"a": '), ('{"a": 1_000}', '{"a": 1'), ('{"a": .5}', '{"a": '), ("{'a': 1}", "{"),
         ('{"a": 1,, "b": 2}', '{"a": 1'), ("{,}", "{"), ('{"a": 1, b: 2}', '{"a": 1'), ('{"a": TRUE}', '{"a": '),
     ],
 )  # fmt: skip
@@ -163,7 +218,7 @@ def test_what_cannot_be_json_is_no_call_that_closed(arguments: str, sent: str, s
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        (' {"a": True, }\n', {"a": True}), ('{"a": "\ud800"}', {"a": "\ud800"}), ("{}", {}),
+        (' {"a": True, }\n', {"a": True}), (r'{"a": "\ud800"}', {"a": "\ufffd"}), ("{}", {}),
         ("[]", None), ('"{}"', None), ("{} {}", None), ("", None), ("  ", None), ('{"a": nope}', None), ("{", None),
     ],
 )  # fmt: skip

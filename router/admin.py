@@ -15,7 +15,7 @@ from holdfast.router.accounts import Accounts
 from holdfast.router.audit import Audit
 from holdfast.router.config import RouterConfig
 from holdfast.router.guard import Guard
-from holdfast.router.http import caller, json_response
+from holdfast.router.http import caller, json_response, route_of
 from holdfast.router.protocol.admin import (
     KeyBody,
     RowQuery,
@@ -189,7 +189,7 @@ class AdminEndpoints:
         return await export(rows, _there(self._books), await self._asked(request))
 
     async def audit(self, request: Request) -> Response:
-        """The audit log, the latest first, as JSON lines."""
+        """The audit log, the latest first, as JSON lines: up to `limit` acts, and as many refusals."""
         self._authorize(request)
         rows = read_rows(request.query_params)
         await self._audit.flush()
@@ -208,7 +208,7 @@ class AdminEndpoints:
         if hashed in self._hashes:
             return hashed.removeprefix("sha256:")[:8]
         refusal = Refusal.UNAUTHENTICATED if self._hashes else Refusal.FORBIDDEN
-        self._audit.refused(refusal.value, who.address(self._proxies), request.url.path)
+        self._audit.refused(refusal.value, who.address(self._proxies), route_of(request))
         if not self._hashes:
             raise RefusedError(refusal, "Administration is off: 'router.admin_key_hashes' names no key for it")
         raise RefusedError(refusal, "This needs one of the keys of 'router.admin_key_hashes'")

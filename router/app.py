@@ -190,7 +190,7 @@ def create_app(
     for method, path, handler in routes:
         # Starlette's routes: FastAPI's own would parse and serialise what is done here by hand.
         shape = anthropic_error if path.startswith("/v1/messages") else api_error
-        app.router.add_route(path, supervised(handler, shape), methods=[method])
+        app.router.add_route(path, supervised(handler, shape, path), methods=[method])
     app.router.routes.append(WebSocketRoute("/v1/responses", ResponseSocket(app, guard, drain).serve))
     app.add_exception_handler(HTTPException, _unrouted)
     app.add_middleware(AnswerHeadersMiddleware)

@@ -1,7 +1,8 @@
-"""What an operator may have to account for: acts of administration, and keys that were refused. No keys, no prompts.
+"""The audit log: acts of administration, and calls whose key or address was refused. It holds no keys and no prompts.
 
-In a stream of Redis, the latest ones, and in the log of this process. Refusals come in floods: those of one kind from
-one address are one entry with a count, every `FLUSH_S`.
+Redis keeps the latest acts in one stream and the latest refusals in another, so callers without a key cannot push acts
+out. The log of this process has both. Refusals come in floods: those of one kind from one address are one entry with a
+count, every `FLUSH_S`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
@@ -21,7 +22,8 @@ from holdfast.router.store import Scripts
 
 log = logging.getLogger(__name__)
 
-STREAM = "audit"
+STREAM = "audit"  # acts of administration
+REFUSALS = "audit/refusals"
 FLUSH_S = 5.0
 MOST_KINDS = 1000  # of refusals between two looks; what is beyond that is counted together
 
@@ -30,8 +32,12 @@ TELL = """
 for i = 2, #ARGV do redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], '*', 'entry', ARGV[i]) end
 return {#ARGV - 1}
 """
-# KEYS: the stream. ARGV: from and to as ids, at most how many.
-READ = "return redis.call('XREVRANGE', KEYS[1], ARGV[2], ARGV[1], 'COUNT', ARGV[3])"
+# KEYS: the streams. ARGV: from and to as ids, at most how many of each.
+READ = """
+local found = {}
+for i, stream in ipairs(KEYS) do found[i] = redis.call('XREVRANGE', stream, ARGV[2], ARGV[1], 'COUNT', ARGV[3]) end
+return found
+"""
 
 
 class Audit:
@@ -69,38 +75,34 @@ class Audit:
         return orjson.dumps(told)
 
     def refused(self, reason: str, peer: str, path: str) -> None:
-        """A caller's key, or its address, was refused."""
+        """A caller's key, or its address, was refused. `path`: the route's template, never a path as it was sent."""
         kind = (reason, peer, path)
         if kind not in self._refused and len(self._refused) >= MOST_KINDS:
             kind = (reason, "others", "")
         self._refused[kind] += 1
 
-    def tell(self, entry: bytes) -> None:
-        """Put an entry into the stream with the next look."""
-        self._waiting.append(entry)
-        del self._waiting[: -self._most]
-
     async def flush(self) -> None:
-        """Put what was noted into the stream; it is kept for the next time where Redis is away."""
+        """Put the refusals so far into their stream. While Redis is away they are kept for the next time."""
         refused, self._refused = self._refused, Counter()
         for (reason, peer, path), n in refused.items():
-            self.tell(self.entry("refused", "", reason=reason, peer=peer, path=path, count=n))
+            self._waiting.append(self.entry("refused", "", reason=reason, peer=peer, path=path, count=n))
+        del self._waiting[: -self._most]
         if not self._waiting:
             return
         entries, self._waiting = self._waiting, []
         if self._store is None:
             return
-        if await self._store.script(TELL, [STREAM], [self._most, *entries]) is None:
+        if await self._store.script(TELL, [REFUSALS], [self._most, *entries]) is None:
             self._waiting = [*entries, *self._waiting][-self._most :]
 
-    async def read(self, begin: str, end: str, most: int) -> Iterator[tuple[str, dict[str, Any]]] | None:
-        """Entries, the latest first, each with its place in the stream; None where Redis is away."""
+    async def read(self, begin: str, end: str, most: int) -> list[tuple[str, dict[str, Any]]] | None:
+        """At most so many acts and so many refusals, the latest first, each with its place. None: Redis is away."""
         if self._store is None:
-            return iter(())
-        found = await self._store.script(READ, [STREAM], [begin, end, most])
+            return []
+        found = await self._store.script(READ, [STREAM, REFUSALS], [begin, end, most])
         return None if found is None else _entries(found)
 
 
-def _entries(found: Sequence[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for place, values in found:
-        yield place.decode(), orjson.loads(values[1])
+def _entries(streams: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:
+    entries = [(place.decode(), orjson.loads(values[1])) for stream in streams for place, values in stream]
+    return sorted(entries, key=lambda entry: tuple(map(int, entry[0].split("-"))), reverse=True)

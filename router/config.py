@@ -130,7 +130,7 @@ class RouterConfig:
     program_quota_s: float = 600.0  # a program counts against `max_programs` so long after a turn, unless it is over
     usage_records: int = 10000  # of one tenant in Redis, the latest; the older ones are in the sums alone
     usage_days: int = 400  # sums of days and months are kept so long
-    audit_records: int = 10000  # acts and refusals in Redis, the latest
+    audit_records: int = 10000  # in Redis: the latest acts of administration, and as many refusals
 
     metrics_tenants: int = 200  # tenants with series of their own; the others are counted together, as "other"
     store_entries: int = 65536  # kept in memory where there is no Redis

@@ -15,7 +15,7 @@ from holdfast.router.accounts import Accounts, Admission
 from holdfast.router.audit import Audit
 from holdfast.router.config import RouterConfig
 from holdfast.router.drain import Drain
-from holdfast.router.http import answer_headers, caller, read_body
+from holdfast.router.http import answer_headers, caller, read_body, route_of
 from holdfast.router.limits import BodyMemory, Limiter
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.parser_process import ParserProcess
@@ -67,7 +67,7 @@ class Guard:
             if not principal.allows(scope):
                 raise RefusedError(Refusal.FORBIDDEN, f"This API key does not have the scope '{scope}'")
         except RefusedError as error:
-            self._audit.refused(reason(error), who.address(self._proxies), request.url.path)
+            self._audit.refused(reason(error), who.address(self._proxies), route_of(request))
             raise
         request.scope[TENANT] = principal.tenant
         return principal

@@ -42,6 +42,7 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 STATE = "holdfast"  # where a request's scope keeps its AnswerHeaders
 GONE = "holdfast.gone"  # and whether its client is known to have left
 ASKED = "holdfast.asked"  # and the hash of what it asks
+ROUTE = "holdfast.route"  # and the template of its path
 IDEMPOTENCY = "idempotency-key"  # a client's name for a request and its retries
 DELIVERY = "x-holdfast-delivery"  # the proxy's, which sends it again where a router was lost
 CLIENT_GONE = 499  # nobody reads it; proxies log it
@@ -201,10 +202,16 @@ def error_response(error: HoldfastError, shape: ErrorShape = api_error) -> Respo
     return Response(answer.body, answer.status, answer.headers, "application/json")
 
 
-def supervised(handler: Handler, shape: ErrorShape = api_error) -> Handler:
-    """`handler`, with everything it raises turned into an answer in this `shape`."""
+def route_of(request: HTTPConnection) -> str:
+    """The template of the path that was called: a path itself may hold what its caller likes."""
+    return str(request.scope.get(ROUTE, ""))
+
+
+def supervised(handler: Handler, shape: ErrorShape = api_error, path: str = "") -> Handler:
+    """`handler` of the route `path`, with everything it raises turned into an answer in this `shape`."""
 
     async def answer(request: Request) -> Response:
+        request.scope[ROUTE] = path
         try:
             known = request if request.client is not None else await _look_for_client(request)
             return await handler(known)

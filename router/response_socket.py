@@ -20,7 +20,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError, UnavailableError
 from holdfast.router.drain import Drain
 from holdfast.router.guard import Guard
-from holdfast.router.http import DELIVERY, IDEMPOTENCY, error_response
+from holdfast.router.http import DELIVERY, IDEMPOTENCY, ROUTE, error_response
 from holdfast.router.protocol.body import decode
 from holdfast.router.protocol.errors import api_error
 from holdfast.router.stored_responses import LATEST, LatestResponse
@@ -45,6 +45,7 @@ class ResponseSocket:
         self._longest_s = longest_s
 
     async def serve(self, socket: WebSocket) -> None:
+        socket.scope[ROUTE] = "/v1/responses"
         try:
             self._guard.authenticate(socket)
         except HoldfastError as error:

@@ -49,7 +49,7 @@ class Router:
 
     _space = 0
 
-    def __init__(self, redis, backend=None, tenants=(), config=CONFIG, space=""):
+    def __init__(self, redis, backend=None, tenants=(), config=CONFIG, space="", audit_records=10000):
         if not space:
             Router._space += 1
         self.space = space or f"usage/{Router._space}"
@@ -58,6 +58,7 @@ class Router:
         self.directory = TenantDirectory(tenants, exposed=True)
         self.tenants = TenantStore(self.store, self.directory)
         self.books = Books(self.store)
+        self.audit = Audit(self.store, audit_records)
         self.world = World(
             backend or FakeBackend(),
             self.directory,
@@ -65,7 +66,7 @@ class Router:
             accounts=self.accounts,
             tenant_store=self.tenants,
             books=self.books,
-            audit=Audit(self.store),
+            audit=self.audit,
         )
         transport = httpx.ASGITransport(self.world.app, client=("127.0.0.1", 50000))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60.0)
@@ -639,5 +640,30 @@ def test_a_refusal_is_traced_to_who_asked_behind_the_proxy(redis):
             log = (await router.http.get("/v1/admin/audit", headers=ADMIN)).text
             refused = [orjson.loads(line) for line in log.splitlines()]
             assert [(entry["peer"], entry["count"]) for entry in refused] == [("203.0.113.9", 2)] * 2
+
+    asyncio.run(run())
+
+
+def test_refusals_push_no_act_out_of_the_audit_log_and_tell_no_path_as_it_was_sent(redis):
+    async def run():
+        async with Router(redis, tenants=[ACME], audit_records=3) as router:
+            made = await router.http.post("/v1/admin/tenants", json={"name": "beta"}, headers=ADMIN)
+            assert made.status_code == 200
+            for n in range(500):  # Redis trims streams by whole nodes of 100 entries
+                router.audit.refused("invalid_api_key", f"10.0.{n // 250}.{n % 250}", "/v1/usage")
+            await router.audit.flush()
+            for path in ("/v1/programs/so%20long/heartbeat", "/v1/responses/resp_secret", "/v1/admin/tenants/secret"):
+                method = "DELETE" if "admin" in path or "responses" in path else "POST"
+                answer = await router.http.request(method, path, headers={"authorization": "Bearer wrong"})
+                assert answer.status_code == 401
+            log = (await router.http.get("/v1/admin/audit", params={"limit": 3}, headers=ADMIN)).text
+            entries = [orjson.loads(line) for line in log.splitlines()]
+            assert [entry["act"] for entry in entries] == ["refused"] * 3 + ["tenant added"]
+            paths = [
+                "/v1/admin/tenants/{name}",
+                "/v1/programs/{program_id:path}/heartbeat",
+                "/v1/responses/{response_id}",
+            ]
+            assert sorted(entry["path"] for entry in entries[:3]) == paths
 
     asyncio.run(run())

@@ -42,7 +42,7 @@ from holdfast.router.protocol.prefills import (
     read_prefill,
 )
 from holdfast.router.seal import Seal
-from holdfast.router.store import Put, Store, version_of
+from holdfast.router.store import Put, Store, not_found, version_of
 from holdfast.router.tenants import Tenant
 
 
@@ -68,7 +68,7 @@ class StoredPrefills:
 
     async def find(self, tenant: str, prefill_id: str, field: str | None = None, live_s: float = 0.0) -> Prefill:
         """With `live_s` it lives so long from now on, whatever it was made with. Raises RefusedError (404), which names
-        `field`, where it is not there or another tenant's.
+        `field`, where it is not there or another tenant's, and UnavailableError while Redis is away.
         """
         key = _key(tenant, prefill_id)
         value = (await self._store.renew([key], live_s))[0] if live_s else await self._store.get(key)
@@ -79,10 +79,13 @@ class StoredPrefills:
             return replace(prefill, version=version_of(value))
         except (ValueError, TypeError):  # another version's, or with another key: as good as absent
             message = f"Prefill with id '{prefill_id}' not found: released, expired, or never made"
-            raise RefusedError(Refusal.NO_PREFILL, message, field) from None
+            raise not_found(self._store, RefusedError(Refusal.NO_PREFILL, message, field)) from None
 
     async def delete(self, tenant: str, prefill_id: str) -> None:
+        """Raises UnavailableError while Redis, which may still have it, is away."""
         await self._store.delete(_key(tenant, prefill_id))
+        if self._store.degraded:
+            raise UnavailableError("Redis does not answer, and may still have the prefill; retry")
 
 
 class PrefillEndpoints:

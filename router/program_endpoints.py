@@ -20,7 +20,7 @@ from holdfast.router.lru import SHARE, Lru
 from holdfast.router.programs import ProgramTable
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.protocol.programs import heartbeat_reply, latency_reply, program_ended_reply, read_heartbeat
-from holdfast.router.store import Store
+from holdfast.router.store import Store, not_found
 from holdfast.router.tool_latency import ToolLatencies
 
 log = logging.getLogger(__name__)
@@ -113,18 +113,21 @@ class ProgramEndpoints:
         self._guard = guard
         self._programs = programs
         self._latencies = latencies
+        self._store = store
         self._heartbeats = Heartbeats(store, self._over, self._run)
 
     async def end(self, request: Request) -> Response:
         """A program is over: nothing is kept for it, and its name is free.
 
-        Raises RefusedError for an unknown one, UnavailableError where a replica does not answer: to be tried again.
+        Raises RefusedError for an unknown one, UnavailableError where a replica does not answer, or Redis, which may
+        know the program: to be tried again.
         """
         async with self._guard.entered(request) as tenant:
             program_id = request.path_params["program_id"]
             key = named_program(tenant.name, program_id)
             if not await self._over(tenant.name, key):
-                raise RefusedError(Refusal.NO_PROGRAM, f"The program '{program_id}' does not exist", "program_id")
+                refused = RefusedError(Refusal.NO_PROGRAM, f"The program '{program_id}' does not exist", "program_id")
+                raise not_found(self._store, refused)
             return json_response(program_ended_reply(program_id))
 
     async def heartbeat(self, request: Request) -> Response:

@@ -119,7 +119,16 @@ class SessionHomes:
         self._background = Background()
 
     async def find(self, tenant: str, session_id: str) -> Found:
-        """Raises UnknownSessionError."""
+        """Raises UnknownSessionError, or UnavailableError while Redis, which may know the session, is away."""
+        found = await self._look(tenant, session_id)
+        if found is not None:
+            return found
+        if self._histories.away and SESSION_ID.fullmatch(session_id):
+            raise UnavailableError("Redis does not answer, and may know the session; retry")
+        raise UnknownSessionError(f"session {session_id!r} is not open: unknown or closed", "session_id")
+
+    async def _look(self, tenant: str, session_id: str) -> Found | None:
+        """The session as far as anybody knows it."""
         named = SESSION_ID.fullmatch(session_id)
         record = await self._histories.look(tenant, session_id) if named else None
         if record is not None:
@@ -129,14 +138,13 @@ class SessionHomes:
             return Found(tenant, session_id, seen[0], None)
         known = await self._programs.look(session_program(tenant, session_id)) if named else None
         if known is None or known.last_replica is None:
-            raise UnknownSessionError(f"session {session_id!r} is not open: unknown or closed", "session_id")
+            return None
         return Found(tenant, session_id, Home("", known.last_replica), None)
 
     async def check_free(self, tenant: str, session_id: str) -> None:
         """Raises SessionExistsError where a session of this name is open. What is left of one that was is forgotten."""
-        try:
-            found = await self.find(tenant, session_id)
-        except UnknownSessionError:
+        found = await self._look(tenant, session_id)
+        if found is None:
             return
         if not found.kept:
             call = DescribeSession(tenant, session_id, life=found.home.life)

@@ -24,6 +24,7 @@ from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import NoScriptError, RedisError
 
+from holdfast.replicas.errors import HoldfastError, UnavailableError
 from holdfast.router.lru import SHARE, Lru
 from holdfast.router.redis_info import RedisInfo
 
@@ -240,6 +241,13 @@ class Store(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+def not_found(store: Store, error: HoldfastError) -> HoldfastError:
+    """What to raise for a value that is not in `store`: `error`, or UnavailableError while Redis, which may have the
+    value, does not answer. Clients take a 404 for final, and try again after a 503.
+    """
+    return UnavailableError("Redis does not answer, and may have what you ask for; retry") if store.degraded else error
 
 
 class Scripts(Protocol):

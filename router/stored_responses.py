@@ -14,10 +14,11 @@ from typing import Any
 
 import orjson
 
+from holdfast.replicas.errors import UnavailableError
 from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.seal import Seal
-from holdfast.router.store import Store
+from holdfast.router.store import Store, not_found
 
 OPAQUE = "hf1."
 LATEST = "holdfast.latest"  # where the scope of a request of a connection with a memory keeps that
@@ -86,20 +87,21 @@ class StoredResponses:
         await self._store.set_shared(key, value, config.response_ttl_s, owner, config.response_tenant_bytes)
 
     async def find(self, tenant: str, response_id: str) -> StoredResponse:
-        """Raises RefusedError (404) where it is not there or another tenant's."""
+        """Raises RefusedError (404) where it is not there or another tenant's, UnavailableError while Redis is away."""
         key = _key(tenant, response_id)
         [value] = await self._store.renew([key], self._config.response_ttl_s)
         found = None if value is None else self._opened(key, value)
         if found is None:
             message = f"Response with id '{response_id}' not found: never stored, deleted, or expired"
-            raise RefusedError(Refusal.NO_RESPONSE, message)
+            raise not_found(self._store, RefusedError(Refusal.NO_RESPONSE, message))
         turn, response = found
         return StoredResponse({**orjson.loads(response), "output": turn.output}, turn)
 
     async def conversation(self, tenant: str, response_id: str, field: str) -> list[StoredTurn]:
         """The response, which the request names in `field`, and all before it, the oldest first.
 
-        Raises RefusedError (400) where it, or one before it, is not there or another tenant's.
+        Raises RefusedError (400) where it, or one before it, is not there or another tenant's, UnavailableError where
+        it is not here and Redis is away.
         """
         values = await self._store.follow(_key(tenant, response_id), self._config.response_ttl_s)
         if values:
@@ -112,13 +114,15 @@ class StoredResponses:
         before = None if found is None else await self._read(tenant, found[0].chain)
         if found is None or before is None:
             message = f"Previous response with id '{response_id}' not found: it, or one before it, is not stored"
-            raise RefusedError(Refusal.NO_PREVIOUS, message, field)
+            raise not_found(self._store, RefusedError(Refusal.NO_PREVIOUS, message, field))
         return [*before, *found]
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """Raises as `find`. Those that go on with it cannot be continued any more."""
         await self.find(tenant, response_id)
         await self._store.delete(_key(tenant, response_id))
+        if self._store.degraded:
+            raise UnavailableError("Redis does not answer, and may still have the response; retry")
 
     def conceal(self, tenant: str, text: str) -> str:
         """`text` for a client to hand back: encrypted where there is a key, else only in another form."""

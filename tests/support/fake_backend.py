@@ -39,7 +39,7 @@ from holdfast.router.metrics import RouterMetrics
 from holdfast.router.prefills import StoredPrefills
 from holdfast.router.programs import ProgramTable
 from holdfast.router.response_cache import ResponseCache
-from holdfast.router.store import MemoryStore
+from holdfast.router.store import MemoryStore, Store
 from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.tenant_store import TenantStore
 from holdfast.router.tenants import TenantDirectory
@@ -173,7 +173,8 @@ class World:
     store: MemoryStore = field(default_factory=lambda: MemoryStore(1000, 2**20))
     now: float = 1_000_000.0  # of the program table
     reports: TurnReports = field(default_factory=TurnReports)
-    responses: StoredResponses | None = None  # its own, where none are given
+    shared: Store | None = None  # of responses, prefills, sessions and heartbeats; one of its own, where none is given
+    responses: StoredResponses | None = None  # likewise
     prefills: StoredPrefills | None = None  # likewise
     accounts: Accounts | None = None  # likewise
     tenant_store: TenantStore | None = None
@@ -198,6 +199,7 @@ class World:
             responses=self.responses,
             prefills=self.prefills,
             accounts=self.accounts,
+            store=self.shared,
             tenant_store=self.tenant_store,
             books=self.books,
             audit=self.audit,

@@ -28,7 +28,7 @@ from holdfast.replicas.constraints.guidance import AVAILABLE, Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ConfigError, InvalidRequestError
 from holdfast.replicas.events import TokenLogprobs
-from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt, ReplyReason, TextDelta
+from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt, TextDelta
 from holdfast.replicas.speculation.skeletons import CallFormat, SkeletonSet, ValueEndings, compile_tools, value_endings
 from holdfast.replicas.stats import TextStats
 from holdfast.replicas.text.calls.formats import ENDS, MARKERS, ToolFormat, detect_format
@@ -340,11 +340,8 @@ class TextSide:
             hidden,
             thinking,
         )
-        # OpenAI's answer to a named tool has the finish reason of a text.
-        forced = isinstance(prompt, ChatPrompt) and prompt.forced_tool
         runs_on = request.sampling.ignore_eos
-        reason: ReplyReason = "stop" if forced else "tool_calls"
-        return Reply(stages, remember_turn, limits.declared, reason, runs_on, request.sampling.min_tokens)
+        return Reply(stages, remember_turn, limits.declared, runs_on, request.sampling.min_tokens)
 
     def echoed(self, prompt: RawPrompt, encoded: Encoded, logprobs: Sequence[TokenLogprobs]) -> TextDelta:
         """The prompt as the beginning of a reply; `logprobs` are those of its tokens after the first, or none."""

@@ -150,9 +150,8 @@ class Reply:
     """`remember_turn` takes the ids and the text of everything generated, once the reply is over.
 
     `declared` is a matcher of calls of declared tools. Given one, a call of another tool is not sent but asked for
-    again: `rewrite` says from where. `call_reason`: why a reply of calls has ended. `runs_on`: calls do not
-    end it; what follows them is still generated, counted and not sent. Stop strings count in the text after `least`
-    tokens.
+    again: `rewrite` says from where. `runs_on`: calls do not end it; what follows them is still generated, counted and
+    not sent. Stop strings count in the text after `least` tokens.
     """
 
     def __init__(
@@ -160,14 +159,12 @@ class Reply:
         stages: Stages,
         remember_turn: Callable[[TokenIds, str], None],
         declared: Matcher | None = None,
-        call_reason: ReplyReason = "tool_calls",
         runs_on: bool = False,
         least: int = 0,
     ) -> None:
         self._stages = stages
         self._remember_turn = remember_turn
         self._declared = declared
-        self._call_reason = call_reason
         self._runs_on = runs_on
         self._least = least
         self._tokens: list[int] = []
@@ -197,7 +194,7 @@ class Reply:
     def finish(self, reason: FinishReason) -> tuple[list[ReplyDelta], ReplyReason]:
         """What was held back, and why the reply ended: `reason` is the engine's. Call once.
 
-        A reply has ended for its calls only where all that were sent have closed: then their arguments are JSON.
+        A reply of calls that have all closed has ended for them, whatever ended its text: the client can run them.
         Log probabilities of tool call tokens that no text followed come with an empty text.
         """
         stages = self._stages
@@ -210,8 +207,8 @@ class Reply:
         deltas = self._with_logprobs(deltas)
         if rest := self._waiting.take(self._passed if stages.stops.stopped else None):
             deltas.append(TextDelta("", rest))
-        if ended == "stop" and self.calls and not self.unfinished:
-            ended = self._call_reason
+        if self.calls and not self.unfinished:
+            ended = "tool_calls"
         return self._after_reasoning(merged(deltas)), ended
 
     def remember(self) -> None:

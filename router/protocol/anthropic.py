@@ -521,7 +521,9 @@ def empty_message(reply_id: str, model: str) -> dict[str, Any]:
 
 
 def ending(reason: str, stop: str, *, called: bool, usage: Usage, most: int) -> dict[str, Any]:
-    """Why a message has ended. `called`: calls have closed in it; a forced one ends with `reason` "stop"."""
+    """Why a message has ended. `called`: calls have closed in it, though perhaps not all of them."""
+    if reason == "tool_calls":
+        return {"stop_reason": "tool_use", "stop_sequence": None}
     if reason == "length":
         why = "max_tokens" if usage.completion >= most else "model_context_window_exceeded"
     elif stop:

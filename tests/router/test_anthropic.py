@@ -432,6 +432,7 @@ def test_no_body_ends_in_a_bug(value, field):
         (Completed("stop", USAGE, DONE.timing, stop="END"), ("stop_sequence", "END")),
         (Completed("length", Usage(9, 0, 64), DONE.timing), ("max_tokens", None)),
         (Completed("length", Usage(9, 0, 63), DONE.timing), ("model_context_window_exceeded", None)),
+        (Completed("tool_calls", Usage(9, 0, 64), DONE.timing, stop="</tool_call>"), ("tool_use", None)),
     ],
 )
 def test_why_a_message_has_ended(end, expected):

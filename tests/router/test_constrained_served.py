@@ -65,7 +65,43 @@ def test_a_named_function_is_called_once(client: openai.OpenAI, stream: bool) ->
     ((name, arguments),) = arguments_of(choice.message)
     assert name == "get_forecast"
     assert is_right(arguments)
-    assert choice.finish_reason == "stop"  # as OpenAI's own answer to a named function
+    assert choice.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_closed_call_ends_a_reply_whose_text_a_stop_has_ended(client: openai.OpenAI, stream: bool) -> None:
+    """In every API: the shipped model writes `</tool_call>` behind a call."""
+    fields: Any = {"model": "pocket", "tools": TOOLS, "tool_choice": NAMED, "extra_body": {"stop": ["</tool_call>"]}}
+    with client.chat.completions.stream(messages=MESSAGES, **fields) as chunks:
+        chat = chunks.get_final_completion()
+    assert chat.choices[0].finish_reason == "tool_calls"
+    tools: Any = [{"name": "get_forecast", "input_schema": PARAMETERS}]
+    with anthropic.Anthropic(base_url=str(client.base_url).removesuffix("/v1/"), api_key="none") as other:
+        ask: Any = {"model": "pocket", "messages": MESSAGES, "tools": tools, "max_tokens": 100}
+        ask |= {"tool_choice": {"type": "any"}, "stop_sequences": ["</tool_call>"]}
+        if stream:
+            with other.messages.stream(**ask) as events:
+                message = events.get_final_message()
+        else:
+            message = other.messages.create(**ask)
+    assert (message.stop_reason, message.stop_sequence) == ("tool_use", None)
+    assert [block.type for block in message.content] == ["tool_use"]
+    flat: Any = [{"type": "function", "name": "get_forecast", "parameters": PARAMETERS}]
+    response = client.responses.create(
+        model="pocket", input="Forecast?", tools=flat, tool_choice="required", extra_body={"stop": ["</tool_call>"]}
+    )
+    assert (response.status, response.output[-1].status) == ("completed", "completed")
+
+
+def test_a_reply_may_be_asked_to_be_longer_than_the_context(client: openai.OpenAI) -> None:
+    most = 128_000
+    for name in ("max_tokens", "max_completion_tokens"):
+        fields: Any = {name: most, "tools": TOOLS, "tool_choice": NAMED}
+        (choice,) = client.chat.completions.create(model="pocket", messages=MESSAGES, **fields).choices
+        assert choice.finish_reason == "tool_calls"
+    response = client.responses.create(model="pocket", input="Hello", max_output_tokens=most)
+    assert (response.status, response.max_output_tokens) == ("completed", most)
+    assert client.completions.create(model="pocket", prompt="Hello", max_tokens=most, stop=["."]).choices
 
 
 def test_a_model_of_the_answer_is_parsed(client: openai.OpenAI) -> None:

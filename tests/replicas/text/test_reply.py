@@ -98,12 +98,30 @@ def test_a_call_in_pythons_words_ends_the_reply_as_one_in_json(qwen_like: Any) -
     assert ended(qwen_like, text, "stop") == ("", [["sum", '{"a": true, "b": [null, false]}']], "tool_calls")
 
 
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize(
+    ("after", "reason"), [("", "length"), ("\n", "length"), (" Then", "length"), (" Then", "stop")]
+)
+def test_a_closed_call_is_why_a_reply_has_ended_whatever_ended_its_text(
+    qwen_like: Any, after: str, reason: Any, early_stop: bool
+) -> None:
+    text = CALL.replace("NAME", "sum") + after
+    assert ended(qwen_like, text, reason, early_stop)[1:] == ([["sum", "{}"]], "tool_calls")
+
+
+def test_a_call_that_is_cut_behind_a_closed_one_is_why_a_reply_has_not_ended_for_them(qwen_like: Any) -> None:
+    text = CALL.replace("NAME", "sum") + "\n" + CALL.replace("NAME", "search").partition("}")[0]
+    assert ended(qwen_like, text, "length")[1:] == ([["sum", "{}"], ["search", "{"]], "length")
+
+
 def test_a_reply_cut_anywhere_has_text_or_a_call_in_progress(qwen_like: Any) -> None:
     """Of a call that is cut before it is sent nothing is shown."""
-    before, call = "I look.", "\n" + CALL.replace("NAME", "sum").replace("{}", json.dumps({"city": "Oslo", "n": None}))
+    arguments = json.dumps({"city": "Oslo", "n": None})
+    before, call = "I look.", "\n" + CALL.replace("NAME", "sum").replace("{}", arguments)
+    closed = call.index(arguments) + len(arguments)
     for cut in range(1, len(call)):
         said, calls, told = ended(qwen_like, before + call[:cut], "length")
-        assert told == "length"
+        assert told == ("tool_calls" if cut >= closed else "length")
         assert (said, len(calls)) in [(before, 1), (before + "\n", 0)]
 
 

@@ -30,6 +30,7 @@ from holdfast.router.http import (
     VERSION,
     AnswerHeadersMiddleware,
     Handler,
+    answer_headers,
     error_response,
     json_response,
     supervised,
@@ -42,8 +43,7 @@ from holdfast.router.parser_process import ParserProcess
 from holdfast.router.prefills import PrefillEndpoints, StoredPrefills
 from holdfast.router.program_endpoints import ProgramEndpoints
 from holdfast.router.programs import ProgramTable
-from holdfast.router.protocol.anthropic import anthropic_error
-from holdfast.router.protocol.errors import Refusal, RefusedError, api_error
+from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.protocol.models import (
     anthropic_model_reply,
     anthropic_models_reply,
@@ -189,8 +189,7 @@ def create_app(
         )
     for method, path, handler in routes:
         # Starlette's routes: FastAPI's own would parse and serialise what is done here by hand.
-        shape = anthropic_error if path.startswith("/v1/messages") else api_error
-        app.router.add_route(path, supervised(handler, shape, path), methods=[method])
+        app.router.add_route(path, supervised(handler, path), methods=[method])
     app.router.routes.append(WebSocketRoute("/v1/responses", ResponseSocket(app, guard, drain).serve))
     app.add_exception_handler(HTTPException, _unrouted)
     app.add_middleware(AnswerHeadersMiddleware)
@@ -278,7 +277,7 @@ async def _unrouted(request: Request, error: Exception) -> Response:
         refused = RefusedError(Refusal.NO_PATH, f"Unknown path: {request.method} {request.url.path}")
     else:
         refused = InvalidRequestError(str(error))
-    response = error_response(refused)
+    response = error_response(refused, anthropic=answer_headers(request).anthropic)
     if isinstance(error, HTTPException) and error.headers:
         response.headers.update(error.headers)
     return response

@@ -25,7 +25,8 @@ from holdfast.replicas.errors import EngineError, HoldfastError
 from holdfast.router.event_stream import ClientGoneError
 from holdfast.router.limit_headers import anthropic_headers, openai_headers
 from holdfast.router.limits import BodyBytes
-from holdfast.router.protocol.errors import ApiError, Refusal, RefusedError, api_error
+from holdfast.router.protocol.anthropic import anthropic_error
+from holdfast.router.protocol.errors import Refusal, RefusedError, api_error
 from holdfast.router.quotas import QuotaError, Standing
 from holdfast.router.tenants import Caller
 from holdfast.router.usage import NO_RETRY, RETRY_S, SEEN_S, Retry
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Awaitable[Response]]
-ErrorShape = Callable[[HoldfastError], ApiError]
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+MESSAGES = "/v1/messages/"  # what the paths of Anthropic's API begin with, and one of them but for the slash
 STATE = "holdfast"  # where a request's scope keeps its AnswerHeaders
 GONE = "holdfast.gone"  # and whether its client is known to have left
 ASKED = "holdfast.asked"  # and the hash of what it asks
@@ -63,7 +64,7 @@ class AnswerHeaders:
     server_timing: str = ""  # empty: no such header
     skipped: str = ""  # likewise
     standing: Standing | None = None  # with the tenant's limits; likewise
-    anthropic: bool = False  # it is told as Anthropic's clients know it
+    anthropic: bool = False  # the request came by Anthropic's API: limits and errors are told as there
 
     def encode(self) -> list[tuple[bytes, bytes]]:
         told = [
@@ -95,7 +96,7 @@ class AnswerHeadersMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = AnswerHeaders(_request_id(scope), anthropic=scope["path"].startswith("/v1/messages"))
+        headers = AnswerHeaders(_request_id(scope), anthropic=f"{scope['path']}/".startswith(MESSAGES))
         scope[STATE] = headers
 
         async def send_with_headers(message: Message) -> None:
@@ -197,8 +198,9 @@ def json_response(body: bytes, status: int = 200) -> Response:
     return Response(body, status, media_type="application/json")
 
 
-def error_response(error: HoldfastError, shape: ErrorShape = api_error) -> Response:
-    answer = shape(error)
+def error_response(error: HoldfastError, *, anthropic: bool = False) -> Response:
+    """The answer that tells of `error`, in Anthropic's shape or in OpenAI's."""
+    answer = anthropic_error(error) if anthropic else api_error(error)
     return Response(answer.body, answer.status, answer.headers, "application/json")
 
 
@@ -207,22 +209,23 @@ def route_of(request: HTTPConnection) -> str:
     return str(request.scope.get(ROUTE, ""))
 
 
-def supervised(handler: Handler, shape: ErrorShape = api_error, path: str = "") -> Handler:
-    """`handler` of the route `path`, with everything it raises turned into an answer in this `shape`."""
+def supervised(handler: Handler, path: str = "") -> Handler:
+    """`handler` of the route `path`, with everything it raises turned into an answer in the shape of its API."""
 
     async def answer(request: Request) -> Response:
         request.scope[ROUTE] = path
+        anthropic = answer_headers(request).anthropic
         try:
             known = request if request.client is not None else await _look_for_client(request)
             return await handler(known)
         except HoldfastError as error:
             if isinstance(error, QuotaError):
                 answer_headers(request).standing = error.standing
-            return error_response(error, shape)
+            return error_response(error, anthropic=anthropic)
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE)
         except Exception as error:  # a bug: the client gets an error in the usual shape, the log the traceback
-            return error_response(internal_error(error, answer_headers(request).request_id), shape)
+            return error_response(internal_error(error, answer_headers(request).request_id), anthropic=anthropic)
 
     return answer
 

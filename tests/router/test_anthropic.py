@@ -204,6 +204,22 @@ def test_tokens_are_counted_as_a_message_with_them_would_have():
     assert (refused_.status_code, refused_.json()["error"]["type"]) == (404, "not_found_error")
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("POST", f"{PATH}/batches", 404, "not_found_error"),
+        ("GET", PATH, 405, "invalid_request_error"),
+        ("DELETE", f"{PATH}/count_tokens", 405, "invalid_request_error"),
+    ],
+)
+def test_what_is_not_served_below_its_path_is_refused_in_anthropics_shape(method, path, status, kind):
+    answer = World().call(method, path)
+    told = answer.json()
+    assert (answer.status_code, told["type"], told["error"]["type"]) == (status, "error", kind)
+    assert path in told["error"]["message"]
+    assert World().call("GET", f"{PATH}s").json()["error"]["code"] == "not_found"
+
+
 # ---- what a request becomes ----
 
 

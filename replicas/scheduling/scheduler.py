@@ -141,7 +141,10 @@ class Scheduler:
         else:
             with as_if_over(flying):
                 builder = self._build(now)
-        return builder.step(self._running.reloads.saves(), now, undrafted=self.drafts.silent)
+        reloads = self._running.reloads
+        # The host's books may have begun anew since a load was planned: a later save may have its pages.
+        builder.loads = [load for load in builder.loads if reloads.reach(load.holding) >= load.end]
+        return builder.step(reloads.saves(), now, undrafted=self.drafts.silent)
 
     def _build(self, now: float) -> StepBuilder:
         builder = StepBuilder()
@@ -397,8 +400,8 @@ class Scheduler:
         reloads.speed = reloads.speed.measured(len(step.plan.loads) * self._config.page_size, output.load_s)
         self._learned.reload = reloads.speed.cell_s
         for load in step.loads:
-            if not load.present:
-                continue
+            if not load.present or reloads.reach(load.holding) < load.end:
+                continue  # it left, or what was brought back is not sure any more
             sequence = load.sequence
             try:
                 stats.tokens_reloaded += load.end - sequence.n_computed

@@ -179,3 +179,40 @@ def test_a_client_that_leaves_while_its_load_is_in_flight_costs_nobody_else_anyt
     world.assert_right("long")
     assert world.engine.cache is cache, "the engine did not start anew"
     world.assert_idle()
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("kept", [0, 6])  # tokens of the prompt that the device still has: the load begins inside a page
+def test_books_that_break_off_behind_a_planned_load_do_not_let_later_saves_change_what_it_reads(kept, overlap):
+    world = small(cells=160, step_tokens=256, overlap_steps=overlap)
+    world.submit("first", LONG)
+    world.run()
+    for i in range(10, 30):  # many leaves to evict, one after the other
+        world.submit(f"short {i}", words(i, 8), 1)
+        world.run()
+    if kept:
+        world.submit("beginning", LONG[:kept], 1)
+        world.run()
+    host, running = world.engine.cache.host, world.engine.scheduler._running
+    save, load, planned, broken = host._save, running.load, [], []
+
+    def loading(builder, sequence, most):
+        found = load(builder, sequence, most)
+        planned.extend(builder.loads)
+        return found
+
+    def breaking(leaf):
+        if planned and not broken:
+            broken.append(leaf)
+            raise RuntimeError("injected")
+        save(leaf)
+
+    host._save, running.load = breaking, loading
+    world.submit("again", LONG)
+    world.submit("other", words(5, 60))
+    world.step()
+    assert broken, "nothing was evicted behind the load"
+    world.run()
+    world.assert_right("again")
+    world.assert_right("other")
+    assert world.engine.cache.sound

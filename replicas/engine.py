@@ -363,8 +363,13 @@ class Engine:
             self._events.append(Failed(coming, error))
         before, waiting = self.scheduler, []
         for sequence in self.live.values():
-            if sequence.request_id not in told and sequence in before.admission:
+            waits = sequence.request_id not in told and sequence in before.admission
+            goes_on = waits and sequence.request_id not in self._preambles
+            if sequence.status is not Status.ENDED and not (goes_on and sequence.preempted):
+                self._order.left(sequence)  # what goes on arrives again below, but for what was preempted
+            if goes_on:
                 waiting.append(sequence)
+            if waits:
                 continue
             if sequence.request_id not in told:
                 self._events.append(sequence.failed(error))
@@ -374,8 +379,7 @@ class Engine:
         self._sessions.rows = self.scheduler.rows
         self._uncomputed = list(self._preambles)
         for sequence in waiting:
-            if sequence.request_id not in self._preambles:
-                self.scheduler.add(sequence, now)
+            self.scheduler.add(sequence, now)
 
     def _flush(self, now: float) -> list[Event]:
         """Give the events out: requests that ended are forgotten, and the next operations of their sessions begin."""

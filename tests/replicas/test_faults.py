@@ -66,6 +66,7 @@ class FaultyWorld(World):
             completion_reserve=2,
             equal_chunks=True,  # so that cells run short
             step_tokens=16,
+            order="fair",
         )
         engine = self.engine
         self.faults = Faults(which(engine), at)

@@ -182,7 +182,7 @@ def test_a_client_that_leaves_while_its_load_is_in_flight_costs_nobody_else_anyt
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
-@pytest.mark.parametrize("kept", [0, 6])  # tokens of the prompt that the device still has: the load begins inside a page
+@pytest.mark.parametrize("kept", [0, 6])  # tokens that the device still has: a load may begin inside a page
 def test_books_that_break_off_behind_a_planned_load_do_not_let_later_saves_change_what_it_reads(kept, overlap):
     world = small(cells=160, step_tokens=256, overlap_steps=overlap)
     world.submit("first", LONG)

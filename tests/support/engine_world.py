@@ -28,6 +28,7 @@ from holdfast.replicas.events import (
     Tokens,
 )
 from holdfast.replicas.kv.tags import labels_of
+from holdfast.replicas.scheduling.queue import FairOrder
 from holdfast.replicas.sequences import Region
 from holdfast.replicas.types import CellLimits, Priority
 
@@ -203,6 +204,10 @@ class World:
         now = self.engine.occupancy()
         assert (now.running, now.waiting, now.rows_taken, now.cells_held) == (0, 0, 0, 0)
         assert now.cells_free + now.cells_tree == now.cells_total
+        order = self.engine._order
+        if isinstance(order, FairOrder):
+            roots = [root for roots in order._roots.values() for root in roots._roots.values()]
+            assert not any(root.here for root in roots), "the order still counts a request that has ended"
 
 
 def words(seed: int, n: int) -> list[int]:

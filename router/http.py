@@ -161,7 +161,7 @@ async def read_body(request: Request, limit: int, patience_s: float, long: int, 
     declared = request.headers.get("content-length", "")
     if declared.isdigit():
         if int(declared) > limit:
-            raise _too_large(limit)
+            raise too_large(limit)
         held.expect(int(declared))
     parts: list[bytes] = []
     asked = _asks(request)
@@ -171,7 +171,7 @@ async def read_body(request: Request, limit: int, patience_s: float, long: int, 
             async with asyncio.timeout(patience_s):
                 async for part in request.stream():
                     if held.size + len(part) > limit:
-                        raise _too_large(limit)
+                        raise too_large(limit)
                     if asked is not None:
                         asked.update(part)
                     held.come(len(part))
@@ -264,5 +264,6 @@ def _request_id(scope: Scope) -> str:
     return f"req-{secrets.token_hex(12)}"
 
 
-def _too_large(limit: int) -> RefusedError:
+def too_large(limit: int) -> RefusedError:
+    """The refusal of a body that is longer than `limit` bytes."""
     return RefusedError(Refusal.TOO_LARGE, f"The request body is longer than {limit} bytes")

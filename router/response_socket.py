@@ -3,9 +3,9 @@
     client -- {"type": "response.create", ...} -->  one at a time
            <-- each event as a message, without [DONE]; or {"type": "error", "status": ..., "error": {...}}
 
-A message is served as the request that it would be over HTTP, by the same application: keys, limits, records and
-metrics are those of requests. What is more is the connection's memory: its latest response can be gone on with, though
-it is not stored.
+A message is served as the request that it would be over HTTP, by the same application: keys, limits, bounds of bodies,
+the parser, records and metrics are those of requests. A connection also remembers its latest response: the client can
+go on with it there though it is not stored.
 """
 
 import asyncio
@@ -17,16 +17,14 @@ import orjson
 from starlette.types import ASGIApp, Message, Scope
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from holdfast.replicas.errors import HoldfastError, InvalidRequestError, UnavailableError
+from holdfast.replicas.errors import HoldfastError, UnavailableError
 from holdfast.router.drain import Drain
 from holdfast.router.guard import Guard
 from holdfast.router.http import DELIVERY, IDEMPOTENCY, ROUTE, error_response
-from holdfast.router.protocol.body import decode
+from holdfast.router.limits import BodyBytes
 from holdfast.router.protocol.errors import api_error
 from holdfast.router.stored_responses import LATEST, LatestResponse
 
-CREATE = "response.create"
-OVER_HTTP = ("stream", "stream_options")  # say how events come over HTTP
 LONGEST_S = 3600.0  # the specification's, of a connection
 WAITING = 16  # messages that a client may send ahead of their turn
 OF_SCOPE = ("asgi", "http_version", "server", "client", "path", "raw_path", "root_path")
@@ -47,7 +45,7 @@ class ResponseSocket:
     async def serve(self, socket: WebSocket) -> None:
         socket.scope[ROUTE] = "/v1/responses"
         try:
-            self._guard.authenticate(socket)
+            principal = self._guard.authenticate(socket)
         except HoldfastError as error:
             if "websocket.http.response" in socket.scope.get("extensions", {}):
                 await socket.send_denial_response(error_response(error))
@@ -55,17 +53,20 @@ class ResponseSocket:
                 await socket.close()  # before it is accepted: a 403
             return
         await socket.accept()
-        await Connection(self._app, socket).serve(self._drain, self._longest_s)
+        with self._guard.messages(principal.tenant) as held:
+            await Connection(self._app, socket, self._guard, held).serve(self._drain, self._longest_s)
 
 
 class Connection:
-    """One of them. `_gone`: its client has left."""
+    """One of them. `held` counts the bytes of the messages that wait. `_gone`: its client has left."""
 
-    def __init__(self, app: ASGIApp, socket: WebSocket) -> None:
+    def __init__(self, app: ASGIApp, socket: WebSocket, guard: Guard, held: BodyBytes) -> None:
         self._app = app
         self._socket = socket
+        self._guard = guard
+        self._held = held
         self._latest = LatestResponse()
-        self._messages: asyncio.Queue[str] = asyncio.Queue(WAITING)
+        self._messages: asyncio.Queue[bytes | HoldfastError] = asyncio.Queue(WAITING)
         self._gone = asyncio.Event()
 
     async def serve(self, drain: Drain, longest_s: float) -> None:
@@ -97,29 +98,42 @@ class Connection:
     async def _read(self) -> None:
         try:
             while True:
-                await self._messages.put(await self._socket.receive_text())
+                await self._messages.put(self._taken((await self._socket.receive_text()).encode()))
         except (WebSocketDisconnect, KeyError):  # KeyError: it has sent bytes, which are no message of this protocol
             self._gone.set()
 
-    async def _turn(self, message: str) -> None:
+    def _taken(self, message: bytes) -> bytes | HoldfastError:
+        """The message, which counts among the bodies from now on; or why it is refused, in its place."""
         try:
-            body = read_create(message)
-        except InvalidRequestError as error:
-            answer = api_error(error)
+            self._guard.check_size(len(message))
+            self._held.come(len(message))
+        except HoldfastError as error:
+            return error
+        return message
+
+    async def _turn(self, message: bytes | HoldfastError) -> None:
+        if isinstance(message, HoldfastError):
+            answer = api_error(message)
             await self._tell(_error(answer.status, orjson.loads(answer.body)["error"]))
             return
-        events, asked = Events(self._socket), [orjson.dumps(body)]
+        events, waiting = Events(self._socket), [message]
+        del message
+
+        def hand_over() -> bytes:
+            body = waiting.pop()
+            self._held.go(len(body))  # whoever reads it counts it
+            return body
 
         async def receive() -> Message:
-            if asked:
-                return {"type": "http.request", "body": asked.pop(), "more_body": False}
+            if waiting:
+                return {"type": "http.request", "body": hand_over(), "more_body": False}
             await self._gone.wait()
             return {"type": "http.disconnect"}
 
         with suppress(ConnectionError):  # it has left
             await self._app(_request(self._socket.scope, self._latest), receive, events.send)
-        if events.failed:
-            self._latest.forget(body.get("previous_response_id"))
+        if waiting:  # it was refused before it was read
+            hand_over()
         if not events.complete:  # its client has left, or takes nothing
             self._gone.set()
 
@@ -129,10 +143,9 @@ class Connection:
 
 
 class Events:
-    """Takes the answer over HTTP and sends its events, each as a message. `failed`: the last one tells of an error."""
+    """Takes the answer over HTTP and sends its events, each as a message."""
 
     def __init__(self, socket: WebSocket) -> None:
-        self.failed = False
         self.complete = False
         self._socket = socket
         self._status = 0
@@ -150,13 +163,11 @@ class Events:
         if not message.get("more_body", False):
             self.complete = True
             if self._status != 200:
-                self.failed = True
                 await self._tell(_error(self._status, orjson.loads(self._rest)["error"]))
 
     async def _event(self, block: bytes) -> None:
-        name, named, data = block.partition(b"\ndata: ")
+        _, named, data = block.partition(b"\ndata: ")
         if named:  # else the mark of a stream's end
-            self.failed = name == b"event: response.failed"
             await self._tell(data)
 
     async def _tell(self, message: bytes) -> None:
@@ -165,17 +176,6 @@ class Events:
             await self._socket.send_text(message.decode())
         except (WebSocketDisconnect, RuntimeError) as error:
             raise ConnectionError("the socket is closed") from error
-
-
-def read_create(message: str) -> dict[str, Any]:
-    """The body of the request that a message stands for. Raises InvalidRequestError."""
-    body = decode(message.encode())
-    kind = body.pop("type", None)
-    if kind != CREATE:
-        raise InvalidRequestError(f"'type' must be '{CREATE}', and is {kind!r}", "type")
-    for name in OVER_HTTP:
-        body.pop(name, None)
-    return {**body, "stream": True}
 
 
 def _request(scope: Scope, latest: LatestResponse) -> Scope:

@@ -25,6 +25,7 @@ from holdfast.router.protocol.responses import (
     compaction_turn,
     compacts,
     input_items,
+    read_create,
     read_input,
     read_responses,
     response_object,
@@ -247,8 +248,9 @@ class CountInput:
 
 
 async def _asked(guard: Guard, stored: StoredResponses, request: Request, arrival: Arrival) -> tuple[Asked, ModelCard]:
-    body: ResponsesBody = await guard.read(request, read_responses)
-    asked = await _with_chain(stored, body, arrival, request.scope.get(LATEST))
+    latest: LatestResponse | None = request.scope.get(LATEST)
+    body: ResponsesBody = await guard.read(request, read_responses if latest is None else read_create)
+    asked = await _with_chain(stored, body, arrival, latest)
     card = find_model(body.model, arrival.models)
     return replace(asked, body=with_defaults(body, card)), card
 
@@ -258,7 +260,7 @@ async def _with_chain(
 ) -> Asked:
     before: list[StoredTurn] | None = []
     if body.previous_response_id is not None:
-        before = latest.conversation(body.previous_response_id) if latest else None
+        before = latest.take(body.previous_response_id) if latest else None
         if before is None:
             before = await stored.conversation(arrival.tenant, body.previous_response_id, "previous_response_id")
     assert before is not None

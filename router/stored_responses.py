@@ -59,13 +59,15 @@ class LatestResponse:
         """The last of `turns` is the latest."""
         self._turns = turns
 
-    def conversation(self, response_id: str) -> list[StoredTurn] | None:
-        """The response and all before it, the oldest first; None where it is not the latest."""
-        return self._turns if self._turns and self._turns[-1].id == response_id else None
+    def take(self, response_id: str) -> list[StoredTurn] | None:
+        """The response and all before it, the oldest first; None where it is not the latest.
 
-    def forget(self, response_id: str | None) -> None:
-        if self._turns and self._turns[-1].id == response_id:
-            self._turns = []
+        They are forgotten: where the turn that goes on with them fails, there is no latest response.
+        """
+        if not self._turns or self._turns[-1].id != response_id:
+            return None
+        turns, self._turns = self._turns, []
+        return turns
 
 
 class StoredResponses:

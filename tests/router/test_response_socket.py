@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from contextlib import contextmanager
+import threading
+from contextlib import contextmanager, nullcontext
 
 import open_responses
 import openai
@@ -14,11 +15,15 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from holdfast.replicas.errors import UnavailableError
+from holdfast.router import guard
+from holdfast.router.config import RouterConfig
 from holdfast.router.drain import Drain
+from holdfast.router.limits import BodyMemory
+from holdfast.router.parser_process import ParserProcess
 from holdfast.router.response_socket import ResponseSocket
-from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
+from holdfast.router.tenants import Principal, Tenant, TenantDirectory, TenantLimits, hash_key
 
-PATIENT = 10.0  # seconds a slow machine may take
+PATIENT = 60.0  # seconds a slow machine may take
 ENDS = {"response.completed", "response.incomplete", "response.failed", "error"}
 STREAM_EVENT = TypeAdapter(ResponseStreamEvent)
 
@@ -244,7 +249,10 @@ class Open:
     """A guard that knows everybody."""
 
     def authenticate(self, request):
-        return
+        return Principal(Tenant("t"))
+
+    def messages(self, tenant):
+        return nullcontext()
 
 
 def test_a_connection_has_an_hour():
@@ -267,3 +275,90 @@ def test_a_server_that_stops_waits_for_no_connection_that_asks_nothing():
 
     silent = asyncio.run(scenario())
     assert (silent.told, silent.closed) == ([], 1001)
+
+
+# ---- bounds: as of a body over HTTP ----
+
+
+def long(size, **body):
+    message = {"type": "response.create", "model": "pocket", "input": "x" * 10, **body}
+    return json.dumps({**message, "metadata": {str(n): "y" * 500 for n in range(size // 500)}})
+
+
+def bounded(**more):
+    sizes = {"max_body_bytes": 20_000, "long_body_bytes": 4_000, "body_memory": 40_000, **more}
+    return World(config=RouterConfig(**sizes))
+
+
+def test_a_message_has_the_bounds_of_a_body():
+    """Its size, its depth, and how many values a long one has; then the next one is answered."""
+    deep = json.dumps({"type": "response.create", "model": "pocket", "input": "x"})[:-1]
+    deep += ', "chat_template_kwargs": ' + '{"a":' * 300 + "1" + "}" * 301
+    many = json.dumps({"type": "response.create", "model": "pocket", "input": "x", "include": ["x"] * 3000})
+    world = bounded(max_body_values=1000)
+    with world.served() as address, socket(address) as opened:
+        for message, status in ((long(30_000), 413), (deep, 400), (many, 413)):
+            opened.send(message)
+            told = answer(opened)
+            assert (told["type"], told["status"]) == ("error", status)
+        assert ask(opened)["type"] == "response.completed"
+    assert len(world.backend.requests) == 1
+
+
+def test_a_long_message_is_parsed_beside_the_event_loop(monkeypatch):
+    parsed = []
+
+    async def call(self, function, most, parse, arguments, *, body, payer, work):
+        with body:
+            parsed.append(parse.__name__)
+        raise UnavailableError("told")
+
+    monkeypatch.setattr(ParserProcess, "call", call)
+    with bounded().served() as address, socket(address) as opened:
+        assert ask(opened)["type"] == "response.completed"
+        assert parsed == []
+        opened.send(long(6_000))
+        assert answer(opened)["status"] == 503
+    assert parsed == ["read_create"]
+
+
+def test_messages_that_wait_count_among_the_bodies(monkeypatch):
+    """No more of them wait than there is room for, and a connection that ends gives all back."""
+    taken, full, empty = [0], threading.Event(), threading.Event()
+
+    class Watched(BodyMemory):
+        def take(self, tenant, amount):
+            room = super().take(tenant, amount)
+            taken.append(self.total)
+            if not room:
+                full.set()
+            return room
+
+        def give_back(self, tenant, amount):
+            super().give_back(tenant, amount)
+            if full.is_set() and not self.total:
+                empty.set()
+
+    monkeypatch.setattr(guard, "BodyMemory", Watched)
+    world = bounded()
+    world.backend.stall = 1
+    with world.served() as address:
+        with socket(address) as opened:
+            opened.send(json.dumps({"type": "response.create", "model": "pocket", "input": "x"}))
+            assert world.backend.started.wait(PATIENT)
+            for _ in range(4):
+                opened.send(long(15_000))
+            assert full.wait(PATIENT)
+        assert empty.wait(PATIENT)
+    assert 15_000 < max(taken) <= 40_000
+
+
+def test_a_wrong_message_counts_as_a_request():
+    """So nobody makes a router parse for nothing."""
+    tenants = TenantDirectory([Tenant("acme", (hash_key("k"),), limits=TenantLimits(requests_per_minute=1))])
+    with World(tenants=tenants).served() as address, socket(address, authorization="Bearer k") as opened:
+        statuses = []
+        for _ in range(2):
+            opened.send("no json")
+            statuses.append(answer(opened)["status"])
+    assert statuses == [400, 429]

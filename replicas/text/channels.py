@@ -68,22 +68,24 @@ class ChannelReader:
             text = text[at:]
             if not text:
                 break
-            length = self._header(text)
+            space = self._space(text)
+            length = self._header(text[space:])
             if length is None:
                 self._held = text
                 break
             if length:
-                self._open(text[:length].removeprefix(_END))
+                self._open(text[space : space + length].removeprefix(_END))
             else:
                 self._kind = _Kind.CONTENT if self._kind is _Kind.HEADER else self._kind
-                self._say(text[:1])
-            text = text[length or 1 :]
+                self._say(text[: space + 1])
+            text = text[space + (length or 1) :]
         return self._taken(read - len(self._held))
 
     def flush(self) -> tuple[str, str]:
         """The reply is over: a header that is cut was markup, but where it is a call's, which its reader judges."""
         held, self._held = self._held, ""
-        header = held.removeprefix(_END)
+        begin = held[self._space(held) :]
+        header = begin.removeprefix(_END)
         if _ADDRESS in header:
             self._kind = _Kind.CALL
             self._say(header)
@@ -91,7 +93,7 @@ class ChannelReader:
             if due := self._due(header):
                 self._open(found[0])
             self._say(header[found.end() :] if due else held)
-        elif not held.startswith((_END, "<|start|>", _CHANNEL)):
+        elif not begin.startswith((_END, "<|start|>", _CHANNEL)):
             self._kind = _Kind.CONTENT if self._kind is _Kind.HEADER else self._kind
             self._say(held)
         return self._taken(len(held))
@@ -119,6 +121,13 @@ class ChannelReader:
             else:
                 self._quoted = char == '"'
         return len(text)
+
+    def _space(self, text: str) -> int:
+        """How many characters of `text` are white space before the first header, which may begin with a space too."""
+        if self._kind is not _Kind.HEADER:
+            return 0
+        space = len(text) - len(text.lstrip())
+        return space - 1 if text[:space].endswith(" ") and _ADDRESS.startswith(text[space - 1 : space + 3]) else space
 
     def _header(self, text: str) -> int | None:
         """The length of the header that `text` begins with, and of the end of a message before it; 0: there is none,

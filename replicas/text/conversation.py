@@ -299,7 +299,9 @@ class TextSide:
             return matcher
         opener, closer = self._think_ids[OPENER], self._think_ids[CLOSER]
         ends = self.eos if _wants_content(request.prompt) else frozenset[int]()
-        return AfterThinking(matcher, opener, closer, thinking.begun, ends)
+        return AfterThinking(
+            matcher, opener, closer, thinking.begun, ends, lambda token: self.pieces.of(token).isspace()
+        )
 
     def reply(self, request: GenerateRequest, encoded: Encoded, limits: Constraints = FREE) -> Reply:
         """A reader for the reply to `request`, whose prompt is `encoded` and which the engine holds to `limits`."""

@@ -1,11 +1,12 @@
 """What a thinking model writes before its answer: text in `<think>` and `</think>`, told apart from the content.
 
-The block comes first in a reply, or the prompt has opened it already. What stands in it is neither content nor calls,
-and no stop string counts there. White space around the block and inside its borders is markup: templates write it.
-`ThinkingReader` reads it, and `AfterThinking` lets a grammar of the content wait until it is over.
+The block comes first in a reply, white space before it aside, or the prompt has opened it already. What stands in it is
+neither content nor calls, and no stop string counts there. White space around the block and inside its borders is
+markup: templates write it. `ThinkingReader` reads it, and `AfterThinking` lets a grammar of the content wait until it
+is over.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import numpy as np
@@ -71,17 +72,18 @@ class ThinkingReader:
         if not self.begun:
             return "", held
         self.skipped += len(held)
-        return held.rstrip(), ""
+        return held.rstrip() if self._said else held.strip(), ""
 
     def _split(self, text: str) -> tuple[str, str]:
         self._held = ""
         if self._state is _State.BEGIN:
-            if len(text) < len(OPENER) and OPENER.startswith(text):
+            begin = text.lstrip()
+            if len(begin) < len(OPENER) and OPENER.startswith(begin):
                 self._held = text
                 return "", ""
-            self.begun = self.begun or text.startswith(OPENER)
+            self.begun = self.begun or begin.startswith(OPENER)
             self._state = _State.INSIDE if self.begun else _State.CONTENT
-            text = text.removeprefix(OPENER)
+            text = begin.removeprefix(OPENER) if self.begun else text
         reasoning = ""
         if self._state is _State.INSIDE:
             reasoning, text = self._inside(text)
@@ -107,16 +109,23 @@ class ThinkingReader:
 class AfterThinking:
     """`constraints.matcher.Matcher` of a reply whose content follows `inner`, which reads nothing of the thinking.
 
-    `opener` and `closer` are the tokens around the block. `inside`: the prompt has opened it; else the first token may.
-    The reply does not end inside the block with one of `ends`: where content is asked for, there will be some.
+    `opener` and `closer` are the tokens around the block. `inside`: the prompt has opened it; else the first token may,
+    or one behind nothing but tokens that are `space`, which `inner` reads as well. The reply does not end inside the
+    block with one of `ends`: where content is asked for, there will be some.
     """
 
-    __slots__ = ("_closer", "_ends", "_first", "_inner", "_inside", "_opener")
+    __slots__ = ("_closer", "_ends", "_first", "_inner", "_inside", "_opener", "_space")
 
     def __init__(
-        self, inner: Matcher, opener: int, closer: int, inside: bool, ends: frozenset[int] = frozenset()
+        self,
+        inner: Matcher,
+        opener: int,
+        closer: int,
+        inside: bool,
+        ends: frozenset[int] = frozenset(),
+        space: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        self._inner, self._opener, self._closer = inner, opener, closer
+        self._inner, self._opener, self._closer, self._space = inner, opener, closer, space
         self._ends = frozenset(end for end in ends if end < inner.words * 32)  # others are forbidden anyway
         self._inside = inside
         self._first = not inside  # the opener may come
@@ -144,48 +153,63 @@ class AfterThinking:
         return self._inner.given_up
 
     def copy(self) -> "AfterThinking":
-        other = AfterThinking(self._inner.copy(), self._opener, self._closer, self._inside, self._ends)
+        other = AfterThinking(self._inner.copy(), self._opener, self._closer, self._inside, self._ends, self._space)
         other._first = self._first
         return other
 
     def advance(self, tokens: Sequence[int]) -> int:
-        thought = self._thought(tokens)
-        if thought:
-            self._inside = tokens[thought - 1] != self._closer
-        if tokens:
-            self._first = False
-        return thought if thought == len(tokens) else thought + self._inner.advance(tokens[thought:])
+        begin, end = self._block(tokens)
+        content = [*tokens[:begin], *tokens[end:]]
+        if begin < end:
+            self._inside = tokens[end - 1] != self._closer
+        if content or begin < end:
+            self._first = self._first and begin == end and all(map(self._space, tokens))
+        taken = self._inner.advance(content) if content else 0
+        return taken if taken < begin else taken + end - begin
 
     def accepts(self, tokens: Sequence[int]) -> int:
-        thought = self._thought(tokens)
-        ended = self._end(tokens[:thought])
-        return ended if ended < thought else thought + self._inner.accepts(tokens[thought:])
+        begin, end = self._block(tokens)
+        taken = self._inner.accepts([*tokens[:begin], *tokens[end:]])
+        if taken < begin:
+            return taken
+        ended = self._end(tokens[begin:end])
+        return begin + ended if ended < end - begin else taken + end - begin
 
     def forced(self) -> list[int]:
         return [] if self._inside or self._first else self._inner.forced()
 
     def fill(self, drafts: Sequence[int], out: Bits) -> None:
-        thought = self._thought(drafts)
-        goes_on = thought == len(drafts) and (drafts[-1] != self._closer if thought else self._inside)
-        inside = thought + goes_on  # so many rows are those of tokens in the block
-        out[:inside] = -1
-        for end in self._ends:
-            _allow(out[:inside], end, False)
-        ended = self._end(drafts[:thought])
-        if ended < thought:
+        begin, end = self._block(drafts)
+        opened = begin < end and self._first
+        goes_on = end == len(drafts) and (drafts[-1] != self._closer if begin < end else self._inside)
+        ended = begin + self._end(drafts[begin:end])
+        if not goes_on and ended == end:
+            self._inner.fill([*drafts[:begin], *drafts[end:]], out[end - begin :])
+        inside = out[begin + opened : end + goes_on]  # the rows of tokens in the block
+        inside[:] = -1
+        for token in self._ends:
+            _allow(inside, token, False)
+        if ended < end:
             out[ended + 1 :] = -1
-        elif not goes_on:
-            self._inner.fill(drafts[thought:], out[thought:])
+        if opened:
+            self._inner.fill(drafts[:begin], out[: begin + 1])
         if self._first:
-            if thought:
-                self._inner.fill((), out[:1])  # it does not depend on the drafts
-            _allow(out[:1], self._opener, True)
+            spaces = begin if opened else self._spaces(drafts)
+            _allow(out[: spaces + 1], self._opener, True)
 
-    def _thought(self, tokens: Sequence[int]) -> int:
-        """How many of `tokens` belong to the block, its markers too."""
-        if not (self._inside or (self._first and tokens and tokens[0] == self._opener)):
-            return 0
-        return next((i + 1 for i, token in enumerate(tokens) if token == self._closer), len(tokens))
+    def _block(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """Where the block begins and ends in `tokens`, its markers included; both are 0 where it does not occur."""
+        begin = 0
+        if not self._inside:
+            begin = self._spaces(tokens) if self._first else len(tokens)
+            if begin == len(tokens) or tokens[begin] != self._opener:
+                return 0, 0
+        closers = (at + 1 for at in range(begin, len(tokens)) if tokens[at] == self._closer)
+        return begin, next(closers, len(tokens))
+
+    def _spaces(self, tokens: Sequence[int]) -> int:
+        """How many of `tokens` are white space before anything else."""
+        return next((at for at, token in enumerate(tokens) if not self._space(token)), len(tokens))
 
     def _end(self, thought: Sequence[int]) -> int:
         """The place of the first of `ends` in the block; its length where there is none."""

@@ -65,6 +65,14 @@ def test_messages_are_told_apart_however_they_are_cut(messages: list[tuple[str, 
     assert read(text, *chunked(text, data)) == (thoughts, content)
 
 
+@pytest.mark.parametrize("space", ["\n", " ", " \n "])
+def test_white_space_before_the_first_message_is_markup(space: str) -> None:
+    addressed = ' to=functions.f<|channel|>commentary json<|message|>{"city": "Oslo"}<|call|>'
+    for text in (f"{THOUGHT}{NEXT}{FINAL}", FINAL, f"{THOUGHT}{NEXT}{CALL}", CALL, addressed):
+        assert read(space + text) == read(space + text, *(space + text)) == read(text)
+    assert read(f"{space}Hello") == read("", *space, *"Hello") == ("", f"{space}Hello")
+
+
 def test_a_header_in_a_text_begins_a_message_and_half_a_header_none() -> None:
     assert read(f"{THOUGHT}{NEXT}{FINAL}") == ("We call commentary to=functions.f.", "It rains.")
     assert read(f"I look.{FINAL}") == ("", "I look.\n\nIt rains.")

@@ -75,7 +75,10 @@ def read(side: TextSide, ask: GenerateRequest, text: str, step: int = 1) -> tupl
 
 
 @pytest.mark.parametrize("step", [1, 1000])
-@pytest.mark.parametrize(("start", "begin"), [("", "<think>\n"), ("<think>\n", ""), ("<think>\n", "<think>")])
+@pytest.mark.parametrize(
+    ("start", "begin"),
+    [("", "<think>\n"), ("", "\n<think>"), ("", " \n\n<think>\n"), ("<think>\n", ""), ("<think>\n", "\n<think>")],
+)
 def test_thinking_is_neither_content_nor_calls_nor_stopped(side: TextSide, start: str, begin: str, step: int) -> None:
     ask = request(start, stop=("STOP",))
     thought = f"{begin}{THOUGHT}\n</think>"
@@ -102,7 +105,7 @@ def test_without_thinking_everything_is_as_before(side: TextSide, qwen_like: Any
         assert read(side, ask, text) == plain
     assert read(TextSide(qwen_like, EngineConfig()), request(), text) == plain
     assert read(side, request(), "So <think> is\n a word") == ("", "So <think> is\n a word", [], "stop", 0)
-    assert read(side, request(), "<thi") == ("", "<thi", [], "stop", 0)
+    assert read(side, request(), "\n <thi") == ("", "\n <thi", [], "stop", 0)
 
 
 def test_the_prompt_says_where_the_reply_begins() -> None:
@@ -175,8 +178,8 @@ def test_a_cut_at_any_character_gives_the_same_split(text: str, inside: bool) ->
     for at in range(len(text) + 1):
         assert split([text[:at], text[at:]], inside) == whole
     reasoning, content, _ = whole
-    begun = inside or text.startswith("<think>")
-    body = text.removeprefix("<think>") if begun else ""
+    begun = inside or text.lstrip().startswith("<think>")
+    body = text.lstrip().removeprefix("<think>") if begun else ""
     assert reasoning == body.partition("</think>")[0].strip()
     assert content == (body.partition("</think>")[2].lstrip() if begun else text)
 
@@ -290,9 +293,35 @@ def test_a_grammar_says_nothing_until_the_thinking_is_over(side: TextSide, start
     assert len(drawn(side, "Or <tool_call>")) <= off.accepts(drawn(side, "Or <tool_call> it?")) < len(thought)
 
 
+def test_white_space_before_the_thinking_is_none_of_the_grammar_s(side: TextSide) -> None:
+    """What is thought behind it is not held to a form, and no call in it begins one."""
+    space = drawn(side, "\n")
+    matcher = matcher_of(side, request(prompt=ChatPrompt(ASK, [STRICT])))
+    unknown = CALL.replace('"f"', '"rm"')
+    thought = drawn(side, f"<think>Or {unknown} it?</think>")
+    good, bad = drawn(side, CALL), drawn(side, unknown)
+    for before in (space, space * 3):
+        assert matcher.accepts(before + thought + good) == len(before + thought + good)
+        assert len(before + thought) < matcher.accepts(before + thought + bad) < len(before + thought + bad)
+    for token in [*space, *thought, *good]:
+        assert matcher.advance([token]) == 1
+    assert not matcher.failed
+
+
 @pytest.mark.parametrize("start", ["", "<think>"])
 @pytest.mark.parametrize(
-    "text", ["<think>Or</think>\n\n" + CALL, f"Or</think>{CALL}", f"Or {CALL}", "<think>Or so", "</think><think>"]
+    "text",
+    [
+        "<think>Or</think>\n\n" + CALL,
+        "\n\n<think>Or</think>" + CALL,
+        "\n \n" + CALL,
+        f"Or</think>{CALL}",
+        f"Or {CALL}",
+        "<think>Or so",
+        "\n<think>Or so",
+        "\n",
+        "</think><think>",
+    ],
 )
 def test_masks_of_drafts_are_those_after_the_tokens_were_drawn(side: TextSide, start: str, text: str) -> None:
     matcher = grammar(side, start)

@@ -63,6 +63,7 @@ def _parser() -> Parser:
     tenants_cli.add(commands)
     operating_cli.add(commands)
     operating_cli.add_checked(commands, _add_settings, _settings)
+    _add_convert(commands)
     _add_inflate(commands)
     bench.add(commands)
     simulate.add(commands)
@@ -104,6 +105,14 @@ def _add_key(commands: "Commands[argparse.ArgumentParser]") -> None:
     command = commands.add_parser("key", help=text, description=text)
     command.add_argument("tenant", help="name of the tenant the key belongs to")
     command.set_defaults(run=_key)
+
+
+def _add_convert(commands: "Commands[argparse.ArgumentParser]") -> None:
+    text = "Make a folder that can be served from a GGUF file, with its tokenizer and its chat template."
+    command = commands.add_parser("convert", help=text, description=text)
+    command.add_argument("file", type=Path, help="the GGUF file")
+    command.add_argument("out", type=Path, help="the new folder")
+    command.set_defaults(run=_convert)
 
 
 def _add_inflate(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -164,6 +173,15 @@ def _key(options: argparse.Namespace) -> int:
     key = make_key()
     tenant = Tenant(options.tenant, (hash_key(key),))
     _say(f"API key, shown once: {key}\n\ntenants:\n  - name: {tenant.name}\n    key_hashes: [{tenant.key_hashes[0]!r}]")
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from holdfast.cluster.convert import convert
+
+    for note in convert(options.file, options.out):
+        print(note, file=sys.stderr)
+    _say(f"Serve the model: holdfast serve --model {options.out}")
     return 0
 
 

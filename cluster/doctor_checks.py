@@ -216,7 +216,7 @@ def model(settings: Settings) -> Iterator[Finding]:
         folder = checks.model_folder(settings.engine.model)
     except ConfigError as error:
         name = settings.engine.model
-        hub = name.count("/") == 1 and not name.startswith(("/", ".", "~"))
+        hub = name.count("/") == 1 and not name.startswith(("/", ".", "~")) and not Path(name).exists()
         mend = f"hf download {name}, or give a folder" if hub else "give a folder, or the name of a model on the hub"
         yield fail("model", error.message, mend)
         return

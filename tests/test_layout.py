@@ -23,7 +23,7 @@ MAY_IMPORT = {
 COMMAND_LINE = ("cluster.cli",)  # what of `cluster` may import `loadgen`
 PURE = {"router.placement", "router.elsewhere"}  # of `router`, what the simulator may import: it knows no server
 ENGINE = {"torch", "transformers", "numpy", "tokenizers", "safetensors", "jinja2", "triton", "huggingface_hub"}
-ONE_FILE = {"llguidance": "replicas.constraints.guidance", "gguf": "loadgen.pocket.gguf_file"}  # imported nowhere else
+ONE_FILE = {"llguidance": "replicas.constraints.guidance"}  # imported nowhere else
 MAX_METHODS = 20
 # What each room of `replicas` may import besides itself; a part that has a line of its own follows that one. `BASE` and
 # the leaves are known to everybody that names them; whoever builds the whole of it (`service`) may name all.

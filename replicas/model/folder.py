@@ -15,10 +15,15 @@ _POCKET_FOLDER = Path(__file__).parent.parent / "pocket" / "weights"
 def model_folder(name: str) -> Path:
     """The folder behind a configured model name; of a hub name that of its cached snapshot.
 
-    Raises ConfigError for one that is not there or has no config.json.
+    Raises ConfigError for a folder that is not there, has no config.json or holds its weights as GGUF only, and for a
+    file.
     """
     folder = _POCKET_FOLDER if name == POCKET else Path(name).expanduser()
+    if folder.is_file():
+        raise cannot_serve(name, _file(folder))
     if folder.is_dir():
+        if not any(folder.glob("*.safetensors")) and (ggufs := sorted(folder.glob("*.gguf"))):
+            raise cannot_serve(name, f"its weights are a GGUF file. {_convert(ggufs[0])}")
         if not (folder / "config.json").is_file():
             raise cannot_serve(name, f"there is no config.json in {folder}")
         return folder
@@ -28,6 +33,25 @@ def model_folder(name: str) -> Path:
     if cached is None:
         raise cannot_serve(name, f"there is no folder {folder}, and no model of that name in the local hub cache")
     return cached
+
+
+def is_gguf(file: Path) -> bool:
+    """Whether a file begins as a GGUF file does. Raises OSError for one that cannot be read."""
+    with file.open("rb") as opened:
+        return opened.read(4) == b"GGUF"
+
+
+def _file(file: Path) -> str:
+    """Why a file is no model, and how to go on."""
+    if is_gguf(file):
+        return f"it is a GGUF file. {_convert(file)}"
+    if (file.parent / "config.json").is_file():
+        return f"it is one file of a model. Serve its folder: {file.parent}"
+    return "it is a file. A model is a folder with config.json, tokenizer.json and safetensors files"
+
+
+def _convert(file: Path) -> str:
+    return f"Make a folder of it with `holdfast convert {file} FOLDER`, and serve FOLDER"
 
 
 def _cached(name: str) -> Path | None:

@@ -16,7 +16,19 @@ def test_help_explains_every_subcommand(capsys: pytest.CaptureFixture[str]) -> N
         cli.main(["--help"])
     assert caught.value.code == 0
     printed = capsys.readouterr().out
-    for command in ("serve", "chat", "config", "key", "status", "top", "doctor", "sizing", "inflate", "bench"):
+    for command in (
+        "serve",
+        "chat",
+        "config",
+        "key",
+        "status",
+        "top",
+        "doctor",
+        "sizing",
+        "convert",
+        "inflate",
+        "bench",
+    ):
         line = next(line for line in printed.splitlines() if line.strip().startswith(f"{command} "))
         assert len(line.split()) > 3
         with pytest.raises(SystemExit) as caught:

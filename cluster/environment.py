@@ -66,11 +66,13 @@ def for_ray(
     drain_s: float = 0.0,
     proxy: Path | None = None,
     alone: bool = False,
+    colours: bool = True,
 ) -> Mapping[str, str]:
     """Variables for Ray and Serve. `folder` is this cluster's alone; `TOKEN` in it keeps strangers off Ray's ports.
 
     `metrics`: whether Ray collects its own. `drain_s`: how long a request may go on while the cluster stops. `proxy`:
     what to start as HAProxy; None: what comes with Ray. `alone`: nothing of Ray is to listen beyond this machine.
+    `colours`: whether Ray may colour what it prints on our console.
     """
     return {
         # HAProxy in front and user code on the replica's own loop: a request costs 3 ms less than by the defaults.
@@ -92,6 +94,8 @@ def for_ray(
         # Trap: Ray takes a loopback address for another one of this machine, and listens on all, unless told that there
         # are no clusters; the name is that of the systems where it does so by default.
         **({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if alone else {}),
+        # Trap: Ray writes colour codes into files and pipes, too.
+        **({} if colours else {"RAY_COLOR_PREFIX": "0"}),
         # Trap: HAProxy is started anew when an ingress comes or goes; so long after that the old one cuts its streams.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(min(LONGEST_STOP_S, max(HARD_STOP_S, math.ceil(drain_s)))),
         # Trap: stopping an ingress takes 31 s unless it may stop draining earlier.

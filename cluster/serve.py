@@ -11,6 +11,7 @@ import random
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -159,7 +160,8 @@ def _start(settings: Settings, stack: ExitStack, signals: Signals, say: Say) -> 
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
     alone = settings.server.local
-    environment.apply(environment.for_ray(internal, folder, told, settings.server.drain_s, proxy, alone))
+    colours = sys.stdout.isatty() and sys.stderr.isatty()
+    environment.apply(environment.for_ray(internal, folder, told, settings.server.drain_s, proxy, alone, colours))
     say("starting Ray")
     stack.enter_context(_ray(settings, folder, signals, say))
     say("starting Ray Serve")

@@ -234,6 +234,7 @@ def test_the_console_says_what_died_and_that_it_is_back(server: Any, eventually:
     os.kill(replicas(server)[0], signal.SIGKILL)
     eventually(lambda: "of 'replicas' died" in server.output.read_text(), 60.0)
     eventually(lambda: "of 'replicas' serve again: 2 in all" in server.output.read_text(), 60.0)
+    assert "\x1b" not in server.output.read_text()  # a file gets no colour codes, of Ray's neither
 
 
 def replicas(server: Any) -> list[int]:

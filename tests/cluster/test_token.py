@@ -16,6 +16,12 @@ def test_the_token_is_a_file_of_the_cluster_s(tmp_path: Path) -> None:
     assert "RAY_AUTH_TOKEN" not in variables
 
 
+def test_ray_colours_nothing_where_nobody_sees_it(tmp_path: Path) -> None:
+    ports = InternalPorts(1, 2, 3, 4, 5)
+    assert environment.for_ray(ports, tmp_path, colours=False)["RAY_COLOR_PREFIX"] == "0"
+    assert "RAY_COLOR_PREFIX" not in environment.for_ray(ports, tmp_path)
+
+
 def test_a_token_of_the_user_s_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "the user's")
     environment.apply({})

@@ -127,7 +127,8 @@ class Engine:
     @property
     def due(self) -> float | None:
         """When a step has to end what its time is over for, though nothing is asked of the engine; None: never."""
-        return min((due for due in (self.scheduler.retention.due, self._sessions.due) if due is not None), default=None)
+        dues = self.scheduler.retention.due, self._sessions.due, self._beginnings.due
+        return min((due for due in dues if due is not None), default=None)
 
     def occupancy(self) -> Occupancy:
         return replace(

@@ -180,7 +180,8 @@ class LoadReport:
     """What a replica tells of itself about once a second, for those who place programs. Small: it goes to all of them.
 
     `running`, `waiting` and `tokens_waiting` are without work ahead, which gives way to whoever comes.
-    `prefixes`: tokens of the beginnings of prompts that its cache has, by the digests that routers gave them.
+    `prefixes`: tokens of the beginnings of prompts that its cache has, by the digests that routers gave them; 0: it has
+    such a beginning, and no two prompts have shown yet where that ends.
     `seconds_per_token`: to compute one more token of a prompt, as learned; 0 where it is not known yet.
     """
 

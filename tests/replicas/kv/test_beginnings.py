@@ -1,10 +1,17 @@
 """What prompts begin with gets its tokens from the prompts, and is told only while the cache has it."""
 
-import numpy as np
+from dataclasses import replace
 
+import numpy as np
+import pytest
+from engine_world import World
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.replicas.events import Sampling, Submit
 from holdfast.replicas.kv.beginnings import LOOK_S, Beginnings
 from holdfast.replicas.kv.cache import KVCache
-from holdfast.replicas.types import TokenIds
+from holdfast.replicas.types import TokenIds, common_prefix
 
 
 def tokens(*numbers: int) -> TokenIds:
@@ -31,13 +38,64 @@ def test_two_prompts_say_what_they_share() -> None:
     assert made.held == {"d": len(SHARED)}
 
 
-def test_one_prompt_alone_is_its_own_beginning_and_a_scope_sees_its_own() -> None:
+def test_of_one_prompt_alone_nobody_knows_where_its_beginning_ends_and_a_scope_sees_its_own() -> None:
     cache, made = KVCache(64, 4), Beginnings()
     made.seen("t", "d", SHARED)
     made.seen("other", "e", SHARED)
     serve(cache, SHARED)
     made.look(cache, 0.0)
-    assert made.held == {"d": len(SHARED) - 1}  # a cache never shows a prompt's last token
+    assert made.held == {"d": 0}
+
+
+@pytest.mark.parametrize("second", [20, 25, 32])  # tokens of the first prompt that another one has, and no others
+def test_the_same_prompt_again_says_no_more(second: int) -> None:
+    cache, made = KVCache(64, 4), Beginnings()
+    prompt = tokens(*SHARED, *range(100, 112))
+    for each in (prompt, prompt[:second]):
+        made.seen("t", "d", each)
+        serve(cache, each)
+    made.look(cache, 0.0)
+    assert made.held == {"d": 0}
+    made.seen("t", "d", tokens(*SHARED, *range(200, 212)))
+    made.look(cache, LOOK_S)
+    assert made.held == {"d": len(SHARED)}
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=1, max_size=5))
+def test_no_more_is_told_than_all_prompts_so_far_begin_with(tails: list[list[int]]) -> None:
+    """Each prompt so far begins with what is told."""
+    cache, made = KVCache(64, 4), Beginnings()
+    for i, tail in enumerate(tails):
+        prompt = tokens(*SHARED, *tail)
+        made.seen("t", "d", prompt)
+        serve(cache, prompt)
+        made.look(cache, i * LOOK_S)
+        told = made.held["d"]
+        shared = min(
+            common_prefix(tokens(*SHARED, *one), tokens(*SHARED, *other))
+            for one in tails[: i + 1]
+            for other in tails[: i + 1]
+        )
+        assert told in (0, min(shared, len(prompt) - 1), shared)
+        assert told <= shared
+
+
+def test_a_look_that_came_too_early_is_made_up_for_in_an_idle_step() -> None:
+    world = World(cells=64)
+    world.give(replace(submitted("a", SHARED), prefixes=("d",)))
+    world.give(replace(submitted("b", tokens(*SHARED, 40, 41)), prefixes=("d",)))
+    world.now = 0.1
+    while world.engine.busy:
+        world.engine.step(world.now)  # all of them before the next look is due
+    due = world.engine.due
+    assert due == pytest.approx(0.1 + LOOK_S)
+    world.engine.step(due)
+    assert world.engine.load().prefixes == {"d": 0}
+    assert world.engine.due is None
+
+
+def submitted(name: str, prompt: TokenIds) -> Submit:
+    return Submit(name, prompt, Sampling(max_tokens=1))
 
 
 def test_what_was_evicted_is_told_no_more() -> None:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from holdfast.replicas.errors import ErrorInfo, UnavailableError
 from holdfast.replicas.requests import Answer, Completed, Errored, Piece, ReasoningDelta, TextDelta, ToolCallDelta
 from holdfast.router.backend import Backend
-from holdfast.router.formats import Arrival, Exchange
+from holdfast.router.formats import Arrival, Exchange, KeepsNothing
 from holdfast.router.guard import Guard
 from holdfast.router.http import answer_headers, json_response
 from holdfast.router.protocol.anthropic import (
@@ -135,7 +135,7 @@ class AnthropicEncoder:
         return self._close() + told + _event("message_stop")
 
 
-class MessagesExchange:
+class MessagesExchange(KeepsNothing):
     """One message."""
 
     program = ""
@@ -151,9 +151,6 @@ class MessagesExchange:
 
     def reply(self, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
         return orjson.dumps(message_object(self._reply_id, self.turn.model.name, answer, self._most))
-
-    async def keep(self, program: str) -> None:
-        return
 
 
 class MessagesFormat:

@@ -61,6 +61,10 @@ class Exchange(Protocol):
         """Keep what later requests may name of the answer, which was a turn of `program`. Its client waits for this."""
         ...
 
+    def kept(self, data: bytes) -> bytes:
+        """`data`, which is the answer or the end of its events, once `keep` has told whether the answer is kept."""
+        ...
+
 
 class Format(Protocol):
     """One endpoint. `name` is its label in metrics and logs."""
@@ -72,8 +76,20 @@ class Format(Protocol):
         ...
 
 
+class KeepsNothing:
+    """What an exchange does whose answer no later request may name."""
+
+    __slots__ = ()
+
+    async def keep(self, program: str) -> None:
+        return
+
+    def kept(self, data: bytes) -> bytes:
+        return data
+
+
 @dataclass(frozen=True, slots=True)
-class PlainExchange:
+class PlainExchange(KeepsNothing):
     """A request of a format that keeps nothing."""
 
     turn: Turn
@@ -90,9 +106,6 @@ class PlainExchange:
 
     def reply(self, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
         return self.make_reply(answer, others)
-
-    async def keep(self, program: str) -> None:
-        return
 
 
 class ChatFormat:

@@ -74,6 +74,19 @@ class ResponseEncoder:
         self.encode(pieces)
         return orjson.dumps(self.response)
 
+    def not_stored(self, data: bytes) -> bytes:
+        """`data`, which ends with the whole response, where that turns out not to be stored: it says so."""
+        before = self._told()
+        self.response = {**self.response, "store": False}
+        return data.removesuffix(before) + self._told()
+
+    def _told(self) -> bytes:
+        """The whole response as it was told last."""
+        if not self._streams:
+            return orjson.dumps(self.response)
+        self._sequence -= 1
+        return self._event(f"response.{self.response['status']}", response=self.response) + DONE
+
     def failed(self, error: ErrorInfo) -> bytes:
         # An item that was cut is no part of what a client may go on with.
         self._end("failed")

@@ -13,7 +13,7 @@ from holdfast.replicas.errors import ContextLengthError, InvalidRequestError, Un
 from holdfast.replicas.requests import Answer, ChatPrompt, ModelCard
 from holdfast.router.answers import pieces_of
 from holdfast.router.backend import Backend
-from holdfast.router.formats import Arrival, Exchange
+from holdfast.router.formats import Arrival, Exchange, KeepsNothing
 from holdfast.router.guard import Guard
 from holdfast.router.http import answer_headers, json_response
 from holdfast.router.protocol.responses import (
@@ -61,7 +61,7 @@ class Asked:
 
 
 class ResponseExchange:
-    """One response. It is stored as it was written."""
+    """One response. It is stored as it was written; where there is no room for it, its `store` is false at its end."""
 
     def __init__(self, asked: Asked, arrival: Arrival, turn: Turn, skipped: str, stored: StoredResponses) -> None:
         self.turn = turn
@@ -71,6 +71,7 @@ class ResponseExchange:
         self._arrival = arrival
         self._stored = stored
         self._written: ResponseEncoder | None = None
+        self._lost = False  # it was to be stored, and is not
 
     def encoder(self, choice: int = 0) -> ResponseEncoder:
         arrival, body = self._arrival, self._asked.body
@@ -94,10 +95,14 @@ class ResponseExchange:
         if asked.latest is not None:
             asked.latest.keep([*asked.before, turn])
         if asked.body.store:
-            await self._stored.keep(self._arrival.tenant, StoredResponse(response, turn))
+            self._lost = True  # also where this fails
+            self._lost = not await self._stored.keep(self._arrival.tenant, StoredResponse(response, turn))
+
+    def kept(self, data: bytes) -> bytes:
+        return self._written.not_stored(data) if self._written is not None and self._lost else data
 
 
-class CompactionExchange:
+class CompactionExchange(KeepsNothing):
     """A conversation made short: what its users said, and a summary by the model that only we can read."""
 
     def __init__(self, asked: Asked, arrival: Arrival, turn: Turn, skipped: str, stored: StoredResponses) -> None:
@@ -124,9 +129,6 @@ class CompactionExchange:
                 "usage": response_usage(answer.usage),
             }
         )
-
-    async def keep(self, program: str) -> None:
-        return
 
 
 class ResponsesFormat:

@@ -32,7 +32,7 @@ from holdfast.replicas.requests import (
 from holdfast.router.backend import Backend
 from holdfast.router.background import Background
 from holdfast.router.event_stream import until_disconnect
-from holdfast.router.formats import Arrival, Exchange, Format
+from holdfast.router.formats import Arrival, Exchange, Format, KeepsNothing
 from holdfast.router.guard import Guard
 from holdfast.router.http import DELIVERY, IDEMPOTENCY, json_response, retry_of
 from holdfast.router.identity import MAX_LENGTH, session_program
@@ -63,7 +63,7 @@ NAMED = "session"  # attribute of a request's state: the tenant and the id of th
 
 
 @dataclass(frozen=True, slots=True)
-class SessionExchange:
+class SessionExchange(KeepsNothing):
     """An operation of a session, its program."""
 
     turn: Turn
@@ -80,9 +80,6 @@ class SessionExchange:
 
     def reply(self, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
         return self.make_reply(answer)
-
-    async def keep(self, program: str) -> None:
-        return
 
 
 class OpenFormat:

@@ -7,6 +7,7 @@ it live on; the items; and the rest of the response, mostly tools, which is not 
 
 import base64
 import binascii
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,9 @@ from holdfast.replicas.errors import UnavailableError
 from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.seal import Seal
-from holdfast.router.store import Store, not_found
+from holdfast.router.store import Put, Store, not_found
+
+log = logging.getLogger(__name__)
 
 OPAQUE = "hf1."
 LATEST = "holdfast.latest"  # where the scope of a request of a connection with a memory keeps that
@@ -78,15 +81,18 @@ class StoredResponses:
         self._config = config
         self._seal = Seal(Path(config.cache_key_file)) if config.cache_key_file else None
 
-    async def keep(self, tenant: str, stored: StoredResponse) -> None:
-        """Keep it, unless the tenant has stored as much as it may; then it is not found later."""
+    async def keep(self, tenant: str, stored: StoredResponse) -> bool:
+        """Whether it is kept: it is not where the tenant has stored as much as it may."""
         key = _key(tenant, stored.turn.id)
         record = orjson.dumps(stored.turn) + b"\n" + orjson.dumps({**stored.response, "output": []})
         record = self._seal.close(key, record) if self._seal else record
         value = " ".join(stored.turn.chain).encode() + b"\n" + record
         config = self._config
         owner = f"responses/{tenant}"
-        await self._store.set_shared(key, value, config.response_ttl_s, owner, config.response_tenant_bytes)
+        put = await self._store.set_shared(key, value, config.response_ttl_s, owner, config.response_tenant_bytes)
+        if put is not Put.DONE:
+            log.warning("a response of tenant %s is not stored: its responses take response_tenant_bytes", tenant)
+        return put is Put.DONE
 
     async def find(self, tenant: str, response_id: str) -> StoredResponse:
         """Raises RefusedError (404) where it is not there or another tenant's, UnavailableError while Redis is away."""

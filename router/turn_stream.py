@@ -21,7 +21,8 @@ ASKED_S = 0.001  # by which a replica has been asked: from then on the router ha
 class TurnStream:
     """A `Source` of events. `note` gets the replica and the whole answer before the request counts as ended, and
     `on_answer` after that; its client learns of the end when that is done. `on_left` is called where the client leaves
-    before the end, `on_cut` where the reply fails and nobody says what was done for it.
+    before the end, `on_cut` where the reply fails and nobody says what was done for it. `kept` says of the last events
+    what they are once `on_answer` is done.
 
     Call `start` first. What `held` holds is given back in `close`, as is the replica's generator. `encoders` write the
     answers of a request, one each.
@@ -37,6 +38,7 @@ class TurnStream:
         drain: Drain | None = None,
         on_left: Callable[[], None] = lambda: None,
         on_cut: Callable[[], None] = lambda: None,
+        kept: Callable[[bytes], bytes] = lambda events: events,
     ) -> None:
         self.replica_id = ""
         self.held = ExitStack()
@@ -48,6 +50,7 @@ class TurnStream:
         self._drain = drain or Drain()
         self._on_left = on_left
         self._on_cut = on_cut
+        self._kept = kept
         self._built = AnswerBuilder()
         self._opening: bytes | None = None
 
@@ -121,6 +124,7 @@ class TurnStream:
                 self._note(batch.replica_id, answer)
             self._meter.answered(answer.usage, answer.timing)
             await self._on_answer(batch.replica_id, answer)
+            return self._kept(events)
         return events
 
     def _fail(self, error: HoldfastError) -> bytes:

@@ -267,15 +267,16 @@ class Turns:
         answer_headers(request).same_draw = varied(accepted.turn.sampling) is not accepted.turn.sampling
         if accepted.turn.stream:
             encoder = accepted.exchange.encoder()
-            response = Response(encoder.opening() + encoder.encode(pieces_of(answer)), headers=EVENT_HEADERS)
+            data = encoder.opening() + encoder.encode(pieces_of(answer))
         else:
-            response = json_response(accepted.exchange.reply(answer))
+            data = accepted.exchange.reply(answer)
         accepted.report.repeated(answer)
         accepted.meter.end(Outcome.CACHED)
         await self._settle(served, "", answer)
         if accepted.turn.program_end:  # no replica has seen this turn, and some may keep cells for the next one
             self._background.start(self._backend.end_program(accepted.tenant.name, served.key))
-        return response
+        data = accepted.exchange.kept(data)
+        return Response(data, headers=EVENT_HEADERS) if accepted.turn.stream else json_response(data)
 
     async def _ask(self, request: Request, served: Served, held: ExitStack) -> Response:
         """The answer of a replica; a stream takes with it what is `held`."""
@@ -332,7 +333,7 @@ class Turns:
         body = accepted.exchange.reply(answer, others)
         self._remember(served, answer)  # once it is encoded: an answer that cannot be would fail each repeat
         await self._settle(served, routed.replica_id, answer)
-        return json_response(body)
+        return json_response(accepted.exchange.kept(body))
 
     async def _generated(
         self, accepted: Accepted, command: GenerateRequest, place: Place
@@ -365,7 +366,15 @@ class Turns:
         encoders = [accepted.exchange.encoder(choice) for choice in range(1 + len(others))]
         cut = partial(self._left, accepted)
         events = TurnStream(
-            batches, encoders, accepted.meter, settle, accepted.report.answered, self._drain, leave, cut
+            batches,
+            encoders,
+            accepted.meter,
+            settle,
+            accepted.report.answered,
+            self._drain,
+            leave,
+            cut,
+            accepted.exchange.kept,
         )
         with self._paid(accepted):
             try:

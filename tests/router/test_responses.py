@@ -579,7 +579,6 @@ def test_a_reference_to_an_item_of_the_chain():
         ({"input": [{"type": ["list"]}]}, "input.0.type"),
         ({"input": [{"type": "new", "id": {}}]}, "input.0.id"),
         ({"max_tokens": 5}, "max_tokens"),
-        ({"max_output_tokens": 5000}, "max_output_tokens"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"temprature": 1}, "temprature"),
         ({"truncation": "some"}, "truncation"),
@@ -772,16 +771,42 @@ def test_what_a_tenant_may_store_is_bounded(tmp_path):
         async def scenario():
             store = RedisStore(RedisAddress(server.url), MemoryStore(10, 2**20), timeout_s=PATIENT)
             world = World(responses=StoredResponses(store, RouterConfig(response_tenant_bytes=4000)))
-            ids = [(await acall(world, input=str(n)))["id"] for n in range(4)]
-            found = [await store.get(f"responses/default/{each}") for each in ids]
+            told = [await acall(world, input=str(n)) for n in range(4)]
+            found = [await store.get(f"responses/default/{each['id']}") is not None for each in told]
             await store.close()
-            return [each is not None for each in found]
+            assert found == [each["store"] for each in told]
+            return found
 
         kept = asyncio.run(scenario())
         assert kept[0]
         assert not kept[-1]
     finally:
         server.kill()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_response_that_found_no_room_says_that_it_is_not_stored(stream, cached):
+    """As it is answered anew, and as it comes from the response cache; one that is stored says so."""
+    world = World(FakeBackend(THOUGHT), config=RouterConfig(response_tenant_bytes=3000))
+    for said, room in (("hello", True), ("x" * 3000, False)):
+        for _ in range(1 + cached):
+            last = streamed(world, input=said)[-1]["response"] if stream else whole(world, input=said)
+        assert last["store"] is room
+        assert world.call("GET", f"{PATH}/{last['id']}").status_code == (200 if room else 404)
+        assert [item["type"] for item in last["output"]] == ["reasoning", "message"]
+    assert len(world.backend.requests) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_cannot_be_stored_says_so(stream):
+    class Broken(MemoryStore):
+        async def set_shared(self, *_):
+            raise ZeroDivisionError
+
+    world = World(shared=Broken(10, 2**20))
+    last = streamed(world)[-1]["response"] if stream else whole(world)
+    assert (last["status"], last["store"]) == ("completed", False)
 
 
 async def acall(world, **body):

@@ -13,7 +13,7 @@ from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.events import Named, PartialPrefill, Sampling, Timing, TokenLogprobs, Usage
 from holdfast.replicas.kv.tags import Hint
 from holdfast.replicas.retention.latency import Called
-from holdfast.replicas.types import CellLimits, Priority
+from holdfast.replicas.types import CellLimits, Priority, salted
 
 ReplyReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
@@ -179,6 +179,11 @@ class GenerateRequest:
     hints: tuple[Hint, ...] = ()
     drawn: ReplyTokens | None = None
     early: EarlyTo | None = None
+
+    @property
+    def cache_scope(self) -> str:
+        """Where what is kept of it is found: its tenant's scope, or with a salt a part of that."""
+        return salted(self.scope, self.cache_salt)
 
     @property
     def most_tokens(self) -> float:

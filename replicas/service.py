@@ -227,7 +227,7 @@ class Service:
                     self._preposition.needless((request.scope, request.program_id))
                 began = time.perf_counter()
                 if request.session is None:
-                    encoded = await self._text.encoded(request.prompt, request.scope, request.program_id)
+                    encoded = await self._text.encoded(request.prompt, request.cache_scope, request.program_id)
                     closing = NO_TOKENS
                 else:
                     encoded, closing = await self.sessions.part(request, request.session)
@@ -323,7 +323,9 @@ class Service:
         return Attempt(submit, self._text.reply(request, encoded, limits), spent, drawing)
 
     def _skeletons(self, request: GenerateRequest) -> SkeletonSet | None:
-        return self._text.skeletons(request.prompt, request.scope) if self.engine.config.speculation.skeleton else None
+        if not self.engine.config.speculation.skeleton:
+            return None
+        return self._text.skeletons(request.prompt, request.cache_scope)
 
     def _second(self, request: GenerateRequest, encoded: Encoded, first: Attempt, ended: Event) -> Attempt | None:
         """The attempt after one that `ended` with a call to be written again; None where the reply stands as it is.
@@ -400,7 +402,7 @@ class Service:
 async def _limits(text: TextSide, compiling: CompilerThreads, request: GenerateRequest) -> Constraints:
     """What the reply must be. A guarantee that nobody has asked for is left out where it would be waited for."""
     try:
-        found = await compiling.run(partial(text.constraints, request.prompt, request.scope), request.scope)
+        found = await compiling.run(partial(text.constraints, request.prompt, request.cache_scope), request.scope)
         text.unguarded += found.loose
         return found
     except OverloadedError as error:
@@ -414,7 +416,7 @@ async def _ahead(text: TextSide, bridge: Bridge, request: GenerateRequest) -> Co
     """Compute what the next prompt begins with, without drawing anything."""
     if not isinstance(request.prompt, ChatPrompt):
         raise InvalidRequestError("only a chat can be computed ahead", "prompt")
-    encoded = await text.beginning(request.prompt, request.scope, request.program_id)
+    encoded = await text.beginning(request.prompt, request.cache_scope, request.program_id)
     submit = Submit(
         request.request_id,
         encoded.tokens,

@@ -36,6 +36,11 @@ def salted(tenant: str, salt: str) -> str:
     return f"{tenant}\0salt\0{salt}" if salt else tenant
 
 
+def tenant_of(scope: str) -> str:
+    """The tenant of a cache scope."""
+    return scope.partition("\0")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class CellLimits:
     """What a tenant may have of the cells of each engine, as shares of all of them."""

@@ -92,7 +92,7 @@ class Conversation:
 
 
 def conversation(scope: str, prompt: ChatPrompt | RawPrompt) -> Conversation:
-    """The chain of `prompt`. `scope`: what conversations are never shared across, the model's name."""
+    """The chain of `prompt`. `scope`: what conversations are never shared across, the model's name and the salt."""
     return _chat(scope, prompt) if isinstance(prompt, ChatPrompt) else _plain(scope, prompt)
 
 

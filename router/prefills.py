@@ -20,6 +20,7 @@ from starlette.responses import Response
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError, OverloadedError, UnavailableError
 from holdfast.replicas.events import PartialPrefill, Sampling, Usage
 from holdfast.replicas.requests import Errored, GenerateRequest
+from holdfast.replicas.types import salted
 from holdfast.router.accounts import Admission, Served
 from holdfast.router.backend import Backend, Place, Routed
 from holdfast.router.background import Background
@@ -127,7 +128,8 @@ class PrefillEndpoints:
             name, unique = asked.model.name, secrets.token_hex(12)
             program = program_named(tenant.name, asked.ids, request.headers, self._config.program_headers)
             if program is None:
-                program = await self._conversations.look(tenant.name, conversation(name, asked.prompt))
+                sent = conversation(salted(name, asked.cache_salt), asked.prompt)
+                program = await self._conversations.look(tenant.name, sent)
             prefill = Prefill(
                 id=f"prefill_{unique}",
                 model=name,

@@ -20,7 +20,7 @@ from holdfast.replicas.errors import HoldfastError, SessionExistsError, Unavaila
 from holdfast.replicas.events import Sampling, Usage
 from holdfast.replicas.requests import Answer, Errored, GenerateRequest, SessionTurn
 from holdfast.replicas.retention.latency import tool_set
-from holdfast.replicas.types import Priority
+from holdfast.replicas.types import Priority, salted
 from holdfast.router import server_timing
 from holdfast.router.accounts import Admission
 from holdfast.router.answers import pieces_of, repeated
@@ -203,7 +203,7 @@ class Turns:
             tenant=tenant,
             exchange=exchange,
             meter=meter,
-            program=named or exchange.program or conversation(turn.model.name, turn.prompt),
+            program=named or exchange.program or conversation(salted(turn.model.name, turn.cache_salt), turn.prompt),
             near=neighbour(tenant.name, turn.ids, headers, config.placement_headers),
             parent=parent_named(tenant.name, headers, config.parent_headers),
             ask=ask,
@@ -440,7 +440,7 @@ class Turns:
         begins = preamble(scope, turn.prompt)
         sent = accepted.program
         if isinstance(sent, str):  # branches of programs with names look for what these have sent, too
-            sent = conversation(turn.model.name, turn.prompt)
+            sent = conversation(salted(turn.model.name, turn.cache_salt), turn.prompt)
         known = histories(scope, sent, begins.prompt_tokens)
         if last_replica is not None:
             return Place(last_replica, tokens=begins.prompt_tokens, histories=known)

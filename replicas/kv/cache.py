@@ -16,9 +16,9 @@ from holdfast.replicas.kv.holding import Acquired, Holding, Pin, audit
 from holdfast.replicas.kv.host import HostTier
 from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.kv.pages import NO_PAGES, PageCopy, PageIds, PagePool
-from holdfast.replicas.kv.radix import Node, Prefix, RadixTree, relabel, tenant_of
+from holdfast.replicas.kv.radix import Node, Prefix, RadixTree, relabel
 from holdfast.replicas.kv.tags import SYSTEM, UNLABELLED, Labels
-from holdfast.replicas.types import CellLimits, TokenIds
+from holdfast.replicas.types import CellLimits, TokenIds, tenant_of
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")

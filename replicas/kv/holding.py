@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from holdfast.replicas.kv.pages import NO_PAGES, PageCopy, PageIds, PagePool
-from holdfast.replicas.kv.radix import Node, RadixTree, tenant_of
+from holdfast.replicas.kv.radix import Node, RadixTree
 from holdfast.replicas.kv.tags import UNLABELLED, Labels
+from holdfast.replicas.types import tenant_of
 
 
 @dataclass(slots=True, eq=False)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from holdfast.replicas.kv.limits import TenantPages
 from holdfast.replicas.kv.pages import NO_PAGES, PageIds, PagePool
 from holdfast.replicas.kv.tags import AHEAD, OTHER, RELEASED, SYSTEM, Label, Labels
-from holdfast.replicas.types import NO_TOKENS, CellLimits, TokenIds, common_prefix, record
+from holdfast.replicas.types import NO_TOKENS, CellLimits, TokenIds, common_prefix, record, tenant_of
 
 _GROWN = 512  # tokens up to which a leaf grows in place: growing copies it
 _EMPTY_ROOTS = 64  # scopes without cells that are remembered, beyond as many as there are nodes
@@ -119,11 +119,6 @@ class Prefix:
 
     node: Node
     length: int
-
-
-def tenant_of(scope: str) -> str:
-    """A scope is a tenant's, or a part of it: what stands behind a NUL names the part."""
-    return scope.partition("\0")[0]
 
 
 class RadixTree:

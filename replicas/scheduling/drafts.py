@@ -131,7 +131,9 @@ class Drafts:
         if state is None and request_id not in self._states:
             submit = sequence.submit
             try:
-                state = self._states[request_id] = self._drafter.open(submit.scope, sequence.tokens, submit.skeletons)
+                state = self._states[request_id] = self._drafter.open(
+                    submit.cache_scope, sequence.tokens, submit.skeletons
+                )
             except Exception:
                 self._give_up(request_id)
         return state

@@ -10,7 +10,7 @@ Deterministic, no clock, no torch. Whether a draft is right only the model says;
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +38,7 @@ from holdfast.replicas.speculation.ngrams import (
 )
 from holdfast.replicas.speculation.skeletons import SHORT_VALUE, SkeletonCursor, SkeletonSet
 from holdfast.replicas.stats import DraftCounts, DraftSource
-from holdfast.replicas.types import TokenIds
+from holdfast.replicas.types import TokenIds, tenant_of
 
 NO_DRAFT: TokenIds = np.zeros(0, np.int32)
 NO_DRAFT.setflags(write=False)
@@ -256,16 +256,18 @@ class Drafter:
 class TurnMemory:
     """What the model said in earlier turns, by scope, the latest used scope last. No scope sees another's text.
 
-    A scope beyond its share forgets the older half of its tokens; all together beyond theirs, the least recently
-    used scopes go whole. So a token is indexed a few times in its life, and only when a turn ends.
+    A scope beyond its share forgets the older half of its tokens. Where the scopes of a tenant are beyond one share
+    together, or all scopes beyond theirs, the least recently used go whole. So a token is indexed a few times in its
+    life, and only when a turn ends.
     """
 
-    __slots__ = ("_nbytes", "_scope_bytes", "_scopes", "_total_bytes")
+    __slots__ = ("_nbytes", "_of", "_scope_bytes", "_scopes", "_total_bytes")
 
     def __init__(self, total_bytes: int, scope_bytes: int) -> None:
         self._total_bytes, self._scope_bytes = total_bytes, min(scope_bytes, total_bytes)
         self._scopes: OrderedDict[str, NGramIndex] = OrderedDict()
         self._nbytes = 0
+        self._of: Counter[str] = Counter()  # bytes by tenant
 
     @property
     def nbytes(self) -> int:
@@ -282,7 +284,7 @@ class TurnMemory:
         if index is None:
             index = NGramIndex(turn)
         else:
-            self._nbytes -= index.nbytes
+            self._count(scope, -index.nbytes)
             index.extend(turn.tolist())
         index.extend((GAP,))
         if index.crowded:
@@ -292,7 +294,19 @@ class TurnMemory:
         if index.nbytes > self._scope_bytes:  # too small a share for anything
             return
         self._scopes[scope] = index
-        self._nbytes += index.nbytes
+        self._count(scope, index.nbytes)
+        tenant = tenant_of(scope)
+        while self._of[tenant] > self._scope_bytes:
+            self._forget(next(each for each in self._scopes if tenant_of(each) == tenant))
         while self._nbytes > self._total_bytes:
-            _, oldest = self._scopes.popitem(last=False)
-            self._nbytes -= oldest.nbytes
+            self._forget(next(iter(self._scopes)))
+
+    def _forget(self, scope: str) -> None:
+        self._count(scope, -self._scopes.pop(scope).nbytes)
+
+    def _count(self, scope: str, nbytes: int) -> None:
+        tenant = tenant_of(scope)
+        self._nbytes += nbytes
+        self._of[tenant] += nbytes
+        if not self._of[tenant]:
+            del self._of[tenant]

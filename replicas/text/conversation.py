@@ -323,7 +323,7 @@ class TextSide:
         def remember_turn(tokens: TokenIds, text: str) -> None:
             if encoded.text is not None:
                 ids = np.concatenate((encoded.tokens, tokens))
-                self.cache.remember(encoded.text + text, ids, encoded.mark, request.scope, request.program_id)
+                self.cache.remember(encoded.text + text, ids, encoded.mark, request.cache_scope, request.program_id)
 
         stages = Stages(
             StreamDecoder(self.pieces, hidden, continues=not chat),

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from holdfast.replicas.text.encode import AddedTokens, Encoder, read_added_tokens
-from holdfast.replicas.types import TokenIds, common_prefix
+from holdfast.replicas.types import TokenIds, common_prefix, tenant_of
 
 _SHARE = 0.5
 """Of all characters, how many one tenant may have: whatever it does, the others keep the rest."""
@@ -31,7 +31,8 @@ _ENDINGS = 256
 class Entry:
     """A text of a program and its ids. It may be cut before character `chars[i]`, which is token `tokens[i]`.
 
-    `mark` as in `Rendered`: the same text means other ids under another one. `program` is empty where it is not known.
+    `mark` as in `Rendered`: the same text means other ids under another one. `part`: of its tenant's texts those that
+    are found together. `program` is empty where it is not known.
     """
 
     text: str
@@ -40,6 +41,7 @@ class Entry:
     tokens: list[int]
     mark: str = ""
     program: str = ""
+    part: str = ""
 
     @property
     def size(self) -> int:
@@ -47,7 +49,7 @@ class Entry:
 
     def contained_in(self, other: "Entry") -> bool:
         """Whether `other` is of the same program and goes on from this one."""
-        same = self.program == other.program and self.mark == other.mark
+        same = (self.program, self.mark, self.part) == (other.program, other.mark, other.part)
         return same and other.text.startswith(self.text)
 
 
@@ -74,8 +76,8 @@ class Begun:
 class TokenCache:
     """Conversations of `tokenizer` (a transformers tokenizer), at most so many `characters` of them.
 
-    Each belongs to a program of a scope (a tenant). Scopes do not see each other's. Where there are too many, those go
-    that were used longest ago: a scope's own once it has more than half of all, else anybody's.
+    Each belongs to a program of a scope: a tenant's, or a part of it. Scopes do not see each other's. Where there are
+    too many, those go that were used longest ago: a tenant's own once it has more than half of all, else anybody's.
     """
 
     def __init__(self, tokenizer: Any, characters: float = math.inf) -> None:
@@ -86,8 +88,8 @@ class TokenCache:
         self._starts[starts] = True
         self._limit = characters
         self._size = 0
-        self._scopes: dict[str, _ScopeEntries] = {}
-        self._used: OrderedDict[Entry, str] = OrderedDict()  # with their scopes, the one used last at the end
+        self._tenants: dict[str, _TenantEntries] = {}
+        self._used: OrderedDict[Entry, str] = OrderedDict()  # with their tenants, the one used last at the end
         self._unsure: dict[str, int] = {}
         self.reused = 0  # characters taken from entries
         self.tokenized = 0  # characters tokenized
@@ -140,11 +142,12 @@ class TokenCache:
         What the program's latest turn shares has its ids, whoever else may share more.
         """
         best, char, token = _NOTHING, 0, 0
-        if (known := self._scopes.get(scope)) is not None:
-            if (own := known.latest.get(program)) is not None and own.mark == mark:
+        tenant, part = tenant_of(scope), _part(scope)
+        if (known := self._tenants.get(tenant)) is not None:
+            if (own := known.latest.get((part, program))) is not None and own.mark == mark:
                 best, (char, token) = own, self._cut(own, text)
             given = best.ids[:token]
-            for entry in known.nearest(text, mark, program):
+            for entry in known.nearest(part, mark, text, program):
                 cut = self._cut(entry, text) if entry is not own else (0, 0)
                 if cut[0] > char and np.array_equal(entry.ids[: len(given)], given):
                     best, (char, token) = entry, cut
@@ -168,9 +171,8 @@ class TokenCache:
         base = begun.base
         known = bisect_left(base.chars, begun.char)
         chars, tokens = self._cuts(begun.text, ids, begun.char, begun.token)
-        return Entry(
-            begun.text, ids, base.chars[:known] + chars, base.tokens[:known] + tokens, begun.mark, begun.program
-        )
+        chars, tokens = base.chars[:known] + chars, base.tokens[:known] + tokens
+        return Entry(begun.text, ids, chars, tokens, begun.mark, begun.program, _part(begun.scope))
 
     def _cuts(self, text: str, ids: TokenIds, char: int, token: int) -> tuple[list[int], list[int]]:
         """Where added tokens begin from `char` and `token` on, as far as text and ids agree about them."""
@@ -189,13 +191,14 @@ class TokenCache:
         """Keep an entry, and no longer what its program has that is contained in it."""
         if entry.size > self._limit * _SHARE:
             return
-        known = self._scopes.get(begun.scope) or _ScopeEntries()
-        for old in (begun.base, known.latest.get(entry.program), known.find(_key(entry))):
+        tenant = tenant_of(begun.scope)
+        known = self._tenants.get(tenant) or _TenantEntries()
+        for old in (begun.base, known.latest.get((entry.part, entry.program)), known.find(_key(entry))):
             if old is not None and old in self._used and old.contained_in(entry):
                 self._drop(old)
         known.add(entry)
-        self._scopes[begun.scope] = known
-        self._used[entry] = begun.scope
+        self._tenants[tenant] = known
+        self._used[entry] = tenant
         self._size += entry.size
         while known.size > self._limit * _SHARE:
             self._drop(next(iter(known.used)))
@@ -203,41 +206,47 @@ class TokenCache:
             self._drop(next(iter(self._used)))
 
     def _drop(self, entry: Entry) -> None:
-        scope = self._used.pop(entry)
+        tenant = self._used.pop(entry)
         self._size -= entry.size
-        known = self._scopes[scope]
+        known = self._tenants[tenant]
         known.remove(entry)
         if not known.used:
-            del self._scopes[scope]
+            del self._tenants[tenant]
 
 
-_Key: TypeAlias = tuple[str, str, str]
+_Key: TypeAlias = tuple[str, str, str, str]
 
 
 def _key(entry: Entry) -> _Key:
-    return entry.mark, entry.text, entry.program
+    return entry.part, entry.mark, entry.text, entry.program
 
 
-class _ScopeEntries:
-    """The entries of one scope, found by their program, or by how they begin.
+def _part(scope: str) -> str:
+    """Which part of its tenant's texts a scope is; "" is the one without a name."""
+    return scope.partition("\0")[2]
 
-    They are kept in the order of their texts: what shares most with a text stands next to where that belongs.
+
+class _TenantEntries:
+    """The entries of one tenant, found by their part and program, or by how they begin.
+
+    They are kept by part, in the order of their texts: what shares most with a text stands next to where that belongs.
     """
 
     def __init__(self) -> None:
-        self.latest: dict[str, Entry] = {}  # of each program
+        self.latest: dict[tuple[str, str], Entry] = {}  # of each program, by part
         self.used: OrderedDict[Entry, None] = OrderedDict()  # the one used last at the end
         self.size = 0
         self._sorted: list[Entry] = []
 
-    def nearest(self, text: str, mark: str, program: str) -> list[Entry]:
-        """Entries of which one shares most with `text`."""
-        place = bisect_left(self._sorted, (mark, text, program), key=_key)
-        found = [entry for entry in self._sorted[max(0, place - 1) : place + 1] if entry.mark == mark]
+    def nearest(self, part: str, mark: str, text: str, program: str) -> list[Entry]:
+        """Entries of this part and mark, of which one shares most with `text`."""
+        kind = part, mark
+        place = bisect_left(self._sorted, (*kind, text, program), key=_key)
+        found = [entry for entry in self._sorted[max(0, place - 1) : place + 1] if (entry.part, entry.mark) == kind]
         # One that is contained in the text as a whole may share no more than these, which go on in another way.
         whole = text[: max((common_start(entry.text, text) for entry in found), default=0)]
-        place = bisect_left(self._sorted, (mark, whole, ""), key=_key)
-        return found + [entry for entry in self._sorted[place : place + 1] if (entry.mark, entry.text) == (mark, whole)]
+        place = bisect_left(self._sorted, (*kind, whole, ""), key=_key)
+        return found + [entry for entry in self._sorted[place : place + 1] if _key(entry)[:3] == (*kind, whole)]
 
     def find(self, key: _Key) -> Entry | None:
         place = bisect_left(self._sorted, key, key=_key)
@@ -249,14 +258,14 @@ class _ScopeEntries:
         self.used[entry] = None
         self.size += entry.size
         if entry.program:
-            self.latest[entry.program] = entry
+            self.latest[entry.part, entry.program] = entry
 
     def remove(self, entry: Entry) -> None:
         del self._sorted[bisect_left(self._sorted, _key(entry), key=_key)]
         del self.used[entry]
         self.size -= entry.size
-        if self.latest.get(entry.program) is entry:
-            del self.latest[entry.program]
+        if self.latest.get((entry.part, entry.program)) is entry:
+            del self.latest[entry.part, entry.program]
 
 
 def common_start(one: str, other: str) -> int:

@@ -7,7 +7,10 @@ from engine_world import World, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.events import ProgramEnded, Sampling, Submit
+from holdfast.replicas.speculation.drafter import TurnMemory
+from holdfast.replicas.types import salted
 
 
 def ask(world: World, name: str, text: list[int], salt: str, tokens: int = 4, program: str = "") -> None:
@@ -51,3 +54,27 @@ def test_the_cells_of_a_salted_program_go_first_when_it_is_over():
     assert cache.peek("a\0salt\0x", np.asarray(words(0, 60), np.int32)) < cache.peek(
         "a\0salt\0x", np.asarray(words(1, 60), np.int32)
     )
+
+
+def test_drafts_are_made_of_turns_that_came_with_the_same_salt_alone():
+    world = World(cells=2048, context_length=256, speculation=DraftConfig(prompt_lookup=False, skeleton=False))
+    memory = world.engine._drafter._memory
+    for name, salt in (("first", "x"), ("other", "y"), ("plain", "")):
+        ask(world, name, words(0, 30), salt, tokens=24)
+        world.run()
+        assert world.engine.stats.drafted == 0, "what another salt's turn said was drafted"
+    ask(world, "again", words(0, 30), "x", tokens=24)
+    world.run()
+    assert world.engine.stats.accepted > 0
+    assert set(memory._scopes) == {"a", "a\0salt\0x", "a\0salt\0y"}
+
+
+def test_salts_give_a_tenant_no_more_of_the_draft_memory():
+    memory = TurnMemory(total_bytes=1 << 20, scope_bytes=1 << 15)
+    memory.add("other", np.arange(50, dtype=np.int32))
+    for i in range(100):
+        memory.add(salted("a", str(i)), np.arange(i, i + 200, dtype=np.int32))
+    assert memory.find("other") is not None
+    assert memory.find(salted("a", "99")) is not None
+    assert memory.nbytes == sum(index.nbytes for index in memory._scopes.values())
+    assert memory.nbytes <= (1 << 15) + memory.find("other").nbytes

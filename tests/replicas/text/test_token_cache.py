@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.text.render import Rendered, Renderer
 from holdfast.replicas.text.token_cache import TokenCache
+from holdfast.replicas.types import salted
 
 SPECIALS = ["<|im_end|>", "<|im_start|>user\n", "<|eot_id|>", "<s>", "</s>", "<tool_call>", "<|im_", "end|>"]
 ENTRY = 700
@@ -183,13 +184,17 @@ def chat(number: int, *turns: str) -> str:
     return f"<|im_start|>system\n{'the weather ' * 20}<|im_end|>\n" + f"been {number}<|im_end|>\n".join(asks)
 
 
+@pytest.mark.parametrize("salts", [False, True])
 @pytest.mark.parametrize("program", ["", "p"])
-def test_a_tenant_cannot_push_out_what_others_have_in_half_of_the_cache(qwen_like: Any, program: str) -> None:
+def test_a_tenant_cannot_push_out_what_others_have_in_half_of_the_cache(
+    qwen_like: Any, program: str, salts: bool
+) -> None:
     cache = TokenCache(qwen_like, 2 * 10 * 700)
     for number in range(8):
         cache.encode(chat(number, f"{number} in Paris"), scope="a", program=program and f"p{number}")
     for number in range(100):
-        cache.encode(chat(number, f"{number} in Paris"), scope="b", program=program and f"p{number}")
+        scope = salted("b", str(number) if salts else "")
+        cache.encode(chat(number, f"{number} in Paris"), scope=scope, program=program and f"p{number}")
     before = cache.tokenized
     for number in range(8):
         cache.encode(chat(number, f"{number} in Paris", "and now?"), scope="a", program=program and f"p{number}")
@@ -199,11 +204,14 @@ def test_a_tenant_cannot_push_out_what_others_have_in_half_of_the_cache(qwen_lik
     assert cache.tokenized - before == 8 * new
 
 
-def test_a_tenant_learns_nothing_of_another(qwen_like: Any) -> None:
+@pytest.mark.parametrize(
+    ("first", "second"), [("a", "b"), ("a", salted("a", "x")), (salted("a", "x"), salted("a", "y"))]
+)
+def test_a_scope_learns_nothing_of_another(qwen_like: Any, first: str, second: str) -> None:
     cache = TokenCache(qwen_like)
-    spelled(cache, qwen_like, chat(0, "hi"), "weather", "a", "p")
+    spelled(cache, qwen_like, chat(0, "hi"), "weather", first, "p")
     text = chat(0, "hi") + "weather<|im_end|>\n"
-    assert cache.encode(text, scope="b", program="p").tolist() == qwen_like.encode(text, add_special_tokens=False)
+    assert cache.encode(text, scope=second, program="p").tolist() == qwen_like.encode(text, add_special_tokens=False)
     assert cache.reused == 0
 
 

@@ -76,7 +76,7 @@ class ResponseExchange:
     def encoder(self, choice: int = 0) -> ResponseEncoder:
         arrival, body = self._arrival, self._asked.body
         shell = response_object(body, f"resp_{arrival.unique}", arrival.created)
-        conceal = partial(self._stored.conceal, arrival.tenant)
+        conceal = partial(self._stored.items.close, arrival.tenant)
         if self._asked.compacts:
             self._written = CompactionEncoder(shell, arrival.unique, conceal)
         else:
@@ -118,7 +118,7 @@ class CompactionExchange(KeepsNothing):
 
     def reply(self, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
         arrival, items = self._arrival, [*_items(self._asked.before), *self._asked.own]
-        summary = self._stored.conceal(arrival.tenant, (answer.text or "").strip())
+        summary = self._stored.items.close(arrival.tenant, (answer.text or "").strip())
         compaction = {"id": f"cmp_{arrival.unique}", "type": "compaction", "encrypted_content": summary}
         return orjson.dumps(
             {
@@ -190,6 +190,7 @@ class CompactionFormat:
 
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
         asked, card = await _asked(self._guard, self._stored, request, arrival)
+        await self._stored.items.prepare()
         body = asked.body.model_copy(update={"stream": False, "stream_options": None})
         turn, skipped = compaction_turn(body, asked.translated, card)
         return CompactionExchange(asked, arrival, check_length(turn), ", ".join(skipped), self._stored)
@@ -267,8 +268,11 @@ async def _with_chain(
             before = await stored.conversation(arrival.tenant, body.previous_response_id, "previous_response_id")
     assert before is not None
     own = input_items(body, arrival.unique)
-    reveal = partial(stored.reveal, arrival.tenant)
-    return Asked(body, before, own, chat_messages(_items(before), own, body.instructions, reveal), latest)
+    items = _items(before)
+    if ENCRYPTED in body.include or compacts(own) or any("encrypted_content" in item for item in (*items, *own)):
+        await stored.items.prepare()
+    reveal = partial(stored.items.open, arrival.tenant)
+    return Asked(body, before, own, chat_messages(items, own, body.instructions, reveal), latest)
 
 
 def _items(turns: Sequence[StoredTurn]) -> list[dict[str, Any]]:

@@ -5,8 +5,6 @@ length and not with its square. It is three lines: the ids, so that a chain is r
 it live on; the items; and the rest of the response, mostly tools, which is not parsed for a conversation.
 """
 
-import base64
-import binascii
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +16,11 @@ import orjson
 from holdfast.replicas.errors import UnavailableError
 from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.errors import Refusal, RefusedError
-from holdfast.router.seal import Seal
+from holdfast.router.seal import ItemSeal, Seal
 from holdfast.router.store import Put, Store, not_found
 
 log = logging.getLogger(__name__)
 
-OPAQUE = "hf1."
 LATEST = "holdfast.latest"  # where the scope of a request of a connection with a memory keeps that
 
 
@@ -80,6 +77,7 @@ class StoredResponses:
         self._store = store
         self._config = config
         self._seal = Seal(Path(config.cache_key_file)) if config.cache_key_file else None
+        self.items = ItemSeal(store, config.cache_key_file)
 
     async def keep(self, tenant: str, stored: StoredResponse) -> bool:
         """Whether it is kept: it is not where the tenant has stored as much as it may."""
@@ -131,22 +129,6 @@ class StoredResponses:
         await self._store.delete(_key(tenant, response_id))
         if self._store.degraded:
             raise UnavailableError("Redis does not answer, and may still have the response; retry")
-
-    def conceal(self, tenant: str, text: str) -> str:
-        """`text` for a client to hand back: encrypted where there is a key, else only in another form."""
-        value = text.encode()
-        sealed = self._seal.close(f"items/{tenant}", value) if self._seal else value
-        return OPAQUE + base64.b64encode(sealed).decode()
-
-    def reveal(self, tenant: str, given: str) -> str | None:
-        """What was concealed for this tenant; None for anything else."""
-        if not given.startswith(OPAQUE):
-            return None
-        try:
-            value = base64.b64decode(given.removeprefix(OPAQUE), validate=True)
-            return (self._seal.open(f"items/{tenant}", value) if self._seal else value).decode()
-        except (ValueError, binascii.Error):
-            return None
 
     async def _read(self, tenant: str, ids: Sequence[str]) -> list[StoredTurn] | None:
         """All of these; None where one of them is not there."""

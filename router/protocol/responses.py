@@ -376,7 +376,8 @@ def chat_messages(
 ) -> Translated:
     """The messages that items stand for: what a model said between two messages of others is one of its own.
 
-    `reveal` reads an `encrypted_content`; None: it is not ours. Raises InvalidRequestError that names the item.
+    `reveal` reads an `encrypted_content`; None: it cannot, ValueError: that is another tenant's. Raises
+    InvalidRequestError that names the item.
     """
     # A reference that was stored has the id of what it refers to, and would lead to itself.
     known = {item["id"]: item for item in history if "id" in item and item["type"] != "item_reference"}
@@ -417,14 +418,14 @@ class _ItemReader:
         elif kind.removesuffix("_output") in CALLS:
             self._output(item, where)
         elif kind == "reasoning":
-            self._reasoning(item)
+            self._reasoning(item, where)
         elif kind == TRIGGER:
             pass  # what it asks for is asked at the end of the messages
         elif kind.startswith("compaction"):
-            summary = self._reveal(item["encrypted_content"])
+            summary = self._revealed(item, where)
             if summary is None:
                 field = f"{where}.encrypted_content"
-                raise InvalidRequestError(f"'{field}' was not made by this server for this tenant", field)
+                raise InvalidRequestError(f"'{field}' was not made by this server, or its key is gone", field)
             self._others({"role": "user", "content": SUMMARY + summary})
         else:
             self.skipped.append(word(kind))
@@ -469,10 +470,17 @@ class _ItemReader:
             parts.append(part)
         return _text(parts, where)
 
-    def _reasoning(self, item: Mapping[str, Any]) -> None:
+    def _revealed(self, item: Mapping[str, Any], where: str) -> str | None:
+        try:
+            return self._reveal(item["encrypted_content"])
+        except ValueError:
+            field = f"{where}.encrypted_content"
+            raise InvalidRequestError(f"'{field}' was made for another tenant", field) from None
+
+    def _reasoning(self, item: Mapping[str, Any], where: str) -> None:
         text = "".join(str(part.get("text", "")) for part in item.get("content") or ())
         if not text and "encrypted_content" in item:
-            text = self._reveal(item["encrypted_content"]) or ""
+            text = self._revealed(item, where) or ""
         if text:
             self._begin()["reasoning_content"] = text
 

@@ -571,6 +571,13 @@ TEXT = (
         lambda r: r.text.unguarded + r.stats.unguarded,
     ),
     counter(
+        "replies_empty",
+        "",
+        "Replies of a chat that ended without content and without a call: of nothing, or of thinking alone",
+        "Many: `max_tokens` is too small for the thinking, or the model writes calls in a format that is not read",
+        lambda r: r.text.empty,
+    ),
+    counter(
         "call_tokens_refused",
         "tokens",
         "Drawn in a call where its tool's schema has no place for them, and drawn again",

@@ -393,6 +393,7 @@ class Service:
             usage, timing = attempt.usage(ended), attempt.timing(ended)
             history = self.sessions.told(ended)
             return (*tail, Completed(reason, usage, timing, stop=reply.stop, history=history))
+        self._text.empty += reply.empty and isinstance(request.prompt, ChatPrompt)
         found = _called(request, reply, reason)
         if request.program_id:
             self.notice(_turn_ended(request, found))

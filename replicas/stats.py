@@ -206,6 +206,7 @@ class TextStats:
     stopped: int = 0  # replies ended early
     rewritten: int = 0  # replies of which a part was written again
     unguarded: int = 0  # replies whose calls are not guaranteed from their beginning, or only in their names
+    empty: int = 0  # replies without content and calls
 
 
 @dataclass(slots=True)

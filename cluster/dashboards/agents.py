@@ -153,12 +153,14 @@ BOARD = Board(
                 Panel(
                     "Replies",
                     "Stopped where calls closed; written again for an undeclared tool; without a guarantee as the "
-                    "grammar of their tools took too long; and tokens of calls that were refused and drawn again.",
+                    "grammar of their tools took too long; without content and calls; and tokens of calls that were "
+                    "refused and drawn again.",
                     Unit.PER_SECOND,
                     (
                         Query(WHO.rate("holdfast_replies_stopped_total"), "stopped early"),
                         Query(WHO.rate("holdfast_replies_rewritten_total"), "written again"),
                         Query(WHO.rate("holdfast_replies_unguarded_total"), "without a guarantee"),
+                        Query(WHO.rate("holdfast_replies_empty_total"), "empty"),
                         Query(WHO.rate("holdfast_call_tokens_refused_total"), "tokens drawn again"),
                     ),
                 ),

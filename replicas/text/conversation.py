@@ -32,13 +32,21 @@ from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt, T
 from holdfast.replicas.speculation.skeletons import CallFormat, SkeletonSet, ValueEndings, compile_tools, value_endings
 from holdfast.replicas.stats import TextStats
 from holdfast.replicas.text.calls.formats import ENDS, MARKERS, ToolFormat, detect_format
-from holdfast.replicas.text.calls.readers import ToolCallParser
+from holdfast.replicas.text.calls.readers import READERS, ToolCallParser
 from holdfast.replicas.text.channels import ChannelReader
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
 from holdfast.replicas.text.encode import LONG, Encoder, LongTexts, offsets_of
 from holdfast.replicas.text.render import UNKNOWN, Rendered, Renderer, continuations, message_starts
 from holdfast.replicas.text.reply import Reply, Stages, StopStrings, logprob_text
-from holdfast.replicas.text.thinking import CLOSER, OPENER, AfterThinking, Opening, ThinkingReader, opening
+from holdfast.replicas.text.thinking import (
+    CLOSER,
+    OPENER,
+    AfterThinking,
+    Opening,
+    ThinkingReader,
+    TrailingCalls,
+    opening,
+)
 from holdfast.replicas.text.token_cache import Begun, Entry, TokenCache, common_start
 from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix
 
@@ -117,6 +125,7 @@ class TextSide:
         self._compiler = Compiler(self._vocabulary, self.tool_format, config.grammar_cache)
         self.unguarded = 0  # replies whose calls are not guaranteed, or only in their names
         self.rewritten = 0  # replies in which a call of an undeclared tool was written again
+        self.empty = 0  # replies without content and calls
         self.stopped = 0  # replies ended where their tool calls did, before the model ended them
         self._guarantee: Guarantee = config.tools_guarantee if AVAILABLE else "off"
         if self._guarantee != config.tools_guarantee:
@@ -325,6 +334,10 @@ class TextSide:
                 ids = np.concatenate((encoded.tokens, tokens))
                 self.cache.remember(encoded.text + text, ids, encoded.mark, request.cache_scope, request.program_id)
 
+        trailing = None
+        if names and isinstance(thinking, ThinkingReader) and (reader := READERS.get(self.tool_format)):
+            parser = partial(ToolCallParser, self.tool_format, names, True, str, early_stop=False, schemas=schemas)
+            trailing = TrailingCalls(reader.marked, parser)
         stages = Stages(
             StreamDecoder(self.pieces, hidden, continues=not chat),
             StopStrings(request.stop),
@@ -341,6 +354,7 @@ class TextSide:
             self.pieces,
             hidden,
             thinking,
+            trailing,
         )
         runs_on = request.sampling.ignore_eos
         return Reply(stages, remember_turn, limits.declared, runs_on, request.sampling.min_tokens)
@@ -358,7 +372,7 @@ class TextSide:
     def stats(self) -> TextStats:
         """What was rendered, tokenized and ended early so far."""
         renderer, cache = self.renderer, self.cache
-        counts = (self.stopped, self.rewritten, self.unguarded)
+        counts = (self.stopped, self.rewritten, self.unguarded, self.empty)
         return TextStats(renderer.hits, renderer.misses, cache.reused, cache.tokenized, *counts)
 
     def _thinking(self, prompt: ChatPrompt | RawPrompt, encoded: Encoded) -> ThinkingReader | ChannelReader | None:

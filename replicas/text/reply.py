@@ -21,12 +21,12 @@ import numpy as np
 
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.events import FinishReason, TokenLogprobs
-from holdfast.replicas.requests import LogprobText, ReasoningDelta, ReplyReason, TextDelta
+from holdfast.replicas.requests import LogprobText, ReasoningDelta, ReplyReason, TextDelta, ToolCallDelta
 from holdfast.replicas.text.calls.readers import ToolCallParser
 from holdfast.replicas.text.calls.tracker import Delta, merged
 from holdfast.replicas.text.channels import ChannelReader
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
-from holdfast.replicas.text.thinking import ThinkingReader
+from holdfast.replicas.text.thinking import ThinkingReader, TrailingCalls
 from holdfast.replicas.types import TokenIds
 
 ReplyDelta: TypeAlias = Delta | ReasoningDelta
@@ -126,7 +126,7 @@ def logprob_text(pieces: Pieces, entry: TokenLogprobs) -> LogprobText:
 @dataclass(frozen=True, slots=True)
 class Stages:
     """What a reply goes through. `hidden` tokens leave no text and no log probability. `thinking`: None where the
-    reply is all content.
+    reply is all content. `trailing` holds back calls at the end of the thinking; None where no call can be.
     """
 
     decoder: StreamDecoder
@@ -135,6 +135,7 @@ class Stages:
     pieces: Pieces
     hidden: frozenset[int]
     thinking: ThinkingReader | ChannelReader | None = None
+    trailing: TrailingCalls | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,6 +176,7 @@ class Reply:
         self.reasoning_tokens = 0  # those up to and with the end of the thinking, less content before it
         self._thought = 0  # tokens up to there
         self._told_apart = 0  # tokens of which it is known whether they are thinking
+        self.empty = True  # no content but white space, and no call, has been given out
         self.rewrite: Rewrite | None = None
         # With `declared` only: the characters up to and with each token, and their log probabilities.
         self._ends: list[int] = []
@@ -195,6 +197,7 @@ class Reply:
         """What was held back, and why the reply ended: `reason` is the engine's. Call once.
 
         A reply of calls that have all closed has ended for them, whatever ended its text: the client can run them.
+        Where the model ended the reply with calls in its thinking, without content, these are the reply's.
         Log probabilities of tool call tokens that no text followed come with an empty text.
         """
         stages = self._stages
@@ -202,6 +205,10 @@ class Reply:
         if not self.done:
             deltas += self._through(stages.decoder.flush(), last=True)
         deltas += stages.calls.feed(stages.stops.flush())
+        if stages.trailing is not None:
+            if reason == "stop" and not self.done:
+                deltas += stages.calls.feed(stages.trailing.take())
+            self._reasoning.append(stages.trailing.release())
         ended: ReplyReason = "stop" if self.done else reason
         deltas += stages.calls.finish(cut=reason == "length" or stages.stops.stopped)
         deltas = self._with_logprobs(deltas)
@@ -284,6 +291,10 @@ class Reply:
             if last:
                 held, rest = thinking.flush()
                 reasoning, text = reasoning + held, text + rest
+            if self._stages.trailing is not None:
+                reasoning = self._stages.trailing.feed(reasoning)
+                if text:
+                    reasoning += self._stages.trailing.release()
             if reasoning:
                 self._reasoning.append(reasoning)
             self._skipped = thinking.skipped
@@ -305,6 +316,7 @@ class Reply:
 
     def _after_reasoning(self, deltas: list[Delta]) -> list[ReplyDelta]:
         """`deltas`, and before them the reasoning that came meanwhile."""
+        self.empty = self.empty and not any(isinstance(each, ToolCallDelta) or each.text.strip() for each in deltas)
         reasoning, self._reasoning = "".join(self._reasoning), []
         return [ReasoningDelta(reasoning), *deltas] if reasoning else [*deltas]
 

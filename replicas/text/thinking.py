@@ -3,15 +3,19 @@
 The block comes first in a reply, white space before it aside, or the prompt has opened it already. What stands in it is
 neither content nor calls, and no stop string counts there. White space around the block and inside its borders is
 markup: templates write it. `ThinkingReader` reads it, and `AfterThinking` lets a grammar of the content wait until it
-is over.
+is over. `TrailingCalls` finds calls at the end of the thinking: a reply that ends there meant them.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum, auto
 
 import numpy as np
 
 from holdfast.replicas.constraints.matcher import Bits, Matcher
+from holdfast.replicas.requests import TextDelta
+from holdfast.replicas.text.calls.readers import ToolCallParser
+from holdfast.replicas.text.calls.tracker import Delta
 
 OPENER, CLOSER = "<think>", "</think>"
 
@@ -104,6 +108,63 @@ class ThinkingReader:
         self._held = text[len(body) :]
         self._said = self._said or bool(body)
         return body, ""
+
+
+class TrailingCalls:
+    """Holds back the calls that a reply's thinking ends with, until it is known whether anything follows them.
+
+    `markers` begin calls, and `parser` makes a reader of a text that begins with one.
+    """
+
+    def __init__(self, markers: Collection[str], parser: Callable[[], ToolCallParser]) -> None:
+        beginnings = {marker[:length] for marker in markers for length in range(1, len(marker))}
+        self._marker = re.compile(rf"\s*(?P<marker>{_any_of(markers)})|\s*(?:{_any_of(beginnings)})\Z")
+        self._parser = parser
+        self._held = ""  # ends with what may be the beginning of a marker, or begins with white space and a marker
+        self._calls: ToolCallParser | None = None  # of a marker that is held, and what follows it
+
+    def feed(self, thought: str) -> str:
+        """The reasoning that `thought`, the next of it, settles."""
+        told = ""
+        while thought:
+            if self._calls is None:
+                text, self._held = self._held + thought, ""
+                found = self._marker.search(text)
+                begin = found.start() if found else len(text)
+                told += text[:begin]
+                if found is None or not found["marker"]:
+                    self._held = text[begin:]
+                    return told
+                self._calls = self._parser()
+                self._calls.feed(found["marker"])
+                self._held, thought = found[0], text[found.end() :]
+            elif self._goes_on(self._calls.feed(thought[0])):
+                self._held, thought = self._held + thought[0], thought[1:]
+            else:  # the character may begin a marker
+                told, self._held, self._calls = told + self._held, "", None
+        return told
+
+    def release(self) -> str:
+        """What is held is reasoning."""
+        held, self._held, self._calls = self._held, "", None
+        return held
+
+    def take(self) -> str:
+        """The calls that the reasoning ends with; "" where it does not end with whole ones."""
+        calls = self._calls
+        if calls is None or not self._goes_on(calls.finish()) or not 0 < calls.n_sent == len(calls.calls):
+            return ""
+        return self.release().lstrip()
+
+    @staticmethod
+    def _goes_on(deltas: Sequence[Delta]) -> bool:
+        """Whether nothing but calls and white space has been read."""
+        return not any(isinstance(delta, TextDelta) and delta.text.strip() for delta in deltas)
+
+
+def _any_of(texts: Collection[str]) -> str:
+    """A pattern that finds the longest of `texts`."""
+    return "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
 
 
 class AfterThinking:

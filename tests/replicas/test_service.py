@@ -297,6 +297,19 @@ def test_a_stop_string_ends_the_reply_before_it():
     asyncio.run(main())
 
 
+def test_a_chat_reply_without_content_and_calls_is_counted():
+    async def main():
+        async with serving() as service:
+            chat = ChatPrompt([{"role": "user", "content": "hello"}])
+            told = await service.generate(request("a", chat, 5, ignore_eos=True))
+            assert told.text.strip()
+            assert service.text_stats.empty == 0
+            cut = await service.generate(request("b", chat, 5, (told.text[0],), ignore_eos=True))
+            assert (cut.text, service.text_stats.empty) == ("", 1)
+
+    asyncio.run(main())
+
+
 def test_a_reply_that_fits_is_as_long_as_the_context_leaves_room_for():
     async def main():
         async with serving(replace(CONFIG, cells=512)) as service:

@@ -68,7 +68,7 @@ def test_a_reply_that_is_to_go_on_does_not_end_with_its_calls(side: TextSide) ->
     assert sent == []
     assert (ended.done, going.done) == (True, False)
     assert ended.completion_tokens < going.completion_tokens == len(ids)
-    assert going.finish("length") == ([], "length")
+    assert going.finish("length") == ([], "tool_calls")
 
 
 def test_a_reply_cut_by_length_says_so(side: TextSide) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from call_texts import call_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,8 @@ from holdfast.replicas.requests import (
     TextDelta,
     ToolCallDelta,
 )
+from holdfast.replicas.text.calls.formats import ToolFormat
+from holdfast.replicas.text.calls.readers import READERS
 from holdfast.replicas.text.conversation import TextSide
 from holdfast.replicas.text.thinking import Opening, ThinkingReader, opening
 
@@ -86,6 +89,40 @@ def test_thinking_is_neither_content_nor_calls_nor_stopped(side: TextSide, start
     assert read(side, ask, f"{thought}\n\nHello.<|im_end|>", step) == (THOUGHT, "Hello.", [], "stop", length)
     assert read(side, ask, f"{thought}\n\nHello. STOP it", step) == (THOUGHT, "Hello. ", [], "stop", length)
     assert read(side, ask, f"{thought}\n\n{CALL}<|im_end|>", step) == (THOUGHT, "", ["f"], "tool_calls", length)
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize("format", [format for format in READERS if READERS[format].marked and format != "harmony"])
+def test_calls_that_the_thinking_ends_with_are_calls_where_nothing_follows(
+    qwen_like: Any, format: ToolFormat, step: int
+) -> None:
+    side = TextSide(thinking(qwen_like), EngineConfig(), format)
+    one, two = ("".join(call_texts(format, [("f", {"a": 1})] * count, variant=1)) for count in (1, 2))
+    for calls, text in ((1, one), (1, f"{one}\n</think>\n"), (2, two)):
+        told = read(side, request(), f"<think>\nI <reason>.\n\n{text}", step)
+        assert told[:4] == ("I <reason>.", "", ["f"] * calls, "tool_calls")
+    for after in ("x", "</think>\nHello", f" No. {one} Yes"):
+        thought, _, content = after.partition("</think>\n")
+        told = read(side, request(), f"<think>{one}{after}", step)
+        assert told[:4] == (one + thought, content, [], "stop")
+
+
+def test_calls_in_the_thinking_stay_thoughts_where_they_are_not_all_that_ends_the_reply(side: TextSide) -> None:
+    thought = f"<think>So {CALL}"
+    assert read(side, request(), f"{thought}</think>{CALL}")[:4] == (f"So {CALL}", "", ["f"], "tool_calls")
+    unknown, cut = CALL.replace('"f"', '"rm"'), CALL.partition("}")[0]
+    for calls in (unknown, cut, f"{CALL}\n<tool_call>", f"{CALL}\n{cut[:-3]}"):
+        assert read(side, request(), f"<think>So {calls}")[:4] == (f"So {calls}", "", [], "stop")
+    for reason, stop in (("length", ()), ("stop", ("END",))):
+        reply = side.reply(request(stop=stop), side.encode(ChatPrompt(ASK, TOOLS)))
+        deltas = reply.feed(drawn(side, f"{thought}</think>END" if stop else thought))
+        tail, ended = reply.finish(reason)
+        assert {type(delta) for delta in (*deltas, *tail)} == {ReasoningDelta}
+        assert (ended, reply.empty) == (reason, True)
+    reply = side.reply(request(), side.encode(ChatPrompt(ASK, TOOLS)))
+    reply.feed(drawn(side, thought))
+    reply.finish("stop")
+    assert not reply.empty
 
 
 @pytest.mark.parametrize("start", ["", "<think>"])

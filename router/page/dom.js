@@ -46,8 +46,9 @@ export function bar(parts, whole = parts.reduce((sum, [, amount]) => sum + amoun
   return made;
 }
 
+/** Rows under heads; on a narrow screen each row is a card, which names its cells by `data-head`. */
 export function table(heads, rows) {
   return el("div", { className: "scroll" }, el("table", {},
     el("thead", {}, el("tr", {}, heads.map((head) => el("th", {}, head)))),
-    el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell) => el("td", {}, cell)))))));
+    el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, at) => el("td", { "data-head": heads[at] }, cell)))))));
 }

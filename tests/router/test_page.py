@@ -356,6 +356,8 @@ def test_a_thousand_programs_fit_and_can_be_found(browser: Browser, width: int, 
         drawn, all_rows = page.run("['timeline', 'height'].map((id) => document.getElementById(id).offsetHeight)")
         assert drawn < all_rows / 2
         replicas_and_tenants(page)
+        cut = "[...document.querySelectorAll('.scroll')].filter((each) => each.scrollWidth > each.clientWidth).length"
+        assert page.run(cut) == 0, "a table is cut off"
         page.write("#filter", f"{AGENT}777")
         page.until(f"document.getElementById('timeline').getAttribute('aria-label') == '{AGENT}777: tools'")
         assert not page.run(GAP), "a name is cut before the row begins"

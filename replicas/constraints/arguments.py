@@ -6,12 +6,13 @@ Plain, which is what a call has to be that is drawn under masks from its first c
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
-from holdfast.replicas.constraints.lark import LarkText, Schema, literal
+from holdfast.replicas.constraints.lark import LarkText, Schema, escaped, literal
 from holdfast.replicas.constraints.spelling import JSON, PYTHON, TAGGED, Member, Spelling
 from holdfast.replicas.text.calls.formats import TagForm
-from holdfast.replicas.text.calls.values import TEXT, argument_schema, kinds_of, resolved
+from holdfast.replicas.text.calls.values import INTEGER, NUMBER, alternatives, argument_schema, as_json, kinds_of
 
 _LINE = r'("\n")?'
 _NAMES = re.compile(r'[^\s<>"]+')
@@ -59,16 +60,15 @@ class ArgumentRules:
         if nameless := [key for key in required if key not in properties or not _NAMES.fullmatch(key)]:
             raise ValueError(f"{nameless[0]!r} cannot be an argument in tags")
         keys = [key for key in properties if _NAMES.fullmatch(key)]
-        members: list[Member] = []
-        for index, key in enumerate(keys):
-            value = self._in_tag(f"{name}_value{index}", schema, properties[key], form)
-            members.append((f"{self._tags(literal(key), form)} {value}", key in required))
+        members: list[Member] = [
+            (self._argument(f"{name}_value{index}", literal(key), schema, properties[key], form), key in required)
+            for index, key in enumerate(keys)
+        ]
         other = ""
         if schema.content.get("additionalProperties", True) is not False:
-            value = self._in_tag(f"{name}_other", schema, argument_schema(schema.content, ""), form)
-            but = f" & ~/({'|'.join(map(re.escape, keys))})/" if keys else ""
+            but = f" & ~/({'|'.join(map(escaped, keys))})/" if keys else ""
             key = self._grammar.add(f"{name.upper()}_KEY", _OTHER_KEY + but)
-            other = f"{self._tags(key, form)} {value}"
+            other = self._argument(f"{name}_other", key, schema, argument_schema(schema.content, ""), form)
         return self._grammar.add(name, self._spelling.members(members, "", '""', other))
 
     @property
@@ -76,39 +76,177 @@ class ArgumentRules:
         """Between tags."""
         return self._spelling.space or _LINE
 
-    def _tags(self, key: str, form: TagForm) -> str:
-        """The tags of an argument up to its value."""
+    def _tags(self, key: str, form: TagForm, text: bool | None) -> str:
+        """The tags of an argument up to its value. `text`: whether they call it one; None: they may call it either."""
         value = f" {self._space} ".join(map(literal, form.value.split("\n")))
-        value = f"({value} | {literal(form.json)})" if form.json else value
+        if form.json and text is not True:
+            value = literal(form.json) if text is False else f"({value} | {literal(form.json)})"
         return f"{self._space} {literal(form.key)} {key} {value}"
 
-    def _in_tag(self, name: str, schema: Schema, value: Any, form: TagForm) -> str:
-        """A rule for one value up to and with its end: a text as it is, else JSON."""
+    def _argument(self, name: str, key: str, schema: Schema, value: Any, form: TagForm) -> str:
+        """An argument with its tags. Raises ValueError for a value that cannot be followed in them."""
+        options = alternatives(value, schema.content)
+        if not options:
+            raise ValueError("an argument in tags has no value, or too many alternatives")
+        texts = [each for each in options if each["type"] == "string"]
+        rest = [each for each in options if each["type"] != "string"]
+        if not texts:
+            return f"{self._tags(key, form, None)} {self._json(name, schema, rest, form)}"
+        if form.json and rest:
+            text = f"{self._tags(key, form, True)} {self._text(f'{name}_text', schema, texts, form)}"
+            return f"({text} | {self._tags(key, form, False)} {self._json(name, schema, rest, form)})"
+        return f"{self._tags(key, form, None)} {self._text(name, schema, texts, form, rest)}"
+
+    def _json(self, name: str, schema: Schema, options: Sequence[Mapping[str, Any]], form: TagForm) -> str:
+        """A rule for a value in JSON up to and with its end."""
+        begin, end = self._around(form)
+        return self._grammar.add(name, f"{begin} {self._value(schema, options)} {end}")
+
+    def _around(self, form: TagForm) -> tuple[str, str]:
+        """What stands around a value in JSON."""
+        if self._spelling.free:
+            return self._space, f"{self._space} {literal(form.end)}"
+        line = literal("\n") if form.line else ""
+        return line, f"{line} {literal(form.end)}"
+
+    def _value(self, schema: Schema, options: Sequence[Mapping[str, Any]]) -> str:
+        node = options[0] if len(options) == 1 else {"anyOf": [*options]}
+        return self._spelling.value(schema, node, TAGGED)
+
+    def _text(
+        self,
+        name: str,
+        schema: Schema,
+        texts: Sequence[Mapping[str, Any]],
+        form: TagForm,
+        rest: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """A rule for one of `texts` as it is, or a value of `rest` in JSON, up to and with its end.
+
+        A lexer cannot go back. So all that has no bracket is one terminal, and a text that begins as an object or a
+        list does is none where only some objects or lists may stand.
+        """
+        free, listed = _texts(texts, schema.strict)
+        scalars = _Scalars.of(rest, schema.strict, any_text=(0, None) in free)
+        kinds = kinds_of({"anyOf": [*texts, *rest]}, schema.content)
+        words = [text for text in listed if as_json(text, kinds) == json.dumps(text, ensure_ascii=False)]
+        some = " | ".join(f"/{_counted(least, most)}/" for least, most in free)
+        if some and scalars.taken:
+            some = f"({some}) & ~/{_BLANK}({'|'.join(scalars.taken)}){_BLANK}/"
+        patterns = [f"({some})"] if some else []
+        patterns += [f"/{each}/" for each in scalars.patterns]
+        patterns += [literal(word) or "/(x){0}/" for word in (*words, *scalars.words)]
+        if not patterns:
+            return self._json(name, schema, rest, form)  # none of the texts can be told from it
+        within = "" if patterns == ["(/(.|\\n)*/)"] else f" & ~/(.|\\n)*{escaped(form.end)}(.|\\n)*/"
+        text = self._grammar.add(f"{name.upper()}_TEXT", f"({' | '.join(patterns)}){within}")
         line = "\n" if form.line else ""
-        free = self._spelling.free
-        begin, end = literal(line), f"{literal(line)} {literal(form.end)}"
-        if free and line:
-            begin, end = _LINE, f"{_LINE} {literal(form.end)}"
-        content = resolved(value, schema.content)
-        listed = [content["const"]] if "const" in content else content.get("enum")
-        if isinstance(listed, list) and listed:
-            texts = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in listed]
-            return self._grammar.add(name, *(f"{begin} {literal(text)} {end}" for text in texts))
-        if not kinds_of(value, schema.content) >= TEXT:
-            if free:
-                begin, end = self._space, f"{self._space} {literal(form.end)}"
-            return self._grammar.add(name, f"{begin} {self._spelling.value(schema, value, TAGGED)} {end}")
-        if schema.strict and (unfit := [key for key in ("pattern", "format") if key in content]):
+        # The reader takes one line end on either side for none of the text.
+        lines = bool(line) and self._spelling.free and not any(least for least, _ in free)
+        begin, end = literal(line), literal(line + form.end)
+        if scalars.json:
+            shut = "|".join(scalars.begins)
+            after = " /\\n?/" if lines else ""
+            text = self._grammar.add(f"{name.upper()}_APART", f"({text}{after}) & ~/({shut})/")
+            end = literal(form.end) if lines else end
+        elif lines:
+            text = self._grammar.add(f"{name.upper()}_LINES", f"/\\n?/ {text} /\\n?/")
+            begin, end = "", literal(form.end)
+        until = self._grammar.add(f"{name}_until[lazy]", f"{text} {end}")
+        if not scalars.json:
+            return self._grammar.add(name, f"{begin} {until}")
+        behind = self._around(form)[1]
+        return self._grammar.add(name, f"{begin} ({until} | {self._value(schema, scalars.json)} {behind})")
+
+
+Lengths: TypeAlias = tuple[int, int | None]
+
+_BLANK = r"[ \t\r\n]*"
+_WORDS = {True: "[tT]rue", False: "[fF]alse", None: "null|None"}
+_ANY_NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
+_VALUE_BEGINS = r"[\]\[\{\"0-9\-]|[tT]rue|[fF]alse|null|None"
+_BEGINS = {
+    # White space before a bracket ends the text at once: the bracket would be read as a part of both.
+    "object": rf"[ \t\r\n]+\{{(.|\n)*|\{{{_BLANK}[\"\}}](.|\n)*",
+    "array": rf"[ \t\r\n]+\[(.|\n)*|\[{_BLANK}({_VALUE_BEGINS})(.|\n)*",
+    "number": rf"{_BLANK}[0-9\-](.|\n)*",
+}
+
+
+def _texts(texts: Sequence[Mapping[str, Any]], strict: bool) -> tuple[list[Lengths], list[str]]:
+    """The lengths of free texts, and the listed ones. Raises ValueError for a strict one that says more."""
+    free: list[Lengths] = []
+    listed: list[str] = []
+    for each in texts:
+        if strict and (unfit := sorted(each.keys() - {"type", "enum", "minLength", "maxLength"})):
             raise ValueError(f"{unfit[0]} of a text cannot be followed in tags")
-        least, most = (content.get(key) for key in ("minLength", "maxLength"))
-        counted = isinstance(least, int) or isinstance(most, int)
-        times = f"{{{least if isinstance(least, int) else 0},{most if isinstance(most, int) else ''}}}"
-        pattern = rf"(.|\n){times if counted else '*'}"
-        if free and line and not least:  # its reader takes one line end on either side for none of the text
-            begin, line, pattern = "", "", rf"\n?{pattern}\n?"
-        text = self._grammar.add(f"{name.upper()}_TEXT", f"/{pattern}/")
-        until = self._grammar.add(f"{name}_until[lazy]", f"{text} {literal(line + form.end)}")
-        return self._grammar.add(name, f"{literal(line) if begin else ''} {until}")
+        least, most = each.get("minLength"), each.get("maxLength")
+        lengths = least if isinstance(least, int) else 0, most if isinstance(most, int) else None
+        if "enum" not in each:
+            free.append(lengths)
+        else:
+            fits = [text for text in each["enum"] if lengths[0] <= len(text) <= (lengths[1] or len(text))]
+            listed += (text for text in fits if text not in listed)
+    return list(dict.fromkeys(free)), listed
+
+
+def _counted(least: int, most: int | None) -> str:
+    return rf"(.|\n){{{least},{'' if most is None else most}}}" if least or most is not None else r"(.|\n)*"
+
+
+@dataclass(slots=True)
+class _Scalars:
+    """How values that may stand beside texts are told from them.
+
+    `patterns` and `words` are of values without brackets. A text that matches one of `taken` is none, nor is one that
+    matches one of `begins`: the `json` alternatives, which have rules of their own, begin so.
+    """
+
+    patterns: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    taken: list[str] = field(default_factory=list)
+    begins: list[str] = field(default_factory=list)
+    json: list[Mapping[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, options: Sequence[Mapping[str, Any]], strict: bool, any_text: bool) -> "_Scalars":
+        """`any_text`: any text may stand beside them, also one that is read as one of them."""
+        found = cls()
+        for kind in ("boolean", "null", "number", "object", "array"):
+            of = [each for each in options if each["type"] == kind or (kind, each["type"]) == ("number", "integer")]
+            unsaid = any(_says_nothing(each) for each in of)
+            if not of or (unsaid and any_text):
+                continue
+            if kind in ("object", "array"):
+                found.json += of
+                found.begins.append(_BEGINS[kind])
+            elif kind == "number":
+                found._number(of, strict, unsaid)
+            else:
+                if strict and (unfit := sorted({key for each in of for key in each} - {"type", "enum"})):
+                    raise ValueError(f"{unfit[0]} of a {kind} cannot be followed in tags")
+                values = [True, False] if kind == "boolean" else [None]
+                listed = values if unsaid else [value for each in of for value in each.get("enum", values)]
+                found.patterns += (_WORDS[value] for value in dict.fromkeys(listed))
+                found.taken += [] if unsaid else ["|".join(_WORDS[value] for value in values)]
+        return found
+
+    def _number(self, of: Sequence[Mapping[str, Any]], strict: bool, unsaid: bool) -> None:
+        kinds = {each["type"] for each in of if _says_nothing(each) or not strict}
+        listed = [value for each in of for value in each.get("enum", ())]
+        limited = [each for each in of if each.keys() - {"type", "enum"} and not _says_nothing(each)]
+        if strict and limited and not unsaid:
+            self.json += of
+            self.begins.append(_BEGINS["number"])
+        elif unsaid or limited:
+            self.patterns.append(NUMBER if "number" in kinds else INTEGER)
+        self.words += () if self.begins[-1:] == [_BEGINS["number"]] else map(json.dumps, listed)
+        self.taken += [] if unsaid else [_ANY_NUMBER]
+
+
+def _says_nothing(option: Mapping[str, Any]) -> bool:
+    """Whether every value of its type follows it."""
+    return all(key == "type" or said is True or said == {} for key, said in option.items())
 
 
 def _properties(schema: Schema, what: str) -> tuple[Mapping[str, Any], Sequence[str]]:

@@ -25,14 +25,14 @@ from holdfast.replicas.constraints.grammar import (
     Forms,
     ReplyRule,
     ToolRule,
-    arguments_grammar,
     forms_of,
     names_alone,
     reply_grammar,
+    schema_grammar,
 )
 from holdfast.replicas.constraints.guard import CallGuard, CallWatch
 from holdfast.replicas.constraints.guidance import AVAILABLE, GrammarCompiler, GrammarError, GuidedMatcher, Vocabulary
-from holdfast.replicas.constraints.lark import LarkText, Schema
+from holdfast.replicas.constraints.lark import Schema
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import (
     ErrorInfo,
@@ -224,12 +224,7 @@ class Compiler:
     def _complaint(self, schema: Schema, form: CallForm | None = None, free: bool = False) -> str:
         """Why `schema` cannot be followed, of an answer or of arguments in `form`; "" where it can."""
         try:
-            if form is not None:
-                grammar = arguments_grammar(schema, form, free)
-            else:
-                answer = LarkText()
-                grammar = f"start: {answer.json('body', schema)}\n{answer.text}"
-            self._library.compile(grammar)
+            self._library.compile(schema_grammar(schema, form, free))
         except (GrammarError, ValueError) as error:
             return str(error)
         return ""

@@ -118,10 +118,17 @@ _OPEN = frozenset(
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Parameters that list their properties and say nothing of others have no others: none are documented."""
-    if "properties" in schema and not _OPEN.intersection(schema):
-        return {**schema, "additionalProperties": False}
-    return schema
+    """Parameters that list their properties and say nothing of others have no others: none are documented.
+
+    A required one that is not listed is documented by its name, and may be anything.
+    """
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if properties is None or _OPEN.intersection(schema):
+        return schema
+    if isinstance(properties, Mapping) and isinstance(required, list):
+        unlisted: dict[str, Any] = {key: {} for key in required if isinstance(key, str) and key not in properties}
+        schema = {**schema, "properties": {**properties, **unlisted}}
+    return {**schema, "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,13 +350,13 @@ def forms_of(tool_format: ToolFormat, knows: Callable[[str], bool]) -> Forms | N
 
 
 class CallRules:
-    """Adds the rules of calls to a grammar, each once. `free`: in any spelling that their readers take."""
+    """Adds the rules of calls to a grammar, each once. A free `spelling` is any that their readers take."""
 
-    def __init__(self, grammar: LarkText, tools: tuple[ToolRule, ...], free: bool) -> None:
+    def __init__(self, grammar: LarkText, tools: tuple[ToolRule, ...], spelling: Spelling) -> None:
         self._grammar = grammar
         self._tools = tools
-        self._spelling = Spelling(grammar, free)
-        self._rules = ArgumentRules(grammar, self._spelling)
+        self._spelling = spelling
+        self._rules = ArgumentRules(grammar, spelling)
         self._known: dict[CallForm, str] = {}
         self._arguments: dict[tuple[bool, int], str] = {}
 
@@ -450,10 +457,13 @@ def _between(form: CallForm, free: Spelling) -> str:
     return free.terminal("COMMA") if form.tail and form.between.strip() == "," else literal(form.between)
 
 
-def arguments_grammar(schema: Schema, form: CallForm, free: bool) -> str:
-    """A grammar of nothing but arguments. Raises ValueError: see `ArgumentRules`."""
+def schema_grammar(schema: Schema, form: CallForm | None, free: bool) -> str:
+    """A grammar of nothing but arguments in `form`, or without one of JSON. Raises ValueError: see `ArgumentRules`."""
     grammar = LarkText()
-    rules = ArgumentRules(grammar, Spelling(grammar, free))
+    spelling = Spelling(grammar, free)
+    if form is None:
+        return f"start: {spelling.value(schema, schema.content)}\n{grammar.text}"
+    rules = ArgumentRules(grammar, spelling)
     return f"start: {rules.rule('body', schema, form.keywords, form.tags)}\n{grammar.text}"
 
 
@@ -471,12 +481,13 @@ def reply_grammar(rule: ReplyRule, forms: Forms | None) -> str:
     rule that the forms cannot follow.
     """
     grammar = LarkText()
+    spelling = Spelling(grammar, free=rule.in_text)
     starts: list[str] = []
     if rule.json is not None:
-        answer = grammar.json("answer", rule.json)
+        answer = spelling.value(rule.json, rule.json.content)
         starts.append(f"{literal(forms.answer)} {answer}" if forms is not None and forms.answer else answer)
     if rule.calls != "none" and rule.tools and forms is not None:
-        calls = CallRules(grammar, rule.tools, free=rule.in_text)
+        calls = CallRules(grammar, rule.tools, spelling)
         if rule.in_text:
             starts += [calls.calls(form, rule.parallel and not form.restarts) for form in forms.all]
         else:

@@ -6,12 +6,12 @@ left to the library, in that style too (`LarkText.json`).
 """
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from holdfast.replicas.constraints.lark import DEEPEST, LarkText, Schema, literal
+from holdfast.replicas.constraints.lark import DEEPEST, LarkText, Schema, beyond, escaped, literal
+from holdfast.replicas.text.calls.values import INTEGER, NUMBER, referred
 
 Member: TypeAlias = tuple[str, bool]
 """The right-hand side of a member of an object, and whether it must be there."""
@@ -41,7 +41,8 @@ _TERMINALS = {
     "COLON": f"{_SPACE}:{_SPACE}",
     "COMMA": f"{_SPACE},{_SPACE}",
     "IS": f"{_SPACE}={_SPACE}",
-    "NUMBER": r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?",
+    "INTEGER": INTEGER,
+    "NUMBER": NUMBER,
     "OTHER": r'"([^"\\\x00-\x1f]|\\["\\bfnrt])*"',
 }
 
@@ -218,14 +219,8 @@ class Spelling:
         return [self.value(schema, part, dialect) for part in parts]
 
     def _referred(self, schema: Schema, node: Mapping[str, Any], dialect: Dialect) -> str:
-        reference, found = node["$ref"], schema.content
-        if node.keys() != {"$ref"} or not isinstance(reference, str) or not reference.startswith("#/"):
-            raise _LeftToLibraryError
-        for step in reference.removeprefix("#/").split("/"):
-            if not isinstance(found, Mapping) or step not in found:
-                raise _LeftToLibraryError
-            found = found[step]
-        if not isinstance(found, Mapping) or "$ref" in found:
+        found = referred(node["$ref"], schema.content)
+        if node.keys() - {"$defs", "definitions"} != {"$ref"} or not isinstance(found, Mapping) or "$ref" in found:
             raise _LeftToLibraryError  # one that leads to another may lead round
         return self.value(schema, found, dialect)
 
@@ -262,7 +257,16 @@ class Spelling:
             case "array":
                 return [self._list(schema, node, dialect)]
             case _:
-                raise _LeftToLibraryError  # numbers have one spelling, and bounds that the library knows
+                return self._number(schema, node, kind)
+
+    def _number(self, schema: Schema, node: Mapping[str, Any], kind: str) -> list[str]:
+        """A number, which has one spelling. Its limits are left to the library."""
+        limits = {key: value for key, value in node.items() if key in _OF_TYPE["number"]}
+        if not limits:
+            return [self.terminal(kind.upper())]
+        name = self._grammar.json(self._new(), Schema({"type": kind, **limits}, schema.strict, schema.field))
+        more = beyond(limits, kind)
+        return [name, self._once(("beyond", more), f"BEYOND{len(self._known)}", [f"/{more}/"])] if more else [name]
 
     def _string(self, node: Mapping[str, Any], dialect: Dialect) -> str:
         least, most = node.get("minLength", 0), node.get("maxLength")
@@ -294,7 +298,7 @@ class Spelling:
         quoted = {json.dumps(key, ensure_ascii=False) for key in properties}
         if not quoted:
             return self.terminal("OTHER")
-        listed = "|".join(re.escape(text).replace("/", r"\/") for text in sorted(quoted))
+        listed = "|".join(map(escaped, sorted(quoted)))
         any_key = self.terminal("OTHER")
         return self._once(("other", listed), f"OTHER{len(self._known)}", [f"{any_key} & ~/({listed})/"])
 
@@ -314,18 +318,20 @@ class Spelling:
         return f"{begin} {some} {end}" if least else f"{begin} ({some})? {end}"
 
     def _anything(self, dialect: Dialect) -> str:
-        key, name = ("anything", dialect.name), f"any_{dialect.name}"
-        if key not in self._known:
+        """Any value, nested to some depth."""
+        name = f"any_{dialect.name}"
+        if (key := ("anything", dialect.name)) not in self._known:
             self._known[key] = name
             words = [literal(text) for value in dialect.words for text in self._spelled(value, dialect)]
-            object_, list_ = f"{name}_object", f"{name}_list"
-            self._grammar.add(name, self._string({}, dialect), self.terminal("NUMBER"), *words, object_, list_)
-            comma = self.terminal("COMMA")
-            member = f"{self.terminal('OTHER')} {self.terminal('COLON')} {name}"
+            scalar = [self._string({}, dialect), self.terminal("NUMBER"), *words]
+            comma, colon, other = self.terminal("COMMA"), self.terminal("COLON"), self.terminal("OTHER")
             begin, end = self.terminal("OPEN"), self.terminal("CLOSE")
-            self._grammar.add(object_, f"{begin} ({member} ({comma} {member})*)? {end}")
-            begin, end = self.terminal("OPEN_LIST"), self.terminal("CLOSE_LIST")
-            self._grammar.add(list_, f"{begin} ({name} ({comma} {name})*)? {end}")
+            begin_list, end_list = self.terminal("OPEN_LIST"), self.terminal("CLOSE_LIST")
+            for level in range(DEEPEST + 1):
+                whole, inner = (f"{name}_{level}" if level < DEEPEST else name), f"{name}_{level - 1}"
+                members = f"{begin} ({other} {colon} {inner} ({comma} {other} {colon} {inner})*)? {end}"
+                elements = f"{begin_list} ({inner} ({comma} {inner})*)? {end_list}"
+                self._grammar.add(whole, *scalar, *((members, elements) if level else ()))
         return name
 
 

@@ -1,9 +1,9 @@
 """Arguments that a format does not write in JSON, as JSON.
 
-Without quotes: by its schema it is told whether a value is a text or JSON. `kinds` are types of JSON Schema; an integer
-is a number. What cannot be told, or is not said, may be anything.
+A value in tags has no quotes: its schema tells whether it is a text or JSON. `alternatives` is the one reading of such
+a schema: the reader takes from it which kinds a value may have, the grammar what a value of each kind must be.
 
-As keyword arguments of a call in Python: only literals count.
+A value as a keyword argument of a Python call: only literals count.
 
 Not here: where arguments begin and end in a text (`readers`).
 """
@@ -13,16 +13,29 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
+from urllib.parse import unquote
 
 from holdfast.replicas.text.calls.scan import whole_value
 
 Kinds: TypeAlias = frozenset[str]
+"""Types of JSON Schema. Where a number may stand, an integer may: "number" never comes without "integer"."""
 
-ANYTHING: Kinds = frozenset({"string", "number", "boolean", "null", "object", "array"})
+ANYTHING: Kinds = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 TEXT: Kinds = frozenset({"string"})
-_DEEPEST = 8  # references that are followed
+_APART = ("string", "number", "boolean", "null", "object", "array")  # no value is of two of these
+_DEEPEST = 8  # references and combinations that are followed
+_MOST = 64  # alternatives of one schema
+_OF_KIND = {
+    **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), "string"),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), "number"),
+    **dict.fromkeys(("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"), "array"),
+    **dict.fromkeys(("properties", "required", "additionalProperties", "patternProperties"), "object"),
+    **dict.fromkeys(("propertyNames", "minProperties", "maxProperties"), "object"),
+}
+_COMBINED = frozenset({"$ref", "allOf", "anyOf", "oneOf", "type", "const", "enum"})
+_SILENT = frozenset({"$defs", "definitions", "$schema", "title", "description", "default", "examples", "deprecated"})
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}  # those that Python reads as names
 _NUMBER = re.compile(r"(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as JSON has them
 
@@ -34,50 +47,171 @@ def argument_schema(parameters: Mapping[str, Any], name: str) -> Mapping[str, An
     return found if isinstance(found, Mapping) else {}
 
 
-def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`schema` without a reference at its top; {} where that leads nowhere in `root`."""
-    for _ in range(_DEEPEST):
-        if not isinstance(schema, Mapping):
-            return {}
-        if not isinstance(reference := schema.get("$ref"), str):
-            return schema
-        schema = root
-        for step in reference.removeprefix("#/").split("/"):
-            schema = schema.get(step) if isinstance(schema, Mapping) else None
-    return {}
+def referred(reference: Any, root: Mapping[str, Any]) -> Any:
+    """The part of `root` that a `$ref` names; None where it names none."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found: Any = root
+    for step in unquote(reference[1:]).split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping):
+            found = found.get(step)
+        elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+            found = found[int(step)]
+        else:
+            return None
+    return found
 
 
-def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = _DEEPEST) -> Kinds:
-    """What values of `schema` may be; references are looked up in `root`."""
-    schema = resolved(schema, root)
-    if not depth:
-        return ANYTHING
+def alternatives(schema: Any, root: Mapping[str, Any], depth: int = _DEEPEST) -> Sequence[Mapping[str, Any]]:
+    """The schemas one of which a value of `schema` follows. References are looked up in `root`.
+
+    Each has one "type" and only the keywords that matter to values of that type. Where a combination is not resolved (a
+    reference that leads nowhere or too deep, options of "oneOf" that may hold together), its keyword is left in them.
+    Empty where no value follows `schema`, and where there are too many alternatives.
+    """
+    if schema is False:
+        return ()
+    if not isinstance(schema, Mapping):
+        return _of_any_kind({})
+    if not depth and (unread := {key: schema[key] for key in ("$ref", "allOf", "anyOf", "oneOf") if key in schema}):
+        return _of_any_kind(unread)
+    found = _plain(schema)
+    parts: list[Sequence[Mapping[str, Any]]] = []
+    if "$ref" in schema:
+        target = referred(schema["$ref"], root)
+        unknown = _of_any_kind({"$ref": schema["$ref"]})
+        parts.append(unknown if target is None else alternatives(target, root, depth - 1))
+    parts += (alternatives(each, root, depth - 1) for each in _listed(schema, "allOf"))
+    for key in ("anyOf", "oneOf"):
+        if options := [alternatives(each, root, depth - 1) for each in _listed(schema, key)]:
+            parts.append(_either(schema, key, options))
+    for part in parts:
+        found = [both for one in found for other in part if (both := _both(one, other)) is not None][: _MOST + 1]
+    return found if len(found) <= _MOST else ()
+
+
+def _plain(schema: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The alternatives of what `schema` says itself."""
+    said = {key: value for key, value in schema.items() if key not in _COMBINED and key not in _SILENT}
+    types = schema.get("type")
+    named = [types] if isinstance(types, str) else types if isinstance(types, list) else []
+    kinds = [kind for kind in dict.fromkeys(map(str, named)) if kind in ANYTHING] or _APART
     if "const" in schema or isinstance(schema.get("enum"), list):
         values = [schema["const"]] if "const" in schema else schema["enum"]
-        return frozenset(map(_kind, values))
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            return frozenset().union(*(kinds_of(each, root, depth - 1) for each in schema[key]))
-    types = schema.get("type")
-    named = {types} if isinstance(types, str) else set(types) if isinstance(types, list) else set(ANYTHING)
-    return frozenset("number" if each == "integer" else each for each in named) & ANYTHING or ANYTHING
+        by_kind: dict[str, list[Any]] = {}
+        for value in values:
+            if (kind := _kind(value)) in kinds or (kind == "integer" and "number" in kinds):
+                by_kind.setdefault("number" if isinstance(value, float) else kind, []).append(value)
+        return [_of_kind(kind, {**said, "enum": values}) for kind, values in by_kind.items()]
+    return [_of_kind(kind, said) for kind in kinds if not (kind == "integer" and "number" in kinds)]
+
+
+def _of_kind(kind: str, said: Mapping[str, Any]) -> Mapping[str, Any]:
+    family = _family(kind)
+    return {"type": kind, **{key: value for key, value in said.items() if _OF_KIND.get(key, family) == family}}
+
+
+def _family(kind: str) -> str:
+    return "number" if kind == "integer" else kind
+
+
+def _of_any_kind(said: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return [{"type": kind, **said} for kind in _APART]
+
+
+def _listed(schema: Mapping[str, Any], key: str) -> Sequence[Any]:
+    found = schema.get(key)
+    return found if isinstance(found, list) else ()
+
+
+def _either(
+    schema: Mapping[str, Any], key: str, options: Sequence[Sequence[Mapping[str, Any]]]
+) -> Sequence[Mapping[str, Any]]:
+    """The alternatives of "anyOf" or "oneOf". Of the latter, options of one kind may both hold, and neither counts."""
+    if key == "anyOf":
+        return [each for option in options for each in option]
+    found: list[Mapping[str, Any]] = []
+    for kind in _APART:
+        of = [same for option in options if (same := [each for each in option if _family(each["type"]) == kind])]
+        found += of[0] if len(of) == 1 else [{"type": kind, key: schema[key]}] if of else []
+    return found
+
+
+def _both(one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What follows both; None where nothing can."""
+    kinds = {one["type"], other["type"]}
+    if len(kinds) > 1 and kinds != {"number", "integer"}:
+        return None
+    kind = one["type"] if len(kinds) == 1 else "integer"
+    both = {**one, **other, "type": kind}
+    if "enum" in one and "enum" in other:
+        both["enum"] = [value for value in one["enum"] if any(_same(value, each) for each in other["enum"])]
+    if kind == "integer" and "enum" in both:
+        both["enum"] = [int(value) for value in both["enum"] if _kind(value) == "integer"]
+    for key, least in (("minLength", max), ("maxLength", min), ("minimum", max), ("maximum", min)):
+        limits = [each[key] for each in (one, other) if isinstance(each.get(key), (int, float))]
+        if len(limits) == 2:
+            both[key] = least(limits)
+    said = [key for key in one.keys() & other.keys() if both[key] != one[key] and key not in _MERGED]
+    if said:
+        both = {"type": kind, "allOf": [{k: v for k, v in each.items() if k != "type"} for each in (one, other)]}
+    return both if both.get("enum", True) else None
+
+
+_MERGED = frozenset({"type", "enum", "minLength", "maxLength", "minimum", "maximum"})
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+
+
+def kinds_of(schema: Any, root: Mapping[str, Any]) -> Kinds:
+    """What values of `schema` may be; references are looked up in `root`. What cannot be told may be anything."""
+    found = frozenset(str(each["type"]) for each in alternatives(schema, root))
+    return found | ({"integer"} if "number" in found else set()) or ANYTHING
 
 
 def _kind(value: Any) -> str:
     for kind, types in (("string", str), ("boolean", bool), ("null", type(None)), ("object", dict), ("array", list)):
         if isinstance(value, types):
             return kind
-    return "number"
+    return "integer" if isinstance(value, int) or float(value).is_integer() else "number"
+
+
+INTEGER = r"-?(0|[1-9][0-9]{0,39})"
+_EXPONENT = r"[eE](\+?([0-9]{1,2}|1[0-9]{2}|2[0-5][0-9])|-[0-9]{1,3})"  # all stay below 1e308, a float's largest
+NUMBER = rf"{INTEGER}(\.[0-9]{{1,40}})?({_EXPONENT})?"
+"""Patterns of the numbers that grammars let through: finite ones, of so many digits."""
+
+_FINITE = re.compile(NUMBER)
+_BEGINS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
+
+
+def _kind_of_json(value: str) -> str:
+    """The kind of a value that is written in JSON; "" of a number that no float comes near."""
+    if (kind := _BEGINS.get(value[0])) is not None:
+        return kind
+    if value.lstrip("-").isdigit():
+        return "integer"
+    number = float(value)
+    return "" if math.isinf(number) else "integer" if number.is_integer() else "number"
 
 
 def as_json(text: str, kinds: Kinds) -> str:
-    """A value that was written as `text`, as JSON: of one of `kinds` where it can be read so, else a text."""
+    """A value that was written as `text`, as JSON: of one of `kinds` where it can be read so, else a text.
+
+    Where a text may stand, a number of more digits than a grammar lets through is one.
+    """
     found = whole_value(text) if kinds != TEXT else None
-    if found is not None and _kind(value := json.loads(found)) in kinds and not isinstance(value, str):
-        return found
-    if found is not None and found.startswith('"') and "string" not in kinds:
-        return found
-    return json.dumps(text, ensure_ascii=False)
+    if found is None:
+        return json.dumps(text, ensure_ascii=False)
+    kind = _kind_of_json(found)
+    if "string" in kinds:
+        fits = kind in kinds and kind != "string" and (kind not in ("integer", "number") or _FINITE.fullmatch(found))
+    else:
+        fits = kind == "string" or kind in kinds or (kind == "number" and "integer" in kinds)
+    return found if fits else json.dumps(text, ensure_ascii=False)
 
 
 # ---- Python ----

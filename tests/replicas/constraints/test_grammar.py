@@ -4,6 +4,7 @@ In every format, with several tokenizers, by random walks.
 """
 
 import json
+import math
 import random
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from jsonschema import Draft202012Validator
 
 from holdfast.replicas.constraints.compiler import Compiler
 from holdfast.replicas.constraints.grammar import ANY_OBJECT, ReplyRule, ToolRule, reply_rule
+from holdfast.replicas.constraints.guard import CallGuard
 from holdfast.replicas.constraints.lark import Schema
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.requests import ChatPrompt, JsonOutput
@@ -216,3 +218,81 @@ def test_json_or_calls_where_both_are_asked_for(qwen_like: Any) -> None:
     for text, right in (('{"a": 1}', True), (written(ToolFormat.HERMES, {"days": []}), True), ("Hello", False)):
         ids = encode(text)
         assert (made.matcher(both).accepts(ids) == len(ids)) is right, text
+
+
+NUMBERS = ["0", "-7", "9" * 30, "-" + "9" * 40, "9" * 41, "9" * 400, "1.5", "0." + "3" * 20, "0." + "3" * 400]
+NUMBERS += ["1e5", "-1.25E-300", "1e259", "1e260", "1e999", "1" * 40 + "e259"]
+LIMITED = {
+    "n": {"type": "number"},
+    "i": {"type": "integer"},
+    "low": {"type": "number", "minimum": 0},
+    "high": {"type": "number", "exclusiveMaximum": 7},
+    "count": {"type": "integer", "minimum": 1},
+    "year": {"type": "integer", "minimum": -20, "maximum": 31},
+    "third": {"type": "integer", "multipleOf": 3},
+    "any": {},
+    "not_read_here": {"oneOf": [{"type": "number"}, {"type": "string"}]},
+    "names": {"type": "object", "patternProperties": {"^x": {"type": "integer"}}, "additionalProperties": False},
+    "either": {"anyOf": [{"type": "null"}, {"type": "integer"}]},
+    "both": {"allOf": [{"type": "number"}, {"minimum": -3}]},
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", LIMITED)
+def test_numbers_are_finite_and_have_so_many_digits(name: str, strict: bool, qwen_like: Any) -> None:
+    """In answers and in calls. Long integers may stand, and limits of the schema are kept."""
+    schema = {"type": "object", "properties": {name: LIMITED[name]}, "required": [name], "additionalProperties": False}
+    wrapped = '{"x": %s}' if name == "names" else "%s"
+    for format in (ToolFormat.NONE, ToolFormat.HERMES):
+        made = compiler(qwen_like, format)
+        if format is ToolFormat.NONE:
+            matcher, frame = made.matcher(ReplyRule(json=Schema(schema, strict, "response_format"))), "%s"
+        else:
+            matcher = made.matcher(ReplyRule((ToolRule("f", Schema(schema, strict, "tools.0")),), "required"))
+            frame = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+        taken = []
+        for number in NUMBERS:
+            text = json.dumps({name: 0}).replace("0", wrapped % number)
+            ids = vocabulary(made).encode(frame % text)
+            if matcher.accepts(ids) == len(ids):
+                Draft202012Validator(schema).validate(json.loads(text))
+                assert json.loads(number) not in (math.inf, -math.inf)
+                assert len(number) < 90
+                taken.append(number)
+        assert "0" in taken or name == "count"
+        assert ("9" * 30 in taken) is (name not in ("high", "year", "third", "not_read_here", "names", "both"))
+        if name in ("n", "any"):
+            assert taken == [each for each in NUMBERS if len(each) < 60 and each not in ("9" * 41, "1e260", "1e999")]
+
+
+@pytest.mark.parametrize("depth", [16, 40, 1100])
+def test_values_that_may_be_anything_are_nested_to_some_depth(depth: int, qwen_like: Any) -> None:
+    made = compiler(qwen_like, ToolFormat.HERMES)
+    rules = [
+        ReplyRule(json=Schema({"type": "object"}, True, "response_format")),
+        ReplyRule(json=Schema({}, True, "response_format")),
+        ReplyRule(json=Schema({"oneOf": [{"type": "object"}]}, True, "response_format")),
+    ]
+    for each in rules:
+        ids = vocabulary(made).encode('{"a": ' * (depth - 1) + "{}" + "}" * (depth - 1))
+        assert (made.matcher(each).accepts(ids) == len(ids)) is (depth < 20), each.json
+
+
+def test_a_required_name_that_is_not_listed_may_be_anything(qwen_like: Any) -> None:
+    """Parameters are closed, and what they require is still there to be written."""
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a", "zz"]}
+    for format in (ToolFormat.HERMES, ToolFormat.QWEN3_CODER):
+        made = compiler(qwen_like, format)
+        for calls in ("required", "auto"):
+            asked = asks(tools=[tool("f", parameters, True)], tool_choice=calls)
+            assert asked is not None
+            matcher = made.matcher(asked)
+            held = matcher.calls if isinstance(matcher, CallGuard) else matcher
+            for arguments, right in (({"a": 1, "zz": [True]}, True), ({"a": 1}, False), ({"a": 1, "b": 2}, False)):
+                (text,) = call_texts(format, [("f", arguments)], json.dumps)
+                ids = vocabulary(made).encode(text)
+                assert (held.accepts(ids) == len(ids)) is right, text
+            (text,) = call_texts(format, [("f", {"a": "x", "zz": 1})], json.dumps)
+            ids = vocabulary(made).encode(text)
+            assert held.accepts(ids) < len(ids), "of a name that is listed the schema counts"

@@ -1,0 +1,207 @@
+"""A value in tags: whatever the grammar of its schema lets through is read back as a value that follows the schema."""
+
+import json
+from typing import Any
+
+import pytest
+from call_grammars import compiler, vocabulary
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from holdfast.replicas.constraints.compiler import Compiler
+from holdfast.replicas.constraints.grammar import ReplyRule, ToolRule
+from holdfast.replicas.constraints.guard import CallGuard
+from holdfast.replicas.constraints.guidance import GuidedMatcher
+from holdfast.replicas.constraints.lark import Schema
+from holdfast.replicas.errors import InvalidRequestError
+from holdfast.replicas.text.calls.formats import ToolFormat
+from holdfast.replicas.text.calls.readers import ToolCallParser
+
+DEFINITIONS: dict[str, Any] = {
+    "L": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "I": {"type": "integer"},
+    "a/b": {"type": "string"},
+    "many": {"type": "array", "items": {"$ref": "#/$defs/I"}},
+}
+TAGGED = {
+    ToolFormat.QWEN3_CODER: ("<tool_call>\n<function=f>\n<parameter=x>\n{}\n</parameter>\n</function>\n</tool_call>",),
+    ToolFormat.GLM: ("<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>",),
+    ToolFormat.MINIMAX_M2: (
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">{}</parameter>\n</invoke>\n</minimax:tool_call>',
+    ),
+    ToolFormat.DEEPSEEK_V32: tuple(
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+        f'<｜DSML｜parameter name="x" string="{text}">{{}}</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+        for text in ("true", "false")
+    ),
+}
+VALUES = [
+    *("", " ", "zzz", "fast", "slow", "abcd", "Paris", "null", "None", " null ", "true", "True", "false", "truer"),
+    *("0", "5", "-3", "12", "100", "1.5", "1.0", "1e2", "1e999", "9" * 30, "9" * 60, "05", "2024-01-01", " 7 ", "\n7"),
+    *('"fast"', "{}", '{"foo": 1}', '{"city": "a"}', '{"city": 1}', '{"city": "a", "n": 2}', '{"city": "a", "n": "2"}'),
+    *(
+        "{foo}",
+        "{",
+        ' {"foo": 1}',
+        "\n[]",
+        "[]",
+        "[1]",
+        "[1, 2]",
+        '["a"]',
+        "[true]",
+        "[todo] x",
+        "[[1]]",
+        "[",
+        "[null]",
+    ),
+]
+
+
+def schema_of(value: Any) -> dict[str, Any]:
+    closed = {"type": "object", "properties": {"x": value}, "required": ["x"], "additionalProperties": False}
+    return {**closed, "$defs": DEFINITIONS}
+
+
+def taken(
+    made: Compiler, format: ToolFormat, parameters: Any, values: list[str], strict: bool = True
+) -> dict[str, Any]:
+    """Those of `values` that may be written for "x", and what is read of them, forced or in a text."""
+    found = {}
+    for calls in ("required", "auto"):
+        rule = ReplyRule((ToolRule("f", Schema(parameters, strict, "tools.0")),), calls)  # type: ignore[arg-type]
+        matcher = made.matcher(rule)
+        held = matcher.calls if isinstance(matcher, CallGuard) else matcher
+        assert isinstance(held, GuidedMatcher)
+        for frame in TAGGED[format]:
+            for value in values:
+                text = frame.replace("{}", value)
+                ids = vocabulary(made).encode(text)
+                if (place := held.copy()).take(ids) == len(ids) and place.complete:
+                    parser = ToolCallParser(format, frozenset({"f"}), True, str, schemas={"f": parameters})
+                    parser.feed(text)
+                    parser.finish()
+                    (call,) = parser.calls
+                    found[calls + value] = json.loads(call.arguments)
+    return found
+
+
+def followed(made: Compiler, format: ToolFormat, value: Any) -> list[Any] | None:
+    """The values of "x" that are let through, each of which follows the schema; None where that is refused."""
+    parameters = schema_of(value)
+    try:
+        found = taken(made, format, parameters, VALUES)
+    except InvalidRequestError:
+        return None
+    for text, arguments in found.items():
+        assert not list(Draft202012Validator(parameters).iter_errors(arguments)), (text, arguments)
+    return [arguments["x"] for arguments in found.values()]
+
+
+@pytest.fixture(scope="module")
+def made(qwen_like: Any) -> dict[ToolFormat, Compiler]:
+    return {format: compiler(qwen_like, format) for format in TAGGED}
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "n": {"type": "integer"}},
+    "required": ["city", "n"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "some", "never"),
+    [
+        ({"anyOf": [{"type": "string", "enum": ["fast", "slow"]}, {"type": "null"}]}, ["fast", "slow", None], ["zzz"]),
+        ({"type": ["string", "null"], "enum": ["fast", None]}, ["fast", None], ["slow"]),
+        ({"anyOf": [CITY, {"type": "string", "maxLength": 3}]}, [{"city": "a", "n": 2}, "zzz"], [{"foo": 1}, "abcd"]),
+        ({"allOf": [{"$ref": "#/$defs/L"}]}, [{"city": "a"}], ["Paris", {"foo": 1}]),
+        ({"allOf": [{"$ref": "#/$defs/I"}]}, [5, -3, int("9" * 30)], ["zzz", 1.5, int("9" * 60)]),
+        ({"$ref": "#/$defs/a~1b"}, ["5", "null", "{}", "zzz"], [5, None]),
+        ({"anyOf": [{"$ref": "#/$defs/a~1b"}, {"$ref": "#/$defs/many"}]}, ["[todo] x", [1, 2], "zzz"], [["a"]]),
+        ({"type": "string", "anyOf": [{"maxLength": 3}, {"const": "Paris"}]}, ["zzz", "Paris"], ["abcd"]),
+        ({"type": ["string", "integer"]}, ["zzz", 5, "1.5", "05"], [1.5]),
+        ({"anyOf": [{"type": "string"}, {"enum": [5, 12]}]}, ["zzz", 5, 12, "truer"], [100, -3]),
+        ({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 10}]}, ["zzz", 12, 100], [5, -3]),
+        ({"type": ["boolean", "integer"]}, [True, False, 5], ["zzz", 1.5]),
+        ({"oneOf": [{"type": "string", "maxLength": 3}, {"type": "integer"}]}, ["zzz", 5], ["abcd"]),
+        ({}, ["zzz", 5, None, {"foo": 1}, [1]], []),
+    ],
+)
+@pytest.mark.parametrize("format", TAGGED)
+def test_a_value_of_several_kinds_follows_its_alternatives(
+    made: dict[ToolFormat, Compiler], format: ToolFormat, value: Any, some: list[Any], never: list[Any]
+) -> None:
+    found = followed(made[format], format, value)
+    assert found is not None
+    assert [each for each in some if each not in found] == []
+    assert [each for each in found if any(each == other and type(each) is type(other) for other in never)] == []
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"type": "string", "anyOf": [{"format": "date"}, {"format": "date-time"}]},
+        {"type": "string", "pattern": "^a"},
+        {"oneOf": [{"type": "string", "maxLength": 3}, {"type": "string", "minLength": 2}]},
+        {"$ref": "#/$defs/nowhere"},
+        {"type": "string", "not": {"const": "a"}},
+    ],
+)
+@pytest.mark.parametrize("format", TAGGED)
+def test_what_cannot_be_followed_is_refused_where_it_is_strict_and_left_out_elsewhere(
+    made: dict[ToolFormat, Compiler], format: ToolFormat, value: Any
+) -> None:
+    assert followed(made[format], format, value) is None
+    assert taken(made[format], format, schema_of(value), ["zzz"], strict=False)
+
+
+LEAVES = st.sampled_from(
+    [
+        {"type": "string"},
+        {"type": "string", "maxLength": 3},
+        {"type": "string", "minLength": 4},
+        {"enum": ["fast", "5", "null"]},
+        {"const": "slow"},
+        {"const": 5},
+        {"type": "null"},
+        {"type": "boolean"},
+        {"const": True},
+        {"type": "integer"},
+        {"type": "integer", "maximum": 7},
+        {"type": "number"},
+        {"type": "number", "minimum": 1.25},
+        {"type": ["string", "null"]},
+        {"type": ["integer", "array"], "items": {"type": "integer"}},
+        {"$ref": "#/$defs/L"},
+        {"$ref": "#/$defs/many"},
+        {"$ref": "#/$defs/a~1b"},
+        CITY,
+        {"type": "object"},
+        {"type": "array"},
+        {"type": "array", "items": {"type": "boolean"}},
+        {"maxLength": 4},
+        {},
+    ]
+)
+SCHEMAS = st.recursive(
+    LEAVES,
+    lambda inner: st.builds(
+        lambda key, parts, beside: {key: parts, **beside},
+        st.sampled_from(["anyOf", "allOf", "oneOf"]),
+        st.lists(inner, min_size=1, max_size=3),
+        st.sampled_from([{}, {}, {"type": "string"}, {"type": ["string", "integer"]}, {"$ref": "#/$defs/I"}]),
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(value=SCHEMAS, format=st.sampled_from(list(TAGGED)))
+def test_whatever_is_let_through_is_read_back_and_follows_the_schema(
+    made: dict[ToolFormat, Compiler], value: Any, format: ToolFormat
+) -> None:
+    followed(made[format], format, value)

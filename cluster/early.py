@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import orjson
 
+from holdfast.replicas.events import Started
 from holdfast.replicas.requests import EarlyTo, Piece, ReasoningDelta, ReplyTokens, TextDelta, ToolCallDelta
 from holdfast.router.backend import Batch
 
@@ -26,7 +27,7 @@ LOOPBACK = "127.0.0.1"
 NAME = 16  # bytes
 HELD_S = 0.002  # until then the copy that goes through Serve takes none of the time in which the router passes it on
 MOST = 4096  # bytes of a datagram; what is longer comes through Serve alone
-PIECES: dict[str, Any] = {kind.__name__: kind for kind in (TextDelta, ReasoningDelta, ToolCallDelta)}
+PIECES: dict[str, Any] = {kind.__name__: kind for kind in (Started, TextDelta, ReasoningDelta, ToolCallDelta)}
 
 
 class EarlySender:

@@ -27,6 +27,7 @@ from holdfast.replicas.events import (
     Notice,
     Rejected,
     Request,
+    Started,
     Stop,
     Terminal,
     Tokens,
@@ -214,7 +215,8 @@ class Mailbox:
                     self._timer.cancel()
                     self._timer = None
         events, self._events = self._events, []
-        self._due = self._loop.time() + self._interval
+        if not isinstance(events[-1], Started):  # the first tokens come as soon as they are there
+            self._due = self._loop.time() + self._interval
         return events
 
     def _wake(self) -> None:

@@ -39,7 +39,6 @@ from holdfast.replicas.events import (
     Stop,
     Submit,
     Terminal,
-    Tokens,
 )
 from holdfast.replicas.kv.beginnings import Beginnings
 from holdfast.replicas.kv.cache import KVCache
@@ -385,7 +384,7 @@ class Engine:
     def _flush(self, now: float) -> list[Event]:
         """Give the events out: requests that ended are forgotten, and the next operations of their sessions begin."""
         for i, event in enumerate(self._events):  # more may be told meanwhile
-            if not isinstance(event, Tokens):
+            if isinstance(event, Terminal):
                 self.stats.ended[type(event).__name__.lower()] += 1
                 sequence = self.live.get(event.request_id)
                 if sequence is not None and sequence.status is Status.ENDED:

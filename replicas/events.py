@@ -389,6 +389,17 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Started:
+    """The first tokens of a request's prompt were computed: it has `prompt` tokens, and `cached` of them were found in
+    the cache. Told once, and only of requests with `Submit.begins`: their clients read the reply as it is made.
+    """
+
+    request_id: str
+    prompt: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """`past`: of an operation's session, after it; it went on from the first `start` tokens of that."""
 
@@ -425,7 +436,7 @@ class Failed:
 
 
 Terminal: TypeAlias = Finished | Aborted | Rejected | Failed
-Event: TypeAlias = Tokens | Terminal
+Event: TypeAlias = Started | Tokens | Terminal
 
 
 def used_by(ended: Event | None) -> Usage:

@@ -1,7 +1,8 @@
 """What a router sends to a replica and what comes back: plain picklable data in text, no HTTP.
 
 A reply is a stream of `ReasoningDelta`, `TextDelta` and `ToolCallDelta`, ended by exactly one `Completed` or `Errored`;
-or, for a caller that does not stream, one `Answer` that `AnswerBuilder` makes of the same stream.
+or, for a caller that does not stream, one `Answer` that `AnswerBuilder` makes of the same stream. For a client that
+reads the reply as it is made the engine's `Started` comes first, and again where another replica goes on.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +11,7 @@ from math import inf
 from typing import Any, Literal, TypeAlias
 
 from holdfast.replicas.errors import ErrorInfo
-from holdfast.replicas.events import Named, PartialPrefill, Sampling, Timing, TokenLogprobs, Usage
+from holdfast.replicas.events import Named, PartialPrefill, Sampling, Started, Timing, TokenLogprobs, Usage
 from holdfast.replicas.kv.tags import Hint
 from holdfast.replicas.retention.latency import Called
 from holdfast.replicas.types import CellLimits, Priority, salted
@@ -260,7 +261,7 @@ class Errored:
     usage: Usage = field(default_factory=Usage)
 
 
-Piece: TypeAlias = TextDelta | ReasoningDelta | ToolCallDelta | Completed | Errored
+Piece: TypeAlias = Started | TextDelta | ReasoningDelta | ToolCallDelta | Completed | Errored
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,7 +477,7 @@ class AnswerBuilder:
                 self._arguments.setdefault(piece.index, []).append(piece.arguments)
                 if piece.closed:
                     self._closed.add(piece.index)
-            else:
+            elif not isinstance(piece, Started):
                 self.terminal = piece
 
     def answer(self) -> Answer | None:

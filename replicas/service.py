@@ -56,6 +56,7 @@ from holdfast.replicas.events import (
     Rejected,
     Request,
     Sampling,
+    Started,
     Submit,
     Terminal,
     Timing,
@@ -362,6 +363,8 @@ class Service:
         """What the client is told of an event."""
         if isinstance(event, Tokens):
             return self._read(attempt, event)
+        if isinstance(event, Started):
+            return (event,)
         if isinstance(event, Finished):
             return self._complete(request, attempt, event)
         if isinstance(event, Aborted):

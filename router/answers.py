@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from holdfast.replicas.events import Timing, Usage
+from holdfast.replicas.events import Started, Timing, Usage
 from holdfast.replicas.requests import (
     Answer,
     Completed,
@@ -25,7 +25,9 @@ NONE = "none"  # a log probability that there is not
 
 def pieces_of(answer: Answer) -> tuple[Piece, ...]:
     """The pieces that make up `answer`."""
-    pieces: list[Piece] = [ReasoningDelta(answer.reasoning)] if answer.reasoning else []
+    pieces: list[Piece] = [Started("", answer.usage.prompt, answer.usage.cached)]
+    if answer.reasoning:
+        pieces.append(ReasoningDelta(answer.reasoning))
     if answer.text or answer.logprobs:
         pieces.append(TextDelta(answer.text or "", answer.logprobs))
     for index, call in enumerate(answer.tool_calls):

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from holdfast.replicas.errors import ErrorInfo, UnavailableError
+from holdfast.replicas.events import Started, Usage
 from holdfast.replicas.requests import Answer, Completed, Errored, Piece, ReasoningDelta, TextDelta, ToolCallDelta
 from holdfast.router.backend import Backend
 from holdfast.router.formats import Arrival, Exchange, KeepsNothing
@@ -28,6 +29,7 @@ from holdfast.router.protocol.anthropic import (
     signature,
 )
 from holdfast.router.protocol.turn import Turn, check_length, find_model
+from holdfast.router.streaming import COMMENT
 
 DELTAS = {
     "text": ("text_delta", "text"),
@@ -48,13 +50,12 @@ class OpenBlock:
 class AnthropicEncoder:
     """Writes one message as events.
 
-        message_start, ping
+        message_start (how many tokens the prompt has), ping
           one block after the other:  content_block_start, its deltas, content_block_stop
         message_delta (why it ended, usage), message_stop;  or error
 
     A block is text, thinking or a call. One ends where another begins, and a call when it closes: then it can be run.
-    What is the same in every delta of a block is made once, so a token costs one JSON string and one join. How many
-    tokens a prompt has is told at the end, as it is known.
+    What is the same in every delta of a block is made once, so a token costs one JSON string and one join.
     """
 
     def __init__(self, reply_id: str, model: str, most: int) -> None:
@@ -63,17 +64,32 @@ class AnthropicEncoder:
         self._index = 0
         self._open: OpenBlock | None = None
         self._called = False
+        self._begun = False
 
     def opening(self) -> bytes:
-        return _event("message_start", message=self._message) + _event("ping")
+        return b""  # the prompt's tokens are in the first event, and nothing is known of them yet
 
     def encode(self, pieces: Iterable[Piece]) -> bytes:
         return b"".join([self._piece(piece) for piece in pieces])
+
+    def silence(self) -> bytes:
+        return PING if self._begun else COMMENT
 
     def failed(self, error: ErrorInfo) -> bytes:
         return b"event: error\ndata: " + anthropic_error(error).body + b"\n\n"
 
     def _piece(self, piece: Piece) -> bytes:
+        if isinstance(piece, Errored):
+            return self.failed(piece.error)
+        begun = b"" if self._begun else self._begin_message(piece)
+        return begun + self._told(piece)
+
+    def _begin_message(self, piece: Piece) -> bytes:
+        self._begun = True
+        usage = Usage(piece.prompt, piece.cached) if isinstance(piece, Started) else Usage()
+        return _event("message_start", message={**self._message, "usage": message_usage(usage)}) + PING
+
+    def _told(self, piece: Piece) -> bytes:
         if isinstance(piece, TextDelta):
             return self._within("text", {"text": ""}) + self._delta(piece.text) if piece.text else b""
         if isinstance(piece, ReasoningDelta):
@@ -85,10 +101,7 @@ class AnthropicEncoder:
             return begun + self._delta(piece.text)
         if isinstance(piece, ToolCallDelta):
             return self._call(piece)
-        if isinstance(piece, Completed):
-            return self._completed(piece)
-        assert isinstance(piece, Errored)
-        return self.failed(piece.error)
+        return self._completed(piece) if isinstance(piece, Completed) else b""
 
     def _call(self, piece: ToolCallDelta) -> bytes:
         events = b""
@@ -191,3 +204,6 @@ class CountTokens:
 
 def _event(kind: str, **fields: Any) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind, **fields}) + b"\n\n"
+
+
+PING = _event("ping")

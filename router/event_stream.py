@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
@@ -15,6 +16,7 @@ EVENT_HEADERS = {
     "x-accel-buffering": "no",  # proxies: pass every event on at once
 }
 
+SILENCE_S = 10.0  # proxies and clients take a connection that is silent for longer, often 30 s or 60 s, for dead
 RAW_HEADERS = [(name.encode(), value.encode()) for name, value in EVENT_HEADERS.items()]
 
 
@@ -26,7 +28,11 @@ class Source(Protocol):
     """Where the bytes of a stream come from."""
 
     async def next(self) -> bytes | None:
-        """What to send next; None at the end. Errors are events: this does not raise."""
+        """What to send next; None at the end. Errors are events: this raises nothing but ClientGoneError."""
+        ...
+
+    def silence(self) -> bytes:
+        """What tells the client, between two events, that more will come."""
         ...
 
     async def close(self) -> None:
@@ -76,34 +82,63 @@ class Connection:
 class EventStream(Response):
     """Sends what `source` gives until it ends or the client goes, then closes it.
 
-    A client that takes nothing for `stall_s` seconds counts as gone: it would hold what its request holds for as long
-    as it likes. `connection`: where it is watched already.
+    After `silence_s` seconds without an event the client gets what `source.silence` says, so that neither it nor a
+    proxy takes the connection for dead. A client that takes nothing for `stall_s` seconds counts as gone: it would hold
+    what its request holds for as long as it likes. `connection` is watched for the client's leaving; None: the source
+    finds that out.
     """
 
-    def __init__(self, source: Source, stall_s: float | None = None, connection: Connection | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        connection: Connection | None,
+        stall_s: float | None = None,
+        silence_s: float = SILENCE_S,
+    ) -> None:
         self.status_code = 200
         self.background = None
         self.raw_headers = list(RAW_HEADERS)
-        self._source = source
+        self.source = source
+        self.connection = connection
         self._stall_s = stall_s
-        self._connection = connection
+        self._silence_s = silence_s
+        self._writing = asyncio.Lock()
+        self._written = 0.0  # when
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connection = self._connection or Connection(receive)
         try:
-            await connection.during(self._pump(send))
+            await (self._pump(send) if self.connection is None else self.connection.during(self._pump(send)))
         except (ClientGoneError, OSError):
             return
         finally:
-            connection.close()
-            await self._source.close()
+            if self.connection is not None:
+                self.connection.close()
+            await self.source.close()
 
     async def _pump(self, send: Send) -> None:
+        self._written = asyncio.get_running_loop().time()
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        while (data := await self._source.next()) is not None:
-            async with asyncio.timeout(self._stall_s):  # TimeoutError is an OSError
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        silence = asyncio.create_task(self._break_silence(send))
+        try:
+            while (data := await self.source.next()) is not None:
+                await self._write(send, data)
+            await self._write(send, b"", more=False)
+        finally:
+            silence.cancel()
+
+    async def _write(self, send: Send, data: bytes, *, more: bool = True) -> None:
+        async with self._writing, asyncio.timeout(self._stall_s):  # TimeoutError is an OSError
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+        self._written = asyncio.get_running_loop().time()
+
+    async def _break_silence(self, send: Send) -> None:
+        with suppress(OSError):  # the client has left, or takes nothing: the next event finds that out
+            while True:
+                left = self._written + self._silence_s - asyncio.get_running_loop().time()
+                if left > 0:
+                    await asyncio.sleep(left)
+                else:
+                    await self._write(send, self.source.silence())
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

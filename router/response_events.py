@@ -16,11 +16,12 @@ from typing import Any
 import orjson
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
+from holdfast.replicas.events import Started
 from holdfast.replicas.requests import Completed, Errored, LogprobText, Piece, ReasoningDelta, TextDelta, ToolCallDelta
 from holdfast.router.protocol.errors import TABLE
 from holdfast.router.protocol.responses import response_usage
 from holdfast.router.protocol.usage import chat_logprobs
-from holdfast.router.streaming import DONE
+from holdfast.router.streaming import COMMENT, DONE
 
 DELTAS = {
     "message": "response.output_text.delta",
@@ -93,6 +94,9 @@ class ResponseEncoder:
         self.response["error"] = {"code": _code(error.kind), "message": error.message}
         return self._event("response.failed", response=self.response) + DONE
 
+    def silence(self) -> bytes:
+        return COMMENT
+
     def _piece(self, piece: Piece) -> bytes:
         if isinstance(piece, TextDelta):
             if not piece.text and not piece.logprobs:
@@ -107,6 +111,8 @@ class ResponseEncoder:
             return events + self._close(closed=True) if piece.closed else events
         if isinstance(piece, Completed):
             return self._completed(piece)
+        if isinstance(piece, Started):
+            return b""
         assert isinstance(piece, Errored)
         return self.failed(piece.error)
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import orjson
 
 from holdfast.replicas.errors import ErrorInfo
-from holdfast.replicas.events import Timing, Usage
+from holdfast.replicas.events import Started, Timing, Usage
 from holdfast.replicas.requests import Completed, Piece, ReasoningDelta, TextDelta, ToolCallDelta
 from holdfast.router.protocol.errors import api_error
 from holdfast.router.protocol.usage import TextOffsets, chat_logprobs, completion_logprobs, usage_object
@@ -18,6 +18,7 @@ from holdfast.router.server_timing import stages
 
 DONE = b"data: [DONE]\n\n"
 CALL_CLOSED = "holdfast.tool_call.closed"
+COMMENT = b": still working\n\n"  # every reader of server-sent events passes over it
 
 
 class Encoder(Protocol):
@@ -31,6 +32,10 @@ class Encoder(Protocol):
 
     def failed(self, error: ErrorInfo) -> bytes:
         """The event that ends a reply which broke off without an `Errored` among its pieces."""
+        ...
+
+    def silence(self) -> bytes:
+        """What tells a client, between two events, that its reply is still being made."""
         ...
 
 
@@ -104,6 +109,9 @@ class ChatEncoder:
     def failed(self, error: ErrorInfo) -> bytes:
         return error_event(error)
 
+    def silence(self) -> bytes:
+        return COMMENT
+
     def _event(self, piece: Piece) -> bytes:
         if isinstance(piece, TextDelta):
             if piece.logprobs:
@@ -116,7 +124,7 @@ class ChatEncoder:
             return self._chunk({"reasoning_content": piece.text}) if self._thoughts else b""
         if isinstance(piece, Completed):
             return self._chunk({}, reason=piece.reason) + self._envelope.ending(piece.usage, piece.timing)
-        return error_event(piece.error)
+        return b"" if isinstance(piece, Started) else error_event(piece.error)
 
     def _chunk(self, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None) -> bytes:
         choice = orjson.dumps({"delta": delta, "logprobs": logprobs, "finish_reason": reason})
@@ -145,6 +153,9 @@ class CompletionEncoder:
     def failed(self, error: ErrorInfo) -> bytes:
         return error_event(error)
 
+    def silence(self) -> bytes:
+        return COMMENT
+
     def _event(self, piece: Piece) -> bytes:
         if isinstance(piece, TextDelta):
             if piece.logprobs:
@@ -152,7 +163,7 @@ class CompletionEncoder:
             return self._text_open + orjson.dumps(piece.text) + self._text_close if piece.text else b""
         if isinstance(piece, Completed):
             return self._chunk("", reason=piece.reason) + self._envelope.ending(piece.usage, piece.timing)
-        if isinstance(piece, ToolCallDelta | ReasoningDelta):
+        if isinstance(piece, Started | ToolCallDelta | ReasoningDelta):
             return b""
         return error_event(piece.error)
 

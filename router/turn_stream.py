@@ -5,13 +5,17 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import ExitStack
 
+from starlette.responses import Response
+
 from holdfast.replicas.errors import EngineError, HoldfastError
+from holdfast.replicas.events import Started
 from holdfast.replicas.requests import Answer, AnswerBuilder, Completed, Errored
 from holdfast.router.backend import Batch
 from holdfast.router.drain import Drain
+from holdfast.router.event_stream import ClientGoneError, EventStream
 from holdfast.router.metrics import Meter, Outcome
 from holdfast.router.protocol.errors import ReplyError
-from holdfast.router.streaming import Encoder
+from holdfast.router.streaming import COMMENT, Encoder
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +76,6 @@ class TurnStream:
         first = batch.pieces[0]
         if isinstance(first, Errored):
             raise ReplyError(first.error, first.usage)
-        self._meter.first_token()
         if self._opening is None:  # they were there at once
             self._open()
         self._opening = (self._opening or b"") + await self._take(batch)
@@ -82,6 +85,9 @@ class TurnStream:
         while not data and self._built.terminal is None:
             data = await self._receive()
         return data or None
+
+    def silence(self) -> bytes:
+        return self._encoders[0].silence()
 
     async def close(self) -> None:
         """Close the replica's generator, which aborts the request there unless it has ended."""
@@ -111,6 +117,8 @@ class TurnStream:
 
     async def _take(self, batch: Batch) -> bytes:
         built = self._built
+        if not isinstance(batch.pieces[-1], Started):
+            self._meter.first_token()
         events = self._encoders[batch.choice].encode(batch.pieces)
         if batch.choice:
             return events
@@ -133,6 +141,58 @@ class TurnStream:
             self._on_cut()
         self._meter.failed(error)
         return self._encoders[0].failed(error.info)
+
+
+class LateStream:
+    """A `Source` whose answer is not there when its headers go out: `answering` makes the response, and finds out where
+    the client leaves meanwhile. `encoder` writes the error that it may be instead.
+    """
+
+    def __init__(self, answering: asyncio.Task[Response], encoder: Callable[[], Encoder]) -> None:
+        self._answering = answering
+        self._encoder = encoder
+        self._stream: EventStream | None = None
+        self._over = False
+
+    async def next(self) -> bytes | None:
+        if self._over:
+            return None
+        if self._stream is None:
+            try:
+                response = await self._answering
+            except HoldfastError as error:
+                return self._fail(error)
+            except ClientGoneError:
+                raise
+            except Exception as error:  # as in a stream that has begun
+                log.error("a stream failed", exc_info=error)
+                return self._fail(EngineError("The server failed to handle the request"))
+            if not isinstance(response, EventStream):  # the answer was there already: of another request
+                self._over = True
+                return bytes(response.body)
+            self._stream = response
+        assert self._stream.connection is not None
+        return await self._stream.connection.during(self._stream.source.next())
+
+    def silence(self) -> bytes:
+        return COMMENT if self._stream is None else self._stream.source.silence()
+
+    async def close(self) -> None:
+        """End the making of the answer, or the answer."""
+        self._answering.cancel()  # nothing, where it is done
+        await asyncio.wait((self._answering,))
+        if self._answering.cancelled() or self._answering.exception() is not None:
+            return
+        response = self._answering.result()
+        if isinstance(response, EventStream):
+            if response.connection is not None:
+                response.connection.close()
+            await response.source.close()
+
+    def _fail(self, error: HoldfastError) -> bytes:
+        self._over = True
+        encoder = self._encoder()
+        return encoder.opening() + encoder.failed(error.info)
 
 
 def _ended_early() -> EngineError:

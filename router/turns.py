@@ -41,7 +41,7 @@ from holdfast.router.conversations import (
     prompt_tokens,
 )
 from holdfast.router.drain import Drain
-from holdfast.router.event_stream import EVENT_HEADERS, Connection, EventStream, until_disconnect
+from holdfast.router.event_stream import EVENT_HEADERS, SILENCE_S, Connection, EventStream, until_disconnect
 from holdfast.router.formats import Arrival, Exchange, Format
 from holdfast.router.guard import Guard
 from holdfast.router.http import answer_headers, json_response, retry_of
@@ -62,9 +62,11 @@ from holdfast.router.session_homes import SessionHomes
 from holdfast.router.tenants import Tenant
 from holdfast.router.tool_latency import ToolLatencies
 from holdfast.router.turn_report import TurnReport, TurnReports
-from holdfast.router.turn_stream import TurnStream
+from holdfast.router.turn_stream import LateStream, TurnStream
 
 T = TypeVar("T")
+
+HEADERS_S = 5.0  # within which a stream that begins later, or fails, has an HTTP status of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +164,58 @@ class Turns:
                     held.enter_context(self._guard.place(principal.tenant))
                 await self._charge(request, accepted)
                 served = await self._begin(accepted)
-                found = await self._look_up(request, accepted, held)
-                if isinstance(found, Found):
-                    return await self._repeat(request, served, found)
-                return await self._ask(request, replace(served, lead=found), held)
+                if not accepted.turn.stream:
+                    return await self._answer(request, served, held)
+                return await self._stream(request, served, held.pop_all())
         except BaseException as error:
             meter.failed(error)
             raise
+
+    async def _stream(self, request: Request, served: Served, held: ExitStack) -> Response:
+        """The stream once it begins, or after `HEADERS_S` one that begins later: its client learns that it is served.
+
+        What is refused or fails before has its HTTP status, by which clients know whether to try again.
+        """
+        accepted, loop = served.accepted, asyncio.get_running_loop()
+        settled = loop.create_future()
+
+        def settle() -> None:
+            if not settled.done():
+                settled.set_result(None)
+
+        async def answer() -> Response:
+            try:
+                with held:
+                    return await self._answer(request, served, held)
+            except BaseException as error:
+                accepted.meter.failed(error)
+                raise
+            finally:
+                settle()  # in this step of the task: whoever waits goes on one turn of the event loop later
+
+        answering = asyncio.create_task(answer())
+        late = LateStream(answering, accepted.exchange.encoder)
+        timer = loop.call_later(HEADERS_S, settle)
+        try:
+            await settled
+        except BaseException:
+            await late.close()
+            held.close()  # where the task has not begun
+            raise
+        finally:
+            timer.cancel()
+        if answering.done():
+            return answering.result()
+        if accepted.report.facts.cache == "":  # it waits for the answer to an equal request
+            answer_headers(request).cache = CacheResult.JOINED.value
+        return EventStream(late, None, self._config.stall_s, SILENCE_S)
+
+    async def _answer(self, request: Request, served: Served, held: ExitStack) -> Response:
+        """The answer from the cache, or else of a replica; a stream takes with it what is `held`."""
+        found = await self._look_up(request, served.accepted, held)
+        if isinstance(found, Found):
+            return await self._repeat(request, served, found)
+        return await self._ask(request, replace(served, lead=found), held)
 
     async def _accept(
         self,
@@ -315,7 +362,7 @@ class Turns:
             raise
         answer_headers(request).replica = stream.replica_id
         stream.held = held.pop_all()
-        return EventStream(stream, self._config.stall_s, connection)
+        return EventStream(stream, connection, self._config.stall_s, SILENCE_S)
 
     async def _whole(self, request: Request, served: Served, command: GenerateRequest, place: Place) -> Response:
         accepted = served.accepted

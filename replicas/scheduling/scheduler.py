@@ -14,6 +14,7 @@ from holdfast.replicas.events import (
     Notice,
     ProgramEnded,
     ServedElsewhere,
+    Started,
     Tokens,
     TurnEnded,
 )
@@ -429,6 +430,9 @@ class Scheduler:
             sequence.accepted += more
         if chunk.start < sequence.n_prompt:
             computed = min(end, sequence.n_prompt) - chunk.start
+            if sequence.submit.begins and not sequence.prompt_work:
+                usage = sequence.usage
+                self.ends.events.append(Started(sequence.request_id, usage.prompt, usage.cached))
             sequence.prompt_work += computed
             if sequence.background:
                 self._stats.ahead_computed += computed

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.cluster.early import LOOPBACK, MOST, NAME, EarlyPieces, EarlySender, read, written
-from holdfast.replicas.events import TokenLogprobs
+from holdfast.replicas.events import Started, TokenLogprobs
 from holdfast.replicas.requests import (
     Completed,
     Errored,
@@ -22,6 +22,7 @@ from holdfast.router.backend import Batch
 
 TEXT = st.text(max_size=9)
 PIECES = st.one_of(
+    st.builds(Started, TEXT, st.integers(0, 2**31), st.integers(0, 2**31)),
     st.builds(TextDelta, TEXT),
     st.builds(ReasoningDelta, TEXT),
     st.builds(ToolCallDelta, st.integers(0, 9), st.none() | TEXT, st.none() | TEXT, TEXT, st.booleans()),

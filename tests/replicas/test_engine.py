@@ -31,6 +31,23 @@ def test_a_request_is_completed_and_its_usage_counted():
     world.assert_idle()
 
 
+@pytest.mark.parametrize("step_tokens", [3, 64])
+def test_a_request_tells_with_its_first_step_how_much_of_its_prompt_was_cached(step_tokens):
+    world = World(step_tokens=step_tokens)
+    world.submit("a", words(1, 20), begins=True)
+    world.run()
+    world.submit("b", [*words(1, 20), *words(2, 20)], begins=True)
+    world.submit("c", words(3, 20))
+    world.step()
+    assert ("b" in world.started, world.out["b"] == []) == (True, step_tokens == 3)
+    world.run()
+    assert world.started.keys() == {"a", "b"}
+    for name, told in world.started.items():
+        usage = world.end(name).usage
+        assert (told.prompt, told.cached) == (usage.prompt, usage.cached)
+        assert (usage.cached > 0) == (name == "b")
+
+
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_the_next_turn_computes_its_delta_and_at_most_a_page(page_size):
     world = World(page_size=page_size, cells=512)

@@ -14,7 +14,7 @@ from cycles import left_in_cycles
 from holdfast.replicas.actor import Replica
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import ErrorKind
-from holdfast.replicas.events import Abort, Command, Sampling
+from holdfast.replicas.events import Abort, Command, Sampling, Started
 from holdfast.replicas.requests import (
     Answer,
     AnswerBuilder,
@@ -154,6 +154,22 @@ def test_a_call_is_told_as_it_closes_however_many_steps_share_a_message():
             ]
             assert len(closing) == len(set(closing)) == 2
             assert closing[-1] < len(batches) - 1
+
+    asyncio.run(main())
+
+
+def test_a_streamed_reply_begins_with_the_tokens_of_its_prompt():
+    async def main():
+        async with serving() as service:
+            asked = replace(request("a", "The list: 1, 2, 3, 4,", 8), begins=True)
+            for again in (False, True):
+                pieces = [piece async for batch in service.stream(asked) for piece in batch]
+                started = [piece for piece in pieces if isinstance(piece, Started)]
+                assert started == pieces[:1]
+                assert (started[0].prompt, started[0].cached) == (pieces[-1].usage.prompt, pieces[-1].usage.cached)
+                assert (started[0].cached > 0) == again
+                asked = replace(asked, request_id="b")
+            assert not isinstance(await service.generate(replace(asked, request_id="c")), Errored)
 
     asyncio.run(main())
 

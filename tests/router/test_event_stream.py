@@ -4,7 +4,8 @@ from dataclasses import dataclass
 import pytest
 
 from holdfast.router.config import RouterConfig
-from holdfast.router.event_stream import ClientGoneError, Connection, EventStream, until_disconnect
+from holdfast.router.event_stream import SILENCE_S, ClientGoneError, Connection, EventStream, until_disconnect
+from holdfast.router.turns import HEADERS_S
 
 
 class Client:
@@ -53,18 +54,22 @@ class Source:
             return b"late"
         return chunk
 
+    def silence(self):
+        return b":\n\n"
+
     async def close(self):
         self.closed += 1
 
 
-def run(stream, client):
-    return stream({"type": "http"}, client.receive, client.send)
+async def run(source, client, **settings):
+    stream = EventStream(source, Connection(client.receive), **settings)
+    await stream({"type": "http"}, client.receive, client.send)
 
 
 def test_a_stream_is_sent_to_its_end_and_closed():
     async def scenario():
         client, source = Client(), Source(b"a", b"b")
-        await run(EventStream(source), client)
+        await run(source, client)
         assert (client.body, source.closed) == (b"ab", 1)
         assert client.sent[0]["status"] == 200
         assert not client.sent[-1]["more_body"]
@@ -75,7 +80,7 @@ def test_a_stream_is_sent_to_its_end_and_closed():
 def test_a_client_that_leaves_closes_the_source():
     async def scenario():
         client, source = Client(), Source(b"a", asyncio.Event())
-        task = asyncio.create_task(run(EventStream(source), client))
+        task = asyncio.create_task(run(source, client))
         await asyncio.sleep(0)
         client.leave()
         await task
@@ -87,7 +92,7 @@ def test_a_client_that_leaves_closes_the_source():
 def test_a_socket_that_breaks_closes_the_source():
     async def scenario():
         client, source = Client(fail_send=True), Source(b"a", b"b")
-        await run(EventStream(source), client)
+        await run(source, client)
         assert source.closed == 1
 
     asyncio.run(scenario())
@@ -101,7 +106,7 @@ def test_a_client_that_takes_nothing_closes_the_source():
             if message["type"] == "http.response.body":
                 await asyncio.Event().wait()
 
-        await EventStream(source, stall_s=0.01)({"type": "http"}, client.receive, blocked)
+        await EventStream(source, Connection(client.receive), 0.01)({"type": "http"}, client.receive, blocked)
         assert (source.closed, source.chunks) == (1, [b"b"])
 
     asyncio.run(scenario())
@@ -115,16 +120,48 @@ def test_a_source_may_be_slow():
     async def scenario():
         client, late = Client(), asyncio.Event()
         asyncio.get_running_loop().call_later(0.05, late.set)
-        await run(EventStream(Source(b"a", Late(late)), stall_s=0.01), client)
+        await run(Source(b"a", Late(late)), client, stall_s=0.01)
         assert client.body == b"alate"
 
     asyncio.run(scenario())
 
 
+def test_a_source_that_is_silent_for_long_is_heard_of_again_and_again():
+    async def scenario():
+        client, late = Client(), asyncio.Event()
+        told = client.send
+
+        async def send(message):
+            await told(message)
+            if client.body.count(b":") == 3:
+                late.set()
+
+        client.send = send
+        await run(Source(b"a", Late(late)), client, silence_s=0.001)
+        assert client.body.startswith(b"a" + b":\n\n" * 3)
+        assert client.body.endswith(b"late")
+        assert client.sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+
+    asyncio.run(scenario())
+
+
+def test_a_source_that_is_not_silent_is_heard_alone():
+    async def scenario():
+        client = Client()
+        await run(Source(*[b"a"] * 100), client, silence_s=60.0)
+        assert client.body == b"a" * 100
+
+    asyncio.run(scenario())
+
+
+def test_no_proxy_that_waits_for_a_quarter_of_a_minute_gives_up():
+    assert HEADERS_S < SILENCE_S < 15.0
+
+
 def test_a_server_that_stops_closes_the_source():
     async def scenario():
         client, source = Client(), Source(asyncio.Event())
-        task = asyncio.create_task(run(EventStream(source), client))
+        task = asyncio.create_task(run(source, client))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -6,7 +6,7 @@ from fake_backend import CARD, DONE, FORMATS, HELLO, FakeBackend, World
 from prometheus_client import CollectorRegistry
 
 from holdfast.replicas.errors import EngineError, ErrorInfo, ErrorKind, UnavailableError
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.events import Sampling, Started
 from holdfast.replicas.requests import Errored, GenerateRequest, RawPrompt, TextDelta
 from holdfast.router.backend import Batch
 from holdfast.router.config import RouterConfig
@@ -90,6 +90,19 @@ def test_what_stands_before_the_first_piece_is_written_while_that_is_waited_for(
         await asyncio.wait_for(stream.start(), PATIENT)
         assert (await stream.next()).count(b'"role"') == 1
         await stream.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_first_token_counts_and_not_the_beginning_of_work():
+    async def scenario():
+        opened = Opened([(Started("q", 10, 4),), *HELLO])
+        await opened.stream.start()
+        assert opened.stream._meter._first is None
+        assert b'"role"' in await opened.stream.next()
+        assert b"Hel" in await opened.stream.next()
+        assert opened.stream._meter._first is not None
+        await opened.stream.close()
 
     asyncio.run(scenario())
 

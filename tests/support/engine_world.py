@@ -22,6 +22,7 @@ from holdfast.replicas.events import (
     OpenSession,
     PartialPrefill,
     Sampling,
+    Started,
     Stop,
     Submit,
     Terminal,
@@ -56,6 +57,7 @@ class World:
         self.step_s = 0.0  # how long a step takes
         self.out: dict[str, list[int]] = {}
         self.ends: dict[str, list[Event]] = {}
+        self.started: dict[str, Started] = {}
         self.prompts: dict[str, tuple[list[int], int]] = {}
         self.commands: dict[str, Command] = {}
         self.serial = count()
@@ -132,6 +134,10 @@ class World:
             assert not self.ends[name], "an event after the end"
             if isinstance(event, Tokens):
                 self.out[name] += event.tokens
+            elif isinstance(event, Started):
+                assert name not in self.started, "it starts once"
+                assert not self.out[name], "tokens before the start"
+                self.started[name] = event
             else:
                 self.ends[name].append(event)
                 if isinstance(event, Finished):

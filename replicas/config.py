@@ -184,7 +184,6 @@ class EngineConfig:
     )
     grammar_cache: int = 64  # compiled grammars of constrained replies
     forced_drafts: int = 32  # tokens that a grammar forces, in one step; 0: one by one
-    render_cache: int = 256  # prompts whose rendering is remembered; 0: none
     tokenize_cache: int = 64  # characters a cell whose tokens are remembered, one tenant's at most half; 0: none
 
     kv_tags_share: float = 0.5  # of all cells that may stand above the others by what they are, of all tenants together
@@ -240,7 +239,7 @@ class EngineConfig:
         _check(self, _NOT_NEGATIVE, "threads", "context_length", "cells", "host_cells", "host_memory", "session_rows")
         _check(self, _NOT_NEGATIVE, "stream_interval_s", "latency_max_tokens", "call_grace", "forced_drafts")
         _check(self, _NOT_NEGATIVE, "preposition_after_s", "step_ms")
-        _check(self, _NOT_NEGATIVE, "grammar_cache", "render_cache", "tokenize_cache")
+        _check(self, _NOT_NEGATIVE, "grammar_cache", "tokenize_cache")
         _check(self, _NOT_NEGATIVE, "session_questions", "tenant_questions", "tenant_sessions")
         _check(self, _FINITE, "kv_memory", "host_memory")  # a number of cells is made of it
 

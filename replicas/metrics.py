@@ -521,20 +521,6 @@ STEPS = (
 
 TEXT = (
     counter(
-        "render_cache_hits",
-        "",
-        "Prompts whose rendering was known",
-        "Compare it with the misses",
-        lambda r: r.text.render_hits,
-    ),
-    counter(
-        "render_cache_misses",
-        "",
-        "Prompts rendered",
-        "Nearly every one should be: a turn's prompt is new",
-        lambda r: r.text.render_misses,
-    ),
-    counter(
         "prompt_characters_reused",
         "characters",
         "Of rendered prompts, those whose tokens were known from earlier turns",

@@ -199,8 +199,6 @@ class LoadReport:
 class TextStats:
     """What the text side did since the start."""
 
-    render_hits: int = 0  # prompts whose rendering was known
-    render_misses: int = 0
     characters_reused: int = 0  # of rendered prompts, those whose tokens were known
     characters_tokenized: int = 0
     stopped: int = 0  # replies ended early

@@ -200,12 +200,10 @@ PROMPTS = Row(
             ("tokens_reloaded", "of these, reloaded"),
         ),
         rates(
-            "Rendering and tokenizing",
+            "Tokenizing",
             "Tokenized near reused: tokenize_cache is too small.",
             ("prompt_characters_reused", "characters reused"),
             ("prompt_characters_tokenized", "characters tokenized"),
-            ("render_cache_hits", "renderings known"),
-            ("render_cache_misses", "renderings made"),
         ),
         rates(
             "Turns",

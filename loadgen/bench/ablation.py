@@ -78,7 +78,6 @@ VARIANTS = (
     Variant("chunk_deferral", {"high_water": 1.0}),
     Variant("admission", {"admission_ceiling": 1.0}),
     Variant("retention", {"retention": RetentionConfig(policy="none")}),
-    Variant("render_cache", {"render_cache": 0}),
     Variant("tokenize_cache", {"tokenize_cache": 0}),
     Variant("prompt_seed", {"prompt_seed": False}, same_output=False, sampled=True),
     Variant("speculation", speculation={"enabled": False}),

@@ -164,7 +164,7 @@ def text() -> Iterator[Figure]:
     (each,) = rounds(Scenario("text", lanes=1, turns=30, tools=4, rounds=1))
     prompts = each.lanes[0]
     on = EngineConfig()
-    for name, config in ("with the caches", on), ("without", replace(on, render_cache=0, tokenize_cache=0)):
+    for name, config in ("with the token cache", on), ("without", replace(on, tokenize_cache=0)):
         seconds = min(_once(partial(_tokenize_all, side, prompts)) for side in [_text_side(config) for _ in range(3)])
         yield Figure(f"render and tokenize, {name}, a turn", seconds / len(prompts) * 1e6, "us")
 

@@ -99,7 +99,7 @@ class TextSide:
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ConfigError("the model's tokenizer has no tokenizer.json", "model")
         self.tokenizer = tokenizer
-        self.renderer = Renderer(tokenizer, config.render_cache)
+        self.renderer = Renderer(tokenizer)
         self.cache = TokenCache(tokenizer, _remembered(config))
         self._long = LongTexts(tokenizer.backend_tokenizer, self.cache.added, config.context_length)
         self.pieces = Pieces(tokenizer.backend_tokenizer)
@@ -152,7 +152,7 @@ class TextSide:
             if not isinstance(content, str) or len(content) < LONG:
                 return self.encode(prompt)
             return _plain(await self._long.run(partial(_text_ids, content), len(content)))
-        rendered = await self.renderer.rendered(prompt, self._long.beside, scope)
+        rendered = await self.renderer.rendered(prompt, self._long.beside)
         begun = self.cache.begin(rendered.text, rendered.mark, scope, program)
         if len(begun.rest) < LONG:
             entry = self.cache.tokenize(begun, self.cache.encoder)
@@ -167,7 +167,7 @@ class TextSide:
         Its text is kept, so that the prompt that comes has only its end to tokenize. Raises as `encoded`.
         """
         asked = continuations(prompt)
-        rendered = [await self.renderer.rendered(each, self._long.beside, remember=False) for each in asked]
+        rendered = [await self.renderer.rendered(each, self._long.beside) for each in asked]
         begun = self.cache.begin(_shared(rendered), rendered[0].mark, scope, program)
         long = len(begun.rest) >= LONG
         work = partial(self.cache.tokenize, begun)
@@ -176,7 +176,7 @@ class TextSide:
 
     def preamble(self, prompt: ChatPrompt, scope: str) -> TokenIds:
         """The tokens of `beginning`, at once. Raises InvalidRequestError."""
-        rendered = [self.renderer.render(each, remember=False) for each in continuations(prompt)]
+        rendered = [self.renderer.render(each) for each in continuations(prompt)]
         begun = self.cache.begin(_shared(rendered), rendered[0].mark, scope)
         return self._sure(prompt, rendered, begun, self.cache.tokenize(begun, self.cache.encoder)).tokens
 
@@ -210,7 +210,7 @@ class TextSide:
         an empty prompt, and ids outside the vocabulary.
         """
         if isinstance(prompt, ChatPrompt):
-            rendered = self.renderer.render(prompt, scope)
+            rendered = self.renderer.render(prompt)
             tokens = self.cache.encode(rendered.text, rendered.mark, scope, program)
             return Encoded(tokens, rendered.text, rendered.mark)
         content = prompt.content
@@ -370,10 +370,9 @@ class TextSide:
 
     @property
     def stats(self) -> TextStats:
-        """What was rendered, tokenized and ended early so far."""
-        renderer, cache = self.renderer, self.cache
+        """What was tokenized and ended early so far."""
         counts = (self.stopped, self.rewritten, self.unguarded, self.empty)
-        return TextStats(renderer.hits, renderer.misses, cache.reused, cache.tokenized, *counts)
+        return TextStats(self.cache.reused, self.cache.tokenized, *counts)
 
     def _thinking(self, prompt: ChatPrompt | RawPrompt, encoded: Encoded) -> ThinkingReader | ChannelReader | None:
         """A reader of what a reply to `prompt` thinks; None where it begins with its content."""

@@ -1,20 +1,19 @@
-"""Chat prompts to text through the model's chat template, with a cache (Stateful Inference, section 3.4).
+"""Chat prompts to text through the model's chat template.
 
 Strings of control tokens that a client wrote must stay text. They are marked: a character that no text of the
 conversation contains is put behind their first one, so the template's own control tokens are the only ones in the
-rendered text. `encode` takes the marks out again. Not here: whether a conversation makes sense (the router's
-validation, and the template's own complaints).
+rendered text. `encode` takes the marks out again. Not here: what messages become before the template reads them
+(`history`), and whether a conversation makes sense (the router's validation, and the template's own complaints).
 """
 
 import inspect
 import json
 import math
+import re
 import sys
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
 from types import FrameType
@@ -26,12 +25,15 @@ from jinja2 import TemplateError
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.text.encode import LONG, AddedTokens, read_added_tokens
+from holdfast.replicas.text.history import TemplateRules, adapted, normalised
 
 _REASONING = "reasoning_content"  # of a message: what was thought before it
 # Noncharacters first: Unicode keeps them out of interchanged text. Then a private plane, should all be taken.
 _MARKS = (range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE))
 # What a message says that stands before the middle of a conversation: after it begins what is asked for.
 _BEFORE = "said-before"
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)  # by a template
 # Only this much of a template's complaint is passed on.
 _COMPLAINT = 300
 _FEW = 256  # messages, calls and tools, of which no template makes an event loop wait for long
@@ -52,77 +54,39 @@ class Rendered:
     mark: str = ""
 
 
-class Renderer:
-    """The chat template of `tokenizer` (a transformers tokenizer), with the last `entries` results."""
+class TemplateRefusalError(InvalidRequestError):
+    """The chat template refuses the messages."""
 
-    def __init__(self, tokenizer: Any, entries: int = 256) -> None:
+
+class Renderer:
+    """The chat template of `tokenizer` (a transformers tokenizer)."""
+
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._added: AddedTokens = read_added_tokens(tokenizer.backend_tokenizer)
-        self._entries = entries
-        self._cache: OrderedDict[bytes, Rendered] = OrderedDict()
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) - {"kwargs"}
-        self._parse_arguments = True  # until the template turns out to want text
         template = tokenizer.chat_template
         # gpt-oss' templates have a name of their own for it, others none or OpenAI's.
         self._names_thinking = isinstance(template, str) and ".thinking" in template and _REASONING not in template
-        self.hits = 0
-        self.misses = 0
 
-    def render(self, prompt: ChatPrompt, scope: str = "", *, remember: bool = True) -> Rendered:
+    def render(self, prompt: ChatPrompt) -> Rendered:
         """The prompt up to where the assistant begins to write; tools are left out for `tool_choice` "none".
 
-        What is remembered is each scope's own: a tenant is not to learn from the time what another one has sent.
         Raises InvalidRequestError for messages the template refuses, and when the model has no template.
         """
-        given, plain, key = self._given(prompt, scope)
-        found = self._found(key)
-        if found is None:
-            found = self._rendered(given, plain)
-            if remember:
-                self._remember(key, found)
-        return found
+        self._check(prompt)
+        tools = list(prompt.tools) if prompt.tool_choice != "none" else []
+        try:
+            return self._rendered(self._messages(prompt.messages), tools, prompt.template_kwargs)
+        except TemplateRefusalError as refusal:
+            raise InvalidRequestError(refusal.message, self._refused_field(prompt, tools, refusal)) from refusal
 
     async def rendered(
-        self,
-        prompt: ChatPrompt,
-        beside: Callable[[Callable[[], Rendered]], Awaitable[Rendered]],
-        scope: str = "",
-        *,
-        remember: bool = True,
+        self, prompt: ChatPrompt, beside: Callable[[Callable[[], Rendered]], Awaitable[Rendered]]
     ) -> Rendered:
-        """As `render`. What is new, and long or of many parts, is rendered by `beside`: it need not hold up the event
-        loop.
-        """
-        given, plain, key = self._given(prompt, scope)
-        found = self._found(key)
-        if found is None:
-            work = partial(self._rendered, given, plain)
-            found = work() if len(plain) < LONG and _parts(prompt) <= _FEW else await beside(work)
-            if remember:
-                self._remember(key, found)
-        return found
-
-    def _given(self, prompt: ChatPrompt, scope: str) -> tuple[list[Any], str, bytes]:
-        """What the template is given, as text too, and the key of its rendering. Raises as `render`."""
-        self._check(prompt)
-        messages = self._messages(prompt)
-        tools = list(prompt.tools) if prompt.tool_choice != "none" else []
-        given = [messages, tools, prompt.template_kwargs]
-        plain = _as_json(given)
-        return given, plain, blake2b(f"{scope}\0{plain}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-    def _found(self, key: bytes) -> Rendered | None:
-        found = self._cache.get(key)
-        if found is not None:
-            self._cache.move_to_end(key)
-            self.hits += 1
-        return found
-
-    def _remember(self, key: bytes, rendered: Rendered) -> None:
-        self.misses += 1
-        self._cache[key] = rendered
-        if len(self._cache) > self._entries:
-            self._cache.popitem(last=False)
+        """As `render`. A prompt that is long or has many parts is rendered by `beside`, not on the event loop."""
+        work = partial(self.render, prompt)
+        return work() if _parts(prompt) <= _FEW and _size(prompt) < LONG else await beside(work)
 
     def part(self, prompt: ChatPrompt, *, begins: bool, reply: bool) -> Rendered:
         """What its messages add to a conversation that `begins` with them, or that goes on.
@@ -131,11 +95,10 @@ class Renderer:
         `render`, also for a template that cannot go on with these messages.
         """
         self._check(prompt)
-        messages = self._messages(prompt)
-        before = [] if begins else _said_before(messages)
+        said = normalised(prompt.messages, self._rules.objects)
+        before = [] if begins else _said_before(said)
         tools = list(prompt.tools) if begins and prompt.tool_choice != "none" else []
-        given = [[*before, *messages], tools, prompt.template_kwargs]
-        whole = self._rendered(given, _as_json(given), reply)
+        whole = self._rendered(self._messages([*before, *said]), tools, prompt.template_kwargs, reply)
         if begins:
             return whole
         ending = self._after(before, prompt.template_kwargs)
@@ -150,11 +113,37 @@ class Renderer:
 
     def _after(self, before: list[dict[str, Any]], kwargs: Mapping[str, Any]) -> str:
         """What stands after the text of the last of these messages."""
-        return self._rendered([before, [], kwargs], "", reply=False).text.partition(_BEFORE)[2]
+        return self._rendered(before, [], kwargs, reply=False).text.partition(_BEFORE)[2]
 
-    def _messages(self, prompt: ChatPrompt) -> list[dict[str, Any]]:
-        messages = normalised(prompt.messages, self._parse_arguments)
+    def _messages(self, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """`given` as the template takes them."""
+        messages = adapted(normalised(given, self._rules.objects), self._rules)
         return list(map(_thinking, messages)) if self._names_thinking else messages
+
+    @cached_property
+    def _rules(self) -> TemplateRules:
+        """What the template takes, as seen by rendering small conversations."""
+        system, user, reply = ({"role": role, "content": f"{role}-1"} for role in ("system", "user", "assistant"))
+        second, later = ({**message, "content": f"{message['role']}-2"} for message in (system, user))
+        return TemplateRules(
+            first=self._shows(system, user),
+            second=self._shows(system, second, user),
+            later=self._shows(system, user, reply, second, later),
+            objects=self._tried(_called({"x": "y"})) is not None or self._tried(_called('{"x": "y"}')) is None,
+        )
+
+    def _shows(self, *messages: dict[str, Any]) -> bool:
+        """Whether the template takes these messages and shows their contents in this order."""
+        text = self._tried(messages)
+        places = [-1 if text is None else text.find(message["content"]) for message in messages]
+        return -1 not in places and places == sorted(places)
+
+    def _tried(self, messages: Sequence[dict[str, Any]]) -> str | None:
+        """The text of these messages; None where the template refuses them."""
+        try:
+            return self._apply(list(messages), [], {}, True)
+        except _REFUSALS:
+            return None
 
     def _check(self, prompt: ChatPrompt) -> None:
         if not self._tokenizer.chat_template:
@@ -175,11 +164,7 @@ class Renderer:
         Some templates go over all messages for each of them. How often is seen in conversations of several kinds, each
         in three sizes: of a polynomial in the size the square's part is left by their second difference.
         """
-        parses = self._parse_arguments
-        try:
-            return min(self._most_of(kind) for kind in range(len(list(_conversations(1)))))
-        finally:
-            self._parse_arguments = parses
+        return min(self._most_of(kind) for kind in range(len(list(_conversations(1)))))
 
     def _most_of(self, kind: int) -> float:
         """In conversations of this kind; inf too where the template takes none of them."""
@@ -188,45 +173,50 @@ class Renderer:
             prompt = list(_conversations(times * _LEAST))[kind]
             parts = _parts(prompt)
             try:
-                given = self._messages(prompt), list(prompt.tools), prompt.template_kwargs, True
-                self._applied(*given)  # what is done once is done
-                lines.append(_lines(partial(self._applied, *given)))
-            except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
+                given = self._messages(prompt.messages), list(prompt.tools), prompt.template_kwargs, True
+                self._apply(*given)  # what is done once is done
+                lines.append(_lines(partial(self._apply, *given)))
+            except _REFUSALS:
                 return math.inf
         squares = (lines[2] - 3 * lines[1] + 2 * lines[0]) * 16 / 6  # in the largest
         return parts * math.sqrt(_MOST_LINES / squares) if squares > parts else math.inf
 
-    def _rendered(self, given: list[Any], plain: str, reply: bool = True) -> Rendered:
+    def _rendered(
+        self, messages: list[dict[str, Any]], tools: list[Any], kwargs: Mapping[str, Any], reply: bool = True
+    ) -> Rendered:
         mark = ""
         word = self._added.control_word
-        if word is not None and word.search(plain):
-            mark = next((char for char in map(chr, chain(*_MARKS)) if char not in plain), "")
+        plain = _plain_texts(messages, tools, kwargs)
+        if word is not None and any(word.search(text) for text in plain):
+            mark = next((char for char in map(chr, chain(*_MARKS)) if not any(char in text for text in plain)), "")
             if not mark:
                 raise InvalidRequestError("the messages use too many private characters", "messages")
         try:
             if word is not None and mark:
-                given = _replaced(given, lambda text: word.sub(lambda found: found[0][0] + mark + found[0][1:], text))
-            messages, tools, kwargs = given
-            text = self._applied(messages, tools, kwargs, reply)
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-            complaint = str(error)[:_COMPLAINT]
-            raise InvalidRequestError(f"the chat template refuses the messages: {complaint}", "messages") from error
+                marked = partial(word.sub, lambda found: found[0][0] + mark + found[0][1:])
+                messages, tools, kwargs = _replaced([messages, tools, kwargs], marked)
+            text = self._apply(messages, tools, kwargs, reply)
+        except _REFUSALS as error:
+            complaint = f"the chat template refuses the messages: {str(error)[:_COMPLAINT]}"
+            raise TemplateRefusalError(complaint, "messages") from error
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise InvalidRequestError("the messages contain half a surrogate pair", "messages") from None
+            text = _HALF_PAIR.sub("\ufffd", text)
         return Rendered(text, mark)
 
-    def _applied(self, messages: list[dict[str, Any]], tools: list[Any], kwargs: Mapping[str, Any], reply: bool) -> str:
-        """The template's text; a template that puts arguments together as text gets them as text."""
-        try:
-            return self._apply(messages, tools, kwargs, reply)
-        except TypeError:
-            if not self._parse_arguments or not any("tool_calls" in message for message in messages):
-                raise
-            text = self._apply(normalised(messages, parse_arguments=False), tools, kwargs, reply)
-            self._parse_arguments = False
-            return text
+    def _refused_field(self, prompt: ChatPrompt, tools: list[Any], refusal: TemplateRefusalError) -> str:
+        """The first message with which the template complains as it does of all; "messages" where it is the first."""
+        least, most = 1, len(prompt.messages)
+        while least < most:
+            middle = (least + most) // 2
+            try:
+                self._rendered(self._messages(prompt.messages[:middle]), tools, prompt.template_kwargs)
+                refused = False
+            except TemplateRefusalError as other:
+                refused = other.message == refusal.message
+            least, most = (least, middle) if refused else (middle + 1, most)
+        return f"messages.{most - 1}" if most > 1 else "messages"
 
     def _apply(self, messages: list[dict[str, Any]], tools: list[Any], kwargs: Mapping[str, Any], reply: bool) -> str:
         return str(
@@ -240,6 +230,25 @@ def _parts(prompt: ChatPrompt) -> int:
     """Its messages, the calls in them, and its tools."""
     calls = (message.get("tool_calls") for message in prompt.messages if isinstance(message, Mapping))
     return len(prompt.messages) + len(prompt.tools) + sum(len(each) for each in calls if isinstance(each, Sequence))
+
+
+def _size(prompt: ChatPrompt) -> int:
+    """About how many characters it has: enough to tell a long one."""
+    size = len(_as_json(prompt.tools))
+    for message in prompt.messages:
+        size += sum(len(value) for value in message.values() if isinstance(value, str))
+        for call in message.get("tool_calls") or ():
+            arguments = call["function"].get("arguments") if "function" in call else None
+            size += len(arguments) if isinstance(arguments, str) else 0
+    return size
+
+
+def _called(arguments: Any) -> list[dict[str, Any]]:
+    """A small conversation with a call in it."""
+    function = {"name": "f", "arguments": arguments}
+    calls = [{"id": "123456789", "type": "function", "function": function}]  # Mistral's templates want nine characters
+    asked = {"role": "assistant", "content": "", "tool_calls": calls}
+    return [{"role": "user", "content": "user-1"}, asked]
 
 
 def _conversations(n: int) -> Iterator[ChatPrompt]:
@@ -354,8 +363,13 @@ def _said_before(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{**asked, "content": "?"}, answered]
 
 
+def _plain_texts(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """Every text that the template is given. Raises InvalidRequestError for tools that are not JSON."""
+    values = [value for message in messages for value in message.values()]
+    return [value if isinstance(value, str) else _as_json(value) for value in (*values, tools, kwargs)]
+
+
 def _as_json(value: Any) -> str:
-    """One text per structure; the order of keys counts, since templates write it."""
     try:
         return json.dumps(value, ensure_ascii=False, default=dict)
     except (TypeError, ValueError, RecursionError) as error:
@@ -382,77 +396,3 @@ def _thinking(message: dict[str, Any]) -> dict[str, Any]:
     if message.get("tool_calls") and message["content"]:
         thought, message = f"{thought}\n\n{message['content']}", {**message, "content": ""}
     return {key: value for key, value in message.items() if key != _REASONING} | {"thinking": thought}
-
-
-_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-
-
-def normalised(messages: Sequence[Mapping[str, Any]], parse_arguments: bool = True) -> list[dict[str, Any]]:
-    """OpenAI messages as chat templates want them: plain strings, no nulls, tool arguments as objects.
-
-    In new dicts content parts are joined by line ends, null content is "", other nulls and empty `tool_calls` are
-    dropped, `developer` is renamed `system`; with `parse_arguments`, arguments whose text is a JSON object are parsed.
-    Raises InvalidRequestError that names the message and the field.
-    """
-    if not messages:
-        raise InvalidRequestError("messages must not be empty", "messages")
-    return [_message(message, index, parse_arguments) for index, message in enumerate(messages)]
-
-
-def _message(message: Mapping[str, Any], index: int, parse_arguments: bool) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidRequestError("a message must be an object with a role", f"messages[{index}].role")
-    result = {key: value for key, value in message.items() if value is not None}
-    if result["role"] == "developer":
-        result["role"] = "system"
-    result["content"] = _content(message.get("content"), index)
-    calls = result.pop("tool_calls", None)
-    if calls:
-        result["tool_calls"] = [_tool_call(call, index, parse_arguments) for call in calls]
-    return result
-
-
-def _content(content: Any, index: int) -> str:
-    """Text as it is; text parts joined; null is no text (templates print None)."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise InvalidRequestError("content must be a string or a list of parts", f"messages[{index}].content")
-    return "\n".join(_part(part, index) for part in content)
-
-
-def _part(part: Any, index: int) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    why = f"content parts of type {kind!r} are not supported, only text"
-    raise InvalidRequestError(why, f"messages[{index}].content")
-
-
-def _tool_call(call: Any, index: int, parse_arguments: bool) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidRequestError("a tool call needs a function with a name", f"messages[{index}].tool_calls")
-    arguments = function.get("arguments")
-    if parse_arguments:
-        arguments = _parsed(arguments)
-    elif not isinstance(arguments, str):
-        arguments = json.dumps(arguments or {}, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _parsed(arguments: Any) -> Any:
-    """A JSON object's text as the object, since templates write it with `tojson`; other text as it is."""
-    if arguments is None or arguments == "":
-        return {}
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments

@@ -24,6 +24,8 @@ MOST_MESSAGES = 8192  # of a conversation, and parts of one message
 MOST_TOOLS = 1024
 EXACT = 2.0**53  # integers beyond it are no integers to everybody
 TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # one that does not end goes to the end
+# Every escape of a text, so that none is taken for one which begins inside of another; a pair of surrogates is one.
+ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL)
 
 IGNORED = frozenset(
     {
@@ -154,7 +156,7 @@ def decode(raw: bytes) -> dict[str, Any]:
     that is nested deeper than can be written again.
     """
     try:
-        body = orjson.loads(raw)
+        body = _loads(raw)
     except orjson.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno} (position {error.pos})"
         raise InvalidRequestError(f"The request body is not valid JSON: {error.msg} at {where}") from None
@@ -166,6 +168,20 @@ def decode(raw: bytes) -> dict[str, Any]:
         except TypeError:
             raise InvalidRequestError(f"'{name}' is nested too deeply", name) from None
     return body
+
+
+def _loads(raw: bytes) -> Any:
+    """The JSON in `raw`, with U+FFFD for each half of a surrogate pair.
+
+    JavaScript's clients send a half where they cut a text inside of a pair, and would send it again with each turn.
+    """
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        whole = ESCAPE.sub(lambda found: rb"\ufffd" if found["half"] else found[0], raw)
+        if whole == raw:
+            raise
+    return orjson.loads(whole)
 
 
 def parse_long(raw: bytes, most: int, parse: Callable[..., T], arguments: Sequence[object]) -> T:

@@ -47,7 +47,7 @@ def work(backend: ServiceBackend) -> tuple[int, ...]:
     """What was computed until now, by whatever would be spared it."""
     stats, text = backend.service.engine.stats, backend.service._text
     compiled = text._compiler.compiled
-    return stats.prompt_computed, stats.prompt_cached, compiled, text.renderer.misses, text.cache.tokenized
+    return stats.prompt_computed, stats.prompt_cached, compiled, text.cache.tokenized
 
 
 def told(found: Any) -> Any:

@@ -97,4 +97,4 @@ def test_what_the_template_refuses_is_refused(llama3_like: Any) -> None:
     side = TextSide(llama3_like, EngineConfig())
     with pytest.raises(InvalidRequestError) as refused:
         beginning(side, [{"role": "user", "content": 5}])
-    assert refused.value.field == "messages[0].content"
+    assert refused.value.field == "messages.0.content"

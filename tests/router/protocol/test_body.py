@@ -29,13 +29,28 @@ def refused(body, model=ChatBody):
         (b"[1]", "JSON object"),
         (b'{"a": "\xff"}', "UTF-8"),
         (b'{"a": NaN}', "not valid JSON"),
-        (b'"\\ud800"', "not valid JSON"),
+        (b'"\\ud800"', "JSON object"),
+        (b'{"a": "\\ud83d"', "position 14"),
+        (b'{"a": "\\ud83"}', "not valid JSON"),
         (b"[" * 5000, "not valid JSON"),
     ],
 )
 def test_a_body_that_is_no_json_object(raw, message):
     with pytest.raises(InvalidRequestError, match=message):
         decode(raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (rb"x\ud83d", "x\ufffd"),
+        (rb"\uDE00\uD83D\uDE00\uD83D", "\ufffd\U0001f600\ufffd"),
+        (rb"\ud83d\ud83d\ude00", "\ufffd\U0001f600"),
+        (rb"\\ud83d \\\ud83d", "\\ud83d \\\ufffd"),
+    ],
+)
+def test_half_a_surrogate_pair_is_replaced(raw, text):
+    assert decode(b'{"a": "%b"}' % raw) == {"a": text}
 
 
 def test_a_field_that_is_nested_too_deeply_is_named():

@@ -13,11 +13,17 @@ import signal
 from collections.abc import Generator
 from pathlib import Path
 
+import httpx
 import pytest
 from hypothesis import settings
+from waiting import PATIENCE_S
 
 settings.register_profile("shared machine", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("shared machine")
+
+# httpx gives up after 5 s where a call names no time, which a machine whose cores are taken may need.
+for step in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, step, PATIENCE_S)
 
 # Read as torch is imported. Several processes share few cores: a thread that waits busily for one of its team that has
 # no core takes that core's time.

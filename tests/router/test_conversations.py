@@ -20,7 +20,7 @@ from holdfast.router.conversations import (
 from holdfast.router.programs import ProgramTable
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 
-PATIENT = 5.0
+PATIENT = 60.0
 TASK = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "fix the bug"})
 TOOLS = ({"type": "function", "function": {"name": "ls"}},)
 numbers = count()

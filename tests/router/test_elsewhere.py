@@ -3,11 +3,12 @@
 import asyncio
 
 import pytest
+from waiting import until_async
 
 from holdfast.router.elsewhere import Ledger, Lines, Served, Sums
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 
-PATIENT = 5.0
+PATIENT = 60.0
 RETRY = 0.01
 
 
@@ -119,11 +120,13 @@ def test_whoever_shares_is_told(server):
         store, lines, one, two = store_at(server), Lines(), One(), One()
         lines.add(one)
         looking = [Served(store, "slots", lines, 0.01), Served(store, "slots", two, 0.01)]
-        async with asyncio.timeout(PATIENT):
-            while not one.heard.get("interactive/a") or not two.heard.get("interactive/a"):
-                one.serve("interactive/a", 1.0)
-                two.serve("interactive/a", 1.0)
-                await asyncio.sleep(0.01)
+
+        def heard():
+            for each in (one, two):
+                each.serve("interactive/a", 1.0)
+            return one.heard.get("interactive/a") and two.heard.get("interactive/a")
+
+        await until_async(heard)
         for each in looking:
             await each.close()
         await store.close()

@@ -18,7 +18,7 @@ from holdfast.replicas.types import Priority
 from holdfast.router.fleet import Fleet, Listener, Reporter, decode, encode
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 
-PATIENT = 5.0
+PATIENT = 60.0
 OFTEN = 0.01
 SILENT = 0.3
 

@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_backend import DONE, HELLO, FakeBackend, World, chat_body
+from waiting import go_by, run_virtual
 
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.requests import Completed, ToolCallDelta
@@ -279,9 +280,9 @@ def lasting() -> MemoryStore:
 
 
 async def until_one_ended(heartbeats) -> None:
-    """And a little longer, for what should not end."""
+    """And longer, for what should not end."""
     await heartbeats.one_ended.wait()
-    await asyncio.sleep(0.1)
+    await go_by(10.0)
 
 
 def test_a_program_is_over_once_its_client_is_silent(heartbeats):
@@ -294,7 +295,7 @@ def test_a_program_is_over_once_its_client_is_silent(heartbeats):
         await router.over("t/ended")
         await until_one_ended(heartbeats)
 
-    asyncio.run(main())
+    run_virtual(main())
     assert heartbeats.ended == [("t", "t/gone")]
 
 
@@ -307,7 +308,7 @@ def test_who_takes_a_name_again_is_not_ended_by_what_was_said_before(heartbeats)
         heartbeats.runs["t/again"] = RunId("a", 2.0, False)
         await until_one_ended(heartbeats)
 
-    asyncio.run(main())
+    run_virtual(main())
     assert heartbeats.ended == [("t", "t/same")]
 
 
@@ -379,7 +380,7 @@ def test_what_was_heard_of_a_program_goes_with_it(heartbeats):
         await router.over("t/p")
         assert await store.get("heard/t/p") is None
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_what_another_router_heard_counts(heartbeats):
@@ -388,11 +389,11 @@ def test_what_another_router_heard_counts(heartbeats):
         one, two = heartbeats(store), heartbeats(store)
         await one.heard("t", "t/p", 0.1)
         await two.heard("t", "t/p", 0.6)
-        await asyncio.sleep(0.25)
+        await go_by(0.3)  # past the time of the first word
         assert heartbeats.ended == []
         await until_one_ended(heartbeats)
 
-    asyncio.run(main())
+    run_virtual(main())
     assert heartbeats.ended == [("t", "t/p")]
 
 
@@ -402,7 +403,7 @@ def test_while_the_store_is_away_no_program_is_ended(heartbeats):
 
     async def main():
         await heartbeats(Away(10, 1000)).heard("t", "t/p", 0.05)
-        await asyncio.sleep(0.3)
+        await go_by(10.0)
 
-    asyncio.run(main())
+    run_virtual(main())
     assert heartbeats.ended == []

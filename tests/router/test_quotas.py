@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis_server import RedisServer
+from waiting import until_async
 
 from holdfast.replicas.events import Usage, Work
 from holdfast.router import accounts as accounts_module
@@ -519,8 +520,7 @@ def test_while_redis_is_gone_each_router_has_its_part_and_the_books_catch_up(tmp
             assert [accounts.unbooked for accounts in routers.each] == let
             server.start()
             for store in routers.stores:
-                while store.degraded:  # noqa: ASYNC110 (it tells nobody)
-                    await asyncio.sleep(0.01)
+                await until_async(lambda store=store: not store.degraded)
             for accounts in routers.each:
                 await accounts._catch_up()
                 assert not accounts.unbooked

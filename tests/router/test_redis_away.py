@@ -8,6 +8,7 @@ import httpx
 import pytest
 from fake_backend import FakeBackend, World, chat_body
 from redis_server import RedisServer
+from waiting import until_async
 
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 
@@ -97,9 +98,7 @@ def test_a_chain_and_a_prefill_go_on_once_redis_is_back(server: RedisServer) -> 
             server.start()
             server.client().restore(f"holdfast/responses/default/{first['id']}", 0, kept)
             server.client().restore(f"holdfast/prefills/default/{made['id']}", 0, handle)
-            async with asyncio.timeout(PATIENT):
-                while store.degraded:  # noqa: ASYNC110 (a task of the store looks for it)
-                    await asyncio.sleep(0.005)
+            await until_async(lambda: not store.degraded)
             assert [(await call()).status_code for call in calls] == [200] * 4
         await store.close()
 

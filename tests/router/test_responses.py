@@ -35,7 +35,7 @@ from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
 
-PATIENT = 10.0  # seconds a slow machine may take
+PATIENT = 60.0  # seconds a slow machine may take
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
 THOUGHT = ((ReasoningDelta("Let me "), ReasoningDelta("see.")), *HELLO)

@@ -7,6 +7,7 @@ import secrets
 import pytest
 from fake_backend import HELLO, FakeBackend, World
 from redis_server import RedisServer
+from waiting import until_async
 
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.requests import ReasoningDelta
@@ -164,9 +165,7 @@ def test_routers_share_a_key_and_give_it_back_to_a_redis_that_lost_it(server: Re
         alone = four.close("acme", "alone")
         server.start()
         for store in (one_store, four_store):
-            async with asyncio.timeout(60.0):
-                while store.degraded:  # noqa: ASYNC110 (a task of the store looks for it)
-                    await asyncio.sleep(0.005)
+            await until_async(lambda store=store: not store.degraded)
         await one.prepare()
         await four.prepare()
         assert four.open("acme", one.close("acme", "text")) == "text"

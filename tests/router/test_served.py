@@ -16,7 +16,7 @@ from holdfast.router.config import RouterConfig
 
 MESSAGES = [{"role": "user", "content": "What is the weather in Oslo?"}]
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}, "strict": True}}]
-PATIENT = 10.0  # seconds a slow machine may take
+PATIENT = 60.0  # seconds a slow machine may take
 
 
 @pytest.fixture

@@ -4,13 +4,14 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from fake_backend import World
 from service_backend import ServiceBackend
+from waiting import until
 
 from holdfast.replicas.config import DraftConfig, EngineConfig
 
@@ -25,7 +26,7 @@ CONFIG = EngineConfig(
     question_tokens=16,
     speculation=DraftConfig(enabled=False),
 )
-PATIENT = 30.0  # seconds a slow machine may take
+PATIENT = 60.0  # seconds a slow machine may take
 HELLO = [{"role": "system", "content": "Answer shortly."}, {"role": "user", "content": "Here are readings."}]
 ASK: dict[str, Any] = {"text": "\nLast?", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
 
@@ -77,13 +78,6 @@ def client(address: str) -> Iterator[Client]:
     with Client(base_url=address, timeout=PATIENT) as client:
         yield client
         client.close_all()
-
-
-def wait_for(reached: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENT
-    while not reached():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def error(answer: httpx.Response) -> tuple[int, str, str]:
@@ -224,7 +218,7 @@ def test_errors_name_the_field(client: Client) -> None:
 def test_a_session_that_cannot_be_opened_is_not_open_and_its_name_is_free(client: Client) -> None:
     refused = client.post("/v1/sessions", json={"model": "pocket", "id": "s", "text": "word " * 3000})
     assert error(refused) == (400, "context_length_exceeded", "text")
-    wait_for(lambda: client.post("/v1/sessions", json={"model": "pocket", "id": "s"}).status_code == 200)
+    until(lambda: client.post("/v1/sessions", json={"model": "pocket", "id": "s"}).status_code == 200)
 
 
 def test_one_too_many_is_refused(client: Client) -> None:
@@ -232,7 +226,7 @@ def test_one_too_many_is_refused(client: Client) -> None:
     answer = client.post("/v1/sessions", json={"model": "pocket", "id": "over"})
     assert error(answer) == (429, "overloaded", "session_id")
     client.delete(f"/v1/sessions/{names[0]}")
-    wait_for(lambda: client.post("/v1/sessions", json={"model": "pocket", "id": "over"}).status_code == 200)
+    until(lambda: client.post("/v1/sessions", json={"model": "pocket", "id": "over"}).status_code == 200)
 
 
 @pytest.mark.parametrize("what", ["append", "query"])
@@ -251,7 +245,7 @@ def test_a_client_that_leaves_in_the_middle_changes_nothing(
         assert leaver.getresponse().read(1)
     leaver.close()
     # It may have left before the server had read what it sent.
-    wait_for(lambda: sum(world.outcomes().values()) > come and not client.state(session)["busy"])
+    until(lambda: sum(world.outcomes().values()) > come and not client.state(session)["busy"])
     now = client.state(session)
     done = backend.service.engine.stats.ended["finished"] - ended["finished"]
     # All of it or nothing, and never both: what was computed before the client was missed stays.
@@ -264,8 +258,8 @@ def test_a_session_that_nobody_uses_is_closed(client: Client, backend: ServiceBa
     engine._sessions.idle_s, kept = 0.05, engine._sessions.idle_s
     try:
         session = client.open(text="x")
-        wait_for(lambda: not engine.sessions("default"))
-        wait_for(lambda: client.get(f"/v1/sessions/{session}").status_code == 404)  # what was kept of it has expired
+        until(lambda: not engine.sessions("default"))
+        until(lambda: client.get(f"/v1/sessions/{session}").status_code == 404)  # what was kept of it has expired
     finally:
         engine._sessions.idle_s = kept
     assert error(client.do(session, "append", text="y")) == (404, "session_not_found", "session_id")
@@ -282,7 +276,7 @@ def test_a_standing_question_is_answered_ahead_after_each_append(client: Client,
     where = f"/v1/sessions/{session}/questions/{asked['id']}"
     for n, value in enumerate((20, 21, 25), 2):
         client.do(session, "append", text=f"\n{value}")
-        wait_for(lambda: bool(client.get(where).json()["up_to_date"]))
+        until(lambda: bool(client.get(where).json()["up_to_date"]))
         answered = client.get(where).json()
         assert (answered["append"], answered["appends"]) == (n, n)
         assert answered["age_s"] >= 0
@@ -318,7 +312,7 @@ def test_what_is_asked_ahead_gives_way_and_comes_back(client: Client, backend: S
     for i in range(20):
         assert client.do(session, "append", text=f"\n{i}").status_code == 200
     where = f"/v1/sessions/{session}/questions/{question}"
-    wait_for(lambda: bool(client.get(where).json()["up_to_date"]))
+    until(lambda: bool(client.get(where).json()["up_to_date"]))
     last = client.get(where).json()
     assert last["append"] == 21
     assert last["answer"]["text"] == client.text(session, max_tokens=16)

@@ -5,6 +5,7 @@ import asyncio
 import httpx
 import pytest
 from fake_backend import DONE, HELLO, USAGE, FakeBackend, World, chat_body
+from waiting import until_async
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.requests import Errored, TextDelta
@@ -47,23 +48,15 @@ def run(world, scenario):
     return asyncio.run(whole())
 
 
-async def until(condition):
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it did not come to this")
-
-
 @pytest.mark.parametrize("leader_streams", [False, True])
 def test_one_computes_and_each_has_it_in_its_own_shape(leader_streams):
     world = World(Gated())
 
     async def scenario(chat):
         first = chat(stream=leader_streams)
-        await until(lambda: world.backend.requests)
+        await until_async(lambda: world.backend.requests)
         rest = [chat(stream=i % 2 == 1, program_id=f"p{i}") for i in range(4)]
-        await until(lambda: world.cache.flights.waiting == 4)
+        await until_async(lambda: world.cache.flights.waiting == 4)
         world.backend.go.set()
         return await asyncio.gather(first, *rest)
 
@@ -89,12 +82,12 @@ def test_a_leader_that_leaves_hands_over_and_pays_for_what_was_drawn(leader_stre
 
     async def scenario(chat):
         first = chat(stream=leader_streams)
-        await until(lambda: world.backend.requests)
+        await until_async(lambda: world.backend.requests)
         rest = [chat(stream=i == 1) for i in range(3)]
-        await until(lambda: world.cache.flights.waiting == 3)
+        await until_async(lambda: world.cache.flights.waiting == 3)
         first.cancel()
-        await until(lambda: len(world.backend.requests) == 2)
-        await until(lambda: world.cache.flights.waiting == 2)
+        await until_async(lambda: len(world.backend.requests) == 2)
+        await until_async(lambda: world.cache.flights.waiting == 2)
         world.backend.go.set()
         return await asyncio.gather(*rest)
 
@@ -111,11 +104,11 @@ def test_a_follower_that_leaves_changes_nothing_for_the_others():
 
     async def scenario(chat):
         first = chat()
-        await until(lambda: world.backend.requests)
+        await until_async(lambda: world.backend.requests)
         rest = [chat() for _ in range(3)]
-        await until(lambda: world.cache.flights.waiting == 3)
+        await until_async(lambda: world.cache.flights.waiting == 3)
         rest[0].cancel()
-        await until(lambda: world.cache.flights.waiting == 2)
+        await until_async(lambda: world.cache.flights.waiting == 2)
         world.backend.go.set()
         return await asyncio.gather(first, *rest[1:])
 
@@ -131,9 +124,9 @@ def test_where_the_leader_fails_each_computes_for_itself(leader_streams):
 
     async def scenario(chat):
         first = chat(stream=leader_streams)
-        await until(lambda: world.backend.requests)
+        await until_async(lambda: world.backend.requests)
         rest = [chat() for _ in range(3)]
-        await until(lambda: world.cache.flights.waiting == 3)
+        await until_async(lambda: world.cache.flights.waiting == 3)
         world.backend.go.set()
         return await asyncio.gather(first, *rest)
 
@@ -155,9 +148,9 @@ def test_who_waits_for_nobody(headers, settings):
 
     async def scenario(chat):
         first = chat()
-        await until(lambda: world.backend.requests)
+        await until_async(lambda: world.backend.requests)
         second = chat(headers)
-        await until(lambda: len(world.backend.requests) == 2)
+        await until_async(lambda: len(world.backend.requests) == 2)
         world.backend.go.set()
         return await asyncio.gather(first, second)
 
@@ -194,7 +187,7 @@ def test_an_answer_too_long_to_be_kept_is_had_by_those_who_wait():
 
     async def scenario(chat):
         told = [chat() for _ in range(2)]
-        await until(lambda: world.cache.flights.waiting == 1)
+        await until_async(lambda: world.cache.flights.waiting == 1)
         world.backend.go.set()
         await asyncio.gather(*told)
         return await chat()

@@ -17,7 +17,7 @@ from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.streaming import ChatEncoder
 from holdfast.router.turn_stream import TurnStream
 
-PATIENT = 10.0  # seconds a slow machine may take
+PATIENT = 60.0  # seconds a slow machine may take
 REQUEST = GenerateRequest("q", RawPrompt("hi"), Sampling())
 
 

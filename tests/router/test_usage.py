@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis_server import RedisServer
 from service_backend import SMALL, ServiceBackend
+from waiting import until_async
 
 from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.events import Usage, Work
@@ -89,12 +90,6 @@ class Router:
         return await self.books.records(tenant, "-", "+", 1000)
 
 
-async def until(done, seconds=20.0):
-    async with asyncio.timeout(seconds):
-        while not done():  # noqa: ASYNC110 (other threads do it)
-            await asyncio.sleep(0.005)
-
-
 ACME = Tenant("acme", keys=(ApiKey("laptop", hash_key("acme")),))
 
 
@@ -134,10 +129,10 @@ def test_sums_are_the_engines_counters_to_the_token(redis):
             await prefill(router, say)
             leaving = asyncio.create_task(router.chat(messages=say, max_tokens=2000, ignore_eos=True, headers=FRESH))
             asked = router.world.backend.requests
-            await until(lambda: asked[-1].sampling.max_tokens == 2000 and service.occupancy().running)
+            await until_async(lambda: asked[-1].sampling.max_tokens == 2000 and service.occupancy().running)
             leaving.cancel()
             await asyncio.wait({leaving})
-            await until(lambda: router.accounts.booked.total() == 9)
+            await until_async(lambda: router.accounts.booked.total() == 9)
             rows = await router.records()
             agree(rows, service.stats)
             assert service.stats.drafted > 0 < service.stats.ahead_computed
@@ -201,7 +196,7 @@ def test_sums_are_the_engines_counters_where_steps_fail(redis, period, short):
             chats += [router.chat(**prompt, max_tokens=9, logprobs=1), prefill(router, say)]
             answers = [*await asyncio.gather(*chats[:4]), *[await each for each in chats[4:]]]
             served = sum(answer.status_code not in (400, 429) for answer in answers)
-            await until(lambda: router.accounts.booked.total() >= served)
+            await until_async(lambda: router.accounts.booked.total() >= served)
             rows = await router.records()
             agree(rows, service.stats)
             assert service.stats.failed_steps
@@ -214,10 +209,10 @@ def test_a_prefill_whose_client_leaves_is_counted(redis):
     async def run():
         async with engine(redis, replace(SMALL, overlap_steps="off", background_chunk=1)) as (router, service):
             leaving = asyncio.create_task(prefill(router, [{"role": "user", "content": "one two three " * 20}]))
-            await until(lambda: router.world.backend.loaded and service.stats.ahead_computed > 3)
+            await until_async(lambda: router.world.backend.loaded and service.stats.ahead_computed > 3)
             leaving.cancel()
             await asyncio.wait({leaving})
-            await until(lambda: router.accounts.booked.total() == 1)
+            await until_async(lambda: router.accounts.booked.total() == 1)
             [row] = await router.records()
             agree([row], service.stats)
             assert (row["outcome"], row["endpoint"]) == ("aborted", "prefill")
@@ -476,9 +471,10 @@ def test_tenants_and_keys_come_and_go_on_all_routers_without_a_start(redis):
                 return (await there.chat(key)).status_code
 
             async def answers(key, wanted):
-                async with asyncio.timeout(5.0):
-                    while await status(key) != wanted:  # noqa: ASYNC110 (of another router)
-                        await asyncio.sleep(0.02)
+                async def answered():
+                    return await status(key) == wanted
+
+                await until_async(answered)
 
             admin = "/v1/admin/tenants"
             made = (
@@ -538,9 +534,11 @@ def test_what_is_purged_at_one_router_is_not_found_at_another(redis):
             assert found == ["miss", "hit"]
             purged = await here.http.delete("/v1/admin/tenants/acme/cache", headers=ADMIN)
             assert purged.status_code == 200
-            async with asyncio.timeout(20.0):
-                while (await there.chat()).headers["x-holdfast-cache"] == "hit":  # noqa: ASYNC110 (it looks now and then)
-                    await asyncio.sleep(0.05)
+
+            async def missed():
+                return (await there.chat()).headers["x-holdfast-cache"] != "hit"
+
+            await until_async(missed)
             assert (await there.chat()).headers["x-holdfast-cache"] == "hit", "what comes after it is kept again"
 
     asyncio.run(run())
@@ -609,11 +607,8 @@ def test_a_redis_that_comes_back_empty_gets_its_tenants_back(tmp_path):
             server.kill()
             server.start()
             for router in (late, here):
-                async with asyncio.timeout(20.0):
-                    while not await router.store.info():  # noqa: ASYNC110 (it is on its way)
-                        await asyncio.sleep(0.02)
-                    while router.store.degraded:  # noqa: ASYNC110 (it looks now and then)
-                        await asyncio.sleep(0.02)
+                await until_async(router.store.info)
+                await until_async(lambda router=router: not router.store.degraded)
             for router in (late, here, late, here):
                 await router.tenants._look()
                 assert (await router.chat(new)).status_code == 200

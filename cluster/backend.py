@@ -168,8 +168,8 @@ class ServeBackend:
         # Of several, where its first replica was lost to it, the last one: it got furthest.
         return max((each for each in told if isinstance(each, Usage)), key=lambda each: each.completion, default=None)
 
-    async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> Sequence[int]:
-        return await self._call("tokenize", prompt)  # type: ignore[no-any-return]
+    async def tokenize(self, prompt: ChatPrompt | RawPrompt, scope: str) -> Sequence[int]:
+        return await self._call("tokenize", prompt, scope)  # type: ignore[no-any-return]
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         return await self._call("detokenize", tokens)  # type: ignore[no-any-return]

@@ -136,8 +136,8 @@ class EngineReplica:
     async def drawn(self, request_id: str) -> Usage | None:
         return await self._replica.drawn(request_id)
 
-    async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> Sequence[int]:
-        return await self._replica.tokenize(prompt)
+    async def tokenize(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> Sequence[int]:
+        return await self._replica.tokenize(prompt, scope)
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         return await self._replica.detokenize(tokens)

@@ -68,8 +68,8 @@ class Replica:
         """A tenant's open sessions."""
         return [replace(state, replica_id=self._id) for state in self.service.sessions.of(scope)]
 
-    async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> list[int]:
-        return await self.service.tokenize(prompt)
+    async def tokenize(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> list[int]:
+        return await self.service.tokenize(prompt, scope)
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
         return await self.service.detokenize(tokens)

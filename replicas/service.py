@@ -184,9 +184,9 @@ class Service:
             self._preposition.needless((notice.scope, notice.program_id))
         self._bridge.notice(notice)
 
-    async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> list[int]:
-        """The prompt's token ids, as `generate` would compute them. Raises InvalidRequestError."""
-        tokens: list[int] = (await self._text.encoded(prompt)).tokens.tolist()
+    async def tokenize(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> list[int]:
+        """The prompt's token ids, as `generate` would compute them in this scope. Raises InvalidRequestError."""
+        tokens: list[int] = (await self._text.encoded(prompt, scope)).tokens.tolist()
         return tokens
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
@@ -698,11 +698,12 @@ class SessionService:
         """What a session's operation adds to its history, and what closes a reply that stays in it."""
         prompt, asks = request.prompt, request.sampling.max_tokens > 0
         if turn.opens and isinstance(prompt, RawPrompt):
-            return await self._service._text.encoded(prompt), NO_TOKENS
+            return await self._service._text.encoded(prompt, request.scope), NO_TOKENS
         facts = self._service.engine.session(request.scope, turn.session_id)
         begins = facts is not None and not facts.tokens and (turn.opens or not facts.busy)
         closing = self._service._text.closing(prompt) if turn.keep and asks else NO_TOKENS
-        return Encoded(await self._service._text.part(prompt, begins=begins, reply=asks)), closing
+        part = await self._service._text.part(prompt, begins=begins, reply=asks, scope=request.scope)
+        return Encoded(part), closing
 
     def begun_at(self, request_id: str) -> int | None:
         """Tokens of the history that an operation under way goes on from; None for one that is over."""

@@ -190,7 +190,7 @@ class CountTokens:
         self._backend = backend
 
     async def count(self, request: Request) -> Response:
-        async with self._guard.entered(request):
+        async with self._guard.entered(request) as tenant:
             models = await self._backend.models()
             if not models:
                 raise UnavailableError("No model is loaded yet")
@@ -198,7 +198,7 @@ class CountTokens:
             find_model(body.model, models)
             translated = chat_prompt(body)
             answer_headers(request).skipped = ", ".join(translated.skipped)
-            tokens = await self._backend.tokenize(translated.prompt)
+            tokens = await self._backend.tokenize(translated.prompt, tenant.name)
             return json_response(orjson.dumps({"input_tokens": len(tokens)}))
 
 

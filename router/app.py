@@ -214,9 +214,9 @@ class SmallEndpoints:
         self._started = int(time.time())
 
     async def tokenize(self, request: Request) -> Response:
-        async with self._guard.entered(request):
+        async with self._guard.entered(request) as tenant:
             prompt, card = await self._guard.read(request, read_tokenize, await self._models())
-            return json_response(tokenize_reply(await self._backend.tokenize(prompt), card))
+            return json_response(tokenize_reply(await self._backend.tokenize(prompt, tenant.name), card))
 
     async def detokenize(self, request: Request) -> Response:
         async with self._guard.entered(request):

@@ -112,8 +112,8 @@ class Backend(Protocol):
         """What was done for a request that was aborted, once its replica has ended it; None where none knows it."""
         ...
 
-    async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> Sequence[int]:
-        """The token ids that a generation from `prompt` would start with."""
+    async def tokenize(self, prompt: ChatPrompt | RawPrompt, scope: str) -> Sequence[int]:
+        """The token ids that a generation from `prompt` would start with. `scope`: the tenant that asks."""
         ...
 
     async def detokenize(self, tokens: Sequence[int]) -> str:

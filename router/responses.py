@@ -147,10 +147,10 @@ class ResponsesFormat:
         translate = compaction_turn if asked.compacts else responses_turn
         turn, skipped = translate(asked.body, asked.translated, card)
         if asked.body.truncation == "auto" and isinstance(turn.prompt, ChatPrompt):
-            turn = replace(turn, prompt=await self._fitted(turn.prompt, turn.model.context_length))
+            turn = replace(turn, prompt=await self._fitted(turn.prompt, turn.model.context_length, arrival.tenant))
         return ResponseExchange(asked, arrival, check_length(turn), ", ".join(skipped), self._stored)
 
-    async def _fitted(self, prompt: ChatPrompt, room: int) -> ChatPrompt:
+    async def _fitted(self, prompt: ChatPrompt, room: int, tenant: str) -> ChatPrompt:
         """`prompt` without as many of its oldest exchanges as it takes to fit, and to leave room for a reply.
 
         What stands before the first user's message stays, and so does the last exchange, whether it fits or not.
@@ -165,7 +165,7 @@ class ResponsesFormat:
 
         async def fits(n: int) -> bool:
             try:
-                return len(await self._backend.tokenize(without(n))) < room
+                return len(await self._backend.tokenize(without(n), tenant)) < room
             except ContextLengthError:
                 return False
 
@@ -246,7 +246,7 @@ class CountInput:
             asked = await _with_chain(self._stored, body, Arrival(tenant.name, "counted", 0, models))
             turn, skipped = responses_turn(body, asked.translated, find_model(body.model, models))
             answer_headers(request).skipped = ", ".join(skipped)
-            tokens = await self._backend.tokenize(turn.prompt)
+            tokens = await self._backend.tokenize(turn.prompt, tenant.name)
             return json_response(orjson.dumps({"object": "response.input_tokens", "input_tokens": len(tokens)}))
 
 

@@ -151,13 +151,13 @@ class TextSide:
             content = prompt.content
             if not isinstance(content, str) or len(content) < LONG:
                 return self.encode(prompt)
-            return _plain(await self._long.run(partial(_text_ids, content), len(content)))
-        rendered = await self.renderer.rendered(prompt, self._long.beside)
+            return _plain(await self._long.run(partial(_text_ids, content), len(content), scope))
+        rendered = await self.renderer.rendered(prompt, partial(self._long.beside, scope=scope))
         begun = self.cache.begin(rendered.text, rendered.mark, scope, program)
         if len(begun.rest) < LONG:
             entry = self.cache.tokenize(begun, self.cache.encoder)
         else:
-            entry = await self._long.run(partial(self.cache.tokenize, begun), len(begun.rest))
+            entry = await self._long.run(partial(self.cache.tokenize, begun), len(begun.rest), scope)
         starts = _starts(prompt, entry) if self._config.kv_tags else ()
         return Encoded(self.cache.end(begun, entry), rendered.text, rendered.mark, starts)
 
@@ -167,11 +167,12 @@ class TextSide:
         Its text is kept, so that the prompt that comes has only its end to tokenize. Raises as `encoded`.
         """
         asked = continuations(prompt)
-        rendered = [await self.renderer.rendered(each, self._long.beside) for each in asked]
+        beside = partial(self._long.beside, scope=scope)
+        rendered = [await self.renderer.rendered(each, beside) for each in asked]
         begun = self.cache.begin(_shared(rendered), rendered[0].mark, scope, program)
         long = len(begun.rest) >= LONG
         work = partial(self.cache.tokenize, begun)
-        entry = await self._long.run(work, len(begun.rest)) if long else work(self.cache.encoder)
+        entry = await self._long.run(work, len(begun.rest), scope) if long else work(self.cache.encoder)
         return self._sure(prompt, rendered, begun, entry)
 
     def preamble(self, prompt: ChatPrompt, scope: str) -> TokenIds:
@@ -216,7 +217,7 @@ class TextSide:
         content = prompt.content
         return _plain(_text_ids(content, self.cache.encoder) if isinstance(content, str) else self._ids(content))
 
-    async def part(self, prompt: ChatPrompt | RawPrompt, *, begins: bool, reply: bool) -> TokenIds:
+    async def part(self, prompt: ChatPrompt | RawPrompt, *, begins: bool, reply: bool, scope: str = "") -> TokenIds:
         """Ids of what goes on from a session's history: text and ids as they are, messages as `Renderer.part` has them.
 
         Nothing is put around a text, its special tokens count. A long one is tokenized on a thread. Raises as
@@ -234,7 +235,9 @@ class TextSide:
         def work(encoder: Encoder) -> TokenIds:
             return encoder.encode(text, mark, at_start=begins)
 
-        return _plain(work(self.cache.encoder) if len(text) < LONG else await self._long.run(work, len(text))).tokens
+        if len(text) < LONG:
+            return _plain(work(self.cache.encoder)).tokens
+        return _plain(await self._long.run(work, len(text), scope)).tokens
 
     def closing(self, prompt: ChatPrompt | RawPrompt) -> TokenIds:
         """Ids of what ends a reply to these messages in the conversation; none for text."""
@@ -257,7 +260,7 @@ class TextSide:
         """
         if not isinstance(prompt, ChatPrompt) or not prompt.tools or prompt.tool_choice == "none":
             return None
-        return self._skeletons.of(_callable(prompt).tools, self._long.begin, scope)
+        return self._skeletons.of(_callable(prompt).tools, partial(self._long.begin, scope=scope), scope)
 
     def constraints(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> Constraints:
         """What a reply to `prompt` must be; what is known of it is each scope's own.

@@ -7,16 +7,18 @@ before and need not be again (`token_cache`).
 import asyncio
 import json
 import re
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from os.path import commonprefix
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from holdfast.replicas.errors import UnavailableError, too_long
-from holdfast.replicas.types import TokenIds
+from holdfast.replicas.types import TokenIds, tenant_of
 
 LONG = 1 << 16
 """Characters that take an event loop about as long as a few steps: more are tokenized on a thread."""
@@ -174,8 +176,11 @@ def _never_prepend(settings: dict[str, Any]) -> None:
         _never_prepend(part)
 
 
+_Job: TypeAlias = tuple[Future[Any], Callable[[Encoder], Any]]
+
+
 class LongTexts:
-    """A thread that tokenizes long texts, one at a time, in the order they came.
+    """A thread that tokenizes long texts, one at a time. Tenants take turns; the texts of each keep their order.
 
     It has a tokenizer of its own: one that reads special tokens as text for a moment must not be used by two threads.
     `backend` is a `tokenizers.Tokenizer`. `context`: tokens that a prompt may have; 0: any number.
@@ -190,14 +195,16 @@ class LongTexts:
         self._closed = False
         # Not a lock around threads: who is cancelled leaves a thread behind that is not done yet.
         self._thread = ThreadPoolExecutor(1, "long-texts")
+        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # by tenant, whose turn is next first
+        self._lock = threading.Lock()
 
     def close(self) -> None:
         """Those that wait for the thread are refused at their turn; what is being tokenized is not waited for."""
         self._closed = True
         self._thread.shutdown(wait=False)
 
-    async def run(self, work: Callable[[Encoder], Result], length: int) -> Result:
-        """What `work`, on `length` characters, makes of the encoder that the thread has.
+    async def run(self, work: Callable[[Encoder], Result], length: int, scope: str = "") -> Result:
+        """What `work`, on `length` characters of a scope's, makes of the encoder that the thread has.
 
         Raises UnavailableError once closed, and ContextLengthError for so many characters that no tokenizing could make
         them fit, where the tokenizer neither drops nor squeezes any.
@@ -207,20 +214,41 @@ class LongTexts:
         if self._context and least > self._context:
             raise too_long(self._context, f"the prompt has more than {least} tokens", "prompt")
 
-        def at_its_turn() -> Result:
+        def at_its_turn(encoder: Encoder) -> Result:
             self._check()
-            return work(self._encoder)
+            return work(encoder)
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, at_its_turn)
+        return await asyncio.wrap_future(self._submit(at_its_turn, scope))
 
-    async def beside(self, work: Callable[[], Result]) -> Result:
+    async def beside(self, work: Callable[[], Result], scope: str = "") -> Result:
         """What `work` returns, on the thread. Raises UnavailableError once closed."""
-        return await self.run(lambda _: work(), 0)
+        return await self.run(lambda _: work(), 0, scope)
 
-    def begin(self, work: Callable[[Encoder], Result]) -> Future[Result]:
+    def begin(self, work: Callable[[Encoder], Result], scope: str = "") -> Future[Result]:
         """`work` on the thread, at its turn; nobody waits for it. Raises UnavailableError once closed."""
         self._check()
-        return self._thread.submit(work, self._encoder)
+        return self._submit(work, scope)
+
+    def _submit(self, work: Callable[[Encoder], Result], scope: str) -> Future[Result]:
+        future = Future[Result]()
+        with self._lock:
+            self._waiting.setdefault(tenant_of(scope), deque()).append((future, work))
+        self._thread.submit(self._next)  # one for each that waits, whichever it is for
+        return future
+
+    def _next(self) -> None:
+        """Do what the next tenant's first text is to have done; the tenant's next turn is behind the others'."""
+        with self._lock:
+            tenant, texts = self._waiting.popitem(last=False)
+            future, work = texts.popleft()
+            if texts:
+                self._waiting[tenant] = texts
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(work(self._encoder))
+        except BaseException as error:  # the supervisor of the thread: whoever waits is told
+            future.set_exception(error)
 
     def _check(self) -> None:
         if self._closed:

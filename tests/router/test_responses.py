@@ -595,7 +595,7 @@ def test_truncation_drops_the_oldest_exchanges():
     class Narrow(FakeBackend):
         """A prompt has a thousand tokens a message, and more than it holds is refused as an engine does."""
 
-        async def tokenize(self, prompt):
+        async def tokenize(self, prompt, scope):
             if len(prompt.messages) > 4:
                 raise ContextLengthError("too long", "messages")
             return [0] * (1000 * len(prompt.messages))

@@ -137,7 +137,7 @@ class FakeBackend:
         asyncio.get_running_loop().call_later(0, self.counted.set)  # once who asks has gone on
         return self.used
 
-    async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> Sequence[int]:
+    async def tokenize(self, prompt: ChatPrompt | RawPrompt, scope: str) -> Sequence[int]:
         size = len(prompt.messages) if isinstance(prompt, ChatPrompt) else len(prompt.content)
         return list(range(size))
 

@@ -39,8 +39,8 @@ class ServiceBackend(FakeBackend):
             async for pieces in stream:
                 yield Batch("r1", pieces)
 
-    async def tokenize(self, prompt: ChatPrompt | RawPrompt) -> Sequence[int]:
-        return await self.service.tokenize(prompt)
+    async def tokenize(self, prompt: ChatPrompt | RawPrompt, scope: str) -> Sequence[int]:
+        return await self.service.tokenize(prompt, scope)
 
     async def status(self) -> Sequence[ReplicaStatus]:
         return [status_of(self.service, "r1")]

@@ -20,6 +20,7 @@ from holdfast.replicas.requests import ChatPrompt, RawPrompt
 from holdfast.replicas.text import conversation
 from holdfast.replicas.text.conversation import TextSide
 from holdfast.replicas.text.encode import Encoder, read_added_tokens
+from holdfast.replicas.types import salted
 
 CONTENT = st.text("<|a>\n.", min_size=1, max_size=5)
 
@@ -111,6 +112,27 @@ def test_they_come_one_at_a_time_though_somebody_leaves(side: TextSide, monkeypa
         assert len(texts) == 1
         goes_on.set()
         assert len((await second).tokens)
+
+    asyncio.run(main())
+
+
+def test_a_tenants_text_waits_for_one_of_each_other_tenants_and_not_for_all(
+    side: TextSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        begun, goes_on, texts = held(monkeypatch)
+        prompts = [RawPrompt(f"{tenant} {i} " * 60) for tenant, n in (("a", 6), ("b", 2), ("c", 1)) for i in range(n)]
+        scopes = [prompt.content[0] for prompt in prompts]
+        scopes[3] = salted("a", "x")  # no salt gives another turn
+        whole = Encoder.whole
+        monkeypatch.setattr(Encoder, "whole", lambda self, text: (self.encode(text), whole(self, text))[1])
+        asked = [side.encoded(prompt, scope) for prompt, scope in zip(prompts, scopes, strict=True)]
+        first = asyncio.create_task(asked[0])
+        await asyncio.to_thread(begun.wait, 60)
+        others = asyncio.gather(*asked[1:])
+        asyncio.get_running_loop().call_soon(goes_on.set)  # once all of them have been asked for
+        await asyncio.gather(first, others)
+        assert [text[:3] for text in texts] == ["a 0", "a 1", "b 0", "c 0", "a 2", "b 1", "a 3", "a 4", "a 5"]
 
     asyncio.run(main())
 

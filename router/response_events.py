@@ -18,6 +18,7 @@ import orjson
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.events import Started
 from holdfast.replicas.requests import Completed, Errored, LogprobText, Piece, ReasoningDelta, TextDelta, ToolCallDelta
+from holdfast.router.protocol.declared_tools import CustomInput, DeclaredTools
 from holdfast.router.protocol.errors import TABLE
 from holdfast.router.protocol.responses import response_usage
 from holdfast.router.protocol.usage import chat_logprobs
@@ -27,6 +28,7 @@ DELTAS = {
     "message": "response.output_text.delta",
     "reasoning": "response.reasoning_text.delta",
     "function_call": "response.function_call_arguments.delta",
+    "custom_tool_call": "response.custom_tool_call_input.delta",
 }
 
 
@@ -38,19 +40,27 @@ class OpenItem:
     delta_open: bytes  # of an event, up to the delta itself
     texts: list[str] = field(default_factory=list)
     logprobs: list[LogprobText] = field(default_factory=list)
+    input: CustomInput | None = None  # of a custom call: reads its text
 
 
 class ResponseEncoder:
     """Writes one response. `response` is the object as it stands, whole after the last event.
 
     `shell` is the object before its first item. `conceal` makes the `encrypted_content` of thoughts where the client
-    asked for it.
+    asked for it. A call is told as `tools` have it.
     """
 
-    def __init__(self, shell: dict[str, Any], unique: str, conceal: Callable[[str], str] | None = None) -> None:
+    def __init__(
+        self,
+        shell: dict[str, Any],
+        unique: str,
+        conceal: Callable[[str], str] | None = None,
+        tools: DeclaredTools | None = None,
+    ) -> None:
         self.response = shell
         self._unique = unique
         self._conceal = conceal
+        self._tools = tools or DeclaredTools()
         self._items: list[dict[str, Any]] = []
         self._open: OpenItem | None = None
         self._sequence = 0
@@ -107,7 +117,7 @@ class ResponseEncoder:
             return self._begin("reasoning") + self._delta(piece.text) if piece.text else b""
         if isinstance(piece, ToolCallDelta):
             begun = b"" if piece.name is None else self._close() + self._add_call(piece)
-            events = begun + self._delta(piece.arguments) if piece.arguments else begun
+            events = begun + self._arguments(piece.arguments)
             return events + self._close(closed=True) if piece.closed else events
         if isinstance(piece, Completed):
             return self._completed(piece)
@@ -134,15 +144,26 @@ class ResponseEncoder:
         return closed + added + self._of_item("response.content_part.added", content_index=0, part=part)
 
     def _add_call(self, piece: ToolCallDelta) -> bytes:
+        tool = self._tools.called(piece.name or "")
+        custom = tool is not None and tool.custom
         item = {
-            "id": f"fc_{self._unique}_{len(self._items)}",
-            "type": "function_call",
+            "id": f"{'ctc' if custom else 'fc'}_{self._unique}_{len(self._items)}",
+            "type": "custom_tool_call" if custom else "function_call",
             "status": "in_progress",
             "call_id": piece.call_id,
-            "name": piece.name,
-            "arguments": "",
+            "name": piece.name if tool is None else tool.name,
+            **({"namespace": tool.namespace} if tool is not None and tool.namespace else {}),
+            "input" if custom else "arguments": "",
         }
-        return self._add(item, b"")
+        added = self._add(item, b"")
+        if custom and self._open is not None:
+            self._open.input = CustomInput()
+        return added
+
+    def _arguments(self, arguments: str) -> bytes:
+        opened = self._open
+        text = arguments if opened is None or opened.input is None else opened.input.feed(arguments)
+        return self._delta(text) if text else b""
 
     def _add(self, item: dict[str, Any], more: bytes) -> bytes:
         kind, index = DELTAS[item["type"]], len(self._items)
@@ -169,9 +190,13 @@ class ResponseEncoder:
         opened = self._open
         if opened is None:
             return b""
+        rest = opened.input.end() if opened.input is not None else ""
+        events = self._delta(rest) if rest else b""
         item, text, index = opened.item, "".join(opened.texts), len(self._items)
-        events = b""
-        if item["type"] == "function_call":
+        if item["type"] == "custom_tool_call":
+            item = {**item, "input": text, "status": "completed" if closed else "incomplete"}
+            events += self._of_item("response.custom_tool_call_input.done", input=text)
+        elif item["type"] == "function_call":
             item = {**item, "arguments": text, "status": "completed" if closed else "incomplete"}
             told = {"arguments": text, "name": item["name"]}
             events = self._of_item("response.function_call_arguments.done", **told)

@@ -16,6 +16,7 @@ from holdfast.router.backend import Backend
 from holdfast.router.formats import Arrival, Exchange, KeepsNothing
 from holdfast.router.guard import Guard
 from holdfast.router.http import answer_headers, json_response
+from holdfast.router.protocol.declared_tools import DeclaredTools
 from holdfast.router.protocol.responses import (
     ENCRYPTED,
     ResponsesBody,
@@ -80,7 +81,8 @@ class ResponseExchange:
         if self._asked.compacts:
             self._written = CompactionEncoder(shell, arrival.unique, conceal)
         else:
-            self._written = ResponseEncoder(shell, arrival.unique, conceal if ENCRYPTED in body.include else None)
+            conceals = conceal if ENCRYPTED in body.include else None
+            self._written = ResponseEncoder(shell, arrival.unique, conceals, self._asked.translated.tools)
         return self._written
 
     def reply(self, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
@@ -272,7 +274,8 @@ async def _with_chain(
     if ENCRYPTED in body.include or compacts(own) or any("encrypted_content" in item for item in (*items, *own)):
         await stored.items.prepare()
     reveal = partial(stored.items.open, arrival.tenant)
-    return Asked(body, before, own, chat_messages(items, own, body.instructions, reveal), latest)
+    tools = DeclaredTools(body.tools)
+    return Asked(body, before, own, chat_messages(items, own, body.instructions, reveal, tools), latest)
 
 
 def _items(turns: Sequence[StoredTurn]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from holdfast.router.protocol.replies import (
     MessageUsage,
     OutputCall,
     OutputCompaction,
+    OutputCustomCall,
     OutputMessage,
     OutputReasoning,
     OutputText,
@@ -226,7 +227,7 @@ class ItemState(TypedDict):
     type: Literal["response.output_item.added", "response.output_item.done"]
     sequence_number: int
     output_index: int
-    item: OutputMessage | OutputReasoning | OutputCall | OutputCompaction
+    item: OutputMessage | OutputReasoning | OutputCall | OutputCustomCall | OutputCompaction
 
 
 @with_config(CLOSED)
@@ -300,6 +301,24 @@ class ArgumentsDone(TypedDict):
     name: str
 
 
+@with_config(CLOSED)
+class CustomInputDelta(TypedDict):
+    type: Literal["response.custom_tool_call_input.delta"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    delta: str
+
+
+@with_config(CLOSED)
+class CustomInputDone(TypedDict):
+    type: Literal["response.custom_tool_call_input.done"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    input: str
+
+
 ChatEvent: TypeAlias = ChatChunk | Error
 CompletionEvent: TypeAlias = CompletionChunk | Error
 MessageEvent: TypeAlias = Annotated[
@@ -315,6 +334,8 @@ ResponseEvent: TypeAlias = Annotated[
     | ReasoningTextDelta
     | ReasoningTextDone
     | ArgumentsDelta
-    | ArgumentsDone,
+    | ArgumentsDone
+    | CustomInputDelta
+    | CustomInputDone,
     Discriminator("type"),
 ]

@@ -247,7 +247,19 @@ class OutputCall(TypedDict):
     status: str
     call_id: str
     name: str
+    namespace: NotRequired[str]
     arguments: str
+
+
+@with_config(CLOSED)
+class OutputCustomCall(TypedDict):
+    id: str
+    type: Literal["custom_tool_call"]
+    status: str
+    call_id: str
+    name: str
+    namespace: NotRequired[str]
+    input: str
 
 
 @with_config(CLOSED)
@@ -299,7 +311,7 @@ class ResponseReply(TypedDict):
     max_output_tokens: int | None
     max_tool_calls: int | None
     model: str
-    output: list[OutputMessage | OutputReasoning | OutputCall | OutputCompaction]
+    output: list[OutputMessage | OutputReasoning | OutputCall | OutputCustomCall | OutputCompaction]
     parallel_tool_calls: bool
     previous_response_id: str | None
     prompt_cache_key: str | None

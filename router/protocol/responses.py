@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
-import orjson
 from pydantic import ConfigDict, Discriminator, Field, Tag, WithJsonSchema, with_config
 from typing_extensions import TypedDict  # pydantic takes typing's own only from Python 3.12 on
 
@@ -27,8 +26,15 @@ from holdfast.router.protocol.body import (
     validate,
     word,
 )
+from holdfast.router.protocol.declared_tools import (
+    DeclaredTools,
+    custom_arguments,
+    is_custom,
+    is_function,
+    is_namespace,
+)
 from holdfast.router.protocol.kv_hints import KvHints, check_ranges, read_hints
-from holdfast.router.protocol.messages import Parameters, Tool, ToolName, check_tools, left_out, system_text
+from holdfast.router.protocol.messages import Parameters, ToolName, check_tools, left_out, system_text
 from holdfast.router.protocol.output import (
     EFFORTS,
     JsonObjectFormat,
@@ -81,6 +87,7 @@ class FunctionCallItem(TypedDict):
     type: Literal["function_call"]
     call_id: Annotated[str, Field(min_length=1)]
     name: str
+    namespace: NotRequired[str]
     arguments: str
 
 
@@ -89,6 +96,7 @@ class CustomCallItem(TypedDict):
     type: Literal["custom_tool_call"]
     call_id: Annotated[str, Field(min_length=1)]
     name: str
+    namespace: NotRequired[str]
     input: str
 
 
@@ -173,12 +181,46 @@ class FunctionTool(TypedDict):
     strict: NotRequired[bool | None]
 
 
+@with_config(OPEN)
+class GrammarFormat(TypedDict):
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+@with_config(OPEN)
+class CustomTool(TypedDict):
+    """A tool whose input is text, and no JSON."""
+
+    type: Literal["custom"]
+    name: ToolName
+    description: NotRequired[str | None]
+    format: NotRequired[Annotated[TextFormat | GrammarFormat, Field(discriminator="type")] | None]
+
+
 def _tool_kind(tool: object) -> str:
-    return "a function" if isinstance(tool, Mapping) and tool.get("type") == "function" else "another"
+    return "a function" if is_function(tool) else "a custom tool" if is_custom(tool) else "another"
+
+
+OneTool: TypeAlias = Annotated[
+    Annotated[FunctionTool, Tag("a function")]
+    | Annotated[CustomTool, Tag("a custom tool")]
+    | Annotated[dict[str, Any], Tag("another")],
+    Discriminator(_tool_kind),
+]
+
+
+@with_config(OPEN)
+class NamespaceTool(TypedDict):
+    type: Literal["namespace"]
+    name: Annotated[str, Field(min_length=1)]
+    description: NotRequired[str | None]
+    tools: Annotated[list[OneTool], Field(max_length=MOST_TOOLS)]
 
 
 ResponseTool: TypeAlias = Annotated[
-    Annotated[FunctionTool, Tag("a function")] | Annotated[dict[str, Any], Tag("another")], Discriminator(_tool_kind)
+    Annotated[OneTool, Tag("one")] | Annotated[NamespaceTool, Tag("a namespace")],
+    Discriminator(lambda tool: "a namespace" if is_namespace(tool) else "one"),
 ]
 
 
@@ -326,7 +368,8 @@ _OF_ITEM: Mapping[str, frozenset[str]] = {
     "a reference": _of(ReferenceItem),
 }
 _OF_PART = frozenset({"type", "text", "refusal", "annotations", "logprobs"})
-_OF_TOOL = frozenset(FunctionTool.__annotations__)
+_OF_TOOL, _OF_CUSTOM = frozenset(FunctionTool.__annotations__), frozenset(CustomTool.__annotations__)
+_OF_NAMESPACE = frozenset(NamespaceTool.__annotations__)
 _OF_FORMAT = frozenset({*JsonSchemaFormat.__annotations__, "description"})
 _OF_REASONING = frozenset({"effort", "summary", "generate_summary"})
 
@@ -344,11 +387,19 @@ def unknown_fields(body: ResponsesBody) -> set[str]:
             for part in parts if isinstance(parts, list) else ():
                 unknown.look(part, _OF_PART, f"input.{name}")
     for tool in body.tools:
-        if tool.get("type") == "function":
-            unknown.look(tool, _OF_TOOL, "tools")
+        _look_into(tool, "tools", unknown)
     unknown.look(body.text.format, _OF_FORMAT, "text.format")
     unknown.look(body.reasoning or {}, _OF_REASONING, "reasoning")
     return unknown.found
+
+
+def _look_into(tool: Mapping[str, Any], where: str, unknown: Unknown) -> None:
+    if is_namespace(tool):
+        unknown.look(tool, _OF_NAMESPACE, where)
+        for each in tool["tools"]:
+            _look_into(each, f"{where}.tools", unknown)
+    elif is_function(tool) or is_custom(tool):
+        unknown.look(tool, _OF_TOOL if is_function(tool) else _OF_CUSTOM, where)
 
 
 PREFIXES: Mapping[str, str] = {
@@ -356,16 +407,19 @@ PREFIXES: Mapping[str, str] = {
     "reasoning": "rs",
     "function_call": "fc",
     "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
     "compaction": "cmp",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """A prompt, and the types of tools and items that were left out of it."""
+    """A prompt with its `tools`, and the types of items that were left out of it."""
 
     messages: list[dict[str, Any]]
     skipped: tuple[str, ...]
+    tools: DeclaredTools
 
 
 def chat_messages(
@@ -373,6 +427,7 @@ def chat_messages(
     own: Sequence[Mapping[str, Any]],
     instructions: str | None,
     reveal: Callable[[str], str | None],
+    tools: DeclaredTools | None = None,
 ) -> Translated:
     """The messages that items stand for: what a model said between two messages of others is one of its own.
 
@@ -381,7 +436,8 @@ def chat_messages(
     """
     # A reference that was stored has the id of what it refers to, and would lead to itself.
     known = {item["id"]: item for item in history if "id" in item and item["type"] != "item_reference"}
-    reader = _ItemReader(reveal, known)
+    tools = tools or DeclaredTools()
+    reader = _ItemReader(reveal, known, tools)
     if instructions:
         reader.messages.append({"role": "system", "content": system_text(instructions)})
     for item in history:
@@ -390,16 +446,19 @@ def chat_messages(
         reader.read(item, f"input.{index}")
     if not reader.messages:
         raise InvalidRequestError("'input' has no item that a model can read", "input")
-    return Translated(reader.messages, tuple(dict.fromkeys(reader.skipped)))
+    return Translated(reader.messages, tuple(dict.fromkeys(reader.skipped)), tools)
 
 
 class _ItemReader:
     """Reads items one after the other."""
 
-    def __init__(self, reveal: Callable[[str], str | None], known: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(
+        self, reveal: Callable[[str], str | None], known: Mapping[str, Mapping[str, Any]], tools: DeclaredTools
+    ) -> None:
         self.messages: list[dict[str, Any]] = []
         self.skipped: list[str] = []
         self._reveal = reveal
+        self._tools = tools
         self._known = known
         self._calls: set[str] = set()
         self._own: dict[str, Any] | None = None  # the assistant's message that may still grow
@@ -444,8 +503,8 @@ class _ItemReader:
 
     def _call(self, item: Mapping[str, Any], kind: str) -> None:
         own = self._own or self._begin()
-        arguments = item["arguments"] if kind == "function_call" else _custom_arguments(item["input"])
-        function = {"name": item["name"], "arguments": arguments}
+        arguments = item["arguments"] if kind == "function_call" else custom_arguments(item["input"])
+        function = {"name": self._tools.shown(item["name"], item.get("namespace", "")), "arguments": arguments}
         own.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
         self._calls.add(item["call_id"])
 
@@ -494,11 +553,6 @@ class _ItemReader:
         self.messages.append(message)
 
 
-def _custom_arguments(given: str) -> str:
-    """A custom call's free text as the arguments that a template can write."""
-    return orjson.dumps({"input": given}).decode()
-
-
 def _text(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
     if isinstance(content, str):
         return content
@@ -515,9 +569,10 @@ def _text(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
 
 def responses_turn(body: ResponsesBody, translated: Translated, card: ModelCard) -> tuple[Turn, tuple[str, ...]]:
     """The turn, and all that was left out. Raises InvalidRequestError or ContextLengthError, naming the field."""
-    tools, fields, skipped = _chat_tools(body.tools)
-    check_tools(tools, fields)
-    choice = tool_choice(_chat_choice(body.tool_choice), [tool["function"]["name"] for tool in tools])
+    declared = translated.tools
+    tools = [each.function() for each in declared.tools]
+    check_tools(tools, [each.field for each in declared.tools])
+    choice = tool_choice(_chat_choice(body.tool_choice, declared), [each.shown for each in declared.tools])
     prompt = ChatPrompt(
         messages=translated.messages,
         tools=tuple(tools),
@@ -535,7 +590,7 @@ def responses_turn(body: ResponsesBody, translated: Translated, card: ModelCard)
     turn = replace(build_turn(body, prompt, card, sampling), hints=hints)
     # The response that it goes on with names the program itself (`Exchange.program`).
     turn = replace(turn, ids=replace(turn.ids, previous_response_id=None))
-    left_out = (*skipped, *translated.skipped, *sorted(unknown_fields(body)), *turn.skipped)
+    left_out = (*declared.skipped, *translated.skipped, *sorted(unknown_fields(body)), *turn.skipped)
     return turn, tuple(dict.fromkeys(left_out))[:MOST_WORDS]
 
 
@@ -604,48 +659,40 @@ def response_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _chat_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[list[Tool], list[str], list[str]]:
-    """Functions as chat has them, the field of each, and the types of the tools that are none."""
-    functions: list[Tool] = []
-    fields: list[str] = []
-    skipped: list[str] = []
-    for index, tool in enumerate(tools):
-        if tool.get("type") != "function":
-            skipped.append(word(tool.get("type")))
-            continue
-        function: Any = {"name": tool["name"]}
-        function.update({name: tool[name] for name in ("description", "parameters", "strict") if tool.get(name)})
-        functions.append({"type": "function", "function": function})
-        fields.append(f"tools.{index}")
-    return functions, fields, skipped
-
-
-def _chat_choice(given: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
-    """`tool_choice` as chat has it. Raises InvalidRequestError for one that needs a tool which is no function."""
+def _chat_choice(given: str | Mapping[str, Any], tools: DeclaredTools) -> str | Mapping[str, Any]:
+    """`tool_choice` as chat has it. Raises InvalidRequestError for one that no model here can call."""
     if isinstance(given, str):
         return given
     kind = given.get("type")
     if kind == "allowed_tools":
-        tools = given.get("tools")
-        named = [_named(tool) for tool in _functions(tools)] if isinstance(tools, list) else tools
-        return {"type": kind, "allowed_tools": {"mode": given.get("mode"), "tools": named}}
-    if kind != "function":
+        return {
+            "type": kind,
+            "allowed_tools": {"mode": given.get("mode"), "tools": _allowed(given.get("tools"), tools)},
+        }
+    if kind not in ("function", "custom"):
         raise InvalidRequestError(f"'tool_choice.type': {kind!r} is not supported", "tool_choice.type")
-    function: Mapping[str, Any] = _named(given)
-    return function
+    [chosen] = tools.chosen(given, "tool_choice")
+    return _named(chosen)
 
 
-def _functions(tools: list[Any]) -> list[Any]:
-    """`tools` without those that are skipped where they are declared, unless nothing would be left."""
-    kept = [tool for tool in tools if not isinstance(tool, Mapping) or tool.get("type") in (None, "function")]
-    return kept or tools
+def _allowed(given: Any, tools: DeclaredTools) -> Any:
+    """The functions that may be called. Tools that are skipped where they are declared are skipped here, too, unless
+    there are no others.
+    """
+    if not isinstance(given, list):
+        return given
+    known = ("function", "custom", "namespace")
+    kept = [
+        (index, tool) for index, tool in enumerate(given) if isinstance(tool, Mapping) and tool.get("type") in known
+    ]
+    if not kept:
+        return given
+    shown = [name for index, tool in kept for name in tools.chosen(tool, f"tool_choice.tools.{index}")]
+    return [_named(each) for each in dict.fromkeys(shown)]
 
 
-def _named(tool: Any) -> Any:
-    """A function as chat names it; what is none stays, and is refused there."""
-    if isinstance(tool, Mapping) and tool.get("type") == "function":
-        return {"type": "function", "function": {"name": tool.get("name")}}
-    return tool
+def _named(name: str) -> Mapping[str, Any]:
+    return {"type": "function", "function": {"name": name}}
 
 
 def _chat_format(text: TextField) -> Any:
@@ -659,6 +706,6 @@ def _told_format(text: TextField) -> Any:
 
 
 def _told_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    if tool.get("type") != "function":
-        return tool
-    return {"description": None, "parameters": None, "strict": None, **tool}
+    if is_namespace(tool):
+        return {"description": "", **tool}
+    return {"description": None, "parameters": None, "strict": None, **tool} if is_function(tool) else tool

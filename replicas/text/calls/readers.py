@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 from holdfast.replicas.requests import TextDelta, ToolCall
@@ -222,21 +222,30 @@ def _word(
         char = yield
 
 
-def _section(tracker: Tracker, char: str, call: Block, opener: str, closer: str) -> Scan:
-    """Calls with white space between them, each read by `call` behind its `opener`, up to `closer`; at least one."""
-    char = yield from space(char, tracker.hold)
+def _sections(marker: str, call: Block, opener: str, closer: str) -> Mapping[str, Block]:
+    """Calls between `marker` and `closer`, and those of models that leave out `marker`, each behind its `opener`."""
+    section = partial(_section, call=call, opener=opener, closer=closer)
+    return {marker: section, opener: partial(section, opened=True)}
+
+
+def _section(tracker: Tracker, char: str, call: Block, opener: str, closer: str, opened: bool = False) -> Scan:
+    """Calls with white space between them, each read by `call` behind its `opener`, up to `closer`; at least one.
+
+    `opened`: the first opener has been read.
+    """
     called = False
     while True:
-        found: list[str] = []
-        char = yield from _word(tracker, char, *((opener, closer) if called else (opener,)), found=found)
-        if found[0] == closer:
-            tracker.end_markup()
-            return char
-        tracker.begin_call()
+        if not opened:
+            found: list[str] = []
+            char = yield from space(char, tracker.hold)
+            char = yield from _word(tracker, char, *((opener, closer) if called else (opener,)), found=found)
+            if found[0] == closer:
+                tracker.end_markup()
+                return char
+            tracker.begin_call()
         char = yield from call(tracker, char)
         tracker.end_markup()
-        char = yield from space(char, tracker.hold)
-        called = True
+        called, opened = True, False
 
 
 def _closing(tracker: Tracker, char: str, marker: str) -> Scan:
@@ -487,11 +496,6 @@ def _minimax(tracker: Tracker, char: str) -> Scan:
     return _objects(tracker, char, "</tool_calls>")
 
 
-def _deepseek(tracker: Tracker, char: str) -> Scan:
-    """A section of calls, up to its end."""
-    return _section(tracker, char, _deepseek_call, "<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>")
-
-
 def _deepseek_call(tracker: Tracker, char: str) -> Scan:
     """``name<｜tool▁sep｜>{...}``, or the name behind a type, and then a block of JSON."""
     name: list[str] = []
@@ -513,18 +517,9 @@ def _deepseek_call(tracker: Tracker, char: str) -> Scan:
     return (yield from _expect(tracker, char, "<｜tool▁call▁end｜>"))
 
 
-def _dsml(tracker: Tracker, char: str) -> Scan:
-    """``<｜DSML｜invoke name="name">`` and its parameters, several in ``<｜DSML｜function_calls>``."""
-    return _section(tracker, char, _dsml_call, _DSML.open, "</｜DSML｜function_calls>")
-
-
 def _dsml_call(tracker: Tracker, char: str) -> Scan:
+    """``<｜DSML｜invoke name="name">`` and its parameters."""
     return _tagged(tracker, char, _DSML, _DSML.close)
-
-
-def _kimi(tracker: Tracker, char: str) -> Scan:
-    """A section of calls, up to its end."""
-    return _section(tracker, char, _kimi_call, "<|tool_call_begin|>", "<|tool_calls_section_end|>")
 
 
 _KIMI_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
@@ -544,12 +539,8 @@ def _kimi_call(tracker: Tracker, char: str) -> Scan:
     return (yield from _expect(tracker, char, "<|tool_call_end|>"))
 
 
-def _qwen3_coder(tracker: Tracker, char: str) -> Scan:
-    """``<function=name>`` and its parameters, in ``<tool_call>``."""
-    return _section(tracker, char, _qwen3_coder_call, _QWEN.open, "</tool_call>")
-
-
 def _qwen3_coder_call(tracker: Tracker, char: str) -> Scan:
+    """``<function=name>`` and its parameters."""
     return _tagged(tracker, char, _QWEN, _QWEN.close)
 
 
@@ -558,12 +549,8 @@ def _glm(tracker: Tracker, char: str) -> Scan:
     return _tagged(tracker, char, TAGS[ToolFormat.GLM], "</tool_call>")
 
 
-def _minimax_m2(tracker: Tracker, char: str) -> Scan:
-    """``<invoke name="name">`` and its parameters, several in ``<minimax:tool_call>``."""
-    return _section(tracker, char, _minimax_m2_call, _MINIMAX.open, "</minimax:tool_call>")
-
-
 def _minimax_m2_call(tracker: Tracker, char: str) -> Scan:
+    """``<invoke name="name">`` and its parameters."""
     return _tagged(tracker, char, _MINIMAX, _MINIMAX.close)
 
 
@@ -759,6 +746,7 @@ def _python_string(tracker: Tracker, char: str, source: list[str]) -> Scan:
 _QWEN, _MINIMAX, _DSML = (
     TAGS[format] for format in (ToolFormat.QWEN3_CODER, ToolFormat.MINIMAX_M2, ToolFormat.DEEPSEEK_V32)
 )
+_DEEPSEEK = Reader(_sections("<｜tool▁calls▁begin｜>", _deepseek_call, "<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>"))
 _LLAMA3 = Reader({"<|python_tag|>": _llama3, "<function=": _llama3_function}, bare={"{": _llama3})
 
 READERS: Mapping[ToolFormat, Reader] = {
@@ -768,14 +756,22 @@ READERS: Mapping[ToolFormat, Reader] = {
     ToolFormat.MISTRAL: Reader({"[TOOL_CALLS]": _mistral}),
     ToolFormat.PYTHONIC: Reader({"<|python_start|>": _pythonic_marked}, bare={"[": _pythonic}, closers=b")"),
     ToolFormat.LLAMA4: Reader({"<|python_start|>": _llama4_marked}, bare={"{": _llama3}),
-    ToolFormat.DEEPSEEK_V3: Reader({"<｜tool▁calls▁begin｜>": _deepseek}),
-    ToolFormat.DEEPSEEK_V31: Reader({"<｜tool▁calls▁begin｜>": _deepseek}),
-    ToolFormat.DEEPSEEK_V32: Reader({"<｜DSML｜function_calls>": _dsml}, closers=b">"),
-    ToolFormat.KIMI_K2: Reader({"<|tool_calls_section_begin|>": _kimi}),
-    ToolFormat.QWEN3_CODER: Reader({"<tool_call>": _qwen3_coder, "<function=": _qwen3_coder_call}, closers=b">"),
+    ToolFormat.DEEPSEEK_V3: _DEEPSEEK,
+    ToolFormat.DEEPSEEK_V31: _DEEPSEEK,
+    ToolFormat.DEEPSEEK_V32: Reader(
+        _sections("<｜DSML｜function_calls>", _dsml_call, _DSML.open, "</｜DSML｜function_calls>"), closers=b">"
+    ),
+    ToolFormat.KIMI_K2: Reader(
+        _sections("<|tool_calls_section_begin|>", _kimi_call, "<|tool_call_begin|>", "<|tool_calls_section_end|>")
+    ),
+    ToolFormat.QWEN3_CODER: Reader(
+        _sections("<tool_call>", _qwen3_coder_call, _QWEN.open, "</tool_call>"), closers=b">"
+    ),
     ToolFormat.GLM: Reader({"<tool_call>": _glm}, closers=b">"),
     ToolFormat.MINIMAX: Reader({"<tool_calls>": _minimax}),
-    ToolFormat.MINIMAX_M2: Reader({"<minimax:tool_call>": _minimax_m2}, closers=b">"),
+    ToolFormat.MINIMAX_M2: Reader(
+        _sections("<minimax:tool_call>", _minimax_m2_call, _MINIMAX.open, "</minimax:tool_call>"), closers=b">"
+    ),
     ToolFormat.HARMONY: Reader(
         {"<|channel|>": _harmony, "<|start|>": _harmony_started}, bare={"t": _harmony_addressed}
     ),

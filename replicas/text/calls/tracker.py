@@ -220,7 +220,11 @@ class Tracker:
         if found.undecided:
             self.hold(found.undecided)
         if not found.unread:
-            begun = self.opener or self._after_call or {self.call.name, self.call.expected} & self._limits.declared
+            begun = (
+                (self.opener and self.call.name is None)
+                or self._after_call
+                or {self.call.name, self.call.expected} & self._limits.declared
+            )
             left_out = (begun or self.cut) and self._limits.guaranteed()
             if left_out or self.call.sent or (self._after_call and not self.call.begun):
                 self._held.clear()

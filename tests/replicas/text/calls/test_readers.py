@@ -5,7 +5,20 @@ import re
 from typing import Any
 
 import pytest
-from call_texts import CALLS, FORMATS, NAMES, as_read, call_texts, chunked, collected, mutated, parser, read, valid
+from call_texts import (
+    ARGUMENTS,
+    CALLS,
+    FORMATS,
+    NAMES,
+    as_read,
+    call_texts,
+    chunked,
+    collected,
+    mutated,
+    parser,
+    read,
+    valid,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -360,6 +373,36 @@ def test_deep_nesting_and_long_numbers_do_not_raise() -> None:
     inside = json.dumps(f'{{"a": {deep}{"]" * 5000}}}')
     ((_, arguments),) = read(ToolFormat.HERMES, f'<tool_call>{{"name": "f", "arguments": {inside}}}</tool_call>')[1]
     assert arguments == f'{told}{"]" * (5000 - within)}"{"]" * within}}}'
+
+
+SECTIONS = {
+    ToolFormat.DEEPSEEK_V3: ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    ToolFormat.DEEPSEEK_V31: ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    ToolFormat.DEEPSEEK_V32: ("<｜DSML｜function_calls>\n", "\n</｜DSML｜function_calls>"),
+    ToolFormat.KIMI_K2: ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ToolFormat.MINIMAX_M2: ("<minimax:tool_call>\n", "\n</minimax:tool_call>"),
+    ToolFormat.QWEN3_CODER: ("<tool_call>\n", "\n</tool_call>"),
+}
+
+
+@pytest.mark.parametrize("format", SECTIONS)
+@given(st.lists(st.tuples(st.sampled_from(sorted(NAMES)), ARGUMENTS), min_size=1, max_size=3), st.booleans(), st.data())
+def test_calls_are_read_without_the_markers_of_their_section(
+    format: ToolFormat, calls: list[Any], closed: bool, data: st.DataObject
+) -> None:
+    opener, closer = SECTIONS[format]
+    text = "".join(call_texts(format, calls))
+    whole = read(format, f"I look.\n{text}")
+    bare = text.removeprefix(opener) if closed else text.replace(opener, "\n").replace(closer, "").strip()
+    said, found = collected(chunked(f"I look.\n{bare}", data), parser(format))
+    assert (said, found) == whole
+    assert [name for name, _ in found] == [name for name, _ in calls]
+
+
+@pytest.mark.parametrize("guaranteed", [True, False])
+def test_markers_of_calls_in_prose_are_prose_without_their_section(guaranteed: bool) -> None:
+    for text in ('I write <invoke name="rm">', 'I write <invoke name="rm"> or so', "So <invoke name=x", "<invoke>"):
+        assert read(ToolFormat.MINIMAX_M2, text, guaranteed=lambda: guaranteed) == (text, [])
 
 
 # ---- laws ----

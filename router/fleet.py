@@ -57,7 +57,7 @@ class Fleet:
     """Times are of the monotonic clock. Used on one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.clock = clock
         self._watchers: WeakSet[Watcher] = WeakSet()
         self._reports: dict[str, tuple[float, LoadReport]] = {}
         self._silent: set[str] = set()
@@ -71,7 +71,7 @@ class Fleet:
 
     def tell(self, replica_id: str, report: LoadReport) -> None:
         """A replica has told how it is."""
-        self._reports[replica_id] = self._clock(), report
+        self._reports[replica_id] = self.clock(), report
         for watcher in self._watchers:
             watcher.told(replica_id, report)
         if replica_id in self._silent:
@@ -86,12 +86,12 @@ class Fleet:
     def quiet_s(self, replica_id: str) -> float:
         """Seconds since a replica told how it is; infinite where it never did."""
         known = self._reports.get(replica_id)
-        return self._clock() - known[0] if known else math.inf
+        return self.clock() - known[0] if known else math.inf
 
     def refused(self, replica_id: str, request: GenerateRequest, error: ErrorInfo) -> None:
         """A replica has refused a request, of whose time so much is left, perhaps because its answer would be late."""
         if request.foretellable and error.kind is ErrorKind.DEADLINE and error.retry_after_s is not None:
-            expected = Expected(self._clock(), request.within_s + error.retry_after_s, request.most_tokens)
+            expected = Expected(self.clock(), request.within_s + error.retry_after_s, request.most_tokens)
             self._expected[replica_id, request.priority, request.begins] = expected
 
     def expected_s(self, replica_id: str, request: GenerateRequest, lasts_s: float) -> float:
@@ -103,7 +103,7 @@ class Fleet:
         known = self._expected.get((replica_id, request.priority, request.begins))
         if known is None or not request.foretellable or request.most_tokens < known.tokens:
             return 0.0
-        since = self._clock() - known.at
+        since = self.clock() - known.at
         return max(known.seconds - since, 0.0) if since <= lasts_s else 0.0
 
     def keep(self, replica_ids: set[str]) -> None:
@@ -122,14 +122,14 @@ class Fleet:
 
     def pass_by(self, replica_id: str, seconds: float) -> None:
         """A replica has not taken a call: for so long it counts as silent, whatever it tells."""
-        self._passed_by[replica_id] = until = self._clock() + seconds
+        self._passed_by[replica_id] = until = self.clock() + seconds
         log.warning("replica %s takes no calls; it is passed by for %g s", replica_id, seconds)
         asyncio.get_running_loop().call_later(seconds, self._again, replica_id, until)
         self._changed()
 
     def look(self, silent_s: float, heard_s: float) -> None:
         """Replicas that told nothing for `silent_s` are silent. What was told has been heard for the last `heard_s`."""
-        now = self._clock()
+        now = self.clock()
         found = {each for each, (at, _) in self._reports.items() if min(now - at, heard_s) > silent_s}
         if found - self._silent:
             log.warning("replicas that tell nothing any more: %s", ", ".join(sorted(found - self._silent)))
@@ -205,7 +205,7 @@ class Listener:
         self._silent_s = silent_s
         self._background = Background()
         self._open: float | None = None  # since when the channel is
-        self._looked = time.monotonic()
+        self._looked = fleet.clock()
         fleet.expect = self._wait
         loop = asyncio.get_running_loop()
         self._tasks = {
@@ -230,12 +230,12 @@ class Listener:
                     if message:
                         self._fleet.tell(*decode(message))
                     else:
-                        self._open = time.monotonic()
+                        self._open = self._fleet.clock()
         finally:
             self._open = None
 
     async def _look(self) -> None:
-        before, now = self._looked, time.monotonic()
+        before, now = self._looked, self._fleet.clock()
         self._looked = now
         late = now - before > 2 * self._every_s  # what was told meanwhile is yet to be read
         if self._open is not None and (late or self._store.degraded):

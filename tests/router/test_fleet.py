@@ -1,7 +1,7 @@
 """What replicas tell, and what routers tell them, through a real Redis that is lost and comes back."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from redis_server import RedisServer
+from waiting import until_async
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.events import Sampling
@@ -20,27 +21,29 @@ from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 
 PATIENT = 60.0
 OFTEN = 0.01
-SILENT = 0.3
+SILENT = 10 * OFTEN
 
 
 class Watcher:
-    """A router's view of replicas."""
+    """A router's view of replicas. Its time goes on as "b" is heard, so "b" is never silent, however busy a machine."""
 
     def __init__(self) -> None:
         self.heard: dict[str, LoadReport] = {}
         self.changes = 0
+        self.now = 0.0
+        self.asked = 0  # how often somebody looked what time it is
+
+    def clock(self) -> float:
+        self.asked += 1
+        return self.now
 
     def told(self, replica_id: str, report: LoadReport) -> None:
         self.heard[replica_id] = report
+        if replica_id == "b":
+            self.now += OFTEN / 4
 
     def replicas_changed(self) -> None:
         self.changes += 1
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENT):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(OFTEN)
 
 
 def store_at(server: RedisServer) -> RedisStore:
@@ -52,7 +55,8 @@ def test_reports_and_waiting_programs_cross_redis_and_its_loss(tmp_path: Path) -
     server.start()
 
     async def scenario() -> None:
-        fleet, watcher = Fleet(), Watcher()
+        watcher = Watcher()
+        fleet = Fleet(watcher.clock)
         fleet.watch(watcher)
         stores = [store_at(server) for _ in range(3)]
         how: dict[str, LoadReport | None] = {
@@ -67,38 +71,43 @@ def test_reports_and_waiting_programs_cross_redis_and_its_loss(tmp_path: Path) -
         listener = Listener(stores[0], fleet, OFTEN, SILENT)
         reporters = {name: reporter(name, store) for name, store in zip("ab", stores[1:], strict=True)}
         try:
-            await until(lambda: watcher.heard == how)
+            await until_async(lambda: watcher.heard == how)
             how["a"] = LoadReport(running=2, tokens_waiting=9)
-            await until(lambda: watcher.heard == how)
+            await until_async(lambda: watcher.heard == how)
 
             async def reaches(name: str) -> None:
                 """A replica may not listen yet: it is told again, as by the next turn that waits."""
-                async with asyncio.timeout(PATIENT):
-                    while expected.empty():
-                        fleet.expect(name, "tenant", "tenant/p", 2.5)
-                        await asyncio.sleep(OFTEN)
+
+                def heard() -> bool:
+                    fleet.expect(name, "tenant", "tenant/p", 2.5)
+                    return not expected.empty()
+
+                await until_async(heard)
                 assert await expected.get() == (name, "tenant", "tenant/p", 2.5)
 
             await reaches("b")
             server.kill()
             server.socket.unlink(missing_ok=True)
-            await until(lambda: all(store.degraded for store in stores[1:]))
-            await asyncio.sleep(2 * SILENT)
+            await until_async(lambda: all(store.degraded for store in stores[1:]))
+            for _ in range(100):  # too slowly for a process that stood still
+                watcher.now += SILENT / 50
+                looked = watcher.asked
+                await until_async(lambda looked=looked: watcher.asked > looked + 2)
             assert not fleet.silent("a"), "nobody can be heard while Redis is away"
             server.start()
             how["a"] = LoadReport(running=3)
-            await until(lambda: watcher.heard == how)
+            await until_async(lambda: watcher.heard == how)
             await reporters.pop("a").close()
-            await until(lambda: fleet.silent("a"))
+            await until_async(lambda: fleet.silent("a"))
             assert not fleet.silent("b")
             assert watcher.changes == 1
             reporters["a"] = reporter("a", stores[1])
-            await until(lambda: not fleet.silent("a"))
+            await until_async(lambda: not fleet.silent("a"))
             assert watcher.changes == 2
             how["a"] = None  # a step of it hangs
-            await until(lambda: fleet.silent("a"))
+            await until_async(lambda: fleet.silent("a"))
             how["a"] = LoadReport(running=4)
-            await until(lambda: not fleet.silent("a"))
+            await until_async(lambda: not fleet.silent("a"))
         finally:
             for each in (listener, *reporters.values(), *stores):
                 await each.close()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ray.exceptions import ActorUnavailableError
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.request_router import PendingRequest
+from waiting import go_by, run_virtual
 
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.events import Sampling
@@ -68,8 +69,13 @@ async def another() -> None:
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> Fleet:
-    """What this test knows of replicas, and no other."""
-    made = Fleet()
+    """What this test knows of replicas, and no other. All time is the loop's."""
+
+    def now() -> float:
+        return asyncio.get_running_loop().time()
+
+    monkeypatch.setattr("holdfast.router.affinity.time", SimpleNamespace(monotonic=now))
+    made = Fleet(now)
     monkeypatch.setattr(fleet, "FLEET", made)
     return made
 
@@ -115,7 +121,7 @@ def test_a_replica_that_does_not_accept_is_passed_by(says: Callable[[], Awaitabl
         assert sent[0].cancelled is (says is nothing)
         assert (await sent_to(made, turn()))[0] == "b"
 
-    asyncio.run(work())
+    run_virtual(work())
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -130,7 +136,8 @@ def test_a_replica_that_tells_how_it_is_may_be_late_to_accept(monkeypatch: pytes
         reporting.tell("a", LoadReport())
         _, result = await sent_to(made, turn())
         waiting = asyncio.ensure_future(result.get_rejection_response())
-        assert not (await asyncio.wait({waiting}, timeout=0.05))[0]
+        await go_by(0.05)
+        assert not waiting.done()
         if late:
             accepted.put_nowait("accepted")
             assert await waiting == "accepted"
@@ -139,7 +146,7 @@ def test_a_replica_that_tells_how_it_is_may_be_late_to_accept(monkeypatch: pytes
                 await waiting
         assert (await sent_to(made, turn()))[0] == ("a" if late else "b")
 
-    asyncio.run(work())
+    run_virtual(work())
 
 
 def test_a_call_that_does_not_stream_may_take_long_to_be_accepted(known: Fleet) -> None:
@@ -147,12 +154,13 @@ def test_a_call_that_does_not_stream_may_take_long_to_be_accepted(known: Fleet) 
         made, _ = router(nothing, accept_s=0.01, silent_s=0.2, report_s=0.01)
         _, result = await sent_to(made, turn(stream=False))
         waiting = asyncio.ensure_future(result.get_rejection_response())
-        assert not (await asyncio.wait({waiting}, timeout=0.05))[0]
+        await go_by(0.05)
+        assert not waiting.done()
         known.pass_by("a", 60.0)
         with pytest.raises(ActorUnavailableError):
             await waiting
 
-    asyncio.run(work())
+    run_virtual(work())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -172,7 +180,7 @@ def test_a_call_that_is_over_is_gone_without_a_collection(stream: bool) -> None:
     gc.collect()
     gc.disable()
     try:
-        asyncio.run(work())
+        run_virtual(work())
     finally:
         gc.enable()
 
@@ -193,7 +201,7 @@ def test_a_stream_on_a_silent_replica_ends_unless_it_flows(known: Fleet, flows: 
             with pytest.raises(ActorUnavailableError):
                 await waiting
 
-    asyncio.run(work())
+    run_virtual(work())
 
 
 @given(st.floats(0.0, 1.0), st.floats(0.0, 1.0))
@@ -224,7 +232,7 @@ def test_a_replica_is_heard_again_after_its_time(known: Fleet) -> None:
         await watcher.changed.wait()
         assert (await sent_to(made, turn()))[0] == "a"
 
-    asyncio.run(work())
+    run_virtual(work())
 
 
 def test_a_request_that_no_replica_takes_is_told_so() -> None:
@@ -235,4 +243,4 @@ def test_a_request_that_no_replica_takes_is_told_so() -> None:
         with pytest.raises(UnavailableError, match="no replica has taken"):
             await made._choose_replica_for_request(request)
 
-    asyncio.run(work())
+    run_virtual(work())

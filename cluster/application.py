@@ -60,7 +60,7 @@ REPLICAS = "replicas"
 ROUTER = "router"
 CONTROL_CALLS = 32  # health, metrics, status and the like, at once at an engine that is full of requests
 DRAIN_LOOK_S = 0.2  # between two looks whether what runs has ended
-ENDING_S = 3.0  # for which a router outlives the time to drain, so that it can tell its clients
+ENDING_S = 3.0  # for which routers and engines outlive the time to drain: clients are told, and usage is booked
 INGRESS_REQUESTS = 8192  # requests in one ingress at once; its own limits answer before this does
 
 
@@ -246,8 +246,9 @@ def build(
         ),
         max_constructor_retry_count=starts,
         health_check_period_s=5.0,
-        # Trap: a stream longer than this dies with its replica when that is stopped.
-        graceful_shutdown_timeout_s=settings.server.drain_s,
+        # Trap: a stream longer than this dies with its replica when that is stopped. Routers ask what was done for
+        # requests that they cut off when the time to drain is over.
+        graceful_shutdown_timeout_s=settings.server.drain_s + ENDING_S,
         graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
     )
     ingress = serve.deployment(serve.ingress()(Ingress)).options(

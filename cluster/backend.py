@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -36,6 +37,7 @@ from holdfast.replicas.stats import ReplicaStatus
 from holdfast.router.affinity import HINT, from_each, own_request
 from holdfast.router.backend import ANYWHERE, Batch, Place, Routed
 from holdfast.router.fleet import FLEET
+from holdfast.router.round_trips import RoundTrips
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ class ServeBackend:
         self._generate = handle.options(method_name="generate", **_PICKLE)
         self._stream = handle.options(method_name="stream", stream=True, **_PICKLE)
         self._cards: tuple[ModelCard, ...] = ()
+        self._counting: dict[str, RoundTrips[str, Usage]] = {}  # by replica
 
     async def start(self, timeout_s: float) -> None:
         """Learn what is served, from the first replica that answers; raises TimeoutError when none does."""
@@ -76,6 +79,12 @@ class ServeBackend:
                 await asyncio.sleep(RETRY_S)
 
     async def generate(self, request: GenerateRequest, place: Place = ANYWHERE) -> Routed:
+        try:
+            return await self._generated(request, place)
+        finally:
+            FLEET.ended(request.request_id)
+
+    async def _generated(self, request: GenerateRequest, place: Place) -> Routed:
         handle, began = self._generate.options(session_id=request.program_id), time.monotonic()
         for attempt in range(1, _attempts(request) + 1):
             with own_request():
@@ -117,6 +126,7 @@ class ServeBackend:
             except LOST as error:
                 log.warning("attempt %d of request %s lost its replica: %s", attempt, request.request_id, error)
             finally:
+                FLEET.ended(request.request_id)
                 if not ended:
                     call.cancel()
             if ended:
@@ -162,11 +172,31 @@ class ServeBackend:
             await from_each(self._handle.broadcast("release", scope, handle), CONTROL_S)
 
     async def drawn(self, request_id: str) -> Usage | None:
-        told: list[Any] = []
-        with own_request(), suppress(TimeoutError):
-            told = await from_each(self._handle.broadcast("drawn", request_id), CONTROL_S)
-        # Of several, where its first replica was lost to it, the last one: it got furthest.
-        return max((each for each in told if isinstance(each, Usage)), key=lambda each: each.completion, default=None)
+        replica_id = FLEET.replica_of(request_id)
+        if replica_id is None:  # it was sent to none
+            return Usage()
+        trips = self._counting.get(replica_id)
+        if trips is None:
+            trips = self._counting[replica_id] = RoundTrips(partial(self._drawn_at, replica_id))
+        try:
+            return await trips.ask(request_id)
+        finally:
+            if trips.idle:
+                self._counting.pop(replica_id, None)
+
+    async def _drawn_at(self, replica_id: str, request_ids: Sequence[str]) -> Sequence[Usage] | None:
+        handle = self._handle.options(method_name="drawn", **_PICKLE)
+        with suppress(TimeoutError, HoldfastError, *LOST):
+            async with asyncio.timeout(CONTROL_S):
+                with own_request():
+                    asked = handle.remote(request_ids, **{HINT: Place(replica_id, bound=True)})
+                try:
+                    return await asked  # type: ignore[no-any-return]
+                except asyncio.CancelledError:
+                    asked.cancel()
+                    raise
+        log.warning("replica %s has not said what it did for %d requests", replica_id, len(request_ids))
+        return None
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt, scope: str) -> Sequence[int]:
         return await self._call("tokenize", prompt, scope)  # type: ignore[no-any-return]

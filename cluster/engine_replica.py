@@ -133,8 +133,9 @@ class EngineReplica:
     async def release(self, scope: str, handle: str) -> None:
         await self._replica.release(scope, handle)
 
-    async def drawn(self, request_id: str) -> Usage | None:
-        return await self._replica.drawn(request_id)
+    async def drawn(self, request_ids: Sequence[str]) -> list[Usage]:
+        """Nothing for what never came here."""
+        return [await self._replica.drawn(each) or Usage() for each in request_ids]
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> Sequence[int]:
         return await self._replica.tokenize(prompt, scope)

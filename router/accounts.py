@@ -18,11 +18,11 @@ import logging
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from holdfast.replicas.events import NO_WORK, Usage
 from holdfast.router.background import forever
@@ -39,6 +39,7 @@ from holdfast.router.quotas import (
     admitted,
     quota_keys,
 )
+from holdfast.router.round_trips import AT_ONCE, RoundTrips
 from holdfast.router.tenants import Principal, Tenant, TenantLimits
 from holdfast.router.usage import (
     BOOK,
@@ -58,9 +59,10 @@ log = logging.getLogger(__name__)
 BEAT_S = 2.0  # between two signs of life of a router
 GONE_S = 10.0  # a router that gave none for so long is none
 RENEW_S = LEASE_S / 3
+COUNTING_S = 2.0  # a router that stops waits so long for replicas to say what they did
+BOOKING_S = 0.5  # and then so long for Redis
 ALONE_S = 60.0  # a refusal that only time ends is remembered for so long at most
 MOST_UNBOOKED = 65536  # ends that wait for Redis; beyond that the oldest are lost, and counted
-AT_ONCE = 256  # scripts of one round trip
 
 # The routers there are. KEYS: their names by when they were heard of. ARGV: a name, ms. Returns how many.
 BEAT = """
@@ -80,7 +82,6 @@ _LEAST_DRAWN = 0.125  # of the tokens that a request may draw, that are reserved
 # many requests at once, unlike those before them, do not go over a limit by much
 
 Call = tuple[str, Sequence[str], Sequence[str | bytes | float]]  # a script's source, its keys and arguments
-_Waiting: TypeAlias = "tuple[Call, asyncio.Future[list[Any] | None]]"
 
 
 class Scripts(Protocol):
@@ -121,61 +122,6 @@ class _Booking:
     told: float | None = None  # likewise; None: Redis has not heard of it
 
 
-class RoundTrips:
-    """Joins what is asked while a round trip to Redis is under way into the next one."""
-
-    def __init__(self, store: Scripts) -> None:
-        self._store = store
-        self._waiting: deque[_Waiting] = deque()
-        self._runs: asyncio.Task[None] | None = None
-
-    async def ask(self, call: Call) -> list[Any] | None:
-        """What a script returns; None where Redis is away. Raises what the store raises for this call alone."""
-        if self._store.degraded:
-            return None
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[list[Any] | None] = loop.create_future()
-        self._waiting.append((call, future))
-        if self._runs is None:
-            self._runs = loop.create_task(self._run())
-        return await future
-
-    async def _run(self) -> None:
-        try:
-            while self._waiting:
-                await self._send([self._waiting.popleft() for _ in range(min(len(self._waiting), AT_ONCE))])
-        finally:
-            self._runs = None
-            _answer(self._waiting, None)  # the loop ends: nobody else would answer them
-            self._waiting.clear()
-
-    async def _send(self, batch: Sequence[_Waiting]) -> None:
-        """One round trip. A batch that fails is sent again call by call: every script may run twice."""
-        answers: Sequence[list[Any] | None] | Exception | None = None
-        try:
-            answers = await self._store.scripts([call for call, _ in batch])
-        except Exception as error:
-            if len(batch) == 1:
-                answers = error
-            else:
-                log.error("a round trip to Redis failed; its calls are sent one by one", exc_info=error)
-                for each in batch:
-                    await self._send([each])
-        finally:
-            _answer(batch, answers)
-
-
-def _answer(batch: Iterable[_Waiting], answers: Sequence[list[Any] | None] | Exception | None) -> None:
-    """Tell those who still wait. An exception is told to each; None: Redis is away."""
-    for i, (_, future) in enumerate(batch):
-        if future.done():
-            continue
-        if isinstance(answers, Exception):
-            future.set_exception(answers)
-        else:
-            future.set_result(None if answers is None else answers[i])
-
-
 class Accounts:
     """Those of all tenants. `store` None: there is this process alone, and its memory counts.
 
@@ -194,7 +140,7 @@ class Accounts:
         """`now_ms`: a clock for Redis' own, in tests. `routers`: how many there are, until Redis says it."""
         self._config = config or RouterConfig()
         self._store = store
-        self._trips = RoundTrips(store) if store is not None else None
+        self._trips: RoundTrips[Call, list[Any]] = RoundTrips(self._send)
         self._router = router
         self.routers = max(1, routers)
         self.clock = clock
@@ -207,8 +153,10 @@ class Accounts:
         self._habits: dict[str, _Habit] = {}
         self.standings: dict[str, Standing] = {}  # of the tenants with limits, as they were told last
         self.refusals: Counter[tuple[str, str]] = Counter()  # by tenant and limit
-        self.booked: Counter[str] = Counter({"booked": 0, "again": 0, "lost": 0})
+        self.booked: Counter[str] = Counter({"booked": 0, "again": 0, "lost": 0, "uncounted": 0})
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._counts: set[asyncio.Task[Any]] = set()  # of these
+        self._beats: asyncio.Task[None] | None = None
         self._renewed = time.monotonic()
 
     # ---- what others ask ----
@@ -254,15 +202,31 @@ class Accounts:
 
     def start(self) -> None:
         """Give signs of life from now on."""
-        self._run(forever(self._beat, BEAT_S, "the books' sign of life"))
+        beats = forever(self._beat, BEAT_S, "the books' sign of life")
+        self._beats = asyncio.get_running_loop().create_task(beats)
 
     async def close(self) -> None:
-        """Book what is left, if Redis is there."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        """Book what is left, if Redis is there. What is still being counted has `COUNTING_S` to be known."""
+        if self._beats is not None:
+            self._beats.cancel()
+            await asyncio.wait({self._beats})
+        await self._idle(COUNTING_S)
+        for task in self._counts:
+            task.cancel()  # booked without what is not known
+        await self._idle(BOOKING_S)
         await self._catch_up()
+        lost = sum(booking.record for booking in self._unbooked)
+        self.booked["lost"] += lost
+        if lost or self.booked["uncounted"]:
+            uncounted = self.booked["uncounted"]
+            log.warning("%d records of usage are lost, %d were booked without what was used", lost, uncounted)
+
+    async def _idle(self, seconds: float) -> None:
+        """Wait until nothing is being counted or booked, for so long at most."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._tasks:
+                    await asyncio.wait(tuple(self._tasks))
 
     async def _beat(self) -> None:
         answer = await self._ask((BEAT, ["routers"], [self._router, int(GONE_S * 1000)]))
@@ -413,7 +377,10 @@ class Accounts:
     # ---- parts ----
 
     async def _ask(self, call: Call) -> list[Any] | None:
-        return await self._trips.ask(call) if self._trips is not None else None
+        return None if self._store is None or self._store.degraded else await self._trips.ask(call)
+
+    async def _send(self, calls: Sequence[Call]) -> list[list[Any]] | None:
+        return None if self._store is None else await self._store.scripts(calls)
 
     def _local_ms(self) -> int:
         """By this the last minute is counted here. Not the time of day, which may be set back."""
@@ -478,6 +445,16 @@ class Admission:
         """It has turned out to be a turn of this program. Raises QuotaError where those are too many."""
         if self.leased and self.principal.tenant.limits.max_programs is not None:
             self.standing = await self._accounts._charge(self, Cost(0), program, lease=True)
+
+    def count(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work`, which asks what was done for the call and then ends it. A router that stops waits for that."""
+        counts, task = self._accounts._counts, self._accounts._run(work)
+        counts.add(task)
+        task.add_done_callback(counts.discard)
+
+    def uncounted(self) -> None:
+        """What was done for the call could not be learnt: its record lacks it."""
+        self._accounts.booked["uncounted"] += 1
 
     def end(self, outcome: str, usage: Usage, seconds: float, served: Served) -> None:
         """It is over, with this. Nothing is booked for what was never accepted."""

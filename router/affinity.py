@@ -288,6 +288,8 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
             if turn is not None and turn.within_s < math.inf:  # what is left of its time
                 now = replace(turn, within_s=_left(pending_request, turn))
                 pending_request.args = [now if each is turn else each for each in pending_request.args]
+            if turn is not None:
+                fleet.FLEET.sent(turn.request_id, replica.replica_id.unique_id)
             result = replica.try_send_request(pending_request, with_rejection=with_rejection)
             call = Call(replica, result)
             self._calls.add(call)

@@ -109,7 +109,7 @@ class Backend(Protocol):
         ...
 
     async def drawn(self, request_id: str) -> Usage | None:
-        """What was done for a request that was aborted, once its replica has ended it; None where none knows it."""
+        """What was done for a request that was aborted, once its replica has ended it; None where it does not say."""
         ...
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt, scope: str) -> Sequence[int]:

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 REPORTS = "reports"
 QUIET_S = 15.0  # without a message after which a channel is opened anew
+MOST_SENT = 32768  # requests whose replica is known: of those that run, and of those that have ended
 
 
 class Watcher(Protocol):
@@ -63,6 +64,8 @@ class Fleet:
         self._silent: set[str] = set()
         self._passed_by: dict[str, float] = {}  # until when
         self._expected: dict[tuple[str, Priority, bool], Expected] = {}
+        self._running: dict[str, str] = {}  # replicas of requests
+        self._ended: dict[str, str] = {}  # likewise
         self.expect: Callable[[str, str, str, float], None] = lambda replica_id, scope, program_id, seconds: None
 
     def watch(self, watcher: Watcher) -> None:
@@ -87,6 +90,20 @@ class Fleet:
         """Seconds since a replica told how it is; infinite where it never did."""
         known = self._reports.get(replica_id)
         return self.clock() - known[0] if known else math.inf
+
+    def sent(self, request_id: str, replica_id: str) -> None:
+        """A request is sent to a replica."""
+        _put(self._running, request_id, replica_id)
+
+    def ended(self, request_id: str) -> None:
+        """Nobody waits for a request any more, but its usage may be asked for."""
+        replica_id = self._running.pop(request_id, None)
+        if replica_id is not None:
+            _put(self._ended, request_id, replica_id)
+
+    def replica_of(self, request_id: str) -> str | None:
+        """Where a request was sent last; None where it was sent to no replica."""
+        return self._running.get(request_id) or self._ended.get(request_id)
 
     def refused(self, replica_id: str, request: GenerateRequest, error: ErrorInfo) -> None:
         """A replica has refused a request, of whose time so much is left, perhaps because its answer would be late."""
@@ -144,6 +161,14 @@ class Fleet:
     def _changed(self) -> None:
         for watcher in list(self._watchers):
             watcher.replicas_changed()
+
+
+def _put(requests: dict[str, str], request_id: str, replica_id: str) -> None:
+    """The latest `MOST_SENT` are kept."""
+    requests.pop(request_id, None)
+    requests[request_id] = replica_id
+    if len(requests) > MOST_SENT:
+        del requests[next(iter(requests))]
 
 
 # Trap: Serve copies the module of its request router into the process by value, so this stands in another one.

@@ -169,8 +169,9 @@ QUOTA_ROUTERS = _gauge(
 USAGE_RECORDS = _counter(
     "usage_records",
     "",
-    "Records of requests: `booked`, `again` (told twice, booked once), `lost` (more waited for Redis than fit)",
-    "Any `lost`: these are on no bill. Redis was away for too long",
+    "Records of requests: `booked`, `again` (told twice, booked once), `lost` (more waited for Redis than fit), "
+    "`uncounted` (its replica did not say what it did for a request that was cut off)",
+    "Any `lost`: they are on no bill, for Redis was away too long. Any `uncounted`: their tokens are on no bill",
     "result",
 )
 USAGE_WAITING = _gauge(

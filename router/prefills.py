@@ -23,7 +23,6 @@ from holdfast.replicas.requests import Errored, GenerateRequest
 from holdfast.replicas.types import salted
 from holdfast.router.accounts import Admission, Served
 from holdfast.router.backend import Backend, Place, Routed
-from holdfast.router.background import Background
 from holdfast.router.config import RouterConfig
 from holdfast.router.conversations import Conversations, conversation, placed_by, preamble, prompt_tokens
 from holdfast.router.drain import Drain
@@ -111,7 +110,6 @@ class PrefillEndpoints:
         self._metrics = metrics
         self._config = config
         self._drain = drain
-        self._background = Background()
         self._extending: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by handle
 
     async def create(self, request: Request) -> Response:
@@ -223,12 +221,15 @@ class PrefillEndpoints:
             try:
                 drawn = await self._backend.drawn(request_id)
             finally:
+                if drawn is None:
+                    admission.uncounted()
                 book(outcome, drawn or Usage())
 
         def booked(outcome: Outcome, failed: Usage | None) -> None:
             known = used or failed
-            cut = known is None and outcome in (Outcome.ABORTED, Outcome.FAILED)
-            if not (cut and self._background.start(count(outcome))):
+            if known is None and outcome in (Outcome.ABORTED, Outcome.FAILED):
+                admission.count(count(outcome))
+            else:
                 book(outcome, known or Usage())
 
         meter = Meter(self._metrics, "prefill")

@@ -94,10 +94,10 @@ class TurnStream:
         try:
             await self._batches.aclose()
         finally:
-            self._meter.end(Outcome.ABORTED)  # counts only where nothing ended the request before
-            if self._built.terminal is None:
-                self._on_left()
-            self.held.close()
+            with self.held:
+                self._meter.end(Outcome.ABORTED)  # counts only where nothing ended the request before
+                if self._built.terminal is None:
+                    self._on_left()
 
     def _open(self) -> None:
         self._opening = b"".join([each.opening() for each in self._encoders])

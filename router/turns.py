@@ -450,20 +450,21 @@ class Turns:
 
     def _left(self, accepted: Accepted) -> None:
         """Its end does not tell what was drawn, so that is asked. Where its client has left its tenant pays for it."""
-        if not self._background.start(self._count(accepted)):
-            accepted.report.counted(Usage())
+        accepted.admission.count(self._count(accepted))
 
     async def _count(self, accepted: Accepted) -> None:
-        drawn = []
+        others = accepted.turn.others
+        asked = ids(accepted.unique, others)
+        told: Sequence[Usage | None] = [None] * len(asked)
         try:
-            for request_id in ids(accepted.unique, accepted.turn.others):
-                used = await self._backend.drawn(request_id)
-                drawn.append(used or Usage())
-                if used is not None:
-                    accepted.meter.used(used)
-                    accepted.report.used(used)
+            told = await asyncio.gather(*map(self._backend.drawn, asked))
         finally:
-            accepted.report.counted(total(drawn, accepted.turn.others[: len(drawn) - 1]) if drawn else Usage())
+            if None in told:
+                accepted.admission.uncounted()
+            used = total([each or Usage() for each in told], others)
+            accepted.meter.used(used)
+            accepted.report.used(used)
+            accepted.report.counted(used)
 
     async def _begin(self, accepted: Accepted) -> Served:
         """The request becomes a turn of its program; what that waited for took so long."""

@@ -304,6 +304,52 @@ def test_calls_that_could_not_be_sent_in_time_tell_nothing(monkeypatch: pytest.M
     assert run(backend.status) == []
 
 
+def test_what_was_done_is_asked_of_the_replica_that_has_the_request_and_many_at_once() -> None:
+    class Counting(Handle):
+        """A replica that answers with the number of each request once it is told to."""
+
+        go_on = asyncio.Event()
+
+        def remote(self, *args: Any, **kwargs: Any) -> Any:
+            self.args.append(args)
+            self.kwargs.append(kwargs)
+            return self.answer(args[0])
+
+        async def answer(self, request_ids: list[str]) -> list[Usage]:
+            await self.go_on.wait()
+            return [Usage(completion=int(each)) for each in request_ids]
+
+    async def work() -> None:
+        handle, fleet = Counting(), Fleet()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backend_module, "FLEET", fleet)
+            backend = ServeBackend(handle)  # type: ignore[arg-type]
+            for n in range(3000):
+                fleet.sent(str(n), "a")
+            asked = [asyncio.create_task(backend.drawn(str(n))) for n in range(3000)]
+            while not handle.args:  # noqa: ASYNC110 (the first call)
+                await asyncio.sleep(0)
+            handle.go_on.set()
+            async with asyncio.timeout(60):
+                told = await asyncio.gather(*asked)
+            assert told == [Usage(completion=n) for n in range(3000)]
+            assert all(each == {HINT: Place("a", bound=True)} for each in handle.kwargs)
+            assert len(handle.args) <= 3000 // 256 + 2
+            assert await backend.drawn("sent to none") == Usage()
+
+    run(work)
+
+
+@pytest.mark.parametrize("lost", [DIED, UNAVAILABLE, UnavailableError("silent"), TimeoutError()])
+def test_what_a_replica_that_does_not_answer_has_done_is_not_known(
+    lost: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = Fleet()
+    fleet.sent("r", "a")
+    monkeypatch.setattr(backend_module, "FLEET", fleet)
+    assert run(lambda: ServeBackend(Handle([lost])).drawn("r")) is None  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("told", "ended"),
     [

@@ -584,8 +584,14 @@ def test_a_replica_is_told_what_is_left_of_a_requests_time() -> None:
         chosen = await made._choose_replica_for_request(within(turn("p", 1.0, waited_s=2.0), 10.0))
         chosen.try_send_request(within(turn("p", 1.0, waited_s=2.0), 10.0), False)
         assert sent[0].args[0].within_s == pytest.approx(8.0, abs=0.5)
+        request_id = sent[0].args[0].request_id
+        assert fleet.replica_of(request_id) == "a", "who asks what was done for it asks this replica"
+        fleet.ended(request_id)
+        assert fleet.replica_of(request_id) == "a"
 
-    asyncio.run(live())
+    fleet = Fleet()
+    with using(fleet):
+        asyncio.run(live())
 
 
 def test_why_turns_went_where_they_went_is_counted() -> None:

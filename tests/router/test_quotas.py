@@ -17,11 +17,12 @@ from waiting import until_async
 
 from holdfast.replicas.events import Usage, Work
 from holdfast.router import accounts as accounts_module
-from holdfast.router.accounts import Accounts, RoundTrips, Served
+from holdfast.router.accounts import Accounts, Served
 from holdfast.router.config import Prices, RouterConfig
 from holdfast.router.limit_headers import anthropic_headers, duration, openai_headers
 from holdfast.router.protocol.errors import Refusal, api_error
 from holdfast.router.quotas import DEVIATIONS, LEASE_S, PART_MS, QuotaError, Standing
+from holdfast.router.round_trips import RoundTrips
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 from holdfast.router.tenants import Principal, Tenant, TenantLimits
 from holdfast.router.usage import Books
@@ -124,7 +125,7 @@ class Failing:
 def test_a_round_trip_that_fails_answers_everybody_and_is_the_failure_of_the_bad_call_alone():
     async def run():
         store = Failing()
-        trips = RoundTrips(store)
+        trips = RoundTrips(store.scripts)
         asked = [asyncio.create_task(trips.ask((source, [], []))) for source in ("bad", "a", "bad", "b")]
         while not store.trips:  # noqa: ASYNC110 (the first one is on its way)
             await asyncio.sleep(0)

@@ -6,6 +6,7 @@ import io
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from itertools import count
 
 import httpx
@@ -19,12 +20,15 @@ from service_backend import SMALL, ServiceBackend
 from waiting import until_async
 
 from holdfast.replicas.config import DraftConfig
+from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.events import Usage, Work
 from holdfast.replicas.requests import Completed, TextDelta
 from holdfast.router import accounts
 from holdfast.router.accounts import Accounts
 from holdfast.router.audit import Audit
+from holdfast.router.backend import ANYWHERE
 from holdfast.router.config import RouterConfig
+from holdfast.router.drain import Drain
 from holdfast.router.protocol.admin import read_rows
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 from holdfast.router.tenant_store import TenantStore
@@ -50,7 +54,7 @@ class Router:
 
     _space = 0
 
-    def __init__(self, redis, backend=None, tenants=(), config=CONFIG, space="", audit_records=10000):
+    def __init__(self, redis, backend=None, tenants=(), config=CONFIG, space="", audit_records=10000, drain=None):
         if not space:
             Router._space += 1
         self.space = space or f"usage/{Router._space}"
@@ -68,6 +72,7 @@ class Router:
             tenant_store=self.tenants,
             books=self.books,
             audit=self.audit,
+            drain=drain,
         )
         transport = httpx.ASGITransport(self.world.app, client=("127.0.0.1", 50000))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60.0)
@@ -660,5 +665,68 @@ def test_refusals_push_no_act_out_of_the_audit_log_and_tell_no_path_as_it_was_se
                 "/v1/responses/{response_id}",
             ]
             assert sorted(entry["path"] for entry in entries[:3]) == paths
+
+    asyncio.run(run())
+
+
+class Counting(FakeBackend):
+    """What was done for requests that are cut off is told once `go_on` is set; `silent`: never."""
+
+    def __init__(self, silent=False):
+        super().__init__()
+        self.used = Usage(10, 4, 3, work=Work(6, 4, 3))
+        self.go_on = asyncio.Event()
+        self.silent = silent
+
+    async def drawn(self, request_id):
+        self.asked.append(request_id)
+        await self.go_on.wait()
+        return None if self.silent else self.used
+
+
+class Breaking(Counting):
+    async def generate(self, request, place=ANYWHERE):
+        raise UnavailableError("the replica broke")
+
+
+def test_the_usage_of_any_number_of_requests_that_are_cut_off_at_once_is_booked(redis):
+    async def run():
+        backend, n = Breaking(), 1200
+        async with Router(redis, backend, [ACME]) as router:
+            for _ in range(0, n, 100):
+                answers = await asyncio.gather(*(router.chat(headers=FRESH) for _ in range(100)))
+                assert {answer.status_code for answer in answers} == {503}
+            assert router.accounts.booked["booked"] == 0
+            backend.go_on.set()
+            await until_async(lambda: router.accounts.booked["booked"] == n)
+            [row] = await router.books.sums("acme", [datetime.now(UTC).strftime("%Y-%m")])
+            assert (row["requests"], row["input"], row["output"]) == (n, n * 10, n * 3)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("silent", [False, True])
+def test_what_a_stopping_router_cuts_off_is_booked_before_it_ends(redis, stream, silent, monkeypatch):
+    monkeypatch.setattr(accounts, "COUNTING_S", 0.1 if silent else 60.0)
+
+    async def run():
+        backend = Counting(silent)
+        backend.stall = 1
+        drain = Drain()
+        async with Router(redis, backend, [ACME], drain=drain) as router:
+            asked = asyncio.create_task(router.chat(stream=stream))
+            await until_async(backend.started.is_set)
+            drain.begin(0.0)
+            answer = await asked
+            assert answer.status_code == (200 if stream else 503)
+            await until_async(lambda: backend.asked)
+            if not silent:
+                asyncio.get_running_loop().call_later(0, backend.go_on.set)  # while it closes
+        store = RedisStore(RedisAddress(redis.url, namespace=router.space), MemoryStore(10, 1000), 5.0)
+        [record] = await Books(store).records("acme", "-", "+", 10)
+        await store.close()
+        assert (record["outcome"], record["input"], record["output"]) == ("failed", *((0, 0) if silent else (10, 3)))
+        assert router.accounts.booked["uncounted"] == silent
 
     asyncio.run(run())

@@ -35,6 +35,7 @@ from holdfast.router.app import create_app
 from holdfast.router.audit import Audit
 from holdfast.router.backend import ANYWHERE, Batch, Place, Routed
 from holdfast.router.config import RouterConfig
+from holdfast.router.drain import Drain
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.prefills import StoredPrefills
 from holdfast.router.programs import ProgramTable
@@ -180,6 +181,7 @@ class World:
     tenant_store: TenantStore | None = None
     books: Books | None = None
     audit: Audit | None = None
+    drain: Drain | None = None
 
     def __post_init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -203,6 +205,7 @@ class World:
             tenant_store=self.tenant_store,
             books=self.books,
             audit=self.audit,
+            drain=self.drain,
         )
 
     def call(self, method: str, path: str, peer: str = "127.0.0.1", **arguments: object) -> httpx.Response:

@@ -6,17 +6,18 @@ that takes long to compile keeps only those waiting who need it.
 
 import asyncio
 import atexit
+import copy
 import json
 import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from holdfast.replicas.constraints.grammar import (
@@ -31,7 +32,14 @@ from holdfast.replicas.constraints.grammar import (
     schema_grammar,
 )
 from holdfast.replicas.constraints.guard import CallGuard, CallWatch
-from holdfast.replicas.constraints.guidance import AVAILABLE, GrammarCompiler, GrammarError, GuidedMatcher, Vocabulary
+from holdfast.replicas.constraints.guidance import (
+    AVAILABLE,
+    GrammarCompiler,
+    GrammarError,
+    GuidedMatcher,
+    Vocabulary,
+    complaint,
+)
 from holdfast.replicas.constraints.lark import Schema
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import (
@@ -45,10 +53,10 @@ from holdfast.replicas.errors import (
 from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.text.calls.formats import ToolFormat
 
-TIMEOUT_S = 30.0  # the longest schema that is taken compiles in seconds, unless it was written to take longer
+TIMEOUT_S = 30.0  # the longest schema that is taken compiles in seconds
 _THREADS = 2
 _SLOW_S = 1.0  # a grammar that takes longer was written to, as a rule: it gives its place to the next one
-_SLOW_THREADS = 8  # that many of them go on beside
+_SLOW_THREADS = 16  # that many of them go on beside, two of a tenant
 _NICE = 19  # of a thread whose grammar takes long
 _NAME = "holdfast-grammar"
 _PATIENCE_S = 3.0  # of a reply that may do without its grammar, since nobody has asked for it
@@ -98,7 +106,7 @@ class Compiler:
         """A matcher at the beginning of a reply under `rule`.
 
         Each `scope` (a tenant) has its own grammars: that one is known would tell who asks what others have asked for.
-        A new grammar is compiled on the caller's thread, for milliseconds as a rule; a hostile schema takes minutes.
+        A new grammar is compiled on the caller's thread, for milliseconds as a rule; a hostile schema takes seconds.
         Nobody waits here: NotCompiledError while another thread compiles the same grammar, and on an event loop's
         thread for a new one. Raises InvalidRequestError naming the field: a schema that cannot be followed or is too
         long, calls that the model cannot write, or no library to follow anything with.
@@ -196,38 +204,116 @@ class Compiler:
             failure = error
         if rule.in_text and not rule.strict:  # nobody has asked for it: any refusal ends with the names
             with suppress(InvalidRequestError, GrammarError, ValueError):
-                return library.compile(reply_grammar(self._without_what_fails(rule, failure), forms)), True
+                return library.compile(reply_grammar(_loosened(rule, forms, failure), forms)), True
             return library.compile(reply_grammar(names_alone(rule), forms)), True
         try:
-            return library.compile(reply_grammar(self._without_what_fails(rule, failure), forms)), True
+            return library.compile(reply_grammar(_loosened(rule, forms, failure), forms)), True
         except (GrammarError, ValueError) as error:  # the others are too large together
             cause = field_of(rule)
             raise InvalidRequestError(f"'{cause}': {error}", cause) from error
 
-    def _without_what_fails(self, rule: ReplyRule, error: Exception) -> ReplyRule:
-        """`rule` with any object for the arguments of tools that are not strict and fail; raises for the others."""
-        if rule.json is not None and (why := self._complaint(rule.json)):
-            raise InvalidRequestError(f"Invalid schema in '{rule.json.field}': {why}", rule.json.field)
-        tools: list[ToolRule] = []
-        for tool in rule.tools:
-            why = self._complaint(tool.arguments, self._forms.first if self._forms is not None else None, rule.in_text)
-            if why and tool.arguments.strict:
-                field = tool.arguments.field
-                raise InvalidRequestError(f"Invalid schema for function '{tool.name}' in '{field}': {why}", field)
-            arguments = replace(tool.arguments, content=ANY_OBJECT) if why else tool.arguments
-            tools.append(replace(tool, arguments=arguments))
-        if [tool.arguments for tool in tools] == [tool.arguments for tool in rule.tools]:
-            cause = field_of(rule)  # each schema is fine alone: together they are too large
-            raise InvalidRequestError(f"'{cause}': {error}", cause)
-        return replace(rule, tools=tuple(tools))
 
-    def _complaint(self, schema: Schema, form: CallForm | None = None, free: bool = False) -> str:
-        """Why `schema` cannot be followed, of an answer or of arguments in `form`; "" where it can."""
-        try:
-            self._library.compile(schema_grammar(schema, form, free))
-        except (GrammarError, ValueError) as error:
-            return str(error)
-        return ""
+# ---- what cannot be followed ----
+
+_SEARCH_S = 10.0  # for what of a schema cannot be followed
+_PART_S = 2  # of processor time, for a part of it
+_MOST_LEFT_OUT = 16  # keywords of a schema
+_ONE_SCHEMA = ("items", "additionalProperties", "not", "contains", "propertyNames")
+_LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_Path: TypeAlias = tuple[str | int, ...]
+
+
+def _loosened(rule: ReplyRule, forms: Forms | None, error: Exception) -> ReplyRule:
+    """`rule` without the keywords that cannot be followed.
+
+    Raises InvalidRequestError for a strict schema, saying what of it cannot, and for schemas that are too large
+    together.
+    """
+    form = forms.first if forms is not None else None
+    until = time.monotonic() + _SEARCH_S
+    json_ = rule.json and _fitting(rule.json, None, rule.in_text, "", until)
+    tools = [
+        replace(tool, arguments=_fitting(tool.arguments, form, rule.in_text, f" for function '{tool.name}'", until))
+        for tool in rule.tools
+    ]
+    if json_ is rule.json and all(new.arguments is old.arguments for new, old in zip(tools, rule.tools, strict=True)):
+        cause = field_of(rule)  # each schema is fine alone: together they are too large
+        raise InvalidRequestError(f"'{cause}': {error}", cause)
+    return replace(rule, tools=tuple(tools), json=json_)
+
+
+def _fitting(schema: Schema, form: CallForm | None, free: bool, of: str, until: float) -> Schema:
+    """`schema` where it can be followed in `form`, else what remains of it without what cannot."""
+    given = schema
+    for _ in range(_MOST_LEFT_OUT):
+        if not (why := _complaint(schema, form, free)):
+            return schema
+        path, said = _culprit(schema, why, until)
+        if schema.strict:
+            where = ".".join(map(str, path))
+            message = f"Invalid schema{of} in '{schema.field}'{where and f' at {where!r}'}: {said}"
+            raise InvalidRequestError(message, schema.field)
+        if time.monotonic() > until:
+            break
+        schema = replace(schema, content=_without(schema, path, until))
+    return replace(given, content=ANY_OBJECT if of else {})
+
+
+def _complaint(schema: Schema, form: CallForm | None = None, free: bool = False, seconds: int = _PART_S) -> str:
+    """Why `schema` cannot be followed, of an answer or of arguments in `form`; "" where it can."""
+    try:
+        return complaint(schema_grammar(schema, form, free), seconds)
+    except ValueError as error:
+        return str(error)
+
+
+def _culprit(schema: Schema, why: str, until: float) -> tuple[_Path, str]:
+    """The innermost part of `schema` that cannot be followed, and why."""
+    path: _Path = ()
+    part: Any = schema.content
+    while time.monotonic() < until:
+        for place, inner in _parts(part):
+            if isinstance(inner, Mapping) and (said := _complaint(schema.part(inner))):
+                path, part, why = (*path, *place), inner, said
+                break
+        else:
+            break
+    return path, why
+
+
+def _parts(node: Mapping[str, Any]) -> Iterator[tuple[_Path, Any]]:
+    """The schemas in a schema, and where they are."""
+    for key, value in node.items():
+        if key in _NAMED and isinstance(value, Mapping):
+            yield from (((key, name), inner) for name, inner in value.items())
+        elif key in _LISTED and isinstance(value, Sequence):
+            yield from (((key, index), inner) for index, inner in enumerate(value))
+        elif key in _ONE_SCHEMA:
+            yield (key,), value
+
+
+def _without(schema: Schema, path: _Path, until: float) -> Mapping[str, Any]:
+    """The content of `schema` without the keyword at `path` that cannot be followed."""
+    if not path:
+        return _kept(schema, schema.content, until)
+    content: Any = copy.deepcopy(schema.content)
+    holder = content
+    for step in path[:-1]:
+        holder = holder[step]
+    holder[path[-1]] = _kept(schema, holder[path[-1]], until)
+    return cast(Mapping[str, Any], content)
+
+
+def _kept(schema: Schema, node: Mapping[str, Any], until: float) -> Mapping[str, Any]:
+    """`node` without one keyword, the first without which it can be followed; else its type alone, or nothing of it."""
+    for key in node:
+        if key != "type" and time.monotonic() < until:
+            rest = {other: value for other, value in node.items() if other != key}
+            if not _complaint(schema.part(rest)):
+                return rest
+    alone = {"type": node["type"]} if "type" in node else {}
+    return {} if alone == node or _complaint(schema.part(alone)) else alone
 
 
 def field_of(rule: ReplyRule) -> str:
@@ -278,10 +364,10 @@ def _on_event_loop() -> bool:
 class CompilerThreads:
     """Threads that do nothing but compile, so that only requests with a new grammar wait for them.
 
-    What is being compiled cannot be stopped, and a schema of a few hundred characters may take minutes. So a tenant has
-    one thread at most, one that takes long makes room for others and lets them go first, nobody waits for ever, and the
-    end of the process waits for seconds only. Used from one event loop. `timeout_s`: how long a request waits for its
-    grammar, its place included.
+    A hostile schema takes seconds until its trial is ended. So a tenant has one thread at most beside one that takes
+    long; a thread that takes long makes room for others and lets them go first; nobody waits for ever, and the end of
+    the process waits for seconds only. Used from one event loop. `timeout_s`: how long a request waits for its grammar,
+    its place included.
     """
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
@@ -289,12 +375,13 @@ class CompilerThreads:
         self._places = asyncio.Semaphore(_THREADS)
         self._n_slow = 0
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of those who wait or compile
+        self._slow: set[str] = set()  # tenants with a slow grammar that has left them their turn
         self._closed = False
 
     async def run(self, ask: Callable[[], Found], scope: str | None = None) -> Found:
         """What `ask` returns or raises: at once where it knows the grammar, else from a thread that compiles it.
 
-        New grammars of one `scope` (tenant) are compiled one after the other, None being a scope of its own each time;
+        New grammars of one `scope` (tenant) come one after the other, None being a scope of its own each time;
         whoever asks for one in the making waits for it without a thread. A caller that is cancelled before its turn
         leaves the queue. Raises OverloadedError after `timeout_s`, what was begun going on by itself, and
         UnavailableError once closed. For a guarantee that nobody has asked for (field "tools") less time is given.
@@ -324,30 +411,36 @@ class CompilerThreads:
         self._closed = True
 
     async def _on_thread(self, ask: Callable[[], Found], scope: str | None) -> Found:
-        turn = asyncio.Lock() if scope is None else self._turns.setdefault(scope, asyncio.Lock())
-        place = ExitStack()
+        lock = asyncio.Lock() if scope is None else self._turns.setdefault(scope, asyncio.Lock())
+        place, turn, room = ExitStack(), ExitStack(), ExitStack()
+        place.callback(turn.close)
+        place.callback(room.close)
         try:
-            await turn.acquire()  # first, so that a tenant has one request at most in the queue of all
-            place.callback(turn.release)
+            await lock.acquire()  # first, so that a tenant has one request at most in the queue of all
+            turn.callback(lock.release)
             await self._places.acquire()
-            room = ExitStack()
             room.callback(self._places.release)
-            place.callback(room.close)
             self._check()
             thread, result = _started(ask, place.close)
         except BaseException:
             place.close()
             raise
-        asyncio.get_running_loop().call_later(_SLOW_S, self._make_room, room, thread)
+        asyncio.get_running_loop().call_later(_SLOW_S, self._make_room, room, turn, thread, scope)
         return await asyncio.wrap_future(result)
 
-    def _make_room(self, room: ExitStack, thread: threading.Thread) -> None:
-        """A thread that still compiles leaves its place among the first, if it finds one among the slow."""
+    def _make_room(self, room: ExitStack, turn: ExitStack, thread: threading.Thread, scope: str | None) -> None:
+        """A thread that still compiles leaves its place among the first, if it finds one among the slow. The first slow
+        one of a tenant lets the tenant's next one begin as well.
+        """
         if not thread.is_alive() or self._n_slow == _SLOW_THREADS:
             return
         room.close()
         self._n_slow += 1
         room.callback(self._one_slow_less)
+        if scope is not None and scope not in self._slow:
+            turn.close()
+            self._slow.add(scope)
+            turn.callback(self._slow.discard, scope)
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, _NICE)
 

@@ -1,9 +1,10 @@
-"""The one file that knows llguidance: a model's vocabulary and a grammar in the library's Lark dialect to a matcher.
+"""What knows llguidance, beside `trial`: a vocabulary and a grammar in the library's Lark dialect to a matcher.
 
 The library works masks out as they are asked for, keeps its state on this side, and can go back, which drafts need.
 Not here: what a grammar says (`grammar`), and when it is compiled (`compiler`).
 """
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from holdfast.replicas.constraints.matcher import Bits
+from holdfast.replicas.constraints.trial import Trials
 from holdfast.replicas.text.decode import Pieces
 
 try:
@@ -80,8 +82,35 @@ class Vocabulary:
         return ids
 
 
+# A schema may be hostile, and masks are worked out on the engine's thread: with these one takes a few milliseconds,
+# where the library's own limits allow hundreds. A reply whose grammar needs more fails.
+_LIMITS: dict[str, Any] = {
+    "step_lexer_fuel": 20_000,
+    "step_max_items": 10_000,
+    "max_lexer_states": 20_000,
+    "verbose_errors": False,
+}
+_TRIALS = Trials(_LIMITS)
+LONGEST_S = 3  # of processor time, that a grammar may take to compile: long ones take one or two
+_PLACE = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?")
+
+
 class GrammarError(Exception):
     """A grammar that the library does not take, in its words."""
+
+
+def complaint(lark: str, seconds: int) -> str:
+    """Why the grammar `lark` is not taken, or takes longer than `seconds`; "" where it is. Any thread may ask."""
+    found = _TRIALS.complaint(lark, seconds)
+    return _reason(found) if found else ""
+
+
+def _reason(error: str) -> str:
+    """The library's error without what it shows of the grammar."""
+    first, *lines = error.splitlines()
+    first = _PLACE.sub("", first, count=1)
+    why = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return f"the pattern {lines[0].strip()!r} cannot be read: {why[0]}" if why else first
 
 
 class GrammarCompiler:
@@ -92,23 +121,20 @@ class GrammarCompiler:
         self._tokenizer = LLTokenizer(wrapper, eos_token=vocabulary.eos)
         self._letter = list(vocabulary.encode("a"))[:1]
         self._words = (len(vocabulary.tokens) + 31) // 32
-        # A schema may be hostile, and masks are worked out on the engine's thread: with these one takes a few
-        # milliseconds, where the library's own limits allow hundreds. A reply whose grammar needs more fails.
-        self._limits = LLParserLimits(
-            step_lexer_fuel=20_000, step_max_items=10_000, max_lexer_states=20_000, verbose_errors=False
-        )
+        self._limits = LLParserLimits(**_LIMITS)
 
     def compile(self, lark: str) -> "GuidedMatcher":
-        """A matcher at the beginning of the grammar `lark`. Takes milliseconds, seconds for large schemas,
-        and minutes for small ones that were written for it. Nothing stops it.
+        """A matcher at the beginning of the grammar `lark`. Takes milliseconds, seconds for large schemas.
 
-        Raises GrammarError.
+        What was written to take minutes is found out in another process first, which is ended. Raises GrammarError.
         """
+        if why := complaint(lark, LONGEST_S):
+            raise GrammarError(why)
         matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0, limits=self._limits)
         if not matcher.is_error():
             self._warm(matcher)
         if matcher.is_error():
-            raise GrammarError(matcher.get_error().splitlines()[0])
+            raise GrammarError(_reason(matcher.get_error()))
         return GuidedMatcher(matcher, self._words)
 
     def _warm(self, matcher: "LLMatcher") -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from holdfast.replicas.constraints import compiler as compiling
+from holdfast.replicas.constraints import guidance
 from holdfast.replicas.constraints.compiler import Compiler, CompilerThreads, NotCompiledError
 from holdfast.replicas.constraints.grammar import ReplyRule, reply_rule
 from holdfast.replicas.constraints.guard import CallGuard
@@ -243,7 +244,64 @@ def test_where_it_is_not_strict_what_is_unknown_is_left_out(hermes: Compiler) ->
     loose = asks(tools=[tool("f", REMOTE), tool("g", NEVER)], tool_choice="required")
     assert loose is not None
     assert not hermes.matcher(loose).failed
-    assert refused(hermes, output=JsonOutput(NEVER)).field == "response_format.json_schema.schema"
+    loose = asks(output=JsonOutput(NEVER))
+    assert loose is not None
+    assert not hermes.matcher(loose).failed
+
+
+LOOKAHEAD = {"type": "string", "pattern": "^(?=.*x).+$", "maxLength": 3}
+PARTLY = {
+    "type": "object",
+    "properties": {"a": LOOKAHEAD, "b": {"type": "array", "items": {"anyOf": [LOOKAHEAD, {"type": "integer"}]}}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+def test_one_rule_leaves_out_of_answers_and_calls_what_cannot_be_followed(hermes: Compiler) -> None:
+    """The keyword alone: what else a loose schema says is kept."""
+    call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+    for fields, frame in (
+        ({"output": JsonOutput(PARTLY)}, "%s"),
+        ({"tools": [tool("f", PARTLY)], "tool_choice": "required"}, call),
+        ({"tools": [tool("f", PARTLY)]}, call),
+    ):
+        rule = asks(**fields)
+        assert rule is not None
+        matcher = hermes.matcher(rule)
+        held = matcher.calls if isinstance(matcher, CallGuard) else matcher
+        for text, right in (
+            ('{"a": "b", "b": ["c", 1]}', True),
+            ('{"a": 1, "b": []}', False),
+            ('{"a": "abcd", "b": []}', False),
+            ('{"a": "b", "b": [null]}', False),
+            ('{"a": "b"}', False),
+        ):
+            ids = hermes._vocabulary.encode(frame % text)
+            assert (held.accepts(ids) == len(ids)) is right, (fields, text)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        ("(?<=x)y", "look-around, including look-ahead and look-behind, is not supported"),
+        ("a(", "unclosed group"),
+        (r"(a)\1", "backreferences are not supported"),
+    ],
+)
+def test_an_error_says_where_a_strict_pattern_is_and_what_is_wrong_with_it(
+    hermes: Compiler, pattern: str, why: str
+) -> None:
+    inner = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
+    schema = {"type": "object", "properties": {"list": {"type": "array", "items": inner}}}
+    place = "at 'properties.list.items.properties.a'"
+    field = "response_format.json_schema.schema"
+    error = refused(hermes, output=JsonOutput(schema, strict=True))
+    assert error.message == f"Invalid schema in '{field}' {place}: the pattern {pattern!r} cannot be read: {why}"
+    field = "tools.0.function.parameters"
+    error = refused(hermes, tools=[tool("f", schema, strict=True)])
+    assert error.message.startswith(f"Invalid schema for function 'f' in '{field}' {place}: the pattern")
+    assert (error.field, error.message.rpartition(": ")[2]) == (field, why)
 
 
 def test_tools_that_are_too_large_together_name_a_field(hermes: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +353,7 @@ def test_without_the_library_only_requests_that_need_it_fail(hermes: Compiler, m
 
 # ---- threads ----
 
-PATIENT = 20.0
+PATIENT = 120.0
 
 
 def about(name: str) -> ReplyRule:
@@ -357,7 +415,9 @@ def test_those_who_ask_for_one_grammar_take_one_thread(slow: Slow) -> None:
     assert slow.compiler.compiled == 3
 
 
-def test_a_tenant_has_one_thread_at_most(slow: Slow) -> None:
+def test_a_tenant_has_one_thread_at_most(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_SLOW_S", PATIENT)
+
     async def scenario(slow: Slow) -> None:
         threads = CompilerThreads()
         own = [asyncio.create_task(slow.run(threads, f"slow {number}", "a")) for number in range(4)]
@@ -379,21 +439,65 @@ def test_tenants_with_grammars_that_are_never_ready_hold_up_no_others(
 
     async def scenario(slow: Slow) -> None:
         threads = CompilerThreads()
-        hostile = [asyncio.create_task(slow.run(threads, f"slow {scope}", scope)) for scope in "abcde"]
+        hostile = [
+            asyncio.create_task(slow.run(threads, f"slow {i} {scope}", scope)) for i in "12" for scope in "abcde"
+        ]
         for _ in hostile:
             await begun(slow)
+        while threads._n_slow < len(hostile):  # noqa: ASYNC110 (nothing tells of it)
+            await asyncio.sleep(0.001)
         compilers = [each for each in threading.enumerate() if each.name == compiling._NAME]
         assert max(os.getpriority(os.PRIO_PROCESS, each.native_id or 0) for each in compilers) == 19
         again = [asyncio.create_task(slow.run(threads, f"slow {scope}, again", scope)) for scope in "abcde"]
         for scope in "fgh":
             assert not (await slow.run(threads, f"other {scope}", scope)).failed
-        assert not slow.begun.acquire(blocking=False), "one thread of each tenant, as before"
+        assert not slow.begun.acquire(blocking=False), "two slow ones of a tenant"
         slow.release.set()
         await asyncio.gather(*hostile, *again)
         while threads._n_slow:  # noqa: ASYNC110 (nothing tells of it)
             await asyncio.sleep(0.001)
 
     slow.runs(scenario)
+
+
+HOSTILE = {
+    "type": "object",
+    "properties": {
+        "a": {"allOf": [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrstuv"]}
+    },
+    "required": ["a"],
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_grammar_that_would_take_minutes_is_ended_and_holds_up_no_other(
+    hermes: Compiler, monkeypatch: pytest.MonkeyPatch, strict: bool
+) -> None:
+    monkeypatch.setattr(guidance, "LONGEST_S", 1)
+    monkeypatch.setattr(compiling, "_PART_S", 1)
+    monkeypatch.setattr(compiling, "_SLOW_S", 0.1)
+    rules = [asks(output=JsonOutput(schema, strict=strict)) for schema in (HOSTILE, GOOD)]
+
+    async def scenario() -> None:
+        threads = CompilerThreads(PATIENT)
+        hostile, other = (
+            asyncio.create_task(threads.run(partial(hermes.matcher, rule), "tenant"))
+            for rule in rules
+            if rule is not None
+        )
+        assert not (await other).failed
+        assert not hostile.done(), "the tenant's next one does not wait for its end"
+        if not strict:
+            ids = hermes._vocabulary.encode('{"a": "x')
+            assert (await hostile).accepts(ids) == len(ids)
+            return
+        with pytest.raises(InvalidRequestError, match=r"at 'properties\.a': it takes too long to compile") as caught:
+            await hostile
+        assert caught.value.field == "response_format.json_schema.schema"
+
+    asyncio.run(scenario())
+    assert len(guidance._TRIALS._idle) <= 2
+    assert all(process.poll() is None for process in guidance._TRIALS._idle), "those that are kept answer again"
 
 
 def test_nobody_waits_for_ever_for_a_thread_or_a_grammar(slow: Slow) -> None:

@@ -8,7 +8,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from holdfast.replicas.errors import ErrorInfo, UnavailableError
+from holdfast.replicas.errors import ErrorInfo, HoldfastError, UnavailableError
 from holdfast.replicas.events import Started, Usage
 from holdfast.replicas.requests import Answer, Completed, Errored, Piece, ReasoningDelta, TextDelta, ToolCallDelta
 from holdfast.router.backend import Backend
@@ -178,7 +178,7 @@ class MessagesFormat:
         body = await self._guard.read(request, read_messages)
         card = find_model(body.model, arrival.models)
         translated = chat_prompt(body)
-        turn = check_length(messages_turn(body, translated.prompt, card))
+        turn = check_length(messages_turn(body, translated, card))
         return MessagesExchange(body, arrival, turn, ", ".join(translated.skipped))
 
 
@@ -198,7 +198,10 @@ class CountTokens:
             find_model(body.model, models)
             translated = chat_prompt(body)
             answer_headers(request).skipped = ", ".join(translated.skipped)
-            tokens = await self._backend.tokenize(translated.prompt, tenant.name)
+            try:
+                tokens = await self._backend.tokenize(translated.prompt, tenant.name)
+            except HoldfastError as error:
+                raise translated.fields.error(error) from error
             return json_response(orjson.dumps({"input_tokens": len(tokens)}))
 
 

@@ -9,7 +9,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from holdfast.replicas.errors import ContextLengthError, InvalidRequestError, UnavailableError
+from holdfast.replicas.errors import ContextLengthError, HoldfastError, InvalidRequestError, UnavailableError
 from holdfast.replicas.requests import Answer, ChatPrompt, ModelCard
 from holdfast.router.answers import pieces_of
 from holdfast.router.backend import Backend
@@ -149,25 +149,26 @@ class ResponsesFormat:
         translate = compaction_turn if asked.compacts else responses_turn
         turn, skipped = translate(asked.body, asked.translated, card)
         if asked.body.truncation == "auto" and isinstance(turn.prompt, ChatPrompt):
-            turn = replace(turn, prompt=await self._fitted(turn.prompt, turn.model.context_length, arrival.tenant))
+            turn = await self._fitted(turn, turn.prompt, arrival.tenant)
         return ResponseExchange(asked, arrival, check_length(turn), ", ".join(skipped), self._stored)
 
-    async def _fitted(self, prompt: ChatPrompt, room: int, tenant: str) -> ChatPrompt:
-        """`prompt` without as many of its oldest exchanges as it takes to fit, and to leave room for a reply.
+    async def _fitted(self, turn: Turn, prompt: ChatPrompt, tenant: str) -> Turn:
+        """`turn` without as many of the oldest exchanges of its `prompt` as it takes to fit, and to leave room for a
+        reply.
 
         What stands before the first user's message stays, and so does the last exchange, whether it fits or not.
         """
-        messages = prompt.messages
+        messages, fields = prompt.messages, turn.fields.messages
         begins = [index for index, message in enumerate(messages) if message["role"] == "user"]
         if not begins:
-            return prompt
+            return turn
 
         def without(n: int) -> ChatPrompt:
             return replace(prompt, messages=[*messages[: begins[0]], *messages[begins[n] :]])
 
         async def fits(n: int) -> bool:
             try:
-                return len(await self._backend.tokenize(without(n), tenant)) < room
+                return len(await self._backend.tokenize(without(n), tenant)) < turn.model.context_length
             except ContextLengthError:
                 return False
 
@@ -178,7 +179,9 @@ class ResponsesFormat:
                 most = n
             else:
                 least = n + 1
-        return without(least)
+        if fields is not None:
+            fields = [*fields[: begins[0]], *fields[begins[least] :]]
+        return replace(turn, prompt=without(least), fields=replace(turn.fields, messages=fields))
 
 
 class CompactionFormat:
@@ -248,7 +251,10 @@ class CountInput:
             asked = await _with_chain(self._stored, body, Arrival(tenant.name, "counted", 0, models))
             turn, skipped = responses_turn(body, asked.translated, find_model(body.model, models))
             answer_headers(request).skipped = ", ".join(skipped)
-            tokens = await self._backend.tokenize(turn.prompt, tenant.name)
+            try:
+                tokens = await self._backend.tokenize(turn.prompt, tenant.name)
+            except HoldfastError as error:
+                raise turn.fields.error(error) from error
             return json_response(orjson.dumps({"object": "response.input_tokens", "input_tokens": len(tokens)}))
 
 

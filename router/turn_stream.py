@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from starlette.responses import Response
 
@@ -15,6 +16,7 @@ from holdfast.router.drain import Drain
 from holdfast.router.event_stream import ClientGoneError, EventStream
 from holdfast.router.metrics import Meter, Outcome
 from holdfast.router.protocol.errors import ReplyError
+from holdfast.router.protocol.fields import CHAT_FIELDS, FieldNames
 from holdfast.router.streaming import COMMENT, Encoder
 
 log = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ class TurnStream:
     what they are once `on_answer` is done.
 
     Call `start` first. What `held` holds is given back in `close`, as is the replica's generator. `encoders` write the
-    answers of a request, one each.
+    answers of a request, one each. `fields` are the names by which errors tell the request's own.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class TurnStream:
         on_left: Callable[[], None] = lambda: None,
         on_cut: Callable[[], None] = lambda: None,
         kept: Callable[[bytes], bytes] = lambda events: events,
+        fields: FieldNames = CHAT_FIELDS,
     ) -> None:
         self.replica_id = ""
         self.held = ExitStack()
@@ -55,6 +58,7 @@ class TurnStream:
         self._on_left = on_left
         self._on_cut = on_cut
         self._kept = kept
+        self._fields = fields
         self._built = AnswerBuilder()
         self._opening: bytes | None = None
 
@@ -119,7 +123,10 @@ class TurnStream:
         built = self._built
         if not isinstance(batch.pieces[-1], Started):
             self._meter.first_token()
-        events = self._encoders[batch.choice].encode(batch.pieces)
+        pieces, last = batch.pieces, batch.pieces[-1]
+        if isinstance(last, Errored):
+            pieces = (*pieces[:-1], replace(last, error=self._fields.info(last.error)))
+        events = self._encoders[batch.choice].encode(pieces)
         if batch.choice:
             return events
         built.add(batch.pieces)
@@ -140,7 +147,7 @@ class TurnStream:
         if not isinstance(error, ReplyError):
             self._on_cut()
         self._meter.failed(error)
-        return self._encoders[0].failed(error.info)
+        return self._encoders[0].failed(self._fields.info(error.info))
 
 
 class LateStream:

@@ -211,11 +211,17 @@ class Turns:
         return EventStream(late, None, self._config.stall_s, SILENCE_S)
 
     async def _answer(self, request: Request, served: Served, held: ExitStack) -> Response:
-        """The answer from the cache, or else of a replica; a stream takes with it what is `held`."""
-        found = await self._look_up(request, served.accepted, held)
-        if isinstance(found, Found):
-            return await self._repeat(request, served, found)
-        return await self._ask(request, replace(served, lead=found), held)
+        """The answer from the cache, or else of a replica; a stream takes with it what is `held`.
+
+        Raises HoldfastError that names the request's own fields.
+        """
+        try:
+            found = await self._look_up(request, served.accepted, held)
+            if isinstance(found, Found):
+                return await self._repeat(request, served, found)
+            return await self._ask(request, replace(served, lead=found), held)
+        except HoldfastError as error:
+            raise served.accepted.turn.fields.error(error) from error.__cause__
 
     async def _accept(
         self,
@@ -422,6 +428,7 @@ class Turns:
             leave,
             cut,
             accepted.exchange.kept,
+            accepted.turn.fields,
         )
         with self._paid(accepted):
             try:

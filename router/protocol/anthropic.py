@@ -32,6 +32,7 @@ from holdfast.router.protocol.body import (
 from holdfast.router.protocol.chat import ChatBody
 from holdfast.router.protocol.completions import CompletionBody
 from holdfast.router.protocol.errors import ApiError, api_error
+from holdfast.router.protocol.fields import FieldNames
 from holdfast.router.protocol.kv_hints import KvHints, check_ranges, read_hints
 from holdfast.router.protocol.messages import Parameters, Tool, ToolName, check_tools, left_out, system_text
 from holdfast.router.protocol.output import Effort, tool_choice
@@ -229,29 +230,37 @@ def _decode(raw: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """A prompt, and the fields and types of tools and blocks that were left out of it."""
+    """A prompt, the fields and types of tools and blocks that were left out of it, and what errors call its fields."""
 
     prompt: ChatPrompt
     skipped: tuple[str, ...]
+    fields: FieldNames
 
 
 def chat_prompt(body: CountBody) -> Translated:
     """The prompt that `body` stands for. Raises InvalidRequestError, naming the field."""
     reader = _BlockReader()
+    messages: list[str] = []  # the field that each message of the chat comes from
     system = "\n".join(_texts(body.system, "system"))
     if system:
         reader.messages.append({"role": "system", "content": system_text(system)})
+        messages.append("system")
     for index, message in enumerate(body.messages):
         reader.read(message, f"messages.{index}")
+        messages += [f"messages.{index}"] * (len(reader.messages) - len(messages))
     if not reader.messages:
         raise InvalidRequestError("'messages' has nothing that a model can read", "messages")
     if body.messages[-1]["role"] == "assistant":
         where = f"messages.{len(body.messages) - 1}"
         raise InvalidRequestError(f"'{where}': a reply that is begun by its request is not supported", f"{where}.role")
-    tools, fields, skipped = _tools(body.tools)
-    check_tools(tools, fields)
+    tools, tool_fields, skipped = _tools(body.tools)
+    fields = FieldNames(_BEGINNINGS, tool_fields, messages, "input_schema")
     given = body.tool_choice
-    choice = tool_choice(_chat_choice(given), [tool["function"]["name"] for tool in tools])
+    try:
+        check_tools(tools)
+        choice = tool_choice(_chat_choice(given), [tool["function"]["name"] for tool in tools])
+    except InvalidRequestError as error:
+        raise fields.error(error) from None
     format_ = body.output_config.get("format")
     prompt = ChatPrompt(
         messages=reader.messages,
@@ -263,7 +272,17 @@ def chat_prompt(body: CountBody) -> Translated:
         output=JsonOutput(format_["schema"], strict=True) if format_ else None,
     )
     unknown = [*(word(name) for name in body.model_extra or ()), *sorted(_unknown_fields(body))]
-    return Translated(prompt, tuple(dict.fromkeys((*unknown, *skipped, *reader.skipped)))[:MOST_WORDS])
+    return Translated(prompt, tuple(dict.fromkeys((*unknown, *skipped, *reader.skipped)))[:MOST_WORDS], fields)
+
+
+_BEGINNINGS: Mapping[str, str] = {
+    "tool_choice.function": "tool_choice",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "stop": "stop_sequences",
+}
+"""What fields of a chat completion are called here."""
 
 
 def _template_arguments(body: CountBody) -> Mapping[str, Any]:
@@ -337,7 +356,7 @@ class _BlockReader:
                 said.append(_text(block, f"{where}.{index}"))
                 continue
             self._say(said)
-            call_id = block.get("tool_use_id")
+            call_id = _member(block, "tool_use_id", f"{where}.{index}")
             if call_id not in self._calls:
                 field = f"{where}.{index}.tool_use_id"
                 raise InvalidRequestError(f"'{field}': no earlier message has a tool_use {call_id!r}", field)
@@ -453,7 +472,7 @@ def _chat_choice(given: Choice) -> str | Mapping[str, Any]:
     return "required" if given["type"] == "any" else given["type"]
 
 
-def messages_turn(body: MessagesBody, prompt: ChatPrompt, card: ModelCard) -> Turn:
+def messages_turn(body: MessagesBody, translated: Translated, card: ModelCard) -> Turn:
     """The turn that is asked for. Raises InvalidRequestError, naming the field."""
     user = body.metadata.get("user_id")
     given = {name: getattr(body, name) for name in SamplingBody.model_fields if name in body.model_fields_set}
@@ -473,8 +492,8 @@ def messages_turn(body: MessagesBody, prompt: ChatPrompt, card: ModelCard) -> Tu
     plain = with_defaults(plain, card)
     sampling = build_sampling(plain, card, None, body.max_tokens, "max_tokens")
     hints = read_hints(body.kv_hints)
-    check_ranges(hints, len(prompt.messages))
-    return replace(build_turn(plain, prompt, card, sampling), hints=hints)
+    check_ranges(hints, len(translated.prompt.messages))
+    return replace(build_turn(plain, translated.prompt, card, sampling), hints=hints, fields=translated.fields)
 
 
 # ---- the answer ----

@@ -245,7 +245,7 @@ def _translate(model: type[Body], details: Sequence[ErrorDetails], given: Mappin
     if detail["type"] == "missing":  # perhaps because of a misspelling, which says more
         detail = next((item for item in details if item["type"] == "extra_forbidden"), detail)
     kind = detail["type"]
-    path = _path(detail["loc"], given)
+    path = _path(detail["loc"], given, missing=kind == "missing")
     if kind == "extra_forbidden":
         return InvalidRequestError(f"Unrecognized request argument supplied: {path}{_nearest(model, path)}", path)
     if kind == "missing":
@@ -260,8 +260,11 @@ def _translate(model: type[Body], details: Sequence[ErrorDetails], given: Mappin
     return InvalidRequestError(f"Invalid value for '{path}': {message[:1].lower()}{message[1:]}", path)
 
 
-def _path(location: Sequence[int | str], given: object) -> str:
-    """`location` without the names of union branches, which pydantic mixes in and a client never wrote."""
+def _path(location: Sequence[int | str], given: object, *, missing: bool) -> str:
+    """`location` without the names of union branches, which pydantic mixes in and a client never wrote.
+
+    The last step of a `missing` field is not in what was `given`.
+    """
     parts: list[str] = []
     here = given
     for index, step in enumerate(location):
@@ -270,7 +273,7 @@ def _path(location: Sequence[int | str], given: object) -> str:
             here = here[step]
         elif isinstance(here, list) and isinstance(step, int):
             here = here[step]
-        elif not (last and isinstance(here, dict)):  # the last step of a missing field is not in the input
+        elif not (last and missing):
             continue
         parts.append(str(step))
     return ".".join(parts)

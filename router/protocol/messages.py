@@ -228,16 +228,13 @@ def _plain_tool(tool: Tool) -> Mapping[str, Any]:
     return {"type": "function", "function": known}
 
 
-def check_tools(tools: Sequence[Tool], fields: Sequence[str] | None = None) -> None:
-    """Raises InvalidRequestError unless names are well formed and unique and parameters describe an object.
-
-    `fields` is where in the request each of them stands, where that is not as in chat.
-    """
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Raises InvalidRequestError unless names are well formed and unique and parameters describe an object."""
     seen: set[str] = set()
     for index, tool in enumerate(tools):
         function = tool["function"]
         name = function["name"]
-        where = f"tools.{index}.function" if fields is None else fields[index]
+        where = f"tools.{index}.function"
         if not TOOL_NAME.fullmatch(name):
             raise InvalidRequestError(f"Invalid '{where}.name': {name!r} is not [a-zA-Z0-9_-]{{1,64}}", f"{where}.name")
         if name in seen:

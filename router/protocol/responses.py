@@ -33,6 +33,7 @@ from holdfast.router.protocol.declared_tools import (
     is_function,
     is_namespace,
 )
+from holdfast.router.protocol.fields import FieldNames
 from holdfast.router.protocol.kv_hints import KvHints, check_ranges, read_hints
 from holdfast.router.protocol.messages import Parameters, ToolName, check_tools, left_out, system_text
 from holdfast.router.protocol.output import (
@@ -415,11 +416,12 @@ PREFIXES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """A prompt with its `tools`, and the types of items that were left out of it."""
+    """A conversation's messages and `tools`, the types of items that were left out, and the messages' `fields`."""
 
     messages: list[dict[str, Any]]
     skipped: tuple[str, ...]
     tools: DeclaredTools
+    fields: list[str]
 
 
 def chat_messages(
@@ -438,15 +440,19 @@ def chat_messages(
     known = {item["id"]: item for item in history if "id" in item and item["type"] != "item_reference"}
     tools = tools or DeclaredTools()
     reader = _ItemReader(reveal, known, tools)
+    fields: list[str] = []
     if instructions:
         reader.messages.append({"role": "system", "content": system_text(instructions)})
+        fields.append("instructions")
     for item in history:
         reader.read(item, "previous_response_id")
+    fields += ["previous_response_id"] * (len(reader.messages) - len(fields))
     for index, item in enumerate(own):
         reader.read(item, f"input.{index}")
+        fields += [f"input.{index}"] * (len(reader.messages) - len(fields))
     if not reader.messages:
         raise InvalidRequestError("'input' has no item that a model can read", "input")
-    return Translated(reader.messages, tuple(dict.fromkeys(reader.skipped)), tools)
+    return Translated(reader.messages, tuple(dict.fromkeys(reader.skipped)), tools, fields)
 
 
 class _ItemReader:
@@ -559,6 +565,7 @@ def _text(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
     texts: list[str] = []
     for index, part in enumerate(content):
         kind = part.get("type")
+        kind = kind if isinstance(kind, str) else None
         text = part.get("text") if kind in TEXT_PARTS else part.get("refusal") if kind == "refusal" else None
         if not isinstance(text, str):
             field = f"{where}.{index}"
@@ -571,8 +578,14 @@ def responses_turn(body: ResponsesBody, translated: Translated, card: ModelCard)
     """The turn, and all that was left out. Raises InvalidRequestError or ContextLengthError, naming the field."""
     declared = translated.tools
     tools = [each.function() for each in declared.tools]
-    check_tools(tools, [each.field for each in declared.tools])
-    choice = tool_choice(_chat_choice(body.tool_choice, declared), [each.shown for each in declared.tools])
+    whole = isinstance(body.input, str)  # one message, and no item
+    messages = ["input" if whole and each.startswith("input.") else each for each in translated.fields]
+    fields = FieldNames(_BEGINNINGS, [each.field for each in declared.tools], messages)
+    try:
+        check_tools(tools)
+        choice = tool_choice(_chat_choice(body.tool_choice, declared), [each.shown for each in declared.tools])
+    except InvalidRequestError as error:
+        raise fields.error(error) from None
     prompt = ChatPrompt(
         messages=translated.messages,
         tools=tuple(tools),
@@ -587,11 +600,23 @@ def responses_turn(body: ResponsesBody, translated: Translated, card: ModelCard)
     sampling = build_sampling(body, card, wanted, body.max_output_tokens, "max_output_tokens")
     hints = read_hints(body.kv_hints)
     check_ranges(hints, len(prompt.messages))
-    turn = replace(build_turn(body, prompt, card, sampling), hints=hints)
+    turn = replace(build_turn(body, prompt, card, sampling), hints=hints, fields=fields)
     # The response that it goes on with names the program itself (`Exchange.program`).
     turn = replace(turn, ids=replace(turn.ids, previous_response_id=None))
     left_out = (*declared.skipped, *translated.skipped, *sorted(unknown_fields(body)), *turn.skipped)
     return turn, tuple(dict.fromkeys(left_out))[:MOST_WORDS]
+
+
+_BEGINNINGS: Mapping[str, str] = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "tool_choice.function": "tool_choice",
+    "tool_choice.allowed_tools": "tool_choice",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""What fields of a chat completion are called here."""
 
 
 def _effort(body: ResponsesBody) -> str | None:

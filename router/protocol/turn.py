@@ -17,6 +17,7 @@ from holdfast.replicas.requests import ChatPrompt, ModelCard, RawPrompt, Session
 from holdfast.replicas.types import Priority
 from holdfast.router.protocol.body import NULL_IS_ABSENT, Body, Lenient, one_or_many, word
 from holdfast.router.protocol.errors import Refusal, RefusedError
+from holdfast.router.protocol.fields import CHAT_FIELDS, FieldNames
 
 MAX_STOPS = 16
 MAX_CHOICES = 16
@@ -112,7 +113,8 @@ class Turn:
     the answers that it asks for besides the one to `prompt`. `skipped`: the unknown fields that it has. `priority`: the
     class that it asks for; None: its tenant's usual one. `timeout_s`: how long its client waits, as its body says.
     `cache_salt`: caches find what came with the same, and nothing else. `thoughts`: they are told, not left out.
-    `fresh_draw`: the answer is computed for this request alone, from a random seed unless `sampling` has one.
+    `fresh_draw`: the answer is computed for this request alone, from a random seed unless `sampling` has one. `fields`
+    are the names by which errors tell the request's own fields.
     """
 
     model: ModelCard
@@ -134,6 +136,7 @@ class Turn:
     cache_salt: str = ""
     thoughts: bool = True
     fresh_draw: bool = False
+    fields: FieldNames = CHAT_FIELDS
 
 
 def check_length(turn: Turn) -> Turn:
@@ -142,11 +145,11 @@ def check_length(turn: Turn) -> Turn:
     White space around a message's content counts for nothing, as templates may leave it out.
     """
     for prompt in (turn.prompt, *(other.prompt for other in turn.others)):
-        _check_length(prompt, turn.model)
+        _check_length(prompt, turn.model, turn.fields)
     return turn
 
 
-def _check_length(prompt: ChatPrompt | RawPrompt, card: ModelCard) -> None:
+def _check_length(prompt: ChatPrompt | RawPrompt, card: ModelCard, fields: FieldNames) -> None:
     if isinstance(prompt, RawPrompt) and not isinstance(prompt.content, str):
         least = len(prompt.content)
     elif not card.longest_token:
@@ -155,7 +158,8 @@ def _check_length(prompt: ChatPrompt | RawPrompt, card: ModelCard) -> None:
         texts = [prompt.content] if isinstance(prompt, RawPrompt) else [m.get("content") for m in prompt.messages]
         least = sum(len(text.strip()) for text in texts if isinstance(text, str)) // card.longest_token
     if least > card.context_length:
-        raise too_long(card.context_length, f"the prompt has at least {least} tokens", "prompt")
+        field = "prompt" if isinstance(prompt, RawPrompt) else fields.of("messages")
+        raise too_long(card.context_length, f"the prompt has at least {least} tokens", field)
 
 
 def several(turn: Turn, prompts: Sequence[ChatPrompt | RawPrompt], n: int) -> Turn:

@@ -73,7 +73,7 @@ def responses(raw: bytes) -> Encoder:
 
 def messages(raw: bytes) -> Encoder:
     body = read_messages(raw)
-    messages_turn(body, chat_prompt(body).prompt, CARD)
+    messages_turn(body, chat_prompt(body), CARD)
     return AnthropicEncoder("msg_1", "pocket", 100)
 
 

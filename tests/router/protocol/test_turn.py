@@ -232,7 +232,7 @@ def test_the_models_own_defaults_stand_where_a_request_says_nothing():
 
 def messages_sampling(fields, card):
     body = validate(MessagesBody, {"model": "m", "messages": MESSAGES, "max_tokens": 5, **fields})
-    return messages_turn(body, chat_prompt(body).prompt, card).sampling
+    return messages_turn(body, chat_prompt(body), card).sampling
 
 
 def test_an_unknown_model_is_told_what_there_is():

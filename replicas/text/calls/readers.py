@@ -29,7 +29,7 @@ from holdfast.replicas.text.calls.scan import (
     whole_object,
 )
 from holdfast.replicas.text.calls.tracker import CallLimits, Delta, Tracker, merged
-from holdfast.replicas.text.calls.values import TEXT, argument_schema, as_json, keyword_arguments, kinds_of
+from holdfast.replicas.text.calls.values import TEXT, TagValue, argument_schema, keyword_arguments, kinds_of
 
 
 class ToolCallParser:
@@ -433,7 +433,7 @@ _IN_TAG = re.compile(r"[^<\n]+")
 
 
 def _tag_value(tracker: Tracker, char: str, form: TagForm, key: str, text: bool | None) -> Scan:
-    """A value up to and with its end. A text goes out as it is read, all else once it is known what it is.
+    """A value up to and with its end, see `TagValue`.
 
     `text`: whether its tag calls it one, which decides where the schema does not.
     """
@@ -441,17 +441,12 @@ def _tag_value(tracker: Tracker, char: str, form: TagForm, key: str, text: bool 
     kinds = kinds_of(argument_schema(parameters, key), parameters)
     if form.json and text is not None:
         kinds = (kinds & TEXT if text else kinds - TEXT) or kinds
-    written: list[str] = []
+    value = TagValue(kinds)
+    tracker.argument("", value.feed(""))
 
-    def put(text: str) -> None:
-        if kinds == TEXT:
-            tracker.argument(text, json.dumps(text, ensure_ascii=False)[1:-1])
-        else:
-            tracker.markup(text)
-            written.append(text)
+    def put(written: str) -> None:
+        tracker.argument(written, value.feed(written))
 
-    if kinds == TEXT:
-        tracker.argument("", '"')
     if form.line and char == "\n":
         tracker.markup(char)
         char = yield
@@ -468,7 +463,7 @@ def _tag_value(tracker: Tracker, char: str, form: TagForm, key: str, text: bool 
             held = held[1:]
         char = yield (run if not held else None)
     tracker.markup(held)
-    tracker.argument("", '"' if kinds == TEXT else as_json("".join(written), kinds))
+    tracker.argument("", value.end())
     return (yield)
 
 

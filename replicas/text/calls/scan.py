@@ -255,7 +255,7 @@ def whole_object(text: str) -> str | None:
 def whole_value(text: str) -> str | None:
     """`text` as valid JSON, where it is one value and nothing else but white space around it."""
     valid: list[str] = []
-    scan = _alone(text[:1], lambda _, sent: valid.append(sent))
+    scan = value_alone(text[:1], lambda _, sent: valid.append(sent))
     try:
         run, position = next(scan), 1
         while True:
@@ -271,7 +271,8 @@ def whole_value(text: str) -> str | None:
     return "".join(valid)
 
 
-def _alone(char: str, put: Put) -> Scan:
+def value_alone(char: str, put: Put) -> Scan:
+    """One JSON value and nothing else but white space around it."""
     char = yield from space(char, lambda _: None)
     char = yield from json_value(char, put)
     char = yield from space(char, lambda _: None)

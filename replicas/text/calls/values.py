@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
-from holdfast.replicas.text.calls.scan import whole_value
+from holdfast.replicas.text.calls.scan import NotACallError, Scan, value_alone, whole_value
 
 Kinds: TypeAlias = frozenset[str]
 """Types of JSON Schema. Where a number may stand, an integer may: "number" never comes without "integer"."""
@@ -212,6 +212,51 @@ def as_json(text: str, kinds: Kinds) -> str:
     else:
         fits = kind == "string" or kind in kinds or (kind == "number" and "integer" in kinds)
     return found if fits else json.dumps(text, ensure_ascii=False)
+
+
+class TagValue:
+    """A value of one of `kinds` that comes in pieces, as JSON: together what `as_json` makes of the whole.
+
+    A text goes out as it comes, from the first character on that no other value could have. All else goes out at its
+    end.
+    """
+
+    def __init__(self, kinds: Kinds) -> None:
+        self._kinds = kinds
+        self._text = kinds == TEXT
+        self._told = False
+        self._written: list[str] = []  # that has not gone out
+        self._scan: Scan | None = None
+
+    def feed(self, piece: str) -> str:
+        """What goes out with `piece`; of a value that can only be a text its quote, before any."""
+        if not self._text:
+            self._text = any(map(self._is_text, piece))
+        self._written.append(piece)
+        return self._escaped() if self._text else ""
+
+    def end(self) -> str:
+        """The rest."""
+        return f'{self._escaped()}"' if self._text else as_json("".join(self._written), self._kinds)
+
+    def _escaped(self) -> str:
+        text, begin = "".join(self._written), "" if self._told else '"'
+        self._written, self._told = [], True
+        return begin + json.dumps(text, ensure_ascii=False)[1:-1]
+
+    def _is_text(self, char: str) -> bool:
+        """Whether the value is a text for sure, the next character of which is `char`."""
+        try:
+            if self._scan is not None:
+                self._scan.send(char)
+                return False
+            if not char.isspace():
+                self._scan = value_alone(char, lambda written, valid: None)
+                next(self._scan)
+        except NotACallError:
+            return True
+        kind = _BEGINS.get(char.lower(), "integer")
+        return not char.isspace() and (kind not in self._kinds if kind != "string" else "string" in self._kinds)
 
 
 # ---- Python ----

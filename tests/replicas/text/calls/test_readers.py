@@ -153,6 +153,17 @@ def test_a_tag_that_calls_its_value_a_text_decides_where_the_schema_does_not() -
     assert json.loads(sent) == expected
 
 
+@pytest.mark.parametrize("format", TAGS)
+def test_a_long_text_that_may_also_be_null_goes_out_as_it_is_read(format: ToolFormat) -> None:
+    schema = {"properties": {"content": {"anyOf": [{"type": "string"}, {"type": "null"}]}}}
+    words = "\n".join(["words"] * 50)
+    text = "".join(call_texts(format, [("f", {"content": words})]))
+    reader = parser(format, schemas={"f": schema})
+    deltas = [delta for char in text for delta in reader.feed(char) if isinstance(delta, ToolCallDelta)]
+    assert json.loads("".join(delta.arguments for delta in deltas)) == {"content": words}
+    assert len(deltas) > 200
+
+
 def test_a_text_in_a_tag_goes_out_as_it_is_read() -> None:
     reader = parser(ToolFormat.QWEN3_CODER, schemas={"f": SCHEMA})
     assert reader.feed("<tool_call>\n<function=f>\n") == []

@@ -4,10 +4,14 @@ import json
 from typing import Any
 
 import pytest
+from call_texts import chunked
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from holdfast.replicas.text.calls.formats import ToolFormat
 from holdfast.replicas.text.calls.readers import ToolCallParser
 from holdfast.replicas.text.calls.scan import DEEPEST
+from holdfast.replicas.text.calls.values import ANYTHING, Kinds, TagValue, as_json
 
 NAMES = frozenset({"f", "get-weather", "2fa-send_1"})
 
@@ -48,6 +52,45 @@ def told_deep(levels: int) -> Any:
 def test_names_and_values_are_those_that_were_written(text: str, name: str, arguments: dict[str, Any]) -> None:
     ((called, found),) = read(text)
     assert (called, json.loads(found)) == (name, arguments)
+
+
+VALUES = st.one_of(
+    st.text(st.sampled_from('"{}[]:, \n\\1-e.tTruneéx'), max_size=8),
+    st.sampled_from(["null", " True ", "12", "-1.5e3", '{"a": [1]}', '["x", null]', '"quoted"', "nullx", "12 o'clock"]),
+)
+KINDS = st.sets(st.sampled_from(sorted(ANYTHING)), min_size=1).map(
+    lambda kinds: frozenset(kinds | ({"integer"} if "number" in kinds else set()))
+)
+
+
+@settings(max_examples=300)
+@given(VALUES, KINDS, st.data())
+def test_a_value_in_a_tag_is_the_same_however_it_is_cut(text: str, kinds: Kinds, data: st.DataObject) -> None:
+    value = TagValue(kinds)
+    told = "".join([value.feed(piece) for piece in chunked(text, data)]) + value.end()
+    assert told == as_json(text, kinds)
+    json.loads(told)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "text"),
+    [
+        ({"string", "null"}, "words and words"),
+        ({"string", "null"}, "no words and words"),
+        ({"string", "null"}, '{"a": 1}'),
+        ({"string", "null"}, '"quoted" words'),
+        ({"string", "integer", "null"}, "12 words and words"),
+        ({"string", "object"}, "{words and words}"),
+        ({"string", "array", "boolean"}, "\n [1, words and words"),
+    ],
+)
+def test_a_text_goes_out_from_the_first_character_on_that_no_other_value_has(kinds: set[str], text: str) -> None:
+    value = TagValue(frozenset(kinds))
+    told = [value.feed(char) for char in text]
+    sent = [at for at, piece in enumerate(told) if piece]
+    assert sent == list(range(sent[0], len(text)))
+    assert sent[0] <= max(text.find("w"), text.find('"') + 1, 3)
+    assert value.end() == '"'
 
 
 @pytest.mark.parametrize("number", ["1e400", "-1e400", "1.5E+999", "7" * 400])

@@ -61,6 +61,9 @@ ROUTER = "router"
 CONTROL_CALLS = 32  # health, metrics, status and the like, at once at an engine that is full of requests
 DRAIN_LOOK_S = 0.2  # between two looks whether what runs has ended
 ENDING_S = 3.0  # for which routers and engines outlive the time to drain: clients are told, and usage is booked
+# The format of the records of programs, responses, prefills and sessions: the release that brought it. A release with
+# records that the one before cannot read, or that cannot read those of the one before, puts its own version here.
+RECORDS = "0.1.0"
 INGRESS_REQUESTS = 8192  # requests in one ingress at once; its own limits answer before this does
 
 
@@ -110,7 +113,7 @@ class Ingress:
         found = settings.tenants if tenants_file is None else await asyncio.to_thread(tenants_in, tenants_file)
         self._tokens = IdentityTokens(config.oidc) if config.oidc.issuer else None
         tenants = TenantDirectory(found, exposed, config.hosts, config.cors_origins, self._tokens)
-        # What outlives a release, and is every model's: who there is, what they may use, and what they have used.
+        # Every model's, whatever the format of the other records: who there is, what they may use, what they have used.
         shared = replace(redis, namespace=f"{settings.redis.namespace}/accounts")
         self._books = RedisStore(shared, memory, config.store_timeout_s, config.store_retry_s, self._metrics.stored)
         router = self._metrics.router
@@ -271,9 +274,9 @@ def build(
 
 
 def namespace(settings: Settings) -> str:
-    """What keys in Redis begin with. Another model, and another version of Holdfast, have keys of their own."""
+    """What keys in Redis begin with. Another model, and another format of the records, have keys of their own."""
     engine = settings.engine
-    return f"{settings.redis.namespace}/{engine.served_name or _identity(engine.model)}/{version('holdfast')}"
+    return f"{settings.redis.namespace}/{engine.served_name or _identity(engine.model)}/{RECORDS}"
 
 
 def _identity(model: str) -> str:

@@ -81,7 +81,7 @@ class RedisConfig:
     timeout_s: float = 2.0  # of the check before a start
     memory_mb: int = 256  # MiB of the embedded server; what was used least recently is forgotten first
     folder: str = ""  # where the embedded server keeps what it has, over a stop; empty: in memory alone
-    namespace: str = "holdfast"  # begins every key, before model and version; deployments that share a server need two
+    namespace: str = "holdfast"  # begins every key; deployments that share a server and a model need two
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0:

@@ -1,7 +1,7 @@
 """The router as Serve starts it: whose keys it takes, at a start long after the deployment too."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,17 +11,21 @@ import httpx
 import pytest
 from identity_provider import IdentityProvider
 from ray.serve._private.build_app import build_app
+from redis_server import RedisServer
 
 from holdfast.cluster import application, config_file, doctor_checks
 from holdfast.cluster.application import REPLICAS, ROUTER, Ingress
 from holdfast.cluster.config import RedisConfig, ServerConfig, Settings, check_tenants, choose_order
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.requests import ModelCard
+from holdfast.replicas.requests import History, ModelCard
 from holdfast.router.accounts import BOOKING_S, COUNTING_S
 from holdfast.router.config import RouterConfig
+from holdfast.router.programs import ProgramTable
 from holdfast.router.protocol.errors import RefusedError
-from holdfast.router.store import RedisAddress
+from holdfast.router.session_histories import Home, SessionHistories
+from holdfast.router.store import MemoryStore, Put, RedisAddress, RedisStore
+from holdfast.router.stored_responses import StoredResponse, StoredResponses, StoredTurn
 from holdfast.router.tenants import Caller, Tenant, TenantDirectory, hash_key
 
 REDIS = RedisAddress("redis://127.0.0.1:1/0")
@@ -185,7 +189,7 @@ server: {{host: 0.0.0.0}}
     assert provider.asked == ["/.well-known/jwks.json"]
 
 
-def test_keys_in_redis_carry_deployment_model_and_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_keys_in_redis_carry_deployment_model_and_format(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def named(**changes: Any) -> str:
         return application.namespace(replace(Settings(), **changes))
 
@@ -199,8 +203,41 @@ def test_keys_in_redis_carry_deployment_model_and_version(monkeypatch: pytest.Mo
     assert named(engine=EngineConfig(model="m")) == named(engine=EngineConfig(model=str(tmp_path / "m")))
     assert named(engine=EngineConfig(served_name="mine")).startswith("holdfast/mine/")
     assert named(redis=RedisConfig(namespace="blue")).startswith("blue/pocket/")
-    monkeypatch.setattr(application, "version", lambda name: "99.0")
-    assert named() == "holdfast/pocket/99.0"
+
+
+def test_another_release_finds_the_records_of_this_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Under the keys that 0.1.0 has written them with."""
+    server = RedisServer(tmp_path)
+    server.start()
+
+    async def records(name: str, use: Callable[[RedisStore], Awaitable[None]]) -> None:
+        store = RedisStore(RedisAddress(server.url, namespace=name), MemoryStore(10, 2**16), 5.0)
+        await use(store)
+        await store.close()
+
+    config = RouterConfig()
+    turn = StoredTurn("resp_1", [{"role": "user", "content": "hello"}], [], [], "acme/p")
+    home, history = Home("life", "r1"), History("life", 0, b"", 0, idle_s=60.0)
+
+    async def write(store: RedisStore) -> None:
+        await ProgramTable(store, 10, 7200.0, 3600.0).begin("acme/p")
+        assert await StoredResponses(store, config).keep("acme", StoredResponse({"id": "resp_1"}, turn))
+        assert await SessionHistories(store, config).put("acme", "s", home, history, (), None) is Put.DONE
+
+    async def read(store: RedisStore) -> None:
+        begun = await ProgramTable(store, 10, 7200.0, 3600.0).begin("acme/p")
+        assert begun.program.came == 2
+        assert (await StoredResponses(store, config).find("acme", "resp_1")).turn == turn
+        kept = await SessionHistories(store, config).read("acme", "s")
+        assert kept is not None
+        assert kept.record.home == home
+
+    try:
+        asyncio.run(records("holdfast/pocket/0.1.0", write))
+        monkeypatch.setattr(application, "version", lambda name: "99.0")
+        asyncio.run(records(application.namespace(Settings()), read))
+    finally:
+        server.kill()
 
 
 def test_as_many_routers_as_are_asked_for() -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 
 import pytest
 from hypothesis import given
@@ -84,17 +83,18 @@ def test_a_body_is_read_from_its_file_which_is_closed(bodies_open):
 
 
 @pytest.mark.parametrize("leaves", ["in line", "while it is parsed"])
-def test_who_leaves_leaves_no_file_open(leaves, bodies_open):
+def test_who_leaves_leaves_no_file_open(leaves, bodies_open, gate):
     async def scenario(parser):
         await parser.call(os.getpid)
-        before = asyncio.ensure_future(parser.call(time.sleep, 0.2)) if leaves == "in line" else None
-        left = asyncio.ensure_future(parser.call(_slowly, 0.2, body=file_of(b"{}")))
+        before = asyncio.ensure_future(parser.call(_waits, gate.name)) if leaves == "in line" else None
+        left = asyncio.ensure_future(parser.call(_reads_and_waits, gate.name, body=file_of(b"{}")))
         for _ in range(5):
             await asyncio.sleep(0)
         assert bodies_open() == (leaves == "in line")  # later it is the other process that has it
         left.cancel()
         with pytest.raises(asyncio.CancelledError):
             await left
+        gate.write(b"12")
         assert await parser.call(os.getpid) != os.getpid()
         assert bodies_open() == 0
         if before is not None:
@@ -103,8 +103,22 @@ def test_who_leaves_leaves_no_file_open(leaves, bodies_open):
     run(scenario)
 
 
-def _slowly(body, seconds):
-    time.sleep(seconds)
+@pytest.fixture
+def gate(tmp_path):
+    """A call of `_waits` goes on for each byte that is written to it."""
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    with open(path, "r+b", buffering=0) as opened:
+        yield opened
+
+
+def _waits(path):
+    with open(path, "rb", buffering=0) as gate:
+        gate.read(1)
+
+
+def _reads_and_waits(body, path):
+    _waits(path)
     return body
 
 
@@ -122,10 +136,10 @@ def _dies(body):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_closing_ends_a_call_that_waits(bodies_open):
+def test_closing_ends_a_call_that_waits(bodies_open, gate):
     async def scenario(parser):
         await parser.call(os.getpid)
-        waiting = asyncio.ensure_future(parser.call(_slowly, 600.0, body=file_of(b"{}")))
+        waiting = asyncio.ensure_future(parser.call(_reads_and_waits, gate.name, body=file_of(b"{}")))
         for _ in range(5):
             await asyncio.sleep(0)
         await parser.close()
@@ -140,12 +154,13 @@ def _count(body):
     return len(decode(body)["a"])
 
 
-def test_a_caller_that_leaves_spoils_nothing():
+def test_a_caller_that_leaves_spoils_nothing(gate):
     async def scenario(parser):
         await parser.call(os.getpid)
-        left = asyncio.ensure_future(parser.call(time.sleep, 0.05))
+        left = asyncio.ensure_future(parser.call(_waits, gate.name))
         await asyncio.sleep(0)
         left.cancel()
+        gate.write(b"1")
         return await asyncio.gather(*(parser.call(decode, b'{"n": %d}' % i) for i in range(5)))
 
     assert run(scenario) == [{"n": i} for i in range(5)]
@@ -184,7 +199,7 @@ async def in_turn(line):
             task.cancel()
     turns.give_back()
     await asyncio.gather(*waiting, return_exceptions=True)
-    await asyncio.wait_for(turns.take("last", 1), 1.0)  # nothing is left over
+    await asyncio.wait_for(turns.take("last", 1), 60.0)  # nothing is left over
     return went
 
 
@@ -229,7 +244,7 @@ def test_who_leaves_as_its_turn_comes_passes_it_on():
         await asyncio.sleep(0)
         turns.give_back()
         left.cancel()
-        await asyncio.wait_for(stays, 1.0)
+        await asyncio.wait_for(stays, 60.0)
         assert left.cancelled()
 
     asyncio.run(scenario())

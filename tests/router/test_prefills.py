@@ -128,7 +128,8 @@ def test_it_is_extended_and_a_chat_goes_on_from_it():
 def test_results_that_come_at_once_are_all_in_it():
     class Slow(FakeBackend):
         async def generate(self, request, place=ANYWHERE):
-            await asyncio.sleep(0.02)
+            for _ in range(100):  # so that the other one is read meanwhile
+                await asyncio.sleep(0)
             return await super().generate(request, place)
 
     world = World(Slow(make().backend.script))
@@ -172,7 +173,7 @@ async def routers(server, backend, n=2) -> AsyncIterator[list[httpx.AsyncClient]
     async with AsyncExitStack() as stack:
         clients = []
         for _ in range(n):
-            store = RedisStore(RedisAddress(server.url), MemoryStore(10, 10**6), timeout_s=5.0)
+            store = RedisStore(RedisAddress(server.url), MemoryStore(10, 10**6), timeout_s=60.0)
             stack.push_async_callback(store.close)
             world = World(backend, prefills=StoredPrefills(store, RouterConfig()))
             transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))

@@ -4,6 +4,7 @@ import signal
 
 import pytest
 from redis_server import RedisServer
+from waiting import until_async
 
 from holdfast.router.store import Ends, MemoryStore, PasswordFile, Put, RedisAddress, RedisStore, version_of
 
@@ -237,7 +238,8 @@ def test_a_killed_server_fails_nothing_and_is_used_again_when_it_is_back(server)
 def test_a_server_that_hangs_is_waited_for_once(server):
     async def scenario():
         async with redis_store(server, timeout_s=1.0) as store:
-            assert await store.info()
+            await until_async(store.info)
+            await recovered(store)
             server.process.send_signal(signal.SIGSTOP)
             try:
                 results = await asyncio.gather(*(store.get("a") for _ in range(50)))
@@ -381,7 +383,7 @@ def test_an_operation_that_is_cancelled_ends_wherever_that_finds_it(tmp_path):
             for _ in range(steps):
                 await asyncio.sleep(0)
             task.cancel()
-            done, _ = await asyncio.wait({task}, timeout=5.0)
+            done, _ = await asyncio.wait({task}, timeout=PATIENT)
             assert done, steps
         await store.close()
 

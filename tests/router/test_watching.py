@@ -19,7 +19,7 @@ def test_redis_says_what_it_holds_and_nothing_once_it_is_gone(tmp_path):
         server = RedisServer(tmp_path)
         server.start()
         metrics = RouterMetrics(CollectorRegistry())
-        store = RedisStore(RedisAddress(server.url), MemoryStore(10, 1000), timeout_s=2.0, observe=metrics.stored)
+        store = RedisStore(RedisAddress(server.url), MemoryStore(10, 1000), timeout_s=60.0, observe=metrics.stored)
         watch_redis(metrics, store)
         value = metrics.registry.get_sample_value
         try:
@@ -51,7 +51,7 @@ def test_a_router_that_goes_by_its_own_part_of_the_quotas_says_so(tmp_path):
     server.start()
 
     async def run():
-        store = RedisStore(RedisAddress(server.url), MemoryStore(10, 1000), 1.0)
+        store = RedisStore(RedisAddress(server.url), MemoryStore(10, 1000), 60.0)
         accounts = Accounts(store=store)
         watch_accounts(RouterMetrics(registry), accounts)
         who, told = Principal(Tenant("t", limits=TenantLimits(requests_per_minute=9))), []

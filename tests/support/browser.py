@@ -6,13 +6,14 @@ import os
 import select
 import shutil
 import subprocess
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import waiting
+from waiting import PATIENCE_S
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-PATIENT_S = 20.0
 ARGUMENTS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--mute-audio"),
     *("--disable-background-networking", "--disable-component-update", "--disable-extensions", "--disable-sync"),
@@ -52,7 +53,7 @@ class Browser:
     def __exit__(self, *_: object) -> None:
         with suppress(AssertionError):
             self.call("Browser.close", {})
-        self._process.wait(10.0)
+        self._process.wait(PATIENCE_S)
         os.close(self._in)
         os.close(self._out)
 
@@ -76,7 +77,7 @@ class Browser:
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
-            assert select.select([self._in], [], [], PATIENT_S)[0], "the browser says nothing"
+            assert select.select([self._in], [], [], PATIENCE_S)[0], "the browser says nothing"
             piece = os.read(self._in, 1 << 20)
             assert piece, "the browser has gone"
             self._rest += piece
@@ -123,10 +124,10 @@ class Page:
                     return False
                 raise
 
-        deadline = time.monotonic() + PATIENT_S
-        while not found():
-            assert time.monotonic() < deadline, f"{script}\n{self.run('document.body.innerText')}\n{self.faults}"
-            time.sleep(0.05)
+        try:
+            waiting.until(found)
+        except TimeoutError:
+            raise AssertionError(f"{script}\n{self.run('document.body.innerText')}\n{self.faults}") from None
 
     def click(self, selector: str, x: float | None = None, y: float | None = None) -> None:
         """A click of the mouse on an element: in its middle, or so many pixels from its corner. Once it is shown."""

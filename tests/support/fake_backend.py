@@ -10,6 +10,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from waiting import PATIENCE_S
 
 from holdfast.replicas.errors import EngineError, UnknownSessionError
 from holdfast.replicas.events import Timing, Usage
@@ -250,14 +251,14 @@ class World:
         server = _Server(config)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
-        assert server.up.wait(10.0)
+        assert server.up.wait(PATIENCE_S)
         port = server.servers[0].sockets[0].getsockname()[1]
         try:
             yield f"http://127.0.0.1:{port}"
         finally:
             server.should_exit = True
             server.force_exit = True
-            thread.join(10.0)
+            thread.join(PATIENCE_S)
 
 
 class _Server(uvicorn.Server):

@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 from fake_backend import DONE, FakeBackend, World, chat_body
 from redis_server import RedisServer
+from waiting import until_async
 
 from holdfast.replicas.requests import GenerateRequest, TextDelta
 from holdfast.router.backend import ANYWHERE, Batch, Place
@@ -29,7 +30,7 @@ from holdfast.router.config import RouterConfig
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 
 SECONDS = 0.3
-LEASE_S = 0.9
+LEASE_S = 60.0  # longer than a test; who wants one to end takes it out of the store
 
 
 class Signing(FakeBackend):
@@ -41,9 +42,10 @@ class Signing(FakeBackend):
         self.seconds = SECONDS
 
     async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
+        seconds = self.seconds
         self.requests.append(request)
         yield Batch("r1", (TextDelta(f"{self.name}-{len(self.requests)}"),))
-        await asyncio.sleep(self.seconds)
+        await asyncio.sleep(seconds)
         yield Batch("r1", (DONE,))
 
 
@@ -54,10 +56,25 @@ class RouterProcess:
         command = [sys.executable, __file__, "--url", url, "--name", name]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def ask(self, prompts: list[str], n: int = 1, seconds: float = SECONDS, leave_s: float | None = None) -> None:
-        """`n` requests for each prompt, half of them streamed, all at once; clients leave after `leave_s`."""
+    def ask(self, prompts: list[str], n: int = 1, seconds: float = SECONDS) -> None:
+        """`n` requests for each prompt, half of them streamed, all at once."""
+        self._write({"prompts": prompts, "n": n, "seconds": seconds, "held": False})
+
+    def hold(self, prompt: str, n: int = 1) -> None:
+        """`n` requests for a prompt, which take for ever; returns once they compute or wait for who does."""
+        self._write({"prompts": [prompt], "n": n, "seconds": 3600.0, "held": True})
+        assert self.told() == {"under way": n}
+
+    def leave(self) -> None:
+        """The clients of `hold` leave."""
+        self._write({})
+
+    def stay(self) -> None:
+        """The clients of `hold` wait for their answers, which take `SECONDS` where this router is to compute now."""
+        self._write({"stay": True})
+
+    def _write(self, order: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        order = {"prompts": prompts, "n": n, "seconds": seconds, "leave_s": leave_s}
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
 
@@ -88,6 +105,12 @@ async def route(url: str, name: str) -> None:
                 text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"])
             return prompt, text, answer.headers["x-holdfast-cache"]
 
+        async def under_way(n: int, before: int) -> None:
+            """One of `n` requests is computed or looks for who computes; the others wait for it."""
+            flights = world.cache.flights
+            await until_async(lambda: len(flights) and flights.waiting == n - 1)
+            await until_async(lambda: len(backend.requests) > before or n > 1)
+
         await store.info()
         print(json.dumps({"up": name}), flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
@@ -98,10 +121,13 @@ async def route(url: str, name: str) -> None:
                 for prompt in order["prompts"]
                 for i in range(order["n"])
             ]
-            if order["leave_s"] is not None:
-                await asyncio.sleep(order["leave_s"])
-                for task in tasks:
-                    task.cancel()
+            if order["held"]:
+                await under_way(order["n"], len(backend.requests))
+                print(json.dumps({"under way": order["n"]}), flush=True)
+                backend.seconds = SECONDS
+                if not json.loads(await asyncio.to_thread(sys.stdin.readline)).get("stay"):
+                    for task in tasks:
+                        task.cancel()
             answers: dict[str, list[tuple[str, str]]] = defaultdict(list)
             for told in await asyncio.gather(*tasks, return_exceptions=True):
                 if not isinstance(told, BaseException):

@@ -45,8 +45,6 @@ from holdfast.router.usage import (
     BOOK,
     LIST,
     LISTED,
-    NO_RETRY,
-    Retry,
     UsageRecord,
     book_arguments,
     cost_of,
@@ -103,7 +101,7 @@ class Served:
     stream: bool = False
     replica: str = ""
     http_id: str = ""
-    retry: Retry = NO_RETRY
+    retry: str = ""  # what its tries have in common
     over: bool = False  # its program is
     ahead: bool = False  # it computed what a later request has
 

@@ -35,6 +35,7 @@ from holdfast.router.http import (
     json_response,
     supervised,
 )
+from holdfast.router.idempotency import KeptAnswers
 from holdfast.router.live import Live
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.metrics_endpoints import MetricsEndpoints, Peers
@@ -107,7 +108,21 @@ def create_app(
     guard = Guard(tenants, metrics, config, drain, parser or ParserProcess(), accounts, audit)
     store = store or MemoryStore(config.store_entries, config.store_memory)
     homes = SessionHomes(backend, programs, SessionHistories(store, config), metrics)
-    turns = Turns(backend, guard, programs, conversations, cache, metrics, config, latencies, reports, drain, homes)
+    answers = KeptAnswers(store, config)
+    turns = Turns(
+        backend,
+        guard,
+        programs,
+        conversations,
+        cache,
+        metrics,
+        config,
+        latencies,
+        reports,
+        drain,
+        homes,
+        answers,
+    )
     responses = responses or StoredResponses(store, config)
     stored = ResponseEndpoints(guard, responses)
     handles = prefills or StoredPrefills(store, config)

@@ -29,7 +29,6 @@ from holdfast.router.protocol.anthropic import anthropic_error
 from holdfast.router.protocol.errors import Refusal, RefusedError, api_error
 from holdfast.router.quotas import QuotaError, Standing
 from holdfast.router.tenants import Caller
-from holdfast.router.usage import NO_RETRY, RETRY_S, SEEN_S, Retry
 
 if TYPE_CHECKING:
     from hashlib import _Hash as Hash
@@ -59,6 +58,7 @@ class AnswerHeaders:
     request_id: str
     cache: str = "bypass"
     age_s: float | None = None  # of an answer from the response cache; None: no such header
+    replayed: bool = False  # it is the answer that the same request got under its `Idempotency-Key`
     same_draw: bool = False  # that answer was drawn, and a draw of the request's own may differ from it
     replica: str = "none"
     server_timing: str = ""  # empty: no such header
@@ -75,6 +75,8 @@ class AnswerHeaders:
         ]
         if self.age_s is not None:
             told.append((b"age", str(int(self.age_s)).encode()))
+        if self.replayed:
+            told.append((b"idempotent-replayed", b"true"))
         if self.same_draw:
             told.append((b"x-holdfast-repeat", b"prompt-seed"))
         if self.server_timing:
@@ -128,17 +130,18 @@ def caller(request: HTTPConnection) -> Caller:
     )
 
 
-def retry_of(request: Request) -> Retry:
-    """What this request, whose body was read, has in common with other tries of it: what it asks, and the client's name
-    for it, else the proxy's. So a name alone that is given to other requests makes them none of its tries.
+def retry_of(request: Request, name: str = DELIVERY) -> str:
+    """What this request, whose body was read, has in common with other tries of it: what it asks, and the name that the
+    header `name` gives it; "": it has none. So a name alone that is given to other requests makes them none of its
+    tries.
     """
     asked = request.scope.get(ASKED)
-    if asked is None:
-        return NO_RETRY
-    name, known_s = (IDEMPOTENCY, RETRY_S) if IDEMPOTENCY in request.headers else (DELIVERY, SEEN_S)
+    if asked is None or not request.headers.get(name):
+        return ""
     asked = asked.copy()  # the scope keeps the hash of the body: every call gives the same answer
     asked.update(f"\n{name}: {request.headers[name]}".encode())
-    return Retry(asked.hexdigest()[:32], known_s)
+    digest: str = asked.hexdigest()[:32]
+    return digest
 
 
 def _asks(request: Request) -> "Hash | None":

@@ -279,7 +279,7 @@ def _named(request: Request, turn: Turn) -> Turn:
     given = request.headers[name]
     if len(given) > MAX_LENGTH:
         raise InvalidRequestError(f"'{name}' must be at most {MAX_LENGTH} characters", name)
-    session = replace(turn.session, name=f"{name}/{given}", content=retry_of(request).id)
+    session = replace(turn.session, name=f"{name}/{given}", content=retry_of(request, name))
     return replace(turn, session=session)
 
 

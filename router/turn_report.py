@@ -27,7 +27,6 @@ from holdfast.router.lru import SHARE, Lru
 from holdfast.router.metrics import Outcome
 from holdfast.router.programs import ToolGap
 from holdfast.router.server_timing import stages
-from holdfast.router.usage import NO_RETRY, Retry
 
 if TYPE_CHECKING:
     from holdfast.router.spans import Carrier, Span, Spans
@@ -47,7 +46,7 @@ class TurnFacts:
     endpoint: str
     http_id: str  # `x-request-id`
     arrived: float
-    retry: Retry = NO_RETRY
+    retry: str = ""
     request_id: str = ""  # the engine's, and the last part of the reply's id
     tenant: str = ""
     program: str = ""

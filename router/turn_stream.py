@@ -28,7 +28,7 @@ class TurnStream:
     """A `Source` of events. `note` gets the replica and the whole answer before the request counts as ended, and
     `on_answer` after that; its client learns of the end when that is done. `on_left` is called where the client leaves
     before the end, `on_cut` where the reply fails and nobody says what was done for it. `kept` says of the last events
-    what they are once `on_answer` is done.
+    what they are once `on_answer` is done. `on_whole`, where it is set, gets all events before the client has the last.
 
     Call `start` first. What `held` holds is given back in `close`, as is the replica's generator. `encoders` write the
     answers of a request, one each. `fields` are the names by which errors tell the request's own.
@@ -61,6 +61,8 @@ class TurnStream:
         self._fields = fields
         self._built = AnswerBuilder()
         self._opening: bytes | None = None
+        self._sent: list[bytes] = []
+        self.on_whole: Callable[[bytes], Awaitable[None]] | None = None
 
     async def start(self) -> None:
         """Wait for the first pieces. What stands before them is written meanwhile.
@@ -88,6 +90,10 @@ class TurnStream:
         data, self._opening = self._opening or b"", b""
         while not data and self._built.terminal is None:
             data = await self._receive()
+        if data and self.on_whole is not None:
+            self._sent.append(data)
+            if isinstance(self._built.terminal, Completed):
+                await self.on_whole(b"".join(self._sent))
         return data or None
 
     def silence(self) -> bytes:

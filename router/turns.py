@@ -45,6 +45,7 @@ from holdfast.router.event_stream import EVENT_HEADERS, SILENCE_S, Connection, E
 from holdfast.router.formats import Arrival, Exchange, Format
 from holdfast.router.guard import Guard
 from holdfast.router.http import answer_headers, json_response, retry_of
+from holdfast.router.idempotency import KeptAnswers, NamedRequest, named
 from holdfast.router.identity import (
     fresh_draw_named,
     neighbour,
@@ -72,7 +73,8 @@ HEADERS_S = 5.0  # within which a stream that begins later, or fails, has an HTT
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """A request that passed authentication and validation. `ask` None: the cache is bypassed. `deadline`: when its
-    answer is wanted, on the event loop's clock. `fresh_draw`: it gets a random seed where it names none.
+    answer is wanted, on the event loop's clock. `fresh_draw`: it gets a random seed where it names none. `named`: by an
+    `Idempotency-Key`.
 
     `program`: the one that it names, else the conversation says which one it is. `near`: what a new one is placed with,
     and `parent` what it is a sub-agent of.
@@ -91,6 +93,7 @@ class Accepted:
     priority: Priority
     deadline: float
     fresh_draw: bool
+    named: NamedRequest | None
 
     @property
     def turn(self) -> Turn:
@@ -129,10 +132,12 @@ class Turns:
         reports: TurnReports | None = None,
         drain: Drain | None = None,
         sessions: SessionHomes | None = None,
+        kept_answers: KeptAnswers | None = None,
     ) -> None:
-        """`sessions` None: none are served."""
+        """`sessions` None: none are served. `kept_answers` None: no answer is kept under an `Idempotency-Key`."""
         self._backend = backend
         self._sessions = sessions
+        self._kept_answers = kept_answers
         self._guard = guard
         self._drain = drain or Drain()
         self._programs = programs
@@ -157,9 +162,12 @@ class Turns:
                 report.admission = admission = held.enter_context(self._guard.admitted(principal))
                 try:
                     accepted = await self._accept(request, format_, admission, meter, report, arrived)
+                    known = await self._find_kept(accepted)
                 except HoldfastError:
                     await admission.charge_call()  # what is wrong counts, too
                     raise
+                if known is not None:
+                    return await self._replay(request, accepted, known)
                 for _ in accepted.turn.others:  # each answer counts against the tenant's limits
                     held.enter_context(self._guard.place(principal.tenant))
                 await self._charge(request, accepted)
@@ -240,14 +248,15 @@ class Turns:
             models = [replace(card, defaults={}) for card in models]
         unique = admission.id
         exchange = await format_.read(request, Arrival(tenant.name, unique, int(time.time()), models))
-        turn, report.facts.retry = exchange.turn, retry_of(request)
+        turn = exchange.turn
+        report.facts.retry = (turn.session.content if turn.session is not None else "") or retry_of(request)
         answer_headers(request).skipped = exchange.skipped
         meter.asks(turn.model.name)
         if exchange.skipped:
             meter.skipped(exchange.skipped.count(",") + 1)
         config, headers = self._config, request.headers
         session = turn.session is not None  # it is its program, and its state is no part of a request's key
-        named = None if session else program_named(tenant.name, turn.ids, headers, config.program_headers)
+        program = None if session else program_named(tenant.name, turn.ids, headers, config.program_headers)
         fresh_draw = turn.fresh_draw or fresh_draw_named(headers)
         varies = not tenant.prompt_seed and varied(turn.sampling) is not turn.sampling
         bypassed = fresh_draw or varies or bool(turn.others) or session
@@ -256,7 +265,7 @@ class Turns:
             tenant=tenant,
             exchange=exchange,
             meter=meter,
-            program=named or exchange.program or conversation(salted(turn.model.name, turn.cache_salt), turn.prompt),
+            program=program or exchange.program or conversation(salted(turn.model.name, turn.cache_salt), turn.prompt),
             near=neighbour(tenant.name, turn.ids, headers, config.placement_headers),
             parent=parent_named(tenant.name, headers, config.parent_headers),
             ask=ask,
@@ -266,9 +275,31 @@ class Turns:
             priority=tenant.class_of(turn.priority or priority_named(headers)),
             deadline=arrived + min(turn.timeout_s or inf, within_named(headers, config.deadline_headers)),
             fresh_draw=fresh_draw or not tenant.prompt_seed,
+            named=None if session else named(tenant.name, request),
         )
-        report.accepted(unique, tenant.name, named or exchange.program, turn.model.name, turn.stream)
+        report.accepted(unique, tenant.name, program or exchange.program, turn.model.name, turn.stream)
         return accepted
+
+    async def _find_kept(self, accepted: Accepted) -> bytes | None:
+        """The answer that the same request got under its key. Raises RefusedError (422)."""
+        if accepted.named is None or self._kept_answers is None:
+            return None
+        return await self._kept_answers.find(accepted.named)
+
+    async def _replay(self, request: Request, accepted: Accepted, known: bytes) -> Response:
+        """The answer that the same request got: it counts as a call, and has been billed. Raises QuotaError."""
+        await accepted.admission.charge_call()
+        answer_headers(request).standing = accepted.admission.standing
+        answer_headers(request).replayed = True
+        accepted.report.admission = None
+        accepted.meter.end(Outcome.CACHED)
+        return _response(accepted, known)
+
+    async def _keep_answer(self, accepted: Accepted, data: bytes) -> None:
+        """Keep the answer for the same request under its key. What fails here takes no answer away."""
+        if accepted.named is not None and self._kept_answers is not None:
+            with suppress(Exception):  # it is in the log
+                await self._background.finish(self._kept_answers.keep(accepted.named, data))
 
     async def _charge(self, request: Request, accepted: Accepted) -> None:
         """What it is expected to need counts against the tenant's limits. Raises QuotaError."""
@@ -329,7 +360,8 @@ class Turns:
         if accepted.turn.program_end:  # no replica has seen this turn, and some may keep cells for the next one
             self._background.start(self._backend.end_program(accepted.tenant.name, served.key))
         data = accepted.exchange.kept(data)
-        return Response(data, headers=EVENT_HEADERS) if accepted.turn.stream else json_response(data)
+        await self._keep_answer(accepted, data)
+        return _response(accepted, data)
 
     async def _ask(self, request: Request, served: Served, held: ExitStack) -> Response:
         """The answer of a replica; a stream takes with it what is `held`."""
@@ -386,7 +418,9 @@ class Turns:
         body = accepted.exchange.reply(answer, others)
         self._remember(served, answer)  # once it is encoded: an answer that cannot be would fail each repeat
         await self._settle(served, routed.replica_id, answer)
-        return json_response(accepted.exchange.kept(body))
+        body = accepted.exchange.kept(body)
+        await self._keep_answer(accepted, body)
+        return json_response(body)
 
     async def _generated(
         self, accepted: Accepted, command: GenerateRequest, place: Place
@@ -430,6 +464,8 @@ class Turns:
             accepted.exchange.kept,
             accepted.turn.fields,
         )
+        if accepted.named is not None:
+            events.on_whole = partial(self._keep_answer, accepted)
         with self._paid(accepted):
             try:
                 await connection.during(events.start())
@@ -529,6 +565,11 @@ class Turns:
         if accepted.ask is not None:
             kept = _for_any_program(answer) if accepted.turn.program_end else answer
             self._cache.keep(accepted.ask, kept, served.lead)
+
+
+def _response(accepted: Accepted, data: bytes) -> Response:
+    """A whole answer, or all events of one."""
+    return Response(data, headers=EVENT_HEADERS) if accepted.turn.stream else json_response(data)
 
 
 def _seeded(accepted: Accepted, sampling: Sampling) -> Sampling:

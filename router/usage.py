@@ -1,8 +1,8 @@
 """What was used: one record of each request, and sums of them by day and month. In Redis, each tenant's own.
 
 A record is booked once, by the request's id, however often that is told; the same script settles its quotas and adds it
-to the sums, so records, sums and budgets agree. The same request that comes again, by its client under the same
-`Idempotency-Key` or from the proxy that has lost a router, costs nothing once it has been answered: its record says
+to the sums, so records, sums and budgets agree. Two things cost nothing once they have been answered: the same request
+that comes again from the proxy, which has lost a router, and the same named operation of a session. Their record says
 what the engine did again, and no units.
 """
 
@@ -22,8 +22,7 @@ from holdfast.router.config import Prices
 from holdfast.router.quotas import STATE, UNITS, Cost, quota_keys
 from holdfast.router.store import Scripts
 
-SEEN_S = 3600.0  # for which a record that is told again is known
-RETRY_S = 86400.0  # for which a client's retry is known
+SEEN_S = 3600.0  # for which a record that is told again, and a try of a request, are known
 COUNTED = ("requests", "input", "cached", "output", "drawn", "drafted")  # of the sums, beside units and outcomes
 
 # KEYS: those of the quotas, the stream of records, the ids that were booked lately.
@@ -116,17 +115,6 @@ COLUMNS_AFTER = ("units", "again")
 
 
 @dataclass(frozen=True, slots=True)
-class Retry:
-    """What a request has in common with other tries of it, and for how long that is known. `id` "": nothing."""
-
-    id: str = ""
-    known_s: float = SEEN_S
-
-
-NO_RETRY = Retry()
-
-
-@dataclass(frozen=True, slots=True)
 class UsageRecord:
     """One request, as it is booked. Names, counts and times: no texts, no keys.
 
@@ -191,7 +179,7 @@ def book_arguments(
     ago_s: float,
     record: UsageRecord | None,
     id_: str,
-    retry: Retry,
+    retry: str,
     used: Cost,
     late: bool,
     program: tuple[str, bool, float],
@@ -207,9 +195,9 @@ def book_arguments(
     name, over, rest_s = program
     answered = record is not None and record.outcome in ("completed", "cached")
     now: str | int = "" if now_ms is None else now_ms
-    told: list[str | bytes | float] = [now, max(0, int(ago_s * 1000)), id_, retry.id, int(answered), *used.rates]
+    told: list[str | bytes | float] = [now, max(0, int(ago_s * 1000)), id_, retry, int(answered), *used.rates]
     told += [used.units, int(late), name, int(over), int(rest_s * 1000), most, int(SEEN_S * 1000)]
-    told += [int(retry.known_s * 1000), int(kept_s * 1000)]
+    told += [int(SEEN_S * 1000), int(kept_s * 1000)]
     if record is None:
         return [*told, "", ""]
     counts = (1, record.input, record.cached, record.output, record.drawn, record.drafted)

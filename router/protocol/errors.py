@@ -35,6 +35,7 @@ class Refusal(StrEnum):
     NO_TENANT = "tenant_not_found"
     TENANT_EXISTS = "tenant_exists"
     CHANGED = "changed_meanwhile"
+    KEY_REUSED = "idempotency_key_reused"
 
 
 class RefusedError(HoldfastError):
@@ -104,6 +105,7 @@ TABLE: Mapping[ErrorKind | Refusal, Row] = {
     Refusal.NO_METHOD: Row(405, "invalid_request_error", "method_not_allowed"),
     Refusal.SLOW_BODY: Row(408, "invalid_request_error", "request_timeout"),
     Refusal.TOO_LARGE: Row(413, "invalid_request_error", "request_too_large"),
+    Refusal.KEY_REUSED: Row(422, "invalid_request_error", "idempotency_key_reused"),
     Refusal.RATE_LIMITED: Row(429, "rate_limit_error", "rate_limit_exceeded", 1.0),
     Refusal.OVER_BUDGET: Row(429, "insufficient_quota", "insufficient_quota", 60.0),
     ErrorKind.OVERLOADED: Row(429, "rate_limit_error", "overloaded", 1.0),

@@ -27,7 +27,7 @@ PROGRAM: Headers = {
     **dict.fromkeys(PLACEMENT_HEADERS, ("Names what a new program is placed with", NAME)),
 }
 TURN: Headers = {
-    "idempotency-key": ("A second try under the same key is billed once, and changes a session once", NAME),
+    "idempotency-key": ("The same request under the same key gets the same answer, and changes a session once", NAME),
     "cache-control": ("For the response cache: no-store, no-cache, max-age=N", {**TEXT, "pattern": "^[!-~]*$"}),
     FRESH_DRAW: ("As `fresh_draw` of the body", {"enum": ["true", "false"]}),
     PRIORITY: ("The request's class, where the body does not say it", {"enum": [*Priority]}),
@@ -48,6 +48,7 @@ ALWAYS: Headers = {
 }
 READ: Headers = {
     "age": ("Of an answer from the response cache: seconds since it was computed", COUNT),
+    "idempotent-replayed": ("The answer that the same request got under its `Idempotency-Key`", {"enum": ["true"]}),
     "x-holdfast-repeat": (
         "Of an answer from the response cache: it was drawn by the seed that the prompt gives; `fresh_draw` asks for "
         "another one",

@@ -71,7 +71,7 @@ class Operation:
 
 
 def _generation(summary: str, body: type[Body], answer: Any, events: Any, *needs: str) -> Operation:
-    return Operation(summary, answer, body, events, generates=True, errors=(*BODY, *ASKED), needs=needs)
+    return Operation(summary, answer, body, events, generates=True, errors=(*BODY, *ASKED, 422), needs=needs)
 
 
 def _number(least: int, most: int) -> Mapping[str, Any]:

@@ -100,7 +100,14 @@ def test_every_header_that_is_sent_or_read_is_in_it() -> None:
     sent = set()
     for anthropic in (False, True):
         headers = AnswerHeaders(
-            "r", age_s=0.0, same_draw=True, server_timing="x", skipped="x", standing=standing, anthropic=anthropic
+            "r",
+            age_s=0.0,
+            replayed=True,
+            same_draw=True,
+            server_timing="x",
+            skipped="x",
+            standing=standing,
+            anthropic=anthropic,
         )
         sent |= {name.decode() for name, _ in headers.encode()}
     assert set(told["components"]["headers"]) == sent | {"retry-after"}

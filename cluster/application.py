@@ -6,6 +6,7 @@ Imported after the environment is set (`environment.for_ray`), because it import
 """
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from hashlib import blake2b
@@ -54,6 +55,8 @@ from holdfast.router.tool_latency import ToolLatencies
 from holdfast.router.turn_report import TurnReports
 from holdfast.router.usage import Books
 from holdfast.router.watching import watch_line, watch_redis
+
+log = logging.getLogger(__name__)
 
 APPLICATION = "holdfast"
 REPLICAS = "replicas"
@@ -116,6 +119,9 @@ class Ingress:
         # Every model's, whatever the format of the other records: who there is, what they may use, what they have used.
         shared = replace(redis, namespace=f"{settings.redis.namespace}/accounts")
         self._books = RedisStore(shared, memory, config.store_timeout_s, config.store_retry_s, self._metrics.stored)
+        info = await self._store.info()
+        if info is not None and info.memory_limit and (crowded := config.crowded(info.memory_limit)):
+            log.warning("%s", crowded)
         router = self._metrics.router
         self._accounts = Accounts(config, self._books, router, settings.server.routers)
         self._audit = Audit(self._books, config.audit_records, router)

@@ -79,7 +79,7 @@ class RedisConfig:
     url: str = ""  # redis://USER:PASSWORD@HOST:PORT/DB, rediss:// with TLS, or unix://PATH; several machines need one
     ca_file: str = ""  # certificates that the server's must be signed with; empty: those that the system trusts
     timeout_s: float = 2.0  # of the check before a start
-    memory_mb: int = 256  # MiB of the embedded server; what was used least recently is forgotten first
+    memory_mb: int = 512  # MiB of the embedded server at most; then what was used least recently is forgotten
     folder: str = ""  # where the embedded server keeps what it has, over a stop; empty: in memory alone
     namespace: str = "holdfast"  # begins every key; deployments that share a server and a model need two
 

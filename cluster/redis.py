@@ -53,12 +53,12 @@ def ping(url: str, timeout_s: float, ca_file: str = "") -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a Redis says of itself. `limited`: it may use only so much memory, and `policy` says what goes then."""
+    """What a Redis says of itself. It may use `memory` bytes, 0: any number, and `policy` says what goes then."""
 
     text: str
     version: tuple[int, int]
     policy: str
-    limited: bool
+    memory: int
 
 
 def inspect(url: str, timeout_s: float, ca_file: str = "") -> ServerFacts:
@@ -68,7 +68,7 @@ def inspect(url: str, timeout_s: float, ca_file: str = "") -> ServerFacts:
         told: dict[str, Any] = client.info()
     text = str(told.get("redis_version", "0.0"))
     major, minor = (int(part) for part in text.split(".")[:2])
-    return ServerFacts(text, (major, minor), str(told.get("maxmemory_policy", "")), bool(told.get("maxmemory")))
+    return ServerFacts(text, (major, minor), str(told.get("maxmemory_policy", "")), int(told.get("maxmemory", 0)))
 
 
 def _client(url: str, timeout_s: float, ca_file: str) -> redis.Redis:

@@ -95,20 +95,20 @@ class RouterConfig:
     cache_answer_bytes: int = 256 * 2**10  # a longer answer is not cached
     cache_ttl_s: float = 3600.0  # an answer is forgotten after this
     cache_share: float = 0.5  # of this process's answers that one tenant keeps once they are full and others want some
-    cache_tenant_bytes: int = 2**27  # of the answers that one tenant may put into Redis in `cache_ttl_s`
+    cache_tenant_bytes: int = 2**26  # of the answers that one tenant may put into Redis in `cache_ttl_s`
     single_flight: bool = True  # of requests for the same answer one is computed, the others wait for it
     cache_lease_s: float = 3.0  # what a router computes for all is left to others so soon after it has died
 
     cache_key_file: str = ""  # keys to encrypt stored answers with, 32 bytes in base64 a line; empty: as they are
 
     response_ttl_s: float = 86400.0  # a stored response is forgotten so long after it was made or continued last
-    response_tenant_bytes: int = 2**28  # of the responses that one tenant may store in `response_ttl_s`
+    response_tenant_bytes: int = 2**27  # of the responses that one tenant may store in `response_ttl_s`
 
     prefill_s: float = 60.0  # what is computed ahead for a client is kept so long, where it does not say
     prefill_most_s: float = 600.0  # and at most so long
-    prefill_tenant_bytes: int = 2**26  # of the prompts that one tenant has computed ahead, put while one of them lives
+    prefill_tenant_bytes: int = 2**25  # of the prompts that one tenant has computed ahead, put while one of them lives
 
-    session_tenant_bytes: int = 2**26  # of the histories of one tenant's sessions that are kept; 0: none, none moves
+    session_tenant_bytes: int = 2**25  # of the histories of one tenant's sessions that are kept; 0: none, none moves
 
     program_entries: int = 65536  # programs in this process
     program_tenant_entries: int = 65536  # programs of one tenant in Redis; those of the longest ago are forgotten first
@@ -155,6 +155,21 @@ class RouterConfig:
             raise ConfigError(
                 f"body_memory must be twice max_body_bytes or more, not {self.body_memory}", "body_memory"
             )
+
+    @property
+    def stored_by_tenant(self) -> dict[str, int]:
+        """Bytes that one tenant may have in Redis, by the setting that allows them."""
+        names = ("cache_tenant_bytes", "response_tenant_bytes", "prefill_tenant_bytes", "session_tenant_bytes")
+        return {name: getattr(self, name) for name in names if name != "cache_tenant_bytes" or self.response_cache}
+
+    def crowded(self, memory: int) -> str:
+        """What is wrong with a Redis of so many bytes; "" where it has room for what one tenant may put there."""
+        allowed = self.stored_by_tenant
+        if sum(allowed.values()) <= memory:
+            return ""
+        named = ", ".join(f"router.{name} {size / 2**20:g}" for name, size in allowed.items())
+        told = f"one tenant may put {sum(allowed.values()) / 2**20:g} MiB into Redis ({named})"
+        return f"{told}, which has {memory / 2**20:g}: what other tenants have there is evicted"
 
     def networks(self) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
         """`proxies`, parsed. Raises ConfigError."""

@@ -54,7 +54,8 @@ WHAT: Mapping[str, str] = {
 }
 
 # What the scripts of this file and of `usage` share. KEYS: the window, the leases by when they end, what each holds,
-# the programs by when they are over, and the beginning of the names of sums. A lease holds the part in which its call
+# the programs by when they are over, and the periods of the sums by when those are deleted, which is also the
+# beginning of the sums' names. A lease holds the part in which its call
 # came, how many answers it is, tokens (input, uncached, output), units, and the variances of all four rates; `n`,
 # `units` and `doubt` are the sums of all.
 STATE = f"""

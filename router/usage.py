@@ -40,7 +40,8 @@ local ago, id, retried, answered = tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5] 
 local more = {tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])}
 local units, late = tonumber(ARGV[10]), ARGV[11] == '1'
 local program, over, rest = ARGV[12], ARGV[13] == '1', tonumber(ARGV[14])
-local most, known, repeats, kept, outcome, record = ARGV[15], tonumber(ARGV[16]), ARGV[17], ARGV[18], ARGV[19], ARGV[20]
+local most, known, repeats, kept = ARGV[15], tonumber(ARGV[16]), ARGV[17], tonumber(ARGV[18])
+local outcome, record = ARGV[19], ARGV[20]
 local stream, seen = KEYS[6], KEYS[7]
 if redis.call('ZSCORE', seen, id) then return {0, 0} end
 local told = tonumber(ARGV[28])
@@ -102,7 +103,13 @@ for _, period in ipairs({today, string.sub(today, 1, 7)}) do
   end
   if units > 0 then redis.call('HINCRBY', key, 'units', whole(units)) end
   redis.call('HINCRBY', key, 'ended/' .. outcome, 1)
-  redis.call('PEXPIRE', key, kept)
+  -- Trap: a full Redis evicts keys that expire, and a budget would begin anew.
+  redis.call('PERSIST', key)
+  redis.call('ZADD', sums, whole(now + kept), period)
+end
+for _, period in ipairs(redis.call('ZRANGEBYSCORE', sums, '-inf', now)) do
+  redis.call('DEL', sums .. '/' .. period)
+  redis.call('ZREM', sums, period)
 end
 return {1, units, redis.call('XLEN', stream)}
 """

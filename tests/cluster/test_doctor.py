@@ -20,6 +20,7 @@ from holdfast.cluster.redis import ServerFacts
 from holdfast.replicas.config import DType, EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.logs import LoggingConfig
+from holdfast.router.config import RouterConfig
 from holdfast.router.tracing import TracingConfig
 
 H100 = Gpu("NVIDIA H100", 80 * GIB, 79 * GIB, "580.65")
@@ -248,9 +249,9 @@ def test_a_gpu_that_no_replica_is_given_may_be_full(count: int, state: State) ->
     one([of_the_gpu], state)
 
 
-@pytest.mark.parametrize(("free", "state"), [(6 * GIB, State.OK), (5 * GIB, State.WARN), (4 * GIB, State.FAIL)])
+@pytest.mark.parametrize(("free", "state"), [(7 * GIB, State.OK), (5 * GIB, State.WARN), (4 * GIB, State.FAIL)])
 def test_an_engine_on_a_gpu_needs_memory_of_the_host(free: int, state: State) -> None:
-    """Four GiB, the weights while they are loaded, and one and a half for what is beside the engines."""
+    """Four GiB, the weights while they are loaded, and two for what is beside the engines."""
     _, of_the_host = doctor_checks.memory(settings(), replace(WITH_GPU, memory_free=free))
     one([of_the_host], state)
 
@@ -351,10 +352,10 @@ def test_a_redis_that_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("facts", "state", "word"),
     [
-        (ServerFacts("5.0.7", (5, 0), "noeviction", False), State.FAIL, "Redis 6"),
-        (ServerFacts("7.2.0", (7, 2), "noeviction", True), State.WARN, "volatile-lru"),
-        (ServerFacts("7.2.0", (7, 2), "allkeys-lru", True), State.WARN, "forgets tenants"),
-        (ServerFacts("7.2.0", (7, 2), "noeviction", False), State.OK, "7.2.0 at redis://host"),
+        (ServerFacts("5.0.7", (5, 0), "noeviction", 0), State.FAIL, "Redis 6"),
+        (ServerFacts("7.2.0", (7, 2), "noeviction", 2**30), State.WARN, "volatile-lru"),
+        (ServerFacts("7.2.0", (7, 2), "allkeys-lru", 2**30), State.WARN, "forgets tenants"),
+        (ServerFacts("7.2.0", (7, 2), "noeviction", 0), State.OK, "7.2.0 at redis://host"),
     ],
 )
 def test_what_a_redis_says(facts: ServerFacts, state: State, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,6 +363,22 @@ def test_what_a_redis_says(facts: ServerFacts, state: State, word: str, monkeypa
     found = list(doctor_checks.redis_server(settings(redis=RedisConfig("redis://:secret@host"))))
     one(found, state, word)
     assert "secret" not in str(found)
+
+
+def test_the_default_redis_has_room_for_what_one_tenant_may_put_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {each.state for each in doctor_checks.redis_server(settings())} == {State.OK}
+    small = list(doctor_checks.redis_server(settings(redis=RedisConfig(memory_mb=128))))
+    [found] = [each for each in small if each.state is State.WARN]
+    assert "one tenant may put 256 MiB into Redis (router.cache_tenant_bytes 64, router.response" in found.found
+    assert "which has 128" in found.found
+    assert "redis.memory_mb" in found.mend
+    less = RouterConfig(response_cache=False, response_tenant_bytes=2**26)
+    assert len(list(doctor_checks.redis_server(settings(redis=RedisConfig(memory_mb=128), router=less)))) == 1
+
+    monkeypatch.setattr(redis, "inspect", lambda *_: ServerFacts("7.2.0", (7, 2), "volatile-lru", 2**27))
+    outside = list(doctor_checks.redis_server(settings(redis=RedisConfig("redis://host"))))
+    assert [each.state for each in outside] == [State.OK, State.WARN]
+    assert "maxmemory" in outside[1].mend
 
 
 def test_no_redis_server_to_start(monkeypatch: pytest.MonkeyPatch) -> None:

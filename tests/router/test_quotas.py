@@ -29,6 +29,7 @@ from holdfast.router.usage import Books
 
 START = 1_795_000_000_000  # ms; a day of November 2026
 MINUTE = 60_000
+DAY = 86_400_000
 UNLIMITED = TenantLimits(output_tokens_per_minute=10**9)
 REDIS = [HealthCheck.function_scoped_fixture]
 
@@ -481,6 +482,51 @@ def test_a_budget_of_a_month_ends_with_the_month_on_every_router(redis):
             assert await let_in(b, who, output=1) is None
             routers.clock.now = december
             assert await let_in(b, who, output=1)
+
+    asyncio.run(run())
+
+
+def test_a_full_redis_evicts_no_sums_so_no_budget_begins_anew(tmp_path):
+    server = RedisServer(tmp_path)
+    server.start()
+    who = tenant(units_per_month=10)
+
+    async def run():
+        async with Routers(server) as routers:
+            (accounts,) = routers.each
+            await go(await come(accounts, who, prompt=5, output=5), used(5, output=5))
+            sums = [key for key in client.scan_iter() if b"sums/" in key]
+            assert len(sums) == 2
+            assert {client.ttl(key) for key in sums} == {-1}
+            for n in range(200):
+                client.set(f"cached/{n}", b"x" * 65536, ex=3600)
+            assert client.info()["evicted_keys"] > 50
+            with pytest.raises(QuotaError) as refused:
+                await come(accounts, who, prompt=5, output=5)
+            assert refused.value.limit == "units_per_month"
+
+    try:
+        with server.client() as client:
+            client.config_set("maxmemory", int(client.info()["used_memory"]) + 4 * 2**20)
+            client.config_set("maxmemory-policy", "volatile-lru")
+            asyncio.run(run())
+    finally:
+        server.kill()
+
+
+def test_sums_are_deleted_once_they_have_been_kept_long_enough(redis):
+    async def run():
+        clock = Clock()
+        async with Routers(redis, config=RouterConfig(usage_days=40), clock=clock) as routers:
+            (accounts,) = routers.each
+            await go(await come(accounts, tenant()), used(1))
+            clock.now += 39 * DAY
+            await go(await come(accounts, tenant()), used(2))
+            days = ["2026-11-18", "2026-11", "2026-12-27", "2026-12"]
+            assert [row["input"] for row in await routers.books.sums("acme", days)] == [1, 1, 2, 2]
+            clock.now += 2 * DAY
+            await go(await come(accounts, tenant()), used(4))
+            assert [row["input"] for row in await routers.books.sums("acme", days)] == [0, 0, 2, 6]
 
     asyncio.run(run())
 

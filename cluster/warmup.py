@@ -10,6 +10,7 @@ from holdfast.cluster import checks, model_files
 from holdfast.cluster.config import Settings
 from holdfast.cluster.watch import URL
 from holdfast.replicas.errors import UnavailableError
+from holdfast.router.config import WARM_UP_HEADER
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -60,7 +61,8 @@ def first_request(settings: Settings, url: str) -> str:
                 return settings.engine.served_name or Path(settings.engine.model).name
             model = str(client.get("/v1/models").raise_for_status().json()["data"][0]["id"])
             path, body = example(model, chats(settings))
-            client.post(path, json={**body, "max_tokens": 1}).raise_for_status()
+            own = {WARM_UP_HEADER: "1"}
+            client.post(path, json={**body, "max_tokens": 1}, headers=own).raise_for_status()
             return model
     except httpx.HTTPStatusError as error:
         raise UnavailableError(f"the first request failed: {error.response.text[:500]}") from error

@@ -58,7 +58,7 @@ from holdfast.replicas.sessions import Session, SessionFacts, Sessions, check_ro
 from holdfast.replicas.speculation.drafter import Drafter
 from holdfast.replicas.speculation.gate import VerificationCost
 from holdfast.replicas.stats import EngineStats, LoadReport, Occupancy
-from holdfast.replicas.types import NO_TOKENS, CellLimits, TokenIds
+from holdfast.replicas.types import NO_TOKENS, CellLimits, Origin, TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +95,7 @@ class Engine:
         self._arrivals = Arrivals()
         self._beginnings = Beginnings()
         self._events: list[Event] = []
+        self._own: dict[str, Origin] = {}  # requests that no client sent and that have not ended, by id
         self._preambles: dict[str, TokenIds] = {}  # that are kept for all tenants, by the id of their request
         self._uncomputed: list[str] = []
         self._open_books({})
@@ -219,6 +220,8 @@ class Engine:
 
     def _accept(self, command: Request, now: float, arrived: float) -> None:
         request_id = command.request_id
+        if isinstance(command, Submit) and command.origin is not Origin.CLIENT:
+            self._own[request_id] = command.origin
         try:
             if request_id in self.live or request_id in self._sessions:
                 raise InvalidRequestError(f"request id {request_id} is in use", "request_id")
@@ -324,7 +327,7 @@ class Engine:
             return 0
         if not self.config.prompt_seed:
             return secrets.randbits(64)
-        self.stats.prompt_seeds += 1
+        self.stats.prompt_seeds += submit.origin is Origin.CLIENT
         return prompt_seed(submit.tokens[: len(submit.tokens) - submit.n_generated])
 
     def _cache_scope(self, sequence: Sequence) -> str | None:
@@ -385,7 +388,10 @@ class Engine:
         """Give the events out: requests that ended are forgotten, and the next operations of their sessions begin."""
         for i, event in enumerate(self._events):  # more may be told meanwhile
             if isinstance(event, Terminal):
-                self.stats.ended[type(event).__name__.lower()] += 1
+                if (own := self._own.pop(event.request_id, None)) is None:
+                    self.stats.ended[type(event).__name__.lower()] += 1
+                else:
+                    self.stats.own_requests[own] += 1
                 sequence = self.live.get(event.request_id)
                 if sequence is not None and sequence.status is Status.ENDED:
                     del self.live[event.request_id]
@@ -404,7 +410,9 @@ class Engine:
         """Before whoever waits for them (`admission`)."""
         while self._uncomputed:
             name = self._uncomputed.pop()
-            self._begin(Submit(name, self._preambles[name], Sampling(max_tokens=0), SHARED), now, now)
+            self._own[name] = origin = Origin.PREAMBLE
+            sampling = Sampling(max_tokens=0)
+            self._begin(Submit(name, self._preambles[name], sampling, SHARED, origin=origin), now, now)
 
     def _is_own(self, event: Event, now: float) -> bool:
         """Whether it is of a shared preamble, which is pinned for good once it is computed."""

@@ -13,7 +13,17 @@ from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.kv.tags import UNLABELLED, Labels
 from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.replicas.speculation.skeletons import SkeletonSet
-from holdfast.replicas.types import NO_TOKENS, RANKS, CellLimits, Priority, TokenCounts, TokenIds, record, salted
+from holdfast.replicas.types import (
+    NO_TOKENS,
+    RANKS,
+    CellLimits,
+    Origin,
+    Priority,
+    TokenCounts,
+    TokenIds,
+    record,
+    salted,
+)
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -198,6 +208,7 @@ class Submit:
     sooner, with reason "stop", where the turn comes that it is for, or no cells are free for it. `labels` say what its
     tokens are, a session's excepted: they have none. Its answer is wanted within `within_s` seconds of its arrival,
     with `begins` only the beginning of it; `foreseen`: that it is expected by then was settled when it came.
+    `origin`: who sent it, a client or the server itself.
     """
 
     request_id: str
@@ -223,6 +234,7 @@ class Submit:
     cache_salt: str = ""
     prefixes: tuple[str, ...] = ()
     background: PartialPrefill | None = None
+    origin: Origin = Origin.CLIENT
     closing: TokenIds = field(default_factory=lambda: NO_TOKENS)
     standing: bool = False
     labels: Labels = UNLABELLED

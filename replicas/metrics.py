@@ -99,10 +99,19 @@ REQUESTS = (
     counter(
         "engine_requests",
         "",
-        "Requests by their terminal event: `finished`, `aborted`, `rejected`, `failed`",
+        "Clients' requests by their terminal event: `finished`, `aborted`, `rejected`, `failed`",
         "`failed` is ours to explain: look into the replica's log",
         lambda r: r.stats.ended,
         "outcome",
+    ),
+    counter(
+        "own_requests",
+        "",
+        "Requests that the server sent itself, which no other counter of requests or prompt tokens has: `ahead` (a "
+        "program's next prompt while its tools run), `preamble`, `question` (standing ones), `warm_up`",
+        "Nothing: with `holdfast_own_tokens_total`, what the server does unasked",
+        lambda r: r.stats.own_requests,
+        "origin",
     ),
     gauge(
         "sequences_running",
@@ -169,14 +178,14 @@ TOKENS = (
     counter(
         "prompt_tokens_computed",
         "tokens",
-        "Prompt tokens run through the model",
+        "Prompt tokens of clients' requests run through the model",
         "The work of prefill; compare it with the cached ones",
         lambda r: r.stats.prompt_computed,
     ),
     counter(
         "prompt_tokens_cached",
         "tokens",
-        "Prompt tokens found in the KV cache",
+        "Prompt tokens of clients' requests found in the KV cache",
         "A low share of the sum on agents' traffic: more cells, or a client that rewrites its history",
         lambda r: r.stats.prompt_cached,
     ),
@@ -198,9 +207,17 @@ TOKENS = (
     counter(
         "completion_tokens",
         "tokens",
-        "Tokens drawn",
+        "Tokens drawn for clients' requests",
         "The throughput of a replica; divided by the steps, the tokens of a step",
         lambda r: r.stats.completion,
+    ),
+    counter(
+        "own_tokens",
+        "tokens",
+        "Tokens computed and drawn for requests that the server sent itself",
+        "See `holdfast_own_requests_total`; many in idle time cost nobody anything",
+        lambda r: r.stats.own_tokens,
+        "origin",
     ),
     counter(
         "turns_continued",

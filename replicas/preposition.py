@@ -15,6 +15,7 @@ from holdfast.replicas.errors import HoldfastError
 from holdfast.replicas.events import PartialPrefill
 from holdfast.replicas.requests import Answer, ChatPrompt, GenerateRequest
 from holdfast.replicas.stats import Occupancy
+from holdfast.replicas.types import Origin
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class PrePositioning:
             request_id=f"{request.request_id}/ahead",
             prompt=replace(prompt, messages=[*prompt.messages, shown]),
             background=OWN,
+            origin=Origin.AHEAD,
             trace={},
         )
         program = request.scope, request.program_id

@@ -31,6 +31,7 @@ from holdfast.replicas.requests import (
 )
 from holdfast.replicas.sessions import SessionFacts
 from holdfast.replicas.stats import QuestionStats
+from holdfast.replicas.types import Origin
 
 log = logging.getLogger(__name__)
 
@@ -191,6 +192,7 @@ class Questions:
             question.stop,
             board.scope,
             session=SessionTurn(board.session_id, keep=False, standing=True),
+            origin=Origin.QUESTION,
         )
         self._asking = asyncio.ensure_future(self._collected(request))
         await asyncio.wait({self._asking})

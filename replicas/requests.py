@@ -14,7 +14,7 @@ from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.events import Named, PartialPrefill, Sampling, Started, Timing, TokenLogprobs, Usage
 from holdfast.replicas.kv.tags import Hint
 from holdfast.replicas.retention.latency import Called
-from holdfast.replicas.types import CellLimits, Priority, salted
+from holdfast.replicas.types import CellLimits, Origin, Priority, salted
 
 ReplyReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
@@ -152,6 +152,7 @@ class GenerateRequest:
     `within_s`: its answer is wanted so soon from now on, with `begins` only the beginning of it.
     `drawn`: what another replica has drawn of the reply, whose pieces are with the client: what comes is the rest.
     With a `session` it goes on from that session's history; `sampling.max_tokens` 0: nothing is drawn.
+    `origin`: who sent it, a client or the server itself.
     `trace` is the W3C trace context in which it is served (`traceparent`, `tracestate`),
     empty without tracing. `early`: who is told of its first pieces before they come with the others.
     """
@@ -175,6 +176,7 @@ class GenerateRequest:
     cache_salt: str = ""
     prefixes: tuple[str, ...] = ()
     background: PartialPrefill | None = None
+    origin: Origin = Origin.CLIENT
     trace: Mapping[str, str] = field(default_factory=dict)
     session: SessionTurn | None = None
     hints: tuple[Hint, ...] = ()

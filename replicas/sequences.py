@@ -13,7 +13,7 @@ from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.events import Draw, Failed, FinishReason, Sampling, Submit, Timing, Usage, Work
 from holdfast.replicas.kv.holding import Holding
-from holdfast.replicas.types import Priority, TokenCounts, TokenIds
+from holdfast.replicas.types import Origin, Priority, TokenCounts, TokenIds
 
 
 class Owner(NamedTuple):
@@ -115,12 +115,14 @@ class Sequence:
     matcher: Matcher | None = field(init=False)  # which tokens may come next, of a constrained sequence
     background: bool = field(init=False)  # nobody waits for it: it takes what all others leave
     batch: bool = field(init=False)  # it takes what interactive requests leave
+    counted: bool = field(init=False)  # among clients' requests: a client sent it, and waits for it
 
     def __post_init__(self) -> None:
         self.request_id = self.submit.request_id
         self.matcher = self.submit.matcher
         self.background = self.submit.background is not None
         self.batch = self.submit.priority is Priority.BATCH and not self.background
+        self.counted = self.submit.origin is Origin.CLIENT and not self.background
 
     @classmethod
     def of(cls, submit: Submit, number: int, now: float, eos: frozenset[int], seed: int) -> "Sequence":

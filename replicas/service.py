@@ -316,6 +316,7 @@ class Service:
             root=request.root,
             cache_salt=request.cache_salt,
             prefixes=request.prefixes,
+            origin=request.origin,
             closing=closing,
             standing=turn.standing,
             labels=_labels(request, encoded),
@@ -433,6 +434,7 @@ async def _ahead(text: TextSide, bridge: Bridge, request: GenerateRequest) -> Co
         cache_salt=request.cache_salt,
         prefixes=request.prefixes,
         background=request.background,
+        origin=request.origin,
         labels=_labels(request, encoded),
     )
     last: Event | None = None

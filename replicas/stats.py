@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import Any
 
 from holdfast.replicas.kv.tags import OTHER, TAGS
+from holdfast.replicas.types import Origin
 
 NOT_BEGUN = ("full", "gave_way", "foreseen", "refused", "dropped", "waited")
 _KEEPS = 0.98  # of what a mean knows, with each observation
@@ -86,12 +87,20 @@ def _by_tag() -> dict[str, int]:
     return dict.fromkeys((*TAGS, OTHER), 0)
 
 
+def _by_origin() -> dict[str, int]:
+    return {origin.value: 0 for origin in Origin if origin is not Origin.CLIENT}
+
+
 OTHERS = "other"  # the name under which tenants are counted together that are not counted apart
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Totals since the start, written by the engine thread alone."""
+    """Totals since the start, written by the engine thread alone.
+
+    Requests, their tokens and what they find in the cache are clients'. `own_requests` and `own_tokens`, computed and
+    drawn, are of requests that the server sent itself, by `Origin`.
+    """
 
     steps: int = 0
     schedule_s: float = 0.0
@@ -136,6 +145,8 @@ class EngineStats:
     ended: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("finished", "aborted", "rejected", "failed"), 0)
     )
+    own_requests: dict[str, int] = field(default_factory=_by_origin)
+    own_tokens: dict[str, int] = field(default_factory=_by_origin)
     step_times: Histogram = field(default_factory=lambda: Histogram(STEP_SECONDS))  # whole steps, seconds
 
 

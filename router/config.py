@@ -9,6 +9,7 @@ from holdfast.replicas.errors import ConfigError
 
 KEY_HASH = re.compile(r"sha256:[0-9a-f]{64}")
 HEADER = re.compile(r"[a-zA-Z0-9_-]+")
+WARM_UP_HEADER = "x-holdfast-warm-up"  # of the request that `holdfast serve` sends itself; it counts as nobody's
 PROGRAM_HEADERS = (
     "x-program-id",
     "x-session-id",

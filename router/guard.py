@@ -13,7 +13,7 @@ from starlette.requests import HTTPConnection, Request
 
 from holdfast.router.accounts import Accounts, Admission
 from holdfast.router.audit import Audit
-from holdfast.router.config import RouterConfig
+from holdfast.router.config import WARM_UP_HEADER, RouterConfig
 from holdfast.router.drain import Drain
 from holdfast.router.http import answer_headers, caller, read_body, route_of, too_large
 from holdfast.router.limits import BodyBytes, BodyMemory, Limiter
@@ -58,6 +58,10 @@ class Guard:
         tenants.watch(self._accounts.keep)
         watch_accounts(metrics, self._accounts)
         watch_tenants(metrics, tenants, self._limiter, config.metrics_tenants)
+
+    def warms_up(self, request: HTTPConnection) -> bool:
+        """Whether the server sent this request itself, to warm up. Where there are keys nobody can say so."""
+        return WARM_UP_HEADER in request.headers and not self._tenants.has_keys
 
     def authenticate(self, request: HTTPConnection, scope: Scope = Scope.INFER) -> Principal:
         """Whose call it is. Raises RefusedError (401, 403; also for a key that is not for this) or ClientGoneError."""

@@ -6,7 +6,7 @@ Labels come from configuration only (tenant, served model), never from what a cl
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -79,6 +79,11 @@ class RouterMetrics:
         self.watch(listed.CPU, lambda: process_usage().cpu_s)
         self.watch(listed.MEMORY, lambda: process_usage().memory)
         self.watch(listed.STARTED, lambda: process_usage().started)
+
+    @classmethod
+    def unseen(cls) -> Self:
+        """Counts that nobody reads."""
+        return cls(CollectorRegistry())
 
     def watch(self, metric: Metric, read: Read, refresh: Refresh | None = None) -> None:
         """Show a value that stands elsewhere; `refresh` is awaited before it is read."""

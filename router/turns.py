@@ -20,7 +20,7 @@ from holdfast.replicas.errors import HoldfastError, SessionExistsError, Unavaila
 from holdfast.replicas.events import Sampling, Usage
 from holdfast.replicas.requests import Answer, Errored, GenerateRequest, SessionTurn
 from holdfast.replicas.retention.latency import tool_set
-from holdfast.replicas.types import Priority, salted
+from holdfast.replicas.types import Origin, Priority, salted
 from holdfast.router import server_timing
 from holdfast.router.accounts import Admission
 from holdfast.router.answers import pieces_of, repeated
@@ -152,8 +152,11 @@ class Turns:
     async def serve(self, request: Request, format_: Format) -> Response:
         """The answer to `request`. Raises HoldfastError or ClientGoneError, counted already."""
         arrived = asyncio.get_running_loop().time()
-        meter = Meter(self._metrics, format_.name)
-        report = self._reports.begin(request, format_.name, answer_headers(request).request_id)
+        # The server's own first request is served like any other, and counts among none.
+        own = self._guard.warms_up(request)
+        meter = Meter(RouterMetrics.unseen() if own else self._metrics, format_.name)
+        reports = TurnReports() if own else self._reports
+        report = reports.begin(request, format_.name, answer_headers(request).request_id)
         meter.on_end = report.ended
         try:
             principal = self._guard.authenticate(request)
@@ -372,6 +375,7 @@ class Turns:
             sampling=_seeded(accepted, accepted.turn.sampling),
             stop=accepted.turn.stop,
             scope=accepted.tenant.name,
+            origin=Origin.WARM_UP if self._guard.warms_up(request) else Origin.CLIENT,
             program_id=served.key,
             program_arrival=program.arrival,
             program_turns=program.turns,

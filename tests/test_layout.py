@@ -34,7 +34,7 @@ ROOMS: Mapping[str, set[str]] = {
     "errors": set(),
     "logs": set(),
     "seed": {"types"},
-    "stats": {"kv.tags"},
+    "stats": {"types", "kv.tags"},
     "metrics": {"stats"},
     "config": BASE | {"speculation.ngrams"},
     "events": BASE | {"kv.tags", "constraints.matcher", "retention.latency", "speculation.skeletons"},

@@ -367,7 +367,7 @@ class Admission:
         if sequence.scheduled is None:
             sequence.scheduled = now
             sequence.n_cached = min(sequence.n_computed, sequence.n_prompt)
-            if not sequence.background:
+            if sequence.counted:
                 self._stats.prompt_cached += sequence.n_cached
         return need
 
@@ -415,7 +415,7 @@ class Admission:
         # What is shared is aliased in whole pages, so less than two pages would not be worth a step's wait.
         following = find_leader(sequence, self._running, n_cached, least=2 * config.page_size)
         if following is not None:
-            self._stats.prompt_grouped += following.gain
+            self._stats.prompt_grouped += following.gain * sequence.counted
         return following
 
 

@@ -256,7 +256,7 @@ class Running:
         """A turn begins: how much of what its owner had is in place, and how much was in vain."""
         n_cached, owner = sequence.n_computed, sequence.owner
         for tag, n in sequence.submit.labels.tokens(n_cached).items():
-            self._stats.hits_by_tag[tag] += n
+            self._stats.hits_by_tag[tag] += n * sequence.counted
         if last is not None and last.row is not None and n_cached >= last.n_tokens > 0:
             self._stats.turns_continued += 1
             self._stats.tokens_continued += n_cached

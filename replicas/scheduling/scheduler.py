@@ -33,7 +33,7 @@ from holdfast.replicas.scheduling.step import Step, StepBuilder, as_if_over
 from holdfast.replicas.sequences import Owner, Sequence, SequencePool, Status
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter
 from holdfast.replicas.stats import OTHERS, EngineStats, Occupancy
-from holdfast.replicas.types import Priority
+from holdfast.replicas.types import Origin, Priority
 
 _TENANTS = 200  # whose seconds are counted apart
 _UNBOUNDED = 1 << 62
@@ -410,7 +410,7 @@ class Scheduler:
                 if not sequence.preempted:
                     more = min(load.end, sequence.n_prompt) - sequence.n_cached
                     sequence.n_cached += more
-                    stats.prompt_cached += 0 if sequence.background else more
+                    stats.prompt_cached += more * sequence.counted
                 reloads.loaded(load.holding, load.end)
                 if sequence.reuse:
                     self._running.publish(sequence, now)
@@ -436,8 +436,9 @@ class Scheduler:
             sequence.prompt_work += computed
             if sequence.background:
                 self._stats.ahead_computed += computed
-            else:
+            elif sequence.counted:
                 self._stats.prompt_computed += computed
+            count_own(self._stats, sequence, computed)
             # Not without reuse: what the tree has of it would be held twice, where there is no room for it once.
             if sequence.reuse and (drawn or self.admission.leads(sequence)):
                 self._running.publish(sequence, now)
@@ -456,7 +457,8 @@ class Scheduler:
             self._stats.refused += reason is None
         if self.drafts.active:
             self.drafts.learn(sequence, chunk, kept)
-        self._stats.completion += n
+        self._stats.completion += n * sequence.counted
+        count_own(self._stats, sequence, n)
         sequence.drawn += n
         if not n:
             return None
@@ -464,6 +466,12 @@ class Scheduler:
         if matcher is not None:
             check_grammar(sequence)
         return reason
+
+
+def count_own(stats: EngineStats, sequence: Sequence, tokens: int) -> None:
+    """Tokens were computed or drawn for a sequence: counted here where no client sent it."""
+    if sequence.submit.origin is not Origin.CLIENT:
+        stats.own_tokens[sequence.submit.origin] += tokens
 
 
 def unstick(running: Running, ends: Ends, builder: StepBuilder, sequence: Sequence, now: float) -> None:

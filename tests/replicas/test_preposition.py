@@ -47,7 +47,7 @@ async def conversation(service: Service, turns: int, pause_s: float) -> list[Ans
             messages.append({"role": "user", "content": "And in Rome?"})
         if pause_s:
             await asyncio.sleep(pause_s)
-        while not pause_s and made and service.engine.stats.ended["finished"] < 2 * number + 2:  # noqa: ASYNC110
+        while not pause_s and made and service.engine.stats.own_requests["ahead"] <= number:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     return answers
 

@@ -37,7 +37,8 @@ def test_no_tenant_computes_it_and_none_has_its_cells():
     used = world.engine.cache.tree.tenants.used
     assert used[SHARED] == 11
     assert used["a"] == 3  # of 42 + 8 + 2 tokens those behind the fortieth
-    assert world.engine.stats.prompt_computed == 42 + 10 + 10 + 8
+    assert world.engine.stats.prompt_computed == 10 + 10 + 8
+    assert world.engine.stats.own_tokens["preamble"] == 42
 
 
 def test_a_prompt_that_leaves_it_on_the_way_finds_what_is_the_same():

@@ -1,17 +1,21 @@
 import asyncio
 
 import pytest
+from fake_backend import World, chat_body
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, InvalidRequestError, OverloadedError, UnavailableError
 from holdfast.replicas.events import Timing, Usage
+from holdfast.replicas.types import Origin
+from holdfast.router.config import WARM_UP_HEADER
 from holdfast.router.event_stream import ClientGoneError
 from holdfast.router.exposition import Merged
 from holdfast.router.metric_list import LINE
 from holdfast.router.metrics import OTHER, Meter, Outcome, RouterMetrics, outcome_of
 from holdfast.router.programs import Run
 from holdfast.router.protocol.errors import Refusal, RefusedError, ReplyError
+from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 REPLICA = """# HELP holdfast_steps_total Steps run.
 # TYPE holdfast_steps_total counter
@@ -185,3 +189,27 @@ def test_what_stands_elsewhere_is_asked_for_before_it_is_read():
     timed.metrics.watch(LINE, lambda: asked[-1] if asked else 0, ask)
     text = asyncio.run(timed.metrics.exposition())
     assert samples(text)["holdfast_requests_in_line", (("router", "router"),)] == 5
+
+
+def test_the_servers_own_first_request_is_served_and_counts_among_none():
+    world = World()
+    for headers in ({WARM_UP_HEADER: "1"}, {}):
+        answer = world.call("POST", "/v1/chat/completions", json=chat_body(cache_salt=str(headers)), headers=headers)
+        assert answer.status_code == 200
+        assert sum(world.outcomes().values()) == (not headers)
+    own, asked = world.backend.requests
+    assert (own.origin, asked.origin) == (Origin.WARM_UP, Origin.CLIENT)
+    assert world.in_flight() == 0
+    assert sum(totals.ended for totals in world.reports.totals.values()) == 1
+
+
+def test_where_there_are_keys_nobody_can_ask_uncounted():
+    world = World(tenants=TenantDirectory([Tenant("acme", (hash_key("k"),))]))
+    world.call(
+        "POST",
+        "/v1/chat/completions",
+        json=chat_body(),
+        headers={WARM_UP_HEADER: "1", "Authorization": "Bearer k"},
+    )
+    assert sum(world.outcomes().values()) == 1
+    assert world.backend.requests[0].origin is Origin.CLIENT

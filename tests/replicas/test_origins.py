@@ -1,0 +1,68 @@
+"""Requests that the server sent itself are counted apart: requests, tokens and hits are clients' alone."""
+
+from copy import deepcopy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from engine_world import World, words
+
+from holdfast.replicas.events import Abort, PartialPrefill, Sampling, Submit
+from holdfast.replicas.kv.tags import labels_of
+from holdfast.replicas.types import Origin
+
+PROMPT = words(1, 40)
+OWN = [origin for origin in Origin if origin is not Origin.CLIENT]
+
+
+def asked(name: str, origin: Origin, **more: object) -> Submit:
+    labels = labels_of(("system", "user"), (0, 20), len(PROMPT))
+    submit = Submit(name, np.array(PROMPT, np.int32), Sampling(5, temperature=1.0), program_id="p", labels=labels)
+    return replace(submit, origin=origin, **more)  # type: ignore[arg-type]
+
+
+def of_clients(world: World) -> dict[str, object]:
+    stats = world.engine.stats
+    names = ("prompt_computed", "prompt_cached", "prompt_grouped", "completion", "prompt_seeds", "hits_by_tag", "ended")
+    return {name: deepcopy(getattr(stats, name)) for name in names}
+
+
+@pytest.mark.parametrize("origin", OWN)
+def test_what_the_server_asks_itself_counts_among_no_clients_requests(origin: Origin) -> None:
+    world = World()
+    before = of_clients(world)
+    world.give(asked("a", origin))
+    world.give(asked("b", origin))  # waits for what the first one computes, and finds it cached
+    world.run()
+    world.give(asked("aborted", origin))
+    world.give(Abort("aborted"))
+    world.give(asked("refused", origin, tokens=np.array([10**6], np.int32)))
+    world.run()
+    assert of_clients(world) == before
+    drawn = sum(len(world.out[name]) for name in "ab")
+    assert world.engine.stats.own_requests == {**dict.fromkeys(OWN, 0), origin: 4}
+    assert world.engine.stats.own_tokens[origin] >= len(PROMPT) + drawn
+
+
+def test_a_clients_request_counts_as_before() -> None:
+    world = World()
+    world.give(asked("own", Origin.WARM_UP))
+    world.run()
+    world.give(asked("client", Origin.CLIENT))
+    world.run()
+    stats = world.engine.stats
+    assert stats.ended == {"finished": 1, "aborted": 0, "rejected": 0, "failed": 0}
+    assert stats.prompt_cached + stats.prompt_computed == len(PROMPT)
+    assert stats.prompt_cached > 0
+    assert stats.completion == len(world.out["client"])
+
+
+def test_work_ahead_that_a_client_asks_for_is_its_request() -> None:
+    world = World()
+    for name, origin, handle in (("own", Origin.AHEAD, ""), ("client", Origin.CLIENT, "h")):
+        background = PartialPrefill(handle, 60.0 if handle else 0.0)
+        world.give(asked(name, origin, background=background, sampling=Sampling(max_tokens=0), program_id=name))
+        world.run()
+    stats = world.engine.stats
+    assert stats.ended["finished"] == stats.own_requests["ahead"] == 1
+    assert stats.prompt_computed == 0

@@ -250,8 +250,12 @@ class SessionHomes:
         await self._commit(Found(tenant, child.session_id, Home("", child.replica_id), None), child.history)
 
     async def close(self, tenant: str, session_id: str) -> None:
-        """The session is over. Raises UnknownSessionError."""
+        """The session is over. Raises UnknownSessionError, or UnavailableError while Redis is away: its history would
+        stay there, and whoever finds that opens the session again.
+        """
         found = await self.find(tenant, session_id)
+        if self._histories.on and self._histories.away:
+            raise UnavailableError("Redis does not answer, and may have the session's history; retry")
         # First here, so that whoever finds it gone from its replica does not move it.
         await self.forget(tenant, session_id)
         await self._end(found, found.home)

@@ -17,13 +17,14 @@ class FieldNames:
     """The fields of one request, by those of the chat completion that it becomes.
 
     `beginnings` of paths have other names. `tools` and `messages` are the fields that the tools and messages of the
-    chat completion come from; None: it has the same ones. `schema` is the member of a tool that describes arguments.
+    chat completion come from; None: it has the same ones. `schema` is the member of a tool that describes arguments,
+    one for all tools or one for each.
     """
 
     beginnings: Mapping[str, str] = field(default_factory=dict)
     tools: Sequence[str] | None = None
     messages: Sequence[str] | None = None
-    schema: str = "parameters"
+    schema: str | Sequence[str] = "parameters"
 
     def of(self, name: str) -> str:
         """The request's own name of field `name` of the chat completion."""
@@ -35,7 +36,8 @@ class FieldNames:
                 return listed[int(at)]
             rest = rest.removeprefix("function.")
             if rest == "parameters" or rest.startswith("parameters."):
-                rest = self.schema + rest.removeprefix("parameters")
+                schema = self.schema if isinstance(self.schema, str) else self.schema[int(at)]
+                rest = schema + rest.removeprefix("parameters")
             return f"{listed[int(at)]}.{rest}".rstrip(".")
         for begins in sorted(self.beginnings, key=len, reverse=True):
             if name == begins or name.startswith(f"{begins}."):

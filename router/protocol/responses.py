@@ -580,7 +580,8 @@ def responses_turn(body: ResponsesBody, translated: Translated, card: ModelCard)
     tools = [each.function() for each in declared.tools]
     whole = isinstance(body.input, str)  # one message, and no item
     messages = ["input" if whole and each.startswith("input.") else each for each in translated.fields]
-    fields = FieldNames(_BEGINNINGS, [each.field for each in declared.tools], messages)
+    schemas = ["format.definition" if each.custom else "parameters" for each in declared.tools]
+    fields = FieldNames(_BEGINNINGS, [each.field for each in declared.tools], messages, schemas)
     try:
         check_tools(tools)
         choice = tool_choice(_chat_choice(body.tool_choice, declared), [each.shown for each in declared.tools])

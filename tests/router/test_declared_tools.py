@@ -370,6 +370,9 @@ def test_a_model_calls_them() -> None:
             assert (call["type"], call["name"], call["status"]) == ("custom_tool_call", "pick", "completed")
             assert len(call["input"]) == 2
             assert call["input"].isdigit()
+            number["format"]["definition"] = "["  # type: ignore[index]
+            answer = client.post(PATH, json={**asked, "tools": [FILES, {**OTHER, "tools": [number]}]})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools.1.tools.0.format.definition")
             answer = client.post(PATH, json={**asked, "tools": [PATCH], "tool_choice": "required"})
             assert answer.json()["output"][-1]["type"] == "custom_tool_call"
     finally:

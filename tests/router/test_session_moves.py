@@ -591,6 +591,7 @@ def test_two_routers_over_redis(loop: Loop, engines: Replicas, steady: Replicas,
         home = cluster.state("s")["replica"]
         server.kill()
         assert cluster.do("s", "append", text="\nalone").status_code == 200
+        assert error(cluster.call("DELETE", "/s")) == (503, "unavailable")
         engines.silent.add(home)
         assert error(cluster.do("s", "append", text="\nnot")) == (503, "unavailable")
         engines.silent.clear()

@@ -204,6 +204,8 @@ class GenerateRequest:
 class LogprobText:
     """A token's text, its bytes and its log probability; `top` holds the alternatives.
 
+    `bytes` of all tokens together are the reply's text: an end of sequence and other tokens that leave no text have
+    none. In `token` bytes that are no whole character stand as `\\xf0`.
     The first token of an echoed prompt has none: it is not a number.
     """
 

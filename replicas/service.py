@@ -490,7 +490,7 @@ async def _echo(
             raise error_of(last.error)
         if not isinstance(last, Finished):
             raise UnavailableError("the request was aborted")
-    return text.echoed(prompt, encoded, logprobs)
+    return text.echoed(prompt, encoded, None if wanted is None else logprobs)
 
 
 @dataclass(slots=True)

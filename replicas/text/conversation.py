@@ -10,7 +10,7 @@ import math
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -28,7 +28,7 @@ from holdfast.replicas.constraints.guidance import AVAILABLE, Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ConfigError, InvalidRequestError
 from holdfast.replicas.events import TokenLogprobs
-from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt, TextDelta
+from holdfast.replicas.requests import ChatPrompt, GenerateRequest, LogprobText, RawPrompt, TextDelta
 from holdfast.replicas.speculation.skeletons import CallFormat, SkeletonSet, ValueEndings, compile_tools, value_endings
 from holdfast.replicas.stats import TextStats
 from holdfast.replicas.text.calls.formats import ENDS, MARKERS, ToolFormat, detect_format
@@ -362,14 +362,29 @@ class TextSide:
         runs_on = request.sampling.ignore_eos
         return Reply(stages, remember_turn, limits.declared, runs_on, request.sampling.min_tokens)
 
-    def echoed(self, prompt: RawPrompt, encoded: Encoded, logprobs: Sequence[TokenLogprobs]) -> TextDelta:
-        """The prompt as the beginning of a reply; `logprobs` are those of its tokens after the first, or none."""
+    def echoed(self, prompt: RawPrompt, encoded: Encoded, logprobs: Sequence[TokenLogprobs] | None) -> TextDelta:
+        """The prompt as the beginning of a reply; `logprobs` are those of its tokens after the first, None where they
+        are not asked for.
+        """
         content = prompt.content
         text = content if isinstance(content, str) else self.detokenize(encoded.tokens)
-        if not logprobs:
+        if logprobs is None:
             return TextDelta(text)
         first = TokenLogprobs(int(encoded.tokens[0]), math.nan)
-        return TextDelta(text, tuple(logprob_text(self.pieces, each) for each in (first, *logprobs)))
+        return TextDelta(text, tuple(self._scored((first, *logprobs), text.encode())))
+
+    def _scored(self, tokens: Sequence[TokenLogprobs], text: bytes) -> Iterator[LogprobText]:
+        """The tokens of a prompt, each with the bytes that it has in its `text`: marks that the tokenizer puts around
+        that have none, nor has the space that some tokenizers put before it.
+        """
+        end = 0
+        for each in tokens:
+            told = logprob_text(self.pieces, each)
+            content = told.bytes
+            if not text.startswith(content, end):
+                content = b"" if each.token in self._hidden else content.removeprefix(b" " if not end else b"")
+            end += len(content)
+            yield replace(told, bytes=content)
 
     @property
     def stats(self) -> TextStats:

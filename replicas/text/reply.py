@@ -91,10 +91,14 @@ class StopStrings:
 
 
 class WaitingLogprobs:
-    """Log probabilities, each with the character of the reply that its token begins at, in order."""
+    """Log probabilities, each with the character of the reply that its token begins at, in order.
 
-    def __init__(self, pieces: Pieces) -> None:
+    `hidden` tokens leave no text.
+    """
+
+    def __init__(self, pieces: Pieces, hidden: frozenset[int] = frozenset()) -> None:
         self._pieces = pieces
+        self._hidden = hidden
         self._begins: list[int] = []
         self._entries: list[LogprobText] = []
 
@@ -103,7 +107,7 @@ class WaitingLogprobs:
 
     def add(self, begin: int, entry: TokenLogprobs) -> None:
         self._begins.append(begin)
-        self._entries.append(logprob_text(self._pieces, entry))
+        self._entries.append(logprob_text(self._pieces, entry, self._hidden))
 
     def take(self, end: int | None = None) -> tuple[LogprobText, ...]:
         """Those of tokens that begin before character `end`, or all. They wait no longer."""
@@ -113,19 +117,20 @@ class WaitingLogprobs:
         return taken
 
 
-def logprob_text(pieces: Pieces, entry: TokenLogprobs) -> LogprobText:
-    """Log probabilities with the texts of their tokens."""
+def logprob_text(pieces: Pieces, entry: TokenLogprobs, hidden: frozenset[int] = frozenset()) -> LogprobText:
+    """Log probabilities with the texts of their tokens; `hidden` tokens have no bytes, as they leave no text."""
 
     def one(token: int, logprob: float, top: tuple[LogprobText, ...] = ()) -> LogprobText:
         content = pieces.of(token)
-        return LogprobText(content.decode("utf-8", "replace"), content, logprob, top)
+        text = content.decode("utf-8", "backslashreplace")
+        return LogprobText(text, b"" if token in hidden else content, logprob, top)
 
     return one(entry.token, entry.logprob, tuple(one(*other) for other in entry.top))
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """What a reply goes through. `hidden` tokens leave no text and no log probability. `thinking`: None where the
+    """What a reply goes through. `hidden` tokens leave no text. `thinking`: None where the
     reply is all content. `trailing` holds back calls at the end of the thinking; None where no call can be.
     """
 
@@ -172,7 +177,7 @@ class Reply:
         self._read = 0  # characters of all tokens
         self._skipped = 0  # of these, before the content
         self._reasoning: list[str] = []  # that has not been given out
-        self._waiting = WaitingLogprobs(stages.pieces)
+        self._waiting = WaitingLogprobs(stages.pieces, stages.hidden)
         self.reasoning_tokens = 0  # those up to and with the end of the thinking, less content before it
         self._thought = 0  # tokens up to there
         self._told_apart = 0  # tokens of which it is known whether they are thinking
@@ -198,12 +203,15 @@ class Reply:
 
         A reply of calls that have all closed has ended for them, whatever ended its text: the client can run them.
         Where the model ended the reply with calls in its thinking, without content, these are the reply's.
-        Log probabilities of tool call tokens that no text followed come with an empty text.
+        Log probabilities of tokens that no text followed come with an empty text.
         """
         stages = self._stages
         deltas: list[Delta] = []
         if not self.done:
-            deltas += self._through(stages.decoder.flush(), last=True)
+            rest = stages.decoder.flush()
+            if reason == "length":
+                rest = rest.rstrip("\ufffd")  # of a character that was cut nothing is shown
+            deltas += self._through(rest, last=True)
         deltas += stages.calls.feed(stages.stops.flush())
         if stages.trailing is not None:
             if reason == "stop" and not self.done:
@@ -212,8 +220,8 @@ class Reply:
         ended: ReplyReason = "stop" if self.done else reason
         deltas += stages.calls.finish(cut=reason == "length" or stages.stops.stopped)
         deltas = self._with_logprobs(deltas)
-        if rest := self._waiting.take(self._passed if stages.stops.stopped else None):
-            deltas.append(TextDelta("", rest))
+        if waiting := self._waiting.take(self._passed if stages.stops.stopped else None):
+            deltas.append(TextDelta("", waiting))
         if self.calls and not self.unfinished:
             ended = "tool_calls"
         return self._after_reasoning(merged(deltas)), ended
@@ -266,7 +274,7 @@ class Reply:
         """One token through all stages."""
         stages, thinking = self._stages, self._stages.thinking
         self._tokens.append(token)
-        if logprob is not None and token not in stages.hidden:
+        if logprob is not None:
             self._waiting.add(self._read, logprob)
         text = stages.decoder.feed((token,))
         self._read += len(text)

@@ -48,13 +48,22 @@ def completion_logprobs(tokens: Sequence[LogprobText], offsets: TextOffsets | No
     """The `logprobs` object of a plain completion; `offsets` has read the tokens before these."""
     offsets = offsets or TextOffsets()
     return {
-        "tokens": [token.token for token in tokens],
+        "tokens": [_name(token) for token in tokens],
         "token_logprobs": [_value(token) for token in tokens],
         "top_logprobs": [
-            None if isnan(token.logprob) else {other.token: _value(other) for other in token.top} for token in tokens
+            None if isnan(token.logprob) else {_name(other): _value(other) for other in token.top} for token in tokens
         ],
         "text_offset": [offsets.next(token) for token in tokens],
     }
+
+
+def _name(token: LogprobText) -> str:
+    """A token as OpenAI's plain completions name it: where it is no whole characters, by its bytes."""
+    try:
+        token.bytes.decode()
+    except UnicodeDecodeError:
+        return f"bytes:{token.token}"
+    return token.token
 
 
 def _entry(token: LogprobText) -> dict[str, Any]:

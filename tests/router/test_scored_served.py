@@ -61,6 +61,27 @@ def test_an_echo_is_the_prompt_and_then_the_reply_that_it_always_has(http: httpx
     assert again == scored
 
 
+def test_each_counted_token_has_an_entry_whatever_it_is(http: httpx.Client) -> None:
+    """A prompt of one token, parts of characters, and tokens that leave no text, drawn where the reply is to go on."""
+    ids = http.post("/tokenize", json={"prompt": "👩"}).json()["tokens"]
+    for prompt in (ids, ids[:1]):
+        told = complete(http, prompt=prompt, echo=True, logprobs=1)
+        (choice,), usage = told["choices"], told["usage"]
+        scores = choice["logprobs"]
+        counted = usage["prompt_tokens"] + usage["completion_tokens"]
+        assert {len(each) for each in scores.values()} == {counted}
+        if len(ids) > 1:
+            assert all(name.startswith("bytes:") for name in scores["tokens"][: len(prompt)])
+    chat = {"model": "pocket", "messages": [{"role": "user", "content": "hello"}], "temperature": 0, "logprobs": True}
+    for fields in ({"max_tokens": 200}, {"max_tokens": 40, "ignore_eos": True}):
+        told = http.post("/v1/chat/completions", json={**chat, **fields}).json()
+        (choice,) = told["choices"]
+        entries = choice["logprobs"]["content"]
+        assert len(entries) == told["usage"]["completion_tokens"]
+        assert bytes(byte for each in entries for byte in each["bytes"]).decode() == choice["message"]["content"]
+        assert any(not each["bytes"] for each in entries), "an end of sequence"
+
+
 def test_choices_differ_and_are_the_same_each_time(http: httpx.Client) -> None:
     def texts(**fields: Any) -> list[str]:
         told = complete(http, temperature=1.5, max_tokens=12, **fields)

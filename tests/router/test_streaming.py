@@ -20,7 +20,7 @@ from holdfast.replicas.requests import (
     ToolCallDelta,
 )
 from holdfast.router.protocol.chat import chat_reply
-from holdfast.router.protocol.usage import completion_logprobs
+from holdfast.router.protocol.usage import chat_logprobs, completion_logprobs
 from holdfast.router.streaming import ChatEncoder, CompletionEncoder
 
 ODD = 'quote " newline \n line separator \u2028 é 🐎 </script>'
@@ -161,7 +161,7 @@ def test_completion_chunks_and_the_offsets_of_their_logprobs():
 def test_text_offsets_count_a_split_character_once():
     parts = [b"T", b"\xc3", b"\xbcr ", b"\xe6\x97", b"\xa5", b" ok"]
     text = b"".join(parts).decode()
-    tokens = [LogprobText(part.decode("utf-8", "replace"), part, -1.0) for part in parts]
+    tokens = [LogprobText(part.decode("utf-8", "backslashreplace"), part, -1.0) for part in parts]
     offsets = [0, 1, 1, 4, 4, 5]
     assert text[offsets[-1] :] == " ok"
     assert completion_logprobs(tokens)["text_offset"] == offsets
@@ -172,6 +172,21 @@ def test_text_offsets_count_a_split_character_once():
         )
         choices = [chunk["choices"][0] for chunk in chunks]
         assert [o for choice in choices for o in (choice["logprobs"] or {}).get("text_offset", [])] == offsets
+
+
+def test_parts_of_characters_are_named_by_their_bytes_and_tokens_without_text_have_no_length():
+    def token(content, top=(), **told):
+        told = {"token": content.decode("utf-8", "backslashreplace"), "bytes": content, **told}
+        return LogprobText(logprob=-1.0, top=top, **told)
+
+    parts = [token(part) for part in (b" \xf0\x9f", b"\x91", b"\xa9")]
+    tokens = [token(b" \xf0\x9f", tuple(parts)), *parts[1:], token(b"", token="<|im_end|>"), token("日é".encode())]
+    told = completion_logprobs(tokens)
+    assert told["tokens"] == [r"bytes: \xf0\x9f", r"bytes:\x91", r"bytes:\xa9", "<|im_end|>", "日é"]
+    assert list(told["top_logprobs"][0]) == told["tokens"][:3]
+    assert told["text_offset"] == [0, 1, 1, 2, 2]
+    (entry, *_) = chat_logprobs(tokens)["content"]
+    assert (entry["token"], entry["bytes"]) == (r" \xf0\x9f", [0x20, 0xF0, 0x9F])
 
 
 def test_an_error_is_the_last_event():

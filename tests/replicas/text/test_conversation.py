@@ -125,8 +125,9 @@ def test_stop_token_ids_leave_no_text(side: TextSide) -> None:
         deltas = [d for token in ids for d in reply.feed([token], [TokenLogprobs(token, -1.0)])]
         tail, reason = reply.finish("stop")
         assert (said([*deltas, *tail]), reason) == (text, "stop")
-        entries = [entry.token for delta in [*deltas, *tail] for entry in delta.logprobs]
-        assert "".join(entries) == text
+        entries = [entry for delta in [*deltas, *tail] for entry in delta.logprobs]
+        assert [entry.token for entry in entries] == [side.detokenize([token]) for token in ids], "all that are counted"
+        assert b"".join(entry.bytes for entry in entries).decode() == text
 
 
 def test_a_template_with_tools_in_a_format_that_is_not_read_is_told(
@@ -254,9 +255,10 @@ def test_pieces_add_up_whatever_the_steps_bring(qwen_like: Any, data: st.DataObj
         logprobs = [-entry.logprob for delta in deltas if isinstance(delta, TextDelta) for entry in delta.logprobs]
         calls = "".join(f"{d.name or ''}{d.arguments}" for d in deltas if isinstance(d, ToolCallDelta))
         results.append((said(deltas), calls, reason, logprobs, reply.completion_tokens))
-        shown = [token for token in ids[: reply.completion_tokens] if token not in side.cache.added.special_ids]
+        counted = ids[: reply.completion_tokens]
+        shown = [token for token in counted if token not in side.cache.added.special_ids]
         stopped = "STOP" in side.pieces.text(shown)
-        assert logprobs == (shown[: len(logprobs)] if stopped else shown)
+        assert logprobs == (counted[: len(logprobs)] if stopped else counted)
     assert results[0] == results[1]
 
 
@@ -269,6 +271,41 @@ def test_log_probabilities_carry_the_bytes_of_a_split_character(side: TextSide) 
     assert len(deltas) == 1
     assert b"".join(entry.bytes for entry in deltas[0].logprobs) == "👩".encode()
     assert [len(entry.top) for entry in deltas[0].logprobs] == [2] * len(ids)
+    assert "".join(entry.token for entry in deltas[0].logprobs) == r"\xf0\x9f\x91\xa9"
+
+
+@pytest.mark.parametrize("text", ["Oslo 👩", " the weather", "the<|im_end|>日", "a"])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_an_echoed_prompt_has_the_bytes_of_its_text(tokenizers: list[Any], text: str, as_ids: bool) -> None:
+    """Also where the tokenizer puts a mark or a space before the prompt."""
+    for tokenizer in tokenizers:
+        side = TextSide(tokenizer, EngineConfig())
+        ids = side.encode(RawPrompt(text)).tokens
+        prompt = RawPrompt(ids.tolist() if as_ids else text, echo=True)
+        scores = [TokenLogprobs(int(token), -1.0) for token in ids[1:]]
+        told = side.echoed(prompt, side.encode(prompt), scores)
+        assert len(told.logprobs) == len(ids)
+        assert b"".join(entry.bytes for entry in told.logprobs).decode() == told.text
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text("a👩é日", min_size=1, max_size=5), st.data())
+def test_of_a_character_that_is_cut_nothing_is_shown(tokenizers: list[Any], text: str, data: st.DataObject) -> None:
+    side = TextSide(data.draw(st.sampled_from(tokenizers)), EngineConfig())
+    ids = ids_of(side, text)
+    ids = ids[: data.draw(st.integers(1, len(ids)))]
+    ask = request(prompt=ChatPrompt([ASK]))
+    told = []
+    for step in (1, 3, len(ids)):
+        reply = side.reply(ask, side.encode(ask.prompt))
+        deltas = [delta for at in range(0, len(ids), step) for delta in reply.feed(ids[at : at + step])]
+        tail, reason = reply.finish("length")
+        told.append((said([*deltas, *tail]), reason))
+    assert told == [told[0]] * 3
+    (shown, reason) = told[0]
+    assert reason == "length"
+    assert text.startswith(shown)
+    assert len(side.pieces.text(ids).strip()) - len(shown) in (0, 1)
 
 
 def test_the_next_turn_goes_on_from_the_remembered_one(side: TextSide) -> None:

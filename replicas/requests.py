@@ -33,10 +33,10 @@ class JsonOutput:
 class ChatPrompt:
     """A conversation in OpenAI message dicts, for the model's chat template, and what its reply must be.
 
-    `tools` are OpenAI tool dicts (`{"type": "function", "function": {...}}`); `tool_choice` "none" renders the
-    template without them. `template_kwargs` go to the template as they are. With `tool_choice` "required" the reply
-    is calls, and where `forced_tool` names a tool one call of it. `allowed_tools` names those of `tools` that may be
-    called, where not all may.
+    `tools` are OpenAI tool dicts (`{"type": "function", "function": {...}}`). With `tool_choice` "none" no call may
+    begin; the prompt is the same, so that a conversation goes on from its cells. With "required" the reply is calls,
+    and where `forced_tool` names a tool one call of it. `allowed_tools` names those of `tools` that may be called,
+    where not all may. `template_kwargs` go to the template as they are.
     """
 
     messages: Sequence[Mapping[str, Any]]

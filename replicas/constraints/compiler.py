@@ -31,7 +31,7 @@ from holdfast.replicas.constraints.grammar import (
     reply_grammar,
     schema_grammar,
 )
-from holdfast.replicas.constraints.guard import CallGuard, CallWatch
+from holdfast.replicas.constraints.guard import CallBan, CallGuard, CallWatch
 from holdfast.replicas.constraints.guidance import (
     AVAILABLE,
     GrammarCompiler,
@@ -131,6 +131,19 @@ class Compiler:
         if isinstance(matcher, CallGuard):
             matcher.loose = matcher.loose or rule is not whole
         return matcher
+
+    def without_calls(self, names: frozenset[str]) -> Matcher | None:
+        """A matcher of a text in which no call of the tools `names` begins; None where the model writes none, or its
+        tokens are not bytes of text. Raises NotCompiledError on an event loop's thread before the vocabulary is read.
+        """
+        if "_watch" not in self.__dict__:
+            if _on_event_loop():
+                raise NotCompiledError("tool_choice", None)
+            with self._reading:
+                if not self._vocabulary.exact or self._forms is None:
+                    return None
+                _ = self._watch
+        return CallBan(self._watch, names)
 
     def _add(self, key: _Key) -> _Making:
         """A grammar in the making, in the table. Call it under the lock."""

@@ -14,7 +14,9 @@ there it may be an answer in JSON.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from holdfast.replicas.constraints.grammar import CallForm, Forms
 from holdfast.replicas.constraints.guidance import GuidedMatcher, Vocabulary
@@ -36,6 +38,7 @@ class CallWatch:
     bare: CallForm | None
     frame: re.Pattern[bytes] | None  # of a bare call up to its arguments
     begun: bytes = b""
+    _openers: dict[bytes, Sequence[int]] = field(default_factory=dict)  # by the text before them
 
     @property
     def n_known(self) -> int:
@@ -65,6 +68,18 @@ class CallWatch:
     def opened(self, text: bytes) -> int:
         """Where the first opener in `text` begins; -1 where there is none."""
         return min((place for opener in self.openers if (place := text.find(opener)) >= 0), default=-1)
+
+    def completing(self, before: bytes) -> Sequence[int]:
+        """The tokens with which an opener is complete behind `before`, the beginning of one."""
+        if (found := self._openers.get(before)) is None:
+            tokens = enumerate(self.vocabulary.tokens)
+            found = self._openers[before] = [token for token, content in tokens if self.opened(before + content) >= 0]
+        return found
+
+    def names(self, text: bytes, declared: frozenset[str]) -> bool:
+        """Whether `text` comes to the arguments of a bare call of one of `declared`."""
+        found = self.frame.match(text) if self.frame is not None else None
+        return found is not None and found[1].decode(errors="replace") in declared
 
     def encode(self, text: bytes) -> Sequence[int] | None:
         """Tokens that spell `text`; None where it ends inside of a character."""
@@ -242,8 +257,7 @@ class CallGuard:
         assert frame is not None
         before = (self._start or b"").lstrip(_BETWEEN)
         text = (before + content).lstrip(_BETWEEN)
-        may_begin = not text or (text.startswith(form.begins.encode()) and len(text) < _LONGEST_BEGINNING)
-        self._start = text if may_begin else None
+        self._start = text if _may_begin(text, form) else None
         found = frame.match(text)
         if found is None or (name := found[1].decode(errors="replace")) not in self._names:
             return None
@@ -285,3 +299,101 @@ class CallGuard:
         self.calls.spared(inner)
         self._inner, self._refused = None, False
         self._start = b"" if bare is not None and not bare.head else None
+
+
+def _may_begin(text: bytes, form: CallForm) -> bool:
+    """Whether a reply that has come to `text` may still be a bare call."""
+    return not text or (text.startswith(form.begins.encode()) and len(text) < _LONGEST_BEGINNING)
+
+
+class CallBan:
+    """`constraints.matcher.Matcher` of a text in which no call begins. All else is free.
+
+    The token with which an opener would be complete is drawn again. Where calls need no opener it is the one with which
+    the reply would come to the arguments of a tool that is among `names`.
+    """
+
+    __slots__ = ("_names", "_refused", "_start", "_tail", "_watch")
+
+    def __init__(self, watch: CallWatch, names: frozenset[str]) -> None:
+        self._watch = watch
+        self._names = names
+        self._refused = False
+        self._tail = watch.begun
+        self._start: bytes | None = b"" if watch.bare is not None and names else None
+
+    @property
+    def words(self) -> int:
+        return -(-self._watch.n_known // 32)
+
+    @property
+    def binding(self) -> bool:
+        return self._refused
+
+    @property
+    def finished(self) -> bool:
+        return False
+
+    @property
+    def failed(self) -> bool:
+        return False
+
+    @property
+    def given_up(self) -> bool:
+        return False
+
+    def copy(self) -> "CallBan":
+        other = CallBan(self._watch, self._names)
+        other._refused, other._tail, other._start = self._refused, self._tail, self._start
+        return other
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        if self._start is None and not self._tail and self._watch.suspects.isdisjoint(tokens):
+            self._refused = self._refused and not tokens
+            return len(tokens)
+        for stand, token in enumerate(tokens):
+            content = self._watch.content(token)
+            if self._begins(content):
+                self._refused = True
+                return stand
+            self._refused = False
+            self._tail = beginning(self._tail + content, self._watch.openers)
+            if self._start is not None and self._watch.bare is not None:
+                text = self._text(content)
+                self._start = text if _may_begin(text, self._watch.bare) else None
+        return len(tokens)
+
+    def accepts(self, tokens: Sequence[int]) -> int:
+        return self.copy().advance(tokens)
+
+    def forced(self) -> list[int]:
+        return []
+
+    def fill(self, drafts: Sequence[int], out: Bits) -> None:
+        ahead = self.copy() if drafts else self
+        for row in range(len(drafts) + 1):
+            out[row] = -1
+            if ahead._refused:
+                ahead._forbid(out[row])
+            if row < len(drafts) and not ahead.advance(drafts[row : row + 1]):
+                out[row + 1 :] = -1
+                return
+
+    def _begins(self, content: bytes) -> bool:
+        """Whether a call would begin with `content`, the next of the text."""
+        if self._watch.opened(self._tail + content) >= 0:
+            return True
+        return self._start is not None and self._watch.names(self._text(content), self._names)
+
+    def _text(self, content: bytes) -> bytes:
+        """The reply up to `content`, where it may be a bare call."""
+        return ((self._start or b"") + content).lstrip(_BETWEEN)
+
+    def _forbid(self, row: Bits) -> None:
+        """Take from the mask the tokens that must not come next."""
+        tokens = [*self._watch.completing(self._tail)]
+        if self._start is not None:
+            known = enumerate(self._watch.vocabulary.tokens)
+            tokens += (token for token, content in known if self._watch.names(self._text(content), self._names))
+        at = np.array(tokens, np.int64)
+        np.bitwise_and.at(row.view(np.uint32), at // 32, ~(np.uint32(1) << (at % 32).astype(np.uint32)))

@@ -271,6 +271,9 @@ class TextSide:
         if not isinstance(prompt, ChatPrompt):
             return FREE
         rule = self._rule(_callable(prompt), scope)
+        if rule is None and prompt.tools and prompt.tool_choice == "none" and self._writes_calls:
+            functions = (tool.get("function", tool) for tool in prompt.tools)
+            return Constraints(self._compiler.without_calls(frozenset(str(each.get("name")) for each in functions)))
         if rule is None:
             return FREE
         try:

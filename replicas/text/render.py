@@ -70,12 +70,12 @@ class Renderer:
         self._names_thinking = isinstance(template, str) and ".thinking" in template and _REASONING not in template
 
     def render(self, prompt: ChatPrompt) -> Rendered:
-        """The prompt up to where the assistant begins to write; tools are left out for `tool_choice` "none".
+        """The prompt up to where the assistant begins to write. A `tool_choice` changes nothing of it.
 
         Raises InvalidRequestError for messages the template refuses, and when the model has no template.
         """
         self._check(prompt)
-        tools = list(prompt.tools) if prompt.tool_choice != "none" else []
+        tools = list(prompt.tools)
         try:
             return self._rendered(self._messages(prompt.messages), tools, prompt.template_kwargs)
         except TemplateRefusalError as refusal:
@@ -97,7 +97,7 @@ class Renderer:
         self._check(prompt)
         said = normalised(prompt.messages, self._rules.objects)
         before = [] if begins else _said_before(said)
-        tools = list(prompt.tools) if begins and prompt.tool_choice != "none" else []
+        tools = list(prompt.tools) if begins else []
         whole = self._rendered(self._messages([*before, *said]), tools, prompt.template_kwargs, reply)
         if begins:
             return whole

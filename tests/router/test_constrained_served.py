@@ -104,6 +104,52 @@ def test_a_reply_may_be_asked_to_be_longer_than_the_context(client: openai.OpenA
     assert client.completions.create(model="pocket", prompt="Hello", max_tokens=most, stop=["."]).choices
 
 
+def test_a_turn_without_calls_goes_on_from_the_cells_of_the_conversation(client: openai.OpenAI) -> None:
+    """In every API, and in a compaction: the tools stay in the prompt, and the model that would call one does not."""
+    system = "Look it up with a tool. " * 30
+
+    def asked(tools: bool, again: bool) -> Any:
+        choice = "auto" if tools else "none"
+        messages: Any = [{"role": "system", "content": system}, *MESSAGES]
+        if again:
+            messages += [{"role": "assistant", "content": "Rain."}, {"role": "user", "content": "And in Rome?"}]
+        return {"model": "pocket", "messages": messages, "tools": TOOLS, "tool_choice": choice, "temperature": 0}
+
+    first = client.chat.completions.create(**asked(True, False), max_tokens=40)
+    assert first.choices[0].message.tool_calls, "the model would call"
+    assert first.usage is not None
+    for stream in (False, True):
+        with client.chat.completions.stream(
+            **asked(False, False), max_tokens=40 + stream, stream_options={"include_usage": True}
+        ) as chunks:
+            again = chunks.get_final_completion()
+        assert again.usage is not None
+        assert again.usage.prompt_tokens_details is not None
+        assert again.usage.prompt_tokens_details.cached_tokens == first.usage.prompt_tokens - 1
+        assert (again.choices[0].message.tool_calls or []) == []
+        assert "<tool_call>" not in (again.choices[0].message.content or "")
+        assert again.choices[0].finish_reason in ("stop", "length")
+
+    flat: Any = [{"type": "function", "strict": True, **each["function"]} for each in TOOLS]
+    fields: Any = {"model": "pocket", "instructions": system, "tools": flat, "temperature": 0, "max_output_tokens": 40}
+    response = client.responses.create(input="Weather in Bergen?", **fields)
+    assert response.usage is not None
+    for more in ({"tool_choice": "none", "input": "And in Rome?"}, {"input": [{"type": "compaction_trigger"}]}):
+        after: Any = client.responses.create(**fields | more, previous_response_id=response.id)
+        assert after.usage.input_tokens_details.cached_tokens >= response.usage.input_tokens - 1
+        assert all(item.type in ("message", "compaction") for item in after.output)
+
+    given: Any = [{"name": "get_weather", "input_schema": PARAMETERS}]
+    said: Any = {"model": "pocket", "system": system, "messages": MESSAGES, "tools": given}
+    said["extra_body"] = {"temperature": 0}
+    with anthropic.Anthropic(base_url=str(client.base_url).removesuffix("/v1/"), api_key="none") as other:
+        begun = other.messages.create(**said, max_tokens=40, tool_choice={"type": "auto"})
+        held = other.messages.create(**said, max_tokens=40, tool_choice={"type": "none"})
+    assert (begun.usage.cache_read_input_tokens or 0) + begun.usage.input_tokens > 100
+    assert held.usage.input_tokens == 1
+    assert [block.type for block in held.content] == ["text"]
+
+
 def test_a_model_of_the_answer_is_parsed(client: openai.OpenAI) -> None:
     """The client sends the class as a strict schema and makes the reply an object of it."""
     for temperature in (0.0, 1.0):
@@ -133,7 +179,12 @@ def test_any_json_object(client: openai.OpenAI) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "x"}}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "strict": True, "schema": {"type": "x"}},
+                }
+            },
             "response_format.json_schema.schema",
         ),
         (

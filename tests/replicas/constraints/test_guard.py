@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.constraints.grammar import forms_of
-from holdfast.replicas.constraints.guard import CallGuard, beginning, begins
+from holdfast.replicas.constraints.guard import CallBan, CallGuard, beginning, begins
 from holdfast.replicas.text.calls.formats import ToolFormat
 
 PROSE = "Use < or <tool to begin. "
@@ -262,3 +262,69 @@ def test_openers_are_found_wherever_they_are_cut() -> None:
         b"<", b"<tool", b"<function", b"", b"", b""
     ]  # fmt: skip
     assert [begins(text, openers) for text in (b"x<function=y", b"<fun", b"fun")] == [True, True, False]
+
+
+# ---- no calls ----
+
+
+def ban_of(tokenizer: Any, format: ToolFormat) -> tuple[CallBan, Any]:
+    made = compiler(tokenizer, format)
+    ban = made.without_calls(frozenset({"f", "get_weather"}))
+    assert isinstance(ban, CallBan)
+    return ban, vocabulary(made)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_call_begins_in_a_text_that_must_have_none(format: ToolFormat, tokenizers: list[Any]) -> None:
+    """Whatever is drawn, however its tokens are cut; and all else may be said."""
+    for tokenizer in tokenizers:
+        ban, words = ban_of(tokenizer, format)
+        (call,) = call_texts(format, [("f", {"a": 1})], json.dumps)
+        forms = forms_of(format, words.knows)
+        assert forms is not None
+        openers = [form.opener for form in forms.triggered]
+        texts = [call, *(f"{opener}f" for opener in openers)]
+        for text in (*texts, *(PROSE + text for text in texts if any(opener in text for opener in openers))):
+            ids = list(words.encode(text))
+            ids += [] if len(ids) > 1 else words.encode("x")
+            place = ban.copy()
+            stands = place.advance(ids)
+            assert stands < len(ids), text
+            assert place.binding
+            assert ids[stands] not in allowed(place)
+            assert place.accepts([ids[stands]]) == 0
+            free = words.encode("a")
+            assert free[0] in allowed(place)
+            assert set(words.eos) <= set(allowed(place)), "the reply may end"
+            assert place.advance(free) == 1
+            assert not place.binding
+        for text in (PROSE, '{"name": "Oslo", "parameters": 1}', "[1] f(", '{"answer": 1}', "日本 < <tool [TOOL"):
+            ids = list(words.encode(text))
+            assert ban.copy().advance(ids) == len(ids), text
+            assert not ban.forced()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_drawn_under_a_ban_has_no_opener_in_it(format: ToolFormat, tokenizers: list[Any]) -> None:
+    """As an engine draws it, drafts included, by a model that would write calls."""
+    for tokenizer in tokenizers:
+        ban, words = ban_of(tokenizer, format)
+        forms = forms_of(format, words.knows)
+        assert forms is not None
+        likely = [token for opener in forms.triggered for token in words.encode(opener.opener)]
+        openers = [form.opener.encode() for form in forms.triggered]
+        for seed in range(6):
+            rng, place, text = random.Random(seed), ban.copy(), forms.begun.encode()
+            for _ in range(300):
+                token = rng.choice(likely) if rng.random() < 0.8 else rng.randrange(len(words.tokens))
+                while not place.advance([token]):
+                    choices = [each for each in allowed(place) if each < len(words.tokens)]
+                    assert token not in choices
+                    token = rng.choice([each for each in likely if each in choices] or choices)
+                text += words.tokens[token]
+            assert not any(opener in text for opener in openers), text
+            drafts = likely[:3]
+            stands = place.accepts(drafts)
+            masks = np.empty((len(drafts) + 1, place.words), np.int32)
+            place.fill(drafts, masks)
+            assert (masks[stands + 1 :] == -1).all()

@@ -155,10 +155,9 @@ class EngineConfig:
     high_water: float = 0.95  # occupancy above which prefill chunks wait
     completion_reserve: int = 1024  # completion tokens a request is charged for at admission, at most
     step_tokens: int = 4096  # prefill tokens a step, shared by the active prefills
-    step_ms: float = 0.0  # milliseconds that prompts add to a step in which others decode; 0: 200 on a CPU, else 50
+    step_ms: float = 0.0  # milliseconds that prompts may add to a step; 0: 200 on a CPU, 50 on a GPU
     latency_chunk: int = 1024  # longest prefill chunk while a latency-sensitive request runs
     latency_max_tokens: int = 32  # a request for at most so many tokens counts as latency-sensitive
-    chunk_floor: int = 16  # prefill tokens a step that every prompt gets, however many began before it
     batch_share: float = 0.05  # of the time, what batch has at least where interactive requests would take all of it
     background_chunk: int = 128  # tokens a step of prompts that are computed ahead of their turns, all together
 
@@ -167,7 +166,7 @@ class EngineConfig:
     grouped_prefill: bool = True  # requests that share a prefix wait for the first of them to compute it
     sessions: bool = True  # a program keeps its row between turns, and without prefix_cache its cells, too
     adaptive_chunks: bool = True  # prefills share a step's tokens; off: each may fill a step
-    equal_chunks: bool = False  # they share equally; off: who began first has most of it, `chunk_floor` the others
+    equal_chunks: bool = False  # on: equal shares; off: most for the first prompt, a quarter for short ones behind it
     prompt_seed: bool = True  # a request without a seed gets its prompt's; off: a random one
     device_sampling: bool = True  # tokens are drawn beside the logits; off: the logits cross to the host
     early_stop: bool = True  # a reply ends where its tool calls do; off: where the model ends it
@@ -229,9 +228,7 @@ class EngineConfig:
         _check(self, _one_of(get_args(OrderName)), "order")
         _check(self, _AT_LEAST_ONE, "page_size", "max_sequences", "max_waiting", "background_chunk")
         _check(self, _AT_LEAST_ONE, "max_waiting_tokens")
-        _check(
-            self, _AT_LEAST_ONE, "completion_reserve", "step_tokens", "latency_chunk", "chunk_floor", "question_tokens"
-        )
+        _check(self, _AT_LEAST_ONE, "completion_reserve", "step_tokens", "latency_chunk", "question_tokens")
         _check(self, _POSITIVE_SHARE, "admission_ceiling", "high_water", "gpu_memory")
         _check(self, _SHARE, "kv_tags_share")
         _check(self, _Rule("in [0, 1)", lambda value: 0 <= value < 1), "batch_share")

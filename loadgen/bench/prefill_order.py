@@ -1,10 +1,9 @@
 """When prompts have their first token and how long replies stand still, by how prefills share a step.
 
 ``python -m holdfast.loadgen.bench.prefill_order [--machine 8b-h200]``: the real engine over the simulator's cost model
-(8B on an A100 where nothing else is said), so it takes seconds and no GPU. Programs with tools, `--programs`, take a
-minute. `equal` is `engine.equal_chunks`, the rule
-of stateful inference, section 3.2; `floor` spends a step in program order, with that many tokens for everybody behind
-(`engine.chunk_floor`); `ms` lets prompts add so much to a step in which others decode (`engine.step_ms`), here 0 any.
+(8B on an A100 by default), so it takes seconds and no GPU. `--programs`, programs with tools, takes a minute. `equal`
+is `engine.equal_chunks`, the rule of stateful inference, section 3.2. `MS ms` lets prompts add that many milliseconds
+to a step (`engine.step_ms`); 0 sets no bound.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from holdfast.replicas.events import Sampling, Submit, Tokens
 from holdfast.replicas.scheduling.plan import StepOutput, StepPlan
 
 PROFILE = machines.profile("8b-a100")
-FLOORS = (16, 64, 256)
-BUDGETS = (0, 25, 50, 100, 200, 400)  # milliseconds
+BUDGETS = (0, 12.5, 25, 50, 100, 200, 400)  # milliseconds
 WORKLOADS = {"swe": (40, 0.12, 1.0), "bfcl": (60, 0.15, 1.0), "mixed": (30, 0.12, 1.0), "coding": (30, 0.3, 0.1)}
 """Programs, those that begin in a second on an A100, and the scale of their lengths."""
 
@@ -72,6 +70,13 @@ def loads(pace: float = 1.0) -> Iterator[Load]:
     came = np.cumsum(rng.exponential(1 / 3, 300)) / pace
     yield Load("300 log-normal, 3 a second", sizes, came, rng.integers(16, 200, 300))
     turns = np.minimum(rng.lognormal(5.7, 0.9, 300), 4_000).astype(np.int64) + 10
+    greetings = np.arange(20)  # while it is computed, each after the one before
+    yield Load(
+        "20 of 40 behind one of 30,000",
+        np.array([30_000, *np.full(20, 40)]),
+        np.array([0.0, *(0.02 + 0.05 * greetings) / pace]),
+        np.array([1, *np.full(20, 8)]),
+    )
     yield Load(
         "300 turns, 8 a second", turns, np.cumsum(rng.exponential(1 / 8, 300)) / pace, rng.integers(16, 120, 300)
     )
@@ -152,8 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = machines.profile(options.machine)
     base = engine_config("default", machine, host=False)
     rules = {"equal": replace(base, equal_chunks=True)}
-    rules |= {f"in order, floor {floor}": replace(base, chunk_floor=floor) for floor in FLOORS}
-    rules |= {f"in order, {budget} ms": replace(base, step_ms=budget) for budget in BUDGETS}
+    rules |= {f"in order, {budget:g} ms": replace(base, step_ms=budget) for budget in BUDGETS}
     if options.programs:
         _compare_programs(base, machine)
         return 0
@@ -170,7 +174,7 @@ def _compare_programs(base: EngineConfig, machine: Profile) -> None:
         for budget in BUDGETS:
             runs = [work(name, replace(base, step_ms=budget), machine, seed) for seed in range(3)]
             mean = np.mean([[*figures(played), pace] for played, pace in runs], axis=0)
-            print(f"  {budget:<3} ms{'':20} {_told(mean)}", flush=True)
+            print(f"  {budget:<4g} ms{'':19} {_told(mean)}", flush=True)
 
 
 def figures(played: Played) -> list[float]:

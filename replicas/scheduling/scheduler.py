@@ -246,10 +246,12 @@ class Scheduler:
         if not prefilling:
             return
         stuck: Sequence | None = None
-        for sequence, size in zip(prefilling, self._chunks(prefilling, beside=len(builder.chunks)), strict=True):
+        for sequence, size in zip(prefilling, self._chunks(prefilling), strict=True):
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for one before it
-            if size == 0 or (builder.chunks and not self._below_high_water(builder, sequence, now)):
+            if not size:
+                continue
+            if builder.chunks and not self._below_high_water(builder, sequence, now):
                 self._stats.chunks_deferred += 1
                 continue
             try:
@@ -271,16 +273,17 @@ class Scheduler:
         if stuck is not None and stuck.status is Status.RUNNING and builder.busy and self._cache.tree.tenants.any:
             unstick(self._running, self.ends, builder, stuck, now)
 
-    def _chunks(self, prefilling: list[Sequence], beside: int) -> list[int]:
-        """Tokens of each, in order, with so many that decode `beside` them. Those of batch share what the others leave
-        of the step, and may have nothing.
-        """
+    def _chunks(self, prefilling: list[Sequence]) -> list[int]:
+        """Tokens of each, in order. Batch requests share what the others leave of the step, and may get nothing."""
         config, cost = self._config, self._learned.cost
-        seconds = prompt_seconds(config, cost, beside)
+        seconds = prompt_seconds(config, cost, prefilling[0])
+        most = config.step_tokens
+        if config.step_ms and not cost.computed(1):  # the cost is not known yet, so time is no bound
+            most = min(most, config.latency_chunk)
         hurry = [each for each in prefilling if not each.batch or self._classes.due]
         sizes: list[int] = []
         for part in (hurry, prefilling[len(hurry) :]):
-            left = config.step_tokens - sum(sizes)
+            left = most - sum(sizes)
             pending = [(each.n_computed + each.in_flight, each.pending) for each in part]
             if not part or left <= 0 or (sizes and tokens_within(seconds, pending[0][0], cost) < 1):
                 continue
@@ -289,7 +292,7 @@ class Scheduler:
             sizes += more
         if config.batch_invariant and sizes:  # a prompt's last token by itself would be summed as one that is decoded
             sizes = [size - (size == each.pending - 1) for size, each in zip(sizes, prefilling, strict=False)]
-            sizes[0] = sizes[0] or min(2, config.step_tokens - sum(sizes))  # the first gets on
+            sizes[0] = sizes[0] or min(2, most - sum(sizes))  # the first gets on
         return [*sizes, *[0] * (len(prefilling) - len(sizes))]
 
     def _below_high_water(self, builder: StepBuilder, sequence: Sequence, now: float) -> bool:
@@ -302,7 +305,7 @@ class Scheduler:
     def _work_ahead(self, builder: StepBuilder, ahead: list[Sequence], now: float) -> None:
         """`background_chunk` tokens of prompts that nobody waits for; one without room for more ends as it is."""
         left, cost = self._config.background_chunk, self._learned.cost
-        seconds = prompt_seconds(self._config, cost, len(builder.chunks))
+        seconds = prompt_seconds(self._config, cost, ahead[0])
         for sequence in ahead:
             start = sequence.n_computed + sequence.in_flight
             size = min(sequence.pending, left, max(tokens_within(seconds, start, cost), int(sequence is ahead[0])))
@@ -502,11 +505,15 @@ def narrow(prefilling: list[Sequence], running: Running, config: EngineConfig) -
     return [hurried or s.sampling.max_tokens == 0 or (s.batch and waited_for) for s in prefilling]
 
 
-def prompt_seconds(config: EngineConfig, cost: RestoreCost, beside: int) -> float:
-    """How much longer prompts may make a step in which so many decode: `step_ms`, or as long as what a step does once,
-    and then does for both: with less of a prompt than that in each step it costs more than it gains.
+def prompt_seconds(config: EngineConfig, cost: RestoreCost, first: Sequence) -> float:
+    """How much longer prompts may make a step: `step_ms`, but at least the fixed cost of a step, and twice the time
+    that reading the cells of the `first` prompt takes.
+
+    Running sequences wait that long for their next token, and a new request waits that long to be admitted. With less
+    time a step would spend most of it on weights and old cells, and throughput would fall faster than latency.
     """
-    return max(config.step_ms / 1e3, cost.c) if beside and config.step_ms else math.inf
+    start = first.n_computed + first.in_flight
+    return max(config.step_ms / 1e3, cost.c, 2 * cost.read * start) if config.step_ms else math.inf
 
 
 def tokens_within(seconds: float, start: int, cost: RestoreCost) -> int:
@@ -531,48 +538,52 @@ def chunk_sizes(
     seconds: float = math.inf,
     cost: RestoreCost = _UNKNOWN,
 ) -> list[int]:
-    """How many prompt tokens each prefilling sequence computes in a step, first to be served first. `pending`: of each
-    the position that it has come to, and how many tokens are left.
+    """How many prompt tokens each prefilling sequence computes in a step.
 
-    `step_tokens`, and what takes `seconds` at this `cost`, are spent in that order, a floor of `chunk_floor` each kept
-    back for those behind, of a quarter of the step at most: who began first has its first token first, and nobody
-    stands still while there is time for all. Where that quarter is too short for a floor one has all of it or nothing:
-    a chunk of few tokens reads all that is before it. With `equal_chunks` tokens and time are shared equally, the
-    paper's rule (stateful inference, section 3.2): min(pending, step_tokens // number). A `narrow` chunk has at most
-    `latency_chunk`. The first has a token in any case. Without `adaptive_chunks` each may fill a step by itself.
+    `pending`: for each sequence, in service order, its position and the number of tokens left. The step has room for
+    `step_tokens` tokens and for `seconds` of work at this `cost`.
+
+    A quarter of both goes to the sequences behind the first, fewest tokens left first: a short prompt does not wait
+    for a long one that began before it. The rest is spent in order. A chunk that would spend more than half of its time
+    reading the cells before it is left to a later step. The first sequence gets at least one token. A `narrow` chunk
+    has at most `latency_chunk` tokens.
+
+    With `equal_chunks` tokens and time are shared equally: the paper's rule (stateful inference, section 3.2),
+    min(pending, step_tokens // number). Without `adaptive_chunks` each sequence may fill a step.
     """
     if not config.adaptive_chunks:
         return [max(1, min(left, step_tokens, tokens_within(seconds, start, cost))) for start, left in pending]
     limits = [min(n, config.latency_chunk) if slim else n for (_, n), slim in zip(pending, narrow, strict=True)]
-    share = max(1, step_tokens // len(pending))
     if config.equal_chunks:
-        each_s = seconds / len(pending)
+        share, each_s = max(1, step_tokens // len(pending)), seconds / len(pending)
         return [
             max(1, min(limit, share, tokens_within(each_s, start, cost)))
             for (start, _), limit in zip(pending, limits, strict=True)
         ]
-    least = min(config.chunk_floor, max(1, share // 4))
-    floors: list[int] = []
-    kept = seconds / 4
-    for (start, _), limit in zip(pending, limits, strict=True):
-        floor = min(limit, least)
-        taken = cost.between(start, start + floor)
-        if taken > kept:
-            floor = 0 if floors else 1
-        floors.append(floor)
-        kept -= min(taken, kept) if floor else 0.0
-    left = step_tokens - sum(floors)
-    seconds -= _taken(pending, floors, cost)
-    sizes = []
-    for (start, _), limit, floor in zip(pending, limits, floors, strict=True):
-        here = seconds + cost.between(start, start + floor)
-        size = max(floor, min(limit, floor + max(left, 0), tokens_within(here, start, cost)))
-        if size < min(limit, least) and not floor:
-            size = 0
-        seconds = here - cost.between(start, start + size)
-        left -= size - floor
-        sizes.append(size)
+    sizes = [1, *[0] * (len(pending) - 1)]
+    room, kept = step_tokens // 4, seconds / 4
+    for i in sorted(range(1, len(pending)), key=lambda i: pending[i][1]):
+        sizes[i] = _fitting(pending[i][0], min(limits[i], room), kept, cost)
+        room -= sizes[i]
+        kept -= _taken(pending[i : i + 1], sizes[i : i + 1], cost)
+    room, seconds = step_tokens - sum(sizes), seconds - _taken(pending, sizes, cost)
+    for i, (start, _) in enumerate(pending):
+        room += sizes[i]
+        seconds += cost.between(start, start + sizes[i])
+        sizes[i] = max(sizes[i], _fitting(start, min(limits[i], room), seconds, cost, first=i == 0))
+        room -= sizes[i]
+        seconds -= cost.between(start, start + sizes[i])
     return sizes
+
+
+def _fitting(start: int, limit: int, seconds: float, cost: RestoreCost, *, first: bool = False) -> int:
+    """Tokens of a chunk at `start`: at most `limit` and as many as take `seconds`.
+
+    0 where reading the cells before it would take more than half of its time, unless it is the `first`.
+    """
+    size = max(0, min(limit, tokens_within(seconds, start, cost)))
+    end = start + size
+    return size if first or 2 * cost.read * end <= cost.between(start, end) else 0
 
 
 def _taken(pending: list[tuple[int, int]], sizes: list[int], cost: RestoreCost) -> float:

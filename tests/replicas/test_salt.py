@@ -33,7 +33,7 @@ def test_only_what_came_with_the_same_salt_is_found(asked):
 
 
 def test_nobody_waits_for_a_prefix_that_has_another_salt():
-    world = World(cells=2048, context_length=512, step_tokens=16, chunk_floor=4)
+    world = World(cells=2048, context_length=512, step_tokens=16)
     ask(world, "one", words(0, 120), "x")
     world.step()
     ask(world, "other", words(0, 120), "y")

@@ -33,25 +33,30 @@ prompts = st.lists(st.tuples(st.integers(1, 10**5), st.booleans()), min_size=1, 
 
 
 @given(prompts, st.booleans())
-def test_chunks_are_positive_and_within_their_bounds(prefilling, equal):
+def test_chunks_are_within_their_bounds_and_the_first_gets_on(prefilling, equal):
     pending, narrow = [list(each) for each in zip(*prefilling, strict=True)]
     sizes = chunk_sizes(begun(pending), narrow, replace(CONFIG, equal_chunks=equal), 4096)
+    assert sizes[0] >= 1
     for size, left, slim in zip(sizes, pending, narrow, strict=True):
-        assert 1 <= size <= left
+        assert equal <= size <= left
         assert size <= (1024 if slim else 4096)
     assert sum(sizes) <= max(4096, len(pending))
 
 
 @given(prompts)
-def test_who_began_first_has_what_the_floors_of_the_others_leave(prefilling):
+def test_a_quarter_of_a_step_goes_to_the_shortest_prompts_and_the_rest_is_spent_in_order(prefilling):
     pending, narrow = [list(each) for each in zip(*prefilling, strict=True)]
     sizes = chunk_sizes(begun(pending), narrow, CONFIG, 4096)
     wants = [min(left, 1024) if slim else left for left, slim in zip(pending, narrow, strict=True)]
-    floor = min(CONFIG.chunk_floor, max(1, 4096 // len(pending) // 4))
-    assert all(size >= min(want, floor) for size, want in zip(sizes, wants, strict=True))
+    assert sum(sizes) == min(4096, sum(wants))
+    kept, quarter = 1024, [0] * len(wants)
+    for i in sorted(range(1, len(wants)), key=lambda i: (pending[i], i)):
+        quarter[i] = min(wants[i], kept)
+        kept -= quarter[i]
+    assert all(size >= least for size, least in zip(sizes, quarter, strict=True))
     below = [i for i, (size, want) in enumerate(zip(sizes, wants, strict=True)) if size < want]
-    if below:  # whoever comes behind the first that does not get all has the floor
-        assert all(sizes[i] <= floor for i in range(below[0] + 1, len(sizes)))
+    if below:  # behind the first prompt that does not get all it wants, each has its part of the quarter
+        assert all(sizes[i] == quarter[i] for i in range(below[0] + 1, len(sizes)))
 
 
 def test_a_lone_prefill_fills_the_step_and_a_hurried_neighbour_narrows_it():
@@ -60,7 +65,7 @@ def test_a_lone_prefill_fills_the_step_and_a_hurried_neighbour_narrows_it():
 
     assert sizes(1) == [4096]
     assert sizes(1, slim=True) == [1024]
-    assert sizes(4) == [4096 - 3 * CONFIG.chunk_floor] + [CONFIG.chunk_floor] * 3
+    assert sizes(4) == [3072, 1024, 0, 0]
     assert sizes(4, equal_chunks=True) == [1024] * 4
     assert sizes(4, adaptive_chunks=False) == [4096] * 4
 
@@ -91,9 +96,7 @@ def test_a_chunk_is_the_longest_that_fits_the_time(start, seconds, cost):
     st.sampled_from(["in order", "equal", "each a whole step"]),
 )
 def test_chunks_are_foretold_to_take_no_longer_than_they_may(prefilling, seconds, cost, how):
-    """But for the first one's one token; and of the time that they may take nothing is left unused that anybody who has
-    a chunk could use, or that is long enough for another floor.
-    """
+    """Except for one token of the first. No time is left that a sequence which has a chunk could use."""
     pending, narrow = [(start, left) for start, left, _ in prefilling], [slim for _, _, slim in prefilling]
     config = replace(CONFIG, equal_chunks=how == "equal", adaptive_chunks=how != "each a whole step")
     sizes = chunk_sizes(pending, narrow, config, 4096, seconds, cost)
@@ -110,25 +113,29 @@ def test_chunks_are_foretold_to_take_no_longer_than_they_may(prefilling, seconds
     else:
         assert sum(sizes) <= 4096
         assert sum(taken) <= enough or (sizes[0] == 1 and sum(taken[1:]) <= enough / 4)
-        floor = min(CONFIG.chunk_floor, max(1, 4096 // len(sizes) // 4))
-        assert all(n in (0, limit) or n >= floor for n, limit in zip(sizes[1:], limits[1:], strict=True))
+        reads = [cost.read * end if n else 0.0 for (_, end), n in zip(spans, sizes, strict=True)]
+        assert all(2 * read <= s * (1 + 1e-6) for read, s in zip(reads[1:], taken[1:], strict=True))
         for (start, end), n, limit in zip(spans, sizes, limits, strict=True):
-            more = min(limit, n + 1 if n else floor)
-            if n < limit and sum(sizes) - n + more <= 4096:
-                assert sum(taken) - cost.between(start, end) + cost.between(start, start + more) >= seconds * (1 - 1e-6)
+            if 0 < n < limit and sum(sizes) < 4096:
+                more = cost.between(start, end + 1) - cost.between(start, end)
+                assert sum(taken) + more >= seconds * (1 - 1e-6)
 
 
-def test_what_is_too_little_for_a_floor_is_left_to_the_next_step():
-    """65 tokens behind 100,000 take 1.3 s, and each behind 50,000 takes 0.01."""
-    cost = RestoreCost(a=1e-7)
-    assert chunk_sizes([(100_000, 900), (50_000, 900)], [False] * 2, CONFIG, 4096, 1.315, cost) == [65, 0]
-    assert chunk_sizes([(100_000, 65), (50_000, 900)], [False] * 2, CONFIG, 4096, 1.495, cost) == [65, 19]
+def test_a_chunk_that_would_mostly_read_old_cells_is_left_to_a_later_step():
+    """Reading 100,000 cells takes 1 s, reading 1,000 takes 0.01 s, and each token 0.01 s."""
+    cost = RestoreCost(b=0.01, read=1e-5)
+    old, young, new = (100_000, 900), (1_000, 900), (0, 40)
+    narrow = [False] * 2
+    assert chunk_sizes([new, old], narrow, CONFIG, 4096, 2.0, cost) == [40, 0]
+    assert chunk_sizes([new, old], narrow, CONFIG, 4096, 4.0, cost) == [40, 259]
+    assert chunk_sizes([new, young], narrow, CONFIG, 4096, 2.0, cost) == [40, 158]
+    assert chunk_sizes([old, new], narrow, CONFIG, 4096, 2.0, cost) == [59, 40]
 
 
 @given(st.lists(st.integers(2, 90), min_size=2, max_size=6), st.sampled_from([1.0, 40.0, 200.0]), st.integers(1, 3))
-def test_beside_those_that_decode_a_step_is_as_long_as_prompts_may_make_it(prompts, step_ms, pace):
-    """On a machine that takes longer the more tokens there are every token is computed once, every step gets on, and
-    what prompts add is foretold to be within `step_ms`, or within what a step does once.
+def test_prompts_make_a_step_no_longer_than_they_may(prompts, step_ms, pace):
+    """Every token is computed once and every step gets on. The forecast of what prompts add to a step is within
+    `step_ms`, within the fixed cost of a step, or within twice the time for reading the first prompt's cells.
     """
     world = World(cells=2048, max_sequences=8, step_tokens=64, step_ms=step_ms, admission_ceiling=1.0)
     foretold: list[tuple[float, float, float]] = []  # beside who decodes: what is added, by one token each, and c
@@ -159,18 +166,27 @@ def test_beside_those_that_decode_a_step_is_as_long_as_prompts_may_make_it(promp
         assert added <= max(step_ms / 1e3, once) * (1 + 1e-6) + least
 
 
-def test_where_nobody_decodes_a_prompt_fills_steps():
-    world = World(cells=4096, context_length=2048, step_tokens=512, step_ms=1.0, admission_ceiling=1.0)
+def test_a_short_prompt_waits_for_two_steps_of_a_long_one_that_began_before_it():
+    """Each step is bounded in time though nobody decodes: 200 tokens of 1 ms, where `step_tokens` allows 4,096."""
+    world = World(cells=8192, context_length=8192, step_tokens=4096, step_ms=200.0, admission_ceiling=1.0)
 
     def run(plan):
         world.step_s = 0.001 * sum(len(chunk.tokens) for chunk in plan.chunks)
         return False
 
     world.runner.fail = run
-    for i in range(10):
-        world.submit(f"r{i}", words(i, 1024), 1)
+    for i, length in enumerate((50, 100, 200, 150) * 2):  # so that the engine learns what a token costs
+        world.submit(f"r{i}", words(i, length), 1, program=f"r{i}", began=1.0 + i)
         world.run()
-    assert len(world.runner.plans) == 10 * 1024 / 512
+    world.submit("long", words(10, 7000), 1, program="long", began=10.0)
+    begun = len(world.runner.plans)
+    world.step()
+    world.submit("short", words(11, 40), 1, program="short", began=11.0)
+    world.step()
+    assert {chunk.row for chunk in world.runner.plans[-1].chunks if len(chunk.tokens) == 40}
+    world.run()
+    longest = max(sum(len(chunk.tokens) for chunk in plan.chunks) for plan in world.runner.plans[begun:])
+    assert 150 <= longest <= 220
 
 
 def test_admission_counts_the_prompt_beyond_the_cache_and_a_bounded_completion():

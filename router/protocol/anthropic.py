@@ -30,6 +30,7 @@ from holdfast.router.protocol.body import (
     word,
 )
 from holdfast.router.protocol.chat import ChatBody
+from holdfast.router.protocol.client_tools import client_tool, is_client_tool
 from holdfast.router.protocol.completions import CompletionBody
 from holdfast.router.protocol.errors import ApiError, api_error
 from holdfast.router.protocol.fields import FieldNames
@@ -451,17 +452,25 @@ def _member(block: Mapping[str, Any], name: str, where: str) -> str:
 
 
 def _tools(given: Sequence[Mapping[str, Any]]) -> tuple[list[Tool], list[str], list[str]]:
-    """Tools as chat has them, the field of each, and the types of those that run at Anthropic."""
+    """Tools as chat has them, the field of each, and the types of those that run at Anthropic.
+
+    Raises InvalidRequestError, naming the field.
+    """
     tools: list[Tool] = []
     fields: list[str] = []
     skipped: list[str] = []
     for index, tool in enumerate(given):
-        if _tool_kind(tool) == "another":
+        if is_client_tool(tool):
+            if not isinstance(tool.get("name", ""), str):
+                raise InvalidRequestError(f"'tools.{index}.name' must be a string", f"tools.{index}.name")
+            tools.append(client_tool(tool))
+        elif _tool_kind(tool) == "another":
             skipped.append(word(tool.get("type")))
             continue
-        function: Any = {"name": tool["name"], "parameters": tool["input_schema"]}
-        function.update({name: tool[name] for name in ("description", "strict") if tool.get(name)})
-        tools.append({"type": "function", "function": function})
+        else:
+            function: Any = {"name": tool["name"], "parameters": tool["input_schema"]}
+            function.update({name: tool[name] for name in ("description", "strict") if tool.get(name)})
+            tools.append({"type": "function", "function": function})
         fields.append(f"tools.{index}")
     return tools, fields, skipped
 

@@ -1,12 +1,14 @@
 """`/v1/messages` as clients see it: the official package over a real server, and what its blocks become."""
 
 import json
+from typing import get_args
 
 import anthropic
 import httpx
 import orjson
 import pytest
 from anthropic.types import Message
+from anthropic.types.beta import BetaMemoryTool20250818Command
 from fake_backend import CALL, DONE, HELLO, USAGE, FakeBackend, World
 from hypothesis import given
 from hypothesis import strategies as st
@@ -287,6 +289,41 @@ def test_how_tools_may_be_called(choice, expected):
 def test_tools_that_run_elsewhere_and_fields_nobody_knows_are_left_out_and_told():
     answer = post(World(), tools=[TOOL, {"type": "web_search_20250305", "name": "web_search"}], context_management={})
     assert answer.headers["x-holdfast-skipped"] == "context_management, web_search_20250305"
+
+
+def test_tools_of_anthropics_types_that_a_client_runs_are_declared():
+    tools = [
+        {"type": "web_search_20250305", "name": "web_search"},
+        {"type": "bash_20250124", "name": "bash", "cache_control": {"type": "ephemeral"}},
+        {"type": "text_editor_20250124", "name": "str_replace_editor"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 9},
+        {"type": "memory_20250818", "name": "memory"},
+    ]
+    world = World()
+    answer = post(world, tools=tools, tool_choice={"type": "tool", "name": "bash"})
+    assert (answer.status_code, answer.headers["x-holdfast-skipped"]) == (200, "web_search_20250305")
+    prompt = world.backend.requests[-1].prompt
+    assert prompt.forced_tool == "bash"
+    told = {tool["function"]["name"]: tool["function"]["parameters"] for tool in prompt.tools}
+    assert list(told) == ["bash", "str_replace_editor", "str_replace_based_edit_tool", "memory"]
+    older, newer = (told[name]["properties"] for name in ("str_replace_editor", "str_replace_based_edit_tool"))
+    assert ("undo_edit" in older["command"]["enum"], "insert_text" in older) == (True, False)
+    assert ("undo_edit" in newer["command"]["enum"], "insert_text" in newer) == (False, True)
+    commands = get_args(get_args(BetaMemoryTool20250818Command)[0])
+    memory = told["memory"]["properties"]
+    assert memory.keys() == {name for command in commands for name in command.model_fields}
+    assert memory["command"]["enum"] == [
+        get_args(command.model_fields["command"].annotation)[0]
+        for name in memory["command"]["enum"]
+        for command in commands
+        if get_args(command.model_fields["command"].annotation)[0] == name
+    ]
+    assert len(memory["command"]["enum"]) == len(commands)
+
+
+@pytest.mark.parametrize("name", [5, None, "a b"])
+def test_a_client_tool_has_a_name_like_any_other(name):
+    assert "'tools.0.name'" in refused(World(), tools=[{"type": "bash_20250124", "name": name}])
 
 
 def test_fields_nobody_knows_further_in_are_told_and_counted():

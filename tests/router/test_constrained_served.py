@@ -93,6 +93,21 @@ def test_a_closed_call_ends_a_reply_whose_text_a_stop_has_ended(client: openai.O
     assert (response.status, response.output[-1].status) == ("completed", "completed")
 
 
+def test_anthropics_client_tools_are_called(client: openai.OpenAI) -> None:
+    tools: Any = [
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+    ]
+    ask: Any = {"model": "pocket", "max_tokens": 400, "tools": tools, "messages": MESSAGES}
+    with anthropic.Anthropic(base_url=str(client.base_url).removesuffix("/v1/"), api_key="none") as other:
+        for tool in tools:
+            message = other.messages.create(**ask, tool_choice={"type": "tool", "name": tool["name"]})
+            (call,) = message.content
+            assert (message.stop_reason, call.type, call.name) == ("tool_use", "tool_use", tool["name"])
+            assert isinstance(call.input, dict)
+        assert {"command", "path"} <= call.input.keys()
+
+
 def test_a_reply_may_be_asked_to_be_longer_than_the_context(client: openai.OpenAI) -> None:
     most = 128_000
     for name in ("max_tokens", "max_completion_tokens"):

@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 from starlette.responses import Response
 
@@ -154,6 +155,37 @@ class TurnStream:
             self._on_cut()
         self._meter.failed(error)
         return self._encoders[0].failed(self._fields.info(error.info))
+
+
+async def soon(
+    answer: Coroutine[Any, Any, Response], within_s: float, encoder: Callable[[], Encoder]
+) -> "Response | LateStream":
+    """What `answer` returns, where it does so within so many seconds; else a stream that goes on waiting for that."""
+    loop = asyncio.get_running_loop()
+    settled = loop.create_future()
+
+    def settle() -> None:
+        if not settled.done():
+            settled.set_result(None)
+
+    async def answered() -> Response:
+        try:
+            return await answer
+        finally:
+            settle()  # in this step of the task: whoever waits goes on one turn of the event loop later
+
+    answering = asyncio.create_task(answered())
+    late = LateStream(answering, encoder)
+    timer = loop.call_later(within_s, settle)
+    try:
+        await settled
+    except BaseException:
+        await late.close()
+        answer.close()  # where the task had not begun
+        raise
+    finally:
+        timer.cancel()
+    return answering.result() if answering.done() else late
 
 
 class LateStream:

@@ -63,7 +63,7 @@ from holdfast.router.session_homes import SessionHomes
 from holdfast.router.tenants import Tenant
 from holdfast.router.tool_latency import ToolLatencies
 from holdfast.router.turn_report import TurnReport, TurnReports
-from holdfast.router.turn_stream import LateStream, TurnStream
+from holdfast.router.turn_stream import TurnStream, soon
 
 T = TypeVar("T")
 
@@ -165,7 +165,7 @@ class Turns:
                 report.admission = admission = held.enter_context(self._guard.admitted(principal))
                 try:
                     accepted = await self._accept(request, format_, admission, meter, report, arrived)
-                    known = await self._find_kept(accepted)
+                    known = await _find_kept(accepted, self._kept_answers)
                 except HoldfastError:
                     await admission.charge_call()  # what is wrong counts, too
                     raise
@@ -187,12 +187,7 @@ class Turns:
 
         What is refused or fails before has its HTTP status, by which clients know whether to try again.
         """
-        accepted, loop = served.accepted, asyncio.get_running_loop()
-        settled = loop.create_future()
-
-        def settle() -> None:
-            if not settled.done():
-                settled.set_result(None)
+        accepted = served.accepted
 
         async def answer() -> Response:
             try:
@@ -201,25 +196,17 @@ class Turns:
             except BaseException as error:
                 accepted.meter.failed(error)
                 raise
-            finally:
-                settle()  # in this step of the task: whoever waits goes on one turn of the event loop later
 
-        answering = asyncio.create_task(answer())
-        late = LateStream(answering, accepted.exchange.encoder)
-        timer = loop.call_later(HEADERS_S, settle)
         try:
-            await settled
+            response = await soon(answer(), HEADERS_S, accepted.exchange.encoder)
         except BaseException:
-            await late.close()
-            held.close()  # where the task has not begun
+            held.close()  # where the answer was cancelled before it began
             raise
-        finally:
-            timer.cancel()
-        if answering.done():
-            return answering.result()
+        if isinstance(response, Response):
+            return response
         if accepted.report.facts.cache == "":  # it waits for the answer to an equal request
             answer_headers(request).cache = CacheResult.JOINED.value
-        return EventStream(late, None, self._config.stall_s, SILENCE_S)
+        return EventStream(response, None, self._config.stall_s, SILENCE_S)
 
     async def _answer(self, request: Request, served: Served, held: ExitStack) -> Response:
         """The answer from the cache, or else of a replica; a stream takes with it what is `held`.
@@ -283,12 +270,6 @@ class Turns:
         report.accepted(unique, tenant.name, program or exchange.program, turn.model.name, turn.stream)
         return accepted
 
-    async def _find_kept(self, accepted: Accepted) -> bytes | None:
-        """The answer that the same request got under its key. Raises RefusedError (422)."""
-        if accepted.named is None or self._kept_answers is None:
-            return None
-        return await self._kept_answers.find(accepted.named)
-
     async def _replay(self, request: Request, accepted: Accepted, known: bytes) -> Response:
         """The answer that the same request got: it counts as a call, and has been billed. Raises QuotaError."""
         await accepted.admission.charge_call()
@@ -312,14 +293,10 @@ class Turns:
             prompts = [turn.prompt, *(other.prompt for other in turn.others if not other.again)]
             input_tokens = sum(map(prompt_tokens, prompts))
             drawn = [turn.sampling, *(other.sampling for other in turn.others)]
-            output_tokens = sum(map(self._drawn_at_most, drawn))
+            output_tokens = sum(_drawn_at_most(each, self._config.output_estimate) for each in drawn)
         program = accepted.program.partition("/")[2] if isinstance(accepted.program, str) else ""
         await admission.charge(1 + len(turn.others), input_tokens, output_tokens, program)
         answer_headers(request).standing = admission.standing
-
-    def _drawn_at_most(self, sampling: Sampling) -> int:
-        estimate = self._config.output_estimate
-        return min(sampling.max_tokens, estimate) if sampling.max_tokens >= 0 else estimate
 
     async def _look_up(self, request: Request, accepted: Accepted, held: ExitStack) -> Found | Lead | None:
         """The answer from the cache, or of whoever computes it just now. A Lead where others are to wait for this
@@ -410,7 +387,8 @@ class Turns:
         accepted = served.accepted
         with self._paid(accepted):
             async with self._drain.bounded():
-                routed, others = await until_disconnect(request.receive, self._generated(accepted, command, place))
+                work = _generated(_served_by(command, self._backend, self._sessions), accepted, command, place)
+                routed, others = await until_disconnect(request.receive, work)
         answer_headers(request).replica = routed.replica_id or "none"
         answer = routed.reply
         if isinstance(answer, Errored):
@@ -425,14 +403,6 @@ class Turns:
         body = accepted.exchange.kept(body)
         await self._keep_answer(accepted, body)
         return json_response(body)
-
-    async def _generated(
-        self, accepted: Accepted, command: GenerateRequest, place: Place
-    ) -> tuple[Routed, Sequence[Answer]]:
-        if not accepted.turn.others:
-            return await self._served_by(command).generate(command, place), ()
-        others = _others(accepted)
-        return await generate(self._backend, commands(command, others), others, place)
 
     async def _begin_stream(
         self, connection: Connection, served: Served, command: GenerateRequest, place: Place
@@ -453,7 +423,7 @@ class Turns:
         if others:
             batches = stream(self._backend, commands(command, others), others, place)
         else:
-            batches = self._served_by(command).stream(command, place)
+            batches = _served_by(command, self._backend, self._sessions).stream(command, place)
         encoders = [accepted.exchange.encoder(choice) for choice in range(1 + len(others))]
         cut = partial(self._left, accepted)
         events = TurnStream(
@@ -477,12 +447,6 @@ class Turns:
                 await batches.aclose()
                 raise
         return events
-
-    def _served_by(self, command: GenerateRequest) -> Backend | SessionHomes:
-        if command.session is None:
-            return self._backend
-        assert self._sessions is not None
-        return self._sessions
 
     @contextmanager
     def _paid(self, accepted: Accepted) -> Iterator[None]:
@@ -574,6 +538,32 @@ class Turns:
 def _response(accepted: Accepted, data: bytes) -> Response:
     """A whole answer, or all events of one."""
     return Response(data, headers=EVENT_HEADERS) if accepted.turn.stream else json_response(data)
+
+
+def _served_by(command: GenerateRequest, backend: Backend, sessions: SessionHomes | None) -> Backend | SessionHomes:
+    if command.session is None:
+        return backend
+    assert sessions is not None
+    return sessions
+
+
+async def _generated(
+    backend: Backend | SessionHomes, accepted: Accepted, command: GenerateRequest, place: Place
+) -> tuple[Routed, Sequence[Answer]]:
+    if not accepted.turn.others:
+        return await backend.generate(command, place), ()
+    assert not isinstance(backend, SessionHomes)  # an operation of a session has one answer
+    others = _others(accepted)
+    return await generate(backend, commands(command, others), others, place)
+
+
+async def _find_kept(accepted: Accepted, kept: KeptAnswers | None) -> bytes | None:
+    """The answer that the same request got under its key. Raises RefusedError (422)."""
+    return None if accepted.named is None or kept is None else await kept.find(accepted.named)
+
+
+def _drawn_at_most(sampling: Sampling, estimate: int) -> int:
+    return min(sampling.max_tokens, estimate) if sampling.max_tokens >= 0 else estimate
 
 
 def _seeded(accepted: Accepted, sampling: Sampling) -> Sampling:

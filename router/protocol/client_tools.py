@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.router.protocol.messages import Tool
+from holdfast.router.protocol.messages import FunctionTool, Tool
 
 _TYPE = re.compile(r"(bash|text_editor|memory)_([0-9]{8})")
 _NO_UNDO = 20250429  # from this version on the editor has no `undo_edit`, and `insert` has a field of its own
@@ -34,7 +34,7 @@ def client_tool(tool: Mapping[str, Any]) -> Tool:
         function = _function(_EDITOR, _commands(_EDITS, *_OF_EDITS, "insert_text"), "command", "path")
     else:
         function = _function(_EDITOR, _commands((*_EDITS, "undo_edit"), *_OF_EDITS), "command", "path")
-    return {"type": "function", "function": {"name": tool.get("name", _NAMES[kind]), **function}}
+    return {"type": "function", "function": {**function, "name": tool.get("name", _NAMES[kind])}}
 
 
 _EDITS = ("view", "create", "str_replace", "insert")
@@ -73,6 +73,6 @@ def _commands(commands: tuple[str, ...], *names: str) -> dict[str, Any]:
     return fields
 
 
-def _function(description: str, properties: dict[str, Any], *required: str) -> dict[str, Any]:
+def _function(description: str, properties: dict[str, Any], *required: str) -> FunctionTool:
     schema = {"type": "object", "properties": properties, "required": list(required)}
-    return {"description": description, "parameters": schema}
+    return {"name": "", "description": description, "parameters": schema}

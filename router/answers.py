@@ -86,7 +86,7 @@ def decode_answer(value: bytes) -> Answer:
             reasoning=read["reasoning"],
             stop=read["stop"],
         )
-    except (KeyError, TypeError) as error:
+    except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"not an answer: {error}") from None
 
 

@@ -14,6 +14,7 @@ first of them that looks has it. Without the store each router is for itself.
 
 import asyncio
 import hashlib
+import logging
 import math
 import re
 import secrets
@@ -39,6 +40,8 @@ from holdfast.router.protocol.turn import Turn
 from holdfast.router.seal import Seal
 from holdfast.router.store import Store
 from holdfast.router.tenants import Tenant
+
+log = logging.getLogger(__name__)
 
 FORMAT = 5  # of stored answers; part of every key
 MADE = struct.Struct(">d")  # before each stored answer: when it was computed, seconds since the epoch
@@ -238,12 +241,18 @@ class ResponseCache:
     # ---- keeping ----
 
     def keep(self, ask: Ask, answer: Answer, lead: Lead | None = None) -> None:
-        """Remember a complete answer, unless it is too long, and give it to those who wait for `lead`.
+        """Remember a complete answer and give it to those who wait for `lead`. The store gets it in the background.
 
-        The store gets it in the background.
+        What is too long is not remembered. What cannot be stored is not given to others either.
         """
         made = self._now()
-        value = encode_answer(answer)
+        try:
+            value = encode_answer(answer)
+        except (TypeError, ValueError):  # half a surrogate pair, say
+            log.warning("an answer cannot be stored; it is computed again for each request", exc_info=True)
+            if lead is not None:
+                lead.fail()
+            return
         fits = len(value) <= self._config.cache_answer_bytes
         repeat = self._remember(ask, answer, made, len(value)) if fits else _repeat(answer)
         if lead is not None:
@@ -252,6 +261,11 @@ class ResponseCache:
         lease = _lease(ask.key) if lead is not None else ""
         if not (fits and self._background.start(self._put(ask, MADE.pack(made) + value, lease))):
             self._leases.give_back(lease)
+
+    def drop(self, ask: Ask) -> None:
+        """Forget an answer that is of no use, here and in the store."""
+        self._near.remove(ask.key)
+        self._background.start(self._store.delete(ask.key))
 
     async def _put(self, ask: Ask, value: bytes, lease: str) -> None:
         sealed = self._seal.close(ask.key, value) if self._seal else value

@@ -255,7 +255,8 @@ class TurnReport:
         if used is not None and used.work != NO_WORK:
             self.facts.usage = used
         self._home.closed(self, outcome)
-        if used is None and self._sent and outcome in (Outcome.ABORTED, Outcome.FAILED):
+        known = used is not None or self.facts.usage is not None
+        if not known and self._sent and outcome in (Outcome.ABORTED, Outcome.FAILED):
             self._outcome = outcome  # what was done for it is counted later
             self._book_counted()
         else:

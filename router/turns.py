@@ -5,6 +5,7 @@ happens, a request ends in exactly one outcome and gives back what it holds.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -65,6 +66,7 @@ from holdfast.router.tool_latency import ToolLatencies
 from holdfast.router.turn_report import TurnReport, TurnReports
 from holdfast.router.turn_stream import TurnStream, soon
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HEADERS_S = 5.0  # within which a stream that begins later, or fails, has an HTTP status of its own
@@ -216,7 +218,11 @@ class Turns:
         try:
             found = await self._look_up(request, served.accepted, held)
             if isinstance(found, Found):
-                return await self._repeat(request, served, found)
+                own = replace(found, answer=repeated(found.answer, served.accepted.unique))
+                data = self._written(request, served.accepted, own.answer)
+                if data is not None:
+                    return await self._repeat(request, served, own, data)
+                found = None
             return await self._ask(request, replace(served, lead=found), held)
         except HoldfastError as error:
             raise served.accepted.turn.fields.error(error) from error.__cause__
@@ -323,20 +329,31 @@ class Turns:
         accepted.meter.looked_up(result.value)
         return found
 
-    async def _repeat(self, request: Request, served: Served, found: Found) -> Response:
-        """The answer to an equal request, with ids of its own, in the shape that was asked for."""
+    def _written(self, request: Request, accepted: Accepted, answer: Answer) -> bytes | None:
+        """The answer from the cache in the shape that was asked for.
+
+        None where it cannot be written: the cache drops it, and this request computes its own.
+        """
+        try:
+            if not accepted.turn.stream:
+                return accepted.exchange.reply(answer)
+            encoder = accepted.exchange.encoder()
+            return encoder.opening() + encoder.encode(pieces_of(answer))
+        except Exception:  # a bug, which would else be the answer to each repeat
+            log.exception("a cached answer cannot be written; it is computed anew")
+            assert accepted.ask is not None
+            self._cache.drop(accepted.ask)
+            answer_headers(request).cache = accepted.report.facts.cache = CacheResult.MISS.value
+            return None
+
+    async def _repeat(self, request: Request, served: Served, found: Found, data: bytes) -> Response:
+        """The answer to an equal request, with ids of its own; `data`: as its client gets it."""
         accepted = served.accepted
-        answer = repeated(found.answer, accepted.unique)
         answer_headers(request).age_s = found.age_s
         answer_headers(request).same_draw = varied(accepted.turn.sampling) is not accepted.turn.sampling
-        if accepted.turn.stream:
-            encoder = accepted.exchange.encoder()
-            data = encoder.opening() + encoder.encode(pieces_of(answer))
-        else:
-            data = accepted.exchange.reply(answer)
-        accepted.report.repeated(answer)
+        accepted.report.repeated(found.answer)
         accepted.meter.end(Outcome.CACHED)
-        await self._settle(served, "", answer)
+        await self._settle(served, "", found.answer)
         if accepted.turn.program_end:  # no replica has seen this turn, and some may keep cells for the next one
             self._background.start(self._backend.end_program(accepted.tenant.name, served.key))
         data = accepted.exchange.kept(data)
@@ -396,8 +413,8 @@ class Turns:
         timing = answer.timing
         answer_headers(request).server_timing = server_timing.header(timing)
         accepted.report.answered(routed.replica_id, answer)
-        accepted.meter.answered(answer.usage, timing)
         body = accepted.exchange.reply(answer, others)
+        accepted.meter.answered(answer.usage, timing)
         self._remember(served, answer)  # once it is encoded: an answer that cannot be would fail each repeat
         await self._settle(served, routed.replica_id, answer)
         body = accepted.exchange.kept(body)

@@ -1,6 +1,7 @@
 import asyncio
 from dataclasses import replace
 
+import orjson
 import pytest
 from fake_backend import CARD, USAGE
 
@@ -11,7 +12,7 @@ from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.body import validate
 from holdfast.router.protocol.chat import ChatBody, chat_turn
 from holdfast.router.protocol.completions import CompletionBody, completion_turn
-from holdfast.router.response_cache import Ask, Found, ResponseCache
+from holdfast.router.response_cache import MADE, Ask, Found, ResponseCache
 from holdfast.router.store import MemoryStore
 from holdfast.router.tenants import Tenant, TenantCache
 
@@ -234,3 +235,51 @@ def test_a_tenants_flood_leaves_another_its_answers():
         assert await kept.find(ask("cache/noisy/199")) is not None
 
     asyncio.run(scenario())
+
+
+WHOLE = orjson.loads(encode_answer(ANSWER))
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [b"", b"no answer", b"[]", b"{}"]
+    + [orjson.dumps(WHOLE | changed) for changed in ({"called": []}, {"usage": 1}, {"tool_calls": [3]})],
+)
+def test_what_cannot_be_read_is_as_good_as_absent(stored):
+    async def run():
+        store = MemoryStore(100, 2**20)
+        await store.set("k", MADE.pack(999.0) + stored, 60.0)
+        answers = cache(store)
+        assert await answers.find(ask("k")) is None
+        answers.keep(ask("k"), ANSWER)
+        await answers.drain()
+        assert (await cache(store).find(ask("k"))).answer.text == "hello"
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_cannot_be_stored_is_kept_nowhere_and_lets_those_who_wait_compute():
+    async def run():
+        answers, half = cache(), replace(ANSWER, text="half a pair: \ud83d")
+        lead = answers.flights.join("k")
+        waits = asyncio.ensure_future(answers.flights.follow(answers.flights.join("k"), lambda lead: None))
+        answers.keep(ask("k"), half, lead)
+        assert await waits is None
+        await answers.drain()
+        assert await answers.find(ask("k")) is None
+
+    asyncio.run(run())
+
+
+def test_a_dropped_answer_is_gone_here_and_from_the_store():
+    async def run():
+        store = MemoryStore(100, 2**20)
+        answers = cache(store)
+        answers.keep(ask("k"), ANSWER)
+        await answers.drain()
+        answers.drop(ask("k"))
+        await answers.drain()
+        assert await answers.find(ask("k")) is None
+        assert await store.get("k") is None
+
+    asyncio.run(run())

@@ -1,10 +1,14 @@
 """What the cache keeps of a program's last turn, for programs that go on."""
 
+from dataclasses import replace
+from math import inf
+
 import pytest
 from fake_backend import DONE, FakeBackend, World
 
 from holdfast.replicas.requests import Completed, TextDelta, ToolCallDelta
 from holdfast.replicas.retention.latency import Called
+from holdfast.router.accounts import Accounts
 
 TEXT = (TextDelta("Here you are."),)
 CALL = (ToolCallDelta(0, "call_1", "ls", "{}"),)
@@ -32,3 +36,33 @@ def test_a_cached_answer_ends_a_program_only_where_it_is_whole_and_calls_nothing
     world.chat(program_id="another", seed=1)
     assert world.chat(program_id="another").headers["x-holdfast-cache"] == "hit"
     assert (dict(world.programs.latest())["default/another"].run_turns == 0) is over
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_cached_answer_that_cannot_be_written_is_computed_anew_and_not_repeated(stream):
+    world = World()
+    assert world.chat().headers["x-holdfast-cache"] == "miss"
+    kept = world.cache._near
+    for key, each in list(kept.latest(0.0)):
+        kept.put(key, replace(each, answer=replace(each.answer, text=b"no text")), inf, 1)
+    again = world.chat(stream=stream)
+    assert (again.status_code, again.headers["x-holdfast-cache"]) == (200, "miss")
+    assert "Hel" in again.text
+    repeat = world.chat()
+    assert repeat.headers["x-holdfast-cache"] == "hit"
+    assert repeat.json()["choices"][0]["message"]["content"] == "Hello!"
+    assert len(world.backend.requests) == 2
+
+
+def test_an_answer_that_cannot_be_written_is_a_failure_and_not_kept(monkeypatch):
+    world = World(accounts=Accounts())
+
+    def broken(*_):
+        raise TypeError("no JSON")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("holdfast.router.formats.chat_reply", broken)
+        assert world.chat().status_code == 500
+    assert world.outcomes() == {"failed": 1}
+    assert world.accounts.booked["booked"] == 1
+    assert world.chat().headers["x-holdfast-cache"] == "miss"

@@ -4,6 +4,7 @@ Here: who owns which page, and that the books always balance. Not here: KV data 
 no I/O, not thread-safe: one thread is the only caller.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -101,6 +102,46 @@ class CellCounts:
         while step.parent is not None and step.leases == (step.soft if but_soft_pins else 0):
             found, pages, step = found + pages, step.parent.owned, step.parent
         return found * size
+
+
+class Freed:
+    """The pages that would become evictable if some pins were given back, by tenant. It gives none back.
+
+    A sequence is about to take `prefix` over: what that protects does not become evictable.
+    """
+
+    def __init__(self, page_size: int = 1, prefix: Prefix | None = None) -> None:
+        self.pages: Counter[str] = Counter()
+        self._pins: set[Pin] = set()
+        self._leases: Counter[Node] = Counter()  # of these pins
+        self._protected: dict[Node, int] = {}  # pages
+        if prefix is not None and (node := prefix.node).parent is not None:
+            self._protected = {step: step.owned for step in node.path()}
+            self._protected[node] = node.owned_before(prefix.length, page_size)
+
+    @property
+    def total(self) -> int:
+        return self.pages.total()
+
+    def __contains__(self, pin: Pin) -> bool:
+        return pin in self._pins
+
+    def add(self, pin: Pin) -> None:
+        self._pins.add(pin)
+        self._count(pin, 1)
+
+    def remove(self, pin: Pin) -> None:
+        self._pins.remove(pin)
+        self._count(pin, -1)
+
+    def _count(self, pin: Pin, n: int) -> None:
+        step = pin.node
+        while step.parent is not None:
+            before = self._leases[step] == step.leases
+            self._leases[step] += n
+            more = (self._leases[step] == step.leases) - before
+            self.pages[step.tenant] += more * (step.owned - self._protected.get(step, 0))
+            step = step.parent
 
 
 def _change(verb: Callable[Concatenate["KVCache", Args], Result]) -> Callable[Concatenate["KVCache", Args], Result]:
@@ -386,6 +427,12 @@ class KVCache:
             host_total=self.host.pool.total * size if self.host is not None else 0,
             host_used=self.host.pool.used * size if self.host is not None else 0,
         )
+
+    def room(self, tenant: str, freed: Freed) -> int:
+        """How many pages `grow` could give this tenant once these are evictable."""
+        available = self.pool.free + self.tree.evictable + freed.total
+        tenants = self.tree.tenants
+        return tenants.available(tenant, available, freed.pages) if tenants.any else available
 
     def check(self) -> None:
         """Recount everything; AssertionError where the books do not balance. For tests: costs a full scan."""

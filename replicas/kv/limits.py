@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from holdfast.replicas.types import CellLimits
 
 SHARED = " shared"  # the scope of what is kept for all, and no tenant's name
+NO_PAGES_FREED: Mapping[str, int] = {}
 _ROUNDING = 1e-6  # of a page, by which shares of decimal fractions are off
 FORGOTTEN_S = 3600.0  # after the last request of a tenant its limits are forgotten, and its floor is anybody's
 
@@ -126,24 +127,27 @@ class TenantPages:
             return self._evictable.get(tenant, 0)
         return min(self._evictable.get(tenant, 0), max(0, self.used.get(tenant, 0) - limits.floor))
 
-    def kept(self, tenant: str, promised: Mapping[str, int] | None = None) -> int:
+    def kept(
+        self, tenant: str, promised: Mapping[str, int] | None = None, freed: Mapping[str, int] = NO_PAGES_FREED
+    ) -> int:
         """Pages that the floors of others keep from this tenant; beyond what those are `promised` already, if it is
-        said, by tenant.
+        said, by tenant. `freed`: as if so many active pages of each tenant were evictable.
         """
-        if promised:
+        if promised or freed:
+            promised = promised or {}
             return sum(
-                max(0, limits.kept - promised.get(other, 0))
+                max(0, limits.floor - self.active(other) + freed.get(other, 0) - promised.get(other, 0))
                 for other, limits in self._limits.items()
                 if other != tenant
             )
         limits = self._limits.get(tenant)
         return self._kept - (limits.kept if limits is not None else 0)
 
-    def available(self, tenant: str, available: int) -> int:
-        """Of `available` pages, free or evictable, those that this tenant may come to use."""
-        most = available - self.kept(tenant)
+    def available(self, tenant: str, available: int, freed: Mapping[str, int] = NO_PAGES_FREED) -> int:
+        """Of `available` pages, free or evictable, those that this tenant may come to use. `freed`: as of `kept`."""
+        most = available - self.kept(tenant, freed=freed)
         limits = self._limits.get(tenant)
-        return most if limits is None else min(most, limits.ceiling - self.active(tenant))
+        return most if limits is None else min(most, limits.ceiling - self.active(tenant) + freed.get(tenant, 0))
 
     def most(self, tenant: str) -> int:
         """The pages that it could have if nobody else used more than its floor. Any thread may ask."""

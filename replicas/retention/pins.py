@@ -17,14 +17,14 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol, TypeAlias
 
 from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.events import HandleReleased, Notice, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
-from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.kv.cache import Freed, KVCache
 from holdfast.replicas.kv.holding import Pin
 from holdfast.replicas.retention.latency import LatencySnapshot, tool_set
 from holdfast.replicas.retention.policy import Conditions, Learned, Pause, policy_of
@@ -508,20 +508,60 @@ class Retention:
 
         `whose`: pins of these tenants alone. False where there is none to drop.
         """
+        pin = next(self._giving_way(to, besides, whose), None)
+        if pin is not None:
+            self.drop((pin,))
+        return pin is not None
+
+    def leaving(
+        self,
+        to: Sequence | None,
+        freed: Freed,
+        enough: Callable[[Freed], bool],
+        besides: Owner | None = None,
+        whose: Callable[[str], bool] = lambda _: True,
+    ) -> list[ProgramPin] | None:
+        """Pins that have to give way, in the order of `give_way`, until what is `freed` is `enough`; None where all of
+        them would not be. It could do without none of them. Drops none; those that were looked at count in `freed`.
+        """
+        chosen: list[ProgramPin] = []
+        for pin in () if enough(freed) else self._giving_way(to, besides, whose):
+            if pin.pin not in freed:
+                chosen.append(pin)
+                freed.add(pin.pin)
+                if enough(freed):
+                    break
+        if not enough(freed):
+            return None
+        for pin in chosen[-2::-1]:  # without the last one it was not enough
+            freed.remove(pin.pin)
+            if enough(freed):
+                chosen.remove(pin)
+            else:
+                freed.add(pin.pin)
+        return chosen
+
+    def drop(self, pins: Iterable[ProgramPin]) -> None:
+        """These give way."""
+        for pin in pins:
+            self._stats.pins_given_way += 1
+            keeps_place = self._policy.yielding and not pin.owner.is_handle
+            self.pins.drop(pin, place=min(self._first_until(pin, lost=True), pin.away) if keeps_place else None)
+
+    def _giving_way(
+        self, to: Sequence | None, besides: Owner | None, whose: Callable[[str], bool]
+    ) -> Iterator[ProgramPin]:
+        """The pins that may give way, the first one first."""
+        told: set[ProgramPin] = set()
 
         def may(pin: ProgramPin) -> bool:
-            return pin.program != besides and whose(pin.owner.scope)
+            return pin not in told and pin.program != besides and whose(pin.owner.scope)
 
-        pin = self._lapsed(lambda pin: may(pin) and not self.pins.awaited(pin))
-        if pin is None:
-            rank = (to.batch, *self._ranking.rank(to)) if to is not None else None
-            pin = max(filter(may, self.pins.behind(rank, self._rank)), key=self._yields, default=None)
-            if pin is None:
-                return False
-        self._stats.pins_given_way += 1
-        keeps_place = self._policy.yielding and not pin.owner.is_handle
-        self.pins.drop(pin, place=min(self._first_until(pin, lost=True), pin.away) if keeps_place else None)
-        return True
+        while (pin := self._lapsed(lambda pin: may(pin) and not self.pins.awaited(pin))) is not None:
+            told.add(pin)
+            yield pin
+        rank = (to.batch, *self._ranking.rank(to)) if to is not None else None
+        yield from sorted(filter(may, self.pins.behind(rank, self._rank)), key=self._yields, reverse=True)
 
     def _first_until(self, pin: ProgramPin, *, lost: bool) -> float:
         """A turn that comes by then stands before those of programs without cells, as things are now. `lost`: as of
@@ -534,14 +574,14 @@ class Retention:
     def makes_room(self, mark: int, to: Sequence) -> bool:
         """Whether fewer than `mark` cells are in use, once pins behind `to` have given way as far as that needs it.
 
-        Where all pins would not be enough, none gives way.
+        Where all of those would not be enough, none gives way.
         """
-        if self._cache.cells.active >= mark:
+        cells, size = self._cache.cells, self._cache.page_size
+        if cells.active >= mark:
             return False
-        while self._cache.cells.in_use >= mark:
-            if not self.give_way(to):
-                return False
-        return True
+        found = self.leaving(to, Freed(), lambda freed: cells.in_use - freed.total * size < mark)
+        self.drop(found or ())
+        return found is not None
 
     def _lapsed(self, may: Callable[[ProgramPin], bool]) -> ProgramPin | None:
         """A pin that has lapsed and, as things are now, would have."""

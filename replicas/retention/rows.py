@@ -89,6 +89,14 @@ class Rows:
             self._unpin(last.pin)
         return row, last
 
+    def has_row(self, owner: Owner | None) -> bool:
+        """Whether `begin` would find a row."""
+        if owner is None:
+            return self._pool.free() > 0
+        last = self._of(owner).get(owner)
+        kept = (last is not None and last.row is not None) or len(self._programs) > 0
+        return kept or self._pool.free(Region.SESSION) > 0 or self._pool.free() > 0
+
     def release(self, row: int) -> None:
         give_back(self._pool.release, row)
 

@@ -21,9 +21,10 @@ import numpy as np
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ContextLengthError, DeadlineError, ErrorInfo, ErrorKind, OverloadedError
 from holdfast.replicas.events import Event, Rejected, Submit
-from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.kv.cache import Freed, KVCache
 from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.kv.radix import Prefix
+from holdfast.replicas.retention.pins import ProgramPin
 from holdfast.replicas.scheduling.queue import Line, Order, WaitingQueue
 from holdfast.replicas.scheduling.running import Ends, Running
 from holdfast.replicas.scheduling.shares import Bounds, Classes
@@ -355,6 +356,8 @@ class Admission:
         # What pins alone keep for programs that pause gives way to those who run; what this one reads of it is its own.
         taken = self._cache.cells.active + self._cache.cells.inactive_in(prefix)
         alone = not len(self._running) and not sequence.background
+        if not self._running.rows.has_row(sequence.owner):
+            return Held.ALL
         if not within:
             if not self._budget.admits(taken + this.needed, need, alone=alone):
                 return Held.ALL
@@ -377,36 +380,48 @@ class Admission:
 
         `prefix` is where that ends: giving way lets leases go and leaves the tree as it is.
 
-        What is kept for programs that pause can give way: those behind it in order, the last one first. Where nothing
-        runs all of it does, and then the sequence starts with what there is: nobody else would make room, so a queue
-        never waits for pins alone (Continuum, section 5.3). To work ahead nothing gives way. A tenant at its ceiling
-        has its own programs alone give way, and starts likewise where nothing of its own runs.
+        What is kept for programs that pause can give way: those behind it in order, as many as that needs, and none
+        where all of them would not be enough. Where nothing runs all may give way, and the sequence starts in any case:
+        nobody else would make room, so a queue never waits for pins alone (Continuum, section 5.3). To work ahead
+        nothing gives way. A tenant at its ceiling has its own programs alone give way, and starts likewise where
+        nothing of its own runs.
         """
         cells, scope = self._cache.cells, sequence.submit.scope
         retention, owner = self._running.retention, sequence.owner
         tenants, size = self._cache.tree.tenants, self._config.page_size
-        alone = not len(self._running)
-        to = None if alone else sequence
-        limits = tenants.any and not sequence.background
-        while limits and this.after(self._cache, sequence, need, prefix) > tenants.ceiling(scope) * size:
+        alone, freed = not len(self._running), Freed(size, prefix)
+        leaving: list[ProgramPin] = []
+        if tenants.any and not sequence.background:
+            over = this.after(self._cache, sequence, need, prefix) - tenants.ceiling(scope) * size
             first = not any(each.submit.scope == scope for each in self._running)
-            if retention.give_way(None if first else sequence, besides=owner, whose=scope.__eq__):
-                continue
-            if not first:
+
+            def below(freed: Freed) -> bool:
+                return over <= freed.pages[scope] * size
+
+            found = retention.leaving(None if first else sequence, freed, below, besides=owner, whose=scope.__eq__)
+            if found is None and not first:
                 return Held.TENANT
-            break
-        helps = self._running.helping(sequence, -(-need // size))
-        while True:
-            wanted = this.needed + need + cells.available_in(prefix)
-            kept = tenants.kept(scope, {t: n // size for t, n in this.promised.items()}) * size if tenants.any else 0
-            if wanted + kept <= cells.available:
-                return None
-            others = not sequence.background and len(retention.pins) > (owner in retention.pins)
-            if others and retention.give_way(to, besides=owner, whose=helps):
-                continue
-            if alone and not sequence.background:
-                return None
-            return Held.ALL if wanted > cells.available else Held.TENANT
+            if found is None:
+                freed = Freed(size, prefix)
+            else:
+                leaving += found
+        wanted = this.needed + need + cells.available_in(prefix)
+        promised = {tenant: n // size for tenant, n in this.promised.items()}
+
+        def enough(freed: Freed) -> bool:
+            kept = tenants.kept(scope, promised, freed.pages) if tenants.any else 0
+            return wanted <= cells.available + (freed.total - kept) * size
+
+        if not enough(freed):
+            found = None
+            if not sequence.background:
+                helps, to = self._running.helping(sequence, -(-need // size)), None if alone else sequence
+                found = retention.leaving(to, freed, enough, besides=owner, whose=helps)
+            if found is None and (sequence.background or not alone):
+                return Held.ALL if wanted > cells.available + freed.total * size else Held.TENANT
+            leaving += found or ()
+        retention.drop(leaving)
+        return None
 
     def _find_leader(self, sequence: Sequence, n_cached: int) -> Following | None:
         config = self._config

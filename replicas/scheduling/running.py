@@ -11,7 +11,7 @@ from enum import Enum
 
 from holdfast.replicas.errors import EngineError, ErrorInfo, ErrorKind, InvalidRequestError
 from holdfast.replicas.events import Aborted, Event, Finished, FinishReason
-from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.kv.cache import Freed, KVCache
 from holdfast.replicas.kv.holding import Holding, Pin
 from holdfast.replicas.kv.host import Reloads
 from holdfast.replicas.kv.pages import NO_PAGES
@@ -168,10 +168,27 @@ class Running:
 
     def grow_over_pins(self, builder: StepBuilder, sequence: Sequence, n_tokens: int) -> bool:
         """The same; if need be with cells that were kept for programs which come behind it, but not to work ahead."""
-        while not self.grow(builder, sequence, n_tokens):
-            if sequence.background or not self.retention.give_way(sequence, whose=self.helping(sequence)):
-                return False
-        return True
+        if self.grow(builder, sequence, n_tokens):
+            return True
+        return (
+            not sequence.background
+            and self.room_over_pins(sequence, n_tokens, sequence)
+            and self.grow(builder, sequence, n_tokens)
+        )
+
+    def room_over_pins(self, sequence: Sequence, n_tokens: int, to: Sequence | None) -> bool:
+        """Whether programs that pause, behind `to` (None: any), have given way so that `n_tokens` have cells now.
+
+        Where all of those would not be enough, none gives way.
+        """
+        cache, holding = self._cache, sequence.the_holding
+        missing = cache.pool.pages_for(n_tokens) - holding.n_pages
+        whose = self.helping(sequence)
+        found = self.retention.leaving(
+            to, Freed(), lambda freed: cache.room(holding.tenant, freed) >= missing, whose=whose
+        )
+        self.retention.drop(found or ())
+        return bool(found)
 
     def load(self, builder: StepBuilder, sequence: Sequence, most: int) -> bool:
         """Plan to bring up to `most` of the sequence's cells back from the host; False where it has none there.

@@ -211,7 +211,7 @@ class Scheduler:
             # Who arrived last gives way, whether its program runs or pauses.
             helpers = self._running.helpers(sequence)
             alone, last = len(helpers) == 1, helpers[-1]
-            if self.retention.give_way(to=None if alone else last, whose=self._running.helping(sequence)):
+            if self._running.room_over_pins(sequence, end, None if alone else last):
                 continue
             if not alone:
                 self.ends.preempt(builder, last, now)

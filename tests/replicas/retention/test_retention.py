@@ -11,6 +11,7 @@ from holdfast.replicas.events import Abort, ProgramEnded, ProgramExpected, ToolL
 from holdfast.replicas.retention.latency import AGES, LatencySnapshot, ToolLatency
 from holdfast.replicas.retention.policy import RestoreCost
 from holdfast.replicas.sequences import Owner
+from holdfast.replicas.types import CellLimits
 
 
 def make(policy: str = "fixed", cells: int = 256, share: float = 1.0, tenant_share: float = 1.0, **settings) -> World:
@@ -608,3 +609,84 @@ def test_cells_for_a_next_token_come_from_who_arrived_last(began, given_way, pre
     world.run()
     world.assert_right("a")
     world.assert_right("b")
+
+
+def runs(world: World, began: float = 0.1) -> None:
+    """A program that runs on for long, before all others in order."""
+    world.submit("runs", talkative(20, 60), 60, began=began)
+    world.step()
+
+
+def test_no_pin_gives_way_to_a_request_that_has_no_room_even_then():
+    world = make()
+    turn(world, "before", words(1, 100), began=1.0)
+    turn(world, "behind", words(2, 40), began=9.0)
+    runs(world)
+    waits = flood(world, 120, began=2.0)  # all that is behind it are 44 cells
+    world.step()
+    assert not world.ends[waits]
+    assert world.engine.occupancy().waiting == 1
+    assert pinned(world) == {"before", "behind"}
+    world.run()
+    world.assert_right(waits)
+
+
+def test_a_pin_whose_cells_others_keep_as_well_does_not_give_way():
+    """Dropping it would make no room: the running sequence goes on from the same beginning."""
+    world = make()
+    shared = turn(world, "shared", words(1, 60), began=9.0)
+    turn(world, "alone", words(2, 60), began=8.0)
+    world.submit("runs", shared + words(3, 8), 40, began=0.1)
+    world.step()
+    comes = flood(world, 90, began=2.0)
+    world.step()
+    assert not world.engine.occupancy().waiting
+    assert pinned(world) == {"shared"}, "the latest program gives way first, but for one that makes no room"
+    world.run()
+    world.assert_right(comes)
+    assert world.engine.stats.pins_given_way == 1
+
+
+def test_no_pin_gives_way_to_a_request_that_finds_no_row():
+    world = make(sessions=False)
+    turn(world, "p", words(1, 150), began=50.0)
+    for i in range(3):
+        world.submit(f"runs{i}", talkative(2 + i, 20), 20, began=0.1)
+    world.step()
+    assert world.engine.occupancy().running == 3, "the other rows are for programs"
+    world.submit("waits", words(9, 60), 4, began=1.0)
+    world.step()
+    assert pinned(world) == {"p"}
+    world.run()
+    world.assert_right("waits")
+
+
+def test_no_pin_gives_way_where_the_high_water_mark_stands_all_the_same():
+    world = make(high_water=0.5, step_tokens=32)
+    turn(world, "before", words(1, 90), began=1.0)
+    turn(world, "behind", words(2, 20), began=9.0)
+    runs(world)
+    retention, cells = world.engine.scheduler.retention, world.engine.cache.cells
+    world.submit("waits", words(9, 8), 4, began=2.0)
+    (waits,) = world.engine.scheduler.admission
+    assert cells.active < cells.in_use - 40
+    assert not retention.makes_room(cells.in_use - 40, waits), "what stands before it keeps more than that"
+    assert pinned(world) == {"before", "behind"}
+    assert retention.makes_room(cells.in_use, waits)
+    assert pinned(world) == {"before"}
+
+
+def test_a_tenants_pins_do_not_give_way_where_others_floors_leave_no_room():
+    world = make(cells=320)
+    world.submit("floor", words(5, 8), 1, scope="b", cells=CellLimits(floor=0.5))
+    world.run()
+    turn(world, "p", words(1, 60), began=9.0, scope="a")
+    world.submit("runs", talkative(40, 60), 60, scope="a", began=0.1, cells=CellLimits(ceiling=0.45))
+    world.step()
+    waits = "waits"
+    world.submit(waits, words(7, 100), 4, scope="a", began=1.0, cells=CellLimits(ceiling=0.45))
+    world.step()
+    assert world.engine.occupancy().waiting == 1
+    assert pinned(world) == {"p"}
+    world.run()
+    world.assert_right(waits)

@@ -25,6 +25,7 @@ class ArgumentRules:
     def __init__(self, grammar: LarkText, spelling: Spelling) -> None:
         self._grammar = grammar
         self._spelling = spelling
+        self._known: dict[str, str] = {}  # rules of values in tags, by what they say
 
     def rule(self, name: str, schema: Schema, keywords: bool, tags: TagForm | None) -> str:
         """A rule for arguments of `schema`. Raises ValueError as the others do."""
@@ -60,10 +61,13 @@ class ArgumentRules:
         if nameless := [key for key in required if key not in properties or not _NAMES.fullmatch(key)]:
             raise ValueError(f"{nameless[0]!r} cannot be an argument in tags")
         keys = [key for key in properties if _NAMES.fullmatch(key)]
-        members: list[Member] = [
-            (self._argument(f"{name}_value{index}", literal(key), schema, properties[key], form), key in required)
-            for index, key in enumerate(keys)
-        ]
+        members: list[Member] = []
+        for index, key in enumerate(keys):
+            try:
+                text = self._argument(f"{name}_value{index}", literal(key), schema, properties[key], form)
+            except ValueError as error:
+                raise ValueError(f"argument {key!r}: {error}") from error
+            members.append((text, key in required))
         other = ""
         if schema.content.get("additionalProperties", True) is not False:
             but = f" & ~/({'|'.join(map(escaped, keys))})/" if keys else ""
@@ -87,15 +91,29 @@ class ArgumentRules:
         """An argument with its tags. Raises ValueError for a value that cannot be followed in them."""
         options = alternatives(value, schema.content)
         if not options:
-            raise ValueError("an argument in tags has no value, or too many alternatives")
+            raise ValueError("it has no value, or too many alternatives")
         texts = [each for each in options if each["type"] == "string"]
         rest = [each for each in options if each["type"] != "string"]
-        if not texts:
-            return f"{self._tags(key, form, None)} {self._json(name, schema, rest, form)}"
-        if form.json and rest:
-            text = f"{self._tags(key, form, True)} {self._text(f'{name}_text', schema, texts, form)}"
-            return f"({text} | {self._tags(key, form, False)} {self._json(name, schema, rest, form)})"
-        return f"{self._tags(key, form, None)} {self._text(name, schema, texts, form, rest)}"
+        if not (form.json and texts and rest):
+            return f"{self._tags(key, form, None)} {self._in_tags(name, schema, texts, form, rest)}"
+        text = f"{self._tags(key, form, True)} {self._in_tags(f'{name}_text', schema, texts, form)}"
+        return f"({text} | {self._tags(key, form, False)} {self._in_tags(name, schema, (), form, rest)})"
+
+    def _in_tags(
+        self,
+        name: str,
+        schema: Schema,
+        texts: Sequence[Mapping[str, Any]],
+        form: TagForm,
+        rest: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """A rule for one of `texts` or `rest` up to and with its end, added once for all that say the same."""
+        said = json.dumps([schema.strict, form.end, [*texts], [*rest]], default=dict)
+        key = name if '"$ref"' in said else said
+        if key not in self._known:
+            found = self._text(name, schema, texts, form, rest) if texts else self._json(name, schema, rest, form)
+            self._known[key] = found
+        return self._known[key]
 
     def _json(self, name: str, schema: Schema, options: Sequence[Mapping[str, Any]], form: TagForm) -> str:
         """A rule for a value in JSON up to and with its end."""
@@ -119,7 +137,7 @@ class ArgumentRules:
         schema: Schema,
         texts: Sequence[Mapping[str, Any]],
         form: TagForm,
-        rest: Sequence[Mapping[str, Any]] = (),
+        rest: Sequence[Mapping[str, Any]],
     ) -> str:
         """A rule for one of `texts` as it is, or a value of `rest` in JSON, up to and with its end.
 

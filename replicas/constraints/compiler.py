@@ -101,6 +101,7 @@ class Compiler:
         """Read the vocabulary now, which takes seconds for a large one, and not with the first request."""
         if AVAILABLE:
             self._read(watch=True)
+            complaint('start: "a"', _PART_S)  # the process of the first trial begins
 
     def matcher(self, rule: ReplyRule, scope: str = "") -> Matcher:
         """A matcher at the beginning of a reply under `rule`.

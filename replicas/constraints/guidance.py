@@ -91,7 +91,7 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 _TRIALS = Trials(_LIMITS)
-LONGEST_S = 3  # of processor time, that a grammar may take to compile: long ones take one or two
+LONGEST_S = 5  # of processor time, that a grammar may take to compile: long ones take two or three
 _PLACE = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?")
 
 

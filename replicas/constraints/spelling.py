@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from holdfast.replicas.constraints.lark import DEEPEST, LarkText, Schema, beyond, escaped, literal
-from holdfast.replicas.text.calls.values import INTEGER, NUMBER, referred
+from holdfast.replicas.text.calls.values import INTEGER, MOST_NESTED, NUMBER, referred
 
 Member: TypeAlias = tuple[str, bool]
 """The right-hand side of a member of an object, and whether it must be there."""
@@ -327,8 +327,8 @@ class Spelling:
             comma, colon, other = self.terminal("COMMA"), self.terminal("COLON"), self.terminal("OTHER")
             begin, end = self.terminal("OPEN"), self.terminal("CLOSE")
             begin_list, end_list = self.terminal("OPEN_LIST"), self.terminal("CLOSE_LIST")
-            for level in range(DEEPEST + 1):
-                whole, inner = (f"{name}_{level}" if level < DEEPEST else name), f"{name}_{level - 1}"
+            for level in range(MOST_NESTED + 1):
+                whole, inner = (f"{name}_{level}" if level < MOST_NESTED else name), f"{name}_{level - 1}"
                 members = f"{begin} ({other} {colon} {inner} ({comma} {other} {colon} {inner})*)? {end}"
                 elements = f"{begin_list} ({inner} ({comma} {inner})*)? {end_list}"
                 self._grammar.add(whole, *scalar, *((members, elements) if level else ()))

@@ -18,7 +18,7 @@ _WAITS = 4  # times the processor time that a grammar is allowed, on a machine t
 _SLOW_S = 1.0  # a grammar that takes longer goes on at the lowest priority
 _NICE = 19
 _IDLE = 2  # processes that are kept
-_MEMORY = 4 * 2**30  # bytes of address space
+_MEMORY = 2 * 2**30  # bytes of address space
 
 
 class Trials:

@@ -184,7 +184,11 @@ _EXPONENT = r"[eE](\+?([0-9]{1,2}|1[0-9]{2}|2[0-5][0-9])|-[0-9]{1,3})"  # all st
 NUMBER = rf"{INTEGER}(\.[0-9]{{1,40}})?({_EXPONENT})?"
 """Patterns of the numbers that grammars let through: finite ones, of so many digits."""
 
+MOST_NESTED = 32
+"""How deep grammars let values be nested of which a schema says nothing."""
+
 _FINITE = re.compile(NUMBER)
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _BEGINS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
 
 
@@ -198,17 +202,30 @@ def _kind_of_json(value: str) -> str:
     return "" if math.isinf(number) else "integer" if number.is_integer() else "number"
 
 
+def _is_bounded(value: str, kind: str) -> bool:
+    """Whether grammars would let through a value of JSON of which a schema says nothing."""
+    if kind in ("integer", "number"):
+        return _FINITE.fullmatch(value) is not None
+    if value.count("[") + value.count("{") <= MOST_NESTED:
+        return True
+    depth = deepest = 0
+    for char in _STRING.sub("", value):
+        depth += (char in "[{") - (char in "]}")
+        deepest = max(deepest, depth)
+    return deepest <= MOST_NESTED
+
+
 def as_json(text: str, kinds: Kinds) -> str:
     """A value that was written as `text`, as JSON: of one of `kinds` where it can be read so, else a text.
 
-    Where a text may stand, a number of more digits than a grammar lets through is one.
+    Where a text may stand, a number of more digits than grammars let through is one, and a value nested deeper.
     """
     found = whole_value(text) if kinds != TEXT else None
     if found is None:
         return json.dumps(text, ensure_ascii=False)
     kind = _kind_of_json(found)
     if "string" in kinds:
-        fits = kind in kinds and kind != "string" and (kind not in ("integer", "number") or _FINITE.fullmatch(found))
+        fits = kind in kinds and kind != "string" and _is_bounded(found, kind)
     else:
         fits = kind == "string" or kind in kinds or (kind == "number" and "integer" in kinds)
     return found if fits else json.dumps(text, ensure_ascii=False)

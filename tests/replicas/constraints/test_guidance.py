@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.constraints.guidance import GrammarCompiler, GrammarError, Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher, RowMasks
+from holdfast.replicas.constraints.trial import TOO_LONG, Trials
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}, "required": ["city"]}
 LARK = f'start: "<tool_call>" body "</tool_call>"\nbody: %json {json.dumps(SCHEMA)}\n'
@@ -138,3 +139,23 @@ def test_what_is_not_asked_about_again_loses_no_other_forced_token(vocabularies:
                 place.advance([token])
         assert told[0] == told[1]
         assert any(told[0])
+
+
+def test_a_trial_says_what_the_library_says_and_ends_what_takes_too_long() -> None:
+    patterns = [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrstuv"]
+    trials = Trials({"verbose_errors": False})
+    try:
+        assert trials.complaint(LARK, 1) == ""
+        (process,) = trials._idle
+        assert "look-around" in trials.complaint('start: %json {"type": "string", "pattern": "(?=a)"}', 1)
+        assert trials._idle == [process], "it is used again"
+        assert trials.complaint("start: %json " + json.dumps({"allOf": patterns}), 1) == TOO_LONG
+        assert process.poll() is not None
+        assert trials.complaint(LARK, 1) == ""
+        (process,) = trials._idle
+        process.kill()
+        process.wait()
+        assert trials.complaint(LARK, 1) == "", "of one that has ended nothing is expected"
+    finally:
+        trials.close()
+    assert trials._idle == []

@@ -1,4 +1,7 @@
-"""Calls as Python writes them: names that Python itself would refuse, and numbers that it cannot hold."""
+"""Arguments that are not written in JSON.
+
+In Python: names that Python itself would refuse, and numbers that it cannot hold. In tags: what a schema says they are.
+"""
 
 import json
 from typing import Any
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast.replicas.text.calls.formats import ToolFormat
 from holdfast.replicas.text.calls.readers import ToolCallParser
 from holdfast.replicas.text.calls.scan import DEEPEST
-from holdfast.replicas.text.calls.values import ANYTHING, Kinds, TagValue, as_json
+from holdfast.replicas.text.calls.values import ANYTHING, TEXT, Kinds, TagValue, alternatives, as_json, kinds_of
 
 NAMES = frozenset({"f", "get-weather", "2fa-send_1"})
 
@@ -107,3 +110,74 @@ def test_a_number_beyond_a_double_is_told_as_text(number: str) -> None:
 )  # fmt: skip
 def test_what_is_no_keyword_with_a_literal_is_no_call(arguments: str) -> None:
     assert read(f"[f({arguments})]") == []
+
+
+ROOT = {
+    "$defs": {
+        "a/b": {"type": "string"},
+        "c~d": {"type": "null"},
+        "e f": {"type": "integer"},
+        "loop": {"$ref": "#/$defs/loop"},
+    },
+    "list": [{"type": "boolean"}],
+}
+NUMBERS = {"number", "integer"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "kinds"),
+    [
+        ({"$ref": "#/$defs/a~1b"}, {"string"}),
+        ({"$ref": "#/$defs/c~0d"}, {"null"}),
+        ({"$ref": "#/$defs/e%20f"}, {"integer"}),
+        ({"$ref": "#/list/0"}, {"boolean"}),
+        ({"$ref": "#/$defs/nowhere"}, ANYTHING),
+        ({"$ref": "#/$defs/loop"}, ANYTHING),
+        ({"$ref": "#/$defs/nowhere", "type": "null"}, {"null"}),
+        ({"allOf": [{"$ref": "#/$defs/e%20f"}]}, {"integer"}),
+        ({"allOf": [{"type": ["string", "number"]}, {"type": ["integer", "null"]}]}, {"integer"}),
+        ({"type": "string", "anyOf": [{"format": "date"}, {"type": "null"}]}, {"string"}),
+        ({"type": ["string", "null"], "enum": ["a", None, 1]}, {"string", "null"}),
+        ({"enum": [1, "a"]}, {"integer", "string"}),
+        ({"enum": [1.5]}, NUMBERS),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}, {"const": True}]}, NUMBERS | {"boolean"}),
+        ({"maxLength": 3}, ANYTHING),
+        (True, ANYTHING),
+        ({"allOf": [{"type": "string"}, {"type": "null"}]}, ANYTHING),
+    ],
+)
+def test_kinds_are_those_that_every_part_of_a_schema_allows(schema: Any, kinds: Any) -> None:
+    assert kinds_of(schema, ROOT) == kinds
+
+
+def test_an_alternative_has_what_matters_to_its_type() -> None:
+    schema = {"maxLength": 3, "minimum": 1, "anyOf": [{"type": "string", "maxLength": 2}, {"type": "integer"}]}
+    assert list(alternatives(schema, {})) == [{"type": "string", "maxLength": 2}, {"type": "integer", "minimum": 1}]
+    wide = {"allOf": [{"anyOf": [{"type": "string", "minLength": i} for i in range(20)]} for _ in range(3)]}
+    assert alternatives(wide, {}) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds", "value"),
+    [
+        ("5", TEXT, "5"),
+        ("5", {"string", "integer"}, 5),
+        ("1.5", {"string", "integer"}, "1.5"),
+        ("1.5", {"integer"}, 1.5),
+        ("2.0", {"string", "integer"}, 2.0),
+        ("1e999", {"string", "number", "integer"}, "1e999"),
+        ("9" * 30, ANYTHING, int("9" * 30)),
+        ("9" * 5000, ANYTHING, "9" * 5000),
+        ("[" * 1100 + "]" * 1100, ANYTHING, "[" * 1100 + "]" * 1100),
+        ("[[[[" + "[], " * 40 + '"[[[[["]]]]', ANYTHING, json.loads("[[[[" + "[], " * 40 + '"[[[[["]]]]')),
+        (" True ", {"boolean"}, True),
+        ("None", {"string", "null"}, None),
+        ('"a"', {"string", "null"}, '"a"'),
+        ('"a"', {"null"}, "a"),
+        ('{"a": 1,}', {"string", "object"}, {"a": 1}),
+        ("{a}", {"string", "object"}, "{a}"),
+    ],
+)
+def test_a_value_without_quotes_is_read_as_one_of_its_kinds(text: str, kinds: Any, value: Any) -> None:
+    found = json.loads(as_json(text, frozenset(kinds)))
+    assert (found, type(found)) == (value, type(value))

@@ -93,6 +93,12 @@ class CellCounts:
         """Cells of a prefix that was found that do not count as active: acquiring it makes them so."""
         return self._kept_by_none(prefix, but_soft_pins=True)
 
+    def pages_for(self, tenant: str, freed: "Freed") -> int:
+        """How many pages a sequence of this tenant could get once these are evictable."""
+        available = self._pool.free + self._tree.evictable + freed.total
+        tenants = self._tree.tenants
+        return tenants.available(tenant, available, freed.pages) if tenants.any else available
+
     def _kept_by_none(self, prefix: Prefix | None, *, but_soft_pins: bool) -> int:
         """Cells of `prefix` that nobody has a lease on, or nobody but soft pins: those at its end."""
         if prefix is None or prefix.node.parent is None:
@@ -427,12 +433,6 @@ class KVCache:
             host_total=self.host.pool.total * size if self.host is not None else 0,
             host_used=self.host.pool.used * size if self.host is not None else 0,
         )
-
-    def room(self, tenant: str, freed: Freed) -> int:
-        """How many pages `grow` could give this tenant once these are evictable."""
-        available = self.pool.free + self.tree.evictable + freed.total
-        tenants = self.tree.tenants
-        return tenants.available(tenant, available, freed.pages) if tenants.any else available
 
     def check(self) -> None:
         """Recount everything; AssertionError where the books do not balance. For tests: costs a full scan."""

@@ -185,7 +185,7 @@ class Running:
         missing = cache.pool.pages_for(n_tokens) - holding.n_pages
         whose = self.helping(sequence)
         found = self.retention.leaving(
-            to, Freed(), lambda freed: cache.room(holding.tenant, freed) >= missing, whose=whose
+            to, Freed(), lambda freed: cache.cells.pages_for(holding.tenant, freed) >= missing, whose=whose
         )
         self.retention.drop(found or ())
         return bool(found)

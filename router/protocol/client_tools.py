@@ -26,7 +26,7 @@ def client_tool(tool: Mapping[str, Any]) -> Tool:
     assert found is not None  # it is one: `is_client_tool`
     kind, version = found[1], int(found[2])
     if kind == "bash":
-        function = _function(_BASH, _fields("command", "restart"))
+        function = _function(_BASH, _fields("command", "restart"), "command")
     elif kind == "memory":
         commands = (*_EDITS, "delete", "rename")
         function = _function(_MEMORY, _commands(commands, *_OF_EDITS, "insert_text", "old_path", "new_path"), "command")
@@ -43,8 +43,8 @@ _BASH = "Run a command in a bash shell that stays open between calls."
 _EDITOR = "View, create and edit text files."
 _MEMORY = "Keep notes between conversations, in files of the directory /memories. Look there before a task."
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
-    "command": {"type": "string", "description": "The command to run; required unless `restart` is true"},
-    "restart": {"type": "boolean", "description": "True: start the shell anew"},
+    "command": {"type": "string", "description": "The command to run"},
+    "restart": {"type": "boolean", "description": "True: start the shell anew, and run nothing"},
     "path": {"type": "string", "description": "Path of the file or directory"},
     "view_range": {
         "type": "array",

@@ -20,7 +20,8 @@ from holdfast.router.config import RouterConfig
 from holdfast.router.drain import Drain
 from holdfast.router.limits import BodyMemory
 from holdfast.router.parser_process import ParserProcess
-from holdfast.router.response_socket import ResponseSocket
+from holdfast.router.response_socket import Events, ResponseSocket
+from holdfast.router.streaming import COMMENT
 from holdfast.router.tenants import Principal, Tenant, TenantDirectory, TenantLimits, hash_key
 
 PATIENT = 60.0  # seconds a slow machine may take
@@ -362,3 +363,21 @@ def test_a_wrong_message_counts_as_a_request():
             opened.send("no json")
             statuses.append(answer(opened)["status"])
     assert statuses == [400, 429]
+
+
+def test_what_tells_of_silence_is_no_message():
+    async def scenario():
+        told = []
+
+        class Socket:
+            async def send_text(self, text):
+                told.append(text)
+
+        events = Events(Socket())
+        await events.send({"type": "http.response.start", "status": 200})
+        for body in (COMMENT, b'event: response.created\ndata: {"a":1}\n\n' + COMMENT, b"data: [DONE]\n\n"):
+            await events.send({"type": "http.response.body", "body": body, "more_body": True})
+        await events.send({"type": "http.response.body", "body": b"", "more_body": False})
+        assert (told, events.complete) == (['{"a":1}'], True)
+
+    asyncio.run(scenario())

@@ -3,11 +3,12 @@
 from hashlib import sha256
 from pathlib import Path
 
-from holdfast.cluster import ports, redis
+from holdfast.cluster import model_files, ports, redis
 from holdfast.cluster.config import Settings, check_tenants
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.model import folder as models
+from holdfast.replicas.text.calls.formats import hermes_may_be_told
 
 ANSWERING = (
     "dtype",
@@ -27,7 +28,7 @@ MOST_READ = 2**23  # bytes of a file's beginning, and of its end: templates and 
 def check(settings: Settings) -> None:
     """Everything below, the quickest first."""
     check_tenants(settings)
-    model_folder(settings.engine.model)
+    template(settings.engine)
     listening(settings)
     if settings.redis.url:
         redis.ping(settings.redis.url, settings.redis.timeout_s, settings.redis.ca_file)
@@ -48,17 +49,38 @@ def model_folder(model: str) -> Path:
         raise ConfigError(error.message, "engine.model") from error
 
 
+def template(engine: EngineConfig) -> str:
+    """The text of the chat template that is served with; "" where there is none. Raises ConfigError."""
+    if not engine.chat_template:
+        return model_files.template(model_folder(engine.model))
+    try:
+        return models.read_chat_template(engine.chat_template)
+    except ConfigError as error:
+        raise ConfigError(error.message, "engine.chat_template") from error
+
+
+def tools_as_text(engine: EngineConfig) -> bool:
+    """Whether the chat template takes no tools, so that they are told in the system prompt: it does not name them.
+
+    An engine renders the template to see. Raises ConfigError.
+    """
+    text = template(engine)
+    return bool(text) and "tools" not in text and hermes_may_be_told(text, engine.tool_format)
+
+
 def settings_digest(engine: EngineConfig, version: str) -> str:
     """A digest of the settings in ANSWERING and the `version` of Holdfast."""
     return sha256(repr([version, *(getattr(engine, name) for name in ANSWERING)]).encode()).hexdigest()
 
 
 def fingerprint(folder: Path, engine: EngineConfig, version: str) -> str:
-    """A digest that changes with what answers requests: the files in `folder` and `settings_digest`. Copies of a model
-    have the same, whenever they were made.
+    """A digest that changes with what answers requests: the files in `folder`, a chat template's and `settings_digest`.
+
+    Copies of a model have the same digest, whenever they were made.
     """
     digest = sha256(settings_digest(engine, version).encode())
-    for path in sorted(folder.iterdir()):
+    template = [Path(engine.chat_template).expanduser()] if engine.chat_template else []
+    for path in (*sorted(folder.iterdir()), *template):
         if path.is_file():
             size = path.stat().st_size
             digest.update(f"\0{path.name}\0{size}\0".encode())

@@ -223,9 +223,19 @@ def model(settings: Settings) -> Iterator[Finding]:
     faults = list(model_files.missing(folder))
     for fault in faults:
         yield fail("model", f"{folder}: {fault}", "download it again: hf download NAME --local-dir FOLDER")
-    if not model_files.has_template(folder):
+    try:
+        template, as_text = checks.template(settings.engine), checks.tools_as_text(settings.engine)
+    except ConfigError as error:
+        yield fail("model", error.message, "give a file with a chat template, or leave engine.chat_template out")
+        return
+    if not template:
         found = f"{folder} has no chat template: the server completes text and refuses chats"
         yield warn("model", found, "serve the instruct version of the model to chat and to call tools")
+    elif as_text:
+        found = "the chat template takes no tools: they are told in the system prompt, in Hermes' format"
+        yield warn(
+            "model", found, "engine.chat_template: a file with a template that takes tools, if the model has one"
+        )
     elif not faults:
         yield ok("model", f"{settings.engine.model}, {model_files.weight_bytes(folder) / GIB:.2f} GiB of weights")
 

@@ -30,10 +30,16 @@ def missing(folder: Path) -> Iterator[str]:
 
 def has_template(folder: Path) -> bool:
     """Whether a chat template comes with the tokenizer."""
-    if any(folder.glob("chat_template*")) or (folder / "additional_chat_templates").is_dir():
-        return True
+    return bool(template(folder))
+
+
+def template(folder: Path) -> str:
+    """The chat templates that come with the tokenizer, one behind the other; "" where there is none."""
+    files = (*sorted(folder.glob("chat_template*")), *sorted((folder / "additional_chat_templates").glob("*")))
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
     config = _json(folder / "tokenizer_config.json")
-    return isinstance(config, dict) and bool(config.get("chat_template"))
+    own = config.get("chat_template") if isinstance(config, dict) else None
+    return "\n".join([*texts, own if isinstance(own, str) else json.dumps(own) if own else ""]).strip()
 
 
 def weight_bytes(folder: Path) -> int:

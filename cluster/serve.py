@@ -82,7 +82,8 @@ def run(settings: Settings, say: Say) -> None:
         try:
             running = _start(settings, stack, signals, say)
             took_s, page, chats = time.monotonic() - started, settings.router.page, warmup.chats(settings)
-            say(warmup.banner(running.url, running.model, took_s, bool(settings.tenants), page, chats))
+            as_text = checks.tools_as_text(settings.engine)
+            say(warmup.banner(running.url, running.model, took_s, bool(settings.tenants), page, chats, as_text))
             _watch(running, signals, say)
         except KeyboardInterrupt:
             signals.stopping = True

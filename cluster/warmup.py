@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from holdfast.cluster import checks, model_files
+from holdfast.cluster import checks
 from holdfast.cluster.config import Settings
 from holdfast.cluster.watch import URL
 from holdfast.replicas.errors import UnavailableError
@@ -44,7 +44,7 @@ BEGINNING = "The capital of France is"
 
 def chats(settings: Settings) -> bool:
     """Whether the model has a chat template; without one it serves plain completions only."""
-    return model_files.has_template(checks.model_folder(settings.engine.model))
+    return bool(checks.template(settings.engine))
 
 
 def first_request(settings: Settings, url: str) -> str:
@@ -78,8 +78,19 @@ def example(model: str, chats: bool) -> tuple[str, dict[str, Any]]:
     return "/v1/chat/completions", {"model": model, "temperature": 0, "messages": [message], "tools": TOOLS}
 
 
-def banner(url: str, model: str, seconds: float, needs_key: bool = False, page: bool = True, chats: bool = True) -> str:
-    """How to use the cluster: a command to paste, the page, and the arguments of the `openai` client."""
+def banner(
+    url: str,
+    model: str,
+    seconds: float,
+    needs_key: bool = False,
+    page: bool = True,
+    chats: bool = True,
+    tools_as_text: bool = False,
+) -> str:
+    """How to use the cluster: a command to paste, the page, and the arguments of the `openai` client.
+
+    `tools_as_text`: the chat template takes no tools, which the user is told.
+    """
     key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
     path, content = example(model, chats)
     body = json.dumps(content, separators=(",", ":"))
@@ -88,6 +99,11 @@ def banner(url: str, model: str, seconds: float, needs_key: bool = False, page: 
     first = (
         "Try a tool call:" if chats else "The model has no chat template: it completes text and refuses chats. Try it:"
     )
+    if tools_as_text:
+        first = (
+            "The chat template takes no tools: they are told in the system prompt. engine.chat_template names a file "
+            f"with another template.\n{first}"
+        )
     chat = f"\nTalk to it:   {talk}`holdfast chat{here}`" if chats else ""
     return f"""
 Holdfast serves {model} at {url}/v1 (ready in {seconds:.0f} s; Ctrl-C stops it)

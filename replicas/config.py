@@ -176,6 +176,7 @@ class EngineConfig:
 
     speculation: DraftConfig = field(default_factory=DraftConfig)
 
+    chat_template: str = ""  # a file with a chat template, on each engine's machine; empty: the model's own
     tool_format: str = ""  # how calls are written, see docs/api.md, or none; empty: by the chat template
     call_grace: int = 16  # characters of white space after a closed tool call in which another one may begin
     tools_guarantee: Guarantee = (  # what every call has: a declared name and an object, a declared name and arguments

@@ -401,7 +401,8 @@ class ModelCard:
     """What a replica serves, for `/v1/models` and for validation in the router.
 
     `longest_token`: no token stands for more characters; 0: one may stand for any number. `defaults`: fields of
-    sampling, by their names in the API, that the model's own files set.
+    sampling, by their names in the API, that the model's own files set. `tools_as_text`: the chat template takes no
+    tools, so they are told in the system prompt.
     """
 
     name: str
@@ -411,6 +412,7 @@ class ModelCard:
     fingerprint: str = ""  # changes with the model's files and with the settings that decide what it answers
     longest_token: int = 0
     defaults: Mapping[str, float] = field(default_factory=dict)
+    tools_as_text: bool = False
 
 
 class Drawing:

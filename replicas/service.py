@@ -139,7 +139,14 @@ class Service:
         if loaded.config.shared_preambles:
             engine.share([text.preamble(each, SHARED) for each in read_preambles(loaded.config.shared_preambles)])
         name, context = loaded.config.served_name, loaded.config.context_length
-        card = ModelCard(name, context, loaded.vocabulary, longest_token=text.longest_token, defaults=loaded.defaults)
+        card = ModelCard(
+            name,
+            context,
+            loaded.vocabulary,
+            longest_token=text.longest_token,
+            defaults=loaded.defaults,
+            tools_as_text=text.renderer.tools_as_text,
+        )
         freeze_heap()
         return cls(engine, text, card)
 

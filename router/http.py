@@ -63,6 +63,7 @@ class AnswerHeaders:
     replica: str = "none"
     server_timing: str = ""  # empty: no such header
     skipped: str = ""  # likewise
+    tools_as_text: bool = False  # the request's tools are told in the system prompt
     standing: Standing | None = None  # with the tenant's limits; likewise
     anthropic: bool = False  # the request came by Anthropic's API: limits and errors are told as there
 
@@ -83,6 +84,8 @@ class AnswerHeaders:
             told.append((b"server-timing", self.server_timing.encode()))
         if self.skipped:
             told.append((b"x-holdfast-skipped", self.skipped.encode()))
+        if self.tools_as_text:
+            told.append((b"x-holdfast-tools", b"system-prompt"))
         if self.standing is not None:
             told += anthropic_headers(self.standing, time.time()) if self.anthropic else openai_headers(self.standing)
         return told

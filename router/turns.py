@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from holdfast.replicas.errors import HoldfastError, SessionExistsError, UnavailableError
 from holdfast.replicas.events import Sampling, Usage
-from holdfast.replicas.requests import Answer, Errored, GenerateRequest, SessionTurn
+from holdfast.replicas.requests import Answer, ChatPrompt, Errored, GenerateRequest, SessionTurn
 from holdfast.replicas.retention.latency import tool_set
 from holdfast.replicas.types import Origin, Priority, salted
 from holdfast.router import server_timing
@@ -247,6 +247,8 @@ class Turns:
         turn = exchange.turn
         report.facts.retry = (turn.session.content if turn.session is not None else "") or retry_of(request)
         answer_headers(request).skipped = exchange.skipped
+        has_tools = isinstance(turn.prompt, ChatPrompt) and bool(turn.prompt.tools)
+        answer_headers(request).tools_as_text = turn.model.tools_as_text and has_tools
         meter.asks(turn.model.name)
         if exchange.skipped:
             meter.skipped(exchange.skipped.count(",") + 1)

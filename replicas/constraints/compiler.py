@@ -193,7 +193,8 @@ class Compiler:
             raise InvalidRequestError(f"'{cause}' is not supported: {why}", cause)
         library, forms, watch = read
         if rule.calls == "required" and forms is None:
-            raise InvalidRequestError("'tool_choice': the model knows no tool calls", "tool_choice")
+            why = "how the model writes calls is not known; engine.tool_format or engine.chat_template tells it"
+            raise InvalidRequestError(f"'tool_choice': {why}", "tool_choice")
         matcher, loose = self._made(library, forms, rule)
         if watch is None or forms is None:
             return matcher

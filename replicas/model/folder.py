@@ -35,6 +35,14 @@ def model_folder(name: str) -> Path:
     return cached
 
 
+def read_chat_template(file: str) -> str:
+    """The chat template in a file. Raises ConfigError for one that cannot be read."""
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}", "chat_template") from error
+
+
 def is_gguf(file: Path) -> bool:
     """Whether a file begins as a GGUF file does. Raises OSError for one that cannot be read."""
     with file.open("rb") as opened:

@@ -249,7 +249,7 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
     resolved = replace(resolved, served_name=config.served_name or served_name(config.model))
     if resolved.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch sees no GPU", "device")
-    tokenizer = load_tokenizer(info)
+    tokenizer = load_tokenizer(info, config.chat_template)
     dtype = getattr(torch, machine.cpu_dtype if resolved.dtype == "int8" else resolved.dtype)
     on_gpu = resolved.device != "cpu"
     profiled = on_gpu and not config.cells

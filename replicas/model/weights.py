@@ -9,20 +9,23 @@ would change the output. Where a checkpoint lies is said by `folder`; what is co
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from jinja2 import TemplateError, TemplateSyntaxError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from holdfast.replicas.config import BYTES, DType, ModelShape
+from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.tensors import CellShape
-from holdfast.replicas.model.folder import cannot_serve, model_folder
+from holdfast.replicas.model.folder import cannot_serve, model_folder, read_chat_template
 
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"  # of a checkpoint in several files
@@ -140,12 +143,24 @@ def load_model(info: ModelInfo, dtype: DType, device: str) -> LoadedModel:
     return LoadedModel(info, module)
 
 
-def load_tokenizer(info: ModelInfo) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies beside the weights. Raises ConfigError where there is none."""
+def load_tokenizer(info: ModelInfo, chat_template: str = "") -> PreTrainedTokenizerBase:
+    """The tokenizer that lies beside the weights, with the chat template in the file `chat_template`, if that is given.
+
+    Raises ConfigError where there is no tokenizer, and for a file that is no template.
+    """
     try:
-        return AutoTokenizer.from_pretrained(info.path, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(info.path, local_files_only=True, trust_remote_code=False)
     except _LOADING_ERRORS as error:
         raise cannot_serve(info.path, f"its tokenizer does not load ({_said(error)})") from error
+    if chat_template:
+        tokenizer.chat_template = read_chat_template(chat_template)
+        # A template may refuse this conversation: what it takes is seen later.
+        with suppress(TemplateError, TypeError, ValueError, LookupError, AttributeError):
+            try:
+                tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+            except TemplateSyntaxError as error:
+                raise ConfigError(f"{chat_template} is no chat template: {error}", "chat_template") from error
+    return tokenizer
 
 
 def eos_ids(info: ModelInfo) -> frozenset[int]:

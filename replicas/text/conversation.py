@@ -31,7 +31,7 @@ from holdfast.replicas.events import TokenLogprobs
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, LogprobText, RawPrompt, TextDelta
 from holdfast.replicas.speculation.skeletons import CallFormat, SkeletonSet, ValueEndings, compile_tools, value_endings
 from holdfast.replicas.stats import TextStats
-from holdfast.replicas.text.calls.formats import ENDS, MARKERS, ToolFormat, detect_format
+from holdfast.replicas.text.calls.formats import ENDS, MARKERS, ToolFormat
 from holdfast.replicas.text.calls.readers import READERS, ToolCallParser
 from holdfast.replicas.text.channels import ChannelReader
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
@@ -99,14 +99,19 @@ class TextSide:
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ConfigError("the model's tokenizer has no tokenizer.json", "model")
         self.tokenizer = tokenizer
-        self.renderer = Renderer(tokenizer)
+        self.renderer = Renderer(tokenizer, tool_format)
         self.cache = TokenCache(tokenizer, _remembered(config))
         self._long = LongTexts(tokenizer.backend_tokenizer, self.cache.added, config.context_length)
         self.pieces = Pieces(tokenizer.backend_tokenizer)
         self.vocabulary = len(tokenizer)
         added = self.cache.added
         template = tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template else None
-        self.tool_format = detect_format(template, tool_format)
+        self.tool_format = self.renderer.tool_format
+        if self.renderer.tools_as_text:
+            log.warning(
+                "the chat template takes no tools: they are told in the system prompt, in Hermes' format; "
+                "engine.chat_template names a template that takes tools"
+            )
         if self.tool_format is ToolFormat.NONE and not tool_format and "tools" in (template or ""):
             log.warning("the chat template takes tools, but its calls are in no format that is read: they come as text")
         self._skeletons = CallSkeletons(tokenizer, self.tool_format)

@@ -28,13 +28,15 @@ _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 class TemplateRules:
     """What a chat template takes in place: a `first` system message, a `second` one behind it, a `later` one.
 
-    `objects`: it takes the arguments of calls as objects, else as text.
+    `objects`: it takes the arguments of calls as objects, else as text. `tools`: it shows tools to the model, or they
+    are left out; else they are told in the system prompt, and calls and results as text.
     """
 
     first: bool = True
     second: bool = True
     later: bool = True
     objects: bool = True
+    tools: bool = True
 
 
 def normalised(messages: Sequence[Mapping[str, Any]], parse_arguments: bool = True) -> list[Message]:
@@ -66,17 +68,66 @@ def _in_order(messages: list[Message]) -> list[Message]:
     return messages
 
 
+# In Hermes' format, in the words that Hermes and Qwen are trained with.
+_TOOLS = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+def told_as_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """`messages` for a template without tools: `tools` at the end of the first system message, calls and results as
+    text in Hermes' format. Results are messages of role `tool` still; see `adapted`.
+    """
+    result = list(map(_as_text, messages))
+    if tools:
+        told = _TOOLS.format("\n".join(_as_json(tool) for tool in tools))
+        if result and result[0]["role"] == "system":
+            result[0] = {**result[0], "content": result[0]["content"] + _BETWEEN + told}
+        else:
+            result.insert(0, {"role": "system", "content": told})
+    return result
+
+
+def _as_text(message: Message) -> Message:
+    if message["role"] == "tool":
+        return {"role": "tool", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    if "tool_calls" not in message:
+        return message
+    functions = (call["function"] for call in message["tool_calls"])
+    calls = (
+        f"<tool_call>\n{_as_json({'name': f['name'], 'arguments': f['arguments']})}\n</tool_call>" for f in functions
+    )
+    content = "\n".join([*filter(None, [message["content"]]), *calls])
+    return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=dict)
+
+
 def adapted(messages: Sequence[Message], rules: TemplateRules) -> list[Message]:
     """`messages` without what `rules` say that the template does not take.
 
-    System messages at the beginning are joined. Others are told as the user's text, joined with the user's messages
-    next to them: some templates demand that roles take turns.
+    System messages at the beginning are joined. Others, and results of tools, are told as the user's text, joined with
+    the user's messages next to them: some templates demand that roles take turns.
     """
     result: list[Message] = []
     begins, joins = True, False  # only system messages so far; the last message has been made here
     for message in messages:
         told, made = message, False
-        if message["role"] == "system" and begins and rules.first:
+        if message["role"] == "tool" and not rules.tools:
+            begins, told, made = False, {**message, "role": "user"}, True
+        elif message["role"] == "system" and begins and rules.first:
             made = bool(result) and not rules.second
         else:
             begins = False

@@ -24,8 +24,9 @@ from jinja2 import TemplateError
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt
+from holdfast.replicas.text.calls.formats import ToolFormat, detect_format, hermes_may_be_told
 from holdfast.replicas.text.encode import LONG, AddedTokens, read_added_tokens
-from holdfast.replicas.text.history import TemplateRules, adapted, normalised
+from holdfast.replicas.text.history import TemplateRules, adapted, normalised, told_as_text
 
 _REASONING = "reasoning_content"  # of a message: what was thought before it
 # Noncharacters first: Unicode keeps them out of interchanged text. Then a private plane, should all be taken.
@@ -59,15 +60,22 @@ class TemplateRefusalError(InvalidRequestError):
 
 
 class Renderer:
-    """The chat template of `tokenizer` (a transformers tokenizer)."""
+    """The chat template of `tokenizer` (a transformers tokenizer).
 
-    def __init__(self, tokenizer: Any) -> None:
+    `tool_format` is how the model writes calls. The argument of this name overrides what the template shows.
+    `tools_as_text`: the template takes no tools, so they are told in the system prompt, in Hermes' format.
+    """
+
+    def __init__(self, tokenizer: Any, tool_format: str = "") -> None:
         self._tokenizer = tokenizer
         self._added: AddedTokens = read_added_tokens(tokenizer.backend_tokenizer)
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) - {"kwargs"}
-        template = tokenizer.chat_template
+        template = tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template else ""
+        may_tell = bool(template) and hermes_may_be_told(template, tool_format)
+        self.tools_as_text = may_tell and not self._takes_tools()
+        self.tool_format = ToolFormat.HERMES if self.tools_as_text else detect_format(template, tool_format)
         # gpt-oss' templates have a name of their own for it, others none or OpenAI's.
-        self._names_thinking = isinstance(template, str) and ".thinking" in template and _REASONING not in template
+        self._names_thinking = ".thinking" in template and _REASONING not in template
 
     def render(self, prompt: ChatPrompt) -> Rendered:
         """The prompt up to where the assistant begins to write. A `tool_choice` changes nothing of it.
@@ -75,11 +83,10 @@ class Renderer:
         Raises InvalidRequestError for messages the template refuses, and when the model has no template.
         """
         self._check(prompt)
-        tools = list(prompt.tools)
         try:
-            return self._rendered(self._messages(prompt.messages), tools, prompt.template_kwargs)
+            return self._rendered(*self._given(prompt.messages, prompt.tools), prompt.template_kwargs)
         except TemplateRefusalError as refusal:
-            raise InvalidRequestError(refusal.message, self._refused_field(prompt, tools, refusal)) from refusal
+            raise InvalidRequestError(refusal.message, self._refused_field(prompt, refusal)) from refusal
 
     async def rendered(
         self, prompt: ChatPrompt, beside: Callable[[Callable[[], Rendered]], Awaitable[Rendered]]
@@ -98,7 +105,7 @@ class Renderer:
         said = normalised(prompt.messages, self._rules.objects)
         before = [] if begins else _said_before(said)
         tools = list(prompt.tools) if begins else []
-        whole = self._rendered(self._messages([*before, *said]), tools, prompt.template_kwargs, reply)
+        whole = self._rendered(*self._given([*before, *said], tools), prompt.template_kwargs, reply)
         if begins:
             return whole
         ending = self._after(before, prompt.template_kwargs)
@@ -115,10 +122,22 @@ class Renderer:
         """What stands after the text of the last of these messages."""
         return self._rendered(before, [], kwargs, reply=False).text.partition(_BEFORE)[2]
 
-    def _messages(self, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """`given` as the template takes them."""
-        messages = adapted(normalised(given, self._rules.objects), self._rules)
-        return list(map(_thinking, messages)) if self._names_thinking else messages
+    def _given(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+    ) -> tuple[list[dict[str, Any]], Sequence[Any]]:
+        """Messages and tools as the template takes them."""
+        given = normalised(messages, self._rules.objects)
+        if self.tools_as_text:
+            given, tools = told_as_text(given, tools), ()
+        given = adapted(given, self._rules)
+        return list(map(_thinking, given)) if self._names_thinking else given, tools
+
+    def _takes_tools(self) -> bool:
+        """Whether a prompt is another one with a tool than without."""
+        function = {"name": "f", "description": "e", "parameters": {"type": "object", "properties": {}}}
+        asked = {"role": "user", "content": "a"}
+        without, told = self._tried([asked]), self._tried([asked], [{"type": "function", "function": function}])
+        return without is None or without != told
 
     @cached_property
     def _rules(self) -> TemplateRules:
@@ -129,6 +148,7 @@ class Renderer:
             first=self._shows(system, user),
             second=self._shows(system, second, user),
             later=self._shows(system, user, reply, second, later),
+            tools=not self.tools_as_text,
             objects=self._tried(_called({"x": "y"})) is not None or self._tried(_called('{"x": "y"}')) is None,
         )
 
@@ -138,10 +158,10 @@ class Renderer:
         places = [-1 if text is None else text.find(message["content"]) for message in messages]
         return -1 not in places and places == sorted(places)
 
-    def _tried(self, messages: Sequence[dict[str, Any]]) -> str | None:
+    def _tried(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] = ()) -> str | None:
         """The text of these messages; None where the template refuses them."""
         try:
-            return self._apply(list(messages), [], {}, True)
+            return self._apply(list(messages), tools, {}, True)
         except _REFUSALS:
             return None
 
@@ -173,7 +193,7 @@ class Renderer:
             prompt = list(_conversations(times * _LEAST))[kind]
             parts = _parts(prompt)
             try:
-                given = self._messages(prompt.messages), list(prompt.tools), prompt.template_kwargs, True
+                given = (*self._given(prompt.messages, prompt.tools), prompt.template_kwargs, True)
                 self._apply(*given)  # what is done once is done
                 lines.append(_lines(partial(self._apply, *given)))
             except _REFUSALS:
@@ -182,7 +202,7 @@ class Renderer:
         return parts * math.sqrt(_MOST_LINES / squares) if squares > parts else math.inf
 
     def _rendered(
-        self, messages: list[dict[str, Any]], tools: list[Any], kwargs: Mapping[str, Any], reply: bool = True
+        self, messages: list[dict[str, Any]], tools: Sequence[Any], kwargs: Mapping[str, Any], reply: bool = True
     ) -> Rendered:
         mark = ""
         word = self._added.control_word
@@ -205,23 +225,25 @@ class Renderer:
             text = _HALF_PAIR.sub("\ufffd", text)
         return Rendered(text, mark)
 
-    def _refused_field(self, prompt: ChatPrompt, tools: list[Any], refusal: TemplateRefusalError) -> str:
+    def _refused_field(self, prompt: ChatPrompt, refusal: TemplateRefusalError) -> str:
         """The first message with which the template complains as it does of all; "messages" where it is the first."""
         least, most = 1, len(prompt.messages)
         while least < most:
             middle = (least + most) // 2
             try:
-                self._rendered(self._messages(prompt.messages[:middle]), tools, prompt.template_kwargs)
+                self._rendered(*self._given(prompt.messages[:middle], prompt.tools), prompt.template_kwargs)
                 refused = False
             except TemplateRefusalError as other:
                 refused = other.message == refusal.message
             least, most = (least, middle) if refused else (middle + 1, most)
         return f"messages.{most - 1}" if most > 1 else "messages"
 
-    def _apply(self, messages: list[dict[str, Any]], tools: list[Any], kwargs: Mapping[str, Any], reply: bool) -> str:
+    def _apply(
+        self, messages: list[dict[str, Any]], tools: Sequence[Any], kwargs: Mapping[str, Any], reply: bool
+    ) -> str:
         return str(
             self._tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=reply, **kwargs
+                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=reply, **kwargs
             )
         )
 

@@ -55,6 +55,10 @@ READ: Headers = {
         {"enum": ["prompt-seed"]},
     ),
     "x-holdfast-skipped": ("What of the request the model does not see", TEXT),
+    "x-holdfast-tools": (
+        "system-prompt: the chat template takes no tools, so they are told there",
+        {"enum": ["system-prompt"]},
+    ),
     "server-timing": ("Milliseconds of each stage, of an answer that an engine made and that is not streamed", TEXT),
 }
 LATER: Headers = {"retry-after": ("Seconds", {"type": "integer", "minimum": 1})}

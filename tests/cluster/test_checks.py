@@ -62,6 +62,15 @@ def test_the_fingerprint_changes_with_the_model(model: Path) -> None:
     assert len({first, second, fingerprint(model)}) == 3
 
 
+def test_the_fingerprint_changes_with_the_chat_template(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.mktemp("templates") / "a.jinja"
+    found = {fingerprint(model)}
+    for text in ("a", "b"):
+        file.write_text(text)
+        found.add(fingerprint(model, chat_template=str(file)))
+    assert len(found) == 3
+
+
 def test_the_fingerprint_of_large_files_is_of_both_their_ends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "MOST_READ", 2)
     found = set()

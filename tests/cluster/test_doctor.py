@@ -339,6 +339,23 @@ def test_a_model_without_a_chat_template(folder: Path) -> None:
     one(doctor_checks.model(settings(engine=EngineConfig(model=str(folder)))), State.WARN, "template")
 
 
+def test_a_template_that_takes_no_tools(folder: Path) -> None:
+    """With a file of `engine.chat_template` that takes some, nothing is wrong."""
+    own = folder / "chat_template.jinja"
+    other = folder.parent / "other.jinja"
+    own.rename(other)
+    own.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    engine = EngineConfig(model=str(folder))
+    one(doctor_checks.model(settings(engine=engine)), State.WARN, "takes no tools", "engine.chat_template")
+    one(doctor_checks.model(settings(engine=replace(engine, chat_template=str(other)))), State.OK, "weights")
+    gone = replace(engine, chat_template=str(folder / "gone.jinja"))
+    one(doctor_checks.model(settings(engine=gone)), State.FAIL, "gone.jinja")
+    with pytest.raises(ConfigError) as refused:
+        checks.check(settings(engine=gone))
+    assert refused.value.field == "engine.chat_template"
+    one(doctor_checks.model(settings(engine=replace(engine, tool_format="none"))), State.OK, "weights")
+
+
 def test_a_redis_that_is_there(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     server.start()

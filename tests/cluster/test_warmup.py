@@ -71,6 +71,12 @@ def test_a_model_without_a_chat_template_is_asked_for_a_completion(plain: Settin
     assert not any("chat" in word for word in words)
 
 
+def test_it_says_that_tools_are_told_in_the_system_prompt() -> None:
+    told = warmup.banner("http://127.0.0.1:8000", "plain", 1.0, tools_as_text=True)
+    assert "engine.chat_template" in told
+    assert "engine.chat_template" not in warmup.banner("http://127.0.0.1:8000", "pocket", 1.0)
+
+
 def test_with_keys_the_line_has_a_place_for_one() -> None:
     words = curl_words(warmup.banner("http://127.0.0.1:8000", "pocket", 12.3, needs_key=True))
     assert "Authorization: Bearer YOUR_KEY" in words

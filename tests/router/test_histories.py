@@ -1,5 +1,7 @@
 """Conversations as clients and other servers write them, in all three APIs: what the chat template is given."""
 
+from dataclasses import replace
+
 import pytest
 from fake_backend import World
 
@@ -142,3 +144,20 @@ def test_a_billing_line_leaves_the_prompt_as_it_was(path, role):
 def test_a_billing_line_that_a_user_wrote_stays():
     text = "x-anthropic-billing-header: cch=1;"
     assert messages_of(CHAT, messages=[{"role": "user", "content": text}])[0]["content"] == text
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_header_says_that_tools_are_told_in_the_system_prompt(path, as_text):
+    world = World()
+    world.backend.cards = tuple(replace(card, tools_as_text=as_text) for card in world.backend.cards)
+    tool = {
+        CHAT: {"type": "function", "function": {"name": "f"}},
+        RESPONSES: {"type": "function", "name": "f"},
+        MESSAGES: {"name": "f", "input_schema": {"type": "object"}},
+    }[path]
+    for tools in ([tool], []):
+        body = {"model": "pocket", **history(path, [ASK]), "tools": tools}
+        answer = world.call("POST", path, json=body | ({"max_tokens": 8} if path == MESSAGES else {}))
+        assert answer.status_code == 200, answer.text
+        assert answer.headers.get("x-holdfast-tools") == ("system-prompt" if as_text and tools else None)

@@ -106,6 +106,7 @@ def test_every_header_that_is_sent_or_read_is_in_it() -> None:
             same_draw=True,
             server_timing="x",
             skipped="x",
+            tools_as_text=True,
             standing=standing,
             anthropic=anthropic,
         )

@@ -155,3 +155,9 @@ def detect_format(chat_template: str | None, override: str = "") -> ToolFormat:
     if found is ToolFormat.PYTHONIC and _LLAMA_JSON in template:
         return ToolFormat.LLAMA4
     return found
+
+
+def hermes_may_be_told(template: str, override: str = "") -> bool:
+    """Whether a model may be told to write calls in Hermes' format: nothing says that it writes another one."""
+    found = detect_format(template, override)
+    return found is ToolFormat.HERMES or (found is ToolFormat.NONE and not override)

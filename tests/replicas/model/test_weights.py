@@ -19,7 +19,7 @@ from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.model.decoder import Decoder
 from holdfast.replicas.model.folder import model_folder
 from holdfast.replicas.model.runner import load_runner
-from holdfast.replicas.model.weights import eos_ids, inspect_model, sampling_defaults
+from holdfast.replicas.model.weights import eos_ids, inspect_model, load_tokenizer, sampling_defaults
 from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
 
 
@@ -381,3 +381,19 @@ def test_what_a_checkpoint_says_of_sampling_as_far_as_the_api_takes_it(text, fou
     if text is not None:
         (tmp_path / "generation_config.json").write_text(text)
     assert sampling_defaults(str(tmp_path)) == found
+
+
+def test_a_file_takes_the_place_of_the_chat_template(folder, tmp_path):
+    file = tmp_path / "other.jinja"
+    file.write_text("{{ raise_exception('refused') }}")
+    assert load_tokenizer(inspect_model(str(folder)), str(file)).chat_template == file.read_text()
+
+
+@pytest.mark.parametrize("content", [None, b"\xff", b"{% for m in messages %}", b"{% nothing %}"])
+def test_a_file_that_is_no_chat_template_is_refused(folder, tmp_path, content):
+    file = tmp_path / "other.jinja"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"other\.jinja") as refused:
+        load_tokenizer(inspect_model(str(folder)), str(file))
+    assert refused.value.field == "chat_template"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt
+from holdfast.replicas.text.calls.formats import ToolFormat
 from holdfast.replicas.text.history import TemplateRules, adapted, normalised
 from holdfast.replicas.text.render import Renderer
 
@@ -132,7 +133,7 @@ def test_what_cannot_be_rendered_names_its_field(messages: list[Any], field: str
 @pytest.mark.parametrize("template", [text for _, text in TEMPLATES.values()], ids=TEMPLATES)
 @pytest.mark.parametrize("arguments", ['{"value": ', '"Beijing"', "[1]", "3", "null", "", '{"city": "\\ud83d"}'])
 def test_every_template_takes_a_call_whose_arguments_are_no_object(
-    with_template: Any, template: str, arguments: str
+    with_template: Callable[[str], Renderer], template: str, arguments: str
 ) -> None:
     """The law: the turn after such a call is rendered, and a later turn begins with the same text."""
     renderer = with_template(template)
@@ -175,7 +176,9 @@ MIDDLE = [system("Be brief."), user("one"), reply("two"), system("Now German."),
         (NO_SYSTEM, "[user]Be brief.\n\none|[assistant]two|[user]Now German.\n\nthree|"),
     ],
 )
-def test_a_later_system_message_stands_where_it_was_said(with_template: Any, template: str, text: str) -> None:
+def test_a_later_system_message_stands_where_it_was_said(
+    with_template: Callable[[str], Renderer], template: str, text: str
+) -> None:
     """In place, or as the user's text: never at the beginning, where it would change every cached prompt."""
     renderer = with_template(template)
     assert renderer.render(ChatPrompt(MIDDLE)).text == text
@@ -195,7 +198,9 @@ def test_a_later_system_message_stands_where_it_was_said(with_template: Any, tem
         (NO_SYSTEM, "[user]a\n\nb\n\none|"),
     ],
 )
-def test_system_messages_at_the_beginning_are_one(with_template: Any, template: str, text: str) -> None:
+def test_system_messages_at_the_beginning_are_one(
+    with_template: Callable[[str], Renderer], template: str, text: str
+) -> None:
     assert with_template(template).render(ChatPrompt([system("a"), system("b"), user("one")])).text == text
 
 
@@ -219,3 +224,72 @@ def test_a_conversation_that_goes_on_keeps_its_beginning(qwen_like: Any, templat
 
 def test_what_a_template_takes_stays_as_it_is() -> None:
     assert adapted(MIDDLE, TemplateRules()) == MIDDLE
+
+
+CHATML = (  # as SmolLM2 has it: no tools, and no role is refused
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+WORKED = [
+    system("Be brief."),
+    user("Rain?"),
+    {**call('{"city": "Malmö"}', "2"), "content": "I look."},
+    result("no", "2"),
+    result("yes"),
+    user("Sure?"),
+]
+CALLED = (
+    'I look.\n<tool_call>\n{"name": "f", "arguments": {"city": "Malmö"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "f", "arguments": {"city": "Malmö"}}\n</tool_call>'
+)
+ANSWERED = (
+    "<tool_response>\nyes\n</tool_response>\n\n<tool_response>\nno\n</tool_response>\n\nSure?"  # in the calls' order
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, GEMMA3, NO_SYSTEM])
+def test_tools_are_told_in_the_system_prompt_where_the_template_takes_none(
+    with_template: Callable[[str], Renderer], template: str
+) -> None:
+    renderer = with_template(template)
+    assert renderer.tools_as_text
+    assert renderer.tool_format is ToolFormat.HERMES
+    text = renderer.render(ChatPrompt(WORKED, [WEATHER, TOOL])).text
+    assert f"<tools>\n{json.dumps(WEATHER)}\n{json.dumps(TOOL)}\n</tools>" in text
+    places = [text.find(part) for part in ("Be brief.\n\n# Tools", "<tools>", "Rain?", CALLED, ANSWERED)]
+    assert -1 not in places
+    assert places == sorted(places)
+    without = renderer.render(ChatPrompt(WORKED)).text
+    assert "# Tools" not in without
+    assert CALLED in without
+    assert ANSWERED in without
+    alone = renderer.render(ChatPrompt([user("Rain?")], [TOOL])).text
+    assert 0 < alone.find("# Tools") < alone.find("Rain?")
+
+
+@pytest.mark.parametrize("template", [CHATML, GEMMA3, NO_SYSTEM])
+def test_turns_with_tools_told_as_text_keep_their_beginning(
+    with_template: Callable[[str], Renderer], template: str
+) -> None:
+    renderer = with_template(template)
+    known = ""
+    for end in (2, 3, 5):
+        text = renderer.render(ChatPrompt(WORKED[:end], [TOOL])).text
+        assert text.startswith(known)
+        known = text.removesuffix("<|im_start|>assistant\n")
+        known = known.removesuffix("<|im_end|>\n").removesuffix("|")  # what comes may be joined with the last message
+
+
+@pytest.mark.parametrize("template", [text for _, text in TEMPLATES.values()], ids=TEMPLATES)
+def test_templates_that_take_tools_are_left_alone(with_template: Callable[[str], Renderer], template: str) -> None:
+    assert not with_template(template).tools_as_text
+
+
+def test_an_operator_who_says_how_calls_are_written_is_believed(
+    qwen_like: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(qwen_like, "chat_template", CHATML)
+    assert not Renderer(qwen_like, "none").tools_as_text
+    assert not Renderer(qwen_like, "pythonic").tools_as_text
+    assert Renderer(qwen_like, "hermes").tools_as_text

@@ -98,7 +98,7 @@ def test_a_template_that_joins_arguments_as_text_gets_text(llama3_like: Any) -> 
     template = llama3_like.chat_template
     llama3_like.chat_template = "{% for c in messages[-1].tool_calls %}{{ 'args:' + c.function.arguments }}{% endfor %}"
     try:
-        renderer = Renderer(llama3_like)
+        renderer = Renderer(llama3_like, "none")
         assert renderer.render(ChatPrompt([call('{"a": 1}')])).text == 'args:{"a": 1}'
         assert renderer.render(ChatPrompt([call('{"b": 1}')])).text == 'args:{"b": 1}'
     finally:
@@ -245,7 +245,7 @@ def test_a_template_that_goes_over_all_of_it_for_each_part_takes_no_more_than_so
     monkeypatch.setattr(qwen_like, "chat_template", template)
     monkeypatch.setattr(render, "_MOST_LINES", allowed)
     monkeypatch.setattr(render, "_FEW", 4)
-    renderer = Renderer(qwen_like)
+    renderer = Renderer(qwen_like, "none")
     worst = 0
     for kind in range(len(list(render._conversations(1)))):
         one, two = (render._parts(list(render._conversations(n))[kind]) for n in (1, 2))

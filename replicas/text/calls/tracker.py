@@ -14,7 +14,8 @@ Source: Stateful Inference, section 3.7. The readers tell a `Tracker` what they 
   what may have begun one where the reply is cut.
 - White space between calls, and one line end before the first, are markup: chat templates write them again.
 - After a closed call another one may begin within a grace of white space. Any other text asks for the end of
-  the reply (`stopped`) and is dropped. With `parallel` False the first closed call does.
+  the reply (`stopped`) and is dropped. So does a call that says the same as the one before it: a model that repeats
+  itself would go on to the end of its tokens. With `parallel` False the first closed call does.
 
 Not here: which text is a call (`readers`).
 """
@@ -33,9 +34,10 @@ Delta: TypeAlias = TextDelta | ToolCallDelta
 class CallLimits:
     """What the request allows. `grace`: characters of white space after a closed call in which another may begin.
 
-    `early_stop`: text after a closed call that does not begin another one ends the reply, and is dropped. `guaranteed`
-    tells, at any time, whether what a marker begins is sure to be a call, so that one that is cut before it is sent is
-    nothing, and no text. `schemas`: of the tools' arguments, for formats that do not tell a text from a number.
+    `early_stop`: text after a closed call that does not begin another one ends the reply, and is dropped; a call that
+    says the same as the one before it ends the reply. `guaranteed` tells, at any time, whether what a marker begins is
+    sure to be a call, so that one that is cut before it is sent is nothing, and no text. `schemas`: of the tools'
+    arguments, for formats that do not tell a text from a number.
     """
 
     declared: frozenset[str]
@@ -262,11 +264,13 @@ class Tracker:
     def _count_call(self) -> None:
         """The call being read has closed."""
         call, self.call = self.call, OpenCall()
-        self.calls.append(ToolCall(call.call_id, call.name or "", "".join(call.arguments)))
+        closed = ToolCall(call.call_id, call.name or "", "".join(call.arguments))
+        repeats = [(each.name, each.arguments) for each in self.calls[-1:]] == [(closed.name, closed.arguments)]
+        self.calls.append(closed)
         self.deltas.append(ToolCallDelta(self.n_sent - 1, closed=True))
         self._after_call = True
         self._grace = self._limits.grace
-        self.stopped = not self._limits.parallel
+        self.stopped = not self._limits.parallel or (repeats and self._limits.early_stop)
 
     def _stands(self, guarded: bool) -> bool:
         """Whether the call may go on as it has begun: where it is not `guarded`, `on_unguarded` is asked."""

@@ -173,8 +173,8 @@ def test_a_reply_goes_on_from_the_last_token_a_declared_call_could_have(
 
 def test_what_was_sent_is_not_taken_back(qwen_like: Any) -> None:
     """A list that no declared call could have begun cannot be gone on with: its call is text."""
-    call = '{"name": "sum", "parameters": {}}'
-    text = f'{call}, {call}; {{"name": "rm", "parameters": {{}}}}'
+    call, other = ('{"name": "sum", "parameters": ARGS}'.replace("ARGS", args) for args in ("{}", '{"n": 1}'))
+    text = f'{call}, {other}; {{"name": "rm", "parameters": {{}}}}'
     sent, kept, _ = read(qwen_like, "llama3", text)
     assert kept is None
     assert sent == '; {"name": "rm", "parameters": {}}'

@@ -403,9 +403,9 @@ def test_calls_are_read_without_the_markers_of_their_section(
 ) -> None:
     opener, closer = SECTIONS[format]
     text = "".join(call_texts(format, calls))
-    whole = read(format, f"I look.\n{text}")
+    whole = read(format, f"I look.\n{text}", early_stop=False)
     bare = text.removeprefix(opener) if closed else text.replace(opener, "\n").replace(closer, "").strip()
-    said, found = collected(chunked(f"I look.\n{bare}", data), parser(format))
+    said, found = collected(chunked(f"I look.\n{bare}", data), parser(format, early_stop=False))
     assert (said, found) == whole
     assert [name for name, _ in found] == [name for name, _ in calls]
 

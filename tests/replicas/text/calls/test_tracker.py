@@ -190,3 +190,16 @@ def test_what_the_model_ends_itself_is_cut_short_only_where_it_has_begun_a_call(
     ):
         assert collected([text], parser(format, guaranteed=lambda: True)) == (said, []), text
         assert collected([text], parser(format)) == (text, []), text
+
+
+@settings(max_examples=50)
+@given(st.data())
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_call_that_says_the_same_as_the_one_before_it_ends_the_reply(format: ToolFormat, data: st.DataObject) -> None:
+    said, other = ("f", {"city": "Oslo"}), ("f", {"city": "Rome"})
+    for calls, told in (([said] * 4, 2), ([said, other] * 2, 4), ([said, other, other, said], 3)):
+        pieces = chunked("".join(call_texts(format, calls, variant=data.draw(st.integers(0, 1)))), data)
+        reader, going = parser(format), parser(format, early_stop=False)
+        assert len(collected(pieces, reader)[1]) == told
+        assert reader.should_stop is (told < 4)
+        assert len(collected(pieces, going)[1]) == 4

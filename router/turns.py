@@ -208,6 +208,7 @@ class Turns:
             return response
         if accepted.report.facts.cache == "":  # it waits for the answer to an equal request
             answer_headers(request).cache = CacheResult.JOINED.value
+            answer_headers(request).same_draw = _seeded_by_prompt(accepted.turn.sampling)
         return EventStream(response, None, self._config.stall_s, SILENCE_S)
 
     async def _answer(self, request: Request, served: Served, held: ExitStack) -> Response:
@@ -256,7 +257,7 @@ class Turns:
         session = turn.session is not None  # it is its program, and its state is no part of a request's key
         program = None if session else program_named(tenant.name, turn.ids, headers, config.program_headers)
         fresh_draw = turn.fresh_draw or fresh_draw_named(headers)
-        varies = not tenant.prompt_seed and varied(turn.sampling) is not turn.sampling
+        varies = not tenant.prompt_seed and _seeded_by_prompt(turn.sampling)
         bypassed = fresh_draw or varies or bool(turn.others) or session
         ask = None if bypassed else self._cache.ask(tenant, turn, request.headers.get("cache-control"))
         accepted = Accepted(
@@ -352,7 +353,7 @@ class Turns:
         """The answer to an equal request, with ids of its own; `data`: as its client gets it."""
         accepted = served.accepted
         answer_headers(request).age_s = found.age_s
-        answer_headers(request).same_draw = varied(accepted.turn.sampling) is not accepted.turn.sampling
+        answer_headers(request).same_draw = _seeded_by_prompt(accepted.turn.sampling)
         accepted.report.repeated(found.answer)
         accepted.meter.end(Outcome.CACHED)
         await self._settle(served, "", found.answer)
@@ -583,6 +584,11 @@ async def _find_kept(accepted: Accepted, kept: KeptAnswers | None) -> bytes | No
 
 def _drawn_at_most(sampling: Sampling, estimate: int) -> int:
     return min(sampling.max_tokens, estimate) if sampling.max_tokens >= 0 else estimate
+
+
+def _seeded_by_prompt(sampling: Sampling) -> bool:
+    """Whether tokens are drawn, and the request does not say with which seed."""
+    return varied(sampling) is not sampling
 
 
 def _seeded(accepted: Accepted, sampling: Sampling) -> Sampling:

@@ -24,7 +24,8 @@ def test_what_routers_record_reaches_the_replicas_through_a_loss_of_redis(tmp_pa
         learned: asyncio.Queue[LatencySnapshot] = asyncio.Queue()
         store = store_at(server)
         latencies = ToolLatencies(store, 0.01)
-        watches = [ToolWatch(store_at(server), 0.01, learned.put) for _ in range(2)]
+        stores = [store_at(server) for _ in range(2)]
+        watches = [ToolWatch(each, 0.01, learned.put) for each in stores]
 
         async def seen_by_both(tool: str) -> LatencySnapshot:
             async with asyncio.timeout(PATIENT):
@@ -41,7 +42,7 @@ def test_what_routers_record_reaches_the_replicas_through_a_loss_of_redis(tmp_pa
         server.start()
         after = await seen_by_both("sed")
         assert after.of("a", "ls").mean == 1.0, "what is known is not forgotten"
-        for each in (*watches, *(watch._store for watch in watches), latencies, store):
+        for each in (*watches, *stores, latencies, store):
             await each.close()
 
     try:

@@ -247,22 +247,24 @@ def _loosened(rule: ReplyRule, forms: Forms | None, error: Exception) -> ReplyRu
     """
     form = forms.first if forms is not None else None
     until = time.monotonic() + _SEARCH_S
-    json_ = rule.json and _fitting(rule.json, None, rule.in_text, "", until)
-    tools = [
-        replace(tool, arguments=_fitting(tool.arguments, form, rule.in_text, f" for function '{tool.name}'", until))
-        for tool in rule.tools
-    ]
+    known = str(error) if len(rule.schemas) == 1 else ""  # of a schema that is alone, this has just been found out
+    json_ = rule.json and _fitting(rule.json, None, rule.in_text, "", known, until)
+    tools = []
+    for tool in rule.tools:
+        of = f" for function '{tool.name}'"
+        tools.append(replace(tool, arguments=_fitting(tool.arguments, form, rule.in_text, of, known, until)))
     if json_ is rule.json and all(new.arguments is old.arguments for new, old in zip(tools, rule.tools, strict=True)):
         cause = field_of(rule)  # each schema is fine alone: together they are too large
         raise InvalidRequestError(f"'{cause}': {error}", cause)
     return replace(rule, tools=tuple(tools), json=json_)
 
 
-def _fitting(schema: Schema, form: CallForm | None, free: bool, of: str, until: float) -> Schema:
-    """`schema` where it can be followed in `form`, else what remains of it without what cannot."""
+def _fitting(schema: Schema, form: CallForm | None, free: bool, of: str, known: str, until: float) -> Schema:
+    """`schema` where it can be followed in `form`, else what remains of it without what cannot. `known`: why not."""
     given = schema
     for _ in range(_MOST_LEFT_OUT):
-        if not (why := _complaint(schema, form, free)):
+        why, known = known or _complaint(schema, form, free), ""
+        if not why:
             return schema
         path, said = _culprit(schema, why, until)
         if schema.strict:

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 TOO_LONG = "it takes too long to compile"
-_WAITS = 4  # times the processor time that a grammar is allowed, on a machine that has other work
-_SLOW_S = 1.0  # a grammar that takes longer goes on at the lowest priority
-_NICE = 19
+_WAITS = 3  # times the processor time that a grammar is allowed, on a machine that has other work
+_SLOW_S = 1.0  # a grammar that takes longer goes on at a lower priority
+_NICE = 5
 _IDLE = 2  # processes that are kept
 _MEMORY = 2 * 2**30  # bytes of address space
 

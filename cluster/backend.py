@@ -34,7 +34,7 @@ from holdfast.replicas.requests import (
     SessionState,
 )
 from holdfast.replicas.stats import ReplicaStatus
-from holdfast.router.affinity import HINT, from_each, own_request
+from holdfast.router.affinity import COUNTS, HINT, from_each, own_request
 from holdfast.router.backend import ANYWHERE, Batch, Place, Routed
 from holdfast.router.fleet import FLEET
 from holdfast.router.round_trips import RoundTrips
@@ -185,7 +185,7 @@ class ServeBackend:
                 self._counting.pop(replica_id, None)
 
     async def _drawn_at(self, replica_id: str, request_ids: Sequence[str]) -> Sequence[Usage] | None:
-        handle = self._handle.options(method_name="drawn", **_PICKLE)
+        handle = self._handle.options(method_name=COUNTS, **_PICKLE)
         with suppress(TimeoutError, HoldfastError, *LOST):
             async with asyncio.timeout(CONTROL_S):
                 with own_request():

@@ -49,6 +49,8 @@ ASK = "_holdfast_ask"  # attribute of a pending request: what is known for its p
 ENTERED = "_holdfast_entered"  # attribute of a pending request: when it came, on the monotonic clock
 DEADLINE = "_holdfast_deadline"  # attribute of a pending request: when its answer is wanted, on the monotonic clock
 LOST = "_holdfast_lost"  # attribute of a pending request: since when replicas do not take it, on the monotonic clock
+COUNTS = "drawn"  # the call by which a router asks what was done for requests that were cut off
+LEAVING = 64  # replicas that may still answer it after Serve has taken them out
 KNOWN_S = 2.0  # within which a router learns of a replica that others know
 REFUSED_S = 2.0  # how long a replica is passed by whose machine refuses connections
 ANOTHERS = (StatusCode.UNIMPLEMENTED, StatusCode.UNAUTHENTICATED)  # what servers that are none of ours say to a call
@@ -102,6 +104,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         self._tally = LineStats()
         self._by_id: dict[str, RunningReplica] = {}  # those that are there and not silent
         self._listed: set[str] = set()  # the replicas that Serve listed last
+        self._leaving: dict[str, RunningReplica] = {}  # those that are not there any more, the latest ones
         self._calls: WeakSet[Call] = WeakSet()
         # Trap: Serve copies this module into the process by value, and with it every object that it names: what is to
         # be found there stands in other modules, and is named through them.
@@ -126,6 +129,11 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         """
         request_id = pending_request.metadata.internal_request_id
         _waited(pending_request)  # it waits from now on
+        # Serve lists no replica that stops, but only that one knows what it did for a request that was cut off.
+        if pending_request.metadata.call_method == COUNTS and not is_retry:
+            leaving = self._leaving.get(self._ask(pending_request).home or "")
+            if leaving is not None:
+                return self._watched(leaving)
         while True:
             # Trap: with no replica left Serve waits for the next one without a bound.
             if not self._by_id:
@@ -340,7 +348,11 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         self._gate.ended(replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        before = dict(self._replicas)
         super().update_replicas(replicas)
+        self._leaving |= {each.unique_id: before[each] for each in before.keys() - self._replicas.keys()}
+        for gone in list(self._leaving)[:-LEAVING]:
+            del self._leaving[gone]
         # Counted here alone: Serve drops a dead replica from its list once. A call that meets the death comes earlier,
         # a list from before the death may follow it, and a silent replica is not dead.
         listed = {each.replica_id.unique_id for each in replicas}
@@ -352,6 +364,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
+        self._leaving.pop(replica_id.unique_id, None)
         self.replicas_changed()
 
     def replicas_changed(self) -> None:

@@ -4,6 +4,7 @@ Told to stop while it writes to clients, it answers what ends in time, tells who
 comes when to come again.
 """
 
+import asyncio
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import subprocess
 import sysconfig
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,12 @@ import httpx
 import pytest
 from doc_commands import ROOT, blocks
 from otlp_collector import Collector, collecting
+from redis_server import RedisServer
 from terminal import Terminal
 
 from holdfast.cluster import ports
+from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.usage import Books
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SECRET = "xylophone"
@@ -48,6 +53,7 @@ class Watched:
     quickstart: dict[str, str]  # what each command of the page printed
     stopped: "Stopped"
     said: str
+    booked: list[dict[str, Any]]  # records of usage
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,12 @@ class Stopped:
 def watched(tmp_path_factory: pytest.TempPathFactory, start: Any, eventually: Any) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("operating")
     log = folder / "lines.json"
-    with collecting() as collector:
+    redis = RedisServer(folder)
+    redis.start()
+    with collecting() as collector, ExitStack() as ended:
+        ended.callback(redis.kill)
         settings = f"""
+redis: {{url: '{redis.url}'}}
 server: {{drain_s: 4}}
 engine: {{threads: 1, kv_memory: 0.1}}
 logging: {{format: json, level: info, file: {log}}}
@@ -92,7 +102,17 @@ tracing: {{endpoint: '{collector.url}'}}
         finally:
             server.process.kill()
         lines = [json.loads(line) for line in log.read_text().splitlines()]
-        yield Watched(collector, lines, whole, status, quickstart, stopped, server.output.read_text())
+        booked = asyncio.run(records(redis))
+        yield Watched(collector, lines, whole, status, quickstart, stopped, server.output.read_text(), booked)
+
+
+async def records(redis: RedisServer) -> list[dict[str, Any]]:
+    """What is in the books of the only tenant."""
+    store = RedisStore(RedisAddress(redis.url, namespace="holdfast/accounts"), MemoryStore(1, 1), 60.0)
+    try:
+        return await Books(store).records("default", "-", "+", 1000)
+    finally:
+        await store.close()
 
 
 def stop(server: Any, eventually: Any) -> Stopped:
@@ -194,6 +214,12 @@ def test_a_stream_that_outlives_the_drain_ends_with_an_error_event(watched: Watc
 def test_a_whole_answer_that_outlives_it_is_refused_in_json(watched: Watched) -> None:
     assert watched.stopped.whole.status_code == 503
     assert watched.stopped.whole.json()["error"]["code"] == "unavailable"
+
+
+def test_what_was_done_for_both_is_in_the_books(watched: Watched) -> None:
+    cut_off = [each for each in watched.booked if each["outcome"] == "failed"]
+    assert len(cut_off) == 2
+    assert all(each["input"] > 0 and each["output"] > 10 and each["drawn"] >= each["output"] for each in cut_off)
 
 
 def test_who_comes_meanwhile_is_told_when_to_come_again(watched: Watched) -> None:

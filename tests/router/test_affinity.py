@@ -264,6 +264,34 @@ def test_a_bound_turn_whose_home_is_gone_is_told_so_and_goes_nowhere_else(monkey
     asyncio.run(live())
 
 
+def test_a_replica_that_stops_is_still_asked_what_it_did_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.router.affinity.KNOWN_S", 0.01)
+
+    def asks(method: str) -> PendingRequest:
+        call = pending("", **{HINT: Place("a", bound=True)})
+        call.metadata.call_method = method
+        return call
+
+    async def live() -> None:
+        made, (a, b) = waiting_for("a", "b", no_replica_s=0.01)
+        lists(made, [b])
+        for _ in range(2):
+            assert (await made._choose_replica_for_request(asks("drawn"))).replica_id is a.replica_id
+            with pytest.raises(SessionLostError):
+                await made._choose_replica_for_request(asks("session"))
+            with pytest.raises(SessionLostError):  # it has stopped meanwhile, and refuses the call
+                await made._choose_replica_for_request(asks("drawn"), is_retry=True)
+        lists(made, [])
+        assert (await made._choose_replica_for_request(asks("drawn"))).replica_id is a.replica_id
+        with monkeypatch.context() as patched:
+            patched.setattr(RequestRouter, "on_replica_actor_died", lambda *_: None)
+            made.on_replica_actor_died(a.replica_id)
+        with pytest.raises(UnavailableError):
+            await made._choose_replica_for_request(asks("drawn"))
+
+    asyncio.run(live())
+
+
 def test_a_bound_turn_finds_a_home_that_this_router_learns_of_only_now() -> None:
     async def live() -> None:
         made, (a,) = waiting_for("a")

@@ -86,7 +86,9 @@ class Renderer:
         try:
             return self._rendered(*self._given(prompt.messages, prompt.tools), prompt.template_kwargs)
         except TemplateRefusalError as refusal:
-            raise InvalidRequestError(refusal.message, self._refused_field(prompt, refusal)) from refusal
+            field = self._refused_field(prompt, refusal)
+            why = refusal.message if field == "messages" else f"'{field}': {refusal.message}"
+            raise InvalidRequestError(why, field) from refusal
 
     async def rendered(
         self, prompt: ChatPrompt, beside: Callable[[Callable[[], Rendered]], Awaitable[Rendered]]

@@ -124,3 +124,24 @@ def test_half_a_surrogate_pair_poisons_no_session(mapping: httpx.Client, path: s
     body = f'{{"model": "pocket", "{most}": 4, "{field}": [{{"role": "user", "content": "cut \\ud83d"}}]}}'
     answer = mapping.post(path, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 200, answer.text
+
+
+TURNS = (
+    "{% for m in messages %}{% if loop.previtem is defined and loop.previtem.role == m.role == 'user' %}"
+    "{{ raise_exception('roles must take turns') }}{% endif %}{{ m.role + ': ' + m.content + '|' }}{% endfor %}"
+)
+
+
+def test_what_a_template_still_refuses_is_named_as_the_client_wrote_it(tmp_path: Path) -> None:
+    """The system prompt is a message to the template and none to Anthropic's or the Responses API."""
+    reply = {"role": "assistant", "content": "yes"}
+    talk = [ASK, reply, ASK, ASK]
+    with client_of(tmp_path / "turns.jinja", TURNS) as client:
+        chat = post(client, CHAT, messages=[{"role": "system", "content": "s"}, *talk])
+        response = post(client, RESPONSES, instructions="s", input=talk)
+        message = post(client, MESSAGES, system="s", messages=talk, max_tokens=4)
+    assert [answer.status_code for answer in (chat, response, message)] == [400] * 3
+    assert (chat.json()["error"]["param"], response.json()["error"]["param"]) == ("messages.4", "input.3")
+    told = [answer.json()["error"]["message"] for answer in (chat, response, message)]
+    for text, field in zip(told, ("messages.4", "input.3", "messages.3"), strict=True):
+        assert text == f"'{field}': the chat template refuses the messages: roles must take turns"

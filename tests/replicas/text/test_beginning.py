@@ -45,14 +45,12 @@ def test_whatever_the_results_are(tokenizers: list[Any], first: str, second: str
     side = TextSide(tokenizers[which], EngineConfig())
     known = [SYSTEM, ASK, calls("a", "b")]
     sure = beginning(side, known)
-    try:
-        full = whole(side, [*known, result("a", first), result("b", second)])
-    except InvalidRequestError:
-        return  # half a surrogate pair
+    full = whole(side, [*known, result("a", first), result("b", second)])
     if first.strip() == first:  # some templates drop white space around a result
         assert full[: len(sure)] == sure
-        sure = beginning(side, [*known, result("a", first)])
-        assert full[: len(sure)] == sure
+        for one in (result("a", first), result("b", second)):  # the second call's may be known first
+            sure = beginning(side, [*known, one])
+            assert full[: len(sure)] == sure
 
 
 def test_all_but_the_result_and_what_follows_is_sure(qwen_like: Any) -> None:

@@ -100,7 +100,11 @@ def check(replies: list[Answer]) -> None:
             assert reply.reason == "stop"
             Draft202012Validator(SCHEMA).validate(json.loads(reply.text))
         elif prompt is NAMED:
-            assert ([c.name for c in reply.tool_calls], reply.text, reply.reason) == (["search_flights"], None, "stop")
+            assert ([c.name for c in reply.tool_calls], reply.text, reply.reason) == (
+                ["search_flights"],
+                None,
+                "tool_calls",
+            )
         elif prompt is REQUIRED:
             assert reply.tool_calls
             assert (reply.text, reply.reason) == (None, "tool_calls")

@@ -5,15 +5,18 @@ from copy import copy
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
-from call_texts import call_texts
+from call_texts import FORMATS, call_texts, mutated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.events import Sampling, TokenLogprobs
+from holdfast.replicas.events import Sampling, Timing, TokenLogprobs, Usage
 from holdfast.replicas.requests import (
+    AnswerBuilder,
     ChatPrompt,
+    Completed,
     GenerateRequest,
     JsonOutput,
     RawPrompt,
@@ -227,6 +230,38 @@ def test_any_chunking_gives_the_same_reasoning_content_and_calls(qwen_like: Any,
     side = TextSide(thinking(qwen_like), EngineConfig())
     ask = request("<think>" if inside else "", stop=("STOP",))
     assert read(side, ask, text, 1) == read(side, ask, text, 3) == read(side, ask, text, 1000)
+
+
+PARTS = ["<think>", "</think>", "\n", " ", "so", "é日👩", "STOP", "<tool_call>", "<", '{"a": 1e999}', '"\\\\ud83d"']
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(FORMATS), st.lists(st.sampled_from(PARTS) | st.just(""), max_size=6), st.booleans(), st.data())
+def test_a_streamed_reply_adds_up_to_the_whole_in_every_format(
+    qwen_like: Any, format: ToolFormat, parts: list[str], inside: bool, data: st.DataObject
+) -> None:
+    """Wherever calls stand, whatever is cut out of the text, and whatever ended it."""
+    calls = [("f", {"a": data.draw(st.sampled_from(['x"', 1, None, [1.5, {}], "é👩\n"]))})] * data.draw(
+        st.integers(1, 2)
+    )
+    block = "".join(call_texts(format, calls, variant=data.draw(st.integers(0, 1))))
+    text = mutated("".join(part or block for part in parts), data)
+    side = TextSide(thinking(qwen_like), EngineConfig(), format)
+    ask = request("<think>" if inside else "", stop=("STOP",) if data.draw(st.booleans()) else ())
+    ids, reason = drawn(side, text), data.draw(st.sampled_from(["stop", "length"]))
+    told = []
+    for step in (1, 2, 5, max(1, len(ids))):
+        reply = side.reply(ask, side.encode(ask.prompt))
+        built = AnswerBuilder()
+        for at in range(0, len(ids), step):
+            if not reply.done:
+                built.add(reply.feed(ids[at : at + step]))
+        tail, ended = reply.finish(reason)
+        built.add((*tail, Completed(ended, Usage(0, 0, reply.completion_tokens, reply.reasoning_tokens), Timing(0.0))))
+        told.append(built.answer())
+        assert all(orjson.loads(call.arguments) is not None for call in told[-1].tool_calls if call.closed)
+        assert reply.empty == (not told[-1].tool_calls and not (told[-1].text or "").strip())
+    assert told == [told[0]] * 4
 
 
 # ---- grammars ----

@@ -481,21 +481,7 @@ class Turns:
 
     def _left(self, accepted: Accepted) -> None:
         """Its end does not tell what was drawn, so that is asked. Where its client has left its tenant pays for it."""
-        accepted.admission.count(self._count(accepted))
-
-    async def _count(self, accepted: Accepted) -> None:
-        others = accepted.turn.others
-        asked = ids(accepted.unique, others)
-        told: Sequence[Usage | None] = [None] * len(asked)
-        try:
-            told = await asyncio.gather(*map(self._backend.drawn, asked))
-        finally:
-            if None in told:
-                accepted.admission.uncounted()
-            used = total([each or Usage() for each in told], others)
-            accepted.meter.used(used)
-            accepted.report.used(used)
-            accepted.report.counted(used)
+        accepted.admission.count(_count(accepted, self._backend))
 
     async def _begin(self, accepted: Accepted) -> Served:
         """The request becomes a turn of its program; what that waited for took so long."""
@@ -553,6 +539,21 @@ class Turns:
         if accepted.ask is not None:
             kept = _for_any_program(answer) if accepted.turn.program_end else answer
             self._cache.keep(accepted.ask, kept, served.lead)
+
+
+async def _count(accepted: Accepted, backend: Backend) -> None:
+    others = accepted.turn.others
+    asked = ids(accepted.unique, others)
+    told: Sequence[Usage | None] = [None] * len(asked)
+    try:
+        told = await asyncio.gather(*map(backend.drawn, asked))
+    finally:
+        if None in told:
+            accepted.admission.uncounted()
+        used = total([each or Usage() for each in told], others)
+        accepted.meter.used(used)
+        accepted.report.used(used)
+        accepted.report.counted(used)
 
 
 def _response(accepted: Accepted, data: bytes) -> Response:

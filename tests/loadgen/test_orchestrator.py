@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from service_backend import ServiceBackend, engine_served
 from stub_server import DONE as END
 from stub_server import Answer, Asked, chunk, stub_server
+from waiting import go_by, run_virtual
 
 from holdfast.loadgen.chat import ChatClient, Exchange, Failure, Heard
 from holdfast.loadgen.orchestrator import CallClosed, Orchestrator, Run, TextHeard, TurnFailedError
@@ -32,7 +33,7 @@ from holdfast.replicas.service import Service
 from holdfast.router.backend import ANYWHERE, Batch, Place
 from holdfast.router.program_endpoints import Heartbeats
 
-PATIENT = 10.0  # seconds a slow machine may take
+PATIENT = 60.0  # seconds a slow machine may take
 Wait = Callable[[], Coroutine[Any, Any, None]]
 
 
@@ -105,8 +106,8 @@ def agent(client: Any, work: Callable[..., Any], **options: Any) -> Orchestrator
     return Orchestrator(client, "m", tools, **{"split_after_s": 0.0, **options})
 
 
-def finished(run: Coroutine[Any, Any, Run]) -> Run:
-    """The run's end; it leaves no task."""
+def finished(run: Coroutine[Any, Any, Run], virtual: bool = True) -> Run:
+    """The run's end; it leaves no task. `virtual`: its time costs none, for there is no server."""
 
     async def alone() -> Run:
         try:
@@ -115,7 +116,7 @@ def finished(run: Coroutine[Any, Any, Run]) -> Run:
         finally:
             assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    return asyncio.run(alone())
+    return run_virtual(alone()) if virtual else asyncio.run(alone())
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -322,7 +323,7 @@ def test_results_go_ahead_in_order_as_they_come() -> None:
 
 def test_a_server_that_knows_no_prefills_is_asked_once() -> None:
     async def work(number: int) -> None:
-        await asyncio.sleep(0.01)
+        await go_by(0.01)
 
     client = FakeClient(call_events(1), call_events(1), TEXT, call_events(1), TEXT)
     loop = agent(client, work)
@@ -339,7 +340,7 @@ def test_a_server_that_knows_no_prefills_is_asked_once() -> None:
 @pytest.mark.parametrize("fails", ["hangs", "away", "500", "expired", "no object"])
 def test_a_prefill_that_fails_never_hurts(fails: str) -> None:
     async def work(number: int) -> int:
-        await asyncio.sleep(0.005 * (number + 1))
+        await go_by(0.005 * (number + 1))
         return number
 
     class Fails(FakeClient):
@@ -369,7 +370,7 @@ def test_a_server_that_keeps_nothing_for_so_long_is_asked_to_keep_it_as_it_likes
             return await super().prefill(path, body)
 
     async def work(number: int) -> None:
-        await asyncio.sleep(0.01)
+        await go_by(0.01)
 
     client = Strict(marked(call_events(1)), TEXT)
     fields = {"temperature": 0, "chat_template_kwargs": {"a": 1}}
@@ -383,7 +384,7 @@ def test_a_server_that_keeps_nothing_for_so_long_is_asked_to_keep_it_as_it_likes
 
 def test_a_prompt_that_changes_with_the_conversation_is_sent_ahead_as_it_will_be() -> None:
     async def work(number: int) -> None:
-        await asyncio.sleep(0.01)
+        await go_by(0.01)
 
     def prompt(messages: Sequence[Any]) -> Sequence[Any]:
         return [{"role": "system", "content": f"{sum(m['role'] == 'assistant' for m in messages)} answers"}, *messages]
@@ -398,7 +399,7 @@ def test_a_prompt_that_changes_with_the_conversation_is_sent_ahead_as_it_will_be
 
 def test_without_split_nothing_goes_ahead_and_tools_that_are_back_need_nothing() -> None:
     async def slow(number: int) -> None:
-        await asyncio.sleep(0.01)
+        await go_by(0.01)
 
     client = TakesPrefills(marked(call_events(1)), TEXT)
     assert finished(agent(client, slow, split=False).run("go")).ahead == 0
@@ -413,7 +414,7 @@ def test_without_split_nothing_goes_ahead_and_tools_that_are_back_need_nothing()
 
 def test_for_a_tool_that_is_soon_back_nothing_goes_ahead() -> None:
     async def quick(number: int) -> None:
-        await asyncio.sleep(0.01)
+        await go_by(0.01)
 
     for after_s, ahead in ((PATIENT, 0), (0.0, 1)):
         client = TakesPrefills(marked(call_events(1)), TEXT)
@@ -443,7 +444,7 @@ def test_cancelling_a_run_cancels_its_tools_and_ends_its_program(when: str) -> N
         await began.wait()
         if when == "in the pause":
             await until(lambda: bool(client.handles))
-        await asyncio.sleep(0.01)
+        await go_by(0.01)
         task.cancel()
         return await task
 
@@ -485,7 +486,8 @@ def test_a_program_is_ended_with_its_run_unless_it_is_kept() -> None:
 
 def test_the_server_hears_that_a_run_goes_on_and_no_more_once_it_is_over() -> None:
     async def work(number: int) -> None:
-        await until(lambda: len(client.calls) >= 2)
+        while len(client.calls) < 2:
+            await go_by(0.01)
 
     client = FakeClient(marked(call_events(1)), TEXT, holdfast=True)
     finished(agent(client, work, split=False, heartbeat_s=0.01).run("go", "p"))
@@ -496,7 +498,7 @@ def test_the_server_hears_that_a_run_goes_on_and_no_more_once_it_is_over() -> No
     client = FakeClient(marked(call_events(1)), TEXT, holdfast=True)
 
     async def slow(number: int) -> None:
-        await asyncio.sleep(0.1)
+        await go_by(0.1)
 
     finished(agent(client, slow, split=False, heartbeat_s=0.01).run("go", "p", keep=True))
     assert client.calls == []
@@ -528,7 +530,7 @@ def test_a_tool_that_will_not_stop_does_not_hold_the_run(monkeypatch: pytest.Mon
             return await agent(client, work).run("go")
         finally:
             let_go.set()
-            await asyncio.sleep(0.01)
+            await go_by(0.01)
 
     with pytest.raises(TurnFailedError):
         finished(run())
@@ -566,7 +568,7 @@ def served(backend: FakeBackend, **options: Any) -> Run:
             return await Orchestrator(client, "pocket", weather(), **options).run("What is the weather?", "p")
 
     with World(backend).served() as address:
-        return finished(run(address))
+        return finished(run(address), virtual=False)
 
 
 def test_a_run_on_the_router() -> None:
@@ -727,7 +729,7 @@ def test_what_was_sent_ahead_is_found_by_the_next_turn() -> None:
     for split in (True, False):
         backend = Ahead()
         with engine_served(backend) as address:
-            runs[split] = finished(tell(backend, address, split))
+            runs[split] = finished(tell(backend, address, split), virtual=False)
         assert [json.loads(outcome.call.arguments) for outcome in runs[split].outcomes] == [
             {"city": "Oslo"},
             {"city": "Rome"},
@@ -757,7 +759,7 @@ def test_a_run_on_a_server_that_knows_nothing_of_programs() -> None:
             return await Orchestrator(client, "m", weather()).run("What is the weather?")
 
     with stub_server(answer) as stub:
-        assert finished(run(stub.url)).text == "sunny"
+        assert finished(run(stub.url), virtual=False).text == "sunny"
     turns = [asked for asked in stub.asked if asked.path == "/v1/chat/completions"]
     known = {"model", "messages", "tools", "stream", "stream_options"}
     assert all(set(asked.body) == known for asked in turns)

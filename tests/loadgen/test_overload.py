@@ -4,6 +4,7 @@ import asyncio
 from itertools import cycle
 
 from fake_backend import HELLO, FakeBackend, World
+from waiting import work
 
 from holdfast.loadgen.chat import ChatClient
 from holdfast.loadgen.overload import Crowd, Options, measure, show
@@ -18,7 +19,7 @@ class Refusing(FakeBackend):
     errors = cycle((DeadlineError("too late", retry_after_s=1.0), OverloadedError("the queue is full")))
 
     async def stream(self, request, place=None):
-        await asyncio.sleep(0.05)  # its capacity is what so few clients leave it
+        await work(0.05)  # its capacity is what so few clients leave it
         self.script = HELLO if request.within_s == float("inf") else [next(self.errors)]
         async for batch in super().stream(request, place):
             yield batch

@@ -196,7 +196,7 @@ def test_a_tool_that_is_not_async_holds_nothing_up() -> None:
         return await call
 
     def wait() -> bool:
-        return meanwhile.wait(10)
+        return meanwhile.wait(60)
 
     tools = Toolbox()
     tools.tool(wait)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from waiting import go_by, run_virtual, until_async
 
 from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.events import ProgramEnded, Sampling
@@ -29,8 +30,8 @@ def turn(name: str, messages: list[Any], **more: Any) -> GenerateRequest:
     return GenerateRequest(name, prompt, Sampling(40), program_id="p", **more)
 
 
-async def conversation(service: Service, turns: int, pause_s: float) -> list[Answer]:
-    """Turns whose calls are answered after `pause_s`, or once the engine has nothing to do: 0."""
+async def conversation(service: Service, turns: int, pauses: bool = True) -> list[Answer]:
+    """Turns whose calls are answered at once, or, where the tool `pauses`, when the engine has nothing to do."""
     messages: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
     answers = []
     for number in range(turns):
@@ -45,18 +46,16 @@ async def conversation(service: Service, turns: int, pause_s: float) -> list[Ans
         messages += [{"role": "tool", "tool_call_id": call["id"], "content": "rain"} for call in made]
         if not made:
             messages.append({"role": "user", "content": "And in Rome?"})
-        if pause_s:
-            await asyncio.sleep(pause_s)
-        while not pause_s and made and service.engine.stats.own_requests["ahead"] <= number:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        if pauses and made:
+            await until_async(lambda number=number: service.engine.stats.own_requests["ahead"] > number)
     return answers
 
 
-def run(config: EngineConfig, turns: int = 2, pause_s: float = 0.0) -> tuple[list[Answer], Any, int]:
+def run(config: EngineConfig, turns: int = 2, pauses: bool = True) -> tuple[list[Answer], Any, int]:
     async def main() -> tuple[list[Answer], Any, int]:
         service = Service.load(config)
         try:
-            return await conversation(service, turns, pause_s), service.engine.stats, service.engine.occupancy().pins
+            return await conversation(service, turns, pauses), service.engine.stats, service.engine.occupancy().pins
         finally:
             await service.close()
 
@@ -65,7 +64,7 @@ def run(config: EngineConfig, turns: int = 2, pause_s: float = 0.0) -> tuple[lis
 
 def test_the_turn_after_a_call_finds_what_was_known_of_it() -> None:
     on, stats, _ = run(CONFIG)
-    off, plain, _ = run(replace(CONFIG, preposition=False), pause_s=0.001)
+    off, plain, _ = run(replace(CONFIG, preposition=False), pauses=False)
     assert [(each.text, [call.arguments for call in each.tool_calls]) for each in on] == [
         (each.text, [call.arguments for call in each.tool_calls]) for each in off
     ]
@@ -74,7 +73,7 @@ def test_the_turn_after_a_call_finds_what_was_known_of_it() -> None:
 
 
 def test_a_tool_that_returns_at_once_finds_nothing_begun() -> None:
-    answers, stats, _ = run(replace(CONFIG, preposition_after_s=30.0), pause_s=0.001)
+    answers, stats, _ = run(replace(CONFIG, preposition_after_s=30.0), pauses=False)
     assert len(answers) == 2
     assert stats.ahead_computed == 0
 
@@ -83,7 +82,7 @@ def test_its_program_ends_and_nothing_of_it_is_left() -> None:
     async def main() -> None:
         service = Service.load(CONFIG)
         try:
-            await conversation(service, 1, 0.0)
+            await conversation(service, 1)
             service.notice(ProgramEnded("", "p"))
             other = GenerateRequest("behind", ChatPrompt([{"role": "user", "content": "Hello"}]), Sampling(1))
             await service.generate(other)
@@ -99,9 +98,9 @@ def test_for_a_program_that_is_over_nothing_begins() -> None:
     async def main() -> None:
         service = Service.load(replace(CONFIG, preposition_after_s=0.02))
         try:
-            await conversation(service, 1, 0.001)
+            await conversation(service, 1, pauses=False)
             service.notice(ProgramEnded("", "p"))
-            await asyncio.sleep(0.2)
+            await until_async(lambda: not service._preposition._tasks)
             await service.generate(
                 GenerateRequest("behind", ChatPrompt([{"role": "user", "content": "x"}]), Sampling(1))
             )
@@ -128,16 +127,16 @@ def test_it_waits_a_moment_and_is_left_where_others_wait(busy: bool) -> None:
         answer = replace(CALLED, tool_calls=(ToolCall("c", "get_weather", "{}"),))
         ahead.turn_ended(turn("one", [{"role": "user", "content": "x"}]), answer)
         ahead.needless(("", "p"))  # the turn was faster
-        await asyncio.sleep(0.05)
+        await go_by(0.05)
         ahead.turn_ended(turn("three", [{"role": "user", "content": "x"}]), answer)
         ahead.turn_ended(turn("last", [{"role": "user", "content": "x"}], program_end=True), answer)
-        await asyncio.sleep(0.05)
+        await go_by(0.05)
         ahead.turn_ended(turn("open", [{"role": "user", "content": "x"}]), answer)
         await ahead.close()
         assert not ahead._tasks
         return done
 
-    assert asyncio.run(main()) == ([] if busy else ["three/ahead"])
+    assert run_virtual(main()) == ([] if busy else ["three/ahead"])
 
 
 @pytest.mark.parametrize(
@@ -180,7 +179,7 @@ def test_it_takes_nothing_from_standing_questions(monkeypatch: pytest.MonkeyPatc
 
         monkeypatch.setattr(service.questions, "others", counted)
         try:
-            await conversation(service, 2, 0.0)
+            await conversation(service, 2)
             assert service.engine.stats.ahead_computed > 0
         finally:
             await service.close()

@@ -5,11 +5,13 @@ import json
 import subprocess
 import sys
 import threading
+import traceback
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 import pytest
 from cycles import left_in_cycles
+from waiting import PATIENCE_S, until_async
 
 from holdfast.replicas.actor import Replica
 from holdfast.replicas.config import DraftConfig, EngineConfig
@@ -67,11 +69,6 @@ def request(name: str, prompt, max_tokens: int = 40, stop: tuple[str, ...] = (),
     if isinstance(prompt, str):
         prompt = RawPrompt(prompt)
     return GenerateRequest(name, prompt, Sampling(max_tokens=max_tokens, **sampling), stop)
-
-
-async def until(done) -> None:
-    while not done():  # noqa: ASYNC110 (the engine's thread does it)
-        await asyncio.sleep(0.001)
 
 
 async def streamed(service: Service, command: GenerateRequest) -> tuple[AnswerBuilder, int]:
@@ -258,12 +255,14 @@ def test_an_answer_that_cannot_come_in_time_is_refused_while_a_step_goes_on():
             running = asyncio.create_task(service.generate(request("a", "Once", 60, ignore_eos=True)))
             waiting = asyncio.create_task(service.generate(request("b", "x", 1)))
             try:
-                async with asyncio.timeout(20.0):
-                    await until(lambda: service.engine.occupancy().waiting == 1 and service.engine.stats.completion)
+                async with asyncio.timeout(PATIENCE_S):
+                    await until_async(
+                        lambda: service.engine.occupancy().waiting == 1 and service.engine.stats.completion
+                    )
                     runner.run = stalled
                     await asyncio.to_thread(held.wait)
                     unread = asyncio.create_task(service.generate(request("c", "x", 1)))
-                    await until(lambda: service._bridge.unread == 1)
+                    await until_async(lambda: service._bridge.unread == 1)
                     late = await service.generate(replace(request("d", "x" * 99, 1), within_s=29.0))
                     assert isinstance(late, Errored)
                     assert (late.error.kind, late.usage.prompt) == (ErrorKind.DEADLINE, 0)
@@ -273,7 +272,7 @@ def test_an_answer_that_cannot_come_in_time_is_refused_while_a_step_goes_on():
                         asyncio.create_task(service.generate(each))
                         for each in (replace(turn, within_s=99.0), replace(turn, request_id="f", program_turns=1))
                     ]
-                    await until(lambda: service._bridge.unread == 3)
+                    await until_async(lambda: service._bridge.unread == 3)
             finally:
                 goes_on.set()
             await asyncio.gather(running, waiting, unread, *goes_on_too)
@@ -458,14 +457,14 @@ def test_who_was_let_in_as_it_came_is_not_refused_once_it_has_been_read():
                 await goes_on.wait()
                 return await encoded(*asked)
 
-            async with asyncio.timeout(20.0):
+            async with asyncio.timeout(PATIENCE_S):
                 running = asyncio.create_task(service.generate(request("a", "Once", 400, ignore_eos=True)))
-                await until(lambda: service.engine.stats.completion)
+                await until_async(lambda: service.engine.stats.completion)
                 waiting = asyncio.create_task(service.generate(request("b", "x", 1)))
-                await until(lambda: service.engine.occupancy().waiting == 1)
+                await until_async(lambda: service.engine.occupancy().waiting == 1)
                 service._text.encoded = slowly
                 let_in = asyncio.create_task(service.generate(replace(request("c", "x", 1), within_s=25.0)))
-                await until(lambda: service._n_coming == 1)
+                await until_async(lambda: service._n_coming == 1)
                 refused = await service.generate(replace(request("d", "x", 1), within_s=25.0))
                 assert isinstance(refused, Errored)
                 assert refused.error.kind is ErrorKind.DEADLINE
@@ -488,11 +487,11 @@ async def late(service: Service, name: str) -> None:
 async def left(service: Service, name: str) -> None:
     """Its client leaves while it is answered."""
     answer = asyncio.create_task(service.generate(request(name, "x", 4000, ignore_eos=True)))
-    await until(lambda: service.engine.occupancy().running)
+    await until_async(lambda: service.engine.occupancy().running)
     answer.cancel()
     await asyncio.wait([answer])
     del answer
-    await until(lambda: not service.engine.occupancy().running and not service.n_live)
+    await until_async(lambda: not service.engine.occupancy().running and not service.n_live)
 
 
 async def wrong(service: Service, name: str) -> None:
@@ -505,6 +504,12 @@ async def whole(service: Service, name: str) -> None:
 
 async def stream(service: Service, name: str) -> None:
     await streamed(service, request(name, "Once", 20, ignore_eos=True))
+
+
+def stack_of(thread: threading.Thread) -> list[str]:
+    """Names of the functions that a thread is in."""
+    frame = sys._current_frames().get(thread.ident)
+    return [each.name for each in traceback.extract_stack(frame)]
 
 
 @pytest.mark.parametrize("serve", [whole, stream, late, wrong, left])
@@ -521,7 +526,8 @@ def test_what_was_served_leaves_no_cycles(serve):
             with left_in_cycles() as found:
                 for number in range(3):
                     await serve(service, str(number))
-                await asyncio.sleep(0.05)  # the engine's thread lets go of its last step
+                thread = service._bridge._thread._thread
+                await until_async(lambda: "_waiting" in stack_of(thread))  # it has let go of its last step
             return found
 
     assert asyncio.run(main()) == {}

@@ -35,6 +35,11 @@ async def until_async(
         await asyncio.sleep(every_s)
 
 
+async def work(seconds: float) -> None:
+    """What a fake server does takes so long. Nothing may depend on its being over by some time."""
+    await asyncio.sleep(seconds)
+
+
 class _NoWait(selectors.DefaultSelector):
     """Does not wait for a timer: its time goes by at once."""
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from waiting import until_async
 
 from holdfast.replicas.constraints import compiler as compiling
 from holdfast.replicas.constraints import guidance
@@ -135,7 +136,7 @@ def test_a_known_grammar_never_waits_and_a_new_one_is_compiled_once(
         held.begun.acquire()
         try:
             assert not hermes.matcher(known).failed
-            told = threads.submit(hermes.matcher, new).exception(timeout=20)
+            told = threads.submit(hermes.matcher, new).exception(timeout=60)
             assert isinstance(told, NotCompiledError)
             assert (told.field, making.done()) == ("response_format", False)
         finally:
@@ -444,8 +445,7 @@ def test_tenants_with_grammars_that_are_never_ready_hold_up_no_others(
         ]
         for _ in hostile:
             await begun(slow)
-        while threads._n_slow < len(hostile):  # noqa: ASYNC110 (nothing tells of it)
-            await asyncio.sleep(0.001)
+        await until_async(lambda: threads._n_slow == len(hostile))
         compilers = [each for each in threading.enumerate() if each.name == compiling._NAME]
         assert max(os.getpriority(os.PRIO_PROCESS, each.native_id or 0) for each in compilers) == 19
         again = [asyncio.create_task(slow.run(threads, f"slow {scope}, again", scope)) for scope in "abcde"]
@@ -454,8 +454,7 @@ def test_tenants_with_grammars_that_are_never_ready_hold_up_no_others(
         assert not slow.begun.acquire(blocking=False), "two slow ones of a tenant"
         slow.release.set()
         await asyncio.gather(*hostile, *again)
-        while threads._n_slow:  # noqa: ASYNC110 (nothing tells of it)
-            await asyncio.sleep(0.001)
+        await until_async(lambda: not threads._n_slow)
 
     slow.runs(scenario)
 

@@ -114,7 +114,7 @@ class Gated(FakeRunner):
         self.gate = threading.Event()
 
     def run(self, plan):
-        assert self.gate.wait(30)
+        assert self.gate.wait(60)
         return super().run(plan)
 
 

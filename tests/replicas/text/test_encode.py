@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from waiting import work
 
 from holdfast.replicas.config import POCKET, EngineConfig
 from holdfast.replicas.errors import ContextLengthError, InvalidRequestError, UnavailableError
@@ -68,7 +69,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Ev
         if threading.current_thread() is not threading.main_thread():
             texts.append(text)
             begun.set()
-            goes_on.wait(30)
+            goes_on.wait(60)
         return encode(self, text, *options, **named)
 
     monkeypatch.setattr(Encoder, "encode", slow)
@@ -92,7 +93,7 @@ def test_others_do_not_wait_for_it(side: TextSide, monkeypatch: pytest.MonkeyPat
     async def main() -> None:
         begun, goes_on, _ = held(monkeypatch)
         long = asyncio.create_task(side.encoded(chat("a long story " * 20)))
-        await asyncio.to_thread(begun.wait, 30)
+        await asyncio.to_thread(begun.wait, 60)
         assert len((await side.encoded(chat("hello"))).tokens)
         assert not long.done()
         goes_on.set()
@@ -105,10 +106,11 @@ def test_they_come_one_at_a_time_though_somebody_leaves(side: TextSide, monkeypa
     async def main() -> None:
         begun, goes_on, texts = held(monkeypatch)
         first, second = (asyncio.create_task(side.encoded(chat(f"story {i} " * 30))) for i in range(2))
-        await asyncio.to_thread(begun.wait, 30)
+        await asyncio.to_thread(begun.wait, 60)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        await asyncio.sleep(0.05)
+        for _ in range(1000):  # turns in which the second might begin
+            await asyncio.sleep(0)
         assert len(texts) == 1
         goes_on.set()
         assert len((await second).tokens)
@@ -159,7 +161,7 @@ def test_the_event_loop_goes_on_beside_a_million_characters(raw: bool) -> None:
 
         async def tick() -> None:
             while True:
-                await asyncio.sleep(0.001)
+                await work(0.001)
                 turns.append(time.perf_counter())
 
         ticking = asyncio.create_task(tick())
@@ -176,7 +178,7 @@ def test_those_that_wait_when_it_closes_are_refused(side: TextSide, monkeypatch:
     async def main() -> None:
         begun, goes_on, texts = held(monkeypatch)
         asked = [asyncio.create_task(side.encoded(chat(f"story {i} " * 30))) for i in range(3)]
-        await asyncio.to_thread(begun.wait, 30)
+        await asyncio.to_thread(begun.wait, 60)
         side.close()
         asked[1].cancel()
         goes_on.set()

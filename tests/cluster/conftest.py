@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import replicas_in_serve
+from waiting import PATIENCE_S, until
 
 from holdfast.cluster import ports
 
@@ -84,12 +84,9 @@ def start(folder: Path, settings: str, *arguments: str, replica: str = "") -> Se
     return server
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+def eventually(condition: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
     """Wait for another process to come to a state; fails where it does not."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
+    until(condition, within_s, every_s=0.05)
 
 
 @pytest.fixture(scope="module")

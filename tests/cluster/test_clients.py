@@ -52,7 +52,7 @@ def turns(address: str) -> Turns:
     """The turns that programs have had since the test began, by program; of those that had one."""
 
     def all_turns() -> dict[str, int]:
-        told = httpx.get(f"{address}/v1/cluster/status?programs=1000", timeout=30).json()["programs"]
+        told = httpx.get(f"{address}/v1/cluster/status?programs=1000", timeout=60).json()["programs"]
         return {each["program"]: each["turns"] for each in told}
 
     before = all_turns()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from engine_world import World, words
 from redis_server import RedisServer
+from waiting import until_async
 
 from holdfast.cluster import engine_replica
 from holdfast.cluster.engine_replica import EngineReplica
@@ -21,7 +22,7 @@ from holdfast.router.config import RouterConfig
 from holdfast.router.store import RedisAddress
 
 LOOK_S = 0.01
-PATIENT = 10.0
+PATIENT = 60.0
 
 
 class Driven(actor.Replica):
@@ -87,10 +88,12 @@ def test_a_tenant_that_another_engine_serves_gives_way_at_this_one(redis: RedisS
         assert isinstance(there, Driven)
         for each in drivens:
             assert each.serve(*"ababab") == [*"ababab"]
-        async with asyncio.timeout(PATIENT):
-            while here.heard["interactive/a"] < 20.0:
-                there.serve(*"aaaa")
-                await asyncio.sleep(LOOK_S)
+
+        def heard() -> bool:
+            there.serve(*"aaaa")
+            return here.heard["interactive/a"] >= 20.0
+
+        await until_async(heard)
         assert here.serve(*"ababab")[-2:] == ["a", "a"], "what it had there counts from its next one here on"
         for each in made:
             await EngineReplica.__del__(each)

@@ -6,8 +6,8 @@ Under a little load every panel, recording rule and alert has data.
 import random
 import re
 import signal
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import httpx
 import pytest
 from program_load import Load
 from prometheus_server import Prometheus, found
+from waiting import until
 
 from holdfast.cluster import ports
 from holdfast.cluster.dashboards.listed import BOARDS
@@ -130,10 +131,14 @@ def test_every_process_is_found_and_answers(prometheus: Prometheus, eventually: 
 
 def test_every_panel_and_rule_has_data(prometheus: Prometheus) -> None:
     waiting = asked()
-    deadline = time.monotonic() + WITHIN_S
-    while waiting and time.monotonic() < deadline:
+
+    def answered() -> bool:
+        nonlocal waiting
         waiting = {name: each for name, each in waiting.items() if not prometheus.values(each)}
-        time.sleep(0.5)
+        return not waiting
+
+    with suppress(TimeoutError):
+        until(answered, WITHIN_S, every_s=0.5)
     assert sorted(waiting) == []
 
 

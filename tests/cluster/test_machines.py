@@ -20,6 +20,7 @@ import httpx
 import machines as machines_command
 import pytest
 import ray
+import waiting
 from agents import AGENTS, Agents, Asked, homes, told
 from machines import KEY, PATIENT_S, Machines, up, usable, within
 
@@ -49,10 +50,7 @@ def watched(machines: Machines, event: Callable[[], object], over: Callable[[lis
 
 
 def until(condition: Callable[[], bool], within_s: float = PATIENT_S) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.1)
+    waiting.until(condition, within_s, every_s=0.1)
 
 
 def engine_alone(machines: Machines) -> str:
@@ -213,7 +211,7 @@ def engines(machines: Machines) -> int:
     def known() -> str:
         url = f"http://{machines['head'].address}:8000/metrics"
         with suppress(httpx.HTTPError):
-            return httpx.get(url, headers={"Authorization": f"Bearer {KEY}"}, timeout=5.0, trust_env=False).text
+            return httpx.get(url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60.0, trust_env=False).text
         return ""
 
     found = within(machines["client"].space, known)

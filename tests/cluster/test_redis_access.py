@@ -19,7 +19,7 @@ from holdfast.cluster.redis import ping
 from holdfast.replicas.errors import ConfigError
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 
-PATIENT = 5.0  # seconds a slow machine may take
+PATIENT = 60.0  # seconds a slow machine may take
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from ray.serve._private.common import (
 )
 from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub, add_ASGIServiceServicer_to_server
 from ray.serve.request_router import PendingRequest, RunningReplica
+from waiting import until_async
 
 from holdfast.cluster import serve_replica
 from holdfast.router import fleet
@@ -220,7 +221,7 @@ def test_a_call_that_is_over_is_gone_and_no_garbage(heard: Fleet, stream: bool) 
             gc.disable()
             try:
                 left = await serve(known)
-                await asyncio.sleep(0.05)
+                await until_async(lambda: not any(each() for each in left))
                 return [each() for each in left]
             finally:
                 gc.enable()

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ import pytest
 from doc_commands import AGENTS, agent
 from ray.serve.generated.serve_pb2 import ASGIRequest
 from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
+from waiting import until_read
 
 from holdfast.router.affinity import MEANT
 
@@ -217,7 +217,7 @@ def called(port: int, metadata: dict[str, str]) -> grpc.StatusCode | None:
     """How a call of Serve's to that port ends; None: it is answered."""
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         try:
-            ASGIServiceStub(channel).HandleRequest(ASGIRequest(), timeout=10.0, metadata=tuple(metadata.items()))
+            ASGIServiceStub(channel).HandleRequest(ASGIRequest(), timeout=60.0, metadata=tuple(metadata.items()))
         except grpc.RpcError as error:
             return error.code()  # type: ignore[no-any-return]
     return None
@@ -356,7 +356,7 @@ def test_a_client_that_goes_before_a_whole_answer_aborts_its_request(
     for _ in range(2):
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             client.sendall(head)
-            time.sleep(0.2)  # not to wait for something: the proxy is to read the two apart
+            until_read(client)
             client.sendall(body)
             eventually(lambda: counted(http, "holdfast_sequences_running") == 1)
         eventually(lambda: counted(http, "holdfast_sequences_running") == 0)
@@ -491,7 +491,7 @@ def test_nothing_that_serves_models_listens_beyond_this_machine(server: Any) -> 
 
 def _answers(port: int) -> bool:
     try:
-        response = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=2.0, trust_env=False)
+        response = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=60.0, trust_env=False)
     except httpx.HTTPError:
         return False
     return "x-holdfast-cache" in response.headers

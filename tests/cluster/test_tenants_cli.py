@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 from fake_backend import FakeBackend, World
 from redis_server import RedisServer
+from waiting import PATIENCE_S, until_async
 
 from holdfast.cluster.cli import main
 from holdfast.router.accounts import Accounts
@@ -49,8 +50,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         server = uvicorn.Server(uvicorn.Config(world.app, port=0, log_level="warning", lifespan="off"))
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined,unused-ignore]
         running = asyncio.create_task(server.serve())
-        while not server.started:  # noqa: ASYNC110 (it tells nobody)
-            await asyncio.sleep(0.01)
+        await until_async(lambda: server.started)
         served.extend([server, server.servers[0].sockets[0].getsockname()[1]])
         up.set()
         await running
@@ -60,10 +60,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
     thread.start()
-    assert up.wait(20.0)
+    assert up.wait(PATIENCE_S)
     yield f"http://127.0.0.1:{served[1]}"
     served[0].should_exit = True
-    thread.join(20.0)
+    thread.join(PATIENCE_S)
     redis.kill()
 
 

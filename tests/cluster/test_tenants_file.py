@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from waiting import until_async
 
 from holdfast.cluster.tenants_file import TenantsWatch, tenants_in
 from holdfast.replicas.errors import ConfigError
@@ -40,11 +40,6 @@ def test_a_changed_file_comes_into_force_and_a_broken_one_changes_nothing(
     path.write_text(text("a"))
     directory = TenantDirectory(tenants_in(path), exposed=True)
 
-    async def until(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENT):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
-
     def faults() -> int:
         return sum(record.levelno == logging.ERROR for record in caplog.records)
 
@@ -52,15 +47,15 @@ def test_a_changed_file_comes_into_force_and_a_broken_one_changes_nothing(
         watch = TenantsWatch(path, directory, 0.001)
         try:
             path.write_text(text("a", "b"))
-            await until(lambda: len(directory.tenants) == 2)
+            await until_async(lambda: len(directory.tenants) == 2)
             for number, wrong in enumerate(WRONG, 1):
                 path.write_text(wrong)
-                await until(lambda n=number: faults() == n)  # type: ignore[misc]
+                await until_async(lambda n=number: faults() == n)  # type: ignore[misc]
                 assert called(directory, "b") == "b"
             path.unlink()
-            await until(lambda: faults() == len(WRONG) + 1)
+            await until_async(lambda: faults() == len(WRONG) + 1)
             path.write_text(text("c"))
-            await until(lambda: directory.tenants[0].name == "c")
+            await until_async(lambda: directory.tenants[0].name == "c")
             assert faults() == len(WRONG) + 1, "each is told once"
         finally:
             await watch.close()

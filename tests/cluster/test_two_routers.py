@@ -22,6 +22,7 @@ import httpx
 import pytest
 import redis
 from redis_server import RedisServer
+from waiting import until
 
 from holdfast.cluster import doctor_checks
 from holdfast.cluster.config import Settings
@@ -64,7 +65,7 @@ class Program:
         """The next turn, asked of this router; raises where it has no answer."""
         body = self.body
         if self.replied is not None:
-            time.sleep(max(0.0, self.replied + TOOL_S - time.monotonic()))  # its tool runs
+            until(lambda: time.monotonic() >= self.replied + TOOL_S)  # its tool runs
             self.pauses.append(time.monotonic() - self.replied)
         answer = httpx.post(f"{router}/v1/chat/completions", json=body, headers=FRESH, timeout=120.0, trust_env=False)
         assert answer.status_code == 200, answer.text
@@ -431,5 +432,5 @@ def listening(pid: int) -> list[str]:
 
 def answers(url: str) -> bool:
     with suppress(httpx.HTTPError):
-        return httpx.get(f"{url}/version", timeout=5.0, trust_env=False).status_code == 200
+        return httpx.get(f"{url}/version", timeout=60.0, trust_env=False).status_code == 200
     return False

@@ -3,7 +3,6 @@
 import os
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import redis
 from helm_chart import containers, find, pod_templates, render
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+from waiting import until
 
 from holdfast.cluster.redis import server_binary
 
@@ -38,18 +38,19 @@ def port(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[int]:
     command = [here(word) for word in containers(dict(pod_templates(objects))["redis"])[0]["command"]]
     environment = {**os.environ, "PATH": f"{server_binary().parent}:{os.environ['PATH']}", "REDIS_PASSWORD": PASSWORD}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 20.0
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            connect(port).ping()
-            break
-        except redis.AuthenticationError:
-            break
-        except redis.ConnectionError:
-            time.sleep(0.02)
+    until(lambda: process.poll() is not None or answers(port))
     yield port
     process.terminate()
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
+
+
+def answers(port: int) -> bool:
+    try:
+        return bool(connect(port).ping())
+    except redis.AuthenticationError:
+        return True
+    except redis.ConnectionError:
+        return False
 
 
 def connect(port: int, password: str | None = None) -> redis.Redis:

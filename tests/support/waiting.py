@@ -3,8 +3,10 @@
 import asyncio
 import inspect
 import selectors
+import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -19,6 +21,18 @@ def until(holds: Callable[[], object], within_s: float = PATIENCE_S, every_s: fl
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {within_s:g} s: {inspect.getsource(holds).strip()}")
         time.sleep(every_s)
+
+
+def until_read(sent: socket.socket) -> None:
+    """Return once the process at the other end of a loopback connection has read all that was sent."""
+    here, there = f":{sent.getsockname()[1]:04X}", f":{sent.getpeername()[1]:04X}"
+
+    def read() -> bool:
+        ends = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines())
+        queues = [words[4] for words in ends if words[1].endswith(there) and words[2].endswith(here)]
+        return [queue.partition(":")[2] for queue in queues] == ["00000000"]
+
+    until(read)
 
 
 async def until_async(

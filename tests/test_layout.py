@@ -288,3 +288,75 @@ def test_no_test_listens_on_a_fixed_port() -> None:
         assert not BOUND.search(text)
     sources = {str(path.relative_to(ROOT / "tests")): path.read_text() for path in (ROOT / "tests").rglob("*.py")}
     assert {name for name, text in sources.items() if BOUND.search(text)} == MADE_UP
+
+
+# ---- how tests wait ----
+
+WAITING = ROOT / "tests" / "support" / "waiting.py"
+PACED = {  # programs that put load on a server over time, servers that answer in pieces, and a terminal that is read
+    *(
+        "agents",
+        "calls_heard",
+        "chaos",
+        "first_events",
+        "flight_routers",
+        "live_cost",
+        "machines",
+        "order_in_serve",
+        "pictures",
+    ),
+    *("quota_routers", "rude_clients", "scaling_in_serve", "serve_rendered", "stub_server", "terminal"),
+}
+WAITS = {"wait": 0, "join": 0, "timeout": 0, "wait_for": 1, "select": 3}  # their argument that is a time, the last one
+NO_WAITS = {"self.join", "chat_body"}
+MINUTE = 60.0
+
+
+def sleeps(node: ast.AST) -> bool:
+    """Whether this is a call of `time.sleep`, or of `asyncio.sleep` with anything but 0."""
+    if not isinstance(node, ast.Call) or ast.unparse(node.func) not in ("time.sleep", "asyncio.sleep"):
+        return False
+    return ast.unparse(node.func) == "time.sleep" or ast.unparse(node.args[0]) != "0"
+
+
+def impatient(node: ast.AST) -> bool:
+    """Whether this waits for less than a minute: `wait(5)`, `timeout=5`, `monotonic() + 5`. 0 does not wait."""
+    bounds: list[ast.expr] = []
+    if isinstance(node, ast.Call) and ast.unparse(node.func) not in NO_WAITS:
+        bounds = [each.value for each in node.keywords if each.arg == "timeout"]
+        place = WAITS.get(ast.unparse(node.func).rpartition(".")[2], -2)
+        bounds += node.args[place:] if len(node.args) == place + 1 else []
+    elif isinstance(node, ast.BinOp) and ast.unparse(node.left).endswith("monotonic()"):
+        bounds = [node.right] if isinstance(node.op, ast.Add) else []
+    numbers = [each.value for each in bounds if isinstance(each, ast.Constant) and type(each.value) in (int, float)]
+    return any(0 < number < MINUTE for number in numbers)
+
+
+def test_tests_wait_for_conditions_and_for_a_minute_at_least() -> None:
+    """`tests/support/waiting.py` has what they wait with. Settings that a test is about are no waits of its own."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if path != WAITING and path.stem not in PACED
+        for node in ast.walk(ast.parse(path.read_text(), str(path)))
+        if sleeps(node) or impatient(node)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("code", "wrong"),
+    [
+        ("time.sleep(0.1)", True),
+        ("await asyncio.sleep(1)", True),
+        ("await asyncio.sleep(0)", False),
+        ("event.wait(5)", True),
+        ("event.wait(60.0)", False),
+        ("event.wait(PATIENCE_S)", False),
+        ("httpx.get(url, timeout=2.0)", True),
+        ("asyncio.timeout(0)", False),
+        ("time.monotonic() + 20.0", True),
+    ],
+)
+def test_a_short_wait_is_found(code: str, wrong: bool) -> None:
+    assert any(sleeps(node) or impatient(node) for node in ast.walk(ast.parse(code))) is wrong

@@ -275,7 +275,7 @@ def test_sessions_are_found_by_both_routers_and_go_on_where_their_replica_dies(
             name: pool.submit(call, routers[n % 2], f"/{name}/append", "once", text=more)
             for n, name in enumerate(sessions[::2])
         }
-        time.sleep(0.05)  # some of them are under way
+        until(lambda: any(each.done() for each in appends.values()))  # the others are under way
         os.kill(pids(cluster, REPLICA)[0], signal.SIGKILL)
         told = {name: append.result() for name, append in appends.items()}
     assert {answer.status_code for answer in told.values()} == {200}, [answer.text for answer in told.values()]

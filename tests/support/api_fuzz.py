@@ -126,14 +126,14 @@ def fuzz(address: str, cases: int, found: Found | None = None) -> Found:
     operations = [each.ok() for each in schema.get_all_operations()]
     weights = [WEIGHT if "generation" in (each.tags or ()) else 1 for each in operations]
     found = found or Found()
-    with httpx.Client(base_url=address, timeout=30) as http:
+    with httpx.Client(base_url=address, timeout=60) as http:
         model = http.get("/v1/models").json()["data"][0]["id"]
         response = http.post("/v1/responses", json={"model": model, "input": "hello"}).json()["id"]
     known = {"previous_response_id": response, "response_id": response}
     for operation, weight in zip(operations, weights, strict=True):
         generates = weight == WEIGHT
         # Another session for each: a router remembers so many programs and no more.
-        opened = httpx.post(f"{address}/v1/sessions", json={"model": model, "text": "hello"}, timeout=30)
+        opened = httpx.post(f"{address}/v1/sessions", json={"model": model, "text": "hello"}, timeout=60)
         known["session_id"] = opened.json()["id"]
         has_input = operation.body or operation.path_parameters or operation.query
         breakable = operation.body or operation.query  # a path is any text

@@ -64,4 +64,4 @@ class Prometheus:
     def stop(self) -> None:
         self._http.close()
         self._process.terminate()
-        self._process.wait(20.0)
+        self._process.wait(60.0)

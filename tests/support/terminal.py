@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pyte
 
 ROWS, COLUMNS = 24, 80
-PATIENT_S = 30.0
+PATIENT_S = 120.0
 AGAIN_S = 5.0
 
 
@@ -67,7 +67,7 @@ class Terminal:
             if select.select([self._end], [], [], 0.05)[0]:
                 self._stream.feed(os.read(self._end, 65536))
         assert termios.tcgetattr(self._inside) == self.before
-        return self.process.wait(1.0)
+        return self.process.wait(PATIENT_S)
 
     def close(self) -> None:
         self.process.kill()

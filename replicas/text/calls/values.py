@@ -26,7 +26,7 @@ ANYTHING: Kinds = frozenset({"string", "number", "integer", "boolean", "null", "
 TEXT: Kinds = frozenset({"string"})
 _APART = ("string", "number", "boolean", "null", "object", "array")  # no value is of two of these
 _DEEPEST = 8  # references and combinations that are followed
-_MOST = 64  # alternatives of one schema
+_STEPS = 10_000  # to find the alternatives of one schema
 _OF_KIND = {
     **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), "string"),
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), "number"),
@@ -63,32 +63,58 @@ def referred(reference: Any, root: Mapping[str, Any]) -> Any:
     return found
 
 
-def alternatives(schema: Any, root: Mapping[str, Any], depth: int = _DEEPEST) -> Sequence[Mapping[str, Any]]:
+class _TooManyError(Exception):
+    """A schema has too many alternatives, or was written to have them."""
+
+
+def alternatives(schema: Any, root: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """The schemas one of which a value of `schema` follows. References are looked up in `root`.
 
     Each has one "type" and only the keywords that matter to values of that type. Where a combination is not resolved (a
     reference that leads nowhere or too deep, options of "oneOf" that may hold together), its keyword is left in them.
     Empty where no value follows `schema`, and where there are too many alternatives.
     """
-    if schema is False:
+    try:
+        return _Resolving(root).alternatives(schema, _DEEPEST)
+    except _TooManyError:
         return ()
-    if not isinstance(schema, Mapping):
-        return _of_any_kind({})
-    if not depth and (unread := {key: schema[key] for key in ("$ref", "allOf", "anyOf", "oneOf") if key in schema}):
-        return _of_any_kind(unread)
-    found = _plain(schema)
-    parts: list[Sequence[Mapping[str, Any]]] = []
-    if "$ref" in schema:
-        target = referred(schema["$ref"], root)
-        unknown = _of_any_kind({"$ref": schema["$ref"]})
-        parts.append(unknown if target is None else alternatives(target, root, depth - 1))
-    parts += (alternatives(each, root, depth - 1) for each in _listed(schema, "allOf"))
-    for key in ("anyOf", "oneOf"):
-        if options := [alternatives(each, root, depth - 1) for each in _listed(schema, key)]:
-            parts.append(_either(schema, key, options))
-    for part in parts:
-        found = [both for one in found for other in part if (both := _both(one, other)) is not None][: _MOST + 1]
-    return found if len(found) <= _MOST else ()
+
+
+class _Resolving:
+    """One schema's alternatives, in so many steps: a small one may have any number of them."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._left = _STEPS
+
+    def alternatives(self, schema: Any, depth: int) -> Sequence[Mapping[str, Any]]:
+        """Those of `schema`, with `depth` combinations in each other. Raises _TooManyError."""
+        self._step()
+        if schema is False:
+            return ()
+        if not isinstance(schema, Mapping):
+            return _of_any_kind({})
+        if not depth and (unread := {key: schema[key] for key in ("$ref", "allOf", "anyOf", "oneOf") if key in schema}):
+            return _of_any_kind(unread)
+        found = _plain(schema)
+        parts: list[Sequence[Mapping[str, Any]]] = []
+        if "$ref" in schema:
+            target = referred(schema["$ref"], self._root)
+            unknown = _of_any_kind({"$ref": schema["$ref"]})
+            parts.append(unknown if target is None else self.alternatives(target, depth - 1))
+        parts += (self.alternatives(each, depth - 1) for each in _listed(schema, "allOf"))
+        for key in ("anyOf", "oneOf"):
+            if options := [self.alternatives(each, depth - 1) for each in _listed(schema, key)]:
+                parts.append(_either(schema, key, options))
+        for part in parts:
+            self._step(len(found) * len(part))
+            found = [both for one in found for other in part if (both := _both(one, other)) is not None]
+        return found
+
+    def _step(self, steps: int = 1) -> None:
+        self._left -= steps
+        if self._left < 0:
+            raise _TooManyError
 
 
 def _plain(schema: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -146,7 +172,8 @@ def _both(one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]
     kind = one["type"] if len(kinds) == 1 else "integer"
     both = {**one, **other, "type": kind}
     if "enum" in one and "enum" in other:
-        both["enum"] = [value for value in one["enum"] if any(_same(value, each) for each in other["enum"])]
+        listed = set(map(_text_of, other["enum"]))
+        both["enum"] = [value for value in one["enum"] if _text_of(value) in listed]
     if kind == "integer" and "enum" in both:
         both["enum"] = [int(value) for value in both["enum"] if _kind(value) == "integer"]
     for key, least in (("minLength", max), ("maxLength", min), ("minimum", max), ("maximum", min)):
@@ -162,8 +189,11 @@ def _both(one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]
 _MERGED = frozenset({"type", "enum", "minLength", "maxLength", "minimum", "maximum"})
 
 
-def _same(one: Any, other: Any) -> bool:
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+def _text_of(value: Any) -> str:
+    """The same of equal values."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return json.dumps(value, sort_keys=True, default=dict)
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any]) -> Kinds:

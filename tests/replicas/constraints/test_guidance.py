@@ -145,17 +145,17 @@ def test_a_trial_says_what_the_library_says_and_ends_what_takes_too_long() -> No
     patterns = [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrstuv"]
     trials = Trials({"verbose_errors": False})
     try:
-        assert trials.complaint(LARK, 1) == ""
+        assert trials.complaint(LARK, 60) == ""
         (process,) = trials._idle
-        assert "look-around" in trials.complaint('start: %json {"type": "string", "pattern": "(?=a)"}', 1)
+        assert "look-around" in trials.complaint('start: %json {"type": "string", "pattern": "(?=a)"}', 60)
         assert trials._idle == [process], "it is used again"
         assert trials.complaint("start: %json " + json.dumps({"allOf": patterns}), 1) == TOO_LONG
         assert process.poll() is not None
-        assert trials.complaint(LARK, 1) == ""
+        assert trials.complaint(LARK, 60) == ""
         (process,) = trials._idle
         process.kill()
         process.wait()
-        assert trials.complaint(LARK, 1) == "", "of one that has ended nothing is expected"
+        assert trials.complaint(LARK, 60) == "", "of one that has ended nothing is expected"
     finally:
         trials.close()
     assert trials._idle == []

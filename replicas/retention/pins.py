@@ -302,11 +302,13 @@ class Pins:
         return list(found)
 
     def _keep_within_limits(self, tenant: str) -> int:
+        """Drop pins until the others keep no more than they may, the latest first; not those that others keep whole."""
         before = len(self)
         while self.cells_of(tenant) > min(self._most_of_tenant, self._cache.cells.may_pin(tenant)):
-            self.drop(max((pin for pin in self if pin.owner.scope == tenant), key=lambda pin: pin.arrival))
+            own = (pin for pin in self if pin.owner.scope == tenant)
+            self.drop(max(own, key=lambda pin: (_keeps_alone(pin), pin.arrival)))
         while self.cells > self._most:
-            self.drop(max(self, key=lambda pin: (pin.batch, pin.arrival)))
+            self.drop(max(self, key=lambda pin: (_keeps_alone(pin), pin.batch, pin.arrival)))
         return before - len(self)
 
     def _line(self, pin: ProgramPin) -> tuple[Priority, str]:
@@ -317,6 +319,11 @@ class Pins:
         for sequence in self._waiting.turns_of(owner):
             sequence.pinned = pinned
             self._waiting.reorder(sequence)
+
+
+def _keeps_alone(pin: ProgramPin) -> bool:
+    """Whether no other pin keeps some of its cells."""
+    return any(node.soft == 1 and node.owned for node in pin.pin.node.path())
 
 
 class _Heap:

@@ -690,3 +690,18 @@ def test_a_tenants_pins_do_not_give_way_where_others_floors_leave_no_room():
     assert pinned(world) == {"p"}
     world.run()
     world.assert_right(waits)
+
+
+def test_beyond_its_share_a_tenant_loses_a_pin_that_makes_room_and_not_the_latest_that_makes_none():
+    """A program and the branch off it keep the same cells: without the branch's pin no fewer would be kept."""
+    world = make(tenant_share=0.5)  # 128 cells
+    shared = turn(world, "shared", words(1, 60), began=1.0)
+    turn(world, "alone", words(2, 40), began=2.0)
+    world.submit("branch", shared, 0, began=9.0, program="branch")
+    world.run()
+    ended(world, "branch", "branch")
+    assert pinned(world) == {"shared", "alone", "branch"}
+    grown = turn(world, "shared", shared + words(3, 24), began=1.0, number=1)
+    assert len(grown) > 88
+    assert pinned(world) == {"shared", "branch"}
+    assert world.engine.stats.pins_refused == 1

@@ -10,7 +10,7 @@ import math
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -379,20 +379,7 @@ class TextSide:
         if logprobs is None:
             return TextDelta(text)
         first = TokenLogprobs(int(encoded.tokens[0]), math.nan)
-        return TextDelta(text, tuple(self._scored((first, *logprobs), text.encode())))
-
-    def _scored(self, tokens: Sequence[TokenLogprobs], text: bytes) -> Iterator[LogprobText]:
-        """The tokens of a prompt, each with the bytes that it has in its `text`: marks that the tokenizer puts around
-        that have none, nor has the space that some tokenizers put before it.
-        """
-        end = 0
-        for each in tokens:
-            told = logprob_text(self.pieces, each)
-            content = told.bytes
-            if not text.startswith(content, end):
-                content = b"" if each.token in self._hidden else content.removeprefix(b" " if not end else b"")
-            end += len(content)
-            yield replace(told, bytes=content)
+        return TextDelta(text, tuple(_scored((first, *logprobs), text.encode(), self.pieces, self._hidden)))
 
     @property
     def stats(self) -> TextStats:
@@ -485,6 +472,23 @@ class CallSkeletons:
         ids = range(backend.get_vocab_size())
         texts = backend.decode_batch([[token] for token in ids], skip_special_tokens=False)
         return value_endings(zip(ids, texts, strict=True))
+
+
+def _scored(
+    tokens: Sequence[TokenLogprobs], text: bytes, pieces: Pieces, hidden: Collection[int]
+) -> Iterator[LogprobText]:
+    """The tokens of a prompt, each with its bytes in `text`.
+
+    Marks that the tokenizer puts around a text have no bytes in it, nor has the space that some put before it.
+    """
+    end = 0
+    for each in tokens:
+        scored = logprob_text(pieces, each)
+        content = scored.bytes
+        if not text.startswith(content, end):
+            content = b"" if each.token in hidden else content.removeprefix(b" " if not end else b"")
+        end += len(content)
+        yield replace(scored, bytes=content)
 
 
 def _digest(tools: Sequence[Mapping[str, Any]]) -> bytes:

@@ -86,7 +86,7 @@ def _write(file: Path, folder: Path) -> list[str]:
             "should. Copy the original model's tokenizer.json into the folder."
         )
     if not tokenizer.chat_template:
-        notes.append("The file has no chat template: the server completes text and refuses chats.")
+        notes.append("The file has no chat template: the server refuses chats until engine.chat_template names one.")
     return notes
 
 

@@ -230,7 +230,7 @@ def model(settings: Settings) -> Iterator[Finding]:
         return
     if not template:
         found = f"{folder} has no chat template: the server completes text and refuses chats"
-        yield warn("model", found, "serve the instruct version of the model to chat and to call tools")
+        yield warn("model", found, "serve the instruct version of the model, or set engine.chat_template to a file")
     elif as_text:
         found = "the chat template takes no tools: they are told in the system prompt, in Hermes' format"
         yield warn(

@@ -169,8 +169,10 @@ class Renderer:
 
     def _check(self, prompt: ChatPrompt) -> None:
         if not self._tokenizer.chat_template:
-            text = "the model has no chat template: use /v1/completions, or serve the instruct version of the model"
-            raise InvalidRequestError(text, "messages")
+            helps = (
+                "use /v1/completions, serve the instruct version of the model, or set engine.chat_template to a file"
+            )
+            raise InvalidRequestError(f"the model has no chat template: {helps}", "messages")
         reserved = self._reserved.intersection(prompt.template_kwargs)
         if reserved:
             raise InvalidRequestError(f"chat_template_kwargs must not name {min(reserved)}", "chat_template_kwargs")

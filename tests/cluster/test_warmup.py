@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,8 @@ def test_a_model_without_a_chat_template_is_asked_for_a_completion(plain: Settin
     assert "http://127.0.0.1:8000/v1/completions" in words
     assert CompletionBody.model_validate_json(words[words.index("-d") + 1]).prompt
     assert not any("chat" in word for word in words)
+    template = Settings(engine=replace(plain.engine, chat_template=str(WEIGHTS / "chat_template.jinja")))
+    assert warmup.chats(template)
 
 
 def test_it_says_that_tools_are_told_in_the_system_prompt() -> None:

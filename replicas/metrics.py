@@ -107,9 +107,9 @@ REQUESTS = (
     counter(
         "own_requests",
         "",
-        "Requests that the server sent itself, which no other counter of requests or prompt tokens has: `ahead` (a "
-        "program's next prompt while its tools run), `preamble`, `question` (standing ones), `warm_up`",
-        "Nothing: with `holdfast_own_tokens_total`, what the server does unasked",
+        "Requests that the server sent itself: `ahead` (a program's next prompt while its tools run), `preamble`, "
+        "`question` (standing ones), `warm_up`. No other counter of requests or prompt tokens includes them",
+        "Nothing. `holdfast_own_tokens_total` has their tokens",
         lambda r: r.stats.own_requests,
         "origin",
     ),

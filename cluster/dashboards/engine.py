@@ -141,7 +141,6 @@ STEPS = Row(
                 Query(LINES.rate("holdfast_requests_foretold_total"), "foretold by routers"),
             ),
             Kind.STACKED,
-            width=12,
         ),
         Panel(
             "Requests by terminal event",
@@ -151,7 +150,15 @@ STEPS = Row(
                 Query(WHO.rate("holdfast_engine_requests_total", "outcome"), "{{outcome}}"),
                 Query(WHO.rate("holdfast_engine_steps_failed_total"), "steps failed"),
             ),
-            width=12,
+        ),
+        Panel(
+            "Own work",
+            "Requests that the server sends itself, by their origin. No other panel counts them.",
+            Unit.RATE,
+            (
+                Query(WHO.rate("holdfast_own_requests_total", "origin"), "{{origin}} requests"),
+                Query(WHO.rate("holdfast_own_tokens_total", "origin"), "{{origin}} tokens"),
+            ),
         ),
     ),
 )

@@ -97,8 +97,8 @@ def test_as_near_to_float64_as_torch(way, dtype, length):
     world = PagedWorld([(1000, length), (30, length)], 16, 2, 2, 64, dtype, 3)
     exact = world.reference(dtype=torch.float64)
     ours, torchs = world.attend(), attention_cpu.attend_cpu(world.q, world.kv, 1, world.batch, 0.3, 0, 0.0)
-    # What rounding the weights to bfloat16 may cost, which torch does on some processors and not on others.
-    allowed = 2e-3 if dtype == torch.bfloat16 else 0.0
+    # Torch rounds weights to bfloat16 and orders float32 sums differently from one processor to another.
+    allowed = 2e-3 if dtype == torch.bfloat16 else 4 * torch.finfo(dtype).eps
     assert relative_error(ours, exact) <= max(relative_error(torchs, exact) * 1.2, allowed)
 
 

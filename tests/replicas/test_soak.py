@@ -38,7 +38,7 @@ class Soak(World):
 
     def __init__(self, seed: int) -> None:
         super().__init__(
-            cells=320,
+            cells=240,
             page_size=4,
             max_sequences=10,
             session_rows=4,

@@ -116,7 +116,9 @@ def test_a_reply_may_be_asked_to_be_longer_than_the_context(client: openai.OpenA
         assert choice.finish_reason == "tool_calls"
     response = client.responses.create(model="pocket", input="Hello", max_output_tokens=most)
     assert (response.status, response.max_output_tokens) == ("completed", most)
-    assert client.completions.create(model="pocket", prompt="Hello", max_tokens=most, stop=["."]).choices
+    text = client.completions.create(model="pocket", prompt="Hello", max_tokens=most, stop=["."], stream=True)
+    next(iter(text))
+    text.close()  # the model, which was not asked in its own form, may go on to the end of its context
 
 
 def test_a_turn_without_calls_goes_on_from_the_cells_of_the_conversation(client: openai.OpenAI) -> None:

@@ -74,7 +74,7 @@ VARIANTS = (
     Variant("grouped_prefill", {"grouped_prefill": False}),
     Variant("adaptive_chunks", {"adaptive_chunks": False}),
     Variant("equal_chunks", {"equal_chunks": True}),
-    Variant("step_ms", {"step_ms": 1e9}),  # prompts fill steps in which others decode
+    Variant("step_ms", {"step_ms": 1e9}),  # prompts fill steps
     Variant("chunk_deferral", {"high_water": 1.0}),
     Variant("admission", {"admission_ceiling": 1.0}),
     Variant("retention", {"retention": RetentionConfig(policy="none")}),

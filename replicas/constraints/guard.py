@@ -20,7 +20,7 @@ import numpy as np
 
 from holdfast.replicas.constraints.grammar import CallForm, Forms
 from holdfast.replicas.constraints.guidance import GuidedMatcher, Vocabulary
-from holdfast.replicas.constraints.matcher import Bits
+from holdfast.replicas.constraints.matcher import Bits, Matcher
 
 _BETWEEN = b" \t\r\n;,"  # what may stand before a bare call
 _LONGEST_BEGINNING = 256  # bytes in which a bare call has come to its arguments, or is none
@@ -306,8 +306,8 @@ def _may_begin(text: bytes, form: CallForm) -> bool:
     return not text or (text.startswith(form.begins.encode()) and len(text) < _LONGEST_BEGINNING)
 
 
-class CallBan:
-    """`constraints.matcher.Matcher` of a text in which no call begins. All else is free.
+class CallBan(Matcher):
+    """A matcher of a text in which no call begins. All else is free.
 
     The token with which an opener would be complete is drawn again. Where calls need no opener it is the one with which
     the reply would come to the arguments of a tool that is among `names`.
@@ -329,18 +329,6 @@ class CallBan:
     @property
     def binding(self) -> bool:
         return self._refused
-
-    @property
-    def finished(self) -> bool:
-        return False
-
-    @property
-    def failed(self) -> bool:
-        return False
-
-    @property
-    def given_up(self) -> bool:
-        return False
 
     def copy(self) -> "CallBan":
         other = CallBan(self._watch, self._names)

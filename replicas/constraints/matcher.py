@@ -34,14 +34,17 @@ class Matcher(Protocol):
     @property
     def finished(self) -> bool:
         """Nothing but the end of the reply may follow."""
+        return False
 
     @property
     def failed(self) -> bool:
         """The grammar grew beyond its limits: nothing can be said of the next token. For good."""
+        return False
 
     @property
     def given_up(self) -> bool:
         """As `failed`, of a grammar that nobody has asked for: the rest of the reply is free. For good."""
+        return False
 
     def copy(self) -> "Matcher":
         """Another one at the same place, independent of this."""
@@ -79,7 +82,7 @@ class RowMasks:
         self.matcher.fill(self.drafts, out)
 
 
-class GivenTokens:
+class GivenTokens(Matcher):
     """The grammar of one text, so that it is scored like any reply: each token is the next of `tokens`.
 
     They are ids of a model with a `vocabulary` of so many.
@@ -106,14 +109,6 @@ class GivenTokens:
     @property
     def finished(self) -> bool:
         return self._at >= len(self._tokens)
-
-    @property
-    def failed(self) -> bool:
-        return False
-
-    @property
-    def given_up(self) -> bool:
-        return False
 
     def copy(self) -> "GivenTokens":
         return GivenTokens(self._tokens, self._vocabulary, self._at)

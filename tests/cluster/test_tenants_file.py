@@ -12,11 +12,17 @@ from holdfast.replicas.errors import ConfigError
 from holdfast.router.protocol.errors import RefusedError
 from holdfast.router.tenants import Caller, TenantDirectory, hash_key
 
-PATIENT = 5.0
 
 
 def text(*names: str) -> str:
     return "tenants:\n" + "".join(f"  - {{name: {name}, key_hashes: ['{hash_key(name)}']}}\n" for name in names)
+
+
+def replace(path: Path, content: str) -> None:
+    """Change a file in one step, so that nobody reads half of it or an empty one."""
+    written = path.with_suffix(".new")
+    written.write_text(content)
+    written.replace(path)
 
 
 def called(directory: TenantDirectory, key: str) -> str:
@@ -46,15 +52,15 @@ def test_a_changed_file_comes_into_force_and_a_broken_one_changes_nothing(
     async def scenario() -> None:
         watch = TenantsWatch(path, directory, 0.001)
         try:
-            path.write_text(text("a", "b"))
+            replace(path, text("a", "b"))
             await until_async(lambda: len(directory.tenants) == 2)
             for number, wrong in enumerate(WRONG, 1):
-                path.write_text(wrong)
+                replace(path, wrong)
                 await until_async(lambda n=number: faults() == n)  # type: ignore[misc]
                 assert called(directory, "b") == "b"
             path.unlink()
             await until_async(lambda: faults() == len(WRONG) + 1)
-            path.write_text(text("c"))
+            replace(path, text("c"))
             await until_async(lambda: directory.tenants[0].name == "c")
             assert faults() == len(WRONG) + 1, "each is told once"
         finally:

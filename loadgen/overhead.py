@@ -17,7 +17,7 @@ from holdfast.loadgen.progress import bar
 from holdfast.loadgen.serving import serving
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import ConfigError, UnavailableError
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import Answer, ChatPrompt, GenerateRequest
 from holdfast.replicas.service import Service
 

@@ -35,7 +35,6 @@ from holdfast.replicas.events import (
     OpenSession,
     Rejected,
     Request,
-    Sampling,
     Stop,
     Submit,
     Terminal,
@@ -45,9 +44,9 @@ from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.host import HostTier
 from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.kv.tags import UNLABELLED
+from holdfast.replicas.plan import Flight, PipelinedRunner, Runner, Sampling, StepOutput, StepPlan
 from holdfast.replicas.retention.policy import Learned
 from holdfast.replicas.scheduling.admission import check_cells, pages_of
-from holdfast.replicas.scheduling.plan import Flight, PipelinedRunner, Runner, StepOutput, StepPlan
 from holdfast.replicas.scheduling.queue import order_of
 from holdfast.replicas.scheduling.running import BooksError
 from holdfast.replicas.scheduling.scheduler import Scheduler

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, TypeAlias
 
-from holdfast.replicas.constraints.matcher import Matcher, RowMasks
+from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.kv.tags import UNLABELLED, Labels
+from holdfast.replicas.plan import Sampling, TokenLogprobs
 from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.replicas.speculation.skeletons import SkeletonSet
 from holdfast.replicas.types import (
@@ -19,72 +20,12 @@ from holdfast.replicas.types import (
     CellLimits,
     Origin,
     Priority,
-    TokenCounts,
     TokenIds,
     record,
     salted,
 )
 
 FinishReason: TypeAlias = Literal["stop", "length"]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is chosen. Defaults are greedy, for the engine's own callers.
-
-    `seed` None means the FNV-1a hash of the prompt's token ids, so equal prompts give equal outputs. `choice` is the
-    number of an answer among several to one request: each but the first has a seed derived from that. None of `ends` is
-    drawn before `min_tokens` were, unless nothing else may be; the text side fills them in.
-    """
-
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all
-    min_p: float = 0.0
-    seed: int | None = None
-    logprobs: int | None = None  # None: none; k: the chosen token's and the k most likely ones
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    stop_token_ids: frozenset[int] = frozenset()  # besides the model's own end-of-sequence ids
-    ignore_eos: bool = False
-    choice: int = 0
-    repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt and reply, multiplies negative ones
-    min_tokens: int = 0
-    ends: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """Choose tokens after this chunk. The key of the noise is (seed, absolute position, token id).
-
-    With `drafts` > 0 the chunk's last `drafts` tokens are unverified: every position from the one before them
-    on is drawn, and the output is the accepted drafts plus one token. Before absolute position `least` none of
-    `sampling.ends` is drawn.
-    """
-
-    sampling: Sampling
-    seed: int
-    drafts: int = 0
-    counts: TokenCounts | None = None  # of the tokens generated before the drafts; only where a penalty needs them
-    masks: RowMasks | None = None  # which tokens may be drawn, of a constrained sequence
-    seen: TokenCounts | None = None  # of all tokens before the drafts; only where the repetition penalty needs them
-    least: int = 0
-
-    @property
-    def plain(self) -> bool:
-        """Whether one token comes of it, and none before that is needed to know what comes after."""
-        return self.drafts == 0 and self.counts is None and self.masks is None and self.seen is None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log probability of a chosen token, and of the most likely ones, before temperature and filters."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

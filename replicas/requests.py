@@ -11,8 +11,9 @@ from math import inf
 from typing import Any, Literal, TypeAlias
 
 from holdfast.replicas.errors import ErrorInfo
-from holdfast.replicas.events import Named, PartialPrefill, Sampling, Started, Timing, TokenLogprobs, Usage
+from holdfast.replicas.events import Named, PartialPrefill, Started, Timing, Usage
 from holdfast.replicas.kv.tags import Hint
+from holdfast.replicas.plan import Sampling, TokenLogprobs
 from holdfast.replicas.retention.latency import Called
 from holdfast.replicas.types import CellLimits, Origin, Priority, salted
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ErrorInfo
-from holdfast.replicas.events import Draw, Failed, FinishReason, Sampling, Submit, Timing, Usage, Work
+from holdfast.replicas.events import Failed, FinishReason, Submit, Timing, Usage, Work
 from holdfast.replicas.kv.holding import Holding
+from holdfast.replicas.plan import Draw, Sampling
 from holdfast.replicas.types import Origin, Priority, TokenCounts, TokenIds
 
 

@@ -55,12 +55,10 @@ from holdfast.replicas.events import (
     ProgramEnded,
     Rejected,
     Request,
-    Sampling,
     Started,
     Submit,
     Terminal,
     Timing,
-    TokenLogprobs,
     Tokens,
     TurnEnded,
     Usage,
@@ -70,6 +68,7 @@ from holdfast.replicas.events import (
 from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.kv.tags import AHEAD, PRIORITIES, SYSTEM_ROLES, Label, Labels, labels_of
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
+from holdfast.replicas.plan import Sampling, TokenLogprobs
 from holdfast.replicas.preposition import OWN, PrePositioning
 from holdfast.replicas.questions import Questions
 from holdfast.replicas.requests import (

@@ -19,7 +19,8 @@ from typing import Any
 
 import orjson
 
-from holdfast.replicas.events import REMEMBERED, Named, Sampling
+from holdfast.replicas.events import REMEMBERED, Named
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import TOKEN, ChatPrompt, History, Question, RawPrompt
 from holdfast.router.config import RouterConfig
 from holdfast.router.seal import Seal

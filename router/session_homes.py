@@ -37,7 +37,7 @@ from holdfast.replicas.errors import (
     UnknownSessionError,
     error_of,
 )
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import (
     AddQuestion,
     Answer,

@@ -37,13 +37,14 @@ ROOMS: Mapping[str, set[str]] = {
     "stats": {"types", "kv.tags"},
     "metrics": {"stats"},
     "config": BASE | {"speculation.ngrams"},
-    "events": BASE | {"kv.tags", "constraints.matcher", "retention.latency", "speculation.skeletons"},
-    "requests": BASE | {"events", "kv.tags", "retention.latency"},
+    "plan": BASE | {"constraints.matcher", "kv.pages"},
+    "events": BASE | {"plan", "kv.tags", "constraints.matcher", "retention.latency", "speculation.skeletons"},
+    "requests": BASE | {"events", "plan", "kv.tags", "retention.latency"},
     "kv": BASE,
     "kv.tags": set(),
     "kv.pages": set(),
     "kv.radix": BASE | {"kv.limits", "kv.pages", "kv.tags"},
-    "sequences": BASE | {"events", "kv", "constraints.matcher"},
+    "sequences": BASE | {"events", "plan", "kv", "constraints.matcher"},
     "retention": BASE | {"config", "events", "stats", "kv", "sequences"},
     "retention.latency": set(),
     "retention.policy": {"config", "retention.latency"},
@@ -52,16 +53,15 @@ ROOMS: Mapping[str, set[str]] = {
     "speculation.skeletons": BASE | {"speculation.ngrams"},
     "constraints": BASE | {"config", "requests", "text.calls", "text.decode"},
     "constraints.matcher": BASE,
-    "text": BASE | {"config", "events", "requests", "stats", "constraints", "speculation.skeletons"},
+    "text": BASE | {"config", "events", "plan", "requests", "stats", "constraints", "speculation.skeletons"},
     "text.calls": BASE | {"requests"},
     "text.decode": BASE,
-    "scheduling": BASE | ENGINE_ROOMS | {"config", "events", "stats", "constraints.matcher"},
-    "scheduling.plan": BASE | {"events", "kv.pages"},
+    "scheduling": BASE | ENGINE_ROOMS | {"config", "events", "plan", "stats", "constraints.matcher"},
     "scheduling.shares": BASE,
-    "model": BASE | {"config", "events", "kv", "constraints.matcher", "speculation.gate", "scheduling.plan"},
+    "model": BASE | {"config", "plan", "kv", "constraints.matcher", "speculation.gate"},
     "pocket": set(),
     "sessions": BASE | {"events", "sequences", "retention"},
-    "engine": BASE | ENGINE_ROOMS | {"config", "events", "stats", "seed", "sessions"},
+    "engine": BASE | ENGINE_ROOMS | {"config", "events", "plan", "stats", "seed", "sessions"},
     "bridge": BASE | {"engine", "events"},
     "activity": {"engine", "sequences"},
     "preposition": BASE | {"events", "requests", "stats"},
@@ -177,11 +177,11 @@ def may_see(part: str, target: str) -> bool:
 
 
 def test_rooms_of_the_engine_see_down_only() -> None:
-    assert not may_see("kv.cache", "scheduling.plan")
-    assert not may_see("sequences", "scheduling.plan")
+    assert not may_see("kv.cache", "plan")
+    assert not may_see("sequences", "scheduling.queue")
     assert not may_see("retention.pins", "scheduling.queue")
-    assert not may_see("model.runner", "scheduling.step"), "of the scheduler it knows the plan alone"
-    assert not may_see("scheduling.plan", "sequences")
+    assert not may_see("model.runner", "scheduling.step"), "it knows the plan and not the scheduler"
+    assert not may_see("plan", "sequences")
     assert not may_see("text.calls.readers", "constraints.grammar")
     assert may_see("text.conversation", "constraints.grammar")
     everything = {"service", "actor"}

@@ -47,10 +47,9 @@ from holdfast.replicas.constraints.compiler import CompilerThreads
 from holdfast.replicas.constraints.grammar import CallForm, forms_of
 from holdfast.replicas.constraints.matcher import Bits, Matcher
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Sampling
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
+from holdfast.replicas.plan import Drawn, Runner, Sampling, StepOutput, StepPlan
 from holdfast.replicas.requests import Answer, ChatPrompt, GenerateRequest, ModelCard, RawPrompt, TextDelta
-from holdfast.replicas.scheduling.plan import Drawn, Runner, StepOutput, StepPlan
 from holdfast.replicas.service import Service, freeze_heap
 from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat
 from holdfast.replicas.text.conversation import Constraints, Encoded, TextSide

@@ -32,11 +32,10 @@ from holdfast.loadgen.client import Client
 from holdfast.loadgen.options import PAUSE_S, parse_server
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import ConfigError, UnavailableError
-from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.model.decoder import decoder_shape
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
 from holdfast.replicas.model.weights import DecoderShape, inspect_model
-from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
+from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 
 _BANDWIDTH_BYTES = 256 << 20  # beyond any cache
 _DECODED = 9  # tokens asked of a peer where a single one is measured

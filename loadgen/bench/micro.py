@@ -25,13 +25,13 @@ from holdfast.loadgen.bench.workload import BURST_TOOLS, Scenario, rounds
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig, PolicyName, RetentionConfig
 from holdfast.replicas.constraints.guidance import AVAILABLE
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Finished, OpenSession, Sampling, Submit, TurnEnded
+from holdfast.replicas.events import Finished, OpenSession, Submit, TurnEnded
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.model.weights import inspect_model, load_tokenizer
+from holdfast.replicas.plan import Drawn, Sampling, StepOutput, StepPlan
 from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot, Pauses
 from holdfast.replicas.retention.policy import Conditions, Here, Pause, Policy, RestoreCost, policy_of
-from holdfast.replicas.scheduling.plan import Drawn, StepOutput, StepPlan
 from holdfast.replicas.speculation.drafter import Drafter, DraftState
 from holdfast.replicas.speculation.gate import VerificationCost
 from holdfast.replicas.speculation.ngrams import common_prefix

@@ -26,7 +26,8 @@ from holdfast.loadgen.measure import estimate, median, ratio
 from holdfast.loadgen.workloads.words import KINDS, filler
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig, RetentionConfig
 from holdfast.replicas.errors import ConfigError, EngineError, HoldfastError
-from holdfast.replicas.events import HandleReleased, PartialPrefill, ProgramEnded, Sampling
+from holdfast.replicas.events import HandleReleased, PartialPrefill, ProgramEnded
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import (
     Answer,
     AnswerBuilder,

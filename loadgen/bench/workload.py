@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast.loadgen.pocket.conversations import Conversation, lexicon, write
 from holdfast.loadgen.pocket.words import Split
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest
 
 MAX_TOKENS = 128  # of a turn, as in the paper's evaluation

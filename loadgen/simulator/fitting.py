@@ -27,8 +27,8 @@ from holdfast.loadgen.simulator.simulation import Clients, Simulation
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
+from holdfast.replicas.plan import Runner, StepOutput, StepPlan
 from holdfast.replicas.retention.policy import not_negative
-from holdfast.replicas.scheduling.plan import Runner, StepOutput, StepPlan
 
 MEASURED = Bulk(free=0, blind=1)
 FIT_ON = Workload("bfcl", 12, 1.0, turns_times=2, scale=0.1, context=6000)

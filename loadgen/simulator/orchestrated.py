@@ -26,7 +26,6 @@ from holdfast.replicas.events import (
     Finished,
     PartialPrefill,
     ProgramEnded,
-    Sampling,
     Submit,
     Terminal,
     Tokens,
@@ -34,6 +33,7 @@ from holdfast.replicas.events import (
     TurnEnded,
 )
 from holdfast.replicas.kv.tags import labels_of
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.retention.latency import LatencyBook
 from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.replicas.scheduling.plan import Chunk, StepPlan
+from holdfast.replicas.plan import Chunk, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from holdfast.loadgen.simulator.profile import Profile, contexts
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.scheduling.plan import Chunk, Drawn, RowWrite, Runner, StepOutput, StepPlan
+from holdfast.replicas.plan import Chunk, Drawn, RowWrite, Runner, StepOutput, StepPlan
 
 
 class Machine(Runner, Protocol):

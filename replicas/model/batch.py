@@ -16,7 +16,7 @@ from torch import Tensor
 
 from holdfast.kernels.attention_plan import AttentionWork, attention_work
 from holdfast.kernels.paging import PagedBatch, PageRuns
-from holdfast.replicas.scheduling.plan import Chunk, RowWrite
+from holdfast.replicas.plan import Chunk, RowWrite
 
 Int64s = npt.NDArray[np.int64]
 

@@ -21,7 +21,7 @@ from holdfast.replicas.kv.tensors import HostPages, KVTensors, Moved
 from holdfast.replicas.model import sampler_gpu
 from holdfast.replicas.model.batch import STEP_ERRORS, BatchLayout, Model, PageTable, lay_out
 from holdfast.replicas.model.graphs import CudaGraphs, Replayed
-from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepOutput, StepPlan
+from holdfast.replicas.plan import Chunk, RowWrite, StepOutput, StepPlan
 
 _LONG = 256  # pages of a row write from which on it is a copy of its own
 

@@ -39,7 +39,7 @@ from holdfast.replicas.model.weights import (
     load_tokenizer,
     sampling_defaults,
 )
-from holdfast.replicas.scheduling.plan import Drawn, Flight, PipelinedRunner, Runner, StepOutput, StepPlan
+from holdfast.replicas.plan import Drawn, Flight, PipelinedRunner, Runner, StepOutput, StepPlan
 from holdfast.replicas.speculation.gate import VerificationCost
 
 log = logging.getLogger(__name__)

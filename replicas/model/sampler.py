@@ -24,8 +24,7 @@ from torch import Tensor
 from holdfast.kernels.sampling import Filters, greedy, gumbel_argmax, log_probabilities, row_keys
 from holdfast.kernels.transfer import sent
 from holdfast.replicas.constraints.matcher import Bits, RowMasks
-from holdfast.replicas.events import Draw, Sampling, TokenLogprobs
-from holdfast.replicas.scheduling.plan import Chunk, Drawn
+from holdfast.replicas.plan import Chunk, Draw, Drawn, Sampling, TokenLogprobs
 
 _COLD = 1e-5  # a temperature below is greedy: dividing by it would leave the range of float32
 _NOT_YET = (

@@ -19,7 +19,7 @@ from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
 from holdfast.kernels.transfer import Array
 from holdfast.replicas.model.graphs import Replayed
 from holdfast.replicas.model.sampler import LogitRows, adjusted, by_chunk, group_rows, logprobs_by_row, row_logprobs
-from holdfast.replicas.scheduling.plan import Chunk, Drawn
+from holdfast.replicas.plan import Chunk, Drawn
 
 _ALIGNED = 16  # elements
 

@@ -21,14 +21,13 @@ from torch import Tensor
 from holdfast.kernels.linear import PACKED_BYTES, Matrix, reordered
 from holdfast.replicas.config import DType, EngineConfig
 from holdfast.replicas.errors import ConfigError, EngineError
-from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
 from holdfast.replicas.model.batch import PageTable, build_batch
 from holdfast.replicas.model.folder import cannot_serve
 from holdfast.replicas.model.graphs import MOST_DRAWS
 from holdfast.replicas.model.weights import LoadedModel
-from holdfast.replicas.scheduling.plan import Chunk, RowWrite, Runner, StepOutput, StepPlan
+from holdfast.replicas.plan import Chunk, Draw, RowWrite, Runner, Sampling, StepOutput, StepPlan
 from holdfast.replicas.speculation.gate import VerificationCost
 from holdfast.replicas.types import TokenIds
 

@@ -10,7 +10,7 @@ from collections.abc import Collection
 import numpy as np
 
 from holdfast.replicas.errors import InvalidRequestError
-from holdfast.replicas.scheduling.plan import Chunk, StepPlan
+from holdfast.replicas.plan import Chunk, StepPlan
 from holdfast.replicas.scheduling.step import Step
 from holdfast.replicas.sequences import Sequence, Status
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter, DraftState

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from holdfast.replicas.config import OrderName
 from holdfast.replicas.events import Submit
-from holdfast.replicas.scheduling.plan import Chunk
+from holdfast.replicas.plan import Chunk
 from holdfast.replicas.scheduling.shares import TENANTS, Classes, Contended, Roots, Shares
 from holdfast.replicas.sequences import Owner, Sequence
 from holdfast.replicas.stats import Mean

@@ -19,13 +19,13 @@ from holdfast.replicas.events import (
     TurnEnded,
 )
 from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.plan import Chunk, Drawn, StepOutput
 from holdfast.replicas.retention.pins import Retention
 from holdfast.replicas.retention.policy import Learned, RestoreCost
 from holdfast.replicas.retention.rows import Rows
 from holdfast.replicas.scheduling.admission import Admission
 from holdfast.replicas.scheduling.ahead import WorkAhead
 from holdfast.replicas.scheduling.drafts import Drafts, check_grammar, fitting
-from holdfast.replicas.scheduling.plan import Chunk, Drawn, StepOutput
 from holdfast.replicas.scheduling.queue import Order, WaitingQueue
 from holdfast.replicas.scheduling.running import NO_ROOM, Ends, Running
 from holdfast.replicas.scheduling.shares import Classes

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from holdfast.replicas.constraints.matcher import RowMasks
-from holdfast.replicas.events import Draw
 from holdfast.replicas.kv.holding import Holding
 from holdfast.replicas.kv.pages import NO_MOVES, PageCopy, PageIds, PageMoves
-from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
+from holdfast.replicas.plan import Chunk, Draw, RowWrite, StepPlan
 from holdfast.replicas.sequences import Sequence
 from holdfast.replicas.speculation.drafter import NO_DRAFT
 from holdfast.replicas.types import TokenCounts, TokenIds, record

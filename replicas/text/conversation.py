@@ -27,7 +27,7 @@ from holdfast.replicas.constraints.guard import CallGuard
 from holdfast.replicas.constraints.guidance import AVAILABLE, Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ConfigError, InvalidRequestError
-from holdfast.replicas.events import TokenLogprobs
+from holdfast.replicas.plan import TokenLogprobs
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, LogprobText, RawPrompt, TextDelta
 from holdfast.replicas.speculation.skeletons import CallFormat, SkeletonSet, ValueEndings, compile_tools, value_endings
 from holdfast.replicas.stats import TextStats

@@ -20,7 +20,8 @@ from typing import TypeAlias
 import numpy as np
 
 from holdfast.replicas.constraints.matcher import Matcher
-from holdfast.replicas.events import FinishReason, TokenLogprobs
+from holdfast.replicas.events import FinishReason
+from holdfast.replicas.plan import TokenLogprobs
 from holdfast.replicas.requests import LogprobText, ReasoningDelta, ReplyReason, TextDelta, ToolCallDelta
 from holdfast.replicas.text.calls.readers import ToolCallParser
 from holdfast.replicas.text.calls.tracker import Delta, merged

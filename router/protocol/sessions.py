@@ -9,7 +9,7 @@ import orjson
 from pydantic import Field
 
 from holdfast.replicas.errors import ContextLengthError, InvalidRequestError, UnknownQuestionError
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import (
     Answer,
     ChatPrompt,

@@ -11,8 +11,8 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 from pydantic import Discriminator, Field, Tag, WithJsonSchema
 
 from holdfast.replicas.errors import InvalidRequestError, too_long
-from holdfast.replicas.events import Sampling
 from holdfast.replicas.kv.tags import Hint
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import ChatPrompt, ModelCard, RawPrompt, SessionTurn
 from holdfast.replicas.types import Priority
 from holdfast.router.protocol.body import NULL_IS_ABSENT, Body, Lenient, one_or_many, word

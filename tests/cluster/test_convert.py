@@ -16,9 +16,10 @@ from holdfast.loadgen.pocket.tokenizer import WEIGHTS
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.events import Sampling, Submit, Tokens
+from holdfast.replicas.events import Submit, Tokens
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
 from holdfast.replicas.model.weights import eos_ids, inspect_model, load_tokenizer
+from holdfast.replicas.plan import Sampling
 
 pytest.importorskip("gguf")
 TEXTS = (

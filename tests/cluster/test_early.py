@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.cluster.early import LOOPBACK, MOST, NAME, EarlyPieces, EarlySender, read, written
-from holdfast.replicas.events import Started, TokenLogprobs
+from holdfast.replicas.events import Started
+from holdfast.replicas.plan import TokenLogprobs
 from holdfast.replicas.requests import (
     Completed,
     Errored,

@@ -235,7 +235,7 @@ def test_without_the_packages_it_says_what_to_install(monkeypatch: pytest.Monkey
 
 
 def _request(**changes: Any) -> GenerateRequest:
-    from holdfast.replicas.events import Sampling
+    from holdfast.replicas.plan import Sampling
     from holdfast.replicas.requests import RawPrompt
 
     return GenerateRequest("r", RawPrompt("x"), Sampling(), **changes)

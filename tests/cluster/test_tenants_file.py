@@ -13,7 +13,6 @@ from holdfast.router.protocol.errors import RefusedError
 from holdfast.router.tenants import Caller, TenantDirectory, hash_key
 
 
-
 def text(*names: str) -> str:
     return "tenants:\n" + "".join(f"  - {{name: {name}, key_hashes: ['{hash_key(name)}']}}\n" for name in names)
 

@@ -28,12 +28,12 @@ from holdfast.replicas.events import (
     Failed,
     Finished,
     Rejected,
-    Sampling,
     Submit,
     Timing,
     Tokens,
     Usage,
 )
+from holdfast.replicas.plan import Sampling
 
 CONFIG = EngineConfig(cells=2048, page_size=4, max_sequences=32, session_rows=0, context_length=512)
 

@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.constraints.guidance import GuidedMatcher
 from holdfast.replicas.errors import ErrorKind
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import (
     Answer,
     AnswerBuilder,

@@ -12,7 +12,7 @@ from engine_world import World, words
 
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Stop
-from holdfast.replicas.scheduling.plan import StepOutput
+from holdfast.replicas.plan import StepOutput
 from holdfast.replicas.sequences import Sequence
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import (
     Answer,
     AnswerBuilder,

@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 
 from holdfast.loadgen.bench.calls import is_whole, random_model
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import Answer, ChatPrompt, GenerateRequest, JsonOutput
 from holdfast.replicas.service import Service
 

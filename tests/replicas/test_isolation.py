@@ -13,7 +13,7 @@ from fake_runner import VOCABULARY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.scheduling.plan import StepPlan
+from holdfast.replicas.plan import StepPlan
 from holdfast.replicas.types import CellLimits
 
 CELLS = (None, CellLimits(floor=0.3), CellLimits(ceiling=0.4))

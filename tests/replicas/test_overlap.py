@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Sampling, Stop, Submit
+from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Stop, Submit
 from holdfast.replicas.kv.radix import RadixTree
+from holdfast.replicas.plan import Sampling
 
 PLAIN = DraftConfig(enabled=False)
 

@@ -8,7 +8,8 @@ import pytest
 from waiting import go_by, run_virtual, until_async
 
 from holdfast.replicas.config import EngineConfig, RetentionConfig
-from holdfast.replicas.events import ProgramEnded, Sampling
+from holdfast.replicas.events import ProgramEnded
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.preposition import PrePositioning
 from holdfast.replicas.requests import Answer, ChatPrompt, GenerateRequest, ToolCall
 from holdfast.replicas.service import Service

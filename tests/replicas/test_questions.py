@@ -16,7 +16,8 @@ from holdfast.replicas.errors import (
     OverloadedError,
     UnknownQuestionError,
 )
-from holdfast.replicas.events import Past, Sampling, Timing, Usage
+from holdfast.replicas.events import Past, Timing, Usage
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.questions import Questions
 from holdfast.replicas.requests import (
     Completed,

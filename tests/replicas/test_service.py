@@ -16,7 +16,8 @@ from waiting import PATIENCE_S, until_async
 from holdfast.replicas.actor import Replica
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import ErrorKind
-from holdfast.replicas.events import Abort, Command, Sampling, Started
+from holdfast.replicas.events import Abort, Command, Started
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import (
     Answer,
     AnswerBuilder,

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from holdfast.replicas.config import EngineConfig, RetentionConfig
-from holdfast.replicas.events import ProgramEnded, Sampling, ToolLatencies
+from holdfast.replicas.events import ProgramEnded, ToolLatencies
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt
 from holdfast.replicas.retention.latency import Called, LatencySnapshot, ToolLatency
 from holdfast.replicas.service import Service

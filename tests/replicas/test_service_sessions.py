@@ -15,7 +15,7 @@ from holdfast.replicas.errors import (
     UnknownSessionError,
     error_of,
 )
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import AnswerBuilder, ChatPrompt, GenerateRequest, RawPrompt
 from holdfast.replicas.service import Service
 

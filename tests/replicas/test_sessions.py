@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.errors import ErrorKind, UnavailableError
-from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Rejected, Sampling, Stop, Submit
+from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Rejected, Stop, Submit
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.sessions import closed_reply
 
 

@@ -17,7 +17,8 @@ from engine_world import World, words
 from fake_runner import complete
 
 from holdfast.replicas.config import DraftConfig, EngineConfig
-from holdfast.replicas.events import Abort, Finished, Sampling, Stop, Submit
+from holdfast.replicas.events import Abort, Finished, Stop, Submit
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import Completed, Errored, GenerateRequest, RawPrompt
 from holdfast.replicas.service import Service
 

@@ -12,8 +12,9 @@ from late_runner import LateRunner
 
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Sampling, Submit
+from holdfast.replicas.events import Submit
 from holdfast.replicas.model.sampler import sample
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.types import TokenCounts
 
 tokens = st.lists(st.integers(0, 200), max_size=100)

@@ -26,7 +26,7 @@ from holdfast.replicas.errors import (
     SessionLostError,
     UnavailableError,
 )
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import GenerateRequest, RawPrompt
 from holdfast.replicas.scheduling.queue import ProgramOrder
 from holdfast.replicas.stats import LoadReport

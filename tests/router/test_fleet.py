@@ -12,7 +12,7 @@ from redis_server import RedisServer
 from waiting import until_async
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import GenerateRequest, RawPrompt
 from holdfast.replicas.stats import LoadReport
 from holdfast.replicas.types import Priority

@@ -18,7 +18,7 @@ from ray.serve.request_router import PendingRequest
 from waiting import go_by, run_virtual
 
 from holdfast.replicas.errors import UnavailableError
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import GenerateRequest, RawPrompt
 from holdfast.replicas.stats import LoadReport
 from holdfast.router import fleet

@@ -29,7 +29,7 @@ from schemathesis.checks import CHECKS
 from service_backend import ServiceBackend
 
 from holdfast.replicas.config import DraftConfig, EngineConfig
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import (
     Answer,
     GenerateRequest,

@@ -21,7 +21,6 @@ from holdfast.replicas.events import (
     Notice,
     OpenSession,
     PartialPrefill,
-    Sampling,
     Started,
     Stop,
     Submit,
@@ -29,6 +28,7 @@ from holdfast.replicas.events import (
     Tokens,
 )
 from holdfast.replicas.kv.tags import labels_of
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.scheduling.queue import FairOrder
 from holdfast.replicas.sequences import Region
 from holdfast.replicas.types import CellLimits, Priority

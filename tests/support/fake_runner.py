@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from holdfast.replicas.scheduling.plan import Chunk, Drawn, StepOutput, StepPlan
+from holdfast.replicas.plan import Chunk, Drawn, StepOutput, StepPlan
 
 VOCABULARY = 50
 EOS = 0

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from fake_runner import FakeRunner
 
-from holdfast.replicas.scheduling.plan import Drawn, StepOutput, StepPlan
+from holdfast.replicas.plan import Drawn, StepOutput, StepPlan
 
 
 class LateFlight:

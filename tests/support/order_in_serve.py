@@ -19,7 +19,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from holdfast.replicas.errors import OverloadedError
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import GenerateRequest, RawPrompt
 from holdfast.router.affinity import own_request
 

@@ -13,7 +13,7 @@ from holdfast.kernels.ceilings import Ceilings
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Finished, Tokens
 from holdfast.replicas.model.weights import DecoderShape
-from holdfast.replicas.scheduling.plan import Flight, PipelinedRunner, StepOutput, StepPlan
+from holdfast.replicas.plan import Flight, PipelinedRunner, StepOutput, StepPlan
 from holdfast.replicas.types import TokenIds
 
 
@@ -75,7 +75,7 @@ class Counts:
 
 
 class CountingRunner:
-    """`scheduling.plan.PipelinedRunner` over another one."""
+    """`plan.PipelinedRunner` over another one."""
 
     def __init__(self, runner: PipelinedRunner) -> None:
         self._runner = runner

@@ -12,8 +12,7 @@ import numpy as np
 
 from holdfast.loadgen.bench.gpu.steps import World, capture, decoding, timed
 from holdfast.loadgen.bench.parts import Lines
-from holdfast.replicas.events import Draw, Sampling
-from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
+from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 from holdfast.replicas.types import TokenIds
 
 _MOST_LIKELY = 20

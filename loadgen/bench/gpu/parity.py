@@ -27,12 +27,13 @@ from holdfast.loadgen.bench.parts import Deadline, Figures, Lines, Report
 from holdfast.loadgen.pocket.tokenizer import WEIGHTS
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Finished, Sampling, Submit, Tokens
+from holdfast.replicas.events import Finished, Submit, Tokens
 from holdfast.replicas.kv.tensors import HostPages, KVTensors
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
 from holdfast.replicas.model.graphs import gpu_capture, room_for
 from holdfast.replicas.model.runner import LoadedRunner, ModelRunner, load_runner
 from holdfast.replicas.model.weights import inspect_model, load_tokenizer
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.speculation.skeletons import SkeletonSet
 from holdfast.replicas.types import TokenIds, common_prefix
 

@@ -19,7 +19,7 @@ from holdfast.loadgen.bench.gpu.accounting import Bounds, CountingRunner, Totals
 from holdfast.loadgen.bench.parts import Lines
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Draw, Finished, Sampling, Submit
+from holdfast.replicas.events import Finished, Submit
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.pages import PageMoves
 from holdfast.replicas.kv.tensors import CellShape, HostPages, KVTensors
@@ -30,7 +30,7 @@ from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_ways
 from holdfast.replicas.model.graphs import gpu_capture, room_for
 from holdfast.replicas.model.runner import ModelRunner
 from holdfast.replicas.model.weights import DecoderShape, DecoderWeights, allocate
-from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
+from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 from holdfast.replicas.types import TokenIds
 
 _HELD_S = 0.04  # the host lays out and launches any step in less, also one of many launches

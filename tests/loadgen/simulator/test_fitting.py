@@ -11,8 +11,7 @@ from holdfast.loadgen.simulator.policies import engine_config
 from holdfast.loadgen.simulator.profile import Profile
 from holdfast.loadgen.simulator.programs import Workload
 from holdfast.loadgen.simulator.simulation import Clients, Simulation
-from holdfast.replicas.events import Draw, Sampling
-from holdfast.replicas.scheduling.plan import Chunk, Drawn, StepOutput, StepPlan
+from holdfast.replicas.plan import Chunk, Draw, Drawn, Sampling, StepOutput, StepPlan
 
 KNOWN = Profile("known", 3e-3, 0.0, 1e-4, 2e-6, 1e-6, 0.0, 24576, 0, sequence_s=5e-4)
 CALM = Workload("bfcl", 3, 0.5, scale=0.05, context=6000)

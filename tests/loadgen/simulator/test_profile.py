@@ -6,9 +6,8 @@ import pytest
 from holdfast.loadgen.simulator import machines
 from holdfast.loadgen.simulator.profile import Profile
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.kv.pages import PageMoves
-from holdfast.replicas.scheduling.plan import Chunk, StepPlan
+from holdfast.replicas.plan import Chunk, Draw, Sampling, StepPlan
 
 ROUND = Profile(
     "round", step_s=1.0, weights_s=10.0, token_s=0.5, pair_s=0.25, cell_s=0.1, reload_s=2.0, cells=64, host_cells=64

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from holdfast.loadgen.simulator.runner import more_cells
 from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Sampling, Submit
-from holdfast.replicas.scheduling.plan import Drawn, StepOutput, StepPlan
+from holdfast.replicas.events import Submit
+from holdfast.replicas.plan import Drawn, Sampling, StepOutput, StepPlan
 
 
 class BulkWorld(World):

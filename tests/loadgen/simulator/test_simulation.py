@@ -12,8 +12,7 @@ from holdfast.loadgen.simulator.profile import Profile
 from holdfast.loadgen.simulator.programs import Program, Turn, Workload
 from holdfast.loadgen.simulator.replica import ONE_BY_ONE, Bulk
 from holdfast.loadgen.simulator.simulation import Simulation
-from holdfast.replicas.events import Draw, Sampling
-from holdfast.replicas.scheduling.plan import Chunk, StepPlan
+from holdfast.replicas.plan import Chunk, Draw, Sampling, StepPlan
 
 SMALL = replace(profile("8b-a100"), cells=24_000, host_cells=48_000)
 BUSY = Workload("bfcl", 14, 0.5, scale=0.3, context=16_000)  # as much as SMALL can do, and more

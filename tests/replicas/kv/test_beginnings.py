@@ -8,9 +8,10 @@ from engine_world import World
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.events import Sampling, Submit
+from holdfast.replicas.events import Submit
 from holdfast.replicas.kv.beginnings import LOOK_S, Beginnings
 from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.types import TokenIds, common_prefix
 
 

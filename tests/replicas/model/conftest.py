@@ -9,12 +9,11 @@ import pytest
 import torch
 import transformers as tf
 
-from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.kv.pages import PageCopy
 from holdfast.replicas.kv.tensors import CellShape, KVTensors
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
 from holdfast.replicas.model.runner import ModelRunner
-from holdfast.replicas.scheduling.plan import Chunk, Drawn, RowWrite, StepPlan
+from holdfast.replicas.plan import Chunk, Draw, Drawn, RowWrite, Sampling, StepPlan
 
 VOCABULARY = 97
 _COMMON = {

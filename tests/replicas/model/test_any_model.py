@@ -6,12 +6,11 @@ import torch
 from tiny_decoder import ROOM, replayed
 
 from holdfast.kernels.attention_gpu import attend_gpu
-from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.kv.pages import PageCopy
 from holdfast.replicas.model import any_model
 from holdfast.replicas.model.batch import PageTable, build_batch
 from holdfast.replicas.model.runner import ModelRunner
-from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
+from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "gpt_neox", "gpt2"]
 COUNT = 12

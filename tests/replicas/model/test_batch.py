@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.model.batch import PageTable
-from holdfast.replicas.scheduling.plan import RowWrite
+from holdfast.replicas.plan import RowWrite
 
 ROWS, SLOTS, PAGE_SIZE, PAGES = 3, 12, 4, 20
 write = st.tuples(st.integers(0, ROWS - 1), st.integers(0, SLOTS), st.lists(st.integers(0, PAGES - 1), max_size=SLOTS))

@@ -9,12 +9,11 @@ import transformers as tf
 from safetensors.torch import save_file
 
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.kv.tensors import CellShape, KVTensors
 from holdfast.replicas.model.batch import PageTable, build_batch
 from holdfast.replicas.model.decoder import Decoder, decoder_shape
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
-from holdfast.replicas.scheduling.plan import Chunk, RowWrite
+from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling
 
 COMMON = {
     "vocab_size": 97,

@@ -5,9 +5,9 @@ import pytest
 from tiny_decoder import TinyEngine, prompt
 
 from holdfast.replicas.errors import EngineError
-from holdfast.replicas.events import Draw, Sampling, Submit
+from holdfast.replicas.events import Submit
 from holdfast.replicas.kv.pages import PageCopy, PageMoves
-from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
+from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 
 SAMPLINGS = [
     Sampling(max_tokens=4),

@@ -15,12 +15,12 @@ from holdfast.replicas.bridge import Bridge
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ConfigError, EngineError
-from holdfast.replicas.events import Draw, Finished, Sampling, Submit, Tokens
+from holdfast.replicas.events import Finished, Submit, Tokens
 from holdfast.replicas.kv.pages import PageCopy
 from holdfast.replicas.model.folder import model_folder
 from holdfast.replicas.model.runner import ThreadedRunner, load_runner
+from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt
-from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
 from holdfast.replicas.service import Service
 
 

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.constraints.matcher import RowMasks
-from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.model.sampler import adjusted, group_rows, sample, unpacked_on_device
-from holdfast.replicas.scheduling.plan import Chunk
+from holdfast.replicas.plan import Chunk, Draw, Sampling
 from holdfast.replicas.types import TokenCounts
 
 VOCABULARY = 70

@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from holdfast.kernels.transfer import Sender
 from holdfast.replicas.constraints.matcher import RowMasks
-from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.model import sampler_gpu
 from holdfast.replicas.model.batch import STEP_ERRORS
 from holdfast.replicas.model.sampler import sample
-from holdfast.replicas.scheduling.plan import Chunk
+from holdfast.replicas.plan import Chunk, Draw, Sampling
 from holdfast.replicas.types import TokenCounts
 
 VOCABULARY = 70

@@ -7,13 +7,12 @@ import torch
 import transformers as tf
 
 from holdfast.kernels.int8 import even_out
-from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.kv.tensors import CellShape, KVTensors
 from holdfast.replicas.model.batch import PageTable, build_batch
 from holdfast.replicas.model.decoder import Decoder, decoder_shape, rotary_table
 from holdfast.replicas.model.smoothing import sample_tokens, smooth
 from holdfast.replicas.model.weights import DecoderWeights, inspect_model, load_tokenizer, read_weights
-from holdfast.replicas.scheduling.plan import Chunk, RowWrite
+from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling
 
 VOCABULARY = 61
 _SIZES = {

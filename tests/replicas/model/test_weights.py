@@ -15,12 +15,11 @@ import transformers as tf
 from holdfast.kernels import attention_c, layer_c, native, product_c
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.events import Draw, Sampling
 from holdfast.replicas.model.decoder import Decoder
 from holdfast.replicas.model.folder import model_folder
 from holdfast.replicas.model.runner import load_runner
 from holdfast.replicas.model.weights import eos_ids, inspect_model, load_tokenizer, sampling_defaults
-from holdfast.replicas.scheduling.plan import Chunk, RowWrite, StepPlan
+from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 
 
 def add_tokenizer(folder, size):

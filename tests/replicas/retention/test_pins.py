@@ -7,8 +7,9 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from pinned_pages import pinned_pages
 
 from holdfast.replicas.config import RetentionConfig
-from holdfast.replicas.events import Sampling, Submit
+from holdfast.replicas.events import Submit
 from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.retention.pins import Pins, ProgramPin
 from holdfast.replicas.sequences import Owner, Sequence
 from holdfast.replicas.types import Priority

@@ -13,10 +13,10 @@ from holdfast.replicas.events import (
     PartialPrefill,
     ProgramEnded,
     Rejected,
-    Sampling,
     Submit,
     TurnEnded,
 )
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.retention.policy import RestoreCost
 from holdfast.replicas.sequences import Owner
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.errors import InvalidRequestError
-from holdfast.replicas.events import Sampling, Submit
+from holdfast.replicas.events import Submit
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.scheduling.drafts import check_grammar, fitting
 from holdfast.replicas.sequences import Sequence
 from holdfast.replicas.speculation.drafter import NO_DRAFT

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import DraftConfig
-from holdfast.replicas.events import Abort, Sampling, Stop, Submit
+from holdfast.replicas.events import Abort, Stop, Submit
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.scheduling.step import StepBuilder
 from holdfast.replicas.sequences import Sequence, Status
 

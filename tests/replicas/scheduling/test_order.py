@@ -9,7 +9,8 @@ from engine_world import World, words
 
 from holdfast.replicas.config import EngineConfig, OrderName, RetentionConfig
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.events import Sampling, Submit
+from holdfast.replicas.events import Submit
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.scheduling.queue import PlasOrder, order_of
 from holdfast.replicas.sequences import Sequence
 

@@ -9,7 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.events import Sampling, Submit
+from holdfast.replicas.events import Submit
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.retention.policy import RestoreCost
 from holdfast.replicas.scheduling.admission import Budget, find_leader
 from holdfast.replicas.scheduling.scheduler import chunk_sizes, tokens_within

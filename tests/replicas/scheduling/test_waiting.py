@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.events import Sampling, Submit
+from holdfast.replicas.events import Submit
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.scheduling.queue import PlasOrder, ProgramOrder, RequestOrder, WaitingQueue
 from holdfast.replicas.sequences import Sequence
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.constraints.guard import CallGuard
 from holdfast.replicas.errors import ConfigError, InvalidRequestError
-from holdfast.replicas.events import Sampling, TokenLogprobs
+from holdfast.replicas.plan import Sampling, TokenLogprobs
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt, TextDelta, ToolCallDelta
 from holdfast.replicas.text.calls.formats import ToolFormat
 from holdfast.replicas.text.conversation import FREE, TextSide

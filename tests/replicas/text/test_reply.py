@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.events import Sampling, TokenLogprobs
+from holdfast.replicas.plan import Sampling, TokenLogprobs
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, TextDelta, ToolCallDelta
 from holdfast.replicas.text.conversation import FREE, TextSide
 from holdfast.replicas.text.reply import Reply, StopStrings

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.events import Sampling, Timing, TokenLogprobs, Usage
+from holdfast.replicas.events import Timing, Usage
+from holdfast.replicas.plan import Sampling, TokenLogprobs
 from holdfast.replicas.requests import (
     AnswerBuilder,
     ChatPrompt,

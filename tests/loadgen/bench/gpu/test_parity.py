@@ -33,7 +33,7 @@ from holdfast.loadgen.bench.gpu.parity import (
 )
 from holdfast.loadgen.bench.parts import Deadline, Report, put
 from holdfast.replicas.model import startup
-from holdfast.replicas.scheduling.plan import StepOutput
+from holdfast.replicas.plan import StepOutput
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes there, and is run by hand")
 

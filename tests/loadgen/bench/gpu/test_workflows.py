@@ -18,8 +18,7 @@ from holdfast.loadgen.bench.gpu.stage import Dialogue, Exchange, Stage, dialogue
 from holdfast.loadgen.bench.gpu.workflows import Player, Turn, play
 from holdfast.loadgen.bench.parts import Deadline, OverTimeError, Report, put
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Draw, Sampling
-from holdfast.replicas.scheduling.plan import Chunk, StepOutput, StepPlan
+from holdfast.replicas.plan import Chunk, Draw, Sampling, StepOutput, StepPlan
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes there, and is run by hand")
 

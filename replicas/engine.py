@@ -45,7 +45,7 @@ from holdfast.replicas.kv.host import HostTier
 from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.kv.tags import UNLABELLED
 from holdfast.replicas.plan import Flight, PipelinedRunner, Runner, Sampling, StepOutput, StepPlan
-from holdfast.replicas.retention.policy import Learned
+from holdfast.replicas.retention.policy import LoadStats
 from holdfast.replicas.scheduling.admission import check_cells, pages_of
 from holdfast.replicas.scheduling.queue import order_of
 from holdfast.replicas.scheduling.running import BooksError
@@ -85,7 +85,7 @@ class Engine:
         self._eos = eos
         self._vocabulary = vocabulary
         self._order = order_of(config.order)
-        self._learned = Learned(config.retention.wait_window)
+        self._learned = LoadStats(config.retention.wait_window)
         self._drafter = Drafter(config.speculation, cost)
         self.stats = EngineStats(drafts=self._drafter.counts)
         self._pipeline = Pipeline(runner, config.overlap_steps == "on", self.stats, stopwatch)

@@ -31,7 +31,7 @@ from holdfast.replicas.model.weights import inspect_model, load_tokenizer
 from holdfast.replicas.plan import Drawn, Sampling, StepOutput, StepPlan
 from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot, Pauses
-from holdfast.replicas.retention.policy import Conditions, Here, Pause, Policy, RestoreCost, policy_of
+from holdfast.replicas.retention.policy import Conditions, LocalPauses, Pause, Policy, RestoreCost, policy_of
 from holdfast.replicas.speculation.drafter import Drafter, DraftState
 from holdfast.replicas.speculation.gate import VerificationCost
 from holdfast.replicas.speculation.ngrams import common_prefix
@@ -154,7 +154,7 @@ def retention() -> Iterator[Figure]:
     for name in get_args(PolicyName):
         policy = policy_of(RetentionConfig(policy=name))
         asked = range(_ROUNDS * 200)
-        news = iter([(replace(known), replace(conditions, here=Here(pauses, _CALLS))) for _ in asked])
+        news = iter([(replace(known), replace(conditions, local=LocalPauses(pauses, _CALLS))) for _ in asked])
         seconds = _best(partial(_ask, policy, pause, news), 200)
         yield Figure(f"how long a turn's cells are kept, {name}", seconds * 1e6, "us", 200)
 

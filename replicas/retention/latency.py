@@ -202,7 +202,7 @@ class LatencyBook:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LifeCounts:
+class SurvivalCounts:
     """How many of `n` pauses were over at each of `AGES`, and how many had lasted no longer and were not over.
 
     `by_age`: these two, [2, ages]. Without the second, long pauses are missing until they end, and a tool looks quicker
@@ -214,7 +214,7 @@ class LifeCounts:
     count: int
 
     @classmethod
-    def of(cls, tool: ToolLatency) -> "LifeCounts":
+    def of(cls, tool: ToolLatency) -> "SurvivalCounts":
         """Of statistics that tell only of pauses that are over."""
         by_age = np.zeros((2, len(AGES)))
         by_age[0] = np.asarray(tool.recent).searchsorted(AGES, side="right")
@@ -260,7 +260,7 @@ class _Latest:
             del self._lasting[pause]
             self._counts[pause.kind, pause.age] += 1
 
-    def known(self, now: float) -> LifeCounts:
+    def known(self, now: float) -> SurvivalCounts:
         """What there is to tell at `now`, seconds."""
         counts = self._counts
         if self._lasting:
@@ -268,7 +268,7 @@ class _Latest:
             ages = AGES.searchsorted([now - pause.since for pause in self._lasting])
             counts[1] += np.bincount(ages, minlength=len(AGES) + 1)
         sums = counts.cumsum(axis=1)
-        return LifeCounts(sums[:, :-1], len(self._pauses), int(sums[0, -1]))
+        return SurvivalCounts(sums[:, :-1], len(self._pauses), int(sums[0, -1]))
 
 
 class Pauses:
@@ -310,10 +310,10 @@ class Pauses:
         """There will be no next turn. How long it would have taken nobody knows: longer than it has."""
         self._ended(whose, now, kind=1)
 
-    def known(self, key: ToolKey | None, now: float) -> LifeCounts:
+    def known(self, key: ToolKey | None, now: float) -> SurvivalCounts:
         """What is known of a set of tools; None: of all."""
         latest = self._all if key is None else self._sets.get(key)
-        return latest.known(now) if latest is not None else LifeCounts.of(UNKNOWN)
+        return latest.known(now) if latest is not None else SurvivalCounts.of(UNKNOWN)
 
     def _ended(self, whose: Hashable, now: float, kind: int) -> None:
         pause = self._lasting.pop(whose, None)

@@ -27,7 +27,7 @@ from holdfast.replicas.events import HandleReleased, Notice, ProgramEnded, Progr
 from holdfast.replicas.kv.cache import Freed, KVCache
 from holdfast.replicas.kv.holding import Pin
 from holdfast.replicas.retention.latency import LatencySnapshot, tool_set
-from holdfast.replicas.retention.policy import Conditions, Learned, Pause, policy_of
+from holdfast.replicas.retention.policy import Conditions, LoadStats, Pause, policy_of
 from holdfast.replicas.retention.rows import Rows, give_back
 from holdfast.replicas.sequences import Owner, Sequence
 from holdfast.replicas.stats import EngineStats
@@ -360,7 +360,7 @@ class Retention:
         rows: Rows,
         waiting: Waiting,
         ranking: Ranking,
-        learned: Learned,
+        learned: LoadStats,
         stats: EngineStats,
     ) -> None:
         self.pins = Pins(config.retention, cache, waiting, by_arrival=ranking.by_arrival)

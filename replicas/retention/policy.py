@@ -20,7 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.replicas.config import PolicyName, RetentionConfig
-from holdfast.replicas.retention.latency import AGES, UNKNOWN, LatencySnapshot, LifeCounts, Pauses, ToolKey, ToolLatency
+from holdfast.replicas.retention.latency import (
+    AGES,
+    UNKNOWN,
+    LatencySnapshot,
+    Pauses,
+    SurvivalCounts,
+    ToolKey,
+    ToolLatency,
+)
 
 Array: TypeAlias = npt.NDArray[np.float64]
 Span: TypeAlias = tuple[int, int]  # positions of a sequence: the first, and the one behind the last
@@ -68,7 +76,7 @@ class RestoreCost:
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """What the replica has measured. `wait_s`: mean queue delay of follow-up turns without a pin. `eta`: how much the
-    turns a program has behind it say of those before it. `mean_turns` from a question to its answer. `here`: its own
+    turns a program has behind it say of those before it. `mean_turns` from a question to its answer. `local`: its own
     latest pauses.
 
     `others` are the cells of the sequences that run, `paused` those that are kept for programs between their turns, of
@@ -82,7 +90,7 @@ class Conditions:
     paused: int = 0
     returning: float = 0.0
     restore: RestoreCost = field(default_factory=RestoreCost)
-    here: "Here | None" = None
+    local: "LocalPauses | None" = None
 
     def back_within(self, seconds: float) -> int:
         """Cells of programs between their turns that are asked for again so soon, by how fast that has gone."""
@@ -313,34 +321,34 @@ class Gittins:
 
     def __init__(self, config: RetentionConfig) -> None:
         self._config = config
-        self._known: tuple[LatencySnapshot, Here | None] = (LatencySnapshot(), None)  # what the pauses are of
+        self._known: tuple[LatencySnapshot, LocalPauses | None] = (LatencySnapshot(), None)  # what the pauses are of
         self._pauses: dict[ToolKey, ExpectedPause] = {}
 
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         keep_s = preserve_until(interception(pause, conditions, pauses_too=True))
         if keep_s <= 0.0:
             return 0.0
-        return self._expected(pause, latency, conditions.here).stop(keep_s)
+        return self._expected(pause, latency, conditions.local).stop(keep_s)
 
     def away(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         if not conditions.wait_s:  # nobody has waited yet
             return math.inf
-        return self._expected(pause, latency, conditions.here).away(self._config.away_waits * conditions.wait_s)
+        return self._expected(pause, latency, conditions.local).away(self._config.away_waits * conditions.wait_s)
 
     def first_within(self, pause: Pause, conditions: Conditions, *, lost: bool) -> float:
         loss = interception(pause, conditions, pauses_too=True)
         return preserve_until(loss) if lost or loss.swap < loss.discard else math.inf
 
-    def _expected(self, of: Pause, latency: LatencySnapshot, here: "Here | None") -> "ExpectedPause":
+    def _expected(self, of: Pause, latency: LatencySnapshot, local: "LocalPauses | None") -> "ExpectedPause":
         key = of.tenant, of.tools
-        if self._known[0] is not latency or self._known[1] is not here:
-            self._known = latency, here
+        if self._known[0] is not latency or self._known[1] is not local:
+            self._known = latency, local
             self._pauses.clear()
         pause = self._pauses.get(key)
         if pause is None:
-            known = [LifeCounts.of(latency.overall), LifeCounts.of(latency.of(*key))]
-            if here is not None:
-                known = [known[0], here.of(None), known[1], here.of(key)]
+            known = [SurvivalCounts.of(latency.overall), SurvivalCounts.of(latency.of(*key))]
+            if local is not None:
+                known = [known[0], local.of(None), known[1], local.of(key)]
             pause = self._pauses[key] = ExpectedPause.of(survival(known, self._config.prior_s, self._config.delta))
         return pause
 
@@ -350,7 +358,7 @@ LOOKED_AT_S = 1.0  # from one look at a replica's own pauses to the next
 _HALF_WIDTHS = np.diff(AGES) / 2
 
 
-def survival(known: Iterable[LifeCounts], prior_s: float, delta: float) -> Array:
+def survival(known: Iterable[SurvivalCounts], prior_s: float, delta: float) -> Array:
     """P(T > age) for each of `AGES`: what is `known`, the most general first, each with its `trust`; else the prior.
 
     What a replica has seen itself stands behind what the cluster says of the same tools: it has the pauses that last.
@@ -369,7 +377,7 @@ def survival(known: Iterable[LifeCounts], prior_s: float, delta: float) -> Array
     return alive
 
 
-def life_tables(several: Sequence[LifeCounts]) -> Array:
+def life_tables(several: Sequence[SurvivalCounts]) -> Array:
     """P(T > age) for each of `several` and each of `AGES`, as a life table has it. None of them is of no pauses.
 
     From one age to the next those that end, over those that could have been seen to: who still lasts and has not yet
@@ -435,7 +443,7 @@ _RETURNS = 128  # of programs to their cells, the latest, that tell how fast it 
 _INSTANT = 1e-6  # seconds, for what has only just begun
 
 
-class Learned:
+class LoadStats:
     """What a replica learns of its own load for the policies. `latency` is the latest snapshot of tools' statistics.
 
     Told by the engine as it runs. It outlives the books of the cache: a replica that starts anew still knows its load.
@@ -453,7 +461,7 @@ class Learned:
         self._returns: deque[tuple[float, int]] = deque(maxlen=_RETURNS)
         self._returned = 0
         self._prefill = PrefillFit()
-        self._here = Here(self.pauses, -math.inf)
+        self._local = LocalPauses(self.pauses, -math.inf)
 
     def waited(self, seconds: float) -> None:
         """A follow-up turn whose cells were not pinned waited so long before it began."""
@@ -485,25 +493,25 @@ class Learned:
 
     def conditions(self, others: int = 0, paused: int = 0, now: float = 0.0) -> Conditions:
         """What a policy may know `now`; `others` and `paused` are as of `Conditions`."""
-        if now - self._here.at >= LOOKED_AT_S:
-            self._here = Here(self.pauses, now)
+        if now - self._local.at >= LOOKED_AT_S:
+            self._local = LocalPauses(self.pauses, now)
         wait = max(self._waited, 0.0) / len(self._waits) if self._waits else 0.0
         cost = self._prefill.cost
         if self.reload is not None:
             cost = type(cost)(cost.a, cost.b, cost.c, self.reload)
         returning = self._returned / max(now - self._returns[0][0], _INSTANT) if self._returns else 0.0
-        return Conditions(wait, self.turns.eta, self.turns.mean, others, paused, returning, cost, self._here)
+        return Conditions(wait, self.turns.eta, self.turns.mean, others, paused, returning, cost, self._local)
 
 
-class Here:
+class LocalPauses:
     """What a replica knows of its own latest pauses, as they were `at` one moment or are when first asked for."""
 
     def __init__(self, pauses: Pauses, at: float) -> None:
         self.at = at
         self._pauses = pauses
-        self._known: dict[ToolKey | None, LifeCounts] = {}
+        self._known: dict[ToolKey | None, SurvivalCounts] = {}
 
-    def of(self, key: ToolKey | None) -> LifeCounts:
+    def of(self, key: ToolKey | None) -> SurvivalCounts:
         """Of a set of tools; None: of all."""
         known = self._known.get(key)
         if known is None:

@@ -21,7 +21,7 @@ from holdfast.replicas.events import (
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.plan import Chunk, Drawn, StepOutput
 from holdfast.replicas.retention.pins import Retention
-from holdfast.replicas.retention.policy import Learned, RestoreCost
+from holdfast.replicas.retention.policy import LoadStats, RestoreCost
 from holdfast.replicas.retention.rows import Rows
 from holdfast.replicas.scheduling.admission import Admission
 from holdfast.replicas.scheduling.ahead import WorkAhead
@@ -56,7 +56,7 @@ class Scheduler:
         order: Order,
         stats: EngineStats,
         events: list[Event],
-        learned: Learned,
+        learned: LoadStats,
     ) -> None:
         self._config = config
         self._cache = cache

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import DraftConfig
-from holdfast.replicas.retention.policy import Learned, PrefillFit, RestoreCost, Turns
+from holdfast.replicas.retention.policy import LoadStats, PrefillFit, RestoreCost, Turns
 
 
 def prefill(start: int, n: int) -> list[tuple[int, int]]:
@@ -109,7 +109,7 @@ def test_cells_are_had_again_the_cheaper_way():
 
 
 def test_the_queue_delay_is_averaged_over_a_window():
-    learned = Learned(wait_window=3)
+    learned = LoadStats(wait_window=3)
     assert learned.conditions().wait_s == 0.0
     for delay in (100.0, 1.0, 2.0, 3.0):
         learned.waited(delay)
@@ -117,7 +117,7 @@ def test_the_queue_delay_is_averaged_over_a_window():
 
 
 def test_how_fast_programs_come_back_is_counted_over_the_latest():
-    learned = Learned(8)
+    learned = LoadStats(8)
     assert learned.conditions(paused=1000).returning == 0.0
     for i in range(400):
         learned.returned(1_000_000 if i < 200 else 50, float(i))
@@ -126,7 +126,7 @@ def test_how_fast_programs_come_back_is_counted_over_the_latest():
 
 
 def test_a_host_tier_is_part_of_the_conditions():
-    learned = Learned(8)
+    learned = LoadStats(8)
     learned.reload = 1e-5
     assert learned.conditions().restore.reload == 1e-5
 

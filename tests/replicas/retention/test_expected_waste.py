@@ -16,14 +16,14 @@ from holdfast.replicas.retention.latency import (
     RECENT,
     LatencyBook,
     LatencySnapshot,
-    LifeCounts,
     Pauses,
+    SurvivalCounts,
     ToolLatency,
 )
 from holdfast.replicas.retention.policy import (
     Conditions,
     ExpectedPause,
-    Here,
+    LocalPauses,
     Pause,
     RestoreCost,
     interception,
@@ -55,9 +55,9 @@ def ttl(tools: ToolLatency, others: int = 0, overall: ToolLatency | None = None,
     return policy_of(RetentionConfig("gittins")).ttl(pause, snapshot, Conditions(others=others, restore=COST))
 
 
-def counts_of(seconds: Sequence[float], lasting: Sequence[float] = (), count: int | None = None) -> LifeCounts:
+def counts_of(seconds: Sequence[float], lasting: Sequence[float] = (), count: int | None = None) -> SurvivalCounts:
     by_age = [np.searchsorted(np.sort(those), AGES, side="right") for those in (seconds, lasting)]
-    return LifeCounts(np.array(by_age), len(seconds) + len(lasting), count or len(seconds))
+    return SurvivalCounts(np.array(by_age), len(seconds) + len(lasting), count or len(seconds))
 
 
 def life_table(seconds: Sequence[float], lasting: Sequence[float] = ()) -> np.ndarray:
@@ -134,7 +134,7 @@ def test_it_decides_what_the_plain_formula_does(history, times_, apart_s, others
         over = [began + seconds - began for _, began, seconds in latest if began + seconds <= now]
         lasting = [now - began for _, began, seconds in latest if began + seconds > now]
         known += [(back[-RECENT:], (), len(back)), (over, lasting, len(over))]
-    conditions = Conditions(others=others, restore=COST, here=Here(pauses, now))
+    conditions = Conditions(others=others, restore=COST, local=LocalPauses(pauses, now))
     keep_s = preserve_until(interception(PAUSE, conditions))
     expected, alive = plain_ttl(known, keep_s)
     found = policy_of(RetentionConfig("gittins")).ttl(PAUSE, book.snapshot(), conditions)
@@ -282,11 +282,11 @@ def test_pauses_that_are_not_over_are_no_secret():
         if began + seconds <= now:
             pauses.ended(number, began + seconds)
             back.record("acme", "shell", seconds)
-    assert life_tables([LifeCounts.of(back.snapshot().overall)])[0, -1] == 0.0
+    assert life_tables([SurvivalCounts.of(back.snapshot().overall)])[0, -1] == 0.0
     known = life_tables([pauses.known(("acme", "shell"), now)])[0]
     assert known[int(np.searchsorted(AGES, 10.0))] == pytest.approx(0.5, abs=0.1)
     conditions = Conditions(others=59_000, restore=COST)  # a minute to lose
     policy = policy_of(RetentionConfig("gittins"))
     blind = policy.ttl(PAUSE, back.snapshot(), conditions)
-    seen = policy.ttl(PAUSE, back.snapshot(), replace(conditions, here=Here(pauses, now)))
+    seen = policy.ttl(PAUSE, back.snapshot(), replace(conditions, local=LocalPauses(pauses, now)))
     assert seen < 2.0 < blind

@@ -18,7 +18,6 @@ ANSWERING = (
     "prompt_seed",
     "early_stop",
     "tool_format",
-    "call_grace",
     "tools_guarantee",
 )
 """The engine's settings that decide what an answer says; the others decide when it comes and what it costs."""

@@ -178,12 +178,9 @@ class EngineConfig:
 
     chat_template: str = ""  # a file with a chat template, on each engine's machine; empty: the model's own
     tool_format: str = ""  # how calls are written, see docs/api.md, or none; empty: by the chat template
-    call_grace: int = 16  # characters of white space after a closed tool call in which another one may begin
     tools_guarantee: Guarantee = (  # what every call has: a declared name and an object, a declared name and arguments
         "schema"  # of its schema's types, or nothing but what a request asks for; off: undeclared calls are text
     )
-    grammar_cache: int = 64  # compiled grammars of constrained replies
-    forced_drafts: int = 32  # tokens that a grammar forces, in one step; 0: one by one
     tokenize_cache: int = 64  # characters a cell whose tokens are remembered, one tenant's at most half; 0: none
 
     kv_tags_share: float = 0.5  # of all cells that may stand above the others by what they are, of all tenants together
@@ -235,9 +232,9 @@ class EngineConfig:
         _check(self, _Rule("in [0, 1)", lambda value: 0 <= value < 1), "batch_share")
         _check(self, _POSITIVE, "session_idle_s", "queue_timeout_s", "kv_memory", "hung_factor", "hung_s")
         _check(self, _NOT_NEGATIVE, "threads", "context_length", "cells", "host_cells", "host_memory", "session_rows")
-        _check(self, _NOT_NEGATIVE, "stream_interval_s", "latency_max_tokens", "call_grace", "forced_drafts")
+        _check(self, _NOT_NEGATIVE, "stream_interval_s", "latency_max_tokens")
         _check(self, _NOT_NEGATIVE, "preposition_after_s", "step_ms")
-        _check(self, _NOT_NEGATIVE, "grammar_cache", "tokenize_cache")
+        _check(self, _NOT_NEGATIVE, "tokenize_cache")
         _check(self, _NOT_NEGATIVE, "session_questions", "tenant_questions", "tenant_sessions")
         _check(self, _FINITE, "kv_memory", "host_memory")  # a number of cells is made of it
 

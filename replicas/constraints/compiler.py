@@ -53,6 +53,7 @@ from holdfast.replicas.errors import (
 from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.text.calls.formats import ToolFormat
 
+MOST_GRAMMARS = 64  # kept at a time; all turns of an agent use one or two
 TIMEOUT_S = 30.0  # the longest schema that is taken compiles in seconds
 _THREADS = 2
 _SLOW_S = 1.0  # a grammar that takes longer was written to, as a rule: it gives its place to the next one
@@ -88,7 +89,9 @@ class Compiler:
     compiled, or tried.
     """
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary], tool_format: ToolFormat, entries: int) -> None:
+    def __init__(
+        self, vocabulary: Callable[[], Vocabulary], tool_format: ToolFormat, entries: int = MOST_GRAMMARS
+    ) -> None:
         self._make_vocabulary = vocabulary
         self._tool_format = tool_format
         self._entries = entries

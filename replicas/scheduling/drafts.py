@@ -143,8 +143,11 @@ class Drafts:
         self._states[request_id] = None
 
 
-def fitting(sequence: Sequence, drafts: TokenIds, most_forced: int) -> TokenIds:
-    """Of `drafts` those that the sequence's grammar lets through; or the tokens it forces, `most_forced` at most.
+MOST_FORCED = 32  # tokens a step; the fixed text between two values of a call is seldom longer
+
+
+def fitting(sequence: Sequence, drafts: TokenIds) -> TokenIds:
+    """Of `drafts` those that the sequence's grammar lets through; or the tokens it forces, `MOST_FORCED` at most.
 
     Forced tokens are always drawn, so they cost a row of the forward each and never a step. Drafts of tokens that are
     drawn freely are not asked about: the grammar reads them once they are drawn, and twice took a third of its time.
@@ -152,7 +155,7 @@ def fitting(sequence: Sequence, drafts: TokenIds, most_forced: int) -> TokenIds:
     matcher = sequence.matcher
     if matcher is None or sequence.awaited is not None:  # nobody knows yet what may follow a token that is in flight
         return drafts
-    limit = min(most_forced, len(sequence.buffer) - sequence.length - 1)
+    limit = min(MOST_FORCED, len(sequence.buffer) - sequence.length - 1)
     forced = matcher.forced()[:limit] if limit > 0 else []
     if forced and drafts[: len(forced)].tolist() != forced:
         return np.array(forced, np.int32)

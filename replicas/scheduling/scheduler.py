@@ -200,7 +200,7 @@ class Scheduler:
         if self.drafts.active:
             drafts = self.drafts.propose(sequence)
         if sequence.matcher is not None:
-            drafts = fitting(sequence, drafts, self._config.forced_drafts)
+            drafts = fitting(sequence, drafts)
             if len(drafts):
                 self.drafts.forced()
         if self._running.grow(builder, sequence, end + len(drafts)):
@@ -259,7 +259,7 @@ class Scheduler:
                     continue
                 # What a grammar forces after the prompt is computed with the prompt's end.
                 whole = size == sequence.pending
-                drafts = fitting(sequence, NO_DRAFT, self._config.forced_drafts) if whole else NO_DRAFT
+                drafts = fitting(sequence, NO_DRAFT) if whole else NO_DRAFT
                 end = sequence.n_computed + sequence.in_flight + size
                 grown = self._running.grow_over_pins(builder, sequence, end + len(drafts))
                 while not grown and self.admission.yields(builder, sequence, now):

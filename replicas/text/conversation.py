@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.replicas.config import EngineConfig, Guarantee
-from holdfast.replicas.constraints.compiler import Compiler, leave_event_loop
+from holdfast.replicas.constraints.compiler import MOST_GRAMMARS, Compiler, leave_event_loop
 from holdfast.replicas.constraints.grammar import ReplyRule, reply_rule
 from holdfast.replicas.constraints.guard import CallGuard
 from holdfast.replicas.constraints.guidance import AVAILABLE, Vocabulary
@@ -127,7 +127,7 @@ class TextSide:
         self._writes_calls = self.tool_format is not ToolFormat.NONE
         self._rules: OrderedDict[Hashable, ReplyRule | None] = OrderedDict()  # of prompts with tools
         self._reading_rules = threading.Lock()
-        self._compiler = Compiler(self._vocabulary, self.tool_format, config.grammar_cache)
+        self._compiler = Compiler(self._vocabulary, self.tool_format)
         self.unguarded = 0  # replies whose calls are not guaranteed, or only in their names
         self.rewritten = 0  # replies in which a call of an undeclared tool was written again
         self.empty = 0  # replies without content and calls
@@ -308,7 +308,7 @@ class TextSide:
         rule = reply_rule(prompt, self._guarantee, self._writes_calls)
         with self._reading_rules:
             self._rules[key] = rule
-            if len(self._rules) > self._config.grammar_cache:
+            if len(self._rules) > MOST_GRAMMARS:
                 self._rules.popitem(last=False)
         return rule
 
@@ -358,7 +358,6 @@ class TextSide:
                 parallel,
                 call_id,
                 early_stop=self._config.early_stop,
-                grace=self._config.call_grace,
                 guaranteed=limits.guaranteed,
                 schemas=schemas,
             ),

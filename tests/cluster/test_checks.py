@@ -95,7 +95,6 @@ def test_the_fingerprint_changes_with_the_settings_that_decide_answers_and_with_
         {"prompt_seed": False},
         {"early_stop": False},
         {"tool_format": "hermes"},
-        {"call_grace": 0},
         {"tools_guarantee": "names"},
     ]
     assert [name for change in changes for name in change] == list(checks.ANSWERING)

@@ -5,6 +5,7 @@ import json
 import sys
 import threading
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from holdfast.replicas.requests import (
     JsonOutput,
     ToolCallDelta,
 )
+from holdfast.replicas.scheduling import drafts
 from holdfast.replicas.service import Service, _limits
 
 DRAFTS, NO_DRAFTS = DraftConfig(), DraftConfig(enabled=False)
@@ -111,10 +113,10 @@ def check(replies: list[Answer]) -> None:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "forced tokens one by one, narrow chunks": {"forced_drafts": 0, "step_tokens": 16, "speculation": DRAFTS},
-    "no drafts at all, the transformers model": {"forced_drafts": 0, "decoder": "transformers", "prefix_cache": False},
+    "forced tokens one by one, narrow chunks": {"MOST_FORCED": 0, "step_tokens": 16, "speculation": DRAFTS},
+    "no drafts at all, the transformers model": {"MOST_FORCED": 0, "decoder": "transformers", "prefix_cache": False},
     "little room": {
-        "forced_drafts": 3,
+        "MOST_FORCED": 3,
         "cells": 336,
         "context_length": 330,
         "page_size": 4,
@@ -124,7 +126,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_replies_follow_their_schemas_and_do_not_depend_on_how_they_are_computed() -> None:
+def test_replies_follow_their_schemas_and_do_not_depend_on_how_they_are_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def main() -> None:
         async with serving(speculation=DRAFTS) as service:
             expected = await answers(service)
@@ -132,23 +136,26 @@ def test_replies_follow_their_schemas_and_do_not_depend_on_how_they_are_computed
             assert said(await answers(service)) == said(expected)
             assert service.engine.occupancy().cells_held == 0
         preempted = 0
-        for way, settings in WAYS.items():
+        for way, settings in deepcopy(WAYS).items():
+            most_forced = settings.pop("MOST_FORCED")
+            monkeypatch.setattr(drafts, "MOST_FORCED", most_forced)
             async with serving(**settings) as service:
                 assert said(await answers(service)) == said(expected), way
                 stats = service.engine.stats
                 preempted += stats.preemptions
-                if "forced_drafts" in settings and not settings["forced_drafts"]:  # then every draft is the drafter's
+                if not most_forced:  # then every draft is the drafter's
                     assert sum(stats.drafts.drafted.values()) == stats.drafted
         assert preempted > 0
 
     asyncio.run(main())
 
 
-def test_forced_tokens_take_no_steps_of_their_own() -> None:
+def test_forced_tokens_take_no_steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         steps = {}
         for forced in (0, 32):
-            async with serving(forced_drafts=forced) as service:
+            monkeypatch.setattr(drafts, "MOST_FORCED", forced)
+            async with serving() as service:
                 reply = await service.generate(request("a", NAMED))
                 steps[forced] = service.engine.stats.steps
                 assert reply.usage.completion == steps[0]

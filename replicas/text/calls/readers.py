@@ -47,11 +47,10 @@ class ToolCallParser:
         call_id: Callable[[int], str],
         *,
         early_stop: bool = True,
-        grace: int = 16,
         guaranteed: Callable[[], bool] = lambda: False,
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        limits = CallLimits(declared_names, parallel, early_stop, grace, guaranteed, schemas or {})
+        limits = CallLimits(declared_names, parallel, early_stop, guaranteed, schemas or {})
         self._tracker = Tracker(limits, call_id)
         self._scan: Scan | None = None  # none where everything is text
         self._run: Run | None = None  # what may be passed by the piece

@@ -29,10 +29,13 @@ from holdfast.replicas.text.calls.scan import NotACallError
 
 Delta: TypeAlias = TextDelta | ToolCallDelta
 
+GRACE = 16
+"""Another call may begin within so many characters of white space after a closed one: line ends and an indentation."""
+
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """What the request allows. `grace`: characters of white space after a closed call in which another may begin.
+    """What the request allows.
 
     `early_stop`: text after a closed call that does not begin another one ends the reply, and is dropped; a call that
     says the same as the one before it ends the reply. `guaranteed` tells, at any time, whether what a marker begins is
@@ -43,7 +46,6 @@ class CallLimits:
     declared: frozenset[str]
     parallel: bool
     early_stop: bool
-    grace: int
     guaranteed: Callable[[], bool] = lambda: False
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -269,7 +271,7 @@ class Tracker:
         self.calls.append(closed)
         self.deltas.append(ToolCallDelta(self.n_sent - 1, closed=True))
         self._after_call = True
-        self._grace = self._limits.grace
+        self._grace = GRACE
         self.stopped = not self._limits.parallel or (repeats and self._limits.early_stop)
 
     def _stands(self, guarded: bool) -> bool:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.events import Submit
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.scheduling.drafts import check_grammar, fitting
+from holdfast.replicas.scheduling.drafts import MOST_FORCED, check_grammar, fitting
 from holdfast.replicas.sequences import Sequence
 from holdfast.replicas.speculation.drafter import NO_DRAFT
 
@@ -75,21 +75,21 @@ def sequence_of(matcher, max_tokens: int = 10) -> Sequence:
     ],
 )
 def test_what_is_forbidden_is_cut_off_and_what_is_forced_comes_first(forces, drafts, expected):
-    got = fitting(sequence_of(Fixed(*forces)), np.array(drafts, np.int32), 32)
+    got = fitting(sequence_of(Fixed(*forces)), np.array(drafts, np.int32))
     assert got.tolist() == expected
     assert got.dtype == np.int32
 
 
 def test_forced_drafts_are_limited_and_leave_room_for_the_token_after_them():
-    assert fitting(sequence_of(Fixed(7, 9, 11)), NO_DRAFT, 2).tolist() == [7, 9]
-    assert fitting(sequence_of(Fixed(7, 9, 11)), NO_DRAFT, 0).tolist() == []
-    assert fitting(sequence_of(Fixed(7, 9, 11), max_tokens=2), NO_DRAFT, 32).tolist() == [7]
-    assert fitting(sequence_of(Fixed(7, 9, 11), max_tokens=1), NO_DRAFT, 32).tolist() == []
+    many = list(range(MOST_FORCED + 1))
+    assert fitting(sequence_of(Fixed(*many), max_tokens=99), NO_DRAFT).tolist() == many[:-1]
+    assert fitting(sequence_of(Fixed(7, 9, 11), max_tokens=2), NO_DRAFT).tolist() == [7]
+    assert fitting(sequence_of(Fixed(7, 9, 11), max_tokens=1), NO_DRAFT).tolist() == []
 
 
 def test_a_sequence_without_a_grammar_keeps_its_drafts():
     drafts = np.array([3, 5], np.int32)
-    assert fitting(sequence_of(None), drafts, 32) is drafts
+    assert fitting(sequence_of(None), drafts) is drafts
     check_grammar(sequence_of(None))
 
 

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from holdfast.replicas.requests import TextDelta, ToolCall, ToolCallDelta
 from holdfast.replicas.text.calls.formats import TAGS, ToolFormat
 from holdfast.replicas.text.calls.scan import DEEPEST
+from holdfast.replicas.text.calls.tracker import GRACE
 
 WEATHER = '{"city": "Oslo", "days": [1, {"a": "}]{"}]}'
 
@@ -254,8 +255,8 @@ def test_prose_after_a_call_asks_for_the_end_and_is_dropped() -> None:
 
 
 def test_white_space_beyond_the_grace_asks_for_the_end() -> None:
-    reader = parser(ToolFormat.HERMES, grace=3)
-    reader.feed('<tool_call>{"name": "f", "arguments": {}}</tool_call>\n\n\n')
+    reader = parser(ToolFormat.HERMES)
+    reader.feed('<tool_call>{"name": "f", "arguments": {}}</tool_call>' + "\n" * GRACE)
     assert not reader.should_stop
     reader.feed("\n")
     assert reader.should_stop

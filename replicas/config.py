@@ -145,7 +145,6 @@ class EngineConfig:
     max_waiting_tokens: int = 1 << 22  # tokens in their prompts, likewise
     queue_timeout_s: float = 300.0  # a request that waited this long is refused
 
-    preposition_after_s: float = 0.02  # so long after a turn it begins: a tool that returns sooner finds no work
     stream_interval_s: float = 0.005  # steps shorter than this share a message to the client
     hung_factor: float = 20.0  # a step that takes so many times the longest one so far, and `hung_s`, is taken to hang
     hung_s: float = 180.0  # a shorter step never hangs; its replica is then replaced, and what it had begun moves
@@ -172,7 +171,6 @@ class EngineConfig:
     early_stop: bool = True  # a reply ends where its tool calls do; off: where the model ends it
     kv_tags: bool = True  # cells are evicted by what they are, as requests say or as their roles do; off: by age alone
     shared_preambles: str = ""  # a JSON file: what prompts of all tenants may begin with, computed once for all
-    preposition: bool = True  # while tools run the next prompt is computed up to their results, in idle steps
 
     speculation: DraftConfig = field(default_factory=DraftConfig)
 
@@ -233,7 +231,7 @@ class EngineConfig:
         _check(self, _POSITIVE, "session_idle_s", "queue_timeout_s", "kv_memory", "hung_factor", "hung_s")
         _check(self, _NOT_NEGATIVE, "threads", "context_length", "cells", "host_cells", "host_memory", "session_rows")
         _check(self, _NOT_NEGATIVE, "stream_interval_s", "latency_max_tokens")
-        _check(self, _NOT_NEGATIVE, "preposition_after_s", "step_ms")
+        _check(self, _NOT_NEGATIVE, "step_ms")
         _check(self, _NOT_NEGATIVE, "tokenize_cache")
         _check(self, _NOT_NEGATIVE, "session_questions", "tenant_questions", "tenant_sessions")
         _check(self, _FINITE, "kv_memory", "host_memory")  # a number of cells is made of it

@@ -107,7 +107,7 @@ REQUESTS = (
     counter(
         "own_requests",
         "",
-        "Requests that the server sent itself: `ahead` (a program's next prompt while its tools run), `preamble`, "
+        "Requests that the server sent itself: `preamble`, "
         "`question` (standing ones), `warm_up`. No other counter of requests or prompt tokens includes them",
         "Nothing. `holdfast_own_tokens_total` has their tokens",
         lambda r: r.stats.own_requests,
@@ -396,8 +396,8 @@ SCHEDULING = (
     counter(
         "ahead_tokens_computed",
         "",
-        "Prompt tokens computed before the turn that has them came: for handles, or up to tools' results",
-        "0 with tools in use: `engine.preposition` is off, or tools return within `engine.preposition_after_s`",
+        "Prompt tokens computed ahead of their turn, for clients that sent the beginning of a prompt",
+        "Rises with `POST /v1/prefills`; compare with `ahead_tokens_used`",
         lambda r: r.stats.ahead_computed,
     ),
     counter(

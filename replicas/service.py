@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, contextmanager, nullcontext
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -52,7 +52,6 @@ from holdfast.replicas.events import (
     Notice,
     OpenSession,
     Past,
-    ProgramEnded,
     Rejected,
     Request,
     Started,
@@ -69,7 +68,6 @@ from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.kv.tags import AHEAD, PRIORITIES, SYSTEM_ROLES, Label, Labels, labels_of
 from holdfast.replicas.model.runner import LoadedRunner, load_runner
 from holdfast.replicas.plan import Sampling, TokenLogprobs
-from holdfast.replicas.preposition import OWN, PrePositioning
 from holdfast.replicas.questions import Questions
 from holdfast.replicas.requests import (
     AddQuestion,
@@ -121,11 +119,7 @@ class Service:
         self._bridge = Bridge(engine)
         self._compiling = CompilerThreads()
         self._session_operations = count()
-        config = engine.config
         self._n_coming = 0  # requests that are being read
-        self._preposition: PrePositioning | None = None
-        if config.preposition and (config.prefix_cache or config.sessions):
-            self._preposition = PrePositioning(config.preposition_after_s, engine.occupancy, self.generate)
         self.questions = Questions(engine.config, self._stream, engine.session, self.drawn)
 
     @classmethod
@@ -171,8 +165,6 @@ class Service:
         return SessionService(self)
 
     async def close(self) -> None:
-        if self._preposition is not None:
-            await self._preposition.close()
         self._compiling.close()
         self._text.close()
         await self.questions.close()
@@ -186,8 +178,6 @@ class Service:
 
     def notice(self, notice: Notice) -> None:
         """Tell the engine what the cluster knows of programs and tools."""
-        if self._preposition is not None and isinstance(notice, ProgramEnded):
-            self._preposition.needless((notice.scope, notice.program_id))
         self._bridge.notice(notice)
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> list[int]:
@@ -214,8 +204,7 @@ class Service:
         Closing the generator early aborts the request. With the pieces come, into `drawing`, the tokens they are of.
         """
         opens = request.session is not None and request.session.opens
-        # What is computed ahead unasked takes nothing from standing questions: both wait for idle steps.
-        with nullcontext() if request.background is OWN else self.questions.others():
+        with self.questions.others():
             async with aclosing(self.sessions.opening(request) if opens else self._stream(request, drawing)) as stream:
                 async for pieces in stream:
                     yield pieces
@@ -230,8 +219,6 @@ class Service:
                 return
             built, begun, echo = AnswerBuilder(), request.drawn is not None, None
             with self._coming(request) as foreseen:
-                if self._preposition is not None:
-                    self._preposition.needless((request.scope, request.program_id))
                 began = time.perf_counter()
                 if request.session is None:
                     encoded = await self._text.encoded(request.prompt, request.cache_scope, request.program_id)
@@ -254,9 +241,6 @@ class Service:
                         if request.session is not None and attempt.drawing.at is None:
                             attempt.drawing.at = self.sessions.begun_at(request.request_id)
                         for pieces in self._batches(request, attempt, events):
-                            if self._preposition is not None:
-                                built.add(pieces)
-                                self._preposition.turn_ended(request, built.answer())
                             if echo is not None:
                                 pieces, begun = _with_echo(pieces, echo, begun=begun), True
                             yield pieces

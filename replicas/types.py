@@ -32,7 +32,6 @@ class Origin(StrEnum):
     """Where a request comes from: a client, or the server itself, whose requests are counted apart."""
 
     CLIENT = "client"
-    AHEAD = "ahead"  # a program's next prompt, up to the results of its tools
     PREAMBLE = "preamble"  # shared preambles, as an engine starts
     QUESTION = "question"  # standing questions, asked in idle time
     WARM_UP = "warm_up"  # the first request to a new cluster

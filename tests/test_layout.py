@@ -64,7 +64,6 @@ ROOMS: Mapping[str, set[str]] = {
     "engine": BASE | ENGINE_ROOMS | {"config", "events", "plan", "stats", "seed", "sessions"},
     "bridge": BASE | {"engine", "events"},
     "activity": {"engine", "sequences"},
-    "preposition": BASE | {"events", "requests", "stats"},
     "questions": BASE | {"config", "events", "requests", "sessions", "stats"},
 }
 

@@ -38,8 +38,8 @@ _HEAD = "off             scenario turns     all on      p99        off      p99 
 class Variant:
     """A configuration with one mechanism off: fields of `EngineConfig`, and of its `speculation`, as they are then.
 
-    `same_output`: turning it off changes no token of any request. `sampled`, `gpu`, `pauses`: it acts on sampled turns
-    alone, on a GPU alone, or while tools run.
+    `same_output`: turning it off changes no token of any request. `sampled`, `gpu`: it acts on sampled turns alone, or
+    on a GPU alone.
     """
 
     name: str
@@ -48,7 +48,6 @@ class Variant:
     same_output: bool = True
     sampled: bool = False
     gpu: bool = False
-    pauses: bool = False
 
     def of(self, config: EngineConfig) -> EngineConfig:
         """`config` with this mechanism off."""
@@ -59,8 +58,6 @@ class Variant:
         """Why it cannot act on greedy turns of this engine, whose two sides would be alike; empty: it can."""
         if self.sampled:
             return "it acts on sampled turns, and these are greedy"
-        if self.pauses:
-            return "it acts while tools run, and here turns follow at once"
         if self.gpu and resolved.device == "cpu":
             return "it acts on a GPU, and this is a CPU"
         return ""
@@ -88,7 +85,6 @@ VARIANTS = (
     Variant("shared_budget", speculation={"shared_budget": False}),
     Variant("early_stop", {"early_stop": False}, same_output=False),
     Variant("kv_tags", {"kv_tags": False}),  # cells are evicted by their age alone
-    Variant("preposition", {"preposition": False}, pauses=True),
     Variant("own_decoder", {"decoder": "transformers"}),
     Variant("device_sampling", {"device_sampling": False}, gpu=True),
     Variant("overlap_steps", {"overlap_steps": "off"}, gpu=True),

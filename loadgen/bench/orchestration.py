@@ -74,8 +74,6 @@ ROWS = (
     Row("+ splitting", split=True),
     Row("+ dispatch", split=True, dispatch=True),
     Row("+ tags", split=True, dispatch=True, engine={"kv_tags": True}),
-    Row("+ pre-positioning", split=True, dispatch=True, engine={"kv_tags": True, "preposition": True}),
-    Row("pre-positioning alone", engine={"preposition": True}),
     Row("tags alone", engine={"kv_tags": True}),
     Row("baseline, chunks of 256", engine={"step_tokens": 256}),
     Row("baseline, whole prompts", engine={"step_tokens": WHOLE, "latency_chunk": WHOLE}),
@@ -271,7 +269,6 @@ async def measured(model: str, sizes: Sizes, warm: int = _WARM, rows: Sequence[R
         threads=sizes.threads,
         cells=sizes.cells,
         kv_tags=False,
-        preposition=False,
         speculation=DraftConfig(enabled=False),
     )
     clients = [Client(row, Service.load(replace(config, **row.engine))) for row in rows]

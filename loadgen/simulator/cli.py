@@ -98,7 +98,7 @@ def _tenants(options: argparse.Namespace) -> int:
 
 
 def _add_orchestrator(commands: "Commands[argparse.ArgumentParser]") -> None:
-    text = "What prompts sent ahead, tools that begin as calls close, tags of cells and pre-positioning are worth to "
+    text = "What prompts sent ahead, tools that begin as calls close, and tags of cells are worth to "
     text += "agents, one after another, simulated: the real engine over a cost model."
     command = commands.add_parser("simulate-orchestrator", help=text, description=text)
     add = command.add_argument

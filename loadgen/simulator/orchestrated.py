@@ -258,8 +258,6 @@ class Orchestrated:
             return
         while run.started < len(tools):
             self._begin_tool(run)
-        if self.engine.config.preposition:
-            self._at(self._now + self.engine.config.preposition_after_s, self._preposition, (run, run.at))
         if self._way.split and run.told < len(tools):
             self._want(run)
         self._go_on(run)
@@ -310,12 +308,6 @@ class Orchestrated:
         tokens = run.prompt(run.coming.system, run.told)
         self._compute(run, "ahead", tokens, PartialPrefill(f"{run.agent.name}-{run.at}", KEEP_S))
 
-    def _preposition(self, about: tuple[_Run, int]) -> None:
-        """The engine's own: it knows of no other system prompt than the one that the turn had."""
-        run, at = about
-        if run.at == at and not self.engine.occupancy().waiting and self._runs.get(run.agent.name) is run:
-            self._compute(run, "ahead-own", run.prompt(run.iteration.system, 0), PartialPrefill())
-
     def _compute(self, run: _Run, name: str, tokens: TokenIds, background: PartialPrefill) -> None:
         agent, system = run.agent, len(run.coming.system)
         labels = labels_of(("system", "user"), (0, system), len(tokens))
@@ -333,12 +325,9 @@ class Orchestrated:
         )
 
     def _ahead_over(self, run: _Run, event: Finished, name: str) -> None:
-        own = name.startswith("ahead-own")
-        if event.timing.scheduled is not None and not (own and self._way.split):
+        if event.timing.scheduled is not None:
             begun = event.usage.cached if run.ahead is None else min(run.ahead[0], event.usage.cached)
             run.ahead = begun, event.usage.prompt
-        if own:
-            return
         run.sending = False
         if run.wanted and run.over:
             self._prefill((run, run.at))

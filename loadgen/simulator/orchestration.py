@@ -61,24 +61,21 @@ class Row:
 
 
 _TAGS = {"kv_tags": True}
-_ALL = {**_TAGS, "preposition": True}
 _OURS = EngineConfig()
 ROWS = (
     Row("baseline"),
     Row("+ splitting", SPLIT),
     Row("+ dispatch", BOTH),
     Row("+ tags", BOTH, _TAGS),
-    Row("+ pre-positioning", BOTH, _ALL),
     Row(
         "+ all other defaults",
         BOTH,
-        {**_ALL, "step_tokens": _OURS.step_tokens, "grouped_prefill": True, "retention": _OURS.retention},
+        {**_TAGS, "step_tokens": _OURS.step_tokens, "grouped_prefill": True, "retention": _OURS.retention},
     ),
     Row("baseline, whole prompts", engine={"step_tokens": WHOLE, "latency_chunk": WHOLE}),
     Row(f"baseline, TTL {TTL_S:g} s", engine={"retention": RetentionConfig("fixed", fixed_s=TTL_S)}),
-    Row("pre-positioning alone", engine={"preposition": True}),
 )
-SWEPT = ("baseline", "+ pre-positioning")
+SWEPT = ("baseline", "+ tags")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +133,6 @@ def run(options: Options, row: Row, rate: float, seed: int) -> Figures:
         step_tokens=256,
         grouped_prefill=False,
         kv_tags=False,
-        preposition=False,
     )
     with uncollected():
         simulated = Orchestrated(profile, replace(config, **row.engine), row.way)

@@ -116,7 +116,6 @@ class Run:
             max_waiting_tokens=1 << 40,
             queue_timeout_s=1e9,
             speculation=DraftConfig(enabled=False),
-            preposition=False,
             prefix_cache=False,  # no two prompts begin alike
             order=options.order,
         )

@@ -243,7 +243,7 @@ def test_an_answer_that_cannot_come_in_time_is_refused_while_a_step_goes_on():
     """Nothing is rendered, and no step is waited for: what is foreseen counts those that the engine has yet to read."""
 
     async def main():
-        async with serving(replace(CONFIG, max_sequences=1, session_rows=0, preposition=False)) as service:
+        async with serving(replace(CONFIG, max_sequences=1, session_rows=0)) as service:
             admission, runner = service.engine.scheduler.admission, service.engine._pipeline._runner
             admission.forecast.answer_s = lambda max_tokens, begins, before: 10.0 * (1 + before)
             held, goes_on, works = threading.Event(), threading.Event(), runner.run
@@ -449,7 +449,7 @@ def test_who_was_let_in_as_it_came_is_not_refused_once_it_has_been_read():
     """Refused after a step, its client would have waited in vain; and those that are read count as those that wait."""
 
     async def main():
-        async with serving(replace(CONFIG, max_sequences=1, session_rows=0, preposition=False)) as service:
+        async with serving(replace(CONFIG, max_sequences=1, session_rows=0)) as service:
             admission, encoded = service.engine.scheduler.admission, service._text.encoded
             admission.forecast.answer_s = lambda max_tokens, begins, before: 10.0 * (1 + before)
             goes_on = asyncio.Event()
@@ -518,7 +518,7 @@ def test_what_was_served_leaves_no_cycles(serve):
     """The collector would have to look for them, and hold every stream up meanwhile."""
 
     async def main():
-        async with serving(replace(CONFIG, preposition=False)) as service:
+        async with serving(replace(CONFIG)) as service:
             admission = service.engine.scheduler.admission
             admission.forecast.answer_s = lambda max_tokens, begins, before: 10.0
             admission._waiting.up_to = lambda rank: 1  # as if somebody waited

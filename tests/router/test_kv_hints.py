@@ -155,7 +155,6 @@ CONFIG: Any = {
     "cells": 1024,
     "threads": 1,
     "dtype": "float32",
-    "preposition": False,
     "context_length": 512,
     "retention": RetentionConfig(policy="none"),
 }

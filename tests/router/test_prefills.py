@@ -398,7 +398,7 @@ def turns(config: EngineConfig, *calls: tuple[str, str, dict[str, Any]]) -> tupl
     return asyncio.run(run())
 
 
-CONFIG = EngineConfig(cells=4096, threads=1, preposition=False, retention=RetentionConfig("fixed", fixed_s=60.0))
+CONFIG = EngineConfig(cells=4096, threads=1, retention=RetentionConfig("fixed", fixed_s=60.0))
 FULL = [*CALLED, result("Oslo"), result("Rome")]
 
 

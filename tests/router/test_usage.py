@@ -114,7 +114,7 @@ def test_sums_are_the_engines_counters_to_the_token(redis):
 
     async def run():
         drafts = DraftConfig(enabled=True)
-        async with engine(redis, replace(SMALL, speculation=drafts, preposition=False)) as (router, service):
+        async with engine(redis, replace(SMALL, speculation=drafts)) as (router, service):
             say = [{"role": "user", "content": "Count: one two three one two three one two three one two"}]
             for _ in range(2):  # the second from the response cache
                 assert (await router.chat(messages=say, max_tokens=24, temperature=0)).status_code == 200
@@ -183,7 +183,7 @@ def test_sums_are_the_engines_counters_where_steps_fail(redis, period, short):
 
     async def run():
         cells, drafts = 256 if short else 4096, DraftConfig(enabled=True)
-        config = replace(SMALL, cells=cells, overlap_steps="off", speculation=drafts, preposition=False)
+        config = replace(SMALL, cells=cells, overlap_steps="off", speculation=drafts)
         async with engine(redis, config) as (router, service):
             runner = service._pipeline._runner
             works, steps = runner.run, count(1)

@@ -22,7 +22,7 @@ from holdfast.replicas.text.conversation import TextSide
 # Without the cost of verifying, which is measured: then what is drafted is the same in every run.
 CONFIG = EngineConfig(cells=1024, threads=1, max_sequences=6, session_rows=2, speculation=DraftConfig(cost_gate=False))
 NEW = 12
-TEXT_SIDE = {"tokenize_cache", "early_stop", "preposition"}
+TEXT_SIDE = {"tokenize_cache", "early_stop"}
 ENGINE_SIDE = [v for v in VARIANTS if v.name not in TEXT_SIDE]
 SAVED: dict[str, Callable[[EngineStats], float]] = {
     "sessions": lambda stats: stats.turns_continued,
@@ -143,7 +143,7 @@ def test_what_changes_nothing_on_this_device_is_idle_there() -> None:
     assert alike <= idle
     assert "prompt_seed" in idle
     anywhere = {variant.name for variant in VARIANTS if variant.idle(replace(resolved, device="cuda"))}
-    assert anywhere == {"prompt_seed", "preposition"}
+    assert anywhere == {"prompt_seed"}
 
 
 def test_every_switch_there_is_belongs_to_a_mechanism() -> None:

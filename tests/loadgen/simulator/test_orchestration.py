@@ -28,8 +28,8 @@ def agents(tool_s: float = 3.0, calls: int = 3, system: int = 8_000) -> list[Age
     return [Agent("agent", 1.0, texts.new(2_000), iterations)]
 
 
-def done(way: Way = NEITHER, given: list[Agent] | None = None, preposition: bool = False) -> Done:
-    config = replace(engine_config("program", MACHINE, host=False), kv_tags=False, preposition=preposition)
+def done(way: Way = NEITHER, given: list[Agent] | None = None) -> Done:
+    config = replace(engine_config("program", MACHINE, host=False), kv_tags=False)
     simulated = Orchestrated(MACHINE, config, way)
     (one,) = simulated.run(given or agents())
     assert simulated.engine.cache.stats.held == 0
@@ -68,14 +68,10 @@ def test_tools_that_begin_as_their_calls_close_end_sooner() -> None:
     assert plain.first_s - early.first_s == pytest.approx(decoding, rel=0.1)
 
 
-def test_the_engine_alone_prepares_nothing_where_the_beginning_changes_or_nothing_is_rewritten() -> None:
-    assert done(preposition=True).first_s == pytest.approx(done().first_s, rel=0.001)
-
-
 def test_found_tokens_are_told_by_who_computed_them() -> None:
     one, two = agents(), agents()
     again = replace(two[0], name="second", arrived=100.0, query=Texts().new(10)[:0])
-    config = replace(engine_config("program", MACHINE, host=False), kv_tags=False, preposition=False)
+    config = replace(engine_config("program", MACHINE, host=False), kv_tags=False)
     first, second = Orchestrated(MACHINE, config, Way()).run([one[0], replace(again, query=two[0].query + 1)])
     assert (first.found[0].across, first.found[0].within) == (0, 0)
     assert first.found[1].across == 0

@@ -17,7 +17,7 @@ BATCH, INTERACTIVE = Priority.BATCH, Priority.INTERACTIVE
 
 def busy(requests: int = 12, **settings) -> World:
     """One that has learned: of its one row's requests some have ended, and some still wait."""
-    world = World(max_sequences=1, cells=4096, preposition=False, **settings)
+    world = World(max_sequences=1, cells=4096, **settings)
     for i in range(requests):
         world.submit(f"old{i}", words(i, 8), 4)
     while sum(bool(ends) for ends in world.ends.values()) < requests - 2:

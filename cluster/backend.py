@@ -21,7 +21,6 @@ from ray.serve.handle import DeploymentHandle
 
 from holdfast.cluster.early import EarlyPieces
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError, UnavailableError, error_of
-from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import (
     ChatPrompt,
     Completed,
@@ -32,6 +31,7 @@ from holdfast.replicas.requests import (
     RawPrompt,
     SessionCall,
     SessionState,
+    Usage,
 )
 from holdfast.replicas.stats import ReplicaStatus
 from holdfast.router.affinity import COUNTS, HINT, from_each, own_request

@@ -19,8 +19,7 @@ from typing import Any, Self
 
 import orjson
 
-from holdfast.replicas.events import Started
-from holdfast.replicas.requests import EarlyTo, Piece, ReasoningDelta, ReplyTokens, TextDelta, ToolCallDelta
+from holdfast.replicas.requests import EarlyTo, Piece, ReasoningDelta, ReplyTokens, Started, TextDelta, ToolCallDelta
 from holdfast.router.backend import Batch
 
 LOOPBACK = "127.0.0.1"

@@ -23,7 +23,6 @@ from holdfast.cluster.tool_watch import ToolWatch
 from holdfast.replicas import logs
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import HoldfastError
-from holdfast.replicas.events import Usage
 from holdfast.replicas.logs import About, LoggingConfig
 from holdfast.replicas.requests import (
     ChatPrompt,
@@ -34,6 +33,7 @@ from holdfast.replicas.requests import (
     RawPrompt,
     SessionCall,
     SessionState,
+    Usage,
 )
 from holdfast.replicas.stats import LoadReport, ReplicaStatus
 from holdfast.router import tracing

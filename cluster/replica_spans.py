@@ -18,8 +18,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from holdfast.replicas.events import Timing, Usage
-from holdfast.replicas.requests import Answer, Completed, Errored, GenerateRequest, Piece, ToolCallDelta
+from holdfast.replicas.requests import Answer, Completed, Errored, GenerateRequest, Piece, Timing, ToolCallDelta, Usage
 
 if TYPE_CHECKING:
     from holdfast.router.spans import Span, Spans

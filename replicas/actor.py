@@ -16,14 +16,7 @@ from prometheus_client.registry import Collector
 from holdfast.replicas.activity import activity
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import UnavailableError
-from holdfast.replicas.events import (
-    HandleReleased,
-    ProgramEnded,
-    ProgramExpected,
-    ServedElsewhere,
-    ToolLatencies,
-    Usage,
-)
+from holdfast.replicas.events import HandleReleased, ProgramEnded, ProgramExpected, ServedElsewhere, ToolLatencies
 from holdfast.replicas.metrics import ALL, OWNER, Kind, Reading, Value, process_usage
 from holdfast.replicas.metrics import Metric as Definition
 from holdfast.replicas.requests import (
@@ -37,6 +30,7 @@ from holdfast.replicas.requests import (
     RawPrompt,
     SessionCall,
     SessionState,
+    Usage,
 )
 from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.replicas.service import Service

@@ -18,7 +18,6 @@ from typing import TypeAlias
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import EngineError, HoldfastError, InvalidRequestError, UnavailableError
 from holdfast.replicas.events import (
-    NO_WORK,
     Abort,
     CloseSession,
     Command,
@@ -27,14 +26,12 @@ from holdfast.replicas.events import (
     Notice,
     Rejected,
     Request,
-    Started,
     Stop,
     Terminal,
     Tokens,
-    Usage,
-    Work,
     used_by,
 )
+from holdfast.replicas.requests import NO_WORK, Started, Usage, Work
 
 log = logging.getLogger(__name__)
 

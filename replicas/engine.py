@@ -225,7 +225,7 @@ class Engine:
             if request_id in self.live or request_id in self._sessions:
                 raise InvalidRequestError(f"request id {request_id} is in use", "request_id")
             waiting = len(self.scheduler.admission) + self._sessions.n_queued
-            if isinstance(command, Submit) and command.session_id and waiting >= self.config.max_waiting:
+            if isinstance(command, Submit) and command.session is not None and waiting >= self.config.max_waiting:
                 raise OverloadedError(f"{self.config.max_waiting} requests are waiting already")
             if isinstance(command, OpenSession):
                 if (before := self._sessions.replaced(command)) is not None:
@@ -233,7 +233,7 @@ class Engine:
                 self._sessions.open(command, now, arrived)
             elif isinstance(command, CloseSession):
                 self._close(command, now, arrived)
-            elif isinstance(command, ForkSession) or command.session_id:
+            elif isinstance(command, ForkSession) or command.session is not None:
                 self._begin_next(self._sessions.enqueue(command, now, arrived), now)
             else:
                 self._begin(command, arrived, now)
@@ -411,7 +411,9 @@ class Engine:
             name = self._uncomputed.pop()
             self._own[name] = origin = Origin.PREAMBLE
             sampling = Sampling(max_tokens=0)
-            self._begin(Submit(name, self._preambles[name], sampling, SHARED, origin=origin), now, now)
+            self._begin(
+                Submit(name, tokens=self._preambles[name], sampling=sampling, scope=SHARED, origin=origin), now, now
+            )
 
     def _is_own(self, event: Event, now: float) -> bool:
         """Whether it is of a shared preamble, which is pinned for good once it is computed."""
@@ -601,7 +603,7 @@ def check_submit(submit: Submit, config: EngineConfig, vocabulary: int | None) -
         raise InvalidRequestError(f"max_tokens must not be negative: {max_tokens}", "max_tokens")
     if submit.sampling.top_k > MOST_TOP_K:
         raise InvalidRequestError(f"top_k must be at most {MOST_TOP_K}: {submit.sampling.top_k}", "top_k")
-    if submit.background is not None and (max_tokens or submit.session_id):
+    if submit.background is not None and (max_tokens or submit.session is not None):
         raise InvalidRequestError("work ahead draws nothing, and is no operation of a session", "background")
     if not 0 < submit.weight < math.inf:
         raise InvalidRequestError(f"weight must be positive: {submit.weight}", "weight")

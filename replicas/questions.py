@@ -19,7 +19,6 @@ from itertools import count
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import EngineError, ErrorInfo, InvalidRequestError, OverloadedError, UnknownQuestionError
-from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import (
     Answer,
     AnswerBuilder,
@@ -28,6 +27,7 @@ from holdfast.replicas.requests import (
     Question,
     QuestionState,
     SessionTurn,
+    Usage,
 )
 from holdfast.replicas.sessions import SessionFacts
 from holdfast.replicas.stats import QuestionStats

@@ -1,8 +1,8 @@
-"""What a router sends to a replica and what comes back: plain picklable data in text, no HTTP.
+"""What a router sends to a replica, and the reply: picklable data in text, without HTTP.
 
-A reply is a stream of `ReasoningDelta`, `TextDelta` and `ToolCallDelta`, ended by exactly one `Completed` or `Errored`;
-or, for a caller that does not stream, one `Answer` that `AnswerBuilder` makes of the same stream. For a client that
-reads the reply as it is made the engine's `Started` comes first, and again where another replica goes on.
+A reply is a stream of `ReasoningDelta`, `TextDelta` and `ToolCallDelta` pieces, ended by exactly one `Completed` or
+`Errored`. `AnswerBuilder` collects the pieces into one `Answer` for clients that do not stream. For streaming clients
+`Started` comes first. The engine's own commands and events, in token ids, are in `events`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,20 +11,83 @@ from math import inf
 from typing import Any, Literal, TypeAlias
 
 from holdfast.replicas.errors import ErrorInfo
-from holdfast.replicas.events import Named, PartialPrefill, Started, Timing, Usage
 from holdfast.replicas.kv.tags import Hint
 from holdfast.replicas.plan import Sampling, TokenLogprobs
 from holdfast.replicas.retention.latency import Called
-from holdfast.replicas.types import CellLimits, Origin, Priority, salted
+from holdfast.replicas.types import RANKS, CellLimits, Origin, Priority, salted
 
 ReplyReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
-TOKEN = 4  # bytes of one, little-endian, where histories are kept
+TOKEN = 4  # bytes of a stored token id, little-endian
+
+
+# ---- what a request used ----
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Tokens that the engine processed for one request.
+
+    `drawn` exceeds the reply if the reply was ended early. `computed` exceeds the prompt if the sequence was preempted.
+    """
+
+    computed: int = 0  # prompt tokens
+    cached: int = 0  # prompt tokens found in the cache
+    drawn: int = 0
+    drafted: int = 0
+    accepted: int = 0  # of `drafted`
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            self.computed + other.computed,
+            self.cached + other.cached,
+            self.drawn + other.drawn,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+        )
+
+
+NO_WORK = Work()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request. `cached` is part of `prompt`; `reasoning`, from the text side, of `completion`.
+
+    `work` may differ between two runs of the same request, so comparisons ignore it.
+    """
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+    reasoning: int = 0
+    work: Work = field(default=NO_WORK, compare=False)
+
+
+NOTHING_USED = Usage()
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Times of one request by the engine's clock, in seconds. None: the request never reached that point.
+
+    The text side fills in `render_s` (rendering and tokenizing, before `arrived`) and `validate_s` (parsing the reply).
+    """
+
+    arrived: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    render_s: float = 0.0
+    validate_s: float = 0.0
+
+
+# ---- the request ----
 
 
 @dataclass(frozen=True, slots=True)
 class JsonOutput:
-    """The reply's text is a JSON value of `schema`; not `strict`: as far as the schema can be followed."""
+    """The reply's text is a JSON value of `schema`. Without `strict` unsupported parts of the schema are ignored."""
 
     schema: Mapping[str, Any]
     strict: bool = False
@@ -32,55 +95,76 @@ class JsonOutput:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation in OpenAI message dicts, for the model's chat template, and what its reply must be.
+    """A conversation in OpenAI message dicts, for the model's chat template, and constraints on the reply.
 
-    `tools` are OpenAI tool dicts (`{"type": "function", "function": {...}}`). With `tool_choice` "none" no call may
-    begin; the prompt is the same, so that a conversation goes on from its cells. With "required" the reply is calls,
-    and where `forced_tool` names a tool one call of it. `allowed_tools` names those of `tools` that may be called,
-    where not all may. `template_kwargs` go to the template as they are.
+    `tool_choice` does not change the prompt, so a conversation keeps its cached cells.
     """
 
     messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, Any]] = ()  # OpenAI tool dicts: {"type": "function", "function": {...}}
     tool_choice: Literal["auto", "none", "required"] = "auto"
     parallel_tool_calls: bool = True
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    forced_tool: str = ""
-    allowed_tools: tuple[str, ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # passed to the template unchanged
+    forced_tool: str = ""  # with "required": the reply is one call of this tool
+    allowed_tools: tuple[str, ...] = ()  # subset of `tools` that may be called; empty: all
     output: JsonOutput | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RawPrompt:
-    """A prompt for plain completion: text, or token ids taken as they are.
+    """A prompt for plain completion: text, or token ids used unchanged.
 
-    `echo`: the reply begins with it; where log probabilities are asked for, with its own.
+    `echo`: the reply starts with the prompt, and with its log probabilities if those are requested.
     """
 
     content: str | Sequence[int]
     echo: bool = False
 
 
+NO_PROMPT = RawPrompt(())
+
+
+@dataclass(frozen=True, slots=True)
+class PartialPrefill:
+    """Background prefill for a program's next turn. It draws nothing and yields to every other request.
+
+    The computed cells are kept for `keep_s` seconds under the name `handle`. Without a handle the engine requested it
+    itself: the cells are kept as long as those of the program's last turn.
+    """
+
+    handle: str = ""
+    keep_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A named operation on a session. After it the session's history had `end` tokens."""
+
+    name: str
+    content: str
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class SessionTurn:
-    """A request is an operation of this session. `keep`: what it asks and what is answered become part of the history.
+    """The request is an operation on this session.
 
-    `opens`: the session begins with it, or not at all. `standing`: nobody waits for its answer. With a `life` it is for
-    the session that was opened with the same; one that is opened takes the place of another, or is joined, where it is
-    there. Of several operations of one `name` the first is done; `content` tells whether the others are the same. `at`:
-    how many tokens the history has to have; None: any. `appends` and `done` are what an opened one has behind it.
+    An operation with a `name` that is already part of the history is not repeated.
     """
 
     session_id: str
-    keep: bool = True
-    opens: bool = False
-    standing: bool = False
-    life: str = ""
+    keep: bool = True  # prompt and reply become part of the history
+    opens: bool = False  # open the session; it stays closed if the request fails
+    standing: bool = False  # asked for a standing question: no client waits, the session's idle time goes on
+    life: str = ""  # only for the session opened with the same life; opening one of another life replaces it
     name: str = ""
-    content: str = ""
-    at: int | None = None
-    appends: int = 0
-    done: tuple[Named, ...] = ()
+    content: str = ""  # digest that tells two operations of one name apart
+    at: int | None = None  # required length of the history in tokens; None: any
+    appends: int = 0  # of the history that `opens` restores
+    done: tuple[Named, ...] = ()  # likewise
+
+
+NO_SESSION = SessionTurn("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +195,14 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class ReplyTokens:
-    """Tokens of a reply from its `start`-th on, with their log probabilities where these are asked for.
-
-    `seed`: what they are drawn with, where neither the request nor its prompt says that. `at`: tokens of the history
-    that a session's operation goes on from. `over`: the model has ended the reply with them.
-    """
+    """Tokens of a reply from position `start` on, with their log probabilities if those are requested."""
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
-    seed: int | None = None
+    seed: int | None = None  # of the noise, if neither the request nor its prompt determines it
     start: int = 0
-    at: int | None = None
-    over: bool = False
+    at: int | None = None  # tokens of the session's history before this operation
+    over: bool = False  # the model ended the reply with these tokens
 
 
 NOTHING_DRAWN = ReplyTokens()
@@ -130,7 +210,7 @@ NOTHING_DRAWN = ReplyTokens()
 
 @dataclass(frozen=True, slots=True)
 class EarlyTo:
-    """Who is told of a stream's first pieces at once, on the machine at the address `node`, and by what name."""
+    """Listener for a stream's first pieces: its machine's address, its port and its name there."""
 
     node: str
     port: int
@@ -139,66 +219,77 @@ class EarlyTo:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One accepted request, validated by the router.
-
-    `sampling.max_tokens` is a bound: the engine reduces it to what the context leaves. -1: all of that.
-    `program_turns` are those before this one, `answered_turns` of them up to the program's last answer; `program_end`:
-    the program will not come back after it. `weight` is the tenant's, `cells` what it may have of them (None: as
-    before), `priority` the request's class, `root` the program that it is a sub-agent of, if it is; with a
-    `cache_salt` it finds cells that came with the same, and no others. `prefixes`: a router's digests of what the
-    prompt of a new program begins with.
-    `background`: of the prompt, a chat, what the program's next one is sure to begin with is computed ahead; the reply
-    is empty, with reason "length" where all of it is, "stop" where as much as there was time and room for.
-    `hints`: what the client says its prompt's parts are worth; where it says nothing their roles decide.
-    `within_s`: its answer is wanted so soon from now on, with `begins` only the beginning of it.
-    `drawn`: what another replica has drawn of the reply, whose pieces are with the client: what comes is the rest.
-    With a `session` it goes on from that session's history; `sampling.max_tokens` 0: nothing is drawn.
-    `origin`: who sent it, a client or the server itself.
-    `trace` is the W3C trace context in which it is served (`traceparent`, `tracestate`),
-    empty without tracing. `early`: who is told of its first pieces before they come with the others.
-    """
+    """What a client asked for, validated by the router. `events.Submit` adds what the service makes of it."""
 
     request_id: str
-    prompt: ChatPrompt | RawPrompt
-    sampling: Sampling
+    prompt: ChatPrompt | RawPrompt = NO_PROMPT
+    # max_tokens -1: all that the context leaves; 0: compute the prompt, draw nothing
+    sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
-    scope: str = ""
+    scope: str = ""  # the tenant's cache scope
     program_id: str = ""
-    program_arrival: float = 0.0
-    program_turns: int = 0
-    answered_turns: int = 0
-    program_end: bool = False
-    weight: float = 1.0
-    cells: CellLimits | None = None
+    program_arrival: float = 0.0  # when the program began
+    program_turns: int = 0  # of the program before this one
+    answered_turns: int = 0  # of these, up to the program's last answer
+    program_end: bool = False  # the program has no further turn
+    weight: float = 1.0  # the tenant's
+    cells: CellLimits | None = None  # the tenant's; None: unchanged
     priority: Priority = Priority.INTERACTIVE
-    within_s: float = inf
-    begins: bool = False
-    root: str = ""
-    cache_salt: str = ""
-    prefixes: tuple[str, ...] = ()
-    background: PartialPrefill | None = None
+    within_s: float = inf  # deadline of the answer, in seconds from now
+    begins: bool = False  # the client streams: `within_s` is for the first token, and `Started` is reported
+    root: str = ""  # the program that this one is a sub-agent of
+    cache_salt: str = ""  # cells are shared only between requests of the same salt
+    prefixes: tuple[str, ...] = ()  # the router's digests of the prompt's beginning, for a new program
+    background: PartialPrefill | None = None  # finishes with "length" if all was computed, with "stop" if interrupted
     origin: Origin = Origin.CLIENT
-    trace: Mapping[str, str] = field(default_factory=dict)
-    session: SessionTurn | None = None
-    hints: tuple[Hint, ...] = ()
-    drawn: ReplyTokens | None = None
+    trace: Mapping[str, str] = field(default_factory=dict)  # W3C trace context; empty without tracing
+    session: SessionTurn | None = None  # continue from this session's history
+    hints: tuple[Hint, ...] = ()  # the client's cache priorities for parts of the prompt; default: by message role
+    drawn: ReplyTokens | None = None  # the part of the reply that another replica has drawn and delivered
     early: EarlyTo | None = None
 
     @property
     def cache_scope(self) -> str:
-        """Where what is kept of it is found: its tenant's scope, or with a salt a part of that."""
+        """Scope of its cached cells: the tenant's, or a salted part of it."""
         return salted(self.scope, self.cache_salt)
 
     @property
     def most_tokens(self) -> float:
-        """That its answer may have."""
+        """Upper bound of the reply's length."""
         return self.sampling.max_tokens if self.sampling.max_tokens >= 0 else inf
 
     @property
     def foretellable(self) -> bool:
-        """Whether it has a deadline, and comes behind all that wait, so that before it is read its time can be told."""
+        """Whether its deadline can be checked before its prompt is tokenized: it starts behind all waiting requests."""
         goes_on = self.program_turns or self.session is not None or self.drawn is not None
         return self.within_s < inf and not goes_on and self.background is None
+
+    @property
+    def rank(self) -> int:
+        """Preemption rank of its class. Higher ranks give way to lower ones."""
+        return len(RANKS) if self.background is not None else RANKS.index(self.priority)
+
+    @property
+    def who(self) -> str:
+        """Owner of the cells computed for it: its program, or the request itself."""
+        return self.program_id or self.request_id
+
+    @property
+    def root_program(self) -> str:
+        """The program that its service is charged to."""
+        return self.root or self.who
+
+
+# ---- the reply ----
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first prompt tokens were computed. Reported once, only for requests with `begins`."""
+
+    request_id: str
+    prompt: int  # tokens
+    cached: int  # of these, found in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +382,9 @@ class Answer:
     reasoning: str = ""
     stop: str = ""
     history: History | None = None
+
+
+# ---- sessions ----
 
 
 @dataclass(frozen=True, slots=True)

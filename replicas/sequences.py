@@ -11,9 +11,10 @@ import numpy as np
 
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ErrorInfo
-from holdfast.replicas.events import Failed, FinishReason, Submit, Timing, Usage, Work
+from holdfast.replicas.events import Failed, FinishReason, Submit
 from holdfast.replicas.kv.holding import Holding
 from holdfast.replicas.plan import Draw, Sampling
+from holdfast.replicas.requests import Timing, Usage, Work
 from holdfast.replicas.types import Origin, Priority, TokenCounts, TokenIds
 
 
@@ -27,8 +28,8 @@ class Owner(NamedTuple):
     @classmethod
     def of(cls, submit: Submit) -> "Owner | None":
         """Whose a request is; None for a single one."""
-        if submit.session_id:
-            return cls(submit.scope, submit.session_id, session=True)
+        if submit.session is not None:
+            return cls(submit.scope, submit.session.session_id, session=True)
         if submit.background is not None and submit.background.handle:
             return cls.handle(submit.scope, submit.background.handle)
         return cls(submit.scope, submit.program_id, session=False) if submit.program_id else None

@@ -42,7 +42,6 @@ from holdfast.replicas.errors import (
     error_of,
 )
 from holdfast.replicas.events import (
-    NOTHING_USED,
     Aborted,
     CloseSession,
     Event,
@@ -54,14 +53,10 @@ from holdfast.replicas.events import (
     Past,
     Rejected,
     Request,
-    Started,
     Submit,
     Terminal,
-    Timing,
     Tokens,
     TurnEnded,
-    Usage,
-    Work,
     used_by,
 )
 from holdfast.replicas.kv.limits import SHARED
@@ -70,6 +65,8 @@ from holdfast.replicas.model.runner import LoadedRunner, load_runner
 from holdfast.replicas.plan import Sampling, TokenLogprobs
 from holdfast.replicas.questions import Questions
 from holdfast.replicas.requests import (
+    NO_PROMPT,
+    NOTHING_USED,
     AddQuestion,
     Answer,
     AnswerBuilder,
@@ -92,8 +89,12 @@ from holdfast.replicas.requests import (
     SessionCall,
     SessionState,
     SessionTurn,
+    Started,
     TextDelta,
+    Timing,
     ToolCallDelta,
+    Usage,
+    Work,
 )
 from holdfast.replicas.retention.latency import Called, called
 from holdfast.replicas.seed import prompt_seed
@@ -105,8 +106,6 @@ from holdfast.replicas.text.reply import Reply
 from holdfast.replicas.types import NO_TOKENS, TokenIds
 
 _ABORTED = ErrorInfo(ErrorKind.UNAVAILABLE, "the request was aborted")
-_NO_SESSION = SessionTurn("")
-_NOTHING = RawPrompt(())
 
 
 class Service:
@@ -256,9 +255,8 @@ class Service:
         """
         foreseen = False
         if request.foretellable:
-            asked = Submit("", NO_TOKENS, priority=request.priority, within_s=request.within_s, begins=request.begins)
             coming = self._bridge.unread + self._n_coming
-            foreseen = self.engine.scheduler.admission.foresee(asked, request.most_tokens, coming)
+            foreseen = self.engine.scheduler.admission.foresee(request, request.most_tokens, coming)
         self._n_coming += 1
         try:
             yield foreseen
@@ -270,45 +268,23 @@ class Service:
     async def _first(
         self, request: GenerateRequest, encoded: Encoded, closing: TokenIds, spent: Spent, drawing: Drawing
     ) -> Attempt:
-        turn = request.session or _NO_SESSION
         if request.session is not None:
             # What is asked is in `encoded`, and what is answered is text. The session is the program.
-            request = replace(request, prompt=_NOTHING, program_id="", program_arrival=0.0)
+            request = replace(request, prompt=NO_PROMPT, program_id="", program_arrival=0.0)
         limits = await _limits(self._text, self._compiling, request)
         matcher = self._text.after_thinking(request, encoded, limits.matcher)
         drawn = request.drawn.tokens if request.drawn is not None else ()
         if matcher is not None and drawn and matcher.advance(drawn) < len(drawn):
             # There it was not followed: its grammar was not compiled in time.
             matcher, limits = None, replace(limits, matcher=None)
-        submit = Submit(
-            request.request_id,
-            encoded.tokens,
-            _sampling(request, self.engine, self._text.eos),
-            request.scope,
-            request.program_id,
-            request.program_arrival,
-            skeletons=self._skeletons(request),
-            session_id=turn.session_id,
-            keep=turn.keep,
-            life=turn.life,
-            name=turn.name,
-            content=turn.content,
-            at=turn.at,
-            matcher=matcher,
-            program_turns=request.program_turns,
-            answered_turns=request.answered_turns,
-            program_end=request.program_end,
-            weight=request.weight,
-            cells=request.cells,
-            priority=request.priority,
+        submit = replace(
+            Submit.of(request),
+            tokens=encoded.tokens,
+            sampling=_sampling(request, self.engine, self._text.eos),
             within_s=request.within_s if request.drawn is None else inf,  # what has begun goes on
-            begins=request.begins,
-            root=request.root,
-            cache_salt=request.cache_salt,
-            prefixes=request.prefixes,
-            origin=request.origin,
+            skeletons=self._skeletons(request),
+            matcher=matcher,
             closing=closing,
-            standing=turn.standing,
             labels=_labels(request, encoded),
         )
         drawing.seed = submit.sampling.seed
@@ -412,20 +388,8 @@ async def _ahead(text: TextSide, bridge: Bridge, request: GenerateRequest) -> Co
     if not isinstance(request.prompt, ChatPrompt):
         raise InvalidRequestError("only a chat can be computed ahead", "prompt")
     encoded = await text.beginning(request.prompt, request.cache_scope, request.program_id)
-    submit = Submit(
-        request.request_id,
-        encoded.tokens,
-        Sampling(max_tokens=0),
-        request.scope,
-        request.program_id,
-        request.program_arrival,
-        weight=request.weight,
-        cells=request.cells,
-        cache_salt=request.cache_salt,
-        prefixes=request.prefixes,
-        background=request.background,
-        origin=request.origin,
-        labels=_labels(request, encoded),
+    submit = replace(
+        Submit.of(request), tokens=encoded.tokens, sampling=Sampling(max_tokens=0), labels=_labels(request, encoded)
     )
     last: Event | None = None
     async with aclosing(bridge.run(submit)) as steps:
@@ -459,9 +423,9 @@ async def _echo(
         given = GivenTokens(encoded.tokens[1:], vocabulary)
         submit = Submit(
             _of_prompt(request.request_id),
-            encoded.tokens[:1],
-            Sampling(max_tokens=len(given), logprobs=wanted, ignore_eos=True),
-            request.scope,
+            tokens=encoded.tokens[:1],
+            sampling=Sampling(max_tokens=len(given), logprobs=wanted, ignore_eos=True),
+            scope=request.scope,
             program_arrival=request.program_arrival,
             matcher=given,
             weight=request.weight,
@@ -528,7 +492,7 @@ class Attempt:
         """
         sampling, before = self.submit.sampling, self.submit.n_generated
         prompt = self.submit.tokens[: len(self.submit.tokens) - before]
-        if sampling.seed is None and sampling.temperature > 0 and not self.submit.session_id:
+        if sampling.seed is None and sampling.temperature > 0 and self.submit.session is None:
             sampling = replace(sampling, seed=prompt_seed(prompt))  # of a session's the engine has the history, too
         return replace(
             self.submit,
@@ -575,7 +539,7 @@ class SessionService:
 
     async def open(self, session_id: str, prompt: ChatPrompt | RawPrompt | None = None, *, scope: str = "") -> Usage:
         """Begin a session, with a prompt to start from; returns once that is computed. It is not open if that fails."""
-        return await self._feed(SessionTurn(session_id, opens=True), prompt or _NOTHING, scope)
+        return await self._feed(SessionTurn(session_id, opens=True), prompt or NO_PROMPT, scope)
 
     async def append(self, session_id: str, content: str | Sequence[int] | ChatPrompt, *, scope: str = "") -> Usage:
         """Compute text, token ids or messages into a session's cells; returns once that is done.

@@ -30,15 +30,13 @@ from holdfast.replicas.events import (
     Failed,
     Finished,
     ForkSession,
-    Named,
     OpenSession,
     Past,
     Rejected,
     Submit,
     Terminal,
-    Timing,
-    Usage,
 )
+from holdfast.replicas.requests import Named, SessionTurn, Timing, Usage
 from holdfast.replicas.retention.rows import Rows
 from holdfast.replicas.sequences import Owner, Sequence, Status
 from holdfast.replicas.types import TokenIds
@@ -153,8 +151,9 @@ class Sessions:
 
     def enqueue(self, command: Submit | ForkSession, now: float, accepted: float) -> Session:
         """Accept an operation, behind those before it. Its time counts from `accepted`."""
-        session = self._find(command.scope, command.session_id, command.life)
-        if not (isinstance(command, Submit) and command.standing):
+        operation = command.turn if isinstance(command, Submit) else command
+        session = self._find(command.scope, operation.session_id, operation.life)
+        if not (isinstance(operation, SessionTurn) and operation.standing):
             session.used = now
         session.queue.append(Operation(command, accepted))
         self._queued[command.request_id] = session
@@ -203,11 +202,12 @@ class Sessions:
         if session is None or session.running is not sequence:
             return None
         session.running = None
-        if not submit.standing:
+        turn = submit.turn
+        if not turn.standing:
             session.used = now
-        if isinstance(event, Finished) and submit.keep:
+        if isinstance(event, Finished) and turn.keep:
             tokens, past = closed_reply(sequence.tokens, submit.closing), session.past
-            named = (Named(submit.name, submit.content, len(tokens)),) if submit.name else ()
+            named = (Named(turn.name, turn.content, len(tokens)),) if turn.name else ()
             session.past = Past(past.life, tokens, past.appends + 1, (*past.done, *named)[-REMEMBERED:])
         return session
 
@@ -251,14 +251,14 @@ class Sessions:
 
     def _is_over(self, session: Session, submit: Submit, accepted: float, now: float) -> bool:
         """Whether an operation is not to begin: it is part of the history, or that is not what it goes on from."""
-        past = session.past
-        done = next((each for each in past.done if each.name == submit.name), None) if submit.name else None
-        if done is None and submit.at in (None, len(past.tokens)):
+        past, turn = session.past, submit.turn
+        done = next((each for each in past.done if each.name == turn.name), None) if turn.name else None
+        if done is None and turn.at in (None, len(past.tokens)):
             return False
         error: HoldfastError
         if done is None:
             error = SessionChangedError("the session went on while its replica was lost; ask again", "session_id")
-        elif done.content != submit.content:
+        elif done.content != turn.content:
             error = OperationDoneError("the key was that of another operation of this session", "idempotency-key")
         elif submit.sampling.max_tokens:
             error = OperationDoneError("question and answer are part of the session already", "idempotency-key")
@@ -308,7 +308,7 @@ def _facts(session: Session) -> SessionFacts:
 
 def to_be_kept(submit: Submit, n_history: int) -> int:
     """Cells that a session's operation may add to those of its history; `submit` has all the tokens, history first."""
-    if not submit.keep:
+    if not submit.turn.keep:
         return 0
     return len(submit.tokens) - n_history + submit.sampling.max_tokens + len(submit.closing)
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from holdfast.replicas.events import NO_WORK, Usage
+from holdfast.replicas.requests import NO_WORK, Usage
 from holdfast.router.background import forever
 from holdfast.router.config import RouterConfig
 from holdfast.router.quotas import (

@@ -7,16 +7,18 @@ from typing import Any
 
 import orjson
 
-from holdfast.replicas.events import Started, Timing, Usage
 from holdfast.replicas.requests import (
     Answer,
     Completed,
     LogprobText,
     Piece,
     ReasoningDelta,
+    Started,
     TextDelta,
+    Timing,
     ToolCall,
     ToolCallDelta,
+    Usage,
 )
 from holdfast.replicas.retention.latency import Called
 

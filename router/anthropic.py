@@ -9,8 +9,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from holdfast.replicas.errors import ErrorInfo, HoldfastError, UnavailableError
-from holdfast.replicas.events import Started, Usage
-from holdfast.replicas.requests import Answer, Completed, Errored, Piece, ReasoningDelta, TextDelta, ToolCallDelta
+from holdfast.replicas.requests import (
+    Answer,
+    Completed,
+    Errored,
+    Piece,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    ToolCallDelta,
+    Usage,
+)
 from holdfast.router.backend import Backend
 from holdfast.router.formats import Arrival, Exchange, KeepsNothing
 from holdfast.router.guard import Guard

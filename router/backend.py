@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import (
     NOTHING_DRAWN,
     Answer,
@@ -20,6 +19,7 @@ from holdfast.replicas.requests import (
     ReplyTokens,
     SessionCall,
     SessionState,
+    Usage,
 )
 from holdfast.replicas.stats import ReplicaStatus
 

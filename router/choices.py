@@ -11,9 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.replicas.errors import HoldfastError
-from holdfast.replicas.events import NOTHING_USED, Usage, Work
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import Answer, Completed, Errored, GenerateRequest
+from holdfast.replicas.requests import NOTHING_USED, Answer, Completed, Errored, GenerateRequest, Usage, Work
 from holdfast.router.backend import Backend, Batch, Place, Routed
 from holdfast.router.protocol.errors import ReplyError
 from holdfast.router.protocol.turn import Choice

@@ -11,8 +11,8 @@ from typing import Self, TypeAlias
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from holdfast.replicas.errors import ErrorKind, HoldfastError
-from holdfast.replicas.events import NO_WORK, Timing, Usage
 from holdfast.replicas.metrics import Metric, process_usage
+from holdfast.replicas.requests import NO_WORK, Timing, Usage
 from holdfast.router import metric_list as listed
 from holdfast.router.event_stream import ClientGoneError
 from holdfast.router.exposition import Read, Watched, own_exposition

@@ -18,9 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError, OverloadedError, UnavailableError
-from holdfast.replicas.events import PartialPrefill, Usage
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import Errored, GenerateRequest
+from holdfast.replicas.requests import Errored, GenerateRequest, PartialPrefill, Usage
 from holdfast.replicas.types import salted
 from holdfast.router.accounts import Admission, Served
 from holdfast.router.backend import Backend, Place, Routed

@@ -28,8 +28,7 @@ from typing import Any, TypeAlias
 
 import orjson
 
-from holdfast.replicas.events import Timing, Work
-from holdfast.replicas.requests import Answer
+from holdfast.replicas.requests import Answer, Timing, Work
 from holdfast.router.answers import decode_answer, encode_answer
 from holdfast.router.background import Background
 from holdfast.router.config import RouterConfig

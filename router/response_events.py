@@ -16,8 +16,16 @@ from typing import Any
 import orjson
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
-from holdfast.replicas.events import Started
-from holdfast.replicas.requests import Completed, Errored, LogprobText, Piece, ReasoningDelta, TextDelta, ToolCallDelta
+from holdfast.replicas.requests import (
+    Completed,
+    Errored,
+    LogprobText,
+    Piece,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    ToolCallDelta,
+)
 from holdfast.router.protocol.declared_tools import CustomInput, DeclaredTools
 from holdfast.router.protocol.errors import TABLE
 from holdfast.router.protocol.responses import response_usage

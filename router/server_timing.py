@@ -1,6 +1,6 @@
 """How long a request waited, prefilled and decoded, as clients are told: in a header, or in a stream's last chunk."""
 
-from holdfast.replicas.events import Timing
+from holdfast.replicas.requests import Timing
 
 
 def stages(timing: Timing) -> dict[str, float]:

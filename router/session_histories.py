@@ -19,9 +19,9 @@ from typing import Any
 
 import orjson
 
-from holdfast.replicas.events import REMEMBERED, Named
+from holdfast.replicas.events import REMEMBERED
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import TOKEN, ChatPrompt, History, Question, RawPrompt
+from holdfast.replicas.requests import TOKEN, ChatPrompt, History, Named, Question, RawPrompt
 from holdfast.router.config import RouterConfig
 from holdfast.router.seal import Seal
 from holdfast.router.store import Ends, Put, Store

@@ -10,8 +10,16 @@ from typing import Any, Protocol
 import orjson
 
 from holdfast.replicas.errors import ErrorInfo
-from holdfast.replicas.events import Started, Timing, Usage
-from holdfast.replicas.requests import Completed, Piece, ReasoningDelta, TextDelta, ToolCallDelta
+from holdfast.replicas.requests import (
+    Completed,
+    Piece,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    Timing,
+    ToolCallDelta,
+    Usage,
+)
 from holdfast.router.protocol.errors import api_error
 from holdfast.router.protocol.usage import TextOffsets, chat_logprobs, completion_logprobs, usage_object
 from holdfast.router.server_timing import stages

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from starlette.requests import Request
 
 from holdfast.replicas import logs
-from holdfast.replicas.events import NO_WORK, Usage
 from holdfast.replicas.logs import About
-from holdfast.replicas.requests import Answer, GenerateRequest
+from holdfast.replicas.requests import NO_WORK, Answer, GenerateRequest, Usage
 from holdfast.replicas.retention.latency import tool_set
 from holdfast.router.accounts import Admission, Served
 from holdfast.router.lru import SHARE, Lru

@@ -10,8 +10,7 @@ from typing import Any
 from starlette.responses import Response
 
 from holdfast.replicas.errors import EngineError, HoldfastError
-from holdfast.replicas.events import Started
-from holdfast.replicas.requests import Answer, AnswerBuilder, Completed, Errored
+from holdfast.replicas.requests import Answer, AnswerBuilder, Completed, Errored, Started
 from holdfast.router.backend import Batch
 from holdfast.router.drain import Drain
 from holdfast.router.event_stream import ClientGoneError, EventStream

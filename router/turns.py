@@ -18,9 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from holdfast.replicas.errors import HoldfastError, SessionExistsError, UnavailableError
-from holdfast.replicas.events import Usage
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import Answer, ChatPrompt, Errored, GenerateRequest, SessionTurn
+from holdfast.replicas.requests import Answer, ChatPrompt, Errored, GenerateRequest, SessionTurn, Usage
 from holdfast.replicas.retention.latency import tool_set
 from holdfast.replicas.types import Origin, Priority, salted
 from holdfast.router import server_timing

@@ -29,7 +29,7 @@ from holdfast.replicas.events import Finished, OpenSession, Submit, TurnEnded
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.model.weights import inspect_model, load_tokenizer
 from holdfast.replicas.plan import Drawn, Sampling, StepOutput, StepPlan
-from holdfast.replicas.requests import ChatPrompt
+from holdfast.replicas.requests import ChatPrompt, SessionTurn
 from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot, Pauses
 from holdfast.replicas.retention.policy import Conditions, LocalPauses, Pause, Policy, RestoreCost, policy_of
 from holdfast.replicas.speculation.drafter import Drafter, DraftState
@@ -288,7 +288,7 @@ def _step_ms(crowd: _Crowd = _NOBODY, *, drafts: bool = False) -> float:
     rng = np.random.default_rng(0)
     shared = rng.integers(1, _VOCABULARY, crowd.preamble).astype(np.int32)
     for i in range(_LEARNED_FROM):  # prompts take seconds: what is pinned is worth its cells under any policy
-        engine.handle(Submit(f"cost{i}", _prompt(rng, shared), Sampling(1)), 0.0)
+        engine.handle(Submit(f"cost{i}", tokens=_prompt(rng, shared), sampling=Sampling(1)), 0.0)
     for step in count(1):
         if not engine.busy:
             break
@@ -296,16 +296,20 @@ def _step_ms(crowd: _Crowd = _NOBODY, *, drafts: bool = False) -> float:
     now = float(step)
     for i in range(crowd.sessions):
         engine.handle(OpenSession(f"open{i}", f"s{i}"), now)
-        engine.handle(Submit(f"append{i}", _prompt(rng, shared), Sampling(0), session_id=f"s{i}"), now)
+        engine.handle(
+            Submit(f"append{i}", tokens=_prompt(rng, shared), sampling=Sampling(0), session=SessionTurn(f"s{i}")), now
+        )
     for i in range(crowd.pinned):
-        engine.handle(Submit(f"turn{i}", _prompt(rng, shared), Sampling(1), program_id=f"p{i}"), now)
+        engine.handle(Submit(f"turn{i}", tokens=_prompt(rng, shared), sampling=Sampling(1), program_id=f"p{i}"), now)
     while engine.busy:
         for event in engine.step(now):
             if isinstance(event, Finished) and event.request_id.startswith("turn"):
                 engine.handle(TurnEnded(event.request_id, "", f"p{event.request_id[4:]}"), now)
     assert engine.occupancy().pins == crowd.pinned
     for i in range(_RUNNING + crowd.waiting):
-        engine.handle(Submit(f"r{i}", _prompt(rng, shared), Sampling(4000), program_arrival=1.0 + i), now)
+        engine.handle(
+            Submit(f"r{i}", tokens=_prompt(rng, shared), sampling=Sampling(4000), program_arrival=1.0 + i), now
+        )
     costs = []
     for step in range(_WARM_UP + _STEPS):
         before = engine.stats.schedule_s + engine.stats.commit_s

@@ -26,7 +26,7 @@ from holdfast.loadgen.measure import estimate, median, ratio
 from holdfast.loadgen.workloads.words import KINDS, filler
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig, RetentionConfig
 from holdfast.replicas.errors import ConfigError, EngineError, HoldfastError
-from holdfast.replicas.events import HandleReleased, PartialPrefill, ProgramEnded
+from holdfast.replicas.events import HandleReleased, ProgramEnded
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import (
     Answer,
@@ -34,6 +34,7 @@ from holdfast.replicas.requests import (
     ChatPrompt,
     Errored,
     GenerateRequest,
+    PartialPrefill,
     TextDelta,
     ToolCall,
     ToolCallDelta,

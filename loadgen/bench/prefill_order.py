@@ -96,7 +96,18 @@ def play(load: Load, config: EngineConfig, profile: Profile = PROFILE) -> Played
             now, came = max(now, float(load.came[i])), float(load.came[i])
             tokens = (rng.integers(1, 30_000) + np.arange(load.sizes[i]) % 20_000).astype(np.int32)
             reply = Sampling(int(load.replies[i]))
-            engine.handle(Submit(str(i), tokens, reply, "", f"program {i}", came + 1.0), now, came)
+            engine.handle(
+                Submit(
+                    str(i),
+                    tokens=tokens,
+                    sampling=reply,
+                    scope="",
+                    program_id=f"program {i}",
+                    program_arrival=came + 1.0,
+                ),
+                now,
+                came,
+            )
             i += 1
         begun = now
         events = engine.step(begun, lambda begun=begun: begun + runner.seconds)  # type: ignore[misc]

@@ -34,6 +34,7 @@ from holdfast.replicas.model import decoder
 from holdfast.replicas.model.folder import model_folder
 from holdfast.replicas.model.runner import load_runner
 from holdfast.replicas.plan import Runner, Sampling, StepOutput, StepPlan
+from holdfast.replicas.requests import SessionTurn
 
 CONTEXTS = (1024, 65536)
 QUESTION, ANSWER = 32, 16  # tokens
@@ -126,7 +127,7 @@ def _asked(model: str, contexts: Sequence[int], rounds: int) -> dict[int, list[C
     for n in contexts:
         engine.handle(OpenSession(f"open {n}", str(n)), 0.0)
         tokens = rng.integers(3, loaded.vocabulary, n).astype(np.int32)
-        _run(engine, Submit(f"append {n}", tokens, Sampling(0), session_id=str(n)))
+        _run(engine, Submit(f"append {n}", tokens=tokens, sampling=Sampling(0), session=SessionTurn(str(n))))
     watch = Reading()
     vars(decoder)["paged_attention"] = watch
     costs: dict[int, list[Cost]] = {n: [] for n in contexts}
@@ -135,7 +136,9 @@ def _asked(model: str, contexts: Sequence[int], rounds: int) -> dict[int, list[C
             for n in contexts:
                 tokens = rng.integers(3, loaded.vocabulary, QUESTION).astype(np.int32)
                 sampling = Sampling(ANSWER, ignore_eos=True)
-                query = Submit(f"query {n} {i}", tokens, sampling, session_id=str(n), keep=False)
+                query = Submit(
+                    f"query {n} {i}", tokens=tokens, sampling=sampling, session=SessionTurn(str(n), keep=False)
+                )
                 begin, watch.seconds = time.thread_time(), 0.0
                 _run(engine, query)
                 if i >= _WARM_UP:

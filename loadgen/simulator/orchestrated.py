@@ -21,19 +21,10 @@ from holdfast.loadgen.simulator.runner import CostRunner
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import EngineError
-from holdfast.replicas.events import (
-    Event,
-    Finished,
-    PartialPrefill,
-    ProgramEnded,
-    Submit,
-    Terminal,
-    Tokens,
-    ToolLatencies,
-    TurnEnded,
-)
+from holdfast.replicas.events import Event, Finished, ProgramEnded, Submit, Terminal, Tokens, ToolLatencies, TurnEnded
 from holdfast.replicas.kv.tags import labels_of
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.requests import PartialPrefill
 from holdfast.replicas.retention.latency import LatencyBook
 from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix
 
@@ -219,10 +210,10 @@ class Orchestrated:
         self._give(
             Submit(
                 f"{agent.name}/{run.at}",
-                run.begun,
-                Sampling(iteration.reply, ignore_eos=True),
+                tokens=run.begun,
+                sampling=Sampling(iteration.reply, ignore_eos=True),
                 program_id=agent.name,
-                program_arrival=agent.arrived + 1.0,  # 0: nobody says
+                program_arrival=agent.arrived + 1.0,
                 program_turns=run.at,
                 labels=labels_of(("system", "user", "tool")[: len(starts)], starts, len(run.begun)),
             )
@@ -315,8 +306,8 @@ class Orchestrated:
         self._give(
             Submit(
                 request,
-                tokens,
-                Sampling(0),
+                tokens=tokens,
+                sampling=Sampling(0),
                 program_id=agent.name,
                 program_arrival=agent.arrived + 1.0,
                 background=background,

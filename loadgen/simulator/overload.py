@@ -156,8 +156,8 @@ class Run:
                 heapq.heappush(self._leaves, (asked.at + asked.within_s, name))
             submit = Submit(
                 name,
-                np.arange(asked.prompt, dtype=np.int32),
-                Sampling(max_tokens=asked.reply, ignore_eos=True),
+                tokens=np.arange(asked.prompt, dtype=np.int32),
+                sampling=Sampling(max_tokens=asked.reply, ignore_eos=True),
                 program_id=name,
                 program_arrival=asked.at,
                 program_end=True,

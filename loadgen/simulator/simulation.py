@@ -63,8 +63,8 @@ class Run:
             sampling = Sampling(max_tokens=turn.reply, ignore_eos=True)
         return Submit(
             f"{program.name}/{self.at}",
-            self.text[: self.length],
-            sampling,
+            tokens=self.text[: self.length],
+            sampling=sampling,
             scope=program.tenant,
             program_id=program.name,
             program_arrival=program.arrived,

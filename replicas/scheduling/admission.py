@@ -24,6 +24,7 @@ from holdfast.replicas.events import Event, Rejected, Submit
 from holdfast.replicas.kv.cache import Freed, KVCache
 from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.kv.radix import Prefix
+from holdfast.replicas.requests import GenerateRequest
 from holdfast.replicas.retention.pins import ProgramPin
 from holdfast.replicas.scheduling.queue import Line, Order, WaitingQueue
 from holdfast.replicas.scheduling.running import Ends, Running
@@ -173,7 +174,7 @@ class Admission:
     def _half_full(self) -> bool:
         return 2 * len(self._running) >= self._config.max_sequences
 
-    def foresee(self, submit: Submit, max_tokens: float, coming: int) -> bool:
+    def foresee(self, submit: GenerateRequest, max_tokens: float, coming: int) -> bool:
         """`judge` from outside of a step, for a new program's request, which comes behind all that wait and are not of
         a lower class. `coming`: others that are not in the queue yet. Any thread may ask.
 

@@ -252,7 +252,7 @@ class Running:
 
     def _park_row(self, sequence: Sequence, owner: Owner, last: ParkedRow, leaving: Leaving, now: float) -> None:
         if owner.session:
-            kept = leaving is Leaving.FINISHED and sequence.submit.keep
+            kept = leaving is Leaving.FINISHED and sequence.submit.turn.keep
             history = sequence.buffer[: last.n_tokens if kept else sequence.n_history]
             self.rows.park_session(owner, history, last, now)
         elif leaving.keeps_row:

@@ -8,18 +8,10 @@ import math
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import HoldfastError
-from holdfast.replicas.events import (
-    Event,
-    FinishReason,
-    Notice,
-    ProgramEnded,
-    ServedElsewhere,
-    Started,
-    Tokens,
-    TurnEnded,
-)
+from holdfast.replicas.events import Event, FinishReason, Notice, ProgramEnded, ServedElsewhere, Tokens, TurnEnded
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.plan import Chunk, Drawn, StepOutput
+from holdfast.replicas.requests import Started
 from holdfast.replicas.retention.pins import Retention
 from holdfast.replicas.retention.policy import LoadStats, RestoreCost
 from holdfast.replicas.retention.rows import Rows

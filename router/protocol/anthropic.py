@@ -16,8 +16,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, WithJsonSchema, with
 from typing_extensions import TypedDict
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError, InvalidRequestError
-from holdfast.replicas.events import Usage
-from holdfast.replicas.requests import Answer, ChatPrompt, JsonOutput, ModelCard
+from holdfast.replicas.requests import Answer, ChatPrompt, JsonOutput, ModelCard, Usage
 from holdfast.router.protocol.body import (
     MOST_MESSAGES,
     MOST_TOOLS,

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError
-from holdfast.replicas.events import NOTHING_USED, Usage
+from holdfast.replicas.requests import NOTHING_USED, Usage
 
 
 class Refusal(StrEnum):

@@ -12,8 +12,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, WithJsonSchema, with
 from typing_extensions import TypedDict  # pydantic takes typing's own only from Python 3.12 on
 
 from holdfast.replicas.errors import InvalidRequestError
-from holdfast.replicas.events import Usage
-from holdfast.replicas.requests import ChatPrompt, ModelCard
+from holdfast.replicas.requests import ChatPrompt, ModelCard, Usage
 from holdfast.router.protocol.body import (
     MOST_MESSAGES,
     MOST_TOOLS,

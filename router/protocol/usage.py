@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from math import isnan
 from typing import Any
 
-from holdfast.replicas.events import Usage
-from holdfast.replicas.requests import LogprobText
+from holdfast.replicas.requests import LogprobText, Usage
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI sends this
 

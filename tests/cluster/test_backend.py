@@ -13,7 +13,6 @@ from holdfast.cluster import backend as backend_module
 from holdfast.cluster.backend import ATTEMPTS, ServeBackend
 from holdfast.cluster.early import EarlyPieces, EarlySender
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, UnavailableError, UnknownSessionError
-from holdfast.replicas.events import Timing, Usage
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import (
     Answer,
@@ -27,6 +26,8 @@ from holdfast.replicas.requests import (
     SessionState,
     SessionTurn,
     TextDelta,
+    Timing,
+    Usage,
 )
 from holdfast.router.affinity import HINT
 from holdfast.router.backend import Batch, Place, Routed

@@ -65,7 +65,7 @@ def test_it_generates_what_pocket_generates(folder: Path) -> None:
 def greedy(loaded: LoadedRunner, prompt: list[int]) -> list[int]:
     """32 tokens, or as many as there are before the end."""
     engine = Engine(loaded.config, loaded.runner, loaded.eos, loaded.vocabulary)
-    assert not engine.handle(Submit("r", np.asarray(prompt, np.int32), Sampling(32)), 0.0)
+    assert not engine.handle(Submit("r", tokens=np.asarray(prompt, np.int32), sampling=Sampling(32)), 0.0)
     drawn: list[int] = []
     while engine.busy:
         for event in engine.step(0.0):

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.cluster.early import LOOPBACK, MOST, NAME, EarlyPieces, EarlySender, read, written
-from holdfast.replicas.events import Started
 from holdfast.replicas.plan import TokenLogprobs
 from holdfast.replicas.requests import (
     Completed,
@@ -16,6 +15,7 @@ from holdfast.replicas.requests import (
     LogprobText,
     ReasoningDelta,
     ReplyTokens,
+    Started,
     TextDelta,
     ToolCallDelta,
 )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from holdfast.loadgen.chat import ChatClient, streamed
 from holdfast.loadgen.server_timing import ServerTiming, from_header, from_object
-from holdfast.replicas.events import Timing
+from holdfast.replicas.requests import Timing
 from holdfast.router.server_timing import header, stages
 
 SECONDS = st.integers(0, 10**9).map(lambda microseconds: microseconds / 1e6)

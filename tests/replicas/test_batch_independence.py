@@ -53,7 +53,7 @@ class Served:
         out: dict[int, list[TokenLogprobs]] = {number: [] for number in numbers}
         for number in numbers:
             sampling = Sampling(NEW, temperature, seed=number, logprobs=self.vocabulary)
-            engine.handle(Submit(f"{number}", np.array(self.prompts[number], np.int32), sampling), 0.0)
+            engine.handle(Submit(f"{number}", tokens=np.array(self.prompts[number], np.int32), sampling=sampling), 0.0)
         while engine.busy:
             for event in engine.step(0.0):
                 if isinstance(event, Tokens):

@@ -20,20 +20,9 @@ from holdfast.replicas.bridge import Bridge, EngineThread, Mailbox
 from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ErrorKind, InvalidRequestError, UnavailableError
-from holdfast.replicas.events import (
-    Abort,
-    Aborted,
-    Command,
-    Event,
-    Failed,
-    Finished,
-    Rejected,
-    Submit,
-    Timing,
-    Tokens,
-    Usage,
-)
+from holdfast.replicas.events import Abort, Aborted, Command, Event, Failed, Finished, Rejected, Submit, Tokens
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.requests import Timing, Usage
 
 CONFIG = EngineConfig(cells=2048, page_size=4, max_sequences=32, session_rows=0, context_length=512)
 
@@ -67,7 +56,7 @@ def make() -> tuple[Engine, GatedRunner]:
 
 def submit(name: str, seed: int = 1, max_tokens: int = 8) -> Submit:
     prompt = np.random.default_rng(seed).integers(1, VOCABULARY, 12).astype(np.int32)
-    return Submit(name, prompt, Sampling(max_tokens))
+    return Submit(name, tokens=prompt, sampling=Sampling(max_tokens))
 
 
 async def collect(bridge: Bridge, command: Submit):
@@ -454,7 +443,7 @@ def gone(name: str) -> Command:
 
 
 def refused(name: str) -> Command:
-    return Submit(f"new {name}", np.zeros(0, np.int32))
+    return Submit(f"new {name}", tokens=np.zeros(0, np.int32))
 
 
 @pytest.mark.parametrize(("command", "kind"), [(gone, Aborted), (refused, Rejected)])

@@ -108,7 +108,7 @@ def test_a_request_that_says_no_arrival_stands_by_when_it_came_whatever_clock_ot
     names = ("first", "said 1", "unsaid 1", "said 2", "unsaid 2", "old")
     for i, name in enumerate(names):
         said = 0.0 if name.startswith("unsaid") else epoch + 0.5 if name == "old" else epoch + world.now
-        world.give(Submit(name, np.asarray(words(i, 8), np.int32), Sampling(4), program_arrival=said))
+        world.give(Submit(name, tokens=np.asarray(words(i, 8), np.int32), sampling=Sampling(4), program_arrival=said))
         world.now += 1.0
     world.run()
     served = sorted(names, key=lambda name: world.end(name).timing.scheduled)
@@ -159,7 +159,7 @@ def test_impossible_requests_are_rejected_with_the_field(prompt, max_tokens, kin
 @pytest.mark.parametrize(("top_k", "kind"), [(2**31 - 1, None), (2**31, ErrorKind.INVALID), (2**63, ErrorKind.INVALID)])
 def test_a_top_k_that_no_array_holds_is_rejected_alone(top_k, kind):
     world = World()
-    world.give(Submit("a", np.array([1, 2], np.int32), Sampling(max_tokens=1, top_k=top_k)))
+    world.give(Submit("a", tokens=np.array([1, 2], np.int32), sampling=Sampling(max_tokens=1, top_k=top_k)))
     world.run()
     error = getattr(world.end("a"), "error", None)
     assert (error.kind if error else None) is kind

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from engine_world import World, words
 
-from holdfast.replicas.events import Abort, PartialPrefill, Submit
+from holdfast.replicas.events import Abort, Submit
 from holdfast.replicas.kv.tags import labels_of
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.requests import PartialPrefill
 from holdfast.replicas.types import Origin
 
 PROMPT = words(1, 40)
@@ -18,7 +19,9 @@ OWN = [origin for origin in Origin if origin is not Origin.CLIENT]
 
 def asked(name: str, origin: Origin, **more: object) -> Submit:
     labels = labels_of(("system", "user"), (0, 20), len(PROMPT))
-    submit = Submit(name, np.array(PROMPT, np.int32), Sampling(5, temperature=1.0), program_id="p", labels=labels)
+    submit = Submit(
+        name, tokens=np.array(PROMPT, np.int32), sampling=Sampling(5, temperature=1.0), program_id="p", labels=labels
+    )
     return replace(submit, origin=origin, **more)  # type: ignore[arg-type]
 
 

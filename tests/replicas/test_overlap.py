@@ -97,7 +97,7 @@ def test_what_needs_the_tokens_first_is_not_overlapped():
     counted = overlapped()
     penalised = Sampling(12, presence_penalty=1.0)
     counted.prompts["b"] = (words(1, 9), 12)
-    counted.give(Submit("b", np.asarray(words(1, 9), np.int32), penalised))
+    counted.give(Submit("b", tokens=np.asarray(words(1, 9), np.int32), sampling=penalised))
     counted.run()
     counted.assert_right("b")
     assert counted.runner.most_in_flight == 1

@@ -55,7 +55,9 @@ def generate(
     out = {str(i): [] for i in range(len(prompts))}
     ends = {}
     for i, prompt in enumerate(prompts):
-        assert not engine.handle(Submit(str(i), np.asarray(prompt, np.int32), Sampling(NEW, temperature)), 0.0)
+        assert not engine.handle(
+            Submit(str(i), tokens=np.asarray(prompt, np.int32), sampling=Sampling(NEW, temperature)), 0.0
+        )
     while engine.busy:
         for event in engine.step(0.0):
             if isinstance(event, Tokens):
@@ -120,7 +122,7 @@ def test_every_set_of_instructions_answers_alike(level, dtype):
 
 def logprobs(engine: Engine, prompt: list[int]) -> dict[int, float]:
     """Of every token after a prompt."""
-    engine.handle(Submit("one", np.asarray(prompt, np.int32), Sampling(1, logprobs=1536)), 0.0)
+    engine.handle(Submit("one", tokens=np.asarray(prompt, np.int32), sampling=Sampling(1, logprobs=1536)), 0.0)
     found: dict[int, float] = {}
     while engine.busy:
         for event in engine.step(0.0):

@@ -16,7 +16,7 @@ from holdfast.replicas.errors import (
     OverloadedError,
     UnknownQuestionError,
 )
-from holdfast.replicas.events import Past, Timing, Usage
+from holdfast.replicas.events import Past
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.questions import Questions
 from holdfast.replicas.requests import (
@@ -28,6 +28,8 @@ from holdfast.replicas.requests import (
     QuestionState,
     RawPrompt,
     TextDelta,
+    Timing,
+    Usage,
 )
 from holdfast.replicas.sessions import SessionFacts
 

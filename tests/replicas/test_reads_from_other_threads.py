@@ -87,7 +87,7 @@ class Busy(World):
                 self.step()
 
     def give(self, command: Any) -> str:
-        if isinstance(command, Submit) and not command.session_id:
+        if isinstance(command, Submit) and command.session is None:
             label = Label("system_prompt", self.random.choice([0, 20, 80]), 5.0)
             hint = Hint("tokens", label, 0, self.random.choice([4, 12]))
             command = replace(command, labels=labels_of(("user",), (0,), len(command.tokens), [hint]))
@@ -101,7 +101,7 @@ def read_all(world: Busy, collector: EngineCollector) -> list[Callable[[], objec
     engine, service = world.engine, collector._service
 
     def foreseen() -> None:
-        asked = Submit("", NO_TOKENS, within_s=1.0)
+        asked = Submit("", tokens=NO_TOKENS, within_s=1.0)
         with suppress(DeadlineError):
             engine.scheduler.admission.foresee(asked, 8, 1)
 

@@ -16,7 +16,14 @@ from holdfast.replicas.types import salted
 
 def ask(world: World, name: str, text: list[int], salt: str, tokens: int = 4, program: str = "") -> None:
     world.prompts[name] = (text, tokens)
-    submit = Submit(name, np.asarray(text, np.int32), Sampling(tokens), "a", program, 1.0)
+    submit = Submit(
+        name,
+        tokens=np.asarray(text, np.int32),
+        sampling=Sampling(tokens),
+        scope="a",
+        program_id=program,
+        program_arrival=1.0,
+    )
     world.give(replace(submit, cache_salt=salt))
 
 

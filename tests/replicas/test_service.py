@@ -16,7 +16,7 @@ from waiting import PATIENCE_S, until_async
 from holdfast.replicas.actor import Replica
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import ErrorKind
-from holdfast.replicas.events import Abort, Command, Started
+from holdfast.replicas.events import Abort, Command
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import (
     Answer,
@@ -27,6 +27,7 @@ from holdfast.replicas.requests import (
     Errored,
     GenerateRequest,
     RawPrompt,
+    Started,
     TextDelta,
     ToolCallDelta,
 )
@@ -422,7 +423,7 @@ def test_the_actor_tells_its_metrics_and_load():
 LOADED_SCRIPT = """
 import asyncio, gc, os, torch
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.events import Sampling
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import GenerateRequest, RawPrompt
 from holdfast.replicas.service import Service
 

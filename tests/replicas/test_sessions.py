@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from holdfast.replicas.errors import ErrorKind, UnavailableError
 from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Rejected, Stop, Submit
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.requests import SessionTurn
 from holdfast.replicas.sessions import closed_reply
 
 
@@ -308,11 +309,11 @@ def test_an_operation_is_served_before_requests_that_come_after_it(order):
     world.now = 1000.0
     world.open("s")
     for i in range(2):
-        world.give(Submit(f"before {i}", np.asarray(words(i, 40), np.int32), Sampling(8)))
+        world.give(Submit(f"before {i}", tokens=np.asarray(words(i, 40), np.int32), sampling=Sampling(8)))
     world.step()
     world.query("q", "s", words(7, 40), 4)
     for i in range(20):
-        world.give(Submit(f"after {i}", np.asarray(words(20 + i, 40), np.int32), Sampling(8)))
+        world.give(Submit(f"after {i}", tokens=np.asarray(words(20 + i, 40), np.int32), sampling=Sampling(8)))
         world.step()
     world.run()
     world.assert_right("q")
@@ -416,7 +417,7 @@ def test_what_is_asked_ahead_does_not_keep_a_session_open():
     world.run()
     world.now += 40.0
     asked = np.array(words(2, 5), np.int32)
-    world.give(Submit("ahead", asked, Sampling(3), session_id="s", keep=False, standing=True))
+    world.give(Submit("ahead", tokens=asked, sampling=Sampling(3), session=SessionTurn("s", keep=False, standing=True)))
     world.run()
     assert world.engine.session("", "s") is not None
     world.now += 20.0

@@ -71,7 +71,9 @@ def test_salted_scopes_find_it_too_and_nothing_of_each_other():
     world = sharing()
     assert ask(world, "a", "a") == 40
     for name in ("b", "c"):
-        submit = Submit(name, np.asarray(PREAMBLE + words(3, 9), np.int32), Sampling(2), "a", cache_salt=name)
+        submit = Submit(
+            name, tokens=np.asarray(PREAMBLE + words(3, 9), np.int32), sampling=Sampling(2), scope="a", cache_salt=name
+        )
         world.prompts[name] = (submit.tokens.tolist(), 2)
         world.give(submit)
         world.run()

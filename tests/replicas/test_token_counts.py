@@ -75,7 +75,7 @@ def test_a_draw_counts_what_its_sequence_said_whatever_became_of_it(requests, ce
         prompt = np.random.default_rng(length).integers(1, VOCABULARY, length).astype(np.int32)
         sampling = Sampling(most, seed=i, presence_penalty=0.5, frequency_penalty=0.25)
         runner.begins[i] = length - generated
-        assert not engine.handle(Submit(f"{i}", prompt, sampling, n_generated=generated), 0.0)
+        assert not engine.handle(Submit(f"{i}", tokens=prompt, sampling=sampling, n_generated=generated), 0.0)
     for step in range(2000):
         if not engine.busy:
             break
@@ -125,7 +125,7 @@ def test_a_step_with_penalties_does_no_more_work_after_many_tokens():
     )  # fmt: skip
     engine = Engine(config, Drawing(256, 16, 2), frozenset(), 4096)
     sampling = Sampling(1200, presence_penalty=0.5, frequency_penalty=0.1)
-    engine.handle(Submit("r", np.arange(1, 9, dtype=np.int32), sampling), 0.0)
+    engine.handle(Submit("r", tokens=np.arange(1, 9, dtype=np.int32), sampling=sampling), 0.0)
     work = []
     for step in range(1100):
         wanted = step in range(80, 100) or step >= 1080
@@ -161,7 +161,7 @@ def test_what_was_counted_is_not_read_again():
     runner = Listing(64, 16, 2)
     engine = Engine(config, runner, frozenset(), VOCABULARY)
     prompt = np.arange(1, 9, dtype=np.int32)
-    engine.handle(Submit("r", prompt, Sampling(60, presence_penalty=0.5, repetition_penalty=1.2)), 0.0)
+    engine.handle(Submit("r", tokens=prompt, sampling=Sampling(60, presence_penalty=0.5, repetition_penalty=1.2)), 0.0)
     sequence, said = engine.live["r"], []
     for step in range(50):
         engine.step(float(step))

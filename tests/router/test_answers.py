@@ -3,7 +3,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
-from holdfast.replicas.events import Timing, Usage
 from holdfast.replicas.requests import (
     Answer,
     AnswerBuilder,
@@ -11,8 +10,10 @@ from holdfast.replicas.requests import (
     Errored,
     LogprobText,
     TextDelta,
+    Timing,
     ToolCall,
     ToolCallDelta,
+    Usage,
 )
 from holdfast.router.answers import decode_answer, encode_answer, pieces_of
 

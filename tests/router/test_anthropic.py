@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.errors import ContextLengthError, ErrorInfo, ErrorKind, OverloadedError, UnavailableError
-from holdfast.replicas.events import Usage
 from holdfast.replicas.requests import (
     AnswerBuilder,
     Completed,
@@ -23,6 +22,7 @@ from holdfast.replicas.requests import (
     ReasoningDelta,
     TextDelta,
     ToolCallDelta,
+    Usage,
 )
 from holdfast.replicas.text.calls.formats import ToolFormat
 from holdfast.replicas.text.calls.readers import ToolCallParser

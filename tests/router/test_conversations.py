@@ -3,8 +3,7 @@
 import asyncio
 from itertools import count
 
-from holdfast.replicas.events import Timing, Usage
-from holdfast.replicas.requests import Answer, ChatPrompt, RawPrompt, ToolCall
+from holdfast.replicas.requests import Answer, ChatPrompt, RawPrompt, Timing, ToolCall, Usage
 from holdfast.router.conversations import (
     HISTORIES,
     MOST,

@@ -11,8 +11,7 @@ import pytest
 from fake_backend import FORMATS, HELLO, FakeBackend, World
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, UnavailableError
-from holdfast.replicas.events import Started
-from holdfast.replicas.requests import Errored, GenerateRequest
+from holdfast.replicas.requests import Errored, GenerateRequest, Started
 from holdfast.router import turns
 from holdfast.router.backend import ANYWHERE, Batch, Place
 from holdfast.router.streaming import COMMENT

@@ -11,8 +11,7 @@ from fake_backend import CALL, CARD, DONE, HELLO, USAGE, FakeBackend, World, cha
 from live_cost import Busy, Crowd
 from starlette.requests import Request
 
-from holdfast.replicas.events import Usage
-from holdfast.replicas.requests import Completed
+from holdfast.replicas.requests import Completed, Usage
 from holdfast.replicas.retention.latency import Called
 from holdfast.router import live, page_files
 from holdfast.router.accounts import Served

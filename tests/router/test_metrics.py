@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, InvalidRequestError, OverloadedError, UnavailableError
-from holdfast.replicas.events import Timing, Usage
+from holdfast.replicas.requests import Timing, Usage
 from holdfast.replicas.types import Origin
 from holdfast.router.config import WARM_UP_HEADER
 from holdfast.router.event_stream import ClientGoneError

@@ -15,8 +15,7 @@ from starlette.requests import Request
 
 from holdfast.replicas.activity import PIN
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.events import Usage, Work
-from holdfast.replicas.requests import ToolCallDelta
+from holdfast.replicas.requests import ToolCallDelta, Usage, Work
 from holdfast.replicas.stats import EngineStats, Occupancy, replica_status
 from holdfast.router.metrics import Outcome
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key

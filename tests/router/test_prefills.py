@@ -12,8 +12,7 @@ from service_backend import ServiceBackend
 
 from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
-from holdfast.replicas.events import Usage
-from holdfast.replicas.requests import Completed, Errored
+from holdfast.replicas.requests import Completed, Errored, Usage
 from holdfast.router.backend import ANYWHERE
 from holdfast.router.config import RouterConfig
 from holdfast.router.prefills import StoredPrefills

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from redis_server import RedisServer
 from waiting import until_async
 
-from holdfast.replicas.events import Usage, Work
+from holdfast.replicas.requests import Usage, Work
 from holdfast.router import accounts as accounts_module
 from holdfast.router.accounts import Accounts, Served
 from holdfast.router.config import Prices, RouterConfig

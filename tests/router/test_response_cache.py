@@ -5,8 +5,7 @@ import orjson
 import pytest
 from fake_backend import CARD, USAGE
 
-from holdfast.replicas.events import Timing
-from holdfast.replicas.requests import Answer
+from holdfast.replicas.requests import Answer, Timing
 from holdfast.router.answers import encode_answer
 from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.body import validate

@@ -10,8 +10,7 @@ import pytest
 from fake_backend import CALL, FakeBackend, World, chat_body
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
-from holdfast.replicas.events import Usage
-from holdfast.replicas.requests import Errored, TextDelta
+from holdfast.replicas.requests import Errored, TextDelta, Usage
 from holdfast.router.config import RouterConfig
 
 MESSAGES = [{"role": "user", "content": "What is the weather in Oslo?"}]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.events import Timing
+from holdfast.replicas.requests import Timing
 from holdfast.router.server_timing import header, stages
 
 SECONDS = st.floats(0, 1e5).map(lambda seconds: round(seconds, 6))

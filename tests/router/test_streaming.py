@@ -8,7 +8,6 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion import Completion
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
-from holdfast.replicas.events import Usage, Work
 from holdfast.replicas.requests import (
     Answer,
     AnswerBuilder,
@@ -18,6 +17,8 @@ from holdfast.replicas.requests import (
     ReasoningDelta,
     TextDelta,
     ToolCallDelta,
+    Usage,
+    Work,
 )
 from holdfast.router.protocol.chat import chat_reply
 from holdfast.router.protocol.usage import chat_logprobs, completion_logprobs

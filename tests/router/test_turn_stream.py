@@ -6,9 +6,8 @@ from fake_backend import CARD, DONE, FORMATS, HELLO, FakeBackend, World
 from prometheus_client import CollectorRegistry
 
 from holdfast.replicas.errors import EngineError, ErrorInfo, ErrorKind, UnavailableError
-from holdfast.replicas.events import Started
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import Errored, GenerateRequest, RawPrompt, TextDelta
+from holdfast.replicas.requests import Errored, GenerateRequest, RawPrompt, Started, TextDelta
 from holdfast.router.backend import Batch
 from holdfast.router.config import RouterConfig
 from holdfast.router.metrics import Meter, RouterMetrics

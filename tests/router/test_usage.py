@@ -21,8 +21,7 @@ from waiting import until_async
 
 from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.errors import UnavailableError
-from holdfast.replicas.events import Usage, Work
-from holdfast.replicas.requests import Completed, TextDelta
+from holdfast.replicas.requests import Completed, TextDelta, Usage, Work
 from holdfast.router import accounts
 from holdfast.router.accounts import Accounts
 from holdfast.router.audit import Audit

@@ -20,8 +20,6 @@ from holdfast.replicas.events import (
     ForkSession,
     Notice,
     OpenSession,
-    PartialPrefill,
-    Started,
     Stop,
     Submit,
     Terminal,
@@ -29,6 +27,7 @@ from holdfast.replicas.events import (
 )
 from holdfast.replicas.kv.tags import labels_of
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.requests import PartialPrefill, SessionTurn, Started
 from holdfast.replicas.scheduling.queue import FairOrder
 from holdfast.replicas.sequences import Region
 from holdfast.replicas.types import CellLimits, Priority
@@ -84,7 +83,14 @@ class World:
     ) -> None:
         self.prompts[name] = (prompt, max_tokens)
         tokens = np.asarray(prompt, np.int32)
-        submit = Submit(name, tokens, Sampling(max_tokens), scope, program, began or self.now)
+        submit = Submit(
+            name,
+            tokens=tokens,
+            sampling=Sampling(max_tokens),
+            scope=scope,
+            program_id=program,
+            program_arrival=began or self.now,
+        )
         submit = replace(submit, program_turns=turns, answered_turns=answered, root=root)
         submit = replace(submit, within_s=within_s, begins=begins, priority=priority, cells=cells)
         labels = labels_of(("system", "user"), (0, len(prompt) // 2), len(prompt))
@@ -107,7 +113,11 @@ class World:
         self, name: str, session: str, tokens: list[int], max_tokens: int = 8, keep: bool = True, scope: str = ""
     ) -> None:
         ids = np.asarray(tokens, np.int32)
-        self.give(Submit(name, ids, Sampling(max_tokens), scope, session_id=session, keep=keep))
+        self.give(
+            Submit(
+                name, tokens=ids, sampling=Sampling(max_tokens), scope=scope, session=SessionTurn(session, keep=keep)
+            )
+        )
 
     def fork(self, session: str, child: str, scope: str = "") -> str:
         return self.give(ForkSession(f"fork {child} {next(self.serial)}", session, child, scope))
@@ -148,13 +158,13 @@ class World:
         command = self.commands[name]
         if isinstance(command, ForkSession):
             self.histories[command.scope, command.child_id] = self.histories[command.scope, command.session_id]
-        if not isinstance(command, Submit) or not command.session_id:
+        if not isinstance(command, Submit) or command.session is None:
             return
-        key = (command.scope, command.session_id)
+        key = (command.scope, command.session.session_id)
         prompt = [*self.histories[key], *command.tokens.tolist()]
         self.prompts[name] = (prompt, command.sampling.max_tokens)
         assert self.end(name).usage.prompt == len(prompt)
-        if command.keep:
+        if command.session.keep:
             self.histories[key] = prompt + self.out[name][: self.end(name).usage.completion]
 
     def step(self) -> None:

@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry
 from waiting import PATIENCE_S
 
 from holdfast.replicas.errors import EngineError, UnknownSessionError
-from holdfast.replicas.events import Timing, Usage
 from holdfast.replicas.requests import (
     Answer,
     AnswerBuilder,
@@ -28,7 +27,9 @@ from holdfast.replicas.requests import (
     SessionCall,
     SessionState,
     TextDelta,
+    Timing,
     ToolCallDelta,
+    Usage,
 )
 from holdfast.replicas.stats import ReplicaStatus
 from holdfast.router.accounts import Accounts

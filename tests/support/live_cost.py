@@ -20,7 +20,7 @@ import httpx
 from fake_backend import FakeBackend, World
 from starlette.requests import Request
 
-from holdfast.replicas.events import Usage
+from holdfast.replicas.requests import Usage
 from holdfast.replicas.stats import EngineStats, Occupancy, replica_status
 from holdfast.router.metrics import Outcome
 from holdfast.router.turn_report import TurnReport

@@ -33,7 +33,7 @@ from typing import Any
 
 from redis_server import RedisServer
 
-from holdfast.replicas.events import Usage, Work
+from holdfast.replicas.requests import Usage, Work
 from holdfast.router.accounts import Accounts, Served
 from holdfast.router.quotas import MINUTE_MS, PART_MS, QuotaError
 from holdfast.router.store import MemoryStore, RedisAddress, RedisStore

@@ -384,7 +384,9 @@ class Parity:
         names = {f"{i} {number}": i for i in group}
         for name, i in names.items():
             prompt = self._prompts[i]
-            submit = Submit(name, prompt.tokens, sampling, program_id=f"{i}", skeletons=prompt.skeletons)
+            submit = Submit(
+                name, tokens=prompt.tokens, sampling=sampling, program_id=f"{i}", skeletons=prompt.skeletons
+            )
             if refused := engine.handle(submit, time.perf_counter()):
                 raise RuntimeError(f"a prompt was not taken: {refused[0]}")
         tokens: dict[str, list[int]] = {name: [] for name in names}

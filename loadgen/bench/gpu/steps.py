@@ -309,11 +309,14 @@ def long_prompt(world: World) -> Lines:
     for bound in (1e6, 100.0, 50.0, 25.0):
         engine, _ = world.engine(step_ms=bound)
         for row in range(rows):
-            engine.handle(Submit(f"{row}", world.tokens(16, row), Sampling(4000, ignore_eos=True)), time.perf_counter())
+            engine.handle(
+                Submit(f"{row}", tokens=world.tokens(16, row), sampling=Sampling(4000, ignore_eos=True)),
+                time.perf_counter(),
+            )
         # Twice: what steps cost is learned from the first, of another length.
         for number, tokens in (("learned", length // 2), ("asked", length)):
             began, gaps, done = time.perf_counter(), [], False
-            engine.handle(Submit(number, world.tokens(tokens, 77), Sampling(1, ignore_eos=True)), began)
+            engine.handle(Submit(number, tokens=world.tokens(tokens, 77), sampling=Sampling(1, ignore_eos=True)), began)
             while not done:
                 if not engine.busy:
                     raise RuntimeError("the steps fail: the log says why")
@@ -413,7 +416,7 @@ def host_time(world: World) -> Lines:
     engine, counting = world.engine()
     sampling = Sampling(4 + 2 * sizes.repeat, ignore_eos=True)
     for row in range(rows):
-        engine.handle(Submit(f"{row}", world.tokens(16, row), sampling), time.perf_counter())
+        engine.handle(Submit(f"{row}", tokens=world.tokens(16, row), sampling=sampling), time.perf_counter())
     while engine.stats.completion < 2 * rows:
         if not engine.busy:
             raise RuntimeError("the steps fail: the log says why")

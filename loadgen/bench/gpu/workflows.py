@@ -132,8 +132,8 @@ class Player:
     def _submit(self, row: int, turn: int, exchange: Exchange) -> Submit:
         return Submit(
             f"{row} {turn}",
-            exchange.prompt,
-            Sampling(len(exchange.reply), ignore_eos=True),
+            tokens=exchange.prompt,
+            sampling=Sampling(len(exchange.reply), ignore_eos=True),
             program_id=f"{row}",
             skeletons=self._programs[row].skeletons,
             program_turns=turn,

@@ -11,8 +11,7 @@ import pytest
 from holdfast.loadgen.bench.ablation import Samples, alternate, compared, main
 from holdfast.loadgen.bench.workload import SCENARIOS, Scenario, rounds
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.events import Timing, Usage
-from holdfast.replicas.requests import Answer
+from holdfast.replicas.requests import Answer, Timing, Usage
 from holdfast.replicas.service import Service
 
 

@@ -48,7 +48,7 @@ def run(engine: Engine, prompts: list[list[int]], turn: int, temperature: float)
     """All prompts at once, each the next turn of a program of its own; their completions."""
     out: dict[str, list[int]] = {f"{turn}/{i}": [] for i in range(len(prompts))}
     for (name, _), prompt in zip(out.items(), prompts, strict=True):
-        submit = Submit(name, np.asarray(prompt, np.int32), Sampling(NEW, temperature, ignore_eos=True))
+        submit = Submit(name, tokens=np.asarray(prompt, np.int32), sampling=Sampling(NEW, temperature, ignore_eos=True))
         labels = labels_of(("system", "user"), (0, 120), len(prompt))
         assert not engine.handle(replace(submit, program_id=name.split("/")[1], labels=labels), float(turn))
     while engine.busy:

@@ -86,6 +86,6 @@ def test_without_cells_for_all_of_them_it_is_one_step() -> None:
 def test_whoever_needs_each_token_before_the_next_gets_single_steps() -> None:
     world = BulkWorld()
     tokens = np.asarray(words(1, 10), np.int32)
-    world.give(Submit("a", tokens, Sampling(20, presence_penalty=0.5)))
+    world.give(Submit("a", tokens=tokens, sampling=Sampling(20, presence_penalty=0.5)))
     world.steps_at_once(1)
     assert world.steps_at_once(5) == 1

@@ -96,7 +96,7 @@ def test_a_look_that_came_too_early_is_made_up_for_in_an_idle_step() -> None:
 
 
 def submitted(name: str, prompt: TokenIds) -> Submit:
-    return Submit(name, prompt, Sampling(max_tokens=1))
+    return Submit(name, tokens=prompt, sampling=Sampling(max_tokens=1))
 
 
 def test_what_was_evicted_is_told_no_more() -> None:

@@ -21,11 +21,11 @@ SAMPLINGS = [
 
 def requests() -> list[Submit]:
     lengths = [5, 21, 1, 8, 9, 2]
-    return [Submit(f"r{i}", prompt(lengths[i], i), SAMPLINGS[i]) for i in range(6)]
+    return [Submit(f"r{i}", tokens=prompt(lengths[i], i), sampling=SAMPLINGS[i]) for i in range(6)]
 
 
 def repeating() -> list[Submit]:
-    return [Submit(f"r{i}", np.tile(prompt(5, i), 4), Sampling(max_tokens=14)) for i in range(2)]
+    return [Submit(f"r{i}", tokens=np.tile(prompt(5, i), 4), sampling=Sampling(max_tokens=14)) for i in range(2)]
 
 
 @pytest.mark.parametrize(("way", "overlap"), [("device", "on"), ("graphs", "on"), ("plain", "on")])

@@ -155,7 +155,7 @@ def test_many_requests_over_a_bridge_with_steps_in_a_thread():
         async def asked(i: int, leaves: bool):
             prompt = words(i, 12)
             tokens = []
-            async for events in bridge.run(Submit(f"{i}", np.asarray(prompt, np.int32), Sampling(20))):
+            async for events in bridge.run(Submit(f"{i}", tokens=np.asarray(prompt, np.int32), sampling=Sampling(20))):
                 for event in events:
                     tokens += event.tokens if isinstance(event, Tokens) else ()
                 if leaves:

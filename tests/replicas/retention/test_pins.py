@@ -56,7 +56,15 @@ class Book:
 
     def turn(self, name: str, arrival: float = 0.0) -> Sequence:
         scope = owner_of(name).scope
-        submit = Submit("r", TOKENS, Sampling(), scope, name, arrival, priority=priority_of(name))
+        submit = Submit(
+            "r",
+            tokens=TOKENS,
+            sampling=Sampling(),
+            scope=scope,
+            program_id=name,
+            program_arrival=arrival,
+            priority=priority_of(name),
+        )
         return Sequence.of(submit, 0, 0.0, frozenset(), 0)
 
     def add(self, name: str, arrival: float, deadline: float, n: int = 32) -> ProgramPin:

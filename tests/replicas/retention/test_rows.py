@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from holdfast.replicas.events import PartialPrefill, Submit
+from holdfast.replicas.events import Submit
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.pages import NO_PAGES
+from holdfast.replicas.requests import PartialPrefill, SessionTurn
 from holdfast.replicas.retention.rows import ParkedRow, Rows
 from holdfast.replicas.sequences import Owner, SequencePool
 from holdfast.replicas.types import NO_TOKENS
@@ -75,13 +76,13 @@ def test_programs_keep_nothing_where_they_are_not_to():
 
 
 def test_an_owner_is_the_session_before_the_program():
-    request = Submit("r", NO_TOKENS)
-    assert Owner.of(replace(request, session_id="s", program_id="p")) == Owner("", "s", session=True)
+    request = Submit("r", tokens=NO_TOKENS)
+    assert Owner.of(replace(request, session=SessionTurn("s"), program_id="p")) == Owner("", "s", session=True)
     assert Owner.of(replace(request, program_id="p")) == program("p")
     assert Owner.of(request) is None
 
 
 def test_what_is_computed_ahead_is_its_handles_or_its_programs():
-    request = Submit("r", NO_TOKENS, program_id="p", background=PartialPrefill("h"))
+    request = Submit("r", tokens=NO_TOKENS, program_id="p", background=PartialPrefill("h"))
     assert Owner.of(request) == Owner.handle("", "h") != Owner("", "h", session=False)
     assert Owner.of(replace(request, background=PartialPrefill())) == program("p")

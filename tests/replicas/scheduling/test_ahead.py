@@ -6,17 +6,9 @@ from engine_world import World, words
 
 from holdfast.replicas.config import DraftConfig, RetentionConfig
 from holdfast.replicas.errors import ErrorKind
-from holdfast.replicas.events import (
-    Aborted,
-    Finished,
-    HandleReleased,
-    PartialPrefill,
-    ProgramEnded,
-    Rejected,
-    Submit,
-    TurnEnded,
-)
+from holdfast.replicas.events import Aborted, Finished, HandleReleased, ProgramEnded, Rejected, Submit, TurnEnded
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.requests import PartialPrefill, SessionTurn
 from holdfast.replicas.retention.policy import RestoreCost
 from holdfast.replicas.sequences import Owner
 
@@ -330,10 +322,18 @@ def test_nobody_waits_for_it_to_share_its_beginning():
 def test_it_draws_nothing_and_is_no_operation(session):
     world = make()
     background = PartialPrefill("h", 1.0)
-    submit = Submit("bad", np.array([1, 2], np.int32), Sampling(0 if session else 3), background=background)
+    submit = Submit(
+        "bad", tokens=np.array([1, 2], np.int32), sampling=Sampling(0 if session else 3), background=background
+    )
     if session:
         world.open(session)
-        submit = Submit("bad", np.array([1, 2], np.int32), Sampling(0), session_id=session, background=background)
+        submit = Submit(
+            "bad",
+            tokens=np.array([1, 2], np.int32),
+            sampling=Sampling(0),
+            background=background,
+            session=SessionTurn(session),
+        )
     world.give(submit)
     end = world.end("bad")
     assert isinstance(end, Rejected)

@@ -58,7 +58,7 @@ class Picky:
 
 
 def sequence_of(matcher, max_tokens: int = 10) -> Sequence:
-    submit = Submit("a", np.array([1, 2], np.int32), Sampling(max_tokens), matcher=matcher)
+    submit = Submit("a", tokens=np.array([1, 2], np.int32), sampling=Sampling(max_tokens), matcher=matcher)
     return Sequence.of(submit, 0, 0.0, frozenset(), 0)
 
 
@@ -101,7 +101,7 @@ def test_a_sequence_without_a_grammar_keeps_its_drafts():
 )
 def test_what_is_drawn_together_is_kept_as_if_it_were_drawn_one_by_one(drawn, stops, matcher, room):
     def kept(pieces):
-        submit = Submit("a", np.array([1, 2], np.int32), Sampling(room), matcher=copy(matcher))
+        submit = Submit("a", tokens=np.array([1, 2], np.int32), sampling=Sampling(room), matcher=copy(matcher))
         sequence = Sequence.of(submit, 0, 0.0, stops, 0)
         for piece in pieces:
             stand, reason = sequence.append(piece, 0.0)

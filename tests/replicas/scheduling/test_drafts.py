@@ -127,7 +127,9 @@ def test_a_broken_drafter_costs_drafts_alone(monkeypatch):
 @given(st.lists(st.integers(0, 3), max_size=12), st.floats(0, 1))
 def test_draws_are_kept_by_the_number_of_drafts(numbers, presence):
     sampling = Sampling(max_tokens=32, presence_penalty=presence)
-    sequence = Sequence.of(Submit("r", np.arange(5, dtype=np.int32), sampling), 0, 0.0, frozenset(), seed=3)
+    sequence = Sequence.of(
+        Submit("r", tokens=np.arange(5, dtype=np.int32), sampling=sampling), 0, 0.0, frozenset(), seed=3
+    )
     sequence.move(Status.RUNNING)
     sequence.row, sequence.n_computed = 0, sequence.length - 1
     builder = StepBuilder()

@@ -189,7 +189,9 @@ def test_the_tenant_served_longest_ago_is_forgotten_as_if_it_had_been_away():
 
 
 def waiting(tenant: str) -> Sequence:
-    return Sequence.of(Submit(tenant, np.zeros(1, np.int32), Sampling(1), tenant), 0, 0.0, frozenset(), 0)
+    return Sequence.of(
+        Submit(tenant, tokens=np.zeros(1, np.int32), sampling=Sampling(1), scope=tenant), 0, 0.0, frozenset(), 0
+    )
 
 
 def test_who_comes_next_is_decided_when_a_row_is_free_and_not_before():

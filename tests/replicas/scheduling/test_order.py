@@ -18,7 +18,9 @@ _numbers = count()
 
 
 def request(arrived: float, began: float = 0.0, program: str = "", pinned: bool = False) -> Sequence:
-    submit = Submit("r", np.asarray([1], np.int32), Sampling(1), program_id=program, program_arrival=began)
+    submit = Submit(
+        "r", tokens=np.asarray([1], np.int32), sampling=Sampling(1), program_id=program, program_arrival=began
+    )
     made = Sequence.of(submit, next(_numbers), arrived, frozenset(), 0)
     made.pinned = pinned
     return made
@@ -90,7 +92,7 @@ class TestPlas:
     def test_tenants_have_programs_of_their_own(self):
         order = PlasOrder()
         order.serve((request(0.0, program="p"),), (), 5.0)
-        submit = Submit("r", np.asarray([1], np.int32), scope="other", program_id="p")
+        submit = Submit("r", tokens=np.asarray([1], np.int32), scope="other", program_id="p")
         stranger = Sequence.of(submit, 0, 0.0, frozenset(), 0)
         order.arrive(stranger)
         assert stranger.attained_s == 0.0

@@ -20,7 +20,13 @@ CONFIG = EngineConfig(cells=1000, step_tokens=4096, latency_chunk=1024, admissio
 
 
 def sequence(prompt: list[int], max_tokens: int = 10, scope: str = "", computed: int = 0) -> Sequence:
-    made = Sequence.of(Submit("x", np.asarray(prompt, np.int32), Sampling(max_tokens), scope), 0, 0.0, frozenset(), 0)
+    made = Sequence.of(
+        Submit("x", tokens=np.asarray(prompt, np.int32), sampling=Sampling(max_tokens), scope=scope),
+        0,
+        0.0,
+        frozenset(),
+        0,
+    )
     made.move(Status.RUNNING)
     made.n_computed, made.cache_scope = computed, scope
     return made

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.events import Submit
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.requests import SessionTurn
 from holdfast.replicas.scheduling.queue import PlasOrder, ProgramOrder, RequestOrder, WaitingQueue
 from holdfast.replicas.sequences import Sequence
 
@@ -25,7 +26,14 @@ def waiting(
     length: int = 1,
 ) -> Sequence:
     tokens = np.ones(length, np.int32)
-    submit = Submit(name, tokens, Sampling(1), program_id=program, program_arrival=began, session_id=session)
+    submit = Submit(
+        name,
+        tokens=tokens,
+        sampling=Sampling(1),
+        program_id=program,
+        program_arrival=began,
+        session=SessionTurn(session) if session else None,
+    )
     sequence = Sequence.of(submit, next(_numbers), arrived, frozenset(), 0)
     sequence.preempted = preempted
     return sequence

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.events import Timing, Usage
 from holdfast.replicas.plan import Sampling, TokenLogprobs
 from holdfast.replicas.requests import (
     AnswerBuilder,
@@ -23,7 +22,9 @@ from holdfast.replicas.requests import (
     RawPrompt,
     ReasoningDelta,
     TextDelta,
+    Timing,
     ToolCallDelta,
+    Usage,
 )
 from holdfast.replicas.text.calls.formats import ToolFormat
 from holdfast.replicas.text.calls.readers import READERS

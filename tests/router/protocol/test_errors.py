@@ -16,7 +16,7 @@ from holdfast.replicas.errors import (
     InvalidRequestError,
     OverloadedError,
 )
-from holdfast.replicas.events import Usage
+from holdfast.replicas.requests import Usage
 from holdfast.router.event_stream import ClientGoneError
 from holdfast.router.protocol.errors import TABLE, Refusal, RefusedError, ReplyError, api_error
 from holdfast.router.quotas import QuotaError, Standing

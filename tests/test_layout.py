@@ -182,7 +182,7 @@ def test_rooms_of_the_engine_see_down_only() -> None:
     assert not may_see("retention.pins", "scheduling.queue")
     assert not may_see("model.runner", "scheduling.step"), "it knows the plan and not the scheduler"
     assert not may_see("plan", "sequences")
-    assert not may_see("text.calls.readers", "constraints.grammar")
+    assert not may_see("text.calls.tracker", "constraints.grammar")
     assert may_see("text.conversation", "constraints.grammar")
     everything = {"service", "actor"}
     parts = {name.removeprefix("replicas."): name for name in modules() if name.startswith("replicas.")}

@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 from holdfast.replicas.constraints.lark import LarkText, Schema, escaped, literal
 from holdfast.replicas.constraints.spelling import JSON, PYTHON, TAGGED, Member, Spelling
 from holdfast.replicas.text.calls.formats import TagForm
-from holdfast.replicas.text.calls.values import INTEGER, NUMBER, alternatives, argument_schema, as_json, kinds_of
+from holdfast.replicas.text.calls.tracker import as_json
+from holdfast.replicas.text.calls.values import INTEGER, NUMBER, alternatives, argument_schema, kinds_of
 
 _LINE = r'("\n")?'
 _NAMES = re.compile(r'[^\s<>"]+')

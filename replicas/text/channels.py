@@ -4,7 +4,7 @@
 
 The prompt has begun the first message, up to `<|start|>assistant`. A header tells the channel, and whom a message is
 for: `analysis` is reasoning, one that is for somebody (`to=functions.name`) is a call, everything else content. Calls
-come out as they were written, header included, for their own reader (`calls.readers`). A marker that does not begin
+come out as they were written, header included, for their own reader (`calls.tracker`). A marker that does not begin
 what it should is text: models write about the format as well; where a message should begin, a channel with no
 `<|message|>` behind it begins one all the same, as the models forget that marker. Not here: the tokens that end a reply
 and leave no text.

@@ -32,7 +32,7 @@ from holdfast.replicas.requests import ChatPrompt, GenerateRequest, LogprobText,
 from holdfast.replicas.speculation.skeletons import CallFormat, SkeletonSet, ValueEndings, compile_tools, value_endings
 from holdfast.replicas.stats import TextStats
 from holdfast.replicas.text.calls.formats import ENDS, MARKERS, ToolFormat
-from holdfast.replicas.text.calls.readers import READERS, ToolCallParser
+from holdfast.replicas.text.calls.tracker import READERS, CallTracker
 from holdfast.replicas.text.channels import ChannelReader
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
 from holdfast.replicas.text.encode import LONG, Encoder, LongTexts, offsets_of
@@ -347,12 +347,12 @@ class TextSide:
 
         trailing = None
         if names and isinstance(thinking, ThinkingReader) and (reader := READERS.get(self.tool_format)):
-            parser = partial(ToolCallParser, self.tool_format, names, True, str, early_stop=False, schemas=schemas)
+            parser = partial(CallTracker, self.tool_format, names, True, str, early_stop=False, schemas=schemas)
             trailing = TrailingCalls(reader.marked, parser)
         stages = Stages(
             StreamDecoder(self.pieces, hidden, continues=not chat),
             StopStrings(request.stop),
-            ToolCallParser(
+            CallTracker(
                 self.tool_format,
                 names,
                 parallel,

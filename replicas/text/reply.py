@@ -1,6 +1,6 @@
 """One reply on its way from token ids to the pieces a client sees.
 
-    ids -> StreamDecoder -> ThinkingReader -> StopStrings -> ToolCallParser -> pieces
+    ids -> StreamDecoder -> ThinkingReader -> StopStrings -> CallTracker -> pieces
            characters       or ChannelReader  the text up    text and calls
                             the reasoning     to one
                             set apart
@@ -23,8 +23,7 @@ from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.events import FinishReason
 from holdfast.replicas.plan import TokenLogprobs
 from holdfast.replicas.requests import LogprobText, ReasoningDelta, ReplyReason, TextDelta, ToolCallDelta
-from holdfast.replicas.text.calls.readers import ToolCallParser
-from holdfast.replicas.text.calls.tracker import Delta, merged
+from holdfast.replicas.text.calls.tracker import CallTracker, Delta, merged
 from holdfast.replicas.text.channels import ChannelReader
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
 from holdfast.replicas.text.thinking import ThinkingReader, TrailingCalls
@@ -137,7 +136,7 @@ class Stages:
 
     decoder: StreamDecoder
     stops: StopStrings
-    calls: ToolCallParser
+    calls: CallTracker
     pieces: Pieces
     hidden: frozenset[int]
     thinking: ThinkingReader | ChannelReader | None = None
@@ -188,7 +187,7 @@ class Reply:
         self._ends: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         if declared is not None:
-            stages.calls.on_unguarded(self._ask_again)
+            stages.calls.on_unguarded = self._ask_again
 
     def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[ReplyDelta]:
         """The pieces these tokens complete. `logprobs` is empty or as long as `tokens`."""
@@ -239,7 +238,7 @@ class Reply:
     @property
     def calls_done(self) -> bool:
         """The tool calls have come to their end: the model might have written on."""
-        return self._stages.calls.should_stop and (not self._runs_on or self.rewrite is not None)
+        return self._stages.calls.stopped and (not self._runs_on or self.rewrite is not None)
 
     @property
     def completion_tokens(self) -> int:

@@ -14,8 +14,7 @@ import numpy as np
 
 from holdfast.replicas.constraints.matcher import Bits, Matcher
 from holdfast.replicas.requests import TextDelta
-from holdfast.replicas.text.calls.readers import ToolCallParser
-from holdfast.replicas.text.calls.tracker import Delta
+from holdfast.replicas.text.calls.tracker import CallTracker, Delta
 
 OPENER, CLOSER = "<think>", "</think>"
 
@@ -116,12 +115,12 @@ class TrailingCalls:
     `markers` begin calls, and `parser` makes a reader of a text that begins with one.
     """
 
-    def __init__(self, markers: Collection[str], parser: Callable[[], ToolCallParser]) -> None:
+    def __init__(self, markers: Collection[str], parser: Callable[[], CallTracker]) -> None:
         beginnings = {marker[:length] for marker in markers for length in range(1, len(marker))}
         self._marker = re.compile(rf"\s*(?P<marker>{_any_of(markers)})|\s*(?:{_any_of(beginnings)})\Z")
         self._parser = parser
         self._held = ""  # ends with what may be the beginning of a marker, or begins with white space and a marker
-        self._calls: ToolCallParser | None = None  # of a marker that is held, and what follows it
+        self._calls: CallTracker | None = None  # of a marker that is held, and what follows it
 
     def feed(self, thought: str) -> str:
         """The reasoning that `thought`, the next of it, settles."""

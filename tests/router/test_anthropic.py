@@ -25,7 +25,7 @@ from holdfast.replicas.requests import (
     Usage,
 )
 from holdfast.replicas.text.calls.formats import ToolFormat
-from holdfast.replicas.text.calls.readers import ToolCallParser
+from holdfast.replicas.text.calls.tracker import CallTracker
 from holdfast.router.anthropic import AnthropicEncoder
 from holdfast.router.protocol.anthropic import message_object
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
@@ -530,7 +530,7 @@ NUMBER = "2" * 30  # beyond 64 bits
 def test_a_call_is_the_same_in_all_apis_whole_and_streamed(written, told):
     """Also one that no parser of JSON could hold as the model has written it: no answer fails, and none is kept that
     does."""
-    parser = ToolCallParser(ToolFormat.HERMES, frozenset({"f"}), True, lambda index: f"call_{index}")
+    parser = CallTracker(ToolFormat.HERMES, frozenset({"f"}), True, lambda index: f"call_{index}")
     text = f'<tool_call>{{"name": "f", "arguments": {{"a": {written}}}}}</tool_call>'
     pieces = (*parser.feed(text), *parser.finish(), Completed("tool_calls", USAGE, DONE.timing))
     world = World(FakeBackend([[piece] for piece in pieces]))

@@ -13,7 +13,7 @@ from holdfast.replicas.constraints.lark import Schema
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.requests import TextDelta
 from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat
-from holdfast.replicas.text.calls.readers import ToolCallParser
+from holdfast.replicas.text.calls.tracker import CallTracker
 from holdfast.replicas.text.channels import ChannelReader
 
 FORMATS = [format for format in ToolFormat if format is not ToolFormat.NONE]
@@ -65,7 +65,7 @@ def allowed(matcher: Matcher) -> list[int]:
 
 
 def read(format: ToolFormat, text: str) -> tuple[str, list[tuple[str, str]]]:
-    parser = ToolCallParser(format, frozenset(SCHEMAS), True, str, schemas=SCHEMAS)
+    parser = CallTracker(format, frozenset(SCHEMAS), True, str, schemas=SCHEMAS)
     if format is ToolFormat.HARMONY:
         channels = ChannelReader()
         text = channels.feed(text)[1] + channels.flush()[1]

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.requests import TextDelta, ToolCallDelta
 from holdfast.replicas.text.calls.formats import TAGS, ToolFormat
-from holdfast.replicas.text.calls.readers import ToolCallParser
-from holdfast.replicas.text.calls.values import ANYTHING, as_json
+from holdfast.replicas.text.calls.tracker import CallTracker, as_json
+from holdfast.replicas.text.calls.values import ANYTHING
 
 NAMES = frozenset({"get_weather", "search", "f"})
 FORMATS = [format for format in ToolFormat if format is not ToolFormat.NONE]
@@ -26,12 +26,12 @@ CALLS = st.tuples(st.sampled_from([*sorted(NAMES), "rm"]), ARGUMENTS)
 Call = tuple[str, dict[str, Any]]
 
 
-def parser(format: ToolFormat, **options: Any) -> ToolCallParser:
+def parser(format: ToolFormat, **options: Any) -> CallTracker:
     settings = {"declared_names": NAMES, "parallel": True, "call_id": lambda index: f"call_{index}", **options}
-    return ToolCallParser(format, **settings)
+    return CallTracker(format, **settings)
 
 
-def collected(chunks: list[str], reader: ToolCallParser, *, cut: bool = False) -> tuple[str, list[list[str]]]:
+def collected(chunks: list[str], reader: CallTracker, *, cut: bool = False) -> tuple[str, list[list[str]]]:
     """The text, and name and arguments of every call that was sent, of a reply that is `cut` behind the last chunk;
     checks the order of the deltas, and that a call is told to be closed with the text that closes it, once.
     """

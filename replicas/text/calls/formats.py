@@ -1,6 +1,6 @@
 """The ways models write tool calls: their names, their markers, and which one a chat template asks for.
 
-A further format has its name, markers and sign here, its reader in `readers.READERS`, and the text that a grammar
+A further format has its name, markers and sign here, its reader in `tracker.READERS`, and the text that a grammar
 forces in `constraints.grammar.forms_of`; where arguments have tags, these are here for both.
 """
 

@@ -1,31 +1,50 @@
-"""What comes out of a reply with tool calls in it: text, and calls as they open, fill and close.
+"""Tool calls in a streamed reply: text in, text and calls out, in every format, however the text is cut into pieces.
 
-Source: Stateful Inference, section 3.7. The readers tell a `Tracker` what they find; it decides what the client sees:
+Source: Stateful Inference, section 3.7. Each format is read by one incremental state machine, written as a generator
+that reads from a `CallTracker` as if the whole text were there and pauses where the text ends. What a client sees:
 
-- A call is sent as soon as its name is known to be declared and its arguments have begun: first a delta with id and
-  name, then its arguments as the model writes them. Once it has closed it is in `calls`, and the client is told; that
-  is never taken back.
-- Up to there what belongs to a call is held. Where it turns out to be none it is text exactly as written. So is a call
-  of an undeclared tool; unless whoever `on_unguarded` asks wants to have it written again: then the reading ends, and
-  nothing of it is sent.
-- A call that was sent stays one, and no character of it is text. Where its JSON breaks, its arguments stay unfinished,
-  it is never in `calls`, and what follows is text. Where the reply ends in it (cut by `max_tokens`), that is all.
-- Where calls are guaranteed no part of one is text: a call that is cut before it could be sent is left out, and so is
-  what may have begun one where the reply is cut.
-- White space between calls, and one line end before the first, are markup: chat templates write them again.
-- After a closed call another one may begin within a grace of white space. Any other text asks for the end of
-  the reply (`stopped`) and is dropped. So does a call that says the same as the one before it: a model that repeats
-  itself would go on to the end of its tokens. With `parallel` False the first closed call does.
+- A call is sent once its name is known to be declared and its arguments have begun: first its id and name, then its
+  arguments as the model writes them. A call that has closed is in `calls` and is never taken back.
+- Until then the text of a call is held back. If it turns out not to be a call, it is sent as text, as written. The same
+  goes for a call of an undeclared tool, unless `on_unguarded` asks the model to write it again.
+- A call that was sent stays a call; none of its characters are text. If its JSON breaks, its arguments stay unfinished,
+  it is never in `calls`, and what follows is text. If the reply ends inside it, nothing more is sent.
+- Where calls are guaranteed by a grammar, no part of a call is text: one that is cut before it was sent is dropped.
+- White space between calls and one line end before the first call are markup: chat templates write them again.
+- After a closed call another may begin within `GRACE` characters of white space. Any other text ends the reply
+  (`stopped`), and so does a call that repeats the one before it: the model would repeat itself to its last token.
 
-Not here: which text is a call (`readers`).
+A marker in prose is prose: only the text after a marker decides whether it began a call.
+
+The file in order: a text that comes in pieces; JSON as models write it; arguments that are not JSON; `CallTracker`;
+the parts that formats are made of; the formats, ending in `READERS`. A new format is a function and a row there.
 """
 
-from collections.abc import Callable, Mapping
+import ast
+import json
+import math
+import re
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from functools import cache, partial
+from itertools import groupby
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from holdfast.replicas.requests import TextDelta, ToolCall, ToolCallDelta
-from holdfast.replicas.text.calls.scan import NotACallError
+from holdfast.replicas.text.calls.formats import TAGS, TagForm, ToolFormat
+from holdfast.replicas.text.calls.values import (
+    MOST_NESTED,
+    NUMBER,
+    TEXT,
+    Kinds,
+    argument_schema,
+    kinds_of,
+)
+
+T = TypeVar("T")
+Scan: TypeAlias = Generator[None, None, T]
+"""Reads from a `Text`, yields where that ends for now, and returns what it found."""
 
 Delta: TypeAlias = TextDelta | ToolCallDelta
 
@@ -33,75 +52,468 @@ GRACE = 16
 """Another call may begin within so many characters of white space after a closed one: line ends and an indentation."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallLimits:
-    """What the request allows.
+class NotACallError(Exception):
+    """The text is not what a scan expects at the next character. `undecided` was read before it and not handed over."""
 
-    `early_stop`: text after a closed call that does not begin another one ends the reply, and is dropped; a call that
-    says the same as the one before it ends the reply. `guaranteed` tells, at any time, whether what a marker begins is
-    sure to be a call, so that one that is cut before it is sent is nothing, and no text. `schemas`: of the tools'
-    arguments, for formats that do not tell a text from a number.
+    def __init__(self, undecided: str = "") -> None:
+        super().__init__(undecided)
+        self.undecided = undecided
+
+
+class Text:
+    """A text that comes in pieces. `over`: no piece follows. Scans pause once it has `stopped`."""
+
+    def __init__(self, text: str = "", over: bool = False) -> None:
+        self.text, self.at, self.over, self.stopped = text, 0, over, False
+        self._before = 0  # characters of the text before `text`
+
+    @property
+    def position(self) -> int:
+        """Characters that have been read."""
+        return self._before + self.at
+
+    def add(self, piece: str) -> None:
+        self._before += self.at
+        self.text = self.text[self.at :] + piece if self.at < len(self.text) else piece
+        self.at = 0
+
+    def peek(self) -> Scan[str]:
+        """The next character, which stays unread; "" at the end of the text."""
+        while self.stopped or (self.at == len(self.text) and not self.over):
+            yield
+        return self.text[self.at : self.at + 1]
+
+    def take(self, length: int = 1) -> str:
+        """Read characters that are known to be there."""
+        self.at += length
+        return self.text[self.at - length : self.at]
+
+    def run(self, plain: re.Pattern[str], put: Callable[[str], None]) -> Scan[None]:
+        """Characters that `plain` matches, in pieces as they come."""
+        while True:
+            if found := plain.match(self.text, self.at):
+                self.at = found.end()
+                put(found[0])
+            if self.at < len(self.text) or self.over:
+                return
+            yield
+
+    def collect(self, plain: re.Pattern[str], put: Callable[[str], None]) -> Scan[str]:
+        """As `run`; all of it is the result."""
+        taken = ""
+
+        def both(piece: str) -> None:
+            nonlocal taken
+            taken += piece
+            put(piece)
+
+        yield from self.run(plain, both)
+        return taken
+
+    def match(self, pattern: re.Pattern[str], begun: re.Pattern[str]) -> Scan[re.Match[str] | None]:
+        """Read what `pattern` matches. Waits while what is there matches `begun`, up to its end.
+
+        Raises NotACallError where the text ends in what has begun.
+        """
+        while (undecided := begun.match(self.text, self.at)) and not self.over:
+            yield
+        found = pattern.match(self.text, self.at)
+        if found:
+            self.at = found.end()
+        elif undecided:
+            raise NotACallError(self.take(len(undecided[0])))
+        return found
+
+    def word(self, *words: str, put: Callable[[str], None]) -> Scan[str]:
+        """One of `words`, none of which begins with another. Its characters go to `put` as they come."""
+        read = ""
+        while read not in words:
+            char = yield from self.peek()
+            if not char or not any(word.startswith(read + char) for word in words):
+                raise NotACallError
+            read += char
+            put(self.take())
+        return read
+
+
+def _beginnings(*texts: str) -> str:
+    """A pattern of what `texts` begin with, at the end of what is there."""
+    return rf"(?:{'|'.join(re.escape(text[:n]) for text in texts for n in range(len(text) - 1, 0, -1))})\Z"
+
+
+# ---- JSON as models write it ----
+#
+# It is handed over as valid JSON wherever its meaning is plain: Python's True, False and None become true, false and
+# null; a comma before a closing bracket is left out; in strings control characters are escaped, \' becomes ', and the
+# backslash of any other escape that JSON does not have is doubled. Anything else that is not JSON is a NotACallError.
+#
+# Some JSON makes the parsers of clients refuse the whole answer. A number beyond the range of a double and a value
+# nested deeper than DEEPEST become a string of what the model wrote; half a surrogate pair becomes U+FFFD.
+
+Put: TypeAlias = Callable[[str, str], None]
+"""Takes a piece of a value as it was written, and as it is in valid JSON. Nothing undecided is handed over."""
+
+DEEPEST = 100
+"""Levels of arguments; serde_json, the strictest common parser but one, takes 128 for a whole answer."""
+
+SPACE = frozenset(" \t\r\n")
+SP = re.compile(r"[ \t\r\n]+")
+_CONSTANTS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
+_SCALAR = re.compile(
+    r"(?P<number>-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++|(?!\.))(?:[eE][+-]?[0-9]++|(?![eE])))|" + "|".join(_CONSTANTS)
+)
+_SCALAR_BEGUN = re.compile(
+    rf"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:(?<=[0-9])[eE][+-]?[0-9]*)?)?\Z|{_beginnings(*_CONSTANTS)}"
+)
+_SCALAR_FIRST = re.compile('["0-9tfnTFN-]')
+_COMMA = {"}": re.compile(r',[ \t\r\n]*(?=["}])'), "]": re.compile(r',[ \t\r\n]*(?=["0-9tfnTFN{\[\]-])')}
+_COMMA_BEGUN = re.compile(r",[ \t\r\n]*\Z")
+# What may stand in a string as it is. No text has halves of surrogate pairs in it, only escapes have.
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_HEX = "[0-9a-fA-F]"
+_HIGH, _LOW = rf"u[dD][89abAB]{_HEX}{{2}}", rf"u[dD][c-fC-F]{_HEX}{{2}}"
+_ESCAPE = re.compile(
+    rf"\\(?:(?P<valid>[\"\\/bfnrt]|u(?![dD][89a-fA-F]){_HEX}{{4}}|{_HIGH}\\{_LOW})|(?P<quote>')"
+    rf"|(?P<half>{_LOW}|{_HIGH}(?!\\?\Z|\\u{_HEX}{{0,3}}\Z))|u{_HEX}{{0,3}}(?=[^0-9a-fA-F])|(?=[^u]))"
+)
+_ESCAPE_BEGUN = re.compile(rf"\\(?:u{_HEX}{{0,3}}|{_HIGH}(?:\\(?:u{_HEX}{{0,3}})?)?)?\Z")
+
+
+def json_value(text: Text, put: Put) -> Scan[None]:
+    """One JSON value."""
+    closers: list[str] = []  # of the open brackets
+    want: Literal["value", "element", "key", "colon", "next"] = "value"
+
+    def hand(written: str, valid: str) -> None:
+        put(written, valid if len(closers) <= DEEPEST else json.dumps(valid, ensure_ascii=False)[1:-1])
+
+    while True:
+        char = yield from text.peek()
+        if closers and char in SPACE:
+            yield from text.run(SP, lambda space: hand(space, space))
+        elif closers and char == closers[-1] and want in ("element", "key", "next"):
+            closers.pop()
+            put(text.take(), char + '"' if len(closers) == DEEPEST else char)
+            want = "next"
+        elif char == "," and want == "next":
+            comma = yield from text.match(_COMMA[closers[-1]], _COMMA_BEGUN)
+            if not comma:
+                raise NotACallError
+            hand(comma[0], comma[0][comma.string[comma.end()] == closers[-1] :])
+            want = "key" if closers[-1] == "}" else "element"
+        elif char == ":" and want == "colon":
+            hand(text.take(), char)
+            want = "value"
+        elif want in ("value", "element") and char in ("{", "["):
+            put(text.take(), '"' + char if len(closers) == DEEPEST else char)
+            closers.append("}" if char == "{" else "]")
+            want = "key" if char == "{" else "element"
+        elif char == '"' and want in ("value", "element", "key"):
+            yield from json_string(text, hand)
+            want = "colon" if want == "key" else "next"
+        elif want in ("value", "element"):
+            scalar = yield from text.match(_SCALAR, _SCALAR_BEGUN)
+            if not scalar:
+                raise NotACallError
+            word = scalar[0]
+            infinite = scalar["number"] and math.isinf(float(word))
+            hand(word, f'"{word}"' if infinite else _CONSTANTS.get(word, word))
+            want = "next"
+        else:
+            raise NotACallError
+        if want == "next" and not closers:
+            return
+
+
+def json_string(text: Text, put: Put) -> Scan[None]:
+    """A JSON string with its quotes."""
+    if (yield from text.peek()) != '"':
+        raise NotACallError
+    put(text.take(), '"')
+    while True:
+        yield from text.run(_PLAIN, lambda plain: put(plain, plain))
+        char = yield from text.peek()
+        if char == "\\":
+            escape = yield from text.match(_ESCAPE, _ESCAPE_BEGUN)
+            if not escape:
+                raise NotACallError
+            written = escape[0]
+            valid = r"\ufffd" if escape["half"] else "'" if escape["quote"] else written
+            put(written, valid if escape.lastgroup else "\\" + written)
+        elif char and char != '"':
+            put(text.take(), json.dumps(char)[1:-1])
+        elif char:
+            put(text.take(), char)
+            return
+        else:
+            raise NotACallError
+
+
+def value_alone(text: Text, put: Put) -> Scan[None]:
+    """One JSON value with nothing but white space around it."""
+    yield from text.run(SP, lambda _: None)
+    yield from json_value(text, put)
+    yield from text.run(SP, lambda _: None)
+    if (yield from text.peek()):
+        raise NotACallError
+
+
+def whole_value(text: str) -> str | None:
+    """`text` as valid JSON; None where it is not one value with nothing but white space around it."""
+    valid: list[str] = []
+    try:
+        for _ in value_alone(Text(text, over=True), lambda _, part: valid.append(part)):
+            pass
+    except NotACallError:
+        return None
+    return "".join(valid)
+
+
+def whole_object(text: str) -> str | None:
+    """`text` as valid JSON; None where it is not one object with nothing but white space around it."""
+    return whole_value(text) if text.lstrip("".join(SPACE)).startswith("{") else None
+
+
+# ---- arguments that are not written in JSON ----
+
+_FINITE = re.compile(NUMBER)
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_KIND_OF_FIRST = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
+
+
+def _kind_of_json(value: str) -> str:
+    """The kind of a value that is written in JSON; "" of a number beyond the range of a float."""
+    if (kind := _KIND_OF_FIRST.get(value[0])) is not None:
+        return kind
+    if value.lstrip("-").isdigit():
+        return "integer"
+    number = float(value)
+    return "" if math.isinf(number) else "integer" if number.is_integer() else "number"
+
+
+def _is_bounded(value: str, kind: str) -> bool:
+    """Whether grammars allow a value of JSON whose schema says nothing."""
+    if kind in ("integer", "number"):
+        return _FINITE.fullmatch(value) is not None
+    depth = deepest = 0
+    for char in _STRING.sub("", value):
+        depth += (char in "[{") - (char in "]}")
+        deepest = max(deepest, depth)
+    return deepest <= MOST_NESTED
+
+
+def as_json(text: str, kinds: Kinds) -> str:
+    """The value of an argument in tags, as JSON: of one of `kinds` if it can be read as one, else a string.
+
+    Where a string is allowed, a number of more digits than grammars allow is one, and so is a value nested deeper.
+    """
+    value = whole_value(text) if kinds != TEXT else None
+    if value is not None:
+        kind = _kind_of_json(value)
+        if "string" in kinds:
+            fits = kind in kinds and kind != "string" and _is_bounded(value, kind)
+        else:
+            fits = kind == "string" or kind in kinds or (kind == "number" and "integer" in kinds)
+        if fits:
+            return value
+    return json.dumps(text, ensure_ascii=False)
+
+
+class TagValue:
+    """An argument in tags, of one of `kinds`, that comes in pieces. Its JSON is that of `as_json` for the whole.
+
+    A string goes out as it comes, from the first character that no other value could have. Other values go out whole.
     """
 
-    declared: frozenset[str]
-    parallel: bool
-    early_stop: bool
-    guaranteed: Callable[[], bool] = lambda: False
-    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    def __init__(self, kinds: Kinds) -> None:
+        self._kinds = kinds
+        self._is_string = kinds == TEXT
+        self._quote = '"'  # opens the string; empty once that has gone out
+        self._written: list[str] = []  # not gone out yet
+        self._json = Text()
+        self._scan: Scan[None] | None = None
+
+    def feed(self, piece: str) -> str:
+        """What goes out with `piece`. The quote of a value that can only be a string goes out before any piece."""
+        self._is_string = self._is_string or not self._may_be_other(piece)
+        self._written.append(piece)
+        return self._escaped() if self._is_string else ""
+
+    def end(self) -> str:
+        """The rest."""
+        return f'{self._escaped()}"' if self._is_string else as_json("".join(self._written), self._kinds)
+
+    def _escaped(self) -> str:
+        text, quote = "".join(self._written), self._quote
+        self._written, self._quote = [], ""
+        return quote + json.dumps(text, ensure_ascii=False)[1:-1]
+
+    def _may_be_other(self, piece: str) -> bool:
+        """Whether the value may still be something else than a string when `piece` comes next."""
+        if self._scan is None:
+            piece = piece.lstrip()
+            if not piece:
+                return True
+            kind = _KIND_OF_FIRST.get(piece[0].lower(), "integer")
+            if "string" in self._kinds if kind == "string" else kind not in self._kinds:
+                return False
+            self._scan = value_alone(self._json, lambda written, valid: None)
+        self._json.add(piece)
+        try:
+            next(self._scan)
+        except NotACallError:
+            return False
+        return True
+
+
+_PYTHON_NAMES = {"true": True, "false": False, "null": None, "none": None}  # JSON's constants, names in Python
+_NUMBER = re.compile(r"(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as JSON has them
+
+
+def keyword_arguments(source: str, names: Mapping[str, str]) -> str | None:
+    """The keyword arguments of the Python call `source` as a JSON object; None unless all are literals.
+
+    `names` maps the keywords in `source` to those that the model wrote.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+            call = ast.parse(source, mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
+            return None
+        text = _members((names.get(str(k.arg), str(k.arg)), _literal(k.value, source)) for k in call.keywords)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return None
+    # Python does not join the halves of surrogate pairs that are written as escapes.
+    return whole_value(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+
+
+def _literal(node: ast.expr | None, source: str) -> str:
+    """A literal as JSON; ValueError for anything else."""
+    match node:
+        case ast.Constant(value=float() as number) if number == math.inf:
+            written = ast.get_source_segment(source, node) or ""
+            if _NUMBER.fullmatch(written):
+                return written  # no float holds it, but the client's numbers may
+        case ast.Constant(value=str() | int() | float() | None as value):  # bool is an int
+            return json.dumps(value, ensure_ascii=False)
+        case ast.Name() if node.id in _PYTHON_NAMES:
+            return json.dumps(_PYTHON_NAMES[node.id])
+        case ast.List() | ast.Tuple():
+            return f"[{', '.join(_literal(element, source) for element in node.elts)}]"
+        case ast.Dict() if all(isinstance(key, ast.Constant) and isinstance(key.value, str) for key in node.keys):
+            keys = (key.value for key in node.keys if isinstance(key, ast.Constant))
+            return _members((str(key), _literal(value, source)) for key, value in zip(keys, node.values, strict=True))
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number) as operand):
+            return json.dumps(-number) if number != math.inf else "-" + _literal(operand, source)
+    raise ValueError("not a literal of JSON")
+
+
+def _members(members: Iterable[tuple[str, str]]) -> str:
+    """A JSON object of values that are JSON already. Of equal keys the last one counts."""
+    written = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in dict(members).items())
+    return f"{{{', '.join(written)}}}"
+
+
+# ---- the state of a reply ----
 
 
 @dataclass(slots=True)
-class OpenCall:
-    """The call being read. `sent`: the client has its id and name, so it stays a call."""
+class _OpenCall:
+    """The call being read. `sent`: the client has its id and name."""
 
     begun: bool = False  # its first character has been read
-    expected: str | None = None  # the name, of a call that is not known for one before its end
+    expected: str | None = None  # the name, in formats where only the end of a call tells that it is one
     name: str | None = None
     arguments: list[str] = field(default_factory=list)  # as valid JSON
     complete: bool = False  # the arguments have closed
     call_id: str = ""
     sent: bool = False
     written_id: str = ""  # the id that the model gave it
-    odd: bool = False  # its keys stand otherwise than calls have them, up to its arguments
+    odd: bool = False  # its keys up to the arguments are not those that calls have
 
 
-class Tracker:
-    """The state of one reply.
+class CallTracker(Text):
+    """Reads one reply of a `format`.
 
-    Text outside of calls is told with `say`, what may belong to a call with `hold`: it waits until it is known whether
-    it is text (`release`), or belongs to a call that is sent. White space after text waits as well, in `_gap`. It goes
-    with the text that follows; before a call one line end of it belongs to the call's markup, and between calls all.
+    `parallel`: several calls are allowed; else the first closed call ends the reply. `call_id` makes the id of the call
+    with that index, unless the model writes one. `early_stop`: text after a closed call ends the reply and is dropped,
+    and so does a repeated call. `guaranteed` tells at any time whether a grammar makes sure that a marker begins a
+    call. `schemas`: the tools' arguments by name, for formats that do not tell a string from a number.
 
-    A call comes as `begin_call`, `name_call`, its arguments and `close_call`; name and arguments in any order. Markup
-    behind it is held, and then told with `end_markup`. `break_off` ends all that where the text turns out otherwise.
+    `on_unguarded` is called for a call of an undeclared tool, once for each, with the positions of its marker and of
+    its first character. True ends the reading there; False makes the call text. An object without a marker may be an
+    answer in JSON, so it waits until its arguments begin, or its name follows them. Its call of a declared tool is
+    asked about too if its keys are not those that a grammar allows; False makes that one a call.
 
-    `on_unguarded` is asked about a call of an undeclared tool, once for each, with the positions of the marker before
-    it and of its first character that is held. True ends the reading there, False makes the call text. An object that
-    no marker stands before may be an answer in JSON: it is asked about once its arguments begin, or its name comes
-    behind them, and so is one of a declared tool, for no grammar has followed it where its keys stand otherwise than
-    calls have them. False makes that one a call.
+    Text outside of calls goes through `say`. What may belong to a call is held: `hold`, then `release` if it is text.
+    White space after text waits in `_gap`: it goes out with the next text, and before a call one line end of it is
+    markup. A call goes through `begin_call`, `name_call`, its arguments (before or after the name), `close_call` and
+    `end_markup` for the markup behind it; `break_off` ends it anywhere.
     """
 
-    def __init__(self, limits: CallLimits, call_id: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        format: ToolFormat,
+        declared_names: frozenset[str],
+        parallel: bool,
+        call_id: Callable[[int], str],
+        *,
+        early_stop: bool = True,
+        guaranteed: Callable[[], bool] = lambda: False,
+        schemas: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        super().__init__()
         self.on_unguarded: Callable[[int, int], bool] = lambda opened, begun: False
-        self.position = 0  # characters read before the one that a reader is about to look at
-        self.deltas: list[Delta] = []  # what whoever feeds the readers takes away
-        self.calls: list[ToolCall] = []  # closed ones
-        self.call = OpenCall()
+        self.calls: tuple[ToolCall, ...] = ()  # closed ones
         self.n_sent = 0  # calls, closed or not
-        self.stopped = False  # nothing that follows would be sent
-        self.cut = False  # the reply ended before the model had ended it
+        self.call = _OpenCall()
+        self.cut = False  # something else than the model ended the reply
         self.opener = ""  # the marker that began the calls being read
-        self._opened = 0  # where it began
-        self._limits = limits
+        self.opened = 0  # its position
+        self._declared = declared_names
+        self._parallel, self._early_stop, self._guaranteed = parallel, early_stop, guaranteed
+        self.schemas = schemas or {}
         self._call_id = call_id
         self._ids: set[str] = set()  # of the calls that were sent
+        self._deltas: list[Delta] = []  # not taken yet
+        self._arguments: list[str] = []  # of a call that was sent, behind `_deltas`
         self._held: list[str] = []
         self._held_from = 0
         self._gap = ""
         self._said = False  # text other than white space since the start or the last call
-        self._after_call = False  # nothing but white space and markup since one has closed
-        self._grace = 0  # what is left of it
+        self._after_call = False  # nothing but white space and markup since a call closed
+        self._grace = 0  # characters of white space that another call may still wait
+        reader = READERS.get(format) if declared_names else None
+        self._closers = reader.closers if reader else b""
+        self._scan: Scan[None] | None = reader.read(self) if reader else None  # None: everything is text
+
+    def feed(self, text: str) -> list[Delta]:
+        """What `text` settles; nothing once `stopped`."""
+        if self._scan is None:
+            return [TextDelta(text)] if text else []
+        if text and not self.stopped:
+            self.add(text)
+            next(self._scan)
+        return self._taken()
+
+    def finish(self, *, cut: bool = False) -> list[Delta]:
+        """The reply is over: what was held. `cut`: something else than the model ended it. Call once."""
+        scan, self._scan = self._scan, None
+        if scan is None:
+            return []
+        self.cut, self.over = cut, True
+        if not self.stopped:
+            next(scan, None)
+        if cut and self._guaranteed():
+            self._held.clear()  # what may have been the beginning of a marker
+        self.release()
+        if self._gap and (self._said or not self.n_sent):  # white space after a call was markup
+            self._emit(TextDelta(self._gap))
+        return self._taken()
+
+    def may_close(self, coming: bytes) -> bool:
+        """Whether text that has not been read yet may close a call that has begun before it."""
+        return bool(self.call.begun or self.n_sent) and any(closer in coming for closer in self._closers)
 
     def say(self, text: str) -> None:
         """Text outside of calls."""
@@ -109,18 +521,23 @@ class Tracker:
         self.release()
 
     def hold(self, text: str) -> None:
-        """Text that may belong to a call."""
+        """Text that may belong to a call and has just been read."""
         if not self._held:
-            self._held_from = self.position
+            self._held_from = self.position - len(text)
         self._held.append(text)
 
+    def markup(self, text: str) -> None:
+        """Text of a call outside of its arguments: held until the call is sent, then dropped."""
+        if not self.call.sent:
+            self.hold(text)
+
     def release(self) -> None:
-        """What is held is text, or ends the reply where it follows a closed call."""
+        """What is held is text, or ends the reply if it follows a closed call."""
         text = "".join(self._held)
         self._held.clear()
         if self.stopped or not text:
             return
-        if self._after_call and self._limits.early_stop:
+        if self._after_call and self._early_stop:
             self._grace -= len(text)
             self.stopped = self._grace < 0 or not text.isspace()
             return
@@ -128,156 +545,130 @@ class Tracker:
         if not body:
             self._gap += text
             return
-        self.deltas.append(TextDelta(self._gap + body))
+        self._emit(TextDelta(self._gap + body))
         self._gap = text[len(body) :]
-        self._said = True
-        self._after_call = False
+        self._said, self._after_call = True, False
 
-    def open_calls(self, marker: str) -> None:
-        """What is held is `marker`: calls may follow."""
-        self.opener, self._opened = marker, self._held_from
-        self.begin_call()
-
-    def begin_call(self, name: str | None = None) -> None:
-        """What is held, and what follows, may be a call, and not only what stands between calls.
-
-        `name`: the call's, where it is known for one at its end only.
-        """
-        self.call.begun, self.call.expected = True, name
-
-    def markup(self, text: str) -> None:
-        """Text of a call that is none of its arguments; once the call is sent it is nothing."""
-        if not self.call.sent:
-            self.hold(text)
-
-    def parameters(self) -> Mapping[str, Any]:
-        """The schema of the arguments of the call being read."""
-        return self._limits.schemas.get(self.call.name or "", {})
+    def begin_call(self, expected: str | None = None) -> None:
+        """A call may have begun, and not only what stands between calls."""
+        self.call.begun, self.call.expected = True, expected
 
     def name_call(self, name: str, written_id: str = "") -> None:
-        """The call's name is known; `written_id` where the model gave it an id."""
+        """The call's name is known, and its id if the model wrote one."""
         call = self.call
         call.name, call.written_id = name, written_id
-        if name in self._limits.declared:
+        if name in self._declared:
             if call.complete:
                 call.odd = call.expected is None
-                if self._stands(guarded=bool(self.opener) or not call.odd):
+                if self._goes_on(guarded=bool(self.opener) or not call.odd):
                     self._send_call()
         elif self.opener or call.complete:
-            self._stands(guarded=False)
+            self._goes_on(guarded=False)
 
     def begin_arguments(self, streamed: bool) -> None:
-        """The arguments begin; `streamed`: they come as pieces, in `argument`, or else at once, in `set_arguments`."""
-        if self.call.name in self._limits.declared:
-            if self._stands(guarded=bool(self.opener) or not self.call.odd) and streamed:
+        """The arguments begin: in pieces through `argument` if `streamed`, else at once through `set_arguments`."""
+        if self.call.name in self._declared:
+            if self._goes_on(guarded=bool(self.opener) or not self.call.odd) and streamed:
                 self._send_call()
         elif self.call.name is not None and not self.opener:
-            self._stands(guarded=False)
+            self._goes_on(guarded=False)
 
     def argument(self, written: str, valid: str) -> None:
         """A piece of the arguments as the model wrote it, and as valid JSON."""
-        call = self.call
-        call.arguments.append(valid)
-        if not call.sent:
+        self.call.arguments.append(valid)
+        if not self.call.sent:
             self.hold(written)
         elif valid:
-            self.deltas.append(ToolCallDelta(self.n_sent - 1, arguments=valid))
+            self._arguments.append(valid)
 
     def set_arguments(self, valid: str) -> None:
         """The arguments are `valid`; what the model wrote for them is held."""
-        self.call.arguments = [valid]
-        self.end_arguments()
-        if self.call.name in self._limits.declared:
+        self.call.arguments, self.call.complete = [valid], True
+        if self.call.name in self._declared:
             self._send_call()
-
-    def end_arguments(self) -> None:
-        """The arguments have closed."""
-        self.call.complete = True
 
     def close_call(self) -> None:
-        """The call has ended as it should; an undeclared one is text."""
+        """The call has ended as it should. One of an undeclared tool is text."""
         call = self.call
-        if call.name not in self._limits.declared:
-            self.call = OpenCall()
+        if call.name not in self._declared:
+            self.call = _OpenCall()
             self._after_call = False  # a block of its own, not prose after a call
             self.release()
-            return
-        if self.stopped and not call.sent:  # it is written again
-            self.call = OpenCall()
-            return
-        if not call.sent:
-            call.arguments = call.arguments or ["{}"]
-            self._send_call()
-        self._held.clear()
-        self._count_call()
+        elif self.stopped and not call.sent:  # the model will write it again
+            self.call = _OpenCall()
+        else:
+            if not call.sent:
+                call.arguments = call.arguments or ["{}"]
+                self._send_call()
+            self._held.clear()
+            self._count_call()
 
     def end_markup(self) -> None:
-        """What is held ends closed calls; where there were none it is text."""
-        self.call = OpenCall()
+        """What is held ends closed calls; if there were none it is text."""
+        self.call = _OpenCall()
         if self._after_call:
             self._held.clear()
         else:
             self.release()
 
-    def break_off(self, found: NotACallError) -> None:
-        """The text goes on as no call does, or ends inside of one."""
-        if found.undecided:
-            self.hold(found.undecided)
-        if not found.unread:
+    def break_off(self, undecided: str, ended: bool) -> None:
+        """The text does not go on as a call does, or the reply has `ended` inside of a call."""
+        call = self.call
+        if undecided:
+            self.hold(undecided)
+        if ended:
             begun = (
-                (self.opener and self.call.name is None)
+                (self.opener and call.name is None)
                 or self._after_call
-                or {self.call.name, self.call.expected} & self._limits.declared
+                or {call.name, call.expected} & self._declared
+                or self.cut
             )
-            left_out = (begun or self.cut) and self._limits.guaranteed()
-            if left_out or self.call.sent or (self._after_call and not self.call.begun):
+            if (begun and self._guaranteed()) or call.sent or (self._after_call and not call.begun):
                 self._held.clear()
-        if self.call.sent and self.call.complete:
+        if call.sent and call.complete:
             self._count_call()
-        self.call = OpenCall()
+        self.call = _OpenCall()
         self.release()
 
-    def end_text(self) -> None:
-        """The reply is over, and what is held may have been going to be a marker."""
-        if self.cut and self._limits.guaranteed():
-            self._held.clear()
-        self.release()
+    def _emit(self, *deltas: Delta) -> None:
+        if self._arguments:
+            self._deltas.append(ToolCallDelta(self.n_sent - 1, arguments="".join(self._arguments)))
+            self._arguments.clear()
+        self._deltas += deltas
 
-    def end(self) -> None:
-        """The reply is over: white space after text is part of it; after a call it was markup."""
-        if self._gap and (self._said or not self.n_sent):
-            self.deltas.append(TextDelta(self._gap))
-        self._gap = ""
+    def _taken(self) -> list[Delta]:
+        self._emit()
+        taken, self._deltas = merged(self._deltas), []
+        return taken
 
     def _send_call(self) -> None:
         """From here on it is a call: what is held belongs to it, and what has been read of its arguments goes out."""
         call = self.call
         if before := self._gap.removesuffix("\n") if self._said else "":
-            self.deltas.append(TextDelta(before))
+            self._emit(TextDelta(before))
         self._gap, self._said, self._after_call = "", False, False
         call.sent = True
         known = call.written_id in self._ids or not call.written_id
         call.call_id = self._call_id(self.n_sent) if known else call.written_id
         self._ids.add(call.call_id)
-        self.deltas.append(ToolCallDelta(self.n_sent, call.call_id, call.name, "".join(call.arguments)))
+        self._emit(ToolCallDelta(self.n_sent, call.call_id, call.name, "".join(call.arguments)))
         self.n_sent += 1
         self._held.clear()
 
     def _count_call(self) -> None:
         """The call being read has closed."""
-        call, self.call = self.call, OpenCall()
+        call, self.call = self.call, _OpenCall()
         closed = ToolCall(call.call_id, call.name or "", "".join(call.arguments))
-        repeats = [(each.name, each.arguments) for each in self.calls[-1:]] == [(closed.name, closed.arguments)]
-        self.calls.append(closed)
-        self.deltas.append(ToolCallDelta(self.n_sent - 1, closed=True))
-        self._after_call = True
-        self._grace = GRACE
-        self.stopped = not self._limits.parallel or (repeats and self._limits.early_stop)
+        repeats = any((each.name, each.arguments) == (closed.name, closed.arguments) for each in self.calls[-1:])
+        self.calls += (closed,)
+        self._emit(ToolCallDelta(self.n_sent - 1, closed=True))
+        self._after_call, self._grace = True, GRACE
+        self.stopped = not self._parallel or (repeats and self._early_stop)
 
-    def _stands(self, guarded: bool) -> bool:
-        """Whether the call may go on as it has begun: where it is not `guarded`, `on_unguarded` is asked."""
+    def _goes_on(self, guarded: bool) -> bool:
+        """Whether the call goes on; `on_unguarded` decides where no grammar does."""
         if not guarded and not self.stopped:
-            self.stopped = self.on_unguarded(self._opened, self._held_from)
+            self.stopped = self.on_unguarded(self.opened, self._held_from)
         return not self.stopped
 
 
@@ -286,28 +677,502 @@ def merged(deltas: list[Delta]) -> list[Delta]:
     if len(deltas) < 2:
         return deltas
     result: list[Delta] = []
-    run: list[Delta] = []
-    for delta in deltas:
-        if run and not _continues(run[0], delta):
-            result.append(_joined(run))
-            run = []
-        run.append(delta)
-    if run:
-        result.append(_joined(run))
+    for _, run in groupby(deltas, lambda delta: -1 if isinstance(delta, TextDelta) else delta.index):
+        first, *others = run
+        if not others:
+            result.append(first)
+        elif isinstance(first, TextDelta):
+            texts = [first, *(each for each in others if isinstance(each, TextDelta))]
+            logprobs = tuple(entry for each in texts for entry in each.logprobs)
+            result.append(TextDelta("".join(each.text for each in texts), logprobs))
+        else:
+            calls = [first, *(each for each in others if isinstance(each, ToolCallDelta))]
+            arguments = "".join(each.arguments for each in calls)
+            result.append(ToolCallDelta(first.index, first.call_id, first.name, arguments, calls[-1].closed))
     return result
 
 
-def _continues(first: Delta, delta: Delta) -> bool:
-    if isinstance(first, TextDelta):
-        return isinstance(delta, TextDelta)
-    return isinstance(delta, ToolCallDelta) and delta.index == first.index and delta.call_id is None
+# ---- parts of formats ----
+
+Block: TypeAlias = Callable[[CallTracker], Scan[None]]
+"""Reads calls, from the first character behind the marker that they begin with."""
 
 
-def _joined(run: list[Delta]) -> Delta:
-    first = run[0]
-    if isinstance(first, TextDelta):
-        texts = [delta for delta in run if isinstance(delta, TextDelta)]
-        return TextDelta("".join(t.text for t in texts), tuple(entry for t in texts for entry in t.logprobs))
-    calls = [delta for delta in run if isinstance(delta, ToolCallDelta)]
-    arguments = "".join(call.arguments for call in calls)
-    return ToolCallDelta(first.index, first.call_id, first.name, arguments, calls[-1].closed)
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Where calls stand in a reply, and how they are read.
+
+    `marked`: by the marker that they begin with, anywhere; a marker's first character occurs in it only once. `bare`:
+    by their first character, at the start of the reply only. `closers`: the characters that may end a call.
+    """
+
+    marked: Mapping[str, Block]
+    bare: Mapping[str, Block] = field(default_factory=dict)
+    closers: bytes = b"}"
+
+    def read(self, t: CallTracker) -> Scan[None]:
+        """A whole reply."""
+        if self.bare:
+            yield from t.run(SP, t.say)
+            if block := self.bare.get((yield from t.peek())):
+                yield from _attempt(block, t)
+        prose, marker, begun = _prose_patterns(tuple(self.marked))
+        while True:
+            yield from t.run(prose, t.say)
+            if not (yield from t.peek()):
+                break
+            t.opener = ""
+            try:
+                found = yield from t.match(marker, begun)
+            except NotACallError as error:
+                t.hold(error.undecided)
+                break
+            if found:
+                t.opener, t.opened = found[0], t.position - len(found[0])
+                t.hold(found[0])
+                t.begin_call()
+                yield from _attempt(self.marked[found[0]], t)
+            else:
+                t.say(t.take())
+
+
+@cache
+def _prose_patterns(markers: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
+    """Text without the first character of any of `markers`; one of them; the beginning of one."""
+    first = re.escape("".join(sorted({marker[0] for marker in markers})))
+    return re.compile(f"[^{first}]+"), re.compile("|".join(map(re.escape, markers))), re.compile(_beginnings(*markers))
+
+
+def _attempt(block: Block, t: CallTracker) -> Scan[None]:
+    """Calls, or what looked like some."""
+    try:
+        yield from block(t)
+    except NotACallError as error:
+        t.break_off(error.undecided, ended=not (yield from t.peek()))
+
+
+NAME = re.compile("[a-zA-Z0-9_.:/-]+")
+
+
+def _read(t: CallTracker, *parts: str | re.Pattern[str]) -> Scan[str]:
+    """Markup: words, white space (SP) and a name or an id (NAME), both possibly empty. Returns the name."""
+    name = ""
+    for part in parts:
+        if isinstance(part, str):
+            yield from t.word(part, put=t.hold)
+        elif part is SP:
+            yield from t.run(part, t.hold)
+        else:
+            name = yield from t.collect(part, t.hold)
+    return name
+
+
+def _section(t: CallTracker, call: Block, opener: str, closer: str, opened: bool) -> Scan[None]:
+    """Calls with white space between them, each read by `call` behind its `opener`, up to `closer`; at least one."""
+    words: tuple[str, ...] = (opener,)
+    while True:
+        if not opened:
+            yield from _read(t, SP)
+            if (yield from t.word(*words, put=t.hold)) == closer:
+                t.end_markup()
+                return
+            t.begin_call()
+        yield from call(t)
+        t.end_markup()
+        words, opened = (opener, closer), False
+
+
+def _sections(marker: str, call: Block, opener: str, closer: str) -> Mapping[str, Block]:
+    """Calls between `marker` and `closer`, and those of models that leave out `marker`, each behind its `opener`."""
+    section = partial(_section, call=call, opener=opener, closer=closer)
+    return {marker: partial(section, opened=False), opener: partial(section, opened=True)}
+
+
+def _list(t: CallTracker, call: Block) -> Scan[None]:
+    """Calls in brackets, each read by `call`, with commas between and perhaps one behind; at least one."""
+    yield from _read(t, "[", SP)
+    if (yield from t.peek()) == "]":
+        raise NotACallError
+    while (yield from t.peek()) != "]":
+        yield from call(t)
+        yield from _comma(t, "]")
+    t.hold(t.take())
+    t.end_markup()
+
+
+def _comma(t: CallTracker, end: str) -> Scan[None]:
+    """Between two members of a list or an object, or behind the last one: a comma, or nothing before `end`."""
+    yield from _read(t, SP)
+    char = yield from t.peek()
+    if char == ",":
+        t.hold(t.take())
+        yield from _read(t, SP)
+    elif char != end:
+        raise NotACallError
+
+
+def _held_json(t: CallTracker, scan: Callable[[Text, Put], Scan[None]]) -> Scan[str]:
+    """What `scan` reads, as valid JSON; as written it is held."""
+    valid: list[str] = []
+
+    def put(written: str, part: str) -> None:
+        t.hold(written)
+        valid.append(part)
+
+    yield from scan(t, put)
+    return "".join(valid)
+
+
+def _arguments(t: CallTracker) -> Scan[None]:
+    """A call's arguments: an object, which goes out as it is read, the text of one, or null, [] or "" for none."""
+    if (yield from t.peek()) == "{":
+        t.begin_arguments(streamed=True)
+        yield from json_value(t, t.argument)
+        t.call.complete = True
+        return
+    t.begin_arguments(streamed=False)
+    value = yield from _held_json(t, json_value)
+    if value.startswith('"') and value != '""':
+        arguments = whole_object(json.loads(value))
+    else:
+        arguments = "{}" if value in ('""', "null") or "".join(value.split()) == "[]" else None
+    if arguments is None:
+        raise NotACallError
+    t.set_arguments(arguments)
+
+
+_ARGUMENTS = frozenset({"arguments", "parameters"})
+_KEYS = _ARGUMENTS | {"name", "id", "type"}
+
+
+def _object(t: CallTracker) -> Scan[None]:
+    """One call as a JSON object, its keys in any order.
+
+    Any key that calls do not have ends it, the first one included, so that an answer in JSON is not held back. Skipping
+    its value instead would lose the arguments of a call with a misspelled key.
+    """
+    if (yield from t.peek()) == "{":
+        t.begin_call()
+    yield from _read(t, "{", SP)
+    while (yield from t.peek()) != "}":
+        key = json.loads((yield from _held_json(t, json_string)))
+        if key not in _KEYS:
+            raise NotACallError
+        yield from _read(t, SP, ":", SP)
+        yield from _member(t, key)
+        yield from _comma(t, "}")
+    t.hold(t.take())
+    t.close_call()
+
+
+def _member(t: CallTracker, key: str) -> Scan[None]:
+    """One value of a call object. Names and arguments occur once; ids and types are ignored, and are scalars."""
+    call = t.call
+    if key == "name" and call.name is None:
+        t.name_call(json.loads((yield from _held_json(t, json_string))))
+    elif key in _ARGUMENTS and not call.complete:
+        yield from _arguments(t)
+    elif key == "name" or key in _ARGUMENTS or (yield from t.peek()) in ("{", "["):
+        raise NotACallError
+    else:
+        value = yield from _held_json(t, json_value)
+        call.odd = call.odd or key == "id" or value != '"function"'
+
+
+def _named(t: CallTracker, name: str, written_id: str = "") -> Scan[None]:
+    """The arguments of a call whose name stands before them; it closes with them."""
+    if not name or (yield from t.peek()) != "{":
+        raise NotACallError
+    t.name_call(name, written_id)
+    yield from _arguments(t)
+    t.close_call()
+
+
+def _tagged(t: CallTracker, form: TagForm, close: str) -> Scan[None]:
+    """A call in `form`, from its name up to and with `close`."""
+    name = yield from _read(t, SP, NAME)
+    if not name:
+        raise NotACallError
+    yield from _read(t, *filter(None, [form.named]), SP)
+    t.name_call(name)
+    keys: set[str] = set()
+    while (yield from t.word(form.key, close, put=t.markup)) == form.key:
+        key = yield from t.collect(re.compile(f"[^{re.escape(form.value[0])}]+"), t.markup)
+        for part in form.value.split("\n"):
+            yield from t.run(SP, t.markup)
+            tag = yield from t.word(part, *filter(None, [form.json]), put=t.markup)
+        if key in keys:
+            raise NotACallError
+        t.argument("", f"{', ' if keys else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+        if not keys:
+            t.begin_arguments(streamed=True)
+        keys.add(key)
+        yield from _tag_value(t, form, key, {form.value: True, form.json: False}.get(tag))
+        yield from t.run(SP, t.markup)
+    t.argument("", "}" if keys else "{}")
+    t.call.complete = True
+    t.close_call()
+
+
+_IN_TAG = re.compile(r"[^<\n]+")
+
+
+def _tag_value(t: CallTracker, form: TagForm, key: str, is_string: bool | None) -> Scan[None]:
+    """A value up to and with its end. `is_string` is what its tag says, which counts where the schema allows both."""
+    parameters = t.schemas.get(t.call.name or "", {})
+    kinds = kinds_of(argument_schema(parameters, key), parameters)
+    if form.json and is_string is not None:
+        kinds = (kinds & TEXT if is_string else kinds - TEXT) or kinds
+    value = TagValue(kinds)
+    t.argument("", value.feed(""))
+    ends = ("\n" + form.end, form.end) if form.line else (form.end,)
+    end, begun = re.compile("|".join(map(re.escape, ends))), re.compile(_beginnings(*ends))
+    if form.line and (yield from t.peek()) == "\n":
+        t.markup(t.take())
+    while True:
+        yield from t.run(_IN_TAG, lambda written: t.argument(written, value.feed(written)))
+        if not (yield from t.peek()):
+            raise NotACallError
+        if found := (yield from t.match(end, begun)):
+            break
+        written = t.take()
+        t.argument(written, value.feed(written))
+    t.markup(found[0])
+    t.argument("", value.end())
+
+
+# ---- formats ----
+
+
+def _objects(t: CallTracker, close: str) -> Scan[None]:
+    """Calls as objects, with white space between them, up to and with `close`; at least one."""
+    yield from _read(t, SP)
+    called = False
+    while not called or (yield from t.peek()) == "{":
+        yield from _object(t)
+        yield from _read(t, SP)
+        called = True
+    yield from _read(t, close)
+    t.end_markup()
+
+
+def _deepseek_call(t: CallTracker) -> Scan[None]:
+    """``name<｜tool▁sep｜>{...}``, or a type in place of the name, and then the name and a block of JSON."""
+    name = yield from _read(t, NAME, "<｜tool▁sep｜>", SP)
+    block = (yield from t.peek()) != "{"
+    if block:
+        name = yield from _read(t, NAME, SP, "```json", SP)
+    yield from _named(t, name)
+    yield from _read(t, SP)
+    if block:
+        yield from _read(t, "```", SP)
+    yield from _read(t, "<｜tool▁call▁end｜>")
+
+
+_KIMI_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
+
+
+def _kimi_call(t: CallTracker) -> Scan[None]:
+    """``functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>``; the id is what the template writes."""
+    written = yield from _read(t, SP, NAME, SP, "<|tool_call_argument_begin|>", SP)
+    found = _KIMI_ID.fullmatch(written)
+    yield from _named(t, found[1] if found else "", written)
+    yield from _read(t, SP, "<|tool_call_end|>")
+
+
+def _harmony(t: CallTracker) -> Scan[None]:
+    """``<|channel|>commentary to=functions.name`` and the rest of the message."""
+    yield from _read(t, NAME)
+    yield from _harmony_addressed(t, in_channel=True)
+
+
+def _harmony_started(t: CallTracker) -> Scan[None]:
+    """``<|start|>assistant`` before either of the two."""
+    yield from _read(t, "assistant")
+    if (yield from t.peek()) != "<":
+        yield from _harmony_addressed(t)
+    else:
+        yield from _read(t, "<|channel|>")
+        yield from _harmony(t)
+
+
+def _harmony_addressed(t: CallTracker, in_channel: bool = False) -> Scan[None]:
+    """``to=functions.name``, its channel where that stands behind it, and a message of JSON up to ``<|call|>``.
+
+    That ends a reply; should another message follow, it may be a call as well.
+    """
+    name = (yield from _read(t, SP, "to=", NAME)).removeprefix("functions.")
+    if not in_channel:
+        yield from _read(t, "<|channel|>", NAME)
+    word = ""
+    while word != "<|message|>":  # before it may stand the type of the content
+        yield from _read(t, SP, NAME, SP)
+        word = yield from t.word("<|constrain|>", "<|message|>", put=t.hold)
+    yield from _read(t, SP)
+    char = yield from t.peek()
+    if name and (char == "<" or not (char or t.cut)):  # an empty message: no arguments
+        t.name_call(name)
+        t.set_arguments("{}")
+        t.close_call()
+    else:
+        yield from _named(t, name)
+    yield from _read(t, SP)
+    if (yield from t.word("<|call|>", "<|start|>", put=t.hold)) == "<|call|>":
+        t.end_markup()
+    else:
+        t.begin_call()
+        yield from _harmony_started(t)
+
+
+_BETWEEN_OBJECTS = re.compile(r"[ \t\r\n;,]+")
+
+
+def _llama3(t: CallTracker) -> Scan[None]:
+    """``{"name": ..., "parameters": ...}``, more after ``;`` or a comma."""
+    yield from _read(t, SP)
+    while True:
+        yield from _object(t)
+        yield from t.run(_BETWEEN_OBJECTS, t.hold)
+        if (yield from t.peek()) != "{":
+            raise NotACallError  # what stands between calls is text where none follows
+
+
+def _llama3_function(t: CallTracker) -> Scan[None]:
+    """``<function=name>{...}</function>``."""
+    name = yield from _read(t, NAME, ">", SP)
+    yield from _named(t, name)
+    yield from _read(t, SP, "</function>")
+    t.end_markup()
+
+
+def _mistral(t: CallTracker) -> Scan[None]:
+    """``[TOOL_CALLS][{...}, ...]``, or ``[TOOL_CALLS]name{...}`` with ``[CALL_ID]id`` and ``[ARGS]`` in between."""
+    yield from _read(t, SP)
+    if (yield from t.peek()) == "[":
+        yield from _list(t, _object)
+        return
+    name = yield from _read(t, NAME)
+    while (yield from t.peek()) == "[":
+        if (yield from t.word("[CALL_ID]", "[ARGS]", put=t.hold)) == "[CALL_ID]":
+            yield from _read(t, NAME)
+    yield from _read(t, SP)
+    yield from _named(t, name)
+
+
+def _pythonic(t: CallTracker) -> Scan[None]:
+    """``[f(a=1), g(b="x")]``; a list without a call in it is no call."""
+    return _list(t, _python_call)
+
+
+def _pythonic_marked(t: CallTracker) -> Scan[None]:
+    """``<|python_start|>[f(a=1), g(b="x")]<|python_end|>``."""
+    yield from _read(t, SP)
+    yield from _pythonic(t)
+    yield from _read(t, SP, "<|python_end|>")
+    t.end_markup()
+
+
+_BRACKETS = {"(": ")", "[": "]", "{": "}"}
+_PYTHON_NAME = re.compile(r"[\w.-]+")
+_IN_PYTHON_STRING = re.compile(r"""[^'"\\]+""")
+
+
+def _python_call(t: CallTracker) -> Scan[None]:
+    """One call up to its closing parenthesis; only then it is known to be one."""
+    if (yield from t.peek()):
+        t.begin_call()
+    name = yield from t.collect(_PYTHON_NAME, t.hold)
+    if not name or (yield from t.peek()) != "(":
+        raise NotACallError
+    t.begin_call(name)
+    source: list[str] = []
+    closers: list[str] = []
+    stand_ins: dict[str, str] = {}  # by the keyword that each stands for
+    begun = 0  # where the argument at hand begins in `source`; -1: its name is read
+
+    def put(text: str) -> None:
+        source.append(text)
+        t.hold(text)
+
+    while not source or closers:
+        char = yield from t.peek()
+        if char in ("'", '"'):
+            yield from _python_string(t, put)
+            continue
+        if not char:
+            raise NotACallError
+        if char in _BRACKETS:
+            closers.append(_BRACKETS[char])
+        elif char in (")", "]", "}") and closers.pop() != char:
+            raise NotACallError
+        if char == "=" and len(closers) == 1 and begun >= 0:
+            keyword = "".join(source[begun:]).strip()
+            if keyword.isidentifier():  # Python refuses some names, and changes others
+                source[begun:] = [stand_ins.setdefault(keyword, f"_{len(stand_ins)}")]
+            begun = -1
+        put(t.take())
+        if len(closers) == 1 and char in ("(", ","):
+            begun = len(source)
+    arguments = keyword_arguments("f" + "".join(source), {stand_in: word for word, stand_in in stand_ins.items()})
+    if arguments is None:
+        raise NotACallError
+    t.set_arguments(arguments)
+    t.name_call(name)
+    t.close_call()
+
+
+def _python_string(t: CallTracker, put: Callable[[str], None]) -> Scan[None]:
+    """A string in single or double quotes."""
+    quote = t.take()
+    put(quote)
+    while True:
+        yield from t.run(_IN_PYTHON_STRING, put)
+        char = yield from t.peek()
+        if char == "\\":
+            put(t.take())
+            char, quoted = (yield from t.peek()), True
+        else:
+            quoted = False
+        if not char:
+            raise NotACallError
+        put(t.take())
+        if char == quote and not quoted:
+            return
+
+
+def _tags(format: ToolFormat) -> Block:
+    form = TAGS[format]
+    return partial(_tagged, form=form, close=form.close)
+
+
+_DEEPSEEK = Reader(_sections("<｜tool▁calls▁begin｜>", _deepseek_call, "<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>"))
+_LLAMA3 = Reader({"<|python_tag|>": _llama3, "<function=": _llama3_function}, bare={"{": _llama3})
+
+READERS: Mapping[ToolFormat, Reader] = {
+    ToolFormat.HERMES: Reader({"<tool_call>": partial(_objects, close="</tool_call>")}),
+    ToolFormat.LLAMA3: _LLAMA3,
+    ToolFormat.LLAMA3_FUNCTION: _LLAMA3,
+    ToolFormat.MISTRAL: Reader({"[TOOL_CALLS]": _mistral}),
+    ToolFormat.PYTHONIC: Reader({"<|python_start|>": _pythonic_marked}, bare={"[": _pythonic}, closers=b")"),
+    ToolFormat.LLAMA4: Reader({"<|python_start|>": partial(_objects, close="<|python_end|>")}, bare={"{": _llama3}),
+    ToolFormat.DEEPSEEK_V3: _DEEPSEEK,
+    ToolFormat.DEEPSEEK_V31: _DEEPSEEK,
+    ToolFormat.KIMI_K2: Reader(
+        _sections("<|tool_calls_section_begin|>", _kimi_call, "<|tool_call_begin|>", "<|tool_calls_section_end|>")
+    ),
+    ToolFormat.MINIMAX: Reader({"<tool_calls>": partial(_objects, close="</tool_calls>")}),
+    ToolFormat.GLM: Reader(
+        {"<tool_call>": partial(_tagged, form=TAGS[ToolFormat.GLM], close="</tool_call>")}, closers=b">"
+    ),
+    **{
+        format: Reader(_sections(marker, _tags(format), TAGS[format].open, closer), closers=b">")
+        for format, marker, closer in (
+            (ToolFormat.QWEN3_CODER, "<tool_call>", "</tool_call>"),
+            (ToolFormat.MINIMAX_M2, "<minimax:tool_call>", "</minimax:tool_call>"),
+            (ToolFormat.DEEPSEEK_V32, "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+        )
+    },
+    ToolFormat.HARMONY: Reader(
+        {"<|channel|>": _harmony, "<|start|>": _harmony_started}, bare={"t": _harmony_addressed}
+    ),
+}

@@ -1,23 +1,15 @@
-"""Arguments that a format does not write in JSON, as JSON.
+"""What the schema of a tool's argument says about its values.
 
-A value in tags has no quotes: its schema tells whether it is a text or JSON. `alternatives` is the one reading of such
-a schema: the reader takes from it which kinds a value may have, the grammar what a value of each kind must be.
+An argument in tags has no quotes: its schema tells whether it is a string or JSON. `alternatives` reads such a schema
+for the tracker, which takes the kinds of values from it, and for the grammar, which takes what each kind must be.
 
-A value as a keyword argument of a Python call: only literals count.
-
-Not here: where arguments begin and end in a text (`readers`).
+Not here: reading arguments (`tracker`).
 """
 
-import ast
 import json
-import math
-import re
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 from urllib.parse import unquote
-
-from holdfast.replicas.text.calls.scan import NotACallError, Scan, value_alone, whole_value
 
 Kinds: TypeAlias = frozenset[str]
 """Types of JSON Schema. Where a number may stand, an integer may: "number" never comes without "integer"."""
@@ -36,8 +28,6 @@ _OF_KIND = {
 }
 _COMBINED = frozenset({"$ref", "allOf", "anyOf", "oneOf", "type", "const", "enum"})
 _SILENT = frozenset({"$defs", "definitions", "$schema", "title", "description", "default", "examples", "deprecated"})
-_CONSTANTS = {"true": True, "false": False, "null": None, "none": None}  # those that Python reads as names
-_NUMBER = re.compile(r"(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as JSON has them
 
 
 def argument_schema(parameters: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -216,150 +206,3 @@ NUMBER = rf"{INTEGER}(\.[0-9]{{1,40}})?({_EXPONENT})?"
 
 MOST_NESTED = 32
 """How deep grammars let values be nested of which a schema says nothing."""
-
-_FINITE = re.compile(NUMBER)
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-_BEGINS = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
-
-
-def _kind_of_json(value: str) -> str:
-    """The kind of a value that is written in JSON; "" of a number that no float comes near."""
-    if (kind := _BEGINS.get(value[0])) is not None:
-        return kind
-    if value.lstrip("-").isdigit():
-        return "integer"
-    number = float(value)
-    return "" if math.isinf(number) else "integer" if number.is_integer() else "number"
-
-
-def _is_bounded(value: str, kind: str) -> bool:
-    """Whether grammars would let through a value of JSON of which a schema says nothing."""
-    if kind in ("integer", "number"):
-        return _FINITE.fullmatch(value) is not None
-    if value.count("[") + value.count("{") <= MOST_NESTED:
-        return True
-    depth = deepest = 0
-    for char in _STRING.sub("", value):
-        depth += (char in "[{") - (char in "]}")
-        deepest = max(deepest, depth)
-    return deepest <= MOST_NESTED
-
-
-def as_json(text: str, kinds: Kinds) -> str:
-    """A value that was written as `text`, as JSON: of one of `kinds` where it can be read so, else a text.
-
-    Where a text may stand, a number of more digits than grammars let through is one, and a value nested deeper.
-    """
-    found = whole_value(text) if kinds != TEXT else None
-    if found is None:
-        return json.dumps(text, ensure_ascii=False)
-    kind = _kind_of_json(found)
-    if "string" in kinds:
-        fits = kind in kinds and kind != "string" and _is_bounded(found, kind)
-    else:
-        fits = kind == "string" or kind in kinds or (kind == "number" and "integer" in kinds)
-    return found if fits else json.dumps(text, ensure_ascii=False)
-
-
-class TagValue:
-    """A value of one of `kinds` that comes in pieces, as JSON: together what `as_json` makes of the whole.
-
-    A text goes out as it comes, from the first character on that no other value could have. All else goes out at its
-    end.
-    """
-
-    def __init__(self, kinds: Kinds) -> None:
-        self._kinds = kinds
-        self._text = kinds == TEXT
-        self._told = False
-        self._written: list[str] = []  # that has not gone out
-        self._scan: Scan | None = None
-
-    def feed(self, piece: str) -> str:
-        """What goes out with `piece`; of a value that can only be a text its quote, before any."""
-        if not self._text:
-            self._text = any(map(self._is_text, piece))
-        self._written.append(piece)
-        return self._escaped() if self._text else ""
-
-    def end(self) -> str:
-        """The rest."""
-        return f'{self._escaped()}"' if self._text else as_json("".join(self._written), self._kinds)
-
-    def _escaped(self) -> str:
-        text, begin = "".join(self._written), "" if self._told else '"'
-        self._written, self._told = [], True
-        return begin + json.dumps(text, ensure_ascii=False)[1:-1]
-
-    def _is_text(self, char: str) -> bool:
-        """Whether the value is a text for sure, the next character of which is `char`."""
-        try:
-            if self._scan is not None:
-                self._scan.send(char)
-                return False
-            if not char.isspace():
-                self._scan = value_alone(char, lambda written, valid: None)
-                next(self._scan)
-        except NotACallError:
-            return True
-        kind = _BEGINS.get(char.lower(), "integer")
-        return not char.isspace() and (kind not in self._kinds if kind != "string" else "string" in self._kinds)
-
-
-# ---- Python ----
-
-
-def keyword_arguments(source: str, names: Mapping[str, str]) -> str | None:
-    """The keyword arguments of the call `source` as a JSON object; None when they are not literals.
-
-    `names` are those of the keywords that stand in `source` under another one.
-    """
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
-            call = ast.parse(source, mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
-            return None
-        text = _object({names.get(str(k.arg), str(k.arg)): _literal(k.value, source) for k in call.keywords})
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        return None
-    # Python does not join the halves of surrogate pairs that are written as escapes.
-    return whole_value(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-
-
-def _literal(node: ast.expr, source: str) -> str:
-    """A literal as JSON; ValueError for anything else."""
-    match node:
-        case ast.Constant(value=float() as number) if number == math.inf:
-            return _as_written(ast.get_source_segment(source, node) or "")
-        case ast.Constant(value=str() | int() | float() | None as value):  # bool is an int
-            return json.dumps(value, ensure_ascii=False)
-        case ast.Name() if node.id in _CONSTANTS:
-            return json.dumps(_CONSTANTS[node.id])
-        case ast.List() | ast.Tuple():
-            return f"[{', '.join(_literal(element, source) for element in node.elts)}]"
-        case ast.Dict():
-            members = zip(node.keys, node.values, strict=True)
-            return _object({_key(key): _literal(value, source) for key, value in members})
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number) as operand):
-            return json.dumps(-number) if number != math.inf else "-" + _literal(operand, source)
-        case _:
-            raise ValueError(f"not a literal: {type(node).__name__}")
-
-
-def _object(members: Mapping[str, str]) -> str:
-    """A JSON object of values that are JSON already."""
-    pairs = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in members.items())
-    return "{" + ", ".join(pairs) + "}"
-
-
-def _key(node: ast.expr | None) -> str:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    raise ValueError("keys must be strings")
-
-
-def _as_written(number: str) -> str:
-    """A number that Python's cannot hold, for a client whose numbers may."""
-    if not _NUMBER.fullmatch(number):
-        raise ValueError(f"not a number of JSON: {number}")
-    return number

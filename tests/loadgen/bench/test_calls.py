@@ -9,7 +9,7 @@ from holdfast.loadgen.bench.calls import FORMATS, LAW_TOOLS, Law, is_whole, law,
 from holdfast.replicas.constraints.grammar import forms_of
 from holdfast.replicas.model.runner import load_runner
 from holdfast.replicas.text.calls.formats import ToolFormat
-from holdfast.replicas.text.calls.readers import ToolCallParser
+from holdfast.replicas.text.calls.tracker import CallTracker
 
 
 def test_the_law_holds_over_pocket_and_a_random_model(tmp_path) -> None:
@@ -39,7 +39,7 @@ def test_expected_calls_are_whole_and_read_back_in_every_format() -> None:
         assert forms is not None
         for task in TASKS[::7]:
             schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in task.tools}
-            reader = ToolCallParser(tool_format, frozenset(schemas), True, str, schemas=schemas)
+            reader = CallTracker(tool_format, frozenset(schemas), True, str, schemas=schemas)
             text = written(forms.first, [task.expected])
             assert [*reader.feed(text), *reader.finish()]
             assert [call.name for call in reader.calls] == [task.expected[0]], tool_format

@@ -16,7 +16,7 @@ from holdfast.replicas.constraints.guidance import GuidedMatcher
 from holdfast.replicas.constraints.lark import Schema
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.text.calls.formats import ToolFormat
-from holdfast.replicas.text.calls.readers import ToolCallParser
+from holdfast.replicas.text.calls.tracker import CallTracker
 
 DEFINITIONS: dict[str, Any] = {
     "L": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
@@ -79,7 +79,7 @@ def taken(
                 text = frame.replace("{}", value)
                 ids = vocabulary(made).encode(text)
                 if (place := held.copy()).take(ids) == len(ids) and place.complete:
-                    parser = ToolCallParser(format, frozenset({"f"}), True, str, schemas={"f": parameters})
+                    parser = CallTracker(format, frozenset({"f"}), True, str, schemas={"f": parameters})
                     parser.feed(text)
                     parser.finish()
                     (call,) = parser.calls

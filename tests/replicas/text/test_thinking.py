@@ -27,7 +27,7 @@ from holdfast.replicas.requests import (
     Usage,
 )
 from holdfast.replicas.text.calls.formats import ToolFormat
-from holdfast.replicas.text.calls.readers import READERS
+from holdfast.replicas.text.calls.tracker import READERS
 from holdfast.replicas.text.conversation import TextSide
 from holdfast.replicas.text.thinking import Opening, ThinkingReader, opening
 

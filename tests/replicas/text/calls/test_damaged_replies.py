@@ -10,7 +10,7 @@ from call_texts import NAMES, valid
 
 from holdfast.replicas.requests import TextDelta, ToolCallDelta
 from holdfast.replicas.text.calls.formats import ToolFormat
-from holdfast.replicas.text.calls.readers import ToolCallParser
+from holdfast.replicas.text.calls.tracker import CallTracker
 
 MARKERS = (
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<function=f>", "</function>", "; ",
@@ -78,8 +78,8 @@ def damaged(text: str, rng: random.Random) -> str:
     return text
 
 
-def parsed(format: ToolFormat, pieces: list[str], early_stop: bool) -> tuple[str, list[list[str]], ToolCallParser]:
-    parser = ToolCallParser(format, NAMES, True, str, early_stop=early_stop)
+def parsed(format: ToolFormat, pieces: list[str], early_stop: bool) -> tuple[str, list[list[str]], CallTracker]:
+    parser = CallTracker(format, NAMES, True, str, early_stop=early_stop)
     text, calls = "", []
     for deltas in [*map(parser.feed, pieces), parser.finish()]:
         for delta in deltas:
@@ -97,7 +97,7 @@ def pieces_of(text: str, rng: random.Random) -> list[str]:
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def check(format: ToolFormat, raw: str, text: str, calls: list[list[str]], parser: ToolCallParser) -> None:
+def check(format: ToolFormat, raw: str, text: str, calls: list[list[str]], parser: CallTracker) -> None:
     """What came out of `raw` is all of it but the markup of calls, in its order; and a call is one value."""
     if not calls:
         assert text == raw

@@ -12,7 +12,7 @@ from holdfast.replicas.constraints.grammar import forms_of
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat, detect_format
-from holdfast.replicas.text.calls.readers import READERS, ToolCallParser
+from holdfast.replicas.text.calls.tracker import READERS, CallTracker
 from holdfast.replicas.text.conversation import TextSide
 from holdfast.replicas.text.render import Renderer
 
@@ -64,7 +64,7 @@ def test_a_whole_template_shows_the_format_of_the_calls_that_it_writes(name: str
     if format in (ToolFormat.LLAMA3, ToolFormat.LLAMA4, ToolFormat.PYTHONIC):  # whose replies begin with them
         begins = [written.find(marker) for marker in (*READERS[format].marked, *READERS[format].bare)]
         written = written[min(begin for begin in begins if begin >= 0) :]
-    reader = ToolCallParser(format, frozenset({"f"}), True, str)
+    reader = CallTracker(format, frozenset({"f"}), True, str)
     reader.feed(written)
     assert [(call.name, json.loads(call.arguments)) for call in reader.calls] == [("f", arguments)]
 

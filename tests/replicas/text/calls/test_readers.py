@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.requests import TextDelta, ToolCall, ToolCallDelta
 from holdfast.replicas.text.calls.formats import TAGS, ToolFormat
-from holdfast.replicas.text.calls.scan import DEEPEST
-from holdfast.replicas.text.calls.tracker import GRACE
+from holdfast.replicas.text.calls.tracker import DEEPEST, GRACE
 
 WEATHER = '{"city": "Oslo", "days": [1, {"a": "}]{"}]}'
 
@@ -209,7 +208,7 @@ def test_parallel_calls_and_only_the_first_where_not_allowed(format: ToolFormat,
     assert read(format, text) == ("", [["f", '{"a": 1}'], ["search", "{}"]])
     reader = parser(format, parallel=False)
     assert collected([text], reader) == ("", [["f", '{"a": 1}']])
-    assert reader.should_stop
+    assert reader.stopped
 
 
 PLAIN = [
@@ -246,9 +245,9 @@ def test_text_before_a_call_keeps_all_but_the_line_end_of_the_markup() -> None:
 def test_prose_after_a_call_asks_for_the_end_and_is_dropped() -> None:
     reader = parser(ToolFormat.HERMES)
     reader.feed('<tool_call>{"name": "f", "arguments": {}}</tool_call>')
-    assert not reader.should_stop
+    assert not reader.stopped
     assert reader.feed("\nI hope") == []
-    assert reader.should_stop
+    assert reader.stopped
     assert reader.feed('<tool_call>{"name": "f", "arguments": {}}</tool_call>') == reader.finish() == []
     kept = '<tool_call>{"name": "f", "arguments": {}}</tool_call> I hope'
     assert read(ToolFormat.HERMES, kept, early_stop=False) == (" I hope", [["f", "{}"]])
@@ -257,9 +256,9 @@ def test_prose_after_a_call_asks_for_the_end_and_is_dropped() -> None:
 def test_white_space_beyond_the_grace_asks_for_the_end() -> None:
     reader = parser(ToolFormat.HERMES)
     reader.feed('<tool_call>{"name": "f", "arguments": {}}</tool_call>' + "\n" * GRACE)
-    assert not reader.should_stop
+    assert not reader.stopped
     reader.feed("\n")
-    assert reader.should_stop
+    assert reader.stopped
 
 
 def test_the_name_comes_first_and_arguments_as_they_are_written() -> None:
@@ -338,14 +337,14 @@ def test_an_undeclared_call_may_be_asked_for_again() -> None:
     text = 'I look.\n<tool_call>\n{"name": "rm", "arguments": {}}'
     for cut in range(len(text)):
         reader = parser(ToolFormat.HERMES)
-        reader.on_unguarded(ask)
+        reader.on_unguarded = ask
         sent = [*reader.feed(text[:cut]), *reader.feed(text[cut:])]
         assert "".join(delta.text for delta in sent if isinstance(delta, TextDelta)) == "I look."
-        assert reader.should_stop
+        assert reader.stopped
     assert set(asked) == {(8, 8)}
     for answer in ('{"name": "Bob", "age": 3}', '{"name": "Bob"}', '{"type": "x", "name": "Bob", "id": 1}'):
         reader = parser(ToolFormat.LLAMA3)
-        reader.on_unguarded(ask)
+        reader.on_unguarded = ask
         assert collected([answer], reader) == (answer, []), "without arguments it may be an answer in JSON"
     assert set(asked) == {(8, 8)}
     for format, text, at in [
@@ -357,7 +356,7 @@ def test_an_undeclared_call_may_be_asked_for_again() -> None:
         (ToolFormat.LLAMA3, 'x <function=rm>{"a": 1}</function>', (2, 2)),
     ]:
         reader = parser(format)
-        reader.on_unguarded(ask)
+        reader.on_unguarded = ask
         collected([text], reader)
         assert asked[-1] == at
 
@@ -465,7 +464,7 @@ def test_any_chunking_of_any_output_gives_the_same(
     options = {"early_stop": data.draw(st.booleans()), "parallel": data.draw(st.booleans())}
     whole, cut = parser(format, **options), parser(format, **options)
     assert collected([text], whole) == collected(chunked(text, data), cut)
-    assert (whole.calls, whole.should_stop) == (cut.calls, cut.should_stop)
+    assert (whole.calls, whole.stopped) == (cut.calls, cut.stopped)
 
 
 def is_json(text: str) -> bool:

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.requests import ToolCallDelta
 from holdfast.replicas.text.calls.formats import ToolFormat
-from holdfast.replicas.text.calls.scan import DEEPEST, NotACallError, json_value, whole_object
+from holdfast.replicas.text.calls.tracker import DEEPEST, NotACallError, Text, json_value, whole_object
 
 
 class Loose:
@@ -68,16 +68,14 @@ def scanned(text: str) -> tuple[str, str, str, str | None]:
         written += piece
         sent += as_valid
 
-    scan, at = json_value(text[:1], put), 0
+    source, undecided, whole = Text(text, over=True), "", True
     try:
-        next(scan)
-        for at, char in enumerate((*text[1:], ""), 1):  # noqa: B007
-            scan.send(char)
+        for _ in json_value(source, put):
+            raise AssertionError("a scan ends with its text")
     except NotACallError as found:
-        return written, sent, found.undecided, found.unread + text[at + 1 :]
-    except StopIteration as ended:
-        return written, sent, "", ended.value + text[at + 1 :] or None
-    raise AssertionError("a scan ends with its text")
+        undecided, whole = found.undecided, False
+    rest = source.text[source.at :]
+    return written, sent, undecided, None if whole and not rest else rest
 
 
 @given(JSON.filter(lambda value: isinstance(value, list | dict)), st.integers(0, 2**32), st.data())

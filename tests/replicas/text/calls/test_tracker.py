@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.text.calls.formats import ToolFormat
-from holdfast.replicas.text.calls.readers import READERS
+from holdfast.replicas.text.calls.tracker import READERS
 
 DECLARED = st.tuples(st.sampled_from(sorted(NAMES)), ARGUMENTS)
 PROSE = st.sampled_from(["I look.", "I look.\n", "a < b,\n\n", "é日 [1] {x} ", "<tool is\n", "It's \n\n"])
@@ -203,5 +203,5 @@ def test_a_call_that_says_the_same_as_the_one_before_it_ends_the_reply(format: T
         pieces = chunked("".join(call_texts(format, calls, variant=data.draw(st.integers(0, 1)))), data)
         reader, going = parser(format), parser(format, early_stop=False)
         assert len(collected(pieces, reader)[1]) == told
-        assert reader.should_stop is (told < 4)
+        assert reader.stopped is (told < 4)
         assert len(collected(pieces, going)[1]) == 4

@@ -12,15 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.text.calls.formats import ToolFormat
-from holdfast.replicas.text.calls.readers import ToolCallParser
-from holdfast.replicas.text.calls.scan import DEEPEST
-from holdfast.replicas.text.calls.values import ANYTHING, TEXT, Kinds, TagValue, alternatives, as_json, kinds_of
+from holdfast.replicas.text.calls.tracker import DEEPEST, CallTracker, TagValue, as_json
+from holdfast.replicas.text.calls.values import ANYTHING, TEXT, Kinds, alternatives, kinds_of
 
 NAMES = frozenset({"f", "get-weather", "2fa-send_1"})
 
 
 def read(text: str) -> list[tuple[str, str]]:
-    reader = ToolCallParser(ToolFormat.PYTHONIC, NAMES, True, str)
+    reader = CallTracker(ToolFormat.PYTHONIC, NAMES, True, str)
     reader.feed(text)
     reader.finish()
     return [(call.name, call.arguments) for call in reader.calls]

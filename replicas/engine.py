@@ -44,7 +44,7 @@ from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.host import HostTier
 from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.kv.tags import UNLABELLED
-from holdfast.replicas.plan import Flight, PipelinedRunner, Runner, Sampling, StepOutput, StepPlan
+from holdfast.replicas.plan import Flight, Runner, Sampling
 from holdfast.replicas.retention.policy import LoadStats
 from holdfast.replicas.scheduling.admission import check_cells, pages_of
 from holdfast.replicas.scheduling.queue import order_of
@@ -436,17 +436,6 @@ class _Flying:
     planned: float  # when planning it began, by the stopwatch
 
 
-@dataclass(frozen=True, slots=True)
-class _AtOnce:
-    """The flight of a runner that has only `run`: over before anybody waits for it."""
-
-    runner: Runner
-    plan: StepPlan
-
-    def land(self) -> StepOutput:
-        return self.runner.run(self.plan)
-
-
 class Pipeline:
     """Runs steps: one after the other, or each begun while the one before it still runs. At most one is in flight.
 
@@ -460,13 +449,8 @@ class Pipeline:
     """
 
     def __init__(self, runner: Runner, overlap: bool, stats: EngineStats, watch: Stopwatch) -> None:
-        """Raises ConfigError when steps are to overlap on a runner that cannot begin one before another is over."""
-        self._pipelined: PipelinedRunner | None = None
-        if overlap:
-            if not isinstance(runner, PipelinedRunner):
-                raise ConfigError(f"{type(runner).__name__} runs one step at a time", "overlap_steps")
-            self._pipelined = runner
         self._runner = runner
+        self._overlap = overlap
         self._stats = stats
         self._watch = watch
         self._flying: _Flying | None = None
@@ -495,7 +479,7 @@ class Pipeline:
         begun = self._flying
         if begun is not None:
             scheduler.drafts.catch_up(begun.step)
-            if before is None and not (self._pipelined and begun.step.open):
+            if before is None and not (self._overlap and begun.step.open):
                 self._flying = None
                 self._land(begun, scheduler, now, clock)
         expect_sound(cache)
@@ -518,10 +502,8 @@ class Pipeline:
         return step if plan.busy or plan.writes or plan.copies else None
 
     def _begin(self, step: Step, scheduler: Scheduler, now: float, t0: float) -> _Flying | None:
-        if self._pipelined is None:
-            return _Flying(step, _AtOnce(self._runner, step.plan), t0)
         try:
-            return _Flying(step, self._pipelined.begin(step.plan), t0)
+            return _Flying(step, self._runner.begin(step.plan), t0)
         except Exception as failure:
             self._failed(step, scheduler, failure, now)
             return None

@@ -3,9 +3,9 @@
 The scheduler knows pages and tokens and no tensors; the runner knows tensors and no requests.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 
@@ -132,7 +132,7 @@ class StepPlan:
         """Whether the step after it can be planned before it is known what this one draws."""
         return not self.moves and all(chunk.draw is None or chunk.draw.plain for chunk in self.chunks)
 
-    def after(self, drawn: "Iterable[Drawn | None]") -> "StepPlan":
+    def after(self, drawn: "Sequence[Drawn | None]") -> "StepPlan":
         """The plan with the tokens that the step before drew, where it follows them; 0 where that step failed."""
         if all(chunk.follows is None for chunk in self.chunks):
             return self
@@ -181,21 +181,29 @@ class StepOutput:
     load_s: float = 0.0
 
 
-class Runner(Protocol):
-    """Runs plans on a model. Raises only for a failed step; its state survives a failure."""
-
-    def run(self, plan: StepPlan) -> StepOutput: ...
-
-
 class Flight(Protocol):
     """A step that has begun."""
 
     def land(self) -> StepOutput:
-        """Wait until it is over; once. Raises like `Runner.run`."""
+        """Wait for the step. Called once. Raises whatever made the step fail."""
 
 
-@runtime_checkable
-class PipelinedRunner(Runner, Protocol):
-    """A runner whose steps can be begun before the one before is over. They happen in the order they were begun in."""
+class Runner(Protocol):
+    """Runs steps on a model, in the order in which they are begun. A step that fails leaves the runner usable.
 
-    def begin(self, plan: StepPlan) -> Flight: ...
+    A step may begin while the one before it still runs. A runner that cannot overlap them computes a step at once, in
+    `begin`, and returns a `Landed`.
+    """
+
+    def begin(self, plan: StepPlan) -> Flight:
+        """Begin a step. Raises whatever keeps it from beginning."""
+
+
+@record
+class Landed:
+    """The flight of a step that was over when `begin` returned."""
+
+    output: StepOutput
+
+    def land(self) -> StepOutput:
+        return self.output

@@ -61,7 +61,7 @@ from holdfast.replicas.events import (
 )
 from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.kv.tags import AHEAD, PRIORITIES, SYSTEM_ROLES, Label, Labels, labels_of
-from holdfast.replicas.model.runner import LoadedRunner, load_runner
+from holdfast.replicas.model.startup import LoadedRunner, load_runner
 from holdfast.replicas.plan import Sampling, TokenLogprobs
 from holdfast.replicas.questions import Questions
 from holdfast.replicas.requests import (

@@ -47,8 +47,8 @@ from holdfast.replicas.constraints.compiler import CompilerThreads
 from holdfast.replicas.constraints.grammar import CallForm, forms_of
 from holdfast.replicas.constraints.matcher import Bits, Matcher
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.model.runner import LoadedRunner, load_runner
-from holdfast.replicas.plan import Drawn, Runner, Sampling, StepOutput, StepPlan
+from holdfast.replicas.model.startup import LoadedRunner, load_runner
+from holdfast.replicas.plan import Drawn, Landed, Runner, Sampling, StepPlan
 from holdfast.replicas.requests import Answer, ChatPrompt, GenerateRequest, ModelCard, RawPrompt, TextDelta
 from holdfast.replicas.service import Service, freeze_heap
 from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat
@@ -308,10 +308,10 @@ class Scripted:
         self.script: Sequence[int] = ()
         self.steps = 0
 
-    def run(self, plan: StepPlan) -> StepOutput:
+    def begin(self, plan: StepPlan) -> Landed:
         self.steps += 1
-        output = self._runner.run(plan)
-        return replace(output, drawn=tuple(map(self._drawn, plan.chunks, output.drawn)))
+        output = self._runner.begin(plan).land()
+        return Landed(replace(output, drawn=tuple(map(self._drawn, plan.chunks, output.drawn))))
 
     def _drawn(self, chunk: Any, drawn: Drawn | None) -> Drawn | None:
         if drawn is None or chunk.draw is None:

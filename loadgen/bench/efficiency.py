@@ -32,7 +32,7 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.model.decoder import decoder_shape
-from holdfast.replicas.model.runner import LoadedRunner, load_runner
+from holdfast.replicas.model.startup import LoadedRunner, load_runner
 from holdfast.replicas.model.weights import inspect_model
 
 _WARM_TURNS = 3

@@ -33,7 +33,7 @@ from holdfast.loadgen.options import PAUSE_S, parse_server
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import ConfigError, UnavailableError
 from holdfast.replicas.model.decoder import decoder_shape
-from holdfast.replicas.model.runner import LoadedRunner, load_runner
+from holdfast.replicas.model.startup import LoadedRunner, load_runner
 from holdfast.replicas.model.weights import DecoderShape, inspect_model
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 
@@ -201,11 +201,11 @@ def measure(
         for _ in range(repeat + 1):
             if peers:
                 time.sleep(PAUSE_S)
-                loaded.runner.run(plan)  # threads and caches as they are between steps
-            steps.append(_seconds(lambda plan=plan: loaded.runner.run(plan)))  # type: ignore[misc]
+                loaded.runner.begin(plan).land()  # threads and caches as they are between steps
+            steps.append(_seconds(lambda plan=plan: loaded.runner.begin(plan).land()))  # type: ignore[misc]
             chains.append(_seconds(chain))
             if beside is not None:
-                others.append(_seconds(lambda plan=plan: beside.runner.run(plan)))  # type: ignore[misc]
+                others.append(_seconds(lambda plan=plan: beside.runner.begin(plan).land()))  # type: ignore[misc]
             for peer in asked:
                 time.sleep(PAUSE_S)
                 theirs[peer.name].append(peer.milliseconds(shape))

@@ -28,7 +28,7 @@ from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Finished, OpenSession, Submit, TurnEnded
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.model.weights import inspect_model, load_tokenizer
-from holdfast.replicas.plan import Drawn, Sampling, StepOutput, StepPlan
+from holdfast.replicas.plan import Drawn, Landed, Sampling, StepOutput, StepPlan
 from holdfast.replicas.requests import ChatPrompt, SessionTurn
 from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot, Pauses
 from holdfast.replicas.retention.policy import Conditions, LocalPauses, Pause, Policy, RestoreCost, policy_of
@@ -251,8 +251,8 @@ class _Dice:
         phrases = [rng.integers(1, _VOCABULARY, 12).tolist() for _ in range(40)]
         self._text = cycle([token for i in rng.integers(0, 40, 4000) for token in phrases[i]])
 
-    def run(self, plan: StepPlan) -> StepOutput:
-        return StepOutput(tuple(Drawn((next(self._text),)) if chunk.draw else None for chunk in plan.chunks))
+    def begin(self, plan: StepPlan) -> Landed:
+        return Landed(StepOutput(tuple(Drawn((next(self._text),)) if chunk.draw else None for chunk in plan.chunks)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from holdfast.loadgen.simulator.simulation import Simulation
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Submit, Tokens
-from holdfast.replicas.plan import Sampling, StepOutput, StepPlan
+from holdfast.replicas.plan import Landed, Sampling, StepPlan
 
 PROFILE = machines.profile("8b-a100")
 BUDGETS = (0, 12.5, 25, 50, 100, 200, 400)  # milliseconds
@@ -130,11 +130,11 @@ class TimedRunner(CostRunner):
         super().__init__(profile, PAGE)
         self.took: list[tuple[float, int]] = []
 
-    def run(self, plan: StepPlan) -> StepOutput:
-        output = super().run(plan)
+    def begin(self, plan: StepPlan) -> Landed:
+        flight = super().begin(plan)
         decoding = sum(chunk.decodes for chunk in plan.chunks)
         self.took.append((self.seconds / self.steps, decoding * self.steps))
-        return output
+        return flight
 
     @property
     def gaps(self) -> Floats:

@@ -32,8 +32,8 @@ from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Finished, OpenSession, Submit
 from holdfast.replicas.model import decoder
 from holdfast.replicas.model.folder import model_folder
-from holdfast.replicas.model.runner import load_runner
-from holdfast.replicas.plan import Runner, Sampling, StepOutput, StepPlan
+from holdfast.replicas.model.startup import load_runner
+from holdfast.replicas.plan import Flight, Runner, Sampling, StepPlan
 from holdfast.replicas.requests import SessionTurn
 
 CONTEXTS = (1024, 65536)
@@ -62,9 +62,9 @@ class Told:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
 
-    def run(self, plan: StepPlan) -> StepOutput:
+    def begin(self, plan: StepPlan) -> Flight:
         chunks = tuple(each if each.draw else replace(each, tokens=each.tokens[:1]) for each in plan.chunks)
-        return self._runner.run(replace(plan, chunks=chunks))
+        return self._runner.begin(replace(plan, chunks=chunks))
 
 
 @dataclass(frozen=True, slots=True)

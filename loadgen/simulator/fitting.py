@@ -26,8 +26,8 @@ from holdfast.loadgen.simulator.replica import Bulk
 from holdfast.loadgen.simulator.simulation import Clients, Simulation
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.model.runner import LoadedRunner, load_runner
-from holdfast.replicas.plan import Runner, StepOutput, StepPlan
+from holdfast.replicas.model.startup import LoadedRunner, load_runner
+from holdfast.replicas.plan import Landed, Runner, StepPlan
 from holdfast.replicas.retention.policy import not_negative
 
 MEASURED = Bulk(free=0, blind=1)
@@ -75,16 +75,16 @@ class TimedRunner:
     _begun: float = 0.0
     _plan: StepPlan | None = None
 
-    def begin(self, engine: Engine, most: int) -> None:
+    def start(self, engine: Engine, most: int) -> None:
         self._plan, self.seconds, self.drew = None, 0.0, 0
         self._begun = time.perf_counter()
 
-    def run(self, plan: StepPlan) -> StepOutput:
-        output = self.runner.run(plan)
+    def begin(self, plan: StepPlan) -> Landed:
+        output = self.runner.begin(plan).land()
         self._plan, self.decoded = plan, plan.decodes
         self.drew = sum(each is not None for each in output.drawn)
         self.seconds = time.perf_counter() - self._begun
-        return output
+        return Landed(output)
 
     def end(self) -> float:
         if self._plan is None:

@@ -148,7 +148,7 @@ class Orchestrated:
         machine, begun = self._machine, self._now
         decoding = machine.decoded and machine.drew == len(self._left) == len(self._contexts)
         steps = self._steps() if decoding and not self.engine.occupancy().waiting else 1
-        machine.begin(self.engine, steps)
+        machine.start(self.engine, steps)
         machine.decoded = False
         events = self.engine.step(begun, lambda: begun + machine.seconds)
         seconds = machine.end()

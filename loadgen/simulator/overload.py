@@ -134,7 +134,7 @@ class Run:
         while now < self._end:
             events = [*self._arrive(now), *self._go(now)]
             if self._engine.busy:
-                self._machine.begin(self._engine, 1)
+                self._machine.start(self._engine, 1)
                 begun = now
                 events += self._engine.step(now, lambda begun=begun: begun + self._machine.seconds)  # type: ignore[misc]
                 now += max(self._machine.end(), 1e-6)

@@ -137,7 +137,7 @@ class Replica:
 
     def _run(self, steps: int) -> None:
         begun, runner = self.at, self._runner
-        runner.begin(self.engine, steps)
+        runner.start(self.engine, steps)
         for event in self.engine.step(begun, lambda: begun + runner.seconds):
             if isinstance(event, Tokens):
                 reply = self._replies[event.request_id]

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from holdfast.loadgen.simulator.profile import Profile, contexts
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.plan import Chunk, Drawn, RowWrite, Runner, StepOutput, StepPlan
+from holdfast.replicas.plan import Chunk, Drawn, Landed, RowWrite, Runner, StepOutput, StepPlan
 
 
 class Machine(Runner, Protocol):
@@ -27,7 +27,7 @@ class Machine(Runner, Protocol):
     decoded: bool
     own: bool
 
-    def begin(self, engine: Engine, most: int) -> None:
+    def start(self, engine: Engine, most: int) -> None:
         """The engine begins a step. `most`: it may stand for so many if it does nothing but decode."""
         ...
 
@@ -51,14 +51,14 @@ class CostRunner:
         self._engine: Engine | None = None
         self._most = 1
 
-    def begin(self, engine: Engine, most: int) -> None:
+    def start(self, engine: Engine, most: int) -> None:
         self._engine, self._most = engine, most
         self.seconds, self.drew = 0.0, 0
 
     def end(self) -> float:
         return self.seconds
 
-    def run(self, plan: StepPlan) -> StepOutput:
+    def begin(self, plan: StepPlan) -> Landed:
         profile, chunks = self._profile, plan.chunks
         self.steps, self.decoded = 1, plan.decodes
         if self.decoded:
@@ -69,7 +69,7 @@ class CostRunner:
             self.seconds = profile.step(plan, self._page_size)
         drawn = tuple([_draw(chunk, self.steps) if chunk.draw else None for chunk in chunks])
         self.drew = len(chunks) if self.decoded else sum([each is not None for each in drawn])
-        return StepOutput(drawn, load_s=len(plan.loads) * self._page_size * profile.reload_s)
+        return Landed(StepOutput(drawn, load_s=len(plan.loads) * self._page_size * profile.reload_s))
 
 
 def more_cells(engine: Engine, plan: StepPlan, steps: int) -> list[RowWrite] | None:

@@ -9,27 +9,47 @@
 Nothing here knows requests. What has to run steps is given a runner, or a call.
 """
 
+import logging
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from holdfast.kernels import attention_c, layer_c, native, product_c
 from holdfast.kernels.linear import PACKED_BYTES, Matrix, reordered
-from holdfast.replicas.config import DType, EngineConfig
+from holdfast.replicas.config import CpuKernels, DType, EngineConfig, Hardware, resolve
 from holdfast.replicas.errors import ConfigError, EngineError
-from holdfast.replicas.kv.tensors import KVTensors
+from holdfast.replicas.kv.tensors import HostPages, KVTensors
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
-from holdfast.replicas.model.batch import PageTable, build_batch
-from holdfast.replicas.model.folder import cannot_serve
-from holdfast.replicas.model.graphs import MOST_DRAWS
-from holdfast.replicas.model.weights import LoadedModel
+from holdfast.replicas.model.batch import STEP_ERRORS, Model, PageTable, build_batch
+from holdfast.replicas.model.decoder import Decoder
+from holdfast.replicas.model.folder import cannot_serve, served_name
+from holdfast.replicas.model.graphs import MOST_DRAWS, gpu_capture, room_for
+from holdfast.replicas.model.runner import ModelRunner
+from holdfast.replicas.model.smoothing import sample_tokens
+from holdfast.replicas.model.weights import (
+    LoadedModel,
+    ModelInfo,
+    eos_ids,
+    inspect_model,
+    load_model,
+    load_tokenizer,
+    sampling_defaults,
+)
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Runner, Sampling, StepOutput, StepPlan
 from holdfast.replicas.speculation.gate import VerificationCost
 from holdfast.replicas.types import TokenIds
+
+if TYPE_CHECKING:
+    from holdfast.replicas.model.runner_gpu import GpuRunner  # needs Triton
+
+log = logging.getLogger(__name__)
 
 # dtype
 _ROWS = (1, 8)  # a decode step, and a verification window
@@ -48,6 +68,181 @@ _CLOSE = 0.25  # how far log probabilities of the same tokens may lie apart, by 
 _SHAPES = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (8, 4), (8, 8), (8, 16))  # (sequences, tokens of each)
 _CONTEXT = 256  # tokens each sequence has in its cache
 _BUDGET_S = 5.0  # a model so slow that its steps take longer is measured at fewer widths
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRunner:
+    """A runner, the configuration with nothing left open, and what others need to know of the model."""
+
+    config: EngineConfig
+    runner: ModelRunner
+    eos: frozenset[int]
+    vocabulary: int
+    tokenizer: PreTrainedTokenizerBase
+    cost: VerificationCost | None = None  # None: speculation is off, or not measured
+    defaults: Mapping[str, float] = field(default_factory=dict)  # of sampling, as the checkpoint has them
+
+
+def load_runner(config: EngineConfig) -> LoadedRunner:
+    """Load the configured model and allocate its KV. Sets torch's threads and a CPU's kernels, for the process.
+
+    Raises ConfigError, naming the field: a model that is missing, damaged or cannot be served, or settings that do
+    not fit the model or the machine.
+    """
+    info = inspect_model(config.model)
+    machine = hardware()
+    torch.set_num_threads(config.threads or machine.cores)
+    on_cpu = config.device == "cpu" or not machine.cuda
+    if on_cpu:
+        config = replace(config, cpu_kernels=_kernels(config.cpu_kernels))
+    if on_cpu and config.dtype in ("auto", "int8"):
+        machine = replace(machine, cpu_dtype=faster_dtype(info.config, info.shape.checkpoint_dtype))
+    resolved = resolve(config, machine, info.shape)
+    resolved = replace(resolved, served_name=config.served_name or served_name(config.model))
+    if resolved.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch sees no GPU", "device")
+    tokenizer = load_tokenizer(info, config.chat_template)
+    dtype = getattr(torch, machine.cpu_dtype if resolved.dtype == "int8" else resolved.dtype)
+    on_gpu = resolved.device != "cpu"
+    profiled = on_gpu and not config.cells
+    pages = pages_to_measure(resolved) if profiled else resolved.cells // resolved.page_size
+    int8_kv = resolved.kv_dtype == "int8"
+    kv = KVTensors(info.cell, pages, resolved.page_size, dtype, resolved.device, scratch=on_gpu, int8=int8_kv)
+    model = _load_model(info, resolved, kv, tokenizer)
+    if on_gpu:
+        _choose_ways(model, resolved)
+    if profiled:
+        resolved = fill_memory(resolved, model, kv, GpuMemory())
+    host = HostPages(kv, resolved.host_cells // resolved.page_size) if resolved.host_cells else None
+    runner = _runner(resolved, model, kv, host)
+    if on_gpu:
+        _capture(runner, resolved)
+    cost = measure_cost(runner, resolved) if resolved.speculation.enabled else None
+    defaults = sampling_defaults(info.path)
+    return LoadedRunner(resolved, runner, eos_ids(info), info.vocabulary, tokenizer, cost, defaults)
+
+
+def hardware() -> Hardware:
+    """This machine: the cores this process may use, and whether there is a GPU."""
+    return Hardware(cuda=torch.cuda.is_available(), cores=len(os.sched_getaffinity(0)))
+
+
+def _kernels(asked: CpuKernels) -> CpuKernels:
+    """Choose the instructions that kernels on a CPU use in this process, and say what torch computes for want of one.
+
+    Raises ConfigError for what the processor or the installation does not have.
+    """
+    try:
+        level = native.limit(asked)
+    except ValueError as error:
+        raise ConfigError(f"cpu_kernels: {error}", "cpu_kernels") from error
+    attention_c.use()
+    lost = {"attention": attention_c, "products": product_c, "norms and rotary embedding": layer_c}
+    for what, kernel in lost.items():
+        missing = kernel.library_missing()
+        if missing and asked not in ("auto", "torch"):
+            raise ConfigError(f"cpu_kernels: no kernel for {what}: {missing}", "cpu_kernels")
+        if missing and level != "torch":
+            log.warning("%s on the CPU by torch, which is slower: %s", what, missing)
+    if level == "torch" and asked == "auto":
+        log.warning("everything on the CPU by torch, which is several times slower: this processor has no AVX2")
+    log.info("kernels on the CPU by %s", level)
+    return level
+
+
+def _load_model(info: ModelInfo, config: EngineConfig, kv: KVTensors, tokenizer: PreTrainedTokenizerBase) -> Model:
+    """Our own decoder where it is wanted and knows the model, else transformers' model, checked against itself."""
+    int8 = config.dtype == "int8"
+    if config.decoder != "transformers":
+        sample = sample_tokens(tokenizer, info.vocabulary) if int8 or config.kv_dtype == "int8" else None
+        try:
+            decoder = _decoder(config.device).load(info.path, info.config, kv, config.context_length, sample, int8)
+        except torch.OutOfMemoryError as error:
+            message = f"the weights do not fit on the GPU: use a smaller model or dtype ({error})"
+            raise ConfigError(message, "model") from error
+        if decoder is not None:
+            return decoder
+        if config.decoder == "own":
+            raise ConfigError(f"our decoder does not know {info.config.model_type} with these options", "decoder")
+    if int8:
+        why = "is set to transformers" if config.decoder == "transformers" else "does not know this model"
+        raise ConfigError(f"int8 products are those of our own decoder, and decoder {why}: set another dtype", "dtype")
+    loaded = load_model(info, config.dtype, config.device)
+    check_model(loaded, kv, config.context_length)
+    return AnyModel(loaded.module, kv)
+
+
+def _decoder(device: str) -> type[Decoder]:
+    """Our decoder for a device. The one for a GPU needs Triton, which a torch for CPUs comes without."""
+    if device == "cpu":
+        return Decoder
+    from holdfast.replicas.model.decoder_gpu import GpuDecoder
+
+    return GpuDecoder
+
+
+def _choose_ways(model: Model, config: EngineConfig) -> None:
+    """Time products and let them take the faster way, or torch's where ours fails; or have all keep one order of sums.
+
+    Raises ConfigError where that cannot be had.
+    """
+    from holdfast.kernels.ceilings import Clock
+    from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_ways
+
+    if config.batch_invariant:
+        if not isinstance(model, GpuDecoder):
+            raise ConfigError("batch_invariant on a GPU needs our own decoder", "batch_invariant")
+        try:
+            model.keep_order(most_rows(config), most_draws(config))
+        except STEP_ERRORS as error:
+            raise ConfigError(f"batch_invariant cannot be had with this model: {error}", "batch_invariant") from error
+        return
+    if not isinstance(model, GpuDecoder):
+        return
+    try:
+        choose_ways(model, Clock().seconds)
+    except STEP_ERRORS:
+        log.exception("products are left to torch: ours could not be timed")
+
+
+def fill_memory(config: EngineConfig, model: Model, kv: KVTensors, source: "MemorySource") -> EngineConfig:
+    """Give the store what the device has left beside the model and its largest step; the configuration with its cells.
+
+    Raises ConfigError, naming the setting to change, where that is nothing.
+    """
+    runner = _runner(config, model, kv)
+    use = measure(source, kv.data.nbytes, lambda: runner.begin(largest_step(config)).land())
+    reserve = graph_bytes(config, model.vocabulary, kv.dtype.itemsize)
+    cells = cells_left(use, config.gpu_memory, reserve, kv.cell_bytes, kv.page_size)
+    kv.resize(cells // kv.page_size)
+    log.info("%d cells of KV, %.1f GiB", cells, kv.data.nbytes / 2**30)
+    return replace(config, cells=cells)
+
+
+def _runner(config: EngineConfig, model: Model, kv: KVTensors, host: HostPages | None = None) -> ModelRunner:
+    rows, context = config.max_sequences, config.context_length
+    if config.device == "cpu" or not config.device_sampling:
+        return ModelRunner(model, kv, rows, context, host, config.device_sampling, config.overlap_steps == "on")
+    from holdfast.replicas.model.runner_gpu import GpuRunner  # needs Triton, which a torch for CPUs comes without
+
+    return GpuRunner(model, kv, rows, context, host)
+
+
+def _capture(runner: ModelRunner, config: EngineConfig) -> None:
+    """Capture graphs for decoding and verifying. Without them steps are only slower."""
+    from holdfast.replicas.model.runner_gpu import GpuRunner
+
+    tokens, shape = graph_tokens(config), runner.model.attention
+    if shape is None or not tokens or not isinstance(runner, GpuRunner):
+        return
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    try:
+        captured = runner.capture(gpu_capture(), room_for(tokens, shape, processors), log.info)
+    except STEP_ERRORS:
+        log.exception("steps run without CUDA graphs: they could not be captured")
+        return
+    if captured:
+        check_graphs(runner, config)
 
 
 def faster_dtype(config: Any, checkpoint: DType) -> DType:
@@ -280,6 +475,26 @@ def graph_bytes(config: EngineConfig, vocabulary: int, item: int) -> int:
     return _PARTIALS + _LAUNCHES + 2 * logits if tokens else 0
 
 
+def check_graphs(runner: "GpuRunner", config: EngineConfig) -> bool:
+    """Keep the graphs if steps draw the same in them as without. Whether they do."""
+    graphs, plans = runner.graphs, plans_to_compare(config)
+    if graphs is None:
+        return False
+    try:
+        replayed = [runner.begin(plan).land() for plan in plans]
+        runner.graphs = None
+        launched = [runner.begin(plan).land() for plan in plans]
+    except EngineError:
+        log.exception("steps run without CUDA graphs: one failed")
+        runner.graphs = None
+        return False
+    if not alike(replayed, launched):
+        log.error("steps run without CUDA graphs: one computed something else")
+        return False
+    runner.graphs = graphs
+    return True
+
+
 def plans_to_compare(config: EngineConfig) -> list[StepPlan]:
     """Steps of single tokens and of windows, each after one that computes their contexts, as far as there is room."""
     plans = []
@@ -350,5 +565,5 @@ def _plans_to_time(config: EngineConfig, sequences: int, window: int) -> Iterato
 
 def _timed(runner: Runner, plan: StepPlan) -> float:
     began = time.perf_counter()
-    runner.run(plan)
+    runner.begin(plan).land()
     return time.perf_counter() - began

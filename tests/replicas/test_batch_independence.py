@@ -20,7 +20,8 @@ from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Submit, Tokens
 from holdfast.replicas.model.decoder import Decoder
-from holdfast.replicas.model.runner import ModelRunner, load_runner
+from holdfast.replicas.model.runner import ModelRunner
+from holdfast.replicas.model.startup import load_runner
 from holdfast.replicas.plan import Sampling, TokenLogprobs
 
 NEW = 16

@@ -39,11 +39,11 @@ class GatedRunner(FakeRunner):
         self.stepping = threading.Event()  # set by the first step
         self.begun = 0  # steps
 
-    def run(self, plan):
+    def compute(self, plan):
         self.begun += 1
         self.stepping.set()
         assert self.gate.wait(60)
-        output = super().run(plan)
+        output = super().compute(plan)
         if len(self.plans) == self.closes_after:
             self.gate.clear()
         return output
@@ -96,12 +96,12 @@ class WatchedRunner(GatedRunner):
         self.had: list[int] = []
         self.second, self.third = threading.Event(), threading.Event()
 
-    def run(self, plan):
+    def compute(self, plan):
         self.had.append(len(self.told))
         for number, reached in ((2, self.second), (3, self.third)):
             if len(self.had) == number:
                 reached.set()
-        return super().run(plan)
+        return super().compute(plan)
 
     def bridge(self) -> Bridge:
         return Bridge(Engine(CONFIG, self, frozenset({EOS}), VOCABULARY))
@@ -232,14 +232,14 @@ def test_how_long_a_step_may_take_is_learned():
     now = [0.0]
     engine, runner = make()
     runner.closes_after = 1
-    run = runner.run
+    compute = runner.compute
 
     def slow(plan):
-        output = run(plan)
+        output = compute(plan)
         now[0] += 100.0
         return output
 
-    runner.run = slow
+    runner.compute = slow
     thread = EngineThread(engine, lambda events: None, lambda: None, clock=lambda: now[0])
     thread.send(submit("a"))
     thread.start()

@@ -149,7 +149,7 @@ def test_a_fault_at_any_call_fails_one_request_at_most_and_leaves_nothing_behind
         world = FaultyWorld(boundaries, at, overlap)
         world.play()
         assert world.faults.calls[at] == calls[at]
-        of_a_step = calls[at] in ("LateRunner.run", "LateRunner.begin")
+        of_a_step = calls[at] in ("FakeRunner.compute", "FakeRunner.begin")
         judge(world, most_failed=5 if of_a_step else 1)
         assert of_a_step or not calls[at].startswith("Drafter") or world.engine.stats.ended["failed"] == 0
 
@@ -182,10 +182,10 @@ def test_a_request_that_finds_no_memory_fails_and_the_next_is_served(monkeypatch
 def test_a_runner_that_answers_for_too_few_fails_the_step():
     world = World()
     world.submit("a", words(1, 8))
-    run = world.runner.run
-    world.runner.run = lambda plan: StepOutput(run(plan).drawn[1:])
+    compute = world.runner.compute
+    world.runner.compute = lambda plan: StepOutput(compute(plan).drawn[1:])
     world.step()
-    world.runner.run = run
+    world.runner.compute = compute
     world.submit("b", words(1, 8))
     world.run()
     assert isinstance(world.end("a"), Failed)
@@ -202,11 +202,11 @@ def test_rows_that_a_failed_step_did_not_write_are_written_again():
     world.run()
     world.submit("a2", words(1, 8), max_tokens=20)
     world.step()
-    run = world.runner.run
-    world.runner.run = lambda plan: 1 / 0
+    compute = world.runner.compute
+    world.runner.compute = lambda plan: 1 / 0
     world.submit("b", words(2, 13) + words(3, 4))
     world.step()
-    world.runner.run = run
+    world.runner.compute = compute
     world.run()
     assert isinstance(world.end("a2"), Failed)
     world.assert_right("b")

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 from engine_world import World, words
-from fake_runner import FakeRunner, complete
+from fake_runner import complete
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.config import DraftConfig, EngineConfig
-from holdfast.replicas.engine import Engine
+from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Stop, Submit
 from holdfast.replicas.kv.radix import RadixTree
@@ -189,11 +188,4 @@ def test_an_engine_that_stops_lands_what_is_in_flight():
     world.take(world.engine.fail_all(ConfigError("over", "x"), world.now))
     assert isinstance(world.end("a"), Failed)
     assert not world.engine.busy
-    assert all(flight.landed for flight in world.runner._flights)
-
-
-def test_a_runner_of_one_step_at_a_time_is_refused():
-    config = EngineConfig(cells=64, page_size=4, context_length=32, overlap_steps="on")
-    with pytest.raises(ConfigError, match="one step at a time") as raised:
-        Engine(config, FakeRunner(16, 4, 64))
-    assert raised.value.field == "overlap_steps"
+    assert all(flight.landed for flight in world.runner.flights)

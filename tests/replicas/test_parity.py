@@ -13,7 +13,7 @@ from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Finished, Submit, Tokens
 from holdfast.replicas.model.folder import model_folder
-from holdfast.replicas.model.runner import load_runner
+from holdfast.replicas.model.startup import load_runner
 from holdfast.replicas.plan import Sampling
 
 NEW = 20

@@ -247,7 +247,7 @@ def test_an_answer_that_cannot_come_in_time_is_refused_while_a_step_goes_on():
         async with serving(replace(CONFIG, max_sequences=1, session_rows=0)) as service:
             admission, runner = service.engine.scheduler.admission, service.engine._pipeline._runner
             admission.forecast.answer_s = lambda max_tokens, begins, before: 10.0 * (1 + before)
-            held, goes_on, works = threading.Event(), threading.Event(), runner.run
+            held, goes_on, works = threading.Event(), threading.Event(), runner.begin
 
             def stalled(plan):
                 held.set()
@@ -261,7 +261,7 @@ def test_an_answer_that_cannot_come_in_time_is_refused_while_a_step_goes_on():
                     await until_async(
                         lambda: service.engine.occupancy().waiting == 1 and service.engine.stats.completion
                     )
-                    runner.run = stalled
+                    runner.begin = stalled
                     await asyncio.to_thread(held.wait)
                     unread = asyncio.create_task(service.generate(request("c", "x", 1)))
                     await until_async(lambda: service._bridge.unread == 1)

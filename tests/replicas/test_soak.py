@@ -58,13 +58,14 @@ class Soak(World):
         self.cut_short: set[str] = set()
         self.outcomes: dict[str, int] = {}
         self.runner.fail = lambda plan: self.random.random() < 0.01
-        self._run, self.runner.run = self.runner.run, self._run_or_fail
+        self._compute, self.runner.compute = self.runner.compute, self._compute_or_fail
 
-    def _run_or_fail(self, plan):
+    def _compute_or_fail(self, plan):
         self.runner.plans.clear()
+        self.runner.begun_plans.clear()
         if self.random.random() < 0.005:
             raise RuntimeError("out of memory, before anything was done")
-        return self._run(plan)
+        return self._compute(plan)
 
     def act(self) -> None:
         """One client does something."""

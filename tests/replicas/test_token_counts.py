@@ -8,7 +8,6 @@ import torch
 from fake_runner import VOCABULARY, FakeRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from late_runner import LateRunner
 
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
@@ -32,7 +31,7 @@ def test_counts_are_those_of_all_that_was_added_and_of_the_drafts_so_far(pieces,
         assert rows == [Counter(known + drafts[:i]) for i in range(len(drafts) + 1)]
 
 
-class Counting(LateRunner):
+class Counting(FakeRunner):
     """Compares the counts of every draw with the tokens in the cells; a request's seed says where its reply begins."""
 
     def __init__(self, *args: int) -> None:
@@ -87,12 +86,12 @@ def test_a_draw_counts_what_its_sequence_said_whatever_became_of_it(requests, ce
 class Drawing(FakeRunner):
     """Draws by the sampler, from logits that have every token follow the one before."""
 
-    def run(self, plan):
+    def compute(self, plan):
         rows = [chunk.tokens[-1] for chunk in plan.chunks if chunk.draw is not None]
         logits = torch.zeros(len(rows), 4096)
         for row, token in enumerate(rows):
             logits[row, (int(token) + 1) % 4096] = 9.0
-        output = super().run(plan)
+        output = super().compute(plan)
         output.drawn = sample(logits, plan.chunks)
         return output
 

@@ -185,14 +185,14 @@ def test_sums_are_the_engines_counters_where_steps_fail(redis, period, short):
         config = replace(SMALL, cells=cells, overlap_steps="off", speculation=drafts)
         async with engine(redis, config) as (router, service):
             runner = service._pipeline._runner
-            works, steps = runner.run, count(1)
+            works, steps = runner.begin, count(1)
 
             def sometimes(plan):
                 if next(steps) % period == 0:
                     raise RuntimeError("injected")
                 return works(plan)
 
-            runner.run = sometimes
+            runner.begin = sometimes
             say = [{"role": "user", "content": "Count: one two three one two three one two"}]
             forced = {"tools": [TOOL], "tool_choice": "required"}
             asked = [{}, {"stream": True}, {"n": 3}, {"n": 3, "stream": True}, forced, {"stop": ["e", "o"]}]

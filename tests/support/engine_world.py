@@ -5,8 +5,7 @@ from itertools import count
 from math import inf
 
 import numpy as np
-from fake_runner import EOS, VOCABULARY, complete
-from late_runner import LateRunner
+from fake_runner import EOS, VOCABULARY, FakeRunner, complete
 from pinned_pages import pinned_pages
 
 from holdfast.replicas.config import EngineConfig, RetentionConfig
@@ -50,7 +49,7 @@ class World:
         self.config = EngineConfig(**(defaults | settings))
         pages = self.config.cells // self.config.page_size
         host_pages = self.config.host_cells // self.config.page_size
-        self.runner = LateRunner(pages, self.config.page_size, self.config.max_sequences, host_pages)
+        self.runner = FakeRunner(pages, self.config.page_size, self.config.max_sequences, host_pages)
         self.engine = Engine(self.config, self.runner, frozenset({EOS}), VOCABULARY)
         self.now = 0.0
         self.step_s = 0.0  # how long a step takes

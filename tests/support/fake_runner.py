@@ -5,6 +5,7 @@ So a wrong page, a stale cell or a missing copy changes the output, as it would 
 
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,17 +34,79 @@ def complete(prompt: list[int], max_tokens: int, eos: frozenset[int] = frozenset
     return out
 
 
+@dataclass(slots=True)
+class FakeFlight:
+    """A step of a `FakeRunner`. `beside`: the step before had not landed when this one was begun."""
+
+    runner: "FakeRunner"
+    plan: StepPlan
+    beside: bool
+    landed: bool = False
+    done: StepOutput | Exception | None = None
+
+    def fly(self) -> None:
+        if self.done is None:
+            try:
+                self.done = self.runner._follow(self.plan, self.beside)
+            except Exception as failure:
+                self.done = failure
+
+    def land(self) -> StepOutput:
+        assert not self.landed, "a step lands once"
+        self.landed = True
+        self.fly()
+        assert self.done is not None
+        if isinstance(self.done, Exception):
+            raise self.done
+        return self.done
+
+
 class FakeRunner:
+    """`eager(n)`: whether step n is computed when it is begun; else when it lands, as on a slow device."""
+
     def __init__(self, pages: int, page_size: int, rows: int, host_pages: int = 0) -> None:
         self.page_size = page_size
         self.host = np.full((host_pages, page_size, 2), -1, np.int64)
         self.cells = np.full((pages, page_size, 2), -1, np.int64)  # token, position
         self.table = np.full((rows, pages + 1), -1, np.int32)
-        self.plans: list[StepPlan] = []
+        self.plans: list[StepPlan] = []  # computed
+        self.begun_plans: list[StepPlan] = []
+        self.flights: list[FakeFlight] = []  # that have not landed
+        self.most_in_flight = 0
+        self.eager: Callable[[int], bool] = lambda n: False
         self.fail: Callable[[StepPlan], bool] = lambda plan: False
         self.fail_moves: Callable[[StepPlan], bool] = lambda plan: False
+        self._drawn: tuple[Drawn | None, ...] = ()
+        self._lost: set[tuple[int, int]] = set()  # row and end of the chunks of the step before, if that failed
 
-    def run(self, plan: StepPlan) -> StepOutput:
+    def begin(self, plan: StepPlan) -> FakeFlight:
+        self.flights = [each for each in self.flights if not each.landed]
+        self.flights.append(FakeFlight(self, plan, beside=bool(self.flights)))
+        self.most_in_flight = max(self.most_in_flight, len(self.flights))
+        if self.eager(len(self.begun_plans)):
+            for each in self.flights:  # in the order they were begun in
+                each.fly()
+        self.begun_plans.append(plan)
+        return self.flights[-1]
+
+    def _follow(self, plan: StepPlan, beside: bool) -> StepOutput:
+        """Compute a step with the tokens that the step before drew."""
+        before, self._drawn = self._drawn, ()
+        lost = self._lost if beside else set()
+        self._lost = {(chunk.row, chunk.start + len(chunk.tokens)) for chunk in plan.chunks}
+        # A model would compute something from what a failed step left; here that is not even read.
+        kept = [i for i, chunk in enumerate(plan.chunks) if (chunk.row, chunk.start) not in lost]
+        chunks = plan.after(before).chunks
+        output = self.compute(replace(plan, chunks=tuple(chunks[i] for i in kept)))
+        if len(kept) < len(chunks):
+            drawn: list[Drawn | None] = [Drawn((0,)) if chunk.draw else None for chunk in chunks]
+            for i, each in zip(kept, output.drawn, strict=True):
+                drawn[i] = each
+            output = replace(output, drawn=tuple(drawn))
+        self._drawn, self._lost = output.drawn, set()
+        return output
+
+    def compute(self, plan: StepPlan) -> StepOutput:
         self.plans.append(plan)
         moved = not (plan.moves and self.fail_moves(plan))
         if moved:

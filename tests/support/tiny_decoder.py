@@ -19,8 +19,8 @@ from holdfast.replicas.model.any_model import ATTENTION, AnyModel
 from holdfast.replicas.model.decoder import Decoder, decoder_shape
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
 from holdfast.replicas.model.graphs import GraphRoom
-from holdfast.replicas.model.pipeline_gpu import GpuPipeline
 from holdfast.replicas.model.runner import ModelRunner
+from holdfast.replicas.model.runner_gpu import GpuRunner
 
 VOCABULARY = 61
 CONTEXT = 128
@@ -99,14 +99,14 @@ class TinyEngine:
         self.config = EngineConfig(**(defaults | settings), overlap_steps=overlap, speculation=speculation)
         size = self.config.page_size
         model, kv = decoder(Decoder if way == "plain" else GpuDecoder, self.config.cells // size, size, window)
-        self.runner = ModelRunner(model, kv, self.config.max_sequences, CONTEXT, on_device=way != "plain")
+        rows = self.config.max_sequences
+        if way == "plain":
+            self.runner = ModelRunner(model, kv, rows, CONTEXT, overlap=overlap == "on")
+        else:
+            self.runner = GpuRunner(model, kv, rows, CONTEXT)
         if way == "graphs":
             self.runner.capture(replayed, ROOM, lambda line: None)
         self.engine = Engine(self.config, self.runner, vocabulary=VOCABULARY)
-
-    @property
-    def pipeline(self) -> GpuPipeline:
-        return self.runner._gpu
 
     def answers(self, requests: list[Submit], together: int = 3) -> dict[str, tuple[int, ...]]:
         """All requests, `together` at once and then one more after every third step; what each was answered."""

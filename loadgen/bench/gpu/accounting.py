@@ -13,7 +13,7 @@ from holdfast.kernels.ceilings import Ceilings
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Finished, Tokens
 from holdfast.replicas.model.weights import DecoderShape
-from holdfast.replicas.plan import Flight, PipelinedRunner, StepOutput, StepPlan
+from holdfast.replicas.plan import Flight, Runner, StepOutput, StepPlan
 from holdfast.replicas.types import TokenIds
 
 
@@ -75,17 +75,12 @@ class Counts:
 
 
 class CountingRunner:
-    """`plan.PipelinedRunner` over another one."""
+    """A runner over another one."""
 
-    def __init__(self, runner: PipelinedRunner) -> None:
+    def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._flying = 0
         self.counts = Counts()
-
-    def run(self, plan: StepPlan) -> StepOutput:
-        """Run one step. Raises like the runner."""
-        self._count(plan, 0.0)
-        return self._runner.run(plan)
 
     def begin(self, plan: StepPlan) -> Flight:
         """Begin a step. Raises like the runner."""

@@ -83,7 +83,7 @@ Likely = Sequence[float]
 
 def _run(world: World, chunk: Chunk, others: Sequence[Chunk] = ()) -> tuple[list[int], list[Likely]]:
     """The tokens drawn for `chunk`, and log probabilities at each."""
-    drawn = world.runner.run(StepPlan((chunk, *others))).drawn[0]
+    drawn = world.runner.begin(StepPlan((chunk, *others))).land().drawn[0]
     assert drawn is not None
     return list(drawn.tokens), [[each.logprob, *(value for _, value in each.top)] for each in drawn.logprobs]
 
@@ -102,17 +102,17 @@ def _asked(world: World, token: TokenIds, cached: int, beside: _Beside | None = 
             writes.append(RowWrite(row, 0, numbers))
             draw = Draw(Sampling(), 0, drafts=beside.window - 1 if beside.window < 16 else 0)
             others.append(Chunk(row, beside.cached, world.tokens(beside.window, row), draw))
-    world.runner.run(StepPlan((), tuple(writes)))
+    world.runner.begin(StepPlan((), tuple(writes))).land()
     return _run(world, Chunk(0, cached, token, _ASKING), others)[1][0]
 
 
 def _prefilled(world: World, prompt: TokenIds, cuts: Sequence[int]) -> Likely:
     """What follows a prompt that is computed up to each of `cuts` in turn."""
     pages = np.arange(-(-len(prompt) // 16), dtype=np.int32)
-    world.runner.run(StepPlan((), (RowWrite(0, 0, pages),)))
+    world.runner.begin(StepPlan((), (RowWrite(0, 0, pages),))).land()
     start = 0
     for end in cuts[:-1]:
-        world.runner.run(StepPlan((Chunk(0, start, prompt[start:end]),)))
+        world.runner.begin(StepPlan((Chunk(0, start, prompt[start:end]),))).land()
         start = end
     return _run(world, Chunk(0, start, prompt[start:], _ASKING))[1][0]
 

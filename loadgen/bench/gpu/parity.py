@@ -31,7 +31,8 @@ from holdfast.replicas.events import Finished, Submit, Tokens
 from holdfast.replicas.kv.tensors import HostPages, KVTensors
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
 from holdfast.replicas.model.graphs import gpu_capture, room_for
-from holdfast.replicas.model.runner import LoadedRunner, ModelRunner, load_runner
+from holdfast.replicas.model.runner_gpu import GpuRunner
+from holdfast.replicas.model.startup import LoadedRunner, check_graphs, load_runner
 from holdfast.replicas.model.weights import inspect_model, load_tokenizer
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.speculation.skeletons import SkeletonSet
@@ -334,14 +335,16 @@ class Parity:
     def capture(self, deadline: Deadline) -> Lines:
         """Capture graphs, so that what follows replays them. `same_draws`: whether they are used."""
         loaded, began = self.loaded, time.perf_counter()
-        shape, most = loaded.runner.model.attention, self._sizes.graph_tokens
+        runner, most = loaded.runner, self._sizes.graph_tokens
+        shape = runner.model.attention
+        assert isinstance(runner, GpuRunner)
         assert shape is not None  # Pocket is a Llama
         if self._sizes.device == "cpu":
-            loaded.runner.capture(lambda call: call, room_for(most, shape, 1, 1 << 20), _say_nothing)
+            runner.capture(lambda call: call, room_for(most, shape, 1, 1 << 20), _say_nothing)
         else:
             processors = torch.cuda.get_device_properties(0).multi_processor_count
-            loaded.runner.capture(gpu_capture(), room_for(most, shape, processors), _say_nothing)
-        same = loaded.runner.check_graphs(loaded.config)
+            runner.capture(gpu_capture(), room_for(most, shape, processors), _say_nothing)
+        same = check_graphs(runner, loaded.config)
         yield f"{self._dtype}, capture", {"same_draws": int(same), "seconds": time.perf_counter() - began}
 
     def ask(self, setting: Setting, deadline: Deadline) -> Lines:
@@ -444,7 +447,7 @@ def interpreted(loaded: LoadedRunner) -> LoadedRunner:
     assert model is not None  # Pocket is a Llama
     host = HostPages(kv, config.host_cells // _PAGE)
     rows, context = config.max_sequences, config.context_length
-    return replace(loaded, runner=ModelRunner(model, kv, rows, context, host=host, on_device=True))
+    return replace(loaded, runner=GpuRunner(model, kv, rows, context, host))
 
 
 def run(report: Report, sizes: ParitySizes) -> None:

@@ -30,7 +30,7 @@ from holdfast.loadgen.pocket.words import Split
 from holdfast.replicas.config import POCKET, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.model.decoder import decoder_shape
-from holdfast.replicas.model.runner import LoadedRunner, load_runner
+from holdfast.replicas.model.startup import LoadedRunner, load_runner
 from holdfast.replicas.model.weights import inspect_model, load_tokenizer
 from holdfast.replicas.speculation.skeletons import SkeletonSet
 from holdfast.replicas.text.calls.formats import ToolFormat

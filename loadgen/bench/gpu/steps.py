@@ -28,7 +28,8 @@ from holdfast.replicas.model.batch import Model
 from holdfast.replicas.model.decoder import decoder_shape, rotary_table
 from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_ways
 from holdfast.replicas.model.graphs import gpu_capture, room_for
-from holdfast.replicas.model.runner import ModelRunner
+from holdfast.replicas.model.runner_gpu import GpuRunner
+from holdfast.replicas.model.startup import check_graphs
 from holdfast.replicas.model.weights import DecoderShape, DecoderWeights, allocate
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 from holdfast.replicas.types import TokenIds
@@ -126,7 +127,7 @@ class World:
             with torch.device(sizes.device):
                 module = tf.AutoModelForCausalLM.from_config(sizes.model, dtype=dtype, attn_implementation=ATTENTION)
             self.model = AnyModel(module.eval(), self.kv)
-        self.runner = ModelRunner(self.model, self.kv, sizes.rows + 1, context, on_device=True)
+        self.runner = GpuRunner(self.model, self.kv, sizes.rows + 1, context)
         self.config = EngineConfig(
             cells=self.kv.cells,
             context_length=context,
@@ -220,15 +221,15 @@ def timed(world: World, plan: StepPlan) -> StepTimes:
     """A step repeated: behind something else, by itself, and begun while the one before is still running."""
     runner, repeat = world.runner, world.sizes.repeat
     for _ in range(2):
-        runner.run(plan)
+        runner.begin(plan).land()
     plan = StepPlan(plan.chunks)  # its rows are written
     replayed = runner.replayed
     device, alone = [], []
     for _ in range(repeat):
         world.hold(_HELD_S)
-        output = runner.run(plan)
+        output = runner.begin(plan).land()
         device.append(output.forward_s + output.sample_s)
-        output = runner.run(plan)
+        output = runner.begin(plan).land()
         alone.append(output.forward_s + output.sample_s)
     begins, began = [], world.now()
     before = runner.begin(plan)
@@ -447,7 +448,7 @@ def graphs(world: World) -> Lines:
     before, free = world.now(), _free_bytes(world)
     capture(world)
     figures = {"seconds": world.now() - before, "device_bytes": free - _free_bytes(world)}
-    yield "graphs", figures | {"same_draws": int(world.runner.check_graphs(world.config))}
+    yield "graphs", figures | {"same_draws": int(check_graphs(world.runner, world.config))}
 
 
 def capture(world: World) -> None:

@@ -7,7 +7,7 @@ from holdfast.loadgen.bench import calls
 from holdfast.loadgen.bench.call_tasks import TASKS
 from holdfast.loadgen.bench.calls import FORMATS, LAW_TOOLS, Law, is_whole, law, written
 from holdfast.replicas.constraints.grammar import forms_of
-from holdfast.replicas.model.runner import load_runner
+from holdfast.replicas.model.startup import load_runner
 from holdfast.replicas.text.calls.formats import ToolFormat
 from holdfast.replicas.text.calls.tracker import CallTracker
 

@@ -13,7 +13,7 @@ from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.events import Submit, Tokens
 from holdfast.replicas.kv.tags import SYSTEM, labels_of
-from holdfast.replicas.model.runner import LoadedRunner, load_runner
+from holdfast.replicas.model.startup import LoadedRunner, load_runner
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.stats import DraftSource, EngineStats

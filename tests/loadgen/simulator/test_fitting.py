@@ -11,7 +11,7 @@ from holdfast.loadgen.simulator.policies import engine_config
 from holdfast.loadgen.simulator.profile import Profile
 from holdfast.loadgen.simulator.programs import Workload
 from holdfast.loadgen.simulator.simulation import Clients, Simulation
-from holdfast.replicas.plan import Chunk, Draw, Drawn, Sampling, StepOutput, StepPlan
+from holdfast.replicas.plan import Chunk, Draw, Drawn, Landed, Sampling, StepOutput, StepPlan
 
 KNOWN = Profile("known", 3e-3, 0.0, 1e-4, 2e-6, 1e-6, 0.0, 24576, 0, sequence_s=5e-4)
 CALM = Workload("bfcl", 3, 0.5, scale=0.05, context=6000)
@@ -67,8 +67,8 @@ def test_runs_agree_by_the_mean_over_all_their_programs() -> None:
 class Sevens:
     """A model that says one thing."""
 
-    def run(self, plan: StepPlan) -> StepOutput:
-        return StepOutput(tuple(Drawn((7,)) if chunk.draw else None for chunk in plan.chunks))
+    def begin(self, plan: StepPlan) -> Landed:
+        return Landed(StepOutput(tuple(Drawn((7,)) if chunk.draw else None for chunk in plan.chunks)))
 
 
 def test_a_model_is_measured_on_the_programs_that_are_simulated() -> None:

@@ -12,7 +12,7 @@ from holdfast.loadgen.simulator.runner import more_cells
 from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Submit
-from holdfast.replicas.plan import Drawn, Sampling, StepOutput, StepPlan
+from holdfast.replicas.plan import Drawn, Landed, Sampling, StepPlan
 
 
 class BulkWorld(World):
@@ -23,19 +23,19 @@ class BulkWorld(World):
         self.engine = Engine(self.config, self, frozenset({EOS}), VOCABULARY)
         self.most = self.steps = 1
 
-    def run(self, plan: StepPlan) -> StepOutput:
+    def begin(self, plan: StepPlan) -> Landed:
         writes = more_cells(self.engine, plan, self.most) if self.most > 1 else None
         self.steps = 1 if writes is None else self.most
-        output = self.runner.run(replace(plan, writes=(*plan.writes, *(writes or ()))))
+        output = self.runner.begin(replace(plan, writes=(*plan.writes, *(writes or ())))).land()
         chunks, drawn = plan.chunks, [each.tokens if each else () for each in output.drawn]
         for _ in range(self.steps - 1):
             chunks = tuple(
                 replace(chunk, start=chunk.start + 1, tokens=np.array(each[-1:], np.int32))
                 for chunk, each in zip(chunks, drawn, strict=True)
             )
-            more = self.runner.run(StepPlan(chunks)).drawn
+            more = self.runner.begin(StepPlan(chunks)).land().drawn
             drawn = [before + each.tokens for before, each in zip(drawn, more, strict=True) if each is not None]
-        return replace(output, drawn=tuple(Drawn(each) if each else None for each in drawn))
+        return Landed(replace(output, drawn=tuple(Drawn(each) if each else None for each in drawn)))
 
     def steps_at_once(self, most: int) -> int:
         """One call for `most` steps; how many the runner did."""

@@ -178,7 +178,7 @@ class Loop:
         for stream, chunk in zip(streams, chunks, strict=True):
             writes += self.write(stream, chunk.start + len(chunk.tokens))
         self.module.set_attn_implementation(ATTENTION)  # the reference may have run in between
-        output = self.runner.run(StepPlan(chunks, writes, copies))
+        output = self.runner.begin(StepPlan(chunks, writes, copies)).land()
         for stream, chunk, drawn in zip(streams, chunks, output.drawn, strict=True):
             stream.computed = min(chunk.start + len(chunk.tokens), len(stream.tokens))
             if drawn is not None:

@@ -9,7 +9,7 @@ from holdfast.kernels.attention_gpu import attend_gpu
 from holdfast.replicas.kv.pages import PageCopy
 from holdfast.replicas.model import any_model
 from holdfast.replicas.model.batch import PageTable, build_batch
-from holdfast.replicas.model.runner import ModelRunner
+from holdfast.replicas.model.runner_gpu import GpuRunner
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "gpt_neox", "gpt2"]
@@ -50,7 +50,7 @@ def test_on_a_gpu_its_attention_is_the_kernel_that_our_decoder_has(tiny, family,
     prompt = tiny.prompt(30)
     loop = tiny.Loop(family)
     monkeypatch.setattr(any_model, "paged_attention", by_the_kernel)
-    loop.runner = ModelRunner(loop.model, loop.kv, 4, 512, on_device=True)
+    loop.runner = GpuRunner(loop.model, loop.kv, 4, 512)
     assert loop.generate(prompt, 5) == tiny.reference(family, prompt, 5)
 
 
@@ -62,11 +62,11 @@ def test_steps_of_it_run_in_graphs_once_its_layers_have_said_what_they_ask_for(t
     prompt = tiny.prompt(30)
     loop = tiny.Loop(family, scratch=True)
     monkeypatch.setattr(any_model, "paged_attention", by_the_kernel)
-    loop.runner = ModelRunner(loop.model, loop.kv, 4, 512, on_device=True)
+    loop.runner = GpuRunner(loop.model, loop.kv, 4, 512)
     assert loop.model.attention is None
     assert not loop.runner.capture(replayed, ROOM, print)
     chunk = Chunk(0, 0, np.array([1, 2], np.int32))
-    loop.runner.run(StepPlan((chunk,), (RowWrite(0, 0, np.array([5], np.int32)),)))
+    loop.runner.begin(StepPlan((chunk,), (RowWrite(0, 0, np.array([5], np.int32)),))).land()
     assert loop.model.attention.windows == {"llama": (0,)}.get(family, (0, 20))
     assert loop.runner.capture(replayed, ROOM, print)
     assert loop.generate(prompt, 5) == tiny.reference(family, prompt, 5)

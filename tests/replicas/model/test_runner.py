@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 import torch
 from engine_world import words
-from fake_runner import EOS, VOCABULARY, FakeRunner, complete
+from tiny_decoder import TinyEngine
 
 from holdfast.replicas.bridge import Bridge
 from holdfast.replicas.config import DraftConfig, EngineConfig
-from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ConfigError, EngineError
 from holdfast.replicas.events import Finished, Submit, Tokens
 from holdfast.replicas.kv.pages import PageCopy
 from holdfast.replicas.model.folder import model_folder
-from holdfast.replicas.model.runner import ThreadedRunner, load_runner
+from holdfast.replicas.model.startup import load_runner
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt
 from holdfast.replicas.service import Service
@@ -34,7 +33,7 @@ def test_a_failed_step_leaves_the_runner_usable(tiny):
     unknown = Chunk(stream.row, 20, np.array([10**6], dtype=np.int32))
     for plan in (StepPlan((outside,)), StepPlan((), (foreign,)), StepPlan((unknown,))):
         with pytest.raises(EngineError, match="failed"):
-            loop.runner.run(plan)
+            loop.runner.begin(plan).land()
     for _ in range(11):
         loop.step([stream])
     assert tuple(stream.tokens[20:]) == tiny.reference("llama", prompt, 12)
@@ -65,7 +64,7 @@ def test_copies_come_before_the_forward_and_work_alone(tiny):
     donor = loop.stream(tiny.prompt(16))
     loop.step([donor])
     page, target = donor.pages[0], loop.free[0]
-    output = loop.runner.run(StepPlan((), copies=(PageCopy(page, target, 16),)))
+    output = loop.runner.begin(StepPlan((), copies=(PageCopy(page, target, 16),))).land()
     assert output.drawn == ()
     assert (loop.kv.data[:, :, target] == loop.kv.data[:, :, page]).all()
 
@@ -73,7 +72,7 @@ def test_copies_come_before_the_forward_and_work_alone(tiny):
 def test_seconds_are_measured_and_chunks_that_draw_nothing_say_so(tiny):
     loop = tiny.Loop("llama")
     row = RowWrite(0, 0, np.array(loop.free[:1], dtype=np.int32))
-    output = loop.runner.run(StepPlan((Chunk(0, 0, np.array([1, 2], dtype=np.int32)),), (row,)))
+    output = loop.runner.begin(StepPlan((Chunk(0, 0, np.array([1, 2], dtype=np.int32)),), (row,))).land()
     assert output.drawn == (None,)
     assert output.forward_s > 0
     assert output.sample_s >= 0
@@ -95,7 +94,6 @@ def test_sampled_tokens_do_not_depend_on_batch_chunks_or_drafts(tiny, family):
     assert tuple(stream.tokens[len(prompt) :][:16]) == alone
 
 
-PLAIN = DraftConfig(enabled=False)
 TOOL = {
     "type": "function",
     "function": {
@@ -106,66 +104,59 @@ TOOL = {
 }
 
 
-class Gated(FakeRunner):
-    """Every step waits for the gate."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 4, 2)
-        self.gate = threading.Event()
-
-    def run(self, plan):
-        assert self.gate.wait(60)
-        return super().run(plan)
-
-
 def chunk(start: int, tokens: list[int], follows: int | None = None) -> Chunk:
     return Chunk(0, start, np.array(tokens, np.int32), Draw(Sampling(), 0), follows)
 
 
-def test_the_next_step_begins_before_this_one_is_over_and_takes_its_token():
-    runner = Gated()
-    threaded = ThreadedRunner(runner)
+def test_the_next_step_begins_before_this_one_is_over_and_takes_its_token(monkeypatch):
+    tiny, gate, forwards = TinyEngine("plain", "on"), threading.Event(), []
+    runner, forward = tiny.runner, tiny.runner.model.forward
+
+    def gated(batch):
+        assert gate.wait(60)
+        forwards.append(batch)
+        if len(forwards) == 3:
+            raise RuntimeError("no memory")
+        return forward(batch)
+
+    monkeypatch.setattr(type(runner.model), "forward", lambda self, batch: gated(batch))
     row = RowWrite(0, 0, np.arange(4, dtype=np.int32))
-    first = threaded.begin(StepPlan((chunk(0, [5, 6, 7]),), (row,)))
-    second = threaded.begin(StepPlan((chunk(3, [0], follows=0),)))
-    assert runner.plans == []
-    runner.gate.set()
+    first = runner.begin(StepPlan((chunk(0, [5, 6, 7]),), (row,)))
+    second = runner.begin(StepPlan((chunk(3, [0], follows=0),)))
+    assert forwards == []
+    gate.set()
     (one,), (two,) = first.land().drawn, second.land().drawn
-    assert [*one.tokens, *two.tokens] == complete([5, 6, 7], 2, frozenset())
-    runner.fail = lambda plan: len(runner.plans) == 3
-    third = threaded.begin(StepPlan((chunk(4, [0], follows=0),)))
-    fourth = threaded.begin(
-        StepPlan((Chunk(1, 0, np.array([0], np.int32), None, 0),), (RowWrite(1, 0, row.pages + 4),))
-    )
-    with pytest.raises(RuntimeError, match="injected"):
+    third = runner.begin(StepPlan((chunk(4, [0], follows=0),)))
+    fourth = runner.begin(StepPlan((Chunk(1, 0, np.array([0], np.int32), None, 0),), (RowWrite(1, 0, row.pages + 4),)))
+    with pytest.raises(EngineError, match="no memory"):
         third.land()
     assert fourth.land().drawn == (None,)
+    alone = Submit("r", tokens=np.array([5, 6, 7], np.int32), sampling=Sampling(2))
+    (answer,) = TinyEngine("plain").answers([alone]).values()
+    assert (*one.tokens, *two.tokens) == answer
 
 
 def test_many_requests_over_a_bridge_with_steps_in_a_thread():
-    config = EngineConfig(
-        cells=2048, page_size=4, max_sequences=8, session_rows=0, context_length=512, speculation=PLAIN,
-        overlap_steps="on",
-    )  # fmt: skip
+    prompts = [np.asarray(words(i, 12), np.int32) for i in range(40)]
+    submits = [Submit(f"{i}", tokens=prompt, sampling=Sampling(20)) for i, prompt in enumerate(prompts)]
+    right = TinyEngine("plain", max_sequences=8).answers(submits)
 
     async def main():
-        engine = Engine(config, ThreadedRunner(FakeRunner(512, 4, 8)), frozenset({EOS}), VOCABULARY)
+        engine = TinyEngine("plain", "on", max_sequences=8).engine
         bridge = Bridge(engine)
 
-        async def asked(i: int, leaves: bool):
-            prompt = words(i, 12)
-            tokens = []
-            async for events in bridge.run(Submit(f"{i}", tokens=np.asarray(prompt, np.int32), sampling=Sampling(20))):
+        async def asked(submit: Submit, leaves: bool):
+            name, tokens = submit.request_id, ()
+            async for events in bridge.run(submit):
                 for event in events:
                     tokens += event.tokens if isinstance(event, Tokens) else ()
                 if leaves:
-                    bridge.stop(f"{i}")
+                    bridge.stop(name)
             assert isinstance(events[-1], Finished)
             assert events[-1].usage.completion == len(tokens)
-            right = complete(prompt, 20)
-            assert tokens == (right[: len(tokens)] if leaves else right)
+            assert tokens == (right[name][: len(tokens)] if leaves else right[name])
 
-        await asyncio.gather(*(asked(i, leaves=i % 3 == 0) for i in range(40)))
+        await asyncio.gather(*(asked(submit, leaves=i % 3 == 0) for i, submit in enumerate(submits)))
         await bridge.close()
         assert engine.occupancy().cells_held == 0
 

@@ -14,10 +14,10 @@ from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import ConfigError, EngineError
 from holdfast.replicas.model import startup
 from holdfast.replicas.model.decoder import Decoder
-from holdfast.replicas.model.runner import fill_memory
 from holdfast.replicas.model.startup import (
     MemoryUse,
     cells_left,
+    fill_memory,
     graph_bytes,
     graph_tokens,
     largest_step,
@@ -207,12 +207,6 @@ def test_graphs_are_kept_if_they_compute_what_is_computed_without(broken, caplog
     assert tiny.runner.capture((lambda call: lambda: None) if broken else replayed, room, lambda line: None)
     config = replace(tiny.config, context_length=42)  # two shapes are too long then
     assert len(plans_to_compare(config)) == 4
-    assert tiny.runner.check_graphs(config) is not broken
-    assert (tiny.pipeline.graphs is None) is broken
+    assert startup.check_graphs(tiny.runner, config) is not broken
+    assert (tiny.runner.graphs is None) is broken
     assert ("computed something else" in caplog.text) is broken
-
-
-def test_a_runner_that_is_not_on_a_gpu_has_no_graphs():
-    tiny = TinyEngine("plain")
-    assert not tiny.runner.capture(replayed, ROOM, lambda line: None)
-    assert not tiny.runner.check_graphs(tiny.config)

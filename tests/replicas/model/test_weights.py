@@ -17,7 +17,7 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.model.decoder import Decoder
 from holdfast.replicas.model.folder import model_folder
-from holdfast.replicas.model.runner import load_runner
+from holdfast.replicas.model.startup import load_runner
 from holdfast.replicas.model.weights import eos_ids, inspect_model, load_tokenizer, sampling_defaults
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 
@@ -90,7 +90,7 @@ def test_a_loaded_runner_answers_like_the_model(tiny, folder):
     prompt = tiny.prompt(20)
     pages = np.array([7, 3], dtype=np.int32)
     chunk = Chunk(2, 0, np.array(prompt, dtype=np.int32), Draw(Sampling(), 0))
-    (drawn,) = loaded.runner.run(StepPlan((chunk,), (RowWrite(2, 0, pages),))).drawn
+    (drawn,) = loaded.runner.begin(StepPlan((chunk,), (RowWrite(2, 0, pages),))).land().drawn
     assert drawn.tokens == tiny.reference("llama", prompt, 1)
 
 
@@ -153,7 +153,7 @@ def test_kv_in_int8_is_loaded_on_request(tiny, folder, decoder):
     loaded = load_runner(config_of(folder, kv_dtype="int8", decoder=decoder))
     assert (loaded.runner.kv.data.dtype, loaded.runner.kv.dtype) == (torch.int8, torch.float32)
     chunk = Chunk(2, 0, np.array(tiny.prompt(20), np.int32), Draw(Sampling(), 0))
-    (drawn,) = loaded.runner.run(StepPlan((chunk,), (RowWrite(2, 0, np.array([7, 3], np.int32)),))).drawn
+    (drawn,) = loaded.runner.begin(StepPlan((chunk,), (RowWrite(2, 0, np.array([7, 3], np.int32)),))).land().drawn
     assert drawn.tokens == tiny.reference("llama", tiny.prompt(20), 1)
 
 
@@ -191,7 +191,7 @@ def test_a_cached_hub_name_is_its_snapshot_and_runs_on_our_decoder(folder, tmp_p
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     assert model_folder("holdfast-tests/tiny") == cached / "snapshots" / commit
     loaded = load_runner(EngineConfig(model="holdfast-tests/tiny", threads=1, cells=512))
-    assert isinstance(loaded.runner._model, Decoder)
+    assert isinstance(loaded.runner.model, Decoder)
     assert loaded.config.served_name == "holdfast-tests/tiny"
 
 

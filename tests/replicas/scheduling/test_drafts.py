@@ -67,7 +67,7 @@ def logged(world: World) -> list[str]:
     note(drafter, "close")
     note(drafter, "propose_all")
     note(runner, "begin")
-    note(runner, "run")  # where the late runner computes, once it is waited for
+    note(runner, "compute")  # when the step lands
     return log
 
 
@@ -79,9 +79,9 @@ def test_prompts_are_read_and_answers_remembered_while_a_step_runs():
         world.run()
         world.assert_right(name)
     # Both of the first step are read, or remembered, before anybody waits for it.
-    assert log[: log.index("run")].count("open") == 1
+    assert log[: log.index("compute")].count("open") == 1
     second = len(log) - log[::-1].index("open") - 1
-    assert log[second - 2 : second + 2] == ["begin", "close", "open", "run"]
+    assert log[second - 2 : second + 2] == ["begin", "close", "open", "compute"]
     assert log.count("open") == 2
     assert log.count("close") == 1  # the last one's answer has no step yet that could do without it
 

@@ -33,7 +33,7 @@ from holdfast.loadgen.bench.gpu.parity import (
 )
 from holdfast.loadgen.bench.parts import Deadline, Report, put
 from holdfast.replicas.model import startup
-from holdfast.replicas.plan import StepOutput
+from holdfast.replicas.plan import Landed, StepOutput
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes there, and is run by hand")
 
@@ -192,14 +192,14 @@ def test_one_after_the_other_is_asked_as_long_as_there_is_time(exact):
 class Wrong(CountingRunner):
     """One token of one step is another one."""
 
-    def run(self, plan):
-        output = super().run(plan)
+    def begin(self, plan):
+        output = super().begin(plan).land()
         drawn = [each for each in output.drawn if each is not None]
         if len(drawn) < SIZES.prompts:
-            return output
+            return Landed(output)
         first = drawn[0]
         other = replace(first, tokens=(first.tokens[0] ^ 1, *first.tokens[1:]))
-        return StepOutput(tuple(other if each is first else each for each in output.drawn))
+        return Landed(StepOutput(tuple(other if each is first else each for each in output.drawn)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

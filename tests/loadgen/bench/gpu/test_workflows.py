@@ -18,7 +18,7 @@ from holdfast.loadgen.bench.gpu.stage import Dialogue, Exchange, Stage, dialogue
 from holdfast.loadgen.bench.gpu.workflows import Player, Turn, play
 from holdfast.loadgen.bench.parts import Deadline, OverTimeError, Report, put
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.plan import Chunk, Draw, Sampling, StepOutput, StepPlan
+from holdfast.replicas.plan import Chunk, Draw, Landed, Sampling, StepOutput, StepPlan
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes there, and is run by hand")
 
@@ -122,18 +122,13 @@ def test_a_model_that_cannot_be_made_leaves_the_other_parts_to_fail_by_themselve
     assert len(report.found["failed"]) == len(report.found["parts"]) == 7
 
 
+class Nothing:
+    def begin(self, plan):
+        return Landed(StepOutput(()))
+
+
 def test_forwards_and_what_they_read_are_counted_beside_steps_that_fly():
-    class Runner:
-        def run(self, plan):
-            return StepOutput(())
-
-        def begin(self, plan):
-            return self
-
-        def land(self):
-            return StepOutput(())
-
-    counting = CountingRunner(Runner())
+    counting = CountingRunner(Nothing())
     plan = StepPlan((Chunk(0, 5, np.ones(3, np.int32)), Chunk(1, 0, np.ones(1, np.int32))))
     first = counting.begin(plan)
     alone = counting.counts.prepare_s
@@ -141,22 +136,18 @@ def test_forwards_and_what_they_read_are_counted_beside_steps_that_fly():
     assert counting.counts.prepare_s == alone > 0  # hidden behind the first
     first.land()
     second.land()
-    counting.run(StepPlan(()))  # moves pages, computes nothing
+    counting.begin(StepPlan(())).land()  # moves pages, computes nothing
     assert counting.counts.forwards == 2
     assert counting.counts.positions == 2 * (8 + 1)
 
 
 def test_forwards_with_new_tokens_are_told_from_those_that_only_draw():
-    class Runner:
-        def run(self, plan):
-            return StepOutput(())
-
-    counting, verified = CountingRunner(Runner()), Chunk(1, 4, np.ones(3, np.int32), Draw(Sampling(), 0, drafts=2))
+    counting, verified = CountingRunner(Nothing()), Chunk(1, 4, np.ones(3, np.int32), Draw(Sampling(), 0, drafts=2))
     last = Chunk(0, 5, np.ones(3, np.int32), Draw(Sampling(), 0))
-    counting.run(StepPlan((verified,)))
+    counting.begin(StepPlan((verified,))).land()
     assert (counting.counts.filling, counting.counts.filling_positions) == (0, 0)
-    counting.run(StepPlan((verified, last)))
-    counting.run(StepPlan((replace(last, draw=None),)))
+    counting.begin(StepPlan((verified, last))).land()
+    counting.begin(StepPlan((replace(last, draw=None),))).land()
     assert (counting.counts.filling, counting.counts.filling_positions) == (2, 7 + 8 + 8)
 
 

@@ -33,7 +33,7 @@ def test_answers_are_those_of_plain_steps(way, overlap):
     plain, other = TinyEngine("plain", step_tokens=16), TinyEngine(way, overlap, step_tokens=16)
     assert other.answers(requests()) == plain.answers(requests())
     if way == "graphs":
-        assert other.pipeline.replayed > 0
+        assert other.runner.replayed > 0
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -44,25 +44,25 @@ def test_drafts_are_verified_in_graphs_too(window):
     other = TinyEngine("graphs", "on", window=window, drafts=True)
     assert other.answers(repeating()) == expected
     assert other.engine.stats.accepted == plain.engine.stats.accepted
-    assert other.pipeline.replayed > 1
+    assert other.runner.replayed > 1
 
 
 def test_effects_come_in_order_and_a_step_that_fails_leaves_the_rest_in_use():
     tiny = TinyEngine("device")
-    pipeline, kv, table = tiny.pipeline, tiny.runner.kv, tiny.runner._table
+    runner, kv, table = tiny.runner, tiny.runner.kv, tiny.runner.table
     write = RowWrite(0, 0, np.array([3, 1], np.int32))
-    pipeline.run(StepPlan((Chunk(0, 0, prompt(6, 1)),), (write,)))
+    runner.begin(StepPlan((Chunk(0, 0, prompt(6, 1)),), (write,))).land()
     assert table.tensor[0, :2].tolist() == [3, 1]
     long = RowWrite(1, 0, np.arange(20, dtype=np.int32))
-    copied = pipeline.run(StepPlan((), (long,), (PageCopy(3, 9, 2),)))
+    copied = runner.begin(StepPlan((), (long,), (PageCopy(3, 9, 2),))).land()
     assert copied.drawn == ()
     assert (kv.data[:, :, 9, :2] == kv.data[:, :, 3, :2]).all()
     outside = StepPlan((Chunk(0, 500, prompt(1, 1)),))
     moves = StepPlan((), saves=PageMoves(np.array([1], np.int32), np.array([0], np.int32)))
     for plan, why in ((outside, "failed"), (moves, "host tier")):
         with pytest.raises(EngineError, match=why):
-            pipeline.run(plan)
-    (drawn,) = pipeline.run(StepPlan((Chunk(0, 6, prompt(1, 2), Draw(Sampling(), 0)),))).drawn
+            runner.begin(plan).land()
+    (drawn,) = runner.begin(StepPlan((Chunk(0, 6, prompt(1, 2), Draw(Sampling(), 0)),))).land().drawn
     assert drawn is not None
 
 
@@ -76,21 +76,21 @@ def test_a_kernel_that_does_not_fit_the_device_fails_its_step_alone(monkeypatch)
         raise OutOfResources(1, 0, "shared memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(tiny.pipeline._model, "forward", forward, raising=False)
+        patched.setattr(tiny.runner.model, "forward", forward, raising=False)
         with pytest.raises(EngineError, match="shared memory"):
-            tiny.pipeline.run(plan)
-    assert tiny.pipeline.run(plan).drawn[0] is not None
+            tiny.runner.begin(plan).land()
+    assert tiny.runner.begin(plan).land().drawn[0] is not None
 
 
 def test_what_follows_a_step_that_failed_is_computed_from_nothing():
     """Nobody wants it: those it is for have failed. Others in the step are not affected."""
     tiny = TinyEngine("device")
-    pipeline = tiny.pipeline
+    runner = tiny.runner
     rows = tuple(RowWrite(row, 0, np.array([row], np.int32)) for row in range(2))
-    alone = pipeline.run(StepPlan((Chunk(1, 0, prompt(3, 5), Draw(Sampling(), 0)),), rows)).drawn[0]
+    alone = runner.begin(StepPlan((Chunk(1, 0, prompt(3, 5), Draw(Sampling(), 0)),), rows)).land().drawn[0]
     with pytest.raises(EngineError):
-        pipeline.begin(StepPlan((Chunk(0, 500, prompt(1, 1), Draw(Sampling(), 0)),)))
+        runner.begin(StepPlan((Chunk(0, 500, prompt(1, 1), Draw(Sampling(), 0)),)))
     after = (Chunk(0, 0, np.zeros(1, np.int32), Draw(Sampling(), 0), 0), Chunk(1, 0, prompt(3, 5), Draw(Sampling(), 0)))
-    lost, kept = pipeline.run(StepPlan(after)).drawn
+    lost, kept = runner.begin(StepPlan(after)).land().drawn
     assert kept == alone
     assert lost is not None

@@ -20,38 +20,40 @@ from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.tensors import HostPages, KVTensors, Moved
 from holdfast.replicas.model import sampler_gpu
 from holdfast.replicas.model.batch import STEP_ERRORS, BatchLayout, Model, PageTable, lay_out
-from holdfast.replicas.model.graphs import CudaGraphs, Replayed
+from holdfast.replicas.model.graphs import Capture, CudaGraphs, GraphRoom, Replayed
+from holdfast.replicas.model.runner import ModelRunner
 from holdfast.replicas.plan import Chunk, RowWrite, StepOutput, StepPlan
 
 _LONG = 256  # pages of a row write from which on it is a copy of its own
 
 
-class GpuPipeline:
-    """A `PipelinedRunner`: steps of a model over a KV store and a page table on one device. Not thread-safe.
+class GpuRunner(ModelRunner):
+    """Runs steps on one device. Not thread-safe. `graphs`: what steps of few tokens replay, once they are captured."""
 
-    `graphs`: what steps of few tokens replay, once they are captured.
-    """
-
-    def __init__(self, model: Model, kv: KVTensors, table: PageTable, host: HostPages | None = None) -> None:
-        self._model = model
-        self._kv = kv
-        self._table = table
-        self._host = host
-        self._sender = Sender(table.device)
+    def __init__(
+        self, model: Model, kv: KVTensors, max_rows: int, context_length: int, host: HostPages | None = None
+    ) -> None:
+        super().__init__(model, kv, max_rows, context_length, host)
+        self._sender = Sender(self.table.device)
         self._before: _Before | None = None
         self.graphs: CudaGraphs | None = None
-        self.replayed = 0  # steps that ran in a graph
 
-    def run(self, plan: StepPlan) -> StepOutput:
-        """Begin a step and wait for it. Raises EngineError when it fails."""
-        return self.begin(plan).land()
+    def capture(self, capture: Capture, room: GraphRoom, say: Callable[[str], None]) -> bool:
+        """Capture the forwards of short steps as graphs. False where this model or store has none."""
+        shape, scratch = self.model.attention, self.kv.scratch_cell
+        if shape is None or scratch is None:
+            return False
+        graphs = CudaGraphs(self.model, shape, self.table, scratch, self.kv.dtype, room)
+        graphs.capture(capture, say)
+        self.graphs = graphs
+        return True
 
     def begin(self, plan: StepPlan) -> "GpuFlight":
         """Give a step to the device. Raises EngineError for one that cannot be begun."""
         before, self._before = self._before, None
         host = self._host
         if plan.moves and host is None:
-            raise EngineError("a plan moves pages to or from a host tier that there is not")
+            raise EngineError("the plan moves pages to or from a host tier, and there is none")
         moved: Callable[[], Moved] = host.wait if plan.moves and host is not None else Moved
         try:
             return self._begin(plan, before, moved)
@@ -66,12 +68,12 @@ class GpuPipeline:
             self._host.save(plan.saves)
         begin = _Mark(stream)
         for copy in plan.copies:
-            self._kv.copy_page(copy.source, copy.target, copy.cells)
+            self.kv.copy_page(copy.source, copy.target, copy.cells)
         if self._host is not None and plan.moves:
             self._host.load(plan.loads)  # while the forward runs: nothing in this step reads them
         extra = self._extra(plan, before)
         if not plan.chunks:
-            extra.apply(self._table, None, self._sender.send(extra.arrays))
+            extra.apply(self.table, None, self._sender.send(extra.arrays))
             return GpuFlight((), (begin, _Mark(stream), _Mark(stream)), None, moved)
         logits, asked, drawn = self._forward(plan, extra)
         drawing, draws = _Mark(stream), None
@@ -83,26 +85,26 @@ class GpuPipeline:
     def _extra(self, plan: StepPlan, before: "_Before | None") -> "_Extra":
         """Note the row writes, and work out what goes over besides the forward's inputs."""
         for write in plan.writes:
-            self._table.note(write)
+            self.table.note(write)
         draws = any(chunk.draw is not None for chunk in plan.chunks)
         return _Extra(
             long=tuple(write for write in plan.writes if len(write.pages) >= _LONG),
-            short=_scattered([write for write in plan.writes if len(write.pages) < _LONG], self._table.tensor.shape[1]),
+            short=_scattered([write for write in plan.writes if len(write.pages) < _LONG], self.table.tensor.shape[1]),
             before=before,
             follow=_following(plan.chunks, before) if before is not None else (),
-            asked=sampler_gpu.settings(plan.chunks, self._model.vocabulary) if draws else None,
+            asked=sampler_gpu.settings(plan.chunks, self.model.vocabulary) if draws else None,
         )
 
     def _forward(self, plan: StepPlan, extra: "_Extra") -> tuple[Tensor, Sequence[Tensor], Replayed | None]:
         """Logits of the drawn tokens, the draws' settings on the device, and what a graph drew, where one fits."""
-        layout = lay_out(plan.chunks, self._table)
-        shape, graphs = self._model.attention, self.graphs
-        works = shape.works(layout.paged(self._table, self._table.tensor)) if shape is not None else []
+        layout = lay_out(plan.chunks, self.table)
+        shape, graphs = self.model.attention, self.graphs
+        works = shape.works(layout.paged(self.table, self.table.tensor)) if shape is not None else []
         if graphs is not None:
             draws, settings = extra.settings[:2], extra.settings[2:]
             loaded = graphs.load(layout, works, draws, [*extra.arrays, *settings], self._sender)
             if loaded is not None:
-                asked = extra.apply(self._table, graphs.token_ids, loaded.extra)
+                asked = extra.apply(self.table, graphs.token_ids, loaded.extra)
                 self.replayed += 1
                 replayed = graphs.replay(loaded.bucket, len(layout.drawn))
                 return replayed.logits, [*loaded.draws, *asked], replayed
@@ -114,14 +116,14 @@ class GpuPipeline:
         """The same without a graph."""
         inputs, work_arrays = layout.arrays, [array for work in works for array in work.arrays]
         views = self._sender.send([*inputs, *work_arrays, *extra.arrays, *extra.settings])
-        batch = layout.batch(self._table, views[: len(inputs)])
+        batch = layout.batch(self.table, views[: len(inputs)])
         rest = views[len(inputs) :]
-        if (shape := self._model.attention) is not None:
+        if (shape := self.model.attention) is not None:
             for work in works:
                 own, rest = rest[: len(work.arrays)], rest[len(work.arrays) :]
                 batch.pages.plans[plan_key(work.window)] = plan_over(work, own, shape.heads, shape.head_dim)
-        asked = extra.apply(self._table, views[0], rest)
-        return self._model.forward(batch), asked
+        asked = extra.apply(self.table, views[0], rest)
+        return self.model.forward(batch), asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.sequences import Sequence, Status
+from holdfast.replicas.programs import Kind, Sequence, Status
 
 TURN = ("request", "phase", "prompt", "cached", "computed", "drawn")
 PIN = ("program", "cells", "since_s", "worth_s", "until_s")
@@ -43,14 +43,14 @@ def activity(engine: Engine, scope: str | None, now: float) -> Activity:
     ]
     pins = [
         (
-            pin.program.name,
+            pin.program.key.name,
             pin.pin.length,
             round(now - pin.since, 3),
             round(min(pin.lapse, pin.deadline) - now, 3),
             round(pin.deadline - now, 3),
         )
         for pin in engine.scheduler.retention.pins
-        if (scope is None or pin.program.scope == scope) and not pin.owner.is_handle
+        if (scope is None or pin.scope == scope) and pin.program.key.kind is not Kind.HANDLE
     ]
     return Activity(turns, pins)
 

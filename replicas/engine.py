@@ -45,15 +45,14 @@ from holdfast.replicas.kv.host import HostTier
 from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.kv.tags import UNLABELLED
 from holdfast.replicas.plan import Flight, Runner, Sampling
+from holdfast.replicas.programs import Kind, Programs, Sequence, SequencePool, Session, Status
 from holdfast.replicas.retention.policy import LoadStats
 from holdfast.replicas.scheduling.admission import check_cells, pages_of
+from holdfast.replicas.scheduling.batch import BooksError, Step
 from holdfast.replicas.scheduling.queue import order_of
-from holdfast.replicas.scheduling.running import BooksError
 from holdfast.replicas.scheduling.scheduler import Scheduler
-from holdfast.replicas.scheduling.step import Step
 from holdfast.replicas.seed import prompt_seed
-from holdfast.replicas.sequences import Owner, Sequence, SequencePool, Status
-from holdfast.replicas.sessions import Session, SessionFacts, Sessions, check_room
+from holdfast.replicas.sessions import SessionFacts, Sessions, check_room
 from holdfast.replicas.speculation.drafter import Drafter
 from holdfast.replicas.speculation.gate import VerificationCost
 from holdfast.replicas.stats import EngineStats, LoadReport, Occupancy
@@ -97,9 +96,15 @@ class Engine:
         self._own: dict[str, Origin] = {}  # requests that no client sent and that have not ended, by id
         self._preambles: dict[str, TokenIds] = {}  # that are kept for all tenants, by the id of their request
         self._uncomputed: list[str] = []
+        self.programs = Programs(self.stats, tokens=config.cells)
         self._open_books({})
         self._sessions = Sessions(
-            self.scheduler.rows, self._events, config.session_rows, config.session_idle_s, config.tenant_sessions
+            self.programs,
+            self.scheduler.rows,
+            self._events,
+            config.session_rows,
+            config.session_idle_s,
+            config.tenant_sessions,
         )
 
     @property
@@ -262,7 +267,8 @@ class Engine:
             if session is not None:
                 room = self.scheduler.admission.room_for_sessions(submit.scope) - self._sessions.promised
                 check_room(submit, len(history), room)
-            sequence = Sequence.of(submit, next(self._numbers), arrived, self._eos, self._seed(submit))
+            program = self.programs.of(submit)
+            sequence = Sequence.of(submit, next(self._numbers), arrived, self._eos, self._seed(submit), program)
             sequence.n_history = len(history)
             sequence.cache_scope = self._cache_scope(sequence)
             if self.config.prefix_cache:
@@ -330,13 +336,11 @@ class Engine:
         return prompt_seed(submit.tokens[: len(submit.tokens) - submit.n_generated])
 
     def _cache_scope(self, sequence: Sequence) -> str | None:
-        """Where a request's cells are found and kept: with its tenant's, with those of its owner alone, or nowhere."""
-        submit, owner = sequence.submit, sequence.owner
+        """Where a request's cells are found and kept: with its tenant's, with its program's alone, or nowhere."""
         if self.config.prefix_cache:
-            return submit.cache_scope
-        if owner is not None and owner.is_handle:  # those of the program that comes back for them
-            owner = Owner(submit.scope, submit.program_id, session=False)
-        return owner.own_scope if owner is not None and (owner.session or self.config.sessions) else None
+            return sequence.submit.cache_scope
+        key = sequence.returns.key if sequence.returns is not None else None
+        return key.own_scope if key is not None and (key.kind is Kind.SESSION or self.config.sessions) else None
 
     def _open_books(self, limits: Mapping[str, tuple[CellLimits, float]]) -> None:
         """`limits`: what tenants may have of the cells, and when they were told."""
@@ -348,7 +352,15 @@ class Engine:
             self.cache.limit(tenant, asked, heard)
         self._pool = SequencePool(config.max_sequences, config.session_rows)
         self.scheduler = Scheduler(
-            config, self.cache, self._pool, self._drafter, self._order, self.stats, self._events, self._learned
+            config,
+            self.cache,
+            self._pool,
+            self.programs,
+            self._drafter,
+            self._order,
+            self.stats,
+            self._events,
+            self._learned,
         )
 
     def _start_anew(self, failure: Exception, now: float, coming: str | None = None) -> None:
@@ -377,6 +389,8 @@ class Engine:
                 self._events.append(sequence.failed(error))
             if sequence.status is not Status.ENDED:
                 sequence.move(Status.ENDED)
+            sequence.holding = sequence.row = None
+        self.programs.restart()
         self._open_books(self.cache.tree.tenants.asked)
         self._sessions.rows = self.scheduler.rows
         self._uncomputed = list(self._preambles)
@@ -478,7 +492,7 @@ class Pipeline:
                 self._land(before, scheduler, now, clock)
         begun = self._flying
         if begun is not None:
-            scheduler.drafts.catch_up(begun.step)
+            scheduler.drafts.catch_up(begun.step.sequences, begun.step.plan.chunks)
             if before is None and not (self._overlap and begun.step.open):
                 self._flying = None
                 self._land(begun, scheduler, now, clock)

@@ -128,11 +128,10 @@ NO_PROMPT = RawPrompt(())
 class PartialPrefill:
     """Background prefill for a program's next turn. It draws nothing and yields to every other request.
 
-    The computed cells are kept for `keep_s` seconds under the name `handle`. Without a handle the engine requested it
-    itself: the cells are kept as long as those of the program's last turn.
+    The computed cells are kept for `keep_s` seconds under the name `handle`.
     """
 
-    handle: str = ""
+    handle: str
     keep_s: float = 0.0
 
 

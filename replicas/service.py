@@ -773,9 +773,9 @@ def _labels(request: GenerateRequest, encoded: Encoded) -> Labels:
     roles = [message["role"] for message in prompt.messages] if isinstance(prompt, ChatPrompt) else []
     if ahead is None:
         return labels_of(roles[: len(encoded.starts)], encoded.starts, len(encoded.tokens), request.hints)
-    # What a client asks for is kept above all else until it comes for it; what the engine does by itself is not.
+    # Above all else, until the client comes for it.
     system = [role for role in roles[: len(encoded.starts)] if role in SYSTEM_ROLES]
-    label = Label(AHEAD, PRIORITIES[AHEAD], ahead.keep_s) if ahead.handle else Label(AHEAD)
+    label = Label(AHEAD, PRIORITIES[AHEAD], ahead.keep_s)
     length = encoded.starts[len(system)] if len(system) < len(encoded.starts) else 0
     return labels_of(system, encoded.starts[: len(system)], length, rest=label)
 

@@ -4,12 +4,11 @@
                 |    <---- query (its answer kept or not)
                 '--> fork --> [the same history]
 
-Here: which sessions there are, their histories, and the order of their operations. An operation is a request like any
-other once it has begun; the engine begins it. Not here: cells and rows between operations (`retention/rows`).
+A session is a program with an explicit history (`programs.Session`). Here: which are open, and the order of their
+operations. An operation is a request like any other once it has begun; the engine begins it.
 """
 
-from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,48 +35,10 @@ from holdfast.replicas.events import (
     Submit,
     Terminal,
 )
+from holdfast.replicas.kv.pages import NO_PAGES
+from holdfast.replicas.programs import KeptRow, Kind, Operation, ProgramKey, Programs, Rows, Sequence, Session, Status
 from holdfast.replicas.requests import Named, SessionTurn, Timing, Usage
-from holdfast.replicas.retention.rows import Rows
-from holdfast.replicas.sequences import Owner, Sequence, Status
 from holdfast.replicas.types import TokenIds
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """Accepted at `accepted`, and not begun."""
-
-    command: Submit | ForkSession
-    accepted: float
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    """`past` is what finished operations made; `running` goes on from it now. Its life tells it from others that had
-    its name, or have it on other replicas.
-    """
-
-    owner: Owner
-    opened: float
-    used: float
-    past: Past = field(default_factory=Past)
-    queue: deque[Operation] = field(default_factory=deque)
-    running: Sequence | None = None
-
-    @property
-    def life(self) -> str:
-        return self.past.life
-
-    @property
-    def history(self) -> TokenIds:
-        return self.past.tokens
-
-    @property
-    def promised(self) -> int:
-        """Cells that the operation which has begun may come to leave to be kept, beyond the history before it."""
-        running = self.running
-        if running is None or running.status is Status.ENDED:
-            return 0
-        return to_be_kept(running.submit, running.n_history)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +71,19 @@ class Sessions:
     `events` belongs to the engine; what happens here is added to it. `rows` are those of its present books.
     """
 
-    def __init__(self, rows: Rows, events: list[Event], most: int, idle_s: float, most_of_tenant: int = 0) -> None:
+    def __init__(
+        self, programs: Programs, rows: Rows, events: list[Event], most: int, idle_s: float, most_of_tenant: int = 0
+    ) -> None:
         self.rows = rows
+        self._programs = programs
         self._events = events
         self._most = most
         self._most_of_tenant = most_of_tenant or most
         self.idle_s = idle_s
-        self._sessions: dict[Owner, Session] = {}
         self._queued: dict[str, Session] = {}  # by the request id of an operation that has not begun
 
     def __len__(self) -> int:
-        return len(self._sessions)
+        return len(self._programs.sessions)
 
     def __contains__(self, request_id: str) -> bool:
         """Whether an operation of this id waits for its turn."""
@@ -133,20 +96,24 @@ class Sessions:
     @property
     def promised(self) -> int:
         """Cells of the room for sessions that operations in flight may come to need."""
-        return sum(session.promised for session in self._sessions.values())
+        return sum(promised(session) for session in self._open)
+
+    @property
+    def _open(self) -> list[Session]:
+        return [program.session for program in self._programs.sessions if program.session is not None]
 
     # ---- commands; they raise InvalidRequestError and OverloadedError, naming the field ----
 
     def replaced(self, command: OpenSession) -> CloseSession | None:
         """What is to be done before: a session of another life, which other replicas have had since, has its place."""
-        there = self._sessions.get(Owner(command.scope, command.session_id, session=True))
-        if there is None or not command.life or there.life == command.life:
+        there = self._programs.find(ProgramKey(command.scope, command.session_id, Kind.SESSION))
+        if there is None or there.session is None or command.life in ("", there.session.life):
             return None
         return CloseSession(f"{command.request_id}/replaced", command.session_id, command.scope)
 
     def open(self, command: OpenSession, now: float, accepted: float) -> None:
         past = Past(command.life, appends=command.appends, done=command.done)
-        self._open(Owner(command.scope, command.session_id, session=True), now, past)
+        self._open_one(ProgramKey(command.scope, command.session_id, Kind.SESSION), now, past)
         self._done(command.request_id, accepted, now)
 
     def enqueue(self, command: Submit | ForkSession, now: float, accepted: float) -> Session:
@@ -164,14 +131,14 @@ class Sessions:
         calls `closed`.
         """
         session = self._find(command.scope, command.session_id, command.life)
-        del self._sessions[session.owner]
+        self._programs.close_session(session.program)
         for operation in list(session.queue):
             self.abort(operation.command.request_id, now)
         return session
 
     def closed(self, command: CloseSession, session: Session, now: float, accepted: float) -> None:
         """Nothing of it runs any more: its cells and row go."""
-        self.rows.forget(session.owner)
+        self.rows.forget(session.program)
         self._done(command.request_id, accepted, now)
 
     def abort(self, request_id: str, now: float) -> None:
@@ -198,7 +165,7 @@ class Sessions:
     def ended(self, sequence: Sequence, event: Terminal, now: float) -> Session | None:
         """An operation has ended, and the next one of the session returned can begin. Only what finished is history."""
         submit = sequence.submit
-        session = self._sessions.get(sequence.owner) if sequence.owner is not None else None
+        session = sequence.program.session if sequence.program is not None else None
         if session is None or session.running is not sequence:
             return None
         session.running = None
@@ -215,19 +182,19 @@ class Sessions:
 
     def of(self, scope: str) -> list[SessionFacts]:
         """The open sessions of a tenant."""
-        return [_facts(session) for session in list(self._sessions.values()) if session.owner.scope == scope]
+        return [_facts(session) for session in self._open if session.program.key.scope == scope]
 
     def expire(self, now: float) -> None:
         """Close the sessions that nobody has used for too long."""
-        for session in list(self._sessions.values()):
+        for session in self._open:
             if session.running is None and now >= session.used + self.idle_s:
-                del self._sessions[session.owner]
-                self.rows.forget(session.owner)
+                self._programs.close_session(session.program)
+                self.rows.forget(session.program)
 
     @property
     def due(self) -> float | None:
         """When the next session is to be closed, if nobody uses it before; None: there is none, or all are in use."""
-        used = [session.used for session in self._sessions.values() if session.running is None]
+        used = [session.used for session in self._open if session.running is None]
         return min(used) + self.idle_s if used else None
 
     def fail_all(self, error: HoldfastError) -> None:
@@ -235,14 +202,15 @@ class Sessions:
         for request_id in self._queued:
             self._events.append(Failed(request_id, error.info))
         self._queued.clear()
-        for owner in list(self._sessions):
-            del self._sessions[owner]
-            self.rows.forget(owner)
+        for program in self._programs.sessions:
+            self._programs.close_session(program)
+            self.rows.forget(program)
 
     # ---- parts ----
 
     def _find(self, scope: str, session_id: str, life: str) -> Session:
-        session = self._sessions.get(Owner(scope, session_id, session=True))
+        program = self._programs.find(ProgramKey(scope, session_id, Kind.SESSION))
+        session = program.session if program is not None else None
         if session is None or life not in ("", session.life):
             raise UnknownSessionError(
                 f"session {session_id!r} is not open: unknown, closed, or unused for {self.idle_s:g} s", "session_id"
@@ -269,26 +237,26 @@ class Sessions:
         self._events.append(Rejected(submit.request_id, error.info))
         return True
 
-    def _open(self, owner: Owner, now: float, past: Past) -> Session:
-        if not owner.name:
+    def _open_one(self, key: ProgramKey, now: float, past: Past) -> Session:
+        there = self._programs.sessions
+        if not key.name:
             raise InvalidRequestError("a session needs an id", "session_id")
-        if owner in self._sessions:
-            raise SessionExistsError(f"session {owner.name!r} is open already", "session_id")
-        if len(self._sessions) >= self._most:
+        if self._programs.find(key) is not None:
+            raise SessionExistsError(f"session {key.name!r} is open already", "session_id")
+        if len(there) >= self._most:
             raise OverloadedError(f"{self._most} sessions are open already", "session_id")
-        if sum(other.scope == owner.scope for other in self._sessions) >= self._most_of_tenant:
+        if sum(other.key.scope == key.scope for other in there) >= self._most_of_tenant:
             raise OverloadedError(f"a tenant has at most {self._most_of_tenant} sessions open", "session_id")
-        session = self._sessions[owner] = Session(owner, now, now, past)
-        return session
+        return self._programs.open_session(key, now, past)
 
     def _fork(self, session: Session, command: ForkSession, accepted: float, now: float) -> None:
         try:
             past = replace(session.past, life=command.child_life, done=())
-            child = self._open(Owner(command.scope, command.child_id, session=True), now, past)
+            child = self._open_one(ProgramKey(command.scope, command.child_id, Kind.SESSION), now, past)
         except HoldfastError as error:
             self._events.append(Rejected(command.request_id, error.info))
             return
-        self.rows.fork(child.owner, child.history, now)
+        self.rows.keep_history(child.program, child.history, KeptRow(len(child.history), None, NO_PAGES), now)
         self._done(command.request_id, accepted, now)
 
     def _done(self, request_id: str, accepted: float, now: float) -> None:
@@ -303,7 +271,15 @@ def closed_reply(tokens: TokenIds, closing: TokenIds) -> TokenIds:
 
 def _facts(session: Session) -> SessionFacts:
     busy = session.running is not None or bool(session.queue)
-    return SessionFacts(session.owner.name, session.opened, session.used, session.past, busy)
+    return SessionFacts(session.program.key.name, session.opened, session.used, session.past, busy)
+
+
+def promised(session: Session) -> int:
+    """Cells that the operation which has begun may leave to be kept, beyond the history before it."""
+    running = session.running
+    if running is None or running.status is Status.ENDED:
+        return 0
+    return to_be_kept(running.submit, running.n_history)
 
 
 def to_be_kept(submit: Submit, n_history: int) -> int:

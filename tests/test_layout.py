@@ -28,7 +28,7 @@ MAX_METHODS = 20
 # What each room of `replicas` may import besides itself; a part that has a line of its own follows that one. `BASE` and
 # the leaves are known to everybody that names them; whoever builds the whole of it (`service`) may name all.
 BASE = {"types", "errors"}
-ENGINE_ROOMS = {"kv", "sequences", "retention", "speculation", "scheduling"}
+ENGINE_ROOMS = {"kv", "programs", "retention", "speculation", "scheduling"}
 ROOMS: Mapping[str, set[str]] = {
     "types": {"errors"},
     "errors": set(),
@@ -45,8 +45,9 @@ ROOMS: Mapping[str, set[str]] = {
     "kv.tags": set(),
     "kv.pages": set(),
     "kv.radix": BASE | {"kv.limits", "kv.pages", "kv.tags"},
-    "sequences": BASE | {"events", "requests", "plan", "kv", "constraints.matcher"},
-    "retention": BASE | {"config", "events", "requests", "stats", "kv", "sequences"},
+    "programs": BASE
+    | {"events", "requests", "plan", "kv", "stats", "constraints.matcher", "retention.latency", "retention.policy"},
+    "retention": BASE | {"config", "events", "requests", "stats", "kv", "programs"},
     "retention.latency": set(),
     "retention.policy": {"config", "retention.latency"},
     "speculation": BASE | {"config", "stats"},
@@ -61,10 +62,10 @@ ROOMS: Mapping[str, set[str]] = {
     "scheduling.shares": BASE,
     "model": BASE | {"config", "plan", "kv", "constraints.matcher", "speculation.gate"},
     "pocket": set(),
-    "sessions": BASE | {"events", "requests", "sequences", "retention"},
+    "sessions": BASE | {"events", "requests", "kv", "programs"},
     "engine": BASE | ENGINE_ROOMS | {"config", "events", "requests", "plan", "stats", "seed", "sessions"},
     "bridge": BASE | {"engine", "events", "requests"},
-    "activity": {"engine", "sequences"},
+    "activity": {"engine", "programs"},
     "questions": BASE | {"config", "events", "requests", "sessions", "stats"},
 }
 
@@ -178,10 +179,10 @@ def may_see(part: str, target: str) -> bool:
 
 def test_rooms_of_the_engine_see_down_only() -> None:
     assert not may_see("kv.cache", "plan")
-    assert not may_see("sequences", "scheduling.queue")
+    assert not may_see("programs", "scheduling.queue")
     assert not may_see("retention.pins", "scheduling.queue")
-    assert not may_see("model.runner", "scheduling.step"), "it knows the plan and not the scheduler"
-    assert not may_see("plan", "sequences")
+    assert not may_see("model.runner", "scheduling.batch"), "it knows the plan and not the scheduler"
+    assert not may_see("plan", "programs")
     assert not may_see("text.calls.tracker", "constraints.grammar")
     assert may_see("text.conversation", "constraints.grammar")
     everything = {"service", "actor"}

@@ -144,18 +144,18 @@ def retention() -> Iterator[Figure]:
     for call in range(_CALLS):
         tool, seconds = f"tool{call % _TOOLS}", rng.lognormvariate(0.0, 1.5)
         book.record("", tool, seconds)
-        pauses.began(call, "", tool, float(call))
+        pause = pauses.began("", tool, float(call))
         if call % 4:
-            pauses.ended(call, call + seconds)
+            pauses.ended(pause, call + seconds, returned=True)
     known = book.snapshot()
-    pause = Pause("", "tool0", 20_000)
+    ended = Pause("", "tool0", 20_000)
     cost = RestoreCost(1e-9, 1e-4, 0.02)
     conditions = Conditions(1.0, mean_turns=5.0, others=30_000, paused=100_000, returning=5000.0, restore=cost)
     for name in get_args(PolicyName):
         policy = policy_of(RetentionConfig(policy=name))
         asked = range(_ROUNDS * 200)
         news = iter([(replace(known), replace(conditions, local=LocalPauses(pauses, _CALLS))) for _ in asked])
-        seconds = _best(partial(_ask, policy, pause, news), 200)
+        seconds = _best(partial(_ask, policy, ended, news), 200)
         yield Figure(f"how long a turn's cells are kept, {name}", seconds * 1e6, "us", 200)
 
 

@@ -10,7 +10,7 @@ import math
 import re
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeAlias
@@ -222,7 +222,7 @@ class SurvivalCounts:
 
 
 @dataclass(slots=True, eq=False)
-class _Pause:
+class ToolPause:
     """One pause: of which set, when it began, and once it has ended the first of `AGES` at which it had.
 
     `kind`: 0 for one that is over, 1 for one of which nobody knows when it would have been.
@@ -240,11 +240,11 @@ class _Latest:
     __slots__ = ("_counts", "_lasting", "_pauses")
 
     def __init__(self) -> None:
-        self._pauses: deque[_Pause] = deque()
-        self._lasting: dict[_Pause, None] = {}
+        self._pauses: deque[ToolPause] = deque()
+        self._lasting: dict[ToolPause, None] = {}
         self._counts = np.zeros((2, len(AGES) + 1))  # by kind and age
 
-    def began(self, pause: _Pause) -> None:
+    def began(self, pause: ToolPause) -> None:
         if len(self._pauses) == RECENT:
             oldest = self._pauses.popleft()
             if oldest in self._lasting:
@@ -254,7 +254,7 @@ class _Latest:
         self._pauses.append(pause)
         self._lasting[pause] = None
 
-    def ended(self, pause: _Pause) -> None:
+    def ended(self, pause: ToolPause) -> None:
         """Of one that is none of the latest any more nothing is told."""
         if pause in self._lasting:
             del self._lasting[pause]
@@ -274,21 +274,19 @@ class _Latest:
 class Pauses:
     """A replica's latest pauses, over or not: of each set of tools, and of all, the last `RECENT` that began.
 
-    By when they began and not by when they ended, so that what is told of them is a sample of all lengths. A program
-    that never comes back is a pause that lasts until it is none of the latest. Bounded: at most `most` sets; where
-    there are more, the tenant that has most of them loses the one that it has not called for longest.
+    By when they began and not by when they ended, so that they are a sample of all lengths. A program that never comes
+    back is a pause that lasts until it is none of the latest. Bounded: at most `most` sets; where there are more, the
+    tenant that has most of them loses the one that it has not called for longest.
     """
 
     def __init__(self, most: int = 256) -> None:
         self._most = most
         self._all = _Latest()
         self._sets: OrderedDict[ToolKey, _Latest] = OrderedDict()
-        self._lasting: OrderedDict[Hashable, _Pause] = OrderedDict()  # by whose they are
 
-    def began(self, whose: Hashable, tenant: str, tools: str, now: float) -> None:
+    def began(self, tenant: str, tools: str, now: float) -> ToolPause:
         """Without a tool it counts among all alone, as in a `LatencyBook`."""
-        self.forget(whose, now)
-        pause = self._lasting[whose] = _Pause((tenant, tools), now)
+        pause = ToolPause((tenant, tools), now)
         self._all.began(pause)
         if tools:
             latest = self._sets.get(pause.key)
@@ -296,30 +294,20 @@ class Pauses:
                 latest = self._sets[pause.key] = _Latest()
             latest.began(pause)
             self._sets.move_to_end(pause.key)
-        if len(self._lasting) > RECENT * self._most:
-            self._lasting.popitem(last=False)
         if len(self._sets) > self._most:
             ((most, _),) = Counter(each for each, _ in self._sets).most_common(1)
             del self._sets[next(key for key in self._sets if key[0] == most)]
+        return pause
 
-    def ended(self, whose: Hashable, now: float) -> None:
-        """The next turn is here."""
-        self._ended(whose, now, kind=0)
-
-    def forget(self, whose: Hashable, now: float) -> None:
-        """There will be no next turn. How long it would have taken nobody knows: longer than it has."""
-        self._ended(whose, now, kind=1)
+    def ended(self, pause: ToolPause, now: float, *, returned: bool) -> None:
+        """The next turn is here, or there will be none: then the pause would have lasted longer than it has."""
+        pause.kind, pause.age = 0 if returned else 1, bisect_left(_AGES, max(now - pause.since, 0.0))
+        self._all.ended(pause)
+        latest = self._sets.get(pause.key)
+        if latest is not None:
+            latest.ended(pause)
 
     def known(self, key: ToolKey | None, now: float) -> SurvivalCounts:
         """What is known of a set of tools; None: of all."""
         latest = self._all if key is None else self._sets.get(key)
         return latest.known(now) if latest is not None else SurvivalCounts.of(UNKNOWN)
-
-    def _ended(self, whose: Hashable, now: float, kind: int) -> None:
-        pause = self._lasting.pop(whose, None)
-        if pause is not None:
-            pause.kind, pause.age = kind, bisect_left(_AGES, max(now - pause.since, 0.0))
-            self._all.ended(pause)
-            latest = self._sets.get(pause.key)
-            if latest is not None:
-                latest.ended(pause)

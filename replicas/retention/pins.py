@@ -1,53 +1,45 @@
-"""What is pinned for programs between their turns: whose cells are kept until when, and who gives way.
+"""Pins on the cells of programs between their turns: whose cells stay until when, and whose give way.
 
-    a turn ends           pinned for a moment, until it is known what the turn called
-    what it called        known: pinned for what the policy says, or not at all; where that yields, as long as may be
-    the next turn comes   kept past the deadline while it waits; given back as it begins. With its cells it stands
-                          before programs without, for as long as the policy says; it stays there if others take them
-    others need cells     what yields and is past its time gives way, unless its next turn waits already; then programs
-                          behind them in order, first who is away for long, then the latest; where nothing runs, any
-    it comes, without     where they yielded it stands with those that have theirs: again for as long as the policy
-                          says, and where it was not away for long
+    a turn ends            its cells are pinned for a moment, until the engine knows what the turn called
+    its calls are known    pinned as long as the policy says, or not at all. A yielding policy pins for as long as it
+                           may, and marks when the pin lapses
+    the next turn waits    the pin stays past its deadline. For as long as the policy says, the turn goes before turns
+                           of programs without cells; it keeps that place if others take the cells
+    the next turn begins   the pin is given back
+    others need cells      lapsed pins give way first, unless the next turn waits already; then pins of programs behind
+                           them in order: those away for long first, then the latest. Where nothing runs, any
 
-`Pins` is the book: at most one pin a program, deadlines, limits. `Retention` decides, as the engine tells it what
-happens to programs. Not here: for how long (`policy`), what sessions keep and who keeps a row (`rows`).
+`Pins` is the index of the pins: deadlines, order, limits. `Retention` decides, as the engine reports what happens to
+programs. Not here: for how long (`policy`), the histories of sessions and the rows that programs keep (`programs`).
 """
 
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import count
 from typing import Protocol, TypeAlias
 
 from holdfast.replicas.config import EngineConfig, RetentionConfig
-from holdfast.replicas.events import HandleReleased, Notice, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
+from holdfast.replicas.events import Notice, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
 from holdfast.replicas.kv.cache import Freed, KVCache
 from holdfast.replicas.kv.holding import Pin
+from holdfast.replicas.programs import Kind, Program, ProgramKey, ProgramPin, Programs, Rows, Sequence, give_back
 from holdfast.replicas.retention.latency import LatencySnapshot, tool_set
 from holdfast.replicas.retention.policy import Conditions, LoadStats, Pause, policy_of
-from holdfast.replicas.retention.rows import Rows, give_back
-from holdfast.replicas.sequences import Owner, Sequence
 from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.types import Priority
 
 _LOOKED_AT = 16  # pins past their deadline, kept for a turn that waits, that are looked at in one step
 _SLACK = 64  # entries of dropped pins that may stay in a heap of any size
-_PLACES = 65_536  # programs whose cells gave way that are remembered, the oldest forgotten first
 
 Rank: TypeAlias = tuple[float, ...]
 
 
-class Waiting(Protocol):
-    """What is asked of the queue."""
+class Queue(Protocol):
+    """What pins ask of the queue."""
 
     def __len__(self) -> int: ...
-
-    def turns_of(self, owner: Owner) -> list[Sequence]:
-        """The waiting requests of a program."""
-        ...
 
     def reorder(self, sequence: Sequence) -> None:
         """Whether its program has a pin has changed for a waiting request, and with it maybe its place."""
@@ -69,75 +61,33 @@ class Ranking(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
-class ProgramPin:
-    """What a turn left pinned, or work ahead for a handle, which is the `owner` then.
-
-    `request_id` is the turn, `turn` its number in the program, `since` when it ended. `run_turn` counts from 1 after
-    the program's last answer. `arrival` is the program's; `live` until it is dropped. From `lapse` on it is worth less
-    than what it holds to whoever is short of that, as far as that was known when it was `paused`; from `away` on its
-    next turn is far off. No two pins have one `number`.
-    """
-
-    owner: Owner
-    program: Owner
-    pin: Pin
-    arrival: float
-    request_id: str
-    turn: int
-    run_turn: int
-    since: float
-    deadline: float
-    number: int
-    priority: Priority = Priority.INTERACTIVE
-    live: bool = True
-    paused: Pause | None = None
-    lapse: float = math.inf
-    away: float = math.inf
-
-    @property
-    def batch(self) -> bool:
-        return self.priority is Priority.BATCH
-
-    @property
-    def place(self) -> tuple[float, int]:
-        """By arrival, and of those that came at once by who paused later."""
-        return self.arrival, -self.number
-
-
 class Pins:
     """Programs' pins, and the cells they keep: at most one a program, no more than a tenant, or all, may keep.
 
-    Waiting turns of a program know whether it has a pin, or kept its place when that gave way, and stand where the
-    order puts them then.
+    Waiting turns of a program know whether it has a pin, or kept its place when that gave way; the order places them by
+    that. `by_arrival`: as of `Ranking`.
     """
 
-    def __init__(self, config: RetentionConfig, cache: KVCache, waiting: Waiting, *, by_arrival: bool = True) -> None:
-        """`by_arrival`: as of `Ranking`."""
+    def __init__(self, config: RetentionConfig, cache: KVCache, queue: Queue, *, by_arrival: bool = True) -> None:
         cells = cache.pool.total * cache.page_size
         self._most = int(cells * config.share)
         self._most_of_tenant = int(cells * config.tenant_share)
         self._cache = cache
-        self._waiting = waiting
-        self._pins: dict[Owner, ProgramPin] = {}
-        self._handles: dict[Owner, dict[ProgramPin, None]] = {}  # those of handles, by program
+        self._queue = queue
+        self._n = 0
         self._due = _Heap()  # by deadline
         self._by_arrival = by_arrival
         self._numbers = count()
         self._lines: dict[tuple[Priority, str], list[tuple[float, int, ProgramPin]]] = {}  # each by `place`
         self._lapsing = _Heap()  # by when they lapse
         self._overdue: dict[ProgramPin, None] = {}  # past their deadline, for a turn of theirs waits
-        self._places: OrderedDict[Owner, float] = OrderedDict()  # of programs whose pins gave way: as of `place`
 
     def __len__(self) -> int:
-        return len(self._pins)
+        return self._n
 
     def __iter__(self) -> Iterator[ProgramPin]:
-        """Of the pins there are now. Any thread may ask."""
-        return iter(list(self._pins.values()))
-
-    def __contains__(self, owner: Owner | None) -> bool:
-        return owner in self._pins
+        """The pins there are now. Any thread may ask."""
+        return iter([pin for line in list(self._lines.values()) for *_, pin in line.copy()])
 
     @property
     def cells(self) -> int:
@@ -146,18 +96,6 @@ class Pins:
 
     def cells_of(self, tenant: str) -> int:
         return self._cache.cells.soft_pinned_of(tenant)
-
-    def place(self, owner: Owner | None) -> float:
-        """Until when a turn of a program whose pin gave way stands where it would with that; -inf: it does not."""
-        return self._places.get(owner, -math.inf) if owner is not None else -math.inf
-
-    def leave(self, owner: Owner | None) -> None:
-        """A program needs no place any more: it runs, or is over."""
-        if owner is not None:
-            self._places.pop(owner, None)
-
-    def find(self, owner: Owner | None) -> ProgramPin | None:
-        return self._pins.get(owner) if owner is not None else None
 
     def behind(self, to: Rank | None, rank: Callable[[ProgramPin], Rank]) -> Iterator[ProgramPin]:
         """Those of a greater `rank`, an order's, than `to`; None: all. Looks at one more of each line."""
@@ -189,53 +127,28 @@ class Pins:
             self._lapsing.push(*each)
         return found
 
-    def add(self, sequence: Sequence, owner: Owner, pin: Pin, now: float, deadline: float) -> int:
+    def add(self, sequence: Sequence, pin: Pin, now: float, deadline: float) -> int:
         """Enter the `pin` on what `sequence` left in the tree, in place of what its program had pinned before.
 
         Returns how many pins were dropped because its tenant's, or all, would have kept too much; its own may be
         one of them.
         """
-        before = self._pins.get(owner)
-        if before is not None:
-            self.drop(before)
-        submit = sequence.submit
+        program, submit = sequence.program, sequence.submit
+        assert program is not None, sequence.request_id
+        if program.pin is not None:
+            self.drop(program.pin)
         turn = submit.program_turns + 1
-        run_turn = turn - submit.answered_turns
-        program = Owner(submit.scope, submit.program_id, session=False)
-        each = ProgramPin(
-            owner,
-            program,
-            pin,
-            submit.program_arrival,
-            submit.request_id,
-            turn,
-            run_turn,
-            now,
-            deadline,
-            next(self._numbers),
-            submit.priority,
+        run_turn, arrival, number = turn - submit.answered_turns, submit.program_arrival, next(self._numbers)
+        program.pin = each = ProgramPin(
+            program, pin, arrival, submit.request_id, turn, run_turn, now, deadline, number, submit.priority
         )
-        self._pins[owner] = each
-        if owner.is_handle:
-            self._handles.setdefault(program, {})[each] = None
+        self._n += 1
+        if program.parent is not None:
+            program.parent.handles.append(program)
         self._due.push(deadline, each)
         insort(self._lines.setdefault(self._line(each), []), (*each.place, each))
-        self._mark(owner, pinned=True)
-        return self._keep_within_limits(owner.scope)
-
-    def awaited(self, pin: ProgramPin) -> bool:
-        """Whether a turn of its program waits already."""
-        return bool(self._waiting.turns_of(pin.program))
-
-    def lengthen(self, pin: ProgramPin, more: Pin) -> int:
-        """A pin keeps what `more` does from now on. Returns how many were dropped, as `add` does."""
-        before, pin.pin = pin.pin, more
-        give_back(self._cache.unpin, before)
-        return self._keep_within_limits(pin.owner.scope)
-
-    def of_handles(self, program: Owner) -> list[ProgramPin]:
-        """What is kept for a program under handles."""
-        return list(self._handles.get(program, ())) if self._handles else []
+        self._mark(program, pinned=True)
+        return self._keep_within_limits(each.scope)
 
     def until(self, pin: ProgramPin, deadline: float) -> None:
         """Give a pin another deadline."""
@@ -248,12 +161,11 @@ class Pins:
         """Give a pin's cells back. `place`: those turns of its program that wait, or come by then, stand where they
         would with the pin.
         """
-        del self._pins[pin.owner]
-        if pin.owner.is_handle:
-            del self._handles[pin.program][pin]
-            if not self._handles[pin.program]:
-                del self._handles[pin.program]
-        pin.live = False
+        program, pin.live = pin.program, False
+        program.pin = None
+        self._n -= 1
+        if program.parent is not None:
+            program.parent.handles.remove(program)
         line = self._lines[self._line(pin)]
         del line[bisect_left(line, pin.place)]
         if not line:
@@ -263,16 +175,14 @@ class Pins:
         self._lapsing.trim(len(self))
         give_back(self._cache.unpin, pin.pin)
         if place is None:
-            self._mark(pin.owner, pinned=False)
-            return
-        self._places[pin.owner] = place
-        if len(self._places) > _PLACES:
-            self._places.popitem(last=False)
+            self._mark(program, pinned=False)
+        else:
+            program.first_until = place
 
     @property
     def due(self) -> float | None:
         """When `expired` may find something next; None: never. What is kept for turns that wait does not count."""
-        if self._overdue and not len(self._waiting):  # the turns that they were kept for went away unserved
+        if self._overdue and not len(self._queue):  # the turns that they were kept for went away unserved
             return min(pin.deadline for pin in self._overdue)
         while (top := self._due.top()) is not None and top[0] != top[1].deadline:
             self._due.pop()  # it was given another one since
@@ -286,7 +196,7 @@ class Pins:
         found: dict[ProgramPin, None] = {}
         for pin in list(self._overdue)[:_LOOKED_AT] if self._overdue else ():
             del self._overdue[pin]
-            if self._waiting.turns_of(pin.program):
+            if pin.awaited:
                 self._overdue[pin] = None  # behind the others
             else:
                 found[pin] = None
@@ -295,7 +205,7 @@ class Pins:
             deadline, pin = top
             if pin.deadline != deadline or pin in self._overdue or pin in found:
                 continue  # it was given another one since, or the same again
-            if self._waiting.turns_of(pin.program):
+            if pin.awaited:
                 self._overdue[pin] = None
             else:
                 found[pin] = None
@@ -305,20 +215,20 @@ class Pins:
         """Drop pins until the others keep no more than they may, the latest first; not those that others keep whole."""
         before = len(self)
         while self.cells_of(tenant) > min(self._most_of_tenant, self._cache.cells.may_pin(tenant)):
-            own = (pin for pin in self if pin.owner.scope == tenant)
-            self.drop(max(own, key=lambda pin: (_keeps_alone(pin), pin.arrival)))
+            own = (pin for pin in self if pin.scope == tenant)
+            self.drop(max(own, key=lambda pin: (_keeps_alone(pin), pin.arrival, -pin.number)))
         while self.cells > self._most:
-            self.drop(max(self, key=lambda pin: (_keeps_alone(pin), pin.batch, pin.arrival)))
+            self.drop(max(self, key=lambda pin: (_keeps_alone(pin), pin.batch, pin.arrival, -pin.number)))
         return before - len(self)
 
     def _line(self, pin: ProgramPin) -> tuple[Priority, str]:
         """Pins whose order among each other never changes."""
-        return pin.priority, "" if self._by_arrival else pin.owner.scope
+        return pin.priority, "" if self._by_arrival else pin.scope
 
-    def _mark(self, owner: Owner, *, pinned: bool) -> None:
-        for sequence in self._waiting.turns_of(owner):
+    def _mark(self, program: Program, *, pinned: bool) -> None:
+        for sequence in program.waiting:
             sequence.pinned = pinned
-            self._waiting.reorder(sequence)
+            self._queue.reorder(sequence)
 
 
 def _keeps_alone(pin: ProgramPin) -> bool:
@@ -351,25 +261,27 @@ class _Heap:
 
 
 class Retention:
-    """Decides what stays pinned, and gives way. `rows` says how many cells idle sessions keep."""
+    """Decides which cells stay pinned for programs between their turns, and which give way."""
 
     def __init__(
         self,
         config: EngineConfig,
         cache: KVCache,
+        programs: Programs,
         rows: Rows,
-        waiting: Waiting,
+        queue: Queue,
         ranking: Ranking,
-        learned: LoadStats,
+        load: LoadStats,
         stats: EngineStats,
     ) -> None:
-        self.pins = Pins(config.retention, cache, waiting, by_arrival=ranking.by_arrival)
+        self.pins = Pins(config.retention, cache, queue, by_arrival=ranking.by_arrival)
         self._ranking = ranking
         self._config = config.retention
         self._policy = policy_of(config.retention)
         self._active = config.retention.policy != "none" and (config.prefix_cache or config.sessions)
-        self._learned = learned
+        self._load = load
         self._cache = cache
+        self._programs = programs
         self._rows = rows
         self._stats = stats
         self._now = 0.0  # of the step, or of what was last heard
@@ -378,105 +290,115 @@ class Retention:
 
     def arrived(self, sequence: Sequence) -> None:
         """A request comes in, before it is put in the queue."""
-        pin = self.pins.find(sequence.owner)
-        place = self._first_until(pin, lost=False) if pin is not None else self.pins.place(sequence.owner)
-        sequence.pinned = sequence.arrived <= place
-        if sequence.owner is not None and not sequence.background:
-            self._learned.pauses.ended(sequence.owner, sequence.arrived)
-        if sequence.submit.program_turns and self._active and not sequence.background:
+        program = sequence.program
+        pin = program.pin if program is not None else None
+        if pin is not None:
+            sequence.pinned = sequence.arrived <= self._first_until(pin, lost=False)
+        elif program is not None:
+            sequence.pinned = sequence.arrived <= program.first_until
+        if sequence.background:
+            return
+        if program is not None:
+            self._end_pause(program, sequence.arrived, returned=True)
+        if sequence.submit.program_turns and self._active:
             if pin is not None:
                 self._stats.pin_hits += 1
-                self._learned.returned(pin.pin.length, sequence.arrived)
+                self._load.returned(pin.pin.length, sequence.arrived)
             else:
                 self._stats.pin_misses += 1
 
     def begins(self, sequence: Sequence, now: float) -> bool:
         """A sequence gets its cells now: its program's pin, if there is one, is given back. Whether there was one.
 
-        Work ahead leaves it where it is, for the turn that is to come.
+        A prefill ahead of a turn leaves it where it is, for that turn.
         """
+        program = sequence.program
         if sequence.background:
             return False
-        pin = self.pins.find(sequence.owner)
-        self.pins.leave(sequence.owner)
+        pin = program.pin if program is not None else None
+        if program is not None:
+            program.first_until = -math.inf
         if pin is not None:
             self.pins.drop(pin)
         elif sequence.submit.program_turns and sequence.scheduled is None:
-            self._learned.waited(now - sequence.arrived)
+            self._load.waited(now - sequence.arrived)
         return pin is not None
 
     def found(self, sequence: Sequence) -> None:
-        """A turn has its cached prefix: what was kept under handles, and is a part of that, has done its work."""
-        if sequence.owner is not None:
-            for pin in self.pins.of_handles(sequence.owner):
-                if self._cache.contains(sequence.the_holding, pin.pin):
-                    self.pins.drop(pin)
+        """A turn has its cached prefix: handles whose cells are a part of that are not needed any more."""
+        for handle in list(sequence.program.handles) if sequence.program is not None else ():
+            if handle.pin is not None and self._cache.contains(sequence.the_holding, handle.pin.pin):
+                self.pins.drop(handle.pin)
 
     def wants(self, sequence: Sequence) -> bool:
         """Whether a finished sequence leaves cells that a next turn of its program may come back for."""
-        owner, background = sequence.owner, sequence.submit.background
+        program, background = sequence.program, sequence.submit.background
+        if program is None or program.key.kind is Kind.SESSION:
+            return False
         if background is not None:
-            return background.keep_s > 0.0 if background.handle else owner in self.pins
-        return owner is not None and not owner.session and self._active and not sequence.submit.program_end
+            return background.keep_s > 0.0
+        return self._active and not sequence.submit.program_end
 
     def paused(self, sequence: Sequence, pin: Pin, now: float) -> None:
-        """A program's turn is over, its cells have a `pin`: keep that until it is known what the turn called. What work
-        ahead leaves is kept as long as its handle says, or as what it goes on from.
+        """A turn is over and its cells have a `pin`: keep it until it is known what the turn called. Cells of a handle
+        are kept as long as the client said.
         """
-        assert sequence.owner is not None
-        background, kept = sequence.submit.background, self.pins.find(sequence.owner)
-        if background is not None and not background.handle:
-            assert kept is not None, "work ahead leaves a pin only where there is one"
-            refused = self.pins.lengthen(kept, pin)
-        else:
-            keep_s = self._config.settle_s if background is None else background.keep_s
-            refused = self.pins.add(sequence, sequence.owner, pin, now, now + keep_s)
-        self._stats.pins_refused += refused
+        background = sequence.submit.background
+        keep_s = self._config.settle_s if background is None else background.keep_s
+        self._stats.pins_refused += self.pins.add(sequence, pin, now, now + keep_s)
 
     def notice(self, notice: Notice, now: float) -> None:
         """Something about programs that pause. What comes too late is ignored."""
         self.expire(now)
+        if isinstance(notice, ToolLatencies):
+            self._load.latency = notice.latency
+            return
+        if isinstance(notice, TurnEnded) and notice.last:
+            self._load.turns.ended(notice.run_turn)
+        key = ProgramKey.noticed(notice)
+        program = self._programs.find(key) if key is not None else None
+        if program is None:
+            return
+        pin = program.pin
         if isinstance(notice, TurnEnded):
-            self._turn_ended(notice)
-        elif isinstance(notice, ProgramEnded):
-            program = Owner(notice.scope, notice.program_id, session=False)
-            self._learned.pauses.forget(program, now)
-            self.pins.leave(program)
-            pin = self.pins.find(program)
             if pin is not None:
-                self._learned.turns.ended(pin.run_turn)
-                self.pins.drop(pin)
-            for each in self.pins.of_handles(program):
-                self.pins.drop(each)
+                self._turn_ended(notice, pin)
         elif isinstance(notice, ProgramExpected):
-            pin = self.pins.find(Owner(notice.scope, notice.program_id, session=False))
             if pin is not None:
                 self.pins.until(pin, max(pin.deadline, now + min(notice.seconds, self._config.most_s)))
-        elif isinstance(notice, HandleReleased):
-            pin = self.pins.find(Owner.handle(notice.scope, notice.handle))
+        else:
+            self._end_pause(program, now, returned=False)
+            program.first_until = -math.inf
             if pin is not None:
+                if isinstance(notice, ProgramEnded):
+                    self._load.turns.ended(pin.run_turn)
                 self.pins.drop(pin)
-        elif isinstance(notice, ToolLatencies):
-            self._learned.latency = notice.latency
+            for handle in list(program.handles):
+                if handle.pin is not None:
+                    self.pins.drop(handle.pin)
 
-    def _turn_ended(self, ended: TurnEnded) -> None:
+    def _end_pause(self, program: Program, now: float, *, returned: bool) -> None:
+        if program.pause is not None:
+            self._load.pauses.ended(program.pause, now, returned=returned)
+            program.pause = None
+
+    def _turn_ended(self, ended: TurnEnded, pin: ProgramPin) -> None:
         """Keep the turn's cells as long as that is worth it, from its end on.
 
         The last turn lets go of its program's cells whichever branch left them, unless that was a later turn's.
         """
-        if ended.last:
-            self._learned.turns.ended(ended.run_turn)
-        pin = self.pins.find(Owner(ended.scope, ended.program_id, session=False))
-        if pin is None:
-            return
         if pin.request_id != ended.request_id and not (ended.last and pin.turn <= ended.turn):
             return
         pin.paused = Pause(ended.scope, tool_set(ended.tools), pin.pin.length, pin.run_turn)
-        if not ended.last and not self.pins.awaited(pin):
-            self._learned.pauses.began(pin.program, ended.scope, pin.paused.tools, pin.since)
+        if ended.last:
+            self.pins.drop(pin)
+            return
+        if not pin.awaited:
+            self._end_pause(pin.program, pin.since, returned=False)
+            pin.program.pause = self._load.pauses.began(ended.scope, pin.paused.tools, pin.since)
         known = self._known
-        ttl = 0.0 if ended.last else self._policy.ttl(pin.paused, *known)
-        if self._policy.yielding and not ended.last:
+        ttl = self._policy.ttl(pin.paused, *known)
+        if self._policy.yielding:
             self._stats.pins += 1
             self.pins.until(pin, pin.since + self._config.most_s)
             self.pins.lapses(pin, pin.since + ttl)
@@ -491,8 +413,8 @@ class Retention:
     def _known(self) -> tuple[LatencySnapshot, Conditions]:
         """What the policy may know, as things are now."""
         # What is kept for programs and for idle sessions waits for nobody.
-        busy = max(self._cache.cells.active - self._rows.sessions.idle, 0)
-        return self._learned.latency, self._learned.conditions(busy, self.pins.cells, self._now)
+        busy = max(self._cache.cells.active - self._rows.idle_session_cells, 0)
+        return self._load.latency, self._load.conditions(busy, self.pins.cells, self._now)
 
     # ---- pins come to their end ----
 
@@ -509,7 +431,7 @@ class Retention:
             self.pins.drop(pin)
 
     def give_way(
-        self, to: Sequence | None, besides: Owner | None = None, whose: Callable[[str], bool] = lambda _: True
+        self, to: Sequence | None, besides: Program | None = None, whose: Callable[[str], bool] = lambda _: True
     ) -> bool:
         """Drop a pin that has lapsed, if there is one; else one that comes behind `to` in order; None: any.
 
@@ -525,7 +447,7 @@ class Retention:
         to: Sequence | None,
         freed: Freed,
         enough: Callable[[Freed], bool],
-        besides: Owner | None = None,
+        besides: Program | None = None,
         whose: Callable[[str], bool] = lambda _: True,
     ) -> list[ProgramPin] | None:
         """Pins that have to give way, in the order of `give_way`, until what is `freed` is `enough`; None where all of
@@ -552,19 +474,19 @@ class Retention:
         """These give way."""
         for pin in pins:
             self._stats.pins_given_way += 1
-            keeps_place = self._policy.yielding and not pin.owner.is_handle
+            keeps_place = self._policy.yielding and pin.program.parent is None
             self.pins.drop(pin, place=min(self._first_until(pin, lost=True), pin.away) if keeps_place else None)
 
     def _giving_way(
-        self, to: Sequence | None, besides: Owner | None, whose: Callable[[str], bool]
+        self, to: Sequence | None, besides: Program | None, whose: Callable[[str], bool]
     ) -> Iterator[ProgramPin]:
         """The pins that may give way, the first one first."""
         told: set[ProgramPin] = set()
 
         def may(pin: ProgramPin) -> bool:
-            return pin not in told and pin.program != besides and whose(pin.owner.scope)
+            return pin not in told and pin.returns is not besides and whose(pin.scope)
 
-        while (pin := self._lapsed(lambda pin: may(pin) and not self.pins.awaited(pin))) is not None:
+        while (pin := self._lapsed(lambda pin: may(pin) and not pin.awaited)) is not None:
             told.add(pin)
             yield pin
         rank = (to.batch, *self._ranking.rank(to)) if to is not None else None
@@ -608,4 +530,4 @@ class Retention:
         return (*tenant, 1.0, -pin.away) if pin.away <= self._now else (*tenant, 0.0, arrival)
 
     def _rank(self, pin: ProgramPin) -> Rank:
-        return (pin.batch, *self._ranking.pin_rank(pin.owner.scope, pin.arrival, pin.priority))
+        return (pin.batch, *self._ranking.pin_rank(pin.scope, pin.arrival, pin.priority))

@@ -24,13 +24,11 @@ from holdfast.replicas.events import Event, Rejected, Submit
 from holdfast.replicas.kv.cache import Freed, KVCache
 from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.kv.radix import Prefix
+from holdfast.replicas.programs import ProgramPin, Programs, Sequence, Status
 from holdfast.replicas.requests import GenerateRequest
-from holdfast.replicas.retention.pins import ProgramPin
+from holdfast.replicas.scheduling.batch import Running, StepBuilder, Terminator
 from holdfast.replicas.scheduling.queue import Line, Order, WaitingQueue
-from holdfast.replicas.scheduling.running import Ends, Running
 from holdfast.replicas.scheduling.shares import Bounds, Classes
-from holdfast.replicas.scheduling.step import StepBuilder
-from holdfast.replicas.sequences import Sequence, Status
 from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.types import common_prefix
 
@@ -93,15 +91,17 @@ class Admission:
         self,
         config: EngineConfig,
         cache: KVCache,
+        programs: Programs,
         running: Running,
         waiting: WaitingQueue,
         classes: Classes,
-        ends: Ends,
+        ends: Terminator,
         order: Order,
         stats: EngineStats,
     ) -> None:
         self._config = config
         self._cache = cache
+        self._programs = programs
         self._running = running
         self._budget = Budget.of(config)
         self._stats = stats
@@ -228,8 +228,7 @@ class Admission:
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         self._stats.not_begun[counted] += 1
-        if sequence.background:
-            self._running.ahead.end(sequence)
+        self._programs.end(sequence)
         self._order.left(sequence)
         sequence.move(Status.ENDED)
         return Rejected(sequence.request_id, why)
@@ -239,7 +238,7 @@ class Admission:
         room = self._budget.ceiling - self._running.cells_pinned
         if not self._cache.tree.tenants.any:
             return room
-        return min(room, self._cache.cells.may_pin(tenant) - self._running.rows.sessions.of(tenant))
+        return min(room, self._cache.cells.may_pin(tenant) - self._running.rows.session_cells_of(tenant))
 
     def admit(self, builder: StepBuilder, now: float) -> None:
         """Start waiting sequences, in order, while a row and the cell budget are there.
@@ -357,7 +356,7 @@ class Admission:
         # What pins alone keep for programs that pause gives way to those who run; what this one reads of it is its own.
         taken = self._cache.cells.active + self._cache.cells.inactive_in(prefix)
         alone = not len(self._running) and not sequence.background
-        if not self._running.rows.has_row(sequence.owner):
+        if not self._running.rows.has_row(sequence.program):
             return Held.ALL
         if not within:
             if not self._budget.admits(taken + this.needed, need, alone=alone):
@@ -388,7 +387,7 @@ class Admission:
         nothing of its own runs.
         """
         cells, scope = self._cache.cells, sequence.submit.scope
-        retention, owner = self._running.retention, sequence.owner
+        retention, program = self._running.retention, sequence.program
         tenants, size = self._cache.tree.tenants, self._config.page_size
         alone, freed = not len(self._running), Freed(size, prefix)
         leaving: list[ProgramPin] = []
@@ -399,7 +398,7 @@ class Admission:
             def below(freed: Freed) -> bool:
                 return over <= freed.pages[scope] * size
 
-            found = retention.leaving(None if first else sequence, freed, below, besides=owner, whose=scope.__eq__)
+            found = retention.leaving(None if first else sequence, freed, below, besides=program, whose=scope.__eq__)
             if found is None and not first:
                 return Held.TENANT
             if found is None:
@@ -417,7 +416,7 @@ class Admission:
             found = None
             if not sequence.background:
                 helps, to = self._running.helping(sequence, -(-need // size)), None if alone else sequence
-                found = retention.leaving(to, freed, enough, besides=owner, whose=helps)
+                found = retention.leaving(to, freed, enough, besides=program, whose=helps)
             if found is None and (sequence.background or not alone):
                 return Held.ALL if wanted > cells.available + freed.total * size else Held.TENANT
             leaving += found or ()

@@ -5,14 +5,13 @@ of the calls to it.
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.plan import Chunk, StepPlan
-from holdfast.replicas.scheduling.step import Step
-from holdfast.replicas.sequences import Sequence, Status
+from holdfast.replicas.programs import Sequence, Status
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter, DraftState
 from holdfast.replicas.types import TokenIds
 
@@ -107,8 +106,8 @@ class Drafts:
         if state is not None:
             self._ended.append((state, sequence.n_prompt))
 
-    def catch_up(self, step: Step) -> None:
-        """While `step` runs: remember the completions of those that have ended, read the prompts that it ends.
+    def catch_up(self, sequences: Iterable[Sequence], chunks: Iterable[Chunk]) -> None:
+        """While a step of these runs: remember the completions of those that have ended, read the prompts that it ends.
 
         Nothing is read where behind the token that it draws there is no room for drafts.
         """
@@ -120,7 +119,7 @@ class Drafts:
         self._ended.clear()
         if not self.active:
             return
-        for sequence, chunk in zip(step.sequences, step.plan.chunks, strict=True):
+        for sequence, chunk in zip(sequences, chunks, strict=True):
             room = len(sequence.buffer) - sequence.length > 2
             if room and chunk.draw is not None and sequence.status is Status.RUNNING:
                 self._state(sequence)

@@ -19,8 +19,8 @@ from typing import TypeAlias
 from holdfast.replicas.config import OrderName
 from holdfast.replicas.events import Submit
 from holdfast.replicas.plan import Chunk
+from holdfast.replicas.programs import ProgramKey, Sequence
 from holdfast.replicas.scheduling.shares import TENANTS, Classes, Contended, Roots, Shares
-from holdfast.replicas.sequences import Owner, Sequence
 from holdfast.replicas.stats import Mean
 from holdfast.replicas.types import RANKS, Priority
 
@@ -161,26 +161,27 @@ class PlasOrder(Order):
         self._ends = [quantum_s * factor**i for i in range(levels - 1)]
         self._patience = patience
         self._programs = programs
-        self._attained: OrderedDict[Owner, float] = OrderedDict()
+        self._attained: OrderedDict[ProgramKey, float] = OrderedDict()
 
     def key(self, sequence: Sequence) -> Key:
         level = sum(sequence.attained_s >= end for end in self._ends)
         return (level, sequence.arrived, sequence.number)
 
     def arrive(self, sequence: Sequence, *, alone: bool = False) -> None:
-        if sequence.owner is not None:
-            sequence.attained_s = self._attained.get(sequence.owner, 0.0)
+        key = ProgramKey.of(sequence.submit)
+        if key is not None:
+            sequence.attained_s = self._attained.get(key, 0.0)
 
     def serve(
         self, sequences: Sequences, chunks: Chunks, seconds: float, waiting: Mapping[Priority, int] = _NOBODY
     ) -> None:
         for sequence in sequences:
             sequence.attained_s += seconds
-            owner = sequence.owner
-            if owner is None:
+            key = ProgramKey.of(sequence.submit)
+            if key is None:
                 continue
-            self._attained[owner] = self._attained.get(owner, 0.0) + seconds
-            self._attained.move_to_end(owner)
+            self._attained[key] = self._attained.get(key, 0.0) + seconds
+            self._attained.move_to_end(key)
             if len(self._attained) > self._programs:
                 self._attained.popitem(last=False)
 
@@ -325,7 +326,6 @@ class WaitingQueue:
         self._arrivals: deque[tuple[float, Sequence]] = deque()  # since when each waits
         self._unseen: list[Sequence] = []  # sessions' operations that no step has found here yet
         self._entries: dict[str, tuple[Ticket, Sequence]] = {}  # by request id; only this ticket counts
-        self._turns: dict[Owner, list[Sequence]] = {}
         self.tokens = 0  # in the prompts of all that wait
         self.tokens_ahead = 0  # of these, in work ahead
 
@@ -351,15 +351,15 @@ class WaitingQueue:
         """
         if not sequence.preempted:  # what has been started is neither timed out nor promoted
             self._order.arrive(sequence, alone=not self.waiting[sequence.submit.priority])
-            if sequence.owner is not None and sequence.owner.session:
+            if sequence.submit.session is not None:
                 self._unseen.append(sequence)
             else:
                 self._arrivals.append((sequence.arrived, sequence))
             due = self._order.due(sequence)
             if due is not None:
                 heapq.heappush(self._due, (due, sequence.number, sequence))
-        if sequence.owner is not None:
-            self._turns.setdefault(sequence.owner, []).append(sequence)
+        if sequence.program is not None:
+            sequence.program.waiting.append(sequence)
         self._place(sequence)
 
     def head(self, passed: Collection[Line] = ()) -> Sequence | None:
@@ -421,15 +421,8 @@ class WaitingQueue:
         del self._entries[sequence.request_id]
         self._count(sequence, -1)
         self._first = self._heads = None
-        if sequence.owner is not None:
-            turns = self._turns[sequence.owner]
-            turns.remove(sequence)
-            if not turns:
-                del self._turns[sequence.owner]
-
-    def turns_of(self, owner: Owner) -> list[Sequence]:
-        """The waiting requests of a program or session."""
-        return list(self._turns.get(owner, ()))
+        if sequence.program is not None:
+            sequence.program.waiting.remove(sequence)
 
     def promote(self, now: float) -> None:
         """Promote those that were passed over too long by `now`, the beginning of a step."""

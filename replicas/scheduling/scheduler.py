@@ -8,24 +8,30 @@ import math
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import HoldfastError
-from holdfast.replicas.events import Event, FinishReason, Notice, ProgramEnded, ServedElsewhere, Tokens, TurnEnded
+from holdfast.replicas.events import (
+    Event,
+    FinishReason,
+    HandleReleased,
+    Notice,
+    ProgramEnded,
+    ServedElsewhere,
+    Tokens,
+    TurnEnded,
+)
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.plan import Chunk, Drawn, StepOutput
+from holdfast.replicas.programs import ProgramKey, Programs, Rows, Sequence, SequencePool, Status
 from holdfast.replicas.requests import Started
 from holdfast.replicas.retention.pins import Retention
 from holdfast.replicas.retention.policy import LoadStats, RestoreCost
-from holdfast.replicas.retention.rows import Rows
 from holdfast.replicas.scheduling.admission import Admission
-from holdfast.replicas.scheduling.ahead import WorkAhead
+from holdfast.replicas.scheduling.batch import NO_ROOM, Running, Step, StepBuilder, Terminator, as_if_over
 from holdfast.replicas.scheduling.drafts import Drafts, check_grammar, fitting
 from holdfast.replicas.scheduling.queue import Order, WaitingQueue
-from holdfast.replicas.scheduling.running import NO_ROOM, Ends, Running
 from holdfast.replicas.scheduling.shares import Classes
-from holdfast.replicas.scheduling.step import Step, StepBuilder, as_if_over
-from holdfast.replicas.sequences import Owner, Sequence, SequencePool, Status
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter
 from holdfast.replicas.stats import OTHERS, EngineStats, Occupancy
-from holdfast.replicas.types import Origin, Priority
+from holdfast.replicas.types import Origin, Priority, common_prefix
 
 _TENANTS = 200  # whose seconds are counted apart
 _UNBOUNDED = 1 << 62
@@ -44,6 +50,7 @@ class Scheduler:
         config: EngineConfig,
         cache: KVCache,
         pool: SequencePool,
+        programs: Programs,
         drafter: Drafter,
         order: Order,
         stats: EngineStats,
@@ -59,13 +66,15 @@ class Scheduler:
         self._high_water = int(config.cells * config.high_water)
         self._classes = Classes(config.batch_share)
         self._waiting = waiting = WaitingQueue(order, self._classes)
-        self.ahead = WorkAhead(stats)
-        self.rows = Rows(cache, pool, park=config.sessions, share=config.prefix_cache)
-        self.retention = Retention(config, cache, self.rows, waiting, order, learned, stats)
-        self._running = Running(cache, self.rows, order, stats, self.retention, self.ahead, tags=config.kv_tags)
+        self._programs = programs
+        self.rows = Rows(cache, pool, programs, keep=config.sessions, share=config.prefix_cache)
+        self.retention = Retention(config, cache, programs, self.rows, waiting, order, learned, stats)
+        self._running = Running(cache, programs, self.rows, order, stats, self.retention, tags=config.kv_tags)
         self.drafts = Drafts(drafter)
-        self.ends = Ends(self._running, waiting, self.drafts, order, stats, events)
-        self.admission = Admission(config, cache, self._running, waiting, self._classes, self.ends, order, stats)
+        self.ends = Terminator(programs, self._running, waiting, self.drafts, order, stats, events)
+        self.admission = Admission(
+            config, cache, programs, self._running, waiting, self._classes, self.ends, order, stats
+        )
 
     # ---- requests come and go ----
 
@@ -74,25 +83,28 @@ class Scheduler:
         return len(self._running) > 0 or len(self.admission) > 0
 
     def add(self, sequence: Sequence, now: float) -> None:
-        for overtaken in self.ahead.overtaken(sequence):
-            self.ends.finish(overtaken, "stop", now)
-        if sequence.background:
-            self.ahead.begin(sequence)
+        for prefill in overtaken(sequence):
+            self.ends.finish(prefill, "stop", now)
+        self._programs.begin(sequence)
         self.retention.arrived(sequence)
         self.admission.push(sequence)
 
     def take_notice(self, notice: Notice, now: float) -> None:
         """Something about programs that pause."""
-        for sequence in self.ahead.meant(notice):
-            self.ends.abort(sequence, now)
         if isinstance(notice, ServedElsewhere):
             self._order.learn(notice.seconds)
             return
+        key = ProgramKey.noticed(notice)
+        program = self._programs.find(key) if key is not None else None
+        if program is not None and isinstance(notice, ProgramEnded | HandleReleased):
+            for prefill in list((program.parent or program).ahead):
+                if program in (prefill.program, prefill.returns):
+                    self.ends.abort(prefill, now)
         self.retention.notice(notice, now)
-        if isinstance(notice, ProgramEnded):
-            self._running.ended(Owner(notice.scope, notice.program_id, session=False))
-        if isinstance(notice, ProgramEnded) or (isinstance(notice, TurnEnded) and notice.last):
-            self.ahead.over(Owner(notice.scope, notice.program_id, session=False))
+        if program is not None and isinstance(notice, ProgramEnded):
+            self._running.program_ended(program)
+        elif program is not None and isinstance(notice, TurnEnded) and notice.last:
+            self._programs.use_prefilled(program, 0)
 
     def everything(self) -> list[Sequence]:
         return [*self._running, *self.admission]
@@ -108,7 +120,7 @@ class Scheduler:
             cells_free=cells.free,
             cells_tree=cells.tree,
             cells_held=cells.held,
-            rows_parked=self.rows.parked,
+            rows_parked=self.rows.kept,
             cells_host=cells.host_used,
             reload_cells_per_s=self._running.reloads.speed.cells_per_s,
             pins=len(self.retention.pins),
@@ -116,7 +128,7 @@ class Scheduler:
             cells_raised=self._cache.tree.queue.raised * self._config.page_size,
             tokens_waiting=self.admission.tokens,
             start_gap_s=self.admission.forecast.gap_s,
-            ahead_running=max(0, len(self.ahead) - ahead_waiting),
+            ahead_running=max(0, self._programs.ahead - ahead_waiting),
             ahead_waiting=ahead_waiting,
             tokens_ahead=self.admission.tokens_ahead,
         )
@@ -463,13 +475,31 @@ class Scheduler:
         return reason
 
 
+def overtaken(coming: Sequence) -> list[Sequence]:
+    """Prefills ahead that end because a request of their program comes: a turn that begins with all they have computed,
+    or another prefill for the same handle.
+
+    A prefill for another handle leaves them alone: it may be shorter, and keeps nothing for theirs.
+    """
+    ahead = coming.returns.ahead if coming.returns is not None else ()
+    return [
+        each for each in ahead if each.program is coming.program or (not coming.background and _continues(coming, each))
+    ]
+
+
+def _continues(coming: Sequence, prefill: Sequence) -> bool:
+    """Whether `coming` goes on from what `prefill` has computed, and has more of it to compute."""
+    shared = common_prefix(coming.tokens, prefill.tokens)
+    return shared >= prefill.n_computed and shared > prefill.n_cached
+
+
 def count_own(stats: EngineStats, sequence: Sequence, tokens: int) -> None:
     """Tokens were computed or drawn for a sequence: counted here where no client sent it."""
     if sequence.submit.origin is not Origin.CLIENT:
         stats.own_tokens[sequence.submit.origin] += tokens
 
 
-def unstick(running: Running, ends: Ends, builder: StepBuilder, sequence: Sequence, now: float) -> None:
+def unstick(running: Running, ends: Terminator, builder: StepBuilder, sequence: Sequence, now: float) -> None:
     """A prompt goes on for lack of cells only once others leave: see that one of those does, where none gets on.
 
     Other tenants may, so that a step is never without work: their ends do not help one at its ceiling, or beside

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from holdfast.replicas.config import DraftConfig, OrderName
 from holdfast.replicas.events import Abort, Finished, HandleReleased, ProgramEnded, Stop, TurnEnded
 from holdfast.replicas.kv.holding import Pin
-from holdfast.replicas.sequences import Sequence
+from holdfast.replicas.programs import Sequence
 from holdfast.replicas.types import CellLimits, Priority
 
 sessions = st.sampled_from("stu")
@@ -210,17 +210,21 @@ class EngineMachine(RuleBasedStateMachine):
     def work_ahead_is_told_once(self) -> None:
         """A token computed ahead was of use, was not, or waits for its turn."""
         if hasattr(self, "world"):
-            ahead, stats = self.world.engine.scheduler.ahead, self.world.engine.stats
+            programs, stats = self.world.engine.programs, self.world.engine.stats
             assert stats.ahead_used + stats.ahead_wasted <= stats.ahead_computed
-            assert len(ahead) == sum(each.background for each in self.world.engine.scheduler.everything())
+            assert programs.ahead == sum(each.background for each in self.world.engine.scheduler.everything())
+            assert programs.ahead == sum(len(program.ahead) for program in programs)
 
     @invariant()
     def histories_are_counted_as_they_are(self) -> None:
         if hasattr(self, "world"):
             rows, size = self.world.engine.scheduler.rows, self.world.config.page_size
-            idle, going = list(rows.sessions._pins), list(rows.sessions._running.values())
-            assert rows.sessions.idle == size * len(history_pages(idle, [], size))
-            assert rows.sessions.total == size * len(history_pages(idle, going, size))
+            sessions = self.world.engine.programs.sessions
+            idle = [each.row.pin for each in sessions if each.row is not None and each.row.pin is not None]
+            going = [each.session.running for each in sessions if each.session.running is not None]
+            going = [each for each in going if each.holding is not None and each.n_history]
+            assert rows.idle_session_cells == size * len(history_pages(idle, [], size))
+            assert rows.session_cells == size * len(history_pages(idle, going, size))
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -241,7 +245,7 @@ class EngineMachine(RuleBasedStateMachine):
         world.step()  # what was kept for programs that did not come back
         world.assert_idle()
         assert world.engine.cache.cells.in_use == 0
-        assert len(world.engine.scheduler.ahead) == len(world.engine.scheduler.retention.pins) == 0
+        assert world.engine.programs.ahead == len(world.engine.scheduler.retention.pins) == 0
         assert sum(world.engine.stats.ended.values()) == len(world.ends)
 
 

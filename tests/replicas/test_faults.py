@@ -13,7 +13,7 @@ from engine_world import World, words
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Stop
 from holdfast.replicas.plan import StepOutput
-from holdfast.replicas.sequences import Sequence
+from holdfast.replicas.programs import Sequence
 
 
 class Faults:

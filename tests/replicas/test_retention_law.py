@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from holdfast.replicas.config import DraftConfig, OrderName, PolicyName, RetentionConfig
 from holdfast.replicas.events import Abort, Finished, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
+from holdfast.replicas.programs import ProgramKey
 from holdfast.replicas.retention.latency import LatencyBook
-from holdfast.replicas.sequences import Owner
 
 programs = st.sampled_from([(scope, program) for scope in ("", "other") for program in "pqrs"])
 NEVER = 1e9
@@ -87,8 +87,8 @@ class RetentionMachine(RuleBasedStateMachine):
             self.world.give(TurnEnded(name, scope, program, tools, last, turn, answered))
             if last:
                 self.answered[scope, program] = self.turns[scope, program]
-                held = self.world.engine.scheduler.retention.pins.find(Owner(scope, program, session=False))
-                assert held is None or held.turn > turn
+                known = self.world.engine.programs.find(ProgramKey(scope, program))
+                assert known is None or known.pin is None or known.pin.turn > turn
 
     @rule(tool=st.sampled_from(["", "ls", "ls,pytest"]), seconds=st.floats(0.0, 30.0), times=st.integers(1, 4))
     def learn(self, tool: str, seconds: float, times: int) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.sequences import Region, SequencePool
+from holdfast.replicas.programs import Region, SequencePool
 
 
 def test_regions_do_not_lend_to_each_other():

@@ -26,9 +26,9 @@ from holdfast.replicas.events import (
 )
 from holdfast.replicas.kv.tags import labels_of
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.programs import Region
 from holdfast.replicas.requests import PartialPrefill, SessionTurn, Started
 from holdfast.replicas.scheduling.queue import FairOrder
-from holdfast.replicas.sequences import Region
 from holdfast.replicas.types import CellLimits, Priority
 
 
@@ -96,10 +96,9 @@ class World:
         self.give(replace(submit, program_end=ends, weight=weight, background=background, labels=labels))
 
     def ahead(self, name: str, prompt: list[int], program: str, handle: str = "", keep_s: float = 60.0, **more) -> None:
-        """Let a prompt be computed ahead."""
-        self.submit(
-            name, prompt, 0, program=program, background=PartialPrefill(handle, keep_s if handle else 0.0), **more
-        )
+        """Let a prompt be computed ahead; without a handle it is kept no longer than it is computed."""
+        background = PartialPrefill(handle or name, keep_s if handle else 0.0)
+        self.submit(name, prompt, 0, program=program, background=background, **more)
 
     def open(self, session: str, scope: str = "") -> str:
         self.histories[scope, session] = []
@@ -191,8 +190,8 @@ class World:
         kept, size = self.engine.scheduler.retention.pins, self.config.page_size
         assert kept.cells == pinned_pages(held.pin for held in kept) * size
         assert kept.cells <= self.config.cells * self.config.retention.share
-        for tenant in {held.owner.scope for held in kept}:
-            own = [held.pin for held in kept if held.owner.scope == tenant]
+        for tenant in {held.scope for held in kept}:
+            own = [held.pin for held in kept if held.scope == tenant]
             assert (
                 kept.cells_of(tenant)
                 == pinned_pages(own) * size

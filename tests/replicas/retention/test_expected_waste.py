@@ -19,6 +19,7 @@ from holdfast.replicas.retention.latency import (
     Pauses,
     SurvivalCounts,
     ToolLatency,
+    ToolPause,
 )
 from holdfast.replicas.retention.policy import (
     Conditions,
@@ -118,14 +119,15 @@ calls = st.tuples(
 def test_it_decides_what_the_plain_formula_does(history, times_, apart_s, others):
     """Whatever has been seen; where two ages waste the same one of them is as good as the other."""
     pauses, book, seen = Pauses(), LatencyBook(), list[tuple[str, float, float]]()
+    lasting: list[ToolPause] = []
     now = apart_s * len(history) * times_
     for number, (name, seconds) in enumerate(history * times_):
         began = apart_s * number
-        pauses.began(number, "acme", name, began)
+        lasting.append(pauses.began("acme", name, began))
         seen.append((name, began, seconds))
-    for number, (name, began, seconds) in enumerate(seen):
+    for pause, (name, began, seconds) in zip(lasting, seen, strict=True):
         if began + seconds <= now:
-            pauses.ended(number, began + seconds)
+            pauses.ended(pause, began + seconds, returned=True)
             book.record("acme", name, seconds)
     known = []
     for key in (None, "shell"):
@@ -277,10 +279,10 @@ def test_pauses_that_are_not_over_are_no_secret():
     rng, now = np.random.default_rng(1), 600.0
     drawn = [(began, 1.0 if rng.random() < 0.5 else 3600.0) for began in np.linspace(0.0, now, 200)]
     pauses, back = Pauses(), LatencyBook()
-    for number, (began, seconds) in enumerate(drawn):
-        pauses.began(number, "acme", "shell", began)
+    for began, seconds in drawn:
+        pause = pauses.began("acme", "shell", began)
         if began + seconds <= now:
-            pauses.ended(number, began + seconds)
+            pauses.ended(pause, began + seconds, returned=True)
             back.record("acme", "shell", seconds)
     assert life_tables([SurvivalCounts.of(back.snapshot().overall)])[0, -1] == 0.0
     known = life_tables([pauses.known(("acme", "shell"), now)])[0]

@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.retention import latency
-from holdfast.replicas.retention.latency import AGES, RECENT, LatencyBook, Pauses, Tally, ToolLatency, tool_set
+from holdfast.replicas.retention.latency import (
+    AGES,
+    RECENT,
+    LatencyBook,
+    Pauses,
+    Tally,
+    ToolLatency,
+    ToolPause,
+    tool_set,
+)
 
 
 @pytest.mark.parametrize(
@@ -106,16 +115,16 @@ def test_what_is_counted_as_pauses_end_is_what_a_list_of_the_latest_says(history
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(latency, "RECENT", recent)
         pauses, all_, clock = Pauses(), list[Interval](), 0.0
+        lasting: dict[str, ToolPause] = {}
         for what, whose, tools, wait_s in history:
             clock += wait_s
             last = next((each for each in all_ if each.whose == whose and each.until is None), None)
             if last is not None:  # a program has one pause at a time
                 last.until, last.over = clock, what == "ended"
+                pauses.ended(lasting.pop(whose), clock, returned=last.over)
             if what == "began":
                 all_.append(Interval(whose, tools, clock))
-                pauses.began(whose, "acme", tools, clock)
-            else:
-                (pauses.ended if what == "ended" else pauses.forget)(whose, clock)
+                lasting[whose] = pauses.began("acme", tools, clock)
         now = clock + later
         for key in (None, ("acme", "ls"), ("acme", "make"), ("other", "ls")):
             those = [each for each in all_ if key is None or key == ("acme", each.tools)][-recent:]
@@ -130,17 +139,15 @@ def test_what_is_counted_as_pauses_end_is_what_a_list_of_the_latest_says(history
 
 def test_the_latest_pauses_are_those_that_began_last():
     pauses = Pauses(most=2)
-    for i in range(RECENT + 1):
-        pauses.began(i, "acme", "ls", float(i))
-    pauses.ended(0, 1e6)  # the first one: none of the latest
+    first, *_ = [pauses.began("acme", "ls", float(i)) for i in range(RECENT + 1)]
+    pauses.ended(first, 1e6, returned=True)  # none of the latest
     found = pauses.known(("acme", "ls"), RECENT + 10.0)
     assert (found.n, found.count) == (RECENT, 0)
     assert found.by_age[1].tolist() == counted(map(float, range(10, RECENT + 10)))
-    for tools in ("make", "pytest", "sed"):
-        pauses.began(tools, "other", tools, 0.0)
+    _, forgotten, _ = [pauses.began("other", tools, 0.0) for tools in ("make", "pytest", "sed")]
     assert pauses.known(("acme", "ls"), 500.0).n, "who calls many tools loses its own"
     assert not pauses.known(("other", "pytest"), 0.0).n
     assert pauses.known(("other", "sed"), 0.0).n
-    pauses.began("again", "other", "pytest", 1.0)
-    pauses.ended("pytest", 2.0)  # of those of the set that was forgotten
+    pauses.began("other", "pytest", 1.0)
+    pauses.ended(forgotten, 2.0, returned=True)  # its set was forgotten
     assert (pauses.known(("other", "pytest"), 3.0).n, pauses.known(("other", "pytest"), 3.0).count) == (1, 0)

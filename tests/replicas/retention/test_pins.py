@@ -10,36 +10,33 @@ from holdfast.replicas.config import RetentionConfig
 from holdfast.replicas.events import Submit
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.retention.pins import Pins, ProgramPin
-from holdfast.replicas.sequences import Owner, Sequence
+from holdfast.replicas.programs import Program, ProgramKey, ProgramPin, Sequence
+from holdfast.replicas.retention.pins import Pins
 from holdfast.replicas.types import Priority
 
 names = st.sampled_from("abcdefgh")
 TOKENS = np.arange(1, 33, dtype=np.int32)
 
 
-def owner_of(name: str) -> Owner:
-    return Owner("u" if name in "fgh" else "t", name, session=False)
+def key_of(name: str) -> ProgramKey:
+    return ProgramKey("u" if name in "fgh" else "t", name)
 
 
 def priority_of(name: str) -> Priority:
     return Priority.BATCH if name in "dh" else Priority.INTERACTIVE
 
 
-class Turns:
-    """A queue in which turns of some programs wait, one each."""
+class Queue:
+    """A queue in which turns of some programs wait."""
 
-    def __init__(self) -> None:
-        self.waiting: dict[Owner, Sequence] = {}
+    def __init__(self, programs: dict[str, Program]) -> None:
+        self._programs = programs
 
     def __len__(self) -> int:
-        return len(self.waiting)
-
-    def turns_of(self, owner: Owner) -> list[Sequence]:
-        return [self.waiting[owner]] if owner in self.waiting else []
+        return sum(len(program.waiting) for program in self._programs.values())
 
     def reorder(self, sequence: Sequence) -> None:
-        assert self.waiting[sequence.owner] is sequence
+        assert sequence in sequence.program.waiting
 
 
 class Book:
@@ -51,11 +48,14 @@ class Book:
             holding = self.cache.acquire(tenant, TOKENS, 0.0).holding
             self.cache.grow(holding, len(TOKENS))
             self.cache.finish(holding, TOKENS, len(TOKENS), 0.0)
-        self.turns = Turns()
-        self.pins = Pins(RetentionConfig(), self.cache, self.turns, by_arrival=by_arrival)
+        self.programs: dict[str, Program] = {}
+        self.pins = Pins(RetentionConfig(), self.cache, Queue(self.programs), by_arrival=by_arrival)
+
+    def program(self, name: str) -> Program:
+        return self.programs.setdefault(name, Program(key_of(name)))
 
     def turn(self, name: str, arrival: float = 0.0) -> Sequence:
-        scope = owner_of(name).scope
+        scope = key_of(name).scope
         submit = Submit(
             "r",
             tokens=TOKENS,
@@ -65,12 +65,12 @@ class Book:
             program_arrival=arrival,
             priority=priority_of(name),
         )
-        return Sequence.of(submit, 0, 0.0, frozenset(), 0)
+        return Sequence.of(submit, 0, 0.0, frozenset(), 0, self.program(name))
 
     def add(self, name: str, arrival: float, deadline: float, n: int = 32) -> ProgramPin:
-        pin = self.cache.pin(owner_of(name).scope, TOKENS[:n], 0.0, soft=True)
-        self.pins.add(self.turn(name, arrival), owner_of(name), pin, 0.0, deadline)
-        added = self.pins.find(owner_of(name))
+        pin = self.cache.pin(key_of(name).scope, TOKENS[:n], 0.0, soft=True)
+        self.pins.add(self.turn(name, arrival), pin, 0.0, deadline)
+        added = self.program(name).pin
         assert added is not None
         return added
 
@@ -82,43 +82,45 @@ class PinsMachine(RuleBasedStateMachine):
         super().__init__()
         self.book = Book(by_arrival=self.by_arrival)
         self.served = {"t": 0, "u": 0}
-        self.pins, self.turns = self.book.pins, self.book.turns
-        self.model: dict[Owner, ProgramPin] = {}
+        self.pins = self.book.pins
+        self.model: dict[str, ProgramPin] = {}
         self.now = 0.0
 
     @rule(name=names, arrival=st.integers(0, 5), ttl=st.integers(0, 9), n=st.integers(1, 32))
     def add(self, name: str, arrival: int, ttl: int, n: int) -> None:
         # Arrivals of different programs differ, so that there is one latest.
-        self.model[owner_of(name)] = self.book.add(name, arrival + ord(name) / 1e3, self.now + ttl, n)
+        self.model[name] = self.book.add(name, arrival + ord(name) / 1e3, self.now + ttl, n)
 
     @rule(name=names, ttl=st.integers(-3, 9))
     def prolong(self, name: str, ttl: int) -> None:
-        pin = self.model.get(owner_of(name))
+        pin = self.model.get(name)
         if pin is not None:
             self.pins.until(pin, self.now + ttl)
 
     @rule(name=names)
     def drop(self, name: str) -> None:
-        pin = self.model.pop(owner_of(name), None)
+        pin = self.model.pop(name, None)
         if pin is not None:
             self.pins.drop(pin)
 
     @rule(name=names)
     def turn(self, name: str) -> None:
-        owner = owner_of(name)
-        if self.turns.waiting.pop(owner, None) is None:
-            self.turns.waiting[owner] = self.book.turn(name)
-            self.turns.waiting[owner].pinned = owner in self.model
+        waiting = self.book.program(name).waiting
+        if waiting:
+            waiting.clear()
+        else:
+            waiting.append(self.book.turn(name))
+            waiting[0].pinned = name in self.model
 
     @rule(seconds=st.integers(0, 6))
     def expire(self, seconds: int) -> None:
         self.now += seconds
         found = self.pins.expired(self.now)
-        due = {o for o, pin in self.model.items() if pin.deadline <= self.now and o not in self.turns.waiting}
-        assert {pin.owner for pin in found} == due
+        due = {pin for pin in self.model.values() if pin.deadline <= self.now and not pin.program.waiting}
+        assert set(found) == due
         for pin in found:
             self.pins.drop(pin)
-            del self.model[pin.owner]
+            del self.model[pin.program.key.name]
 
     @rule(tenant=st.sampled_from("tu"), seconds=st.integers(1, 3))
     def serve(self, tenant: str, seconds: int) -> None:
@@ -126,41 +128,41 @@ class PinsMachine(RuleBasedStateMachine):
 
     def rank(self, pin: ProgramPin) -> tuple[float, ...]:
         """As `program` has it, and as `fair` does."""
-        return (pin.batch, pin.arrival) if self.by_arrival else (pin.batch, self.served[pin.owner.scope], pin.arrival)
+        return (pin.batch, pin.arrival) if self.by_arrival else (pin.batch, self.served[pin.scope], pin.arrival)
 
     @rule(name=names, arrival=st.integers(0, 5))
     def behind(self, name: str, arrival: int) -> None:
-        served = () if self.by_arrival else (self.served[owner_of(name).scope],)
+        served = () if self.by_arrival else (self.served[key_of(name).scope],)
         for to in (None, (priority_of(name) is Priority.BATCH, *served, float(arrival))):
             found = list(self.pins.behind(to, self.rank))
             assert len(found) == len(set(found))
             assert set(found) == {pin for pin in self.model.values() if to is None or self.rank(pin) > to}
         assert len(self.pins) == len(self.model)
-        assert {pin.owner for pin in self.pins} == set(self.model)
+        assert set(self.pins) == set(self.model.values())
 
     @rule(name=names, age=st.floats(-3.0, 9.0))
     def lapse(self, name: str, age: float) -> None:
-        pin = self.model.get(owner_of(name))
+        pin = self.model.get(name)
         if pin is not None:
             self.pins.lapses(pin, self.now + age)
 
     @rule(besides=names)
     def lapsed(self, besides: str) -> None:
-        for spared in (None, owner_of(besides)):
-            rest = [pin for pin in self.model.values() if pin.owner != spared and pin.lapse <= self.now]
-            found = self.pins.lapsed(self.now, lambda pin, spared=spared: pin.owner != spared)
+        for spared in (None, besides):
+            rest = [pin for name, pin in self.model.items() if name != spared and pin.lapse <= self.now]
+            found = self.pins.lapsed(self.now, lambda pin, spared=spared: pin.program.key.name != spared)
             assert (found is None) == (not rest)
             assert found is None or (found in rest and found.lapse == min(pin.lapse for pin in rest))
 
     @rule()
     def count(self) -> None:
         for tenant in "tu":
-            pinned = pinned_pages(pin.pin for pin in self.pins if pin.owner.scope == tenant)
+            pinned = pinned_pages(pin.pin for pin in self.pins if pin.scope == tenant)
             assert self.pins.cells_of(tenant) == 4 * pinned
         assert self.pins.cells == self.pins.cells_of("t") + self.pins.cells_of("u")
         self.book.cache.check()
-        for owner, waiting in self.turns.waiting.items():
-            assert waiting.pinned is (owner in self.model)
+        for name, program in self.book.programs.items():
+            assert all(waiting.pinned is (name in self.model) for waiting in program.waiting)
 
 
 class FairPinsMachine(PinsMachine):
@@ -191,9 +193,10 @@ def test_a_program_whose_turn_waits_is_looked_at_again():
     book = Book()
     for i in range(100):
         book.add(str(i), float(i), 1.0)
-        book.turns.waiting[owner_of(str(i))] = book.turn(str(i))
+        book.program(str(i)).waiting.append(book.turn(str(i)))
     assert book.pins.expired(2.0) == []
-    book.turns.waiting.clear()
+    for program in book.programs.values():
+        program.waiting.clear()
     steps, gone = 0, 0
     while len(book.pins):
         for pin in book.pins.expired(2.0):

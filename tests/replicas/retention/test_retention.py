@@ -8,9 +8,9 @@ from fake_runner import complete
 
 from holdfast.replicas.config import DraftConfig, RetentionConfig
 from holdfast.replicas.events import Abort, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
+from holdfast.replicas.programs import ProgramPin
 from holdfast.replicas.retention.latency import AGES, LatencySnapshot, ToolLatency
 from holdfast.replicas.retention.policy import RestoreCost
-from holdfast.replicas.sequences import Owner
 from holdfast.replicas.types import CellLimits
 
 
@@ -50,12 +50,12 @@ def ended(world: World, name: str, program: str, scope: str = "", tools=("ls",),
 
 
 def pinned(world: World) -> set[str]:
-    return {held.owner.name for held in world.engine.scheduler.retention.pins}
+    return {held.program.key.name for held in world.engine.scheduler.retention.pins}
 
 
 def pause_of(world: World, name: str):
     """The pin of a program that pauses."""
-    (held,) = [held for held in world.engine.scheduler.retention.pins if held.owner.name == name]
+    (held,) = [held for held in world.engine.scheduler.retention.pins if held.program.key.name == name]
     return held
 
 
@@ -202,7 +202,7 @@ def test_a_program_is_kept_longer_at_the_beginning_of_each_way_to_an_answer():
         world.submit(program, words(ord(program[0]), 20), 4, program=program, turns=turns, answered=answered)
         world.run()
         world.give(TurnEnded(program, "", program, ("ls",), False, turns + 1, answered))
-        (held,) = [held for held in world.engine.scheduler.retention.pins if held.owner.name == program]
+        (held,) = [held for held in world.engine.scheduler.retention.pins if held.program.key.name == program]
         kept[program] = held.deadline - held.since
     assert kept["first"] == pytest.approx(kept["again"])
     assert kept["late"] < kept["first"]
@@ -281,7 +281,7 @@ def test_under_gittins_of_what_is_worth_its_cells_the_latest_gives_way_first_unl
     pins = world.engine.scheduler.retention.pins
     for held in pins:
         pins.lapses(held, world.now + 60.0)
-        held.away = world.now - away.get(held.owner.name, -60.0)
+        held.away = world.now - away.get(held.program.key.name, -60.0)
     flood(world, 100, began=0.5)
     world.run()
     assert {"early", "late"} - pinned(world) == {first}
@@ -295,7 +295,7 @@ def test_under_gittins_who_is_away_is_told_by_what_turns_wait_that_have_no_cells
     for _ in range(99):
         world.engine._learned.waited(1.0)
     turn(world, "brief", words(5, 20), began=4.0, tools=tools)
-    away = {held.owner.name: held.away - held.since for held in world.engine.scheduler.retention.pins}
+    away = {held.program.key.name: held.away - held.since for held in world.engine.scheduler.retention.pins}
     assert away.pop("patient") > 50.0
     assert away == {"early": inf, "late": inf, "brief": 0.0}
 
@@ -334,8 +334,7 @@ def all_give_way(away: float = inf) -> World:
 
 def places(world: World) -> set[str]:
     """Programs whose next turn may stand with those whose cells are pinned, though its own are not."""
-    pins = world.engine.scheduler.retention.pins
-    return {name for name in ("early", "late") if pins.place(Owner("", name, session=False)) > -inf}
+    return {p.key.name for p in world.engine.programs if p.key.name in ("early", "late") and p.first_until > -inf}
 
 
 def goes_first(world: World) -> bool:
@@ -405,8 +404,7 @@ def test_under_other_policies_who_lost_its_cells_has_no_place():
 
 def test_under_gittins_what_has_lapsed_does_not_go_first_while_its_next_turn_waits(monkeypatch):
     world = two_that_pause()
-    pins = world.engine.scheduler.retention.pins
-    monkeypatch.setattr(pins, "awaited", lambda pin: pin.owner.name == "early")
+    monkeypatch.setattr(ProgramPin, "awaited", property(lambda pin: pin.program.key.name == "early"))
     flood(world, 100, began=0.5)
     world.run()
     assert pinned(world) == {"early"}
@@ -417,7 +415,7 @@ def test_a_replica_knows_its_pauses_from_their_beginning():
     pauses = world.engine._learned.pauses
     text = turn(world, "p", words(1, 20))
     turn(world, "q", words(2, 20))
-    since = {held.owner.name: held.since for held in world.engine.scheduler.retention.pins}
+    since = {held.program.key.name: held.since for held in world.engine.scheduler.retention.pins}
     world.now = since["p"] + 7.0
     found = pauses.known(("", "ls"), world.now)
     assert found.by_age.tolist() == [by_age(), by_age(7.0, world.now - since["q"])], "from the end of the turn"
@@ -568,7 +566,7 @@ def test_the_row_of_a_pinned_program_goes_last():
         world.run()
         ended(world, program, program, last=True)
     turn(world, "new", words(3, 20))
-    parked = {owner.name for owner in world.engine.scheduler.rows.programs()}
+    parked = {program.key.name for program in world.engine.programs if program.row is not None}
     assert parked == {"kept", "y", "new"}
 
 

@@ -38,7 +38,7 @@ def test_operations_in_flight_together_keep_no_more_than_the_ceiling():
     for session in "cd":
         assert world.end(f"append {session}").error.kind is ErrorKind.OVERLOADED
         world.assert_right(f"of {session}")
-    assert world.engine.scheduler.rows.sessions.total == 120
+    assert world.engine.scheduler.rows.session_cells == 120
     world.submit("plain", words(9, 30), 4)
     world.run()
     world.assert_right("plain")
@@ -68,7 +68,7 @@ def test_operations_that_end_in_one_step_leave_room_for_the_next_ones():
     ended = {world.end(f"first {session}").timing.finished for session in "st"}
     assert len(ended) == 1
     assert all(isinstance(world.end(f"second {session}"), Finished) for session in "st")
-    assert world.engine.scheduler.rows.sessions.total == 128
+    assert world.engine.scheduler.rows.session_cells == 128
 
 
 def test_a_history_that_forks_share_is_counted_once_while_they_are_asked():
@@ -81,7 +81,7 @@ def test_a_history_that_forks_share_is_counted_once_while_they_are_asked():
     for child in "cde":
         world.query(child, child, words(ord(child), 8), 20)
         world.step()
-        assert world.engine.scheduler.rows.sessions.total == 300
+        assert world.engine.scheduler.rows.session_cells == 300
     world.run()
     for child in "cde":
         world.assert_right(child)

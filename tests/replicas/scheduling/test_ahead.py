@@ -8,9 +8,9 @@ from holdfast.replicas.config import DraftConfig, RetentionConfig
 from holdfast.replicas.errors import ErrorKind
 from holdfast.replicas.events import Aborted, Finished, HandleReleased, ProgramEnded, Rejected, Submit, TurnEnded
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.programs import Kind, ProgramKey
 from holdfast.replicas.requests import PartialPrefill, SessionTurn
 from holdfast.replicas.retention.policy import RestoreCost
-from holdfast.replicas.sequences import Owner
 
 
 def make(**settings) -> World:
@@ -18,15 +18,12 @@ def make(**settings) -> World:
     return World(**(defaults | settings))
 
 
-def pins(world: World) -> list[Owner]:
-    return [pin.owner for pin in world.engine.scheduler.retention.pins]
+def pins(world: World) -> list[ProgramKey]:
+    return [pin.program.key for pin in world.engine.scheduler.retention.pins]
 
 
-def handle(name: str) -> Owner:
-    return Owner.handle("", name)
-
-
-PROGRAM = Owner("", "p", session=False)
+def handle(name: str) -> ProgramKey:
+    return ProgramKey("", name, Kind.HANDLE)
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
@@ -78,7 +75,7 @@ def test_a_turn_that_comes_meanwhile_takes_over_what_is_there():
 @pytest.mark.parametrize("begun", [0, 3])
 @pytest.mark.parametrize("other", ["", "i"])
 def test_no_work_ahead_ends_what_a_client_asked_for(begun, other):
-    """Neither the engine's own nor that of another handle, though it begins alike and is shorter."""
+    """Though the other one begins alike and is shorter."""
     world = make()
     text = words(1, 80)
     world.ahead("asked", text, "p", "h")
@@ -177,7 +174,7 @@ def test_nothing_gives_way_to_it_and_it_ends_with_what_it_has():
     world.ahead("ahead", words(2, 90), "p", "h")
     world.run()
     assert world.end("ahead").reason == "stop"
-    assert Owner("", "q", session=False) in pins(world)
+    assert ProgramKey("", "q") in pins(world)
     assert world.engine.stats.pins_given_way == 0
 
 
@@ -274,36 +271,6 @@ def test_the_end_of_a_program_ends_it_and_what_was_kept_is_wasted():
     assert isinstance(world.end("begun"), Aborted)
     assert pins(world) == []
     assert world.engine.stats.ahead_wasted == world.engine.stats.ahead_computed == 48
-
-
-def test_the_engines_own_lengthens_what_the_last_turn_left_and_not_its_time():
-    world = make(retention=RetentionConfig("fixed", fixed_s=20.0))
-    text = words(1, 30)
-    world.submit("turn", text, 4, program="p")
-    world.run()
-    world.give(TurnEnded("turn", "", "p", ("t",)))
-    (before,) = world.engine.scheduler.retention.pins
-    deadline = before.deadline
-    text = text + world.out["turn"] + words(3, 20)
-    world.ahead("ahead", text, "p")
-    world.run()
-    (pin,) = world.engine.scheduler.retention.pins
-    assert (pin.owner, pin.deadline, pin.pin.length) == (PROGRAM, deadline, len(text))
-    world.submit("next", text + words(4, 5), program="p", turns=1)
-    world.run()
-    world.assert_right("next")
-    assert (world.engine.stats.pin_hits, world.engine.stats.pin_misses) == (1, 0)
-    assert world.engine.stats.ahead_used == 21  # the last token that was drawn, and what follows it
-
-
-def test_where_nothing_is_pinned_the_engines_own_pins_nothing():
-    world = make(retention=RetentionConfig("none"))
-    world.ahead("ahead", words(1, 30), "p")
-    world.run()
-    assert pins(world) == []
-    world.submit("turn", [*words(1, 30), 3], program="p")
-    world.run()
-    assert world.engine.stats.ahead_used == 30
 
 
 def test_nobody_waits_for_it_to_share_its_beginning():

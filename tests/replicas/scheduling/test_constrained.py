@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.events import Submit
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.programs import Sequence
 from holdfast.replicas.scheduling.drafts import MOST_FORCED, check_grammar, fitting
-from holdfast.replicas.sequences import Sequence
 from holdfast.replicas.speculation.drafter import NO_DRAFT
 
 

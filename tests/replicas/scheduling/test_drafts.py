@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.events import Abort, Stop, Submit
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.scheduling.step import StepBuilder
-from holdfast.replicas.sequences import Sequence, Status
+from holdfast.replicas.programs import Sequence, Status
+from holdfast.replicas.scheduling.batch import StepBuilder
 
 request = st.tuples(st.integers(0, 5), st.integers(1, 40), st.integers(0, 20), st.integers(0, 6))
 

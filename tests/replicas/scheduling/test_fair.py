@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from holdfast.replicas.config import DraftConfig, RetentionConfig
 from holdfast.replicas.events import Submit, TurnEnded
 from holdfast.replicas.plan import Chunk, Sampling
+from holdfast.replicas.programs import Sequence
 from holdfast.replicas.scheduling.queue import FairOrder
-from holdfast.replicas.sequences import Sequence
 from holdfast.replicas.types import Priority
 
 

@@ -11,8 +11,8 @@ from holdfast.replicas.config import EngineConfig, OrderName, RetentionConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.events import Submit
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.programs import Sequence
 from holdfast.replicas.scheduling.queue import PlasOrder, order_of
-from holdfast.replicas.sequences import Sequence
 
 _numbers = count()
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.events import Submit
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.programs import Sequence, Status
 from holdfast.replicas.retention.policy import RestoreCost
 from holdfast.replicas.scheduling.admission import Budget, find_leader
 from holdfast.replicas.scheduling.scheduler import chunk_sizes, tokens_within
-from holdfast.replicas.sequences import Sequence, Status
 
 CONFIG = EngineConfig(cells=1000, step_tokens=4096, latency_chunk=1024, admission_ceiling=0.5, completion_reserve=100)
 

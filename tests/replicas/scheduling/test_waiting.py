@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.events import Submit
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.programs import Sequence
 from holdfast.replicas.requests import SessionTurn
 from holdfast.replicas.scheduling.queue import PlasOrder, ProgramOrder, RequestOrder, WaitingQueue
-from holdfast.replicas.sequences import Sequence
 
 _numbers = count()
 

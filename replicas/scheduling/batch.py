@@ -1,38 +1,193 @@
-"""The sequences that run: each has a page-table row and cells of the cache, and gives both back however it leaves.
+"""The batch: the step that is being planned for it, the sequences in it, and how they leave.
 
-`Running` gives and takes; `Ends` takes sequences out, wherever they are, and notes what became of their requests.
+    StepBuilder    what is planned so far, for which sequences
+    Step           the plan as the runner gets it, and for whom it is
+    Running        the sequences in the batch; each has a row and cells, and gives both back however it leaves
+    Terminator     takes sequences out, wherever they are, and notes the events of their requests
+
+A step in flight leaves no doubt about what it computes: which cells are filled when it is over, which sequences have
+one more token. Only the tokens are not known, and whether one of them ends its sequence. So the next step is planned as
+if this one were over, and the runner puts the drawn tokens in (`Chunk.follows`). Where a sequence ended, was aborted or
+was preempted meanwhile, nobody takes what the later step draws for it: the sequence does not have the holding any more
+that the step was planned for. Its cells went back when it left, and whatever is written to them later was planned, and
+runs, later.
 """
 
 import logging
 from bisect import insort
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+
+from holdfast.replicas.constraints.matcher import RowMasks
 from holdfast.replicas.errors import EngineError, ErrorInfo, ErrorKind, InvalidRequestError
 from holdfast.replicas.events import Aborted, Event, Finished, FinishReason
 from holdfast.replicas.kv.cache import Freed, KVCache
 from holdfast.replicas.kv.holding import Holding, Pin
 from holdfast.replicas.kv.host import Reloads
-from holdfast.replicas.kv.pages import NO_PAGES
+from holdfast.replicas.kv.pages import NO_MOVES, NO_PAGES, PageCopy, PageIds, PageMoves
 from holdfast.replicas.kv.radix import Prefix
+from holdfast.replicas.plan import Chunk, Draw, RowWrite, StepPlan
+from holdfast.replicas.programs import KeptRow, Kind, Program, Programs, Rows, Sequence, Status, give_back
 from holdfast.replicas.retention.pins import Retention
-from holdfast.replicas.retention.rows import ParkedRow, Rows, give_back
-from holdfast.replicas.scheduling.ahead import WorkAhead
 from holdfast.replicas.scheduling.drafts import Drafts
 from holdfast.replicas.scheduling.queue import Forecast, Key, Order, WaitingQueue
-from holdfast.replicas.scheduling.step import Load, StepBuilder
-from holdfast.replicas.sequences import Owner, Sequence, Status
+from holdfast.replicas.speculation.drafter import NO_DRAFT
 from holdfast.replicas.stats import EngineStats
-from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix
+from holdfast.replicas.types import TokenCounts, TokenIds, common_prefix, record
 
 log = logging.getLogger(__name__)
 
 NO_ROOM = ErrorInfo(ErrorKind.OVERLOADED, "the KV cache has no room for this request, even alone")
 
 
-class Leaving(Enum):
-    """How a sequence leaves, and with it what stays: its cells in the tree, its row with its owner."""
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The cells of `sequence` up to `end` are brought back from the host, into the `holding` that it has now."""
+
+    sequence: Sequence
+    holding: Holding
+    end: int
+    moves: PageMoves
+
+    @property
+    def present(self) -> bool:
+        """Whether the sequence still is as it was when the step was planned."""
+        return self.sequence.holding is self.holding
+
+
+@record
+class Step:
+    """A plan and whom it is for: `sequences[i]` has `holdings[i]` and belongs to `plan.chunks[i]`.
+
+    `loads` are what is brought back; `begun` is when it was planned. `open`: the next step may be planned before this
+    one is over. It may not where tokens are needed first: to draft, to mask, to count penalties from.
+    """
+
+    plan: StepPlan
+    sequences: tuple[Sequence, ...]
+    loads: tuple[Load, ...] = ()
+    holdings: tuple[Holding | None, ...] = ()
+    begun: float = 0.0
+    open: bool = False
+
+    def present(self) -> Iterator[tuple[int, Sequence]]:
+        """The sequences that are still as they were when the step was planned, each with its chunk's number.
+
+        One whose last token was refused meanwhile is not: the step computes what comes after that token.
+        """
+        for i, (sequence, holding) in enumerate(zip(self.sequences, self.holdings, strict=True)):
+            if sequence.holding is holding and self.plan.chunks[i].start <= sequence.n_computed:
+                yield i, sequence
+
+
+@contextmanager
+def as_if_over(step: Step) -> Iterator[None]:
+    """Let the sequences of a step in flight look as if it were over, but for what it draws."""
+    try:
+        for i, sequence in step.present():
+            chunk = step.plan.chunks[i]
+            sequence.in_flight = len(chunk.tokens)
+            sequence.awaited = i if chunk.draw is not None else None
+        yield
+    finally:
+        for sequence in step.sequences:
+            sequence.in_flight, sequence.awaited = 0, None
+
+
+@dataclass(slots=True)
+class StepBuilder:
+    """What has been planned for which sequence so far, and how to take it back. `sequences[i]` has `chunks[i]`."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    writes: list[RowWrite] = field(default_factory=list)
+    copies: dict[int, tuple[PageCopy, ...]] = field(default_factory=dict)  # by row
+    loads: list[Load] = field(default_factory=list)
+
+    @property
+    def busy(self) -> bool:
+        """Whether some sequence gets on."""
+        return bool(self.chunks or self.loads)
+
+    def compute(self, sequence: Sequence, size: int, drafts: TokenIds = NO_DRAFT) -> None:
+        """Plan the next `size` tokens of a sequence, and `drafts` after its last one."""
+        start = sequence.n_computed + sequence.in_flight
+        end = start + size
+        tokens = sequence.buffer[start:end]  # a view: they never change any more
+        if end > sequence.length:  # the step in flight draws the last one: whoever runs the plan puts it there
+            tokens = np.append(tokens[:-1], np.int32(0))
+        draw = None
+        if end == sequence.length + (sequence.awaited is not None) and end < len(sequence.buffer):
+            n_drafts = len(drafts)
+            draw = sequence.draws.get(n_drafts) or _draw(sequence, drafts)
+            if n_drafts:
+                tokens = np.concatenate((tokens, drafts))
+        assert sequence.row is not None, sequence.request_id
+        self.chunks.append(Chunk(sequence.row, start, tokens, draw, sequence.awaited))
+        self.sequences.append(sequence)
+
+    def write(self, sequence: Sequence, first: int, pages: PageIds) -> None:
+        if len(pages):
+            self.writes.append(RowWrite(sequence.the_row, first, pages))
+
+    def writes_to(self, sequence: Sequence) -> bool:
+        """Whether something is planned to be written to the sequence's row."""
+        return sequence.row in self.copies or any(write.row == sequence.row for write in self.writes)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Take everything of a sequence back: it was preempted, and its row and pages may go to another."""
+        row = sequence.the_row
+        self.copies.pop(row, None)
+        self.writes = [write for write in self.writes if write.row != row]
+        self.loads = [load for load in self.loads if load.sequence is not sequence]
+        if sequence in self.sequences:
+            i = self.sequences.index(sequence)
+            del self.sequences[i], self.chunks[i]
+
+    def step(self, saves: PageMoves, now: float, *, undrafted: bool) -> Step:
+        """The step. `saves` are the copies of what was evicted for it.
+
+        `undrafted`: the step after it can do without drafts for what this one draws.
+        """
+        copies = tuple(copy for some in self.copies.values() for copy in some)
+        loads = NO_MOVES
+        if self.loads:
+            device = np.concatenate([load.moves.device for load in self.loads])
+            loads = PageMoves(device, np.concatenate([load.moves.host for load in self.loads]))
+        plan = StepPlan(tuple(self.chunks), tuple(self.writes), copies, saves, loads)
+        free = (undrafted or all(chunk.draw is None for chunk in self.chunks)) and plan.plain
+        holdings = tuple([sequence.holding for sequence in self.sequences])
+        return Step(plan, tuple(self.sequences), tuple(self.loads), holdings, now, free)
+
+
+def _draw(sequence: Sequence, drafts: TokenIds) -> Draw:
+    """What to draw after a sequence's last token; kept by it where so many drafts need the same in every step."""
+    sampling, matcher = sequence.sampling, sequence.matcher
+    penalised = sampling.presence_penalty or sampling.frequency_penalty
+    counts = sequence.count() if penalised else None
+    seen = _count_all(sequence) if sampling.repetition_penalty != 1 else None
+    masks = RowMasks(matcher, tuple(drafts.tolist())) if matcher is not None and matcher.binding else None
+    least = sequence.n_prompt - sequence.submit.n_generated + sampling.min_tokens if sampling.min_tokens else 0
+    draw = Draw(sampling, sequence.seed, len(drafts), counts, masks, seen, least)
+    if counts is None and masks is None and seen is None:
+        sequence.draws[len(drafts)] = draw
+    return draw
+
+
+def _count_all(sequence: Sequence) -> TokenCounts:
+    """How often each token stands in prompt and completion so far. Only what is new is counted."""
+    if sequence.seen is None:
+        sequence.seen = TokenCounts()
+    sequence.seen.add(sequence.tokens[sequence.seen.seen :])
+    return sequence.seen
+
+
+class ExitReason(Enum):
+    """Why a sequence leaves the batch; decides what stays: its cells in the tree, its row with its program."""
 
     FINISHED = "finished"  # cells and row
     ABORTED = "aborted"  # cells and row, but a session's history is as before
@@ -42,35 +197,38 @@ class Leaving(Enum):
     @property
     def keeps_row(self) -> bool:
         """The row shows what was computed: every plan that wrote to it has run."""
-        return self in (Leaving.FINISHED, Leaving.ABORTED)
+        return self in (ExitReason.FINISHED, ExitReason.ABORTED)
 
 
 class BooksError(Exception):
-    """Rows or cells could not be given back: nobody knows any more what is free. Only new books help."""
+    """Rows or cells could not be given back, so nobody knows what is free. Only new books help."""
 
 
 class Running:
-    """The only caller of the cache for cells; rows come from `rows`."""
+    """The sequences in the batch. The only caller of the cache for their cells; rows come from `rows`.
+
+    `tags`: cells of programs that are over are evicted first.
+    """
 
     def __init__(
         self,
         cache: KVCache,
+        programs: Programs,
         rows: Rows,
         order: Order,
         stats: EngineStats,
         retention: Retention,
-        ahead: WorkAhead,
-        tags: bool = True,
+        *,
+        tags: bool,
     ) -> None:
         self._tags = tags
         self.rows = rows
         self.retention = retention
-        self.ahead = ahead
         self.reloads = Reloads(cache.host)
         self._cache = cache
+        self._programs = programs
         self._order = order
         self._stats = stats
-        self._histories = Histories(cache.pool.total * cache.page_size)
         self._sequences: list[Sequence] = []
         self._in_order: list[Sequence] | None = None  # the same, first to be served first; None: not known yet
 
@@ -83,7 +241,7 @@ class Running:
     @property
     def cells_pinned(self) -> int:
         """Cells that sessions keep from being evicted, those with an operation in the batch included."""
-        return self.rows.sessions.total
+        return self.rows.session_cells
 
     def in_order(self) -> list[Sequence]:
         """All, first to be served first, so the last one is to be preempted next."""
@@ -101,9 +259,9 @@ class Running:
     def start(self, builder: StepBuilder, sequence: Sequence, prefix: Prefix | None, now: float) -> bool:
         """Give a waiting sequence a row and its cached prefix, which `prefix` has found; False when no row is free.
 
-        Where its owner left off the row shows the pages already, and only what differs is written.
+        A kept row shows the pages of its program's last turn already: only what differs is written.
         """
-        begun = self.rows.begin(sequence.owner, spared=self.retention.pins.__contains__)
+        begun = self.rows.begin(sequence.program)
         if begun is None:
             return False
         row, last = begun
@@ -130,7 +288,7 @@ class Running:
         sequence.n_before = 0
         sequence.move(Status.RUNNING)
         self._sequences.append(sequence)
-        self.rows.sessions.runs(sequence)
+        self.rows.holding_changed(sequence)
         self._order.begin(sequence)
         if self._in_order is not None:
             insort(self._in_order, sequence, key=self._key)
@@ -138,8 +296,9 @@ class Running:
         builder.copies[row] = acquired.copies
         builder.write(sequence, same, holding.pages[same:])
         if sequence.scheduled is None and not sequence.background:
-            self._count(sequence, last)
-            self.ahead.used(sequence, holding.n_cached)
+            self._count_turn(sequence, last)
+            if sequence.program is not None:
+                self._programs.use_prefilled(sequence.program, holding.n_cached)
             self.retention.found(sequence)
         return True
 
@@ -208,56 +367,54 @@ class Running:
     def publish(self, sequence: Sequence, now: float) -> None:
         """Let others alias what the sequence has computed so far."""
         self._cache.publish(sequence.the_holding, sequence.tokens, sequence.n_computed, now)
-        self.rows.sessions.runs(sequence)
+        self.rows.holding_changed(sequence)
 
-    def leave(self, sequence: Sequence, now: float, leaving: Leaving) -> None:
-        """Take row and cells back, or keep them for its owner's next turn. Raises BooksError when that fails."""
+    def leave(self, sequence: Sequence, now: float, why: ExitReason) -> None:
+        """Take row and cells back, or keep them for the program's next turn. Raises BooksError when that fails."""
         self._sequences.remove(sequence)
         if self._in_order is not None:
             self._in_order.remove(sequence)
-        holding, row, owner = sequence.the_holding, sequence.the_row, sequence.owner
+        holding, row, program = sequence.the_holding, sequence.the_row, sequence.program
         computed = sequence.tokens[: sequence.n_computed]
         sequence.holding = sequence.row = None
         sequence.n_computed = sequence.in_flight = 0
         sequence.awaited = None
         try:
             self.reloads.end(holding)
+            self.rows.holding_changed(sequence)
             pages = holding.pages[: self._cache.pool.pages_for(len(computed))].copy()
-            pin = leaving is Leaving.FINISHED and len(computed) > 0 and self.retention.wants(sequence)
-            pinned = self._settle(holding, computed, now, keep=leaving is not Leaving.FAILED, pin=pin)
+            pin = why is ExitReason.FINISHED and len(computed) > 0 and self.retention.wants(sequence)
+            pinned = self._settle(holding, computed, now, keep=why is not ExitReason.FAILED, pin=pin)
             if pinned is not None:
                 self.retention.paused(sequence, pinned, now)
-            if sequence.submit.program_end and leaving is Leaving.FINISHED:
-                self._let_go(sequence.cache_scope, computed, sequence.submit.who)
-            if sequence.background and leaving is not Leaving.PREEMPTED:
-                self.ahead.computed(sequence, len(computed))
-            if owner is not None and owner.is_handle:
-                owner = None  # whoever comes back for its cells is a program, with a row of its own
-            if not leaving.keeps_row or owner is None:
+            if sequence.submit.program_end and why is ExitReason.FINISHED:
+                self._demote(sequence.cache_scope, computed, sequence.submit.who)
+            if sequence.background and why is not ExitReason.PREEMPTED:
+                self._programs.prefilled(sequence, len(computed))
+            if program is None or sequence.background or not why.keeps_row:
                 self.rows.release(row)
-            if owner is not None:
-                last = ParkedRow(len(computed), row, pages) if leaving.keeps_row else ParkedRow(0, None, NO_PAGES)
-                self._park_row(sequence, owner, last, leaving, now)
+            last = KeptRow(len(computed), row, pages) if why.keeps_row else KeptRow(0, None, NO_PAGES)
+            if program is None or sequence.background:
+                return
+            if program.key.kind is Kind.SESSION:
+                kept = why is ExitReason.FINISHED and sequence.submit.turn.keep
+                history = sequence.buffer[: last.n_tokens if kept else sequence.n_history]
+                self.rows.keep_history(program, history, last, now)
+            elif why.keeps_row:
+                self._programs.remember(program, computed, sequence.cache_scope)
+                self.rows.keep_row(program, last)
         except Exception as failure:
             raise BooksError(f"{sequence.request_id} could not be taken out: {failure}") from failure
 
-    def ended(self, program: Owner) -> None:
-        """A program is over: what it alone has in the tree goes before all else."""
-        scope, tokens = self._histories.forget(program)
-        self._let_go(scope, tokens, program.name)
+    def program_ended(self, program: Program) -> None:
+        """A program is over: cells that it alone has in the tree are evicted first."""
+        self._demote(program.cache_scope, program.computed, program.key.name)
+        self._programs.forget_computed(program)
+        self._programs.use_prefilled(program, 0)
 
-    def _let_go(self, scope: str | None, tokens: TokenIds, who: str) -> None:
+    def _demote(self, scope: str | None, tokens: TokenIds, who: str) -> None:
         if self._tags and scope is not None:
             self._cache.let_go(scope, tokens, who)
-
-    def _park_row(self, sequence: Sequence, owner: Owner, last: ParkedRow, leaving: Leaving, now: float) -> None:
-        if owner.session:
-            kept = leaving is Leaving.FINISHED and sequence.submit.turn.keep
-            history = sequence.buffer[: last.n_tokens if kept else sequence.n_history]
-            self.rows.park_session(owner, history, last, now)
-        elif leaving.keeps_row:
-            self._histories.remember(owner, sequence.cache_scope, sequence.buffer[: last.n_tokens])
-            self.rows.park_program(owner, last)
 
     def _settle(self, holding: Holding, computed: TokenIds, now: float, *, keep: bool, pin: bool) -> Pin | None:
         """Give a holding back, with a `pin` on its cells or without; where keeping them fails they are freed."""
@@ -269,19 +426,19 @@ class Running:
         give_back(self._cache.drop, holding)
         return None
 
-    def _count(self, sequence: Sequence, last: ParkedRow | None) -> None:
-        """A turn begins: how much of what its owner had is in place, and how much was in vain."""
-        n_cached, owner = sequence.n_computed, sequence.owner
+    def _count_turn(self, sequence: Sequence, last: KeptRow | None) -> None:
+        """A turn begins: count how much of what its program had is in place, and how much was in vain."""
+        n_cached, program = sequence.n_computed, sequence.program
         for tag, n in sequence.submit.labels.tokens(n_cached).items():
             self._stats.hits_by_tag[tag] += n * sequence.counted
         if last is not None and last.row is not None and n_cached >= last.n_tokens > 0:
             self._stats.turns_continued += 1
             self._stats.tokens_continued += n_cached
-        if owner is not None and not owner.session:
-            self._stats.tokens_rewritten += self._histories.rewritten(owner, sequence.tokens, n_cached)
+        if program is not None:
+            self._stats.tokens_rewritten += program.rewritten(sequence.tokens, n_cached)
 
 
-class Ends:
+class Terminator:
     """Takes sequences out, wherever they are, and tells of it. `events` belongs to the engine: it outlives these books.
 
     An event is noted before rows and cells are given back, so a request has its terminal event even where that fails.
@@ -289,6 +446,7 @@ class Ends:
 
     def __init__(
         self,
+        programs: Programs,
         running: Running,
         waiting: WaitingQueue,
         drafts: Drafts,
@@ -296,6 +454,7 @@ class Ends:
         stats: EngineStats,
         events: list[Event],
     ) -> None:
+        self._programs = programs
         self._running = running
         self._waiting = waiting
         self._drafts = drafts
@@ -304,39 +463,38 @@ class Ends:
         self.events = events
         self.forecast = Forecast()
 
-    def end(self, sequence: Sequence, now: float, leaving: Leaving) -> None:
+    def end(self, sequence: Sequence, now: float, why: ExitReason) -> None:
         """Take a sequence out. Its terminal event has been noted. Raises BooksError."""
         if sequence.status is Status.WAITING:
             self._waiting.remove(sequence)
         elif sequence.status is Status.RUNNING:
-            self.forecast.left(sequence, now, whole=leaving is Leaving.FINISHED)
-            self._running.leave(sequence, now, leaving)
-        if sequence.background:
-            self._running.ahead.end(sequence)
+            self.forecast.left(sequence, now, whole=why is ExitReason.FINISHED)
+            self._running.leave(sequence, now, why)
+        self._programs.end(sequence)
         self._drafts.close(sequence)
         self._order.left(sequence)
         sequence.move(Status.ENDED)
 
     def abort(self, sequence: Sequence, now: float) -> None:
         self.events.append(Aborted(sequence.request_id, sequence.usage, sequence.timing(now)))
-        self.end(sequence, now, Leaving.ABORTED)
+        self.end(sequence, now, ExitReason.ABORTED)
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         self.events.append(Finished(sequence.request_id, reason, sequence.usage, sequence.timing(now)))
-        self.end(sequence, now, Leaving.FINISHED)
+        self.end(sequence, now, ExitReason.FINISHED)
 
     def give_up(self, builder: StepBuilder | None, sequence: Sequence, now: float) -> None:
         """End work ahead as far as it has come: no cells are free for more."""
         self.events.append(Finished(sequence.request_id, "stop", sequence.usage, sequence.timing(now)))
-        leaving = Leaving.FINISHED
+        why = ExitReason.FINISHED
         if builder is not None and builder.writes_to(sequence):
             builder.forget(sequence)
-            leaving = Leaving.PREEMPTED  # what was to be written to its row is not
-        self.end(sequence, now, leaving)
+            why = ExitReason.PREEMPTED  # what was to be written to its row is not
+        self.end(sequence, now, why)
 
     def fail(self, sequence: Sequence, error: ErrorInfo, now: float) -> None:
         self.events.append(sequence.failed(error))
-        self.end(sequence, now, Leaving.FAILED)
+        self.end(sequence, now, ExitReason.FAILED)
 
     def preempt(self, builder: StepBuilder | None, sequence: Sequence, now: float) -> None:
         """Back to the queue: what it computed goes to the tree, and what is evicted there is computed again.
@@ -347,7 +505,7 @@ class Ends:
         sequence.n_before = sequence.n_computed
         if builder is not None:
             builder.forget(sequence)
-        self._running.leave(sequence, now, Leaving.PREEMPTED)
+        self._running.leave(sequence, now, ExitReason.PREEMPTED)
         sequence.preempted = True
         sequence.move(Status.WAITING)
         self._waiting.push(sequence)
@@ -371,49 +529,3 @@ class Ends:
             builder.forget(sequence)
         known = failure if isinstance(failure, InvalidRequestError) else EngineError(f"the engine failed: {failure}")
         self.fail(sequence, known.info, now)
-
-
-class Histories:
-    """What programs had computed when their last turn ended, to see how much of it their next prompt drops.
-
-    Some chat templates rewrite what was said: they drop old reasoning, or move the system prompt. Everything behind the
-    first changed token is computed again, and no cache can help; here it is counted. `capacity` tokens are remembered;
-    the least recently seen program goes first.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._tokens: OrderedDict[Owner, tuple[str | None, TokenIds]] = OrderedDict()  # with their cache scope
-        self._remembered = 0
-
-    @property
-    def remembered(self) -> int:
-        """Tokens remembered."""
-        return self._remembered
-
-    def remember(self, owner: Owner, scope: str | None, tokens: TokenIds) -> None:
-        """`owner` ended a turn with these tokens computed, in this cache scope."""
-        self.forget(owner)
-        self._tokens[owner] = scope, tokens.copy()
-        self._remembered += len(tokens)
-        while self._remembered > self._capacity:
-            self._remembered -= len(self._tokens.popitem(last=False)[1][1])
-
-    def forget(self, owner: Owner) -> tuple[str | None, TokenIds]:
-        """What `owner` had, which has no next turn, and in which cache scope."""
-        scope, tokens = self._tokens.pop(owner, (None, NO_TOKENS))
-        self._remembered -= len(tokens)
-        return scope, tokens
-
-    def rewritten(self, owner: Owner, prompt: TokenIds, n_cached: int) -> int:
-        """Computed tokens behind the place where `prompt` leaves what `owner` had; 0 where it does not leave it.
-
-        Where more is cached than the two have in common, the prompt goes on from something else that the program
-        had computed, and nothing was rewritten.
-        """
-        _, before = self._tokens.get(owner, (None, None))
-        if before is None or n_cached >= min(len(before), len(prompt)):
-            return 0
-        common = common_prefix(before, prompt)
-        leaves = common < min(len(before), len(prompt)) and n_cached <= common
-        return len(before) - common if leaves else 0

@@ -1,21 +1,16 @@
-"""The decoder's forward on a GPU: the weights and the maths of `decoder`, with our kernels around the products.
+"""The decoder's forward on a GPU: the weights and maths of `decoder`, with our kernels around the products.
 
-A layer is four products and five launches: the residual's sum with the norm, the rotary embedding with the store of
-keys and values, attention, the sum with the second norm, and the activation. Few rows can have norms, activation and
-sums inside of the products (`kernels.stream_gpu`): four launches and attention's. On a machine without a GPU it runs in
-Triton's interpreter, which is how it is tested.
+A layer is four products and five launches: residual sum and norm, rotary embedding and store of keys and values,
+attention, sum and second norm, activation. Without a GPU it runs in Triton's interpreter, which is how it is tested.
 
-Which way products of few rows take, torch's or one of our two, is timed when the model is loaded (`choose_ways`).
-Decoding and verifying wait for the weights; how near the libraries come to the memory's bandwidth differs with the size
-of a matrix and the number of rows. So each size is timed, in as many rows as steps of one sequence have; and then a
-whole layer but for its attention, apart or with norms, activation and sums inside of our products.
-
-Where a row's bits must not depend on the other rows nothing is timed: every product is summed in the one order of our
-own kernel (`one_order`), by torch's wherever that gives the same bits.
+Decode and verify steps wait for the weights, and how close the libraries come to the memory's bandwidth depends on the
+size of the matrix and the number of rows. So products of few rows are timed when a model is loaded, each size of matrix
+by torch and by our two kernels, and take the fastest (`choose_products`). With `batch_invariant` nothing is timed:
+every product sums in the order of our own kernel (`one_order`), by torch's kernel wherever that gives the same bits.
 """
 
 import logging
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -37,29 +32,24 @@ log = logging.getLogger(__name__)
 Seconds: TypeAlias = Callable[[Callable[[], object]], float]
 """Times a call on the device."""
 
-_ROWS = ((1, 1), (2, 8), (9, MOST_ROWS))  # from, up to; timed in the most
-_GAIN = 1.02  # what ours must be faster by
-_CHAIN = 8  # matrices of a size that are timed behind each other: of one alone the two events are a part of the time
-_CLOSE = 0.03  # relative error between two ways in 16 bits
-_EACH = 1024  # rows up to which every number is tried for its order of sums
-_SOME = 64  # beyond, multiples of so many; what lies between is filled up
+_ROWS = ((1, 1), (2, 8), (9, MOST_ROWS))  # ranges of row counts; each is timed at its upper end
+_GAIN = 1.02  # least speed-up at which our kernel replaces torch's
+_CHAIN = 8  # matrices of one size that are timed in a row: with one, the two events are part of the time
+_CLOSE = 0.03  # largest relative error between two ways in 16 bits
+_EACH = 1024  # up to here the order of sums is tested for every number of rows
+_SOME = 64  # beyond, for multiples of this; row counts in between are padded
 
 
 class GpuDecoder(Decoder):
     """`Decoder` with another forward."""
 
     leave = True
-    _fused: Container[int] = ()
     _invariant = False
 
-    def fuse(self, rows: Container[int]) -> None:
-        """Have steps of so many tokens take norms, activation and sums into the products."""
-        self._fused = rows
-
     def keep_order(self, rows: int, draws: int) -> None:
-        """Have a token's numbers not depend, by a bit, on what else is in a step of up to so many rows and draws.
+        """Make a token's bits independent of the rest of its step, for steps of up to so many rows and draws.
 
-        Raises RuntimeError where the libraries cannot be had to.
+        Raises RuntimeError where the libraries do not allow it.
         """
         one_order(self.matrices[:-1], rows)
         one_order(self.matrices[-1:], draws)
@@ -73,25 +63,16 @@ class GpuDecoder(Decoder):
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [R, vocabulary] of the batch's drawn tokens; stores the KV of all its tokens."""
         residual = self._embedding[batch.token_ids[0]]  # [T, D]
-        if len(residual) in self._fused and len(batch.drawn) in self._fused:
-            return self._forward_fused(residual, batch)
         eps = self._shape.eps
         change: Tensor | None = None
         for index, layer in enumerate(self._layers):
-            h = normed(change, residual, layer.input_norm, eps)
+            h = _normed(change, residual, layer.input_norm, eps)
             h = layer.out(self._attend_on_gpu(index, layer, layer.qkv(h), batch))
-            h = normed(h, residual, layer.post_norm, eps)
+            h = _normed(h, residual, layer.post_norm, eps)
             change = layer.down(silu_and_mul(layer.gate_up.both(h)))
         assert change is not None  # a model has layers
         drawn = residual[batch.drawn]
-        return self._head(normed(change[batch.drawn], drawn, self._norm, eps))
-
-    def _forward_fused(self, residual: Tensor, batch: ForwardBatch) -> Tensor:
-        """The same; `residual` [T, D] is written over."""
-        for index, layer in enumerate(self._layers):
-            mixed = self._attend_on_gpu(index, layer, qkv_fused(layer, residual, self._shape.eps), batch)
-            rest_fused(layer, mixed, residual, self._shape.eps)
-        return streamed(residual[batch.drawn], weight_of(self._head), norm=(self._norm, self._shape.eps))
+        return self._head(_normed(change[batch.drawn], drawn, self._norm, eps))
 
     def _attend_on_gpu(self, index: int, layer: Layer, qkv: Tensor, batch: ForwardBatch) -> Tensor:
         """Attention of one layer between its projections: [T, H d]."""
@@ -103,97 +84,30 @@ class GpuDecoder(Decoder):
         return out.view(len(qkv), shape.q_width)
 
 
-def normed(change: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The norm of the residual, which has `change` added to it."""
+def _normed(change: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm of the residual, to which `change` is added."""
     return add_norm(residual, None, weight, eps) if change is None else add_norm(change, residual, weight, eps)
-
-
-def qkv_fused(layer: Layer, residual: Tensor, eps: float) -> Tensor:
-    """Query, key and value of the normed residual, in one launch."""
-    return streamed(residual, weight_of(layer.qkv), layer.qkv.bias, (layer.input_norm, eps))
-
-
-def rest_fused(layer: Layer, mixed: Tensor, residual: Tensor, eps: float) -> None:
-    """What follows attention, into the residual, in three launches."""
-    streamed(mixed, weight_of(layer.out), residual=residual)
-    h = streamed(residual, weight_of(layer.gate_up), norm=(layer.post_norm, eps), gated=True)
-    streamed(h, weight_of(layer.down), residual=residual)
-
-
-def weight_of(matrix: Matrix | GatedMatrix) -> Tensor:
-    """The plain weight of a matrix on a GPU."""
-    assert matrix.plain is not None  # only a CPU packs
-    return matrix.plain
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Seconds of one product [rows, inputs] x [inputs, outputs], by our kernel, by it in tall tiles, and by torch: the
-    mean of a chain."""
+    """Mean seconds of one product [rows, inputs] x [inputs, outputs] by each way."""
 
     outputs: int
     inputs: int
     rows: int
-    ours_s: float
-    tall_s: float
+    ours_s: float  # `streamed`
+    tall_s: float  # `streamed_tall`
     torchs_s: float
 
     @property
     def ours_is_faster(self) -> bool:
-        """In one way or the other."""
         return min(self.ours_s, self.tall_s) * _GAIN < self.torchs_s
-
-
-@dataclass(frozen=True, slots=True)
-class LayerTimes:
-    """Seconds of one layer but for its attention: in launches of their own, and fused into our products."""
-
-    rows: int
-    apart_s: float
-    fused_s: float
-
-
-def choose_ways(model: GpuDecoder, seconds: Seconds) -> tuple[list[Product], list[LayerTimes]]:
-    """Let products and layers of few rows take the faster way; what was timed."""
-    products = choose_products(model.matrices, seconds)
-    return products, _choose_fused(model, seconds)
-
-
-@torch.inference_mode()
-def _choose_fused(model: GpuDecoder, seconds: Seconds) -> list[LayerTimes]:
-    layer, eps = model.layers[0], 1e-6
-    weight = layer.out.plain
-    if weight is None or weight.dtype == torch.float16:  # a residual times the norm's weight may leave its range
-        return []
-    timed, chosen = [], set[int]()
-    for least, most in _ROWS:
-        mixed = torch.randn(most, weight.shape[1], device=weight.device).to(weight.dtype)
-        residual = torch.randn(most, weight.shape[0], device=weight.device).to(weight.dtype)
-
-        def apart(into: Tensor = residual, mixed: Tensor = mixed) -> tuple[Tensor, Tensor]:
-            qkv = layer.qkv(normed(None, into, layer.input_norm, eps))
-            h = normed(layer.out(mixed), into, layer.post_norm, eps)
-            return qkv, layer.down(silu_and_mul(layer.gate_up.both(h)))
-
-        def fused(into: Tensor = residual, mixed: Tensor = mixed) -> Tensor:
-            qkv = qkv_fused(layer, into, eps)
-            rest_fused(layer, mixed, into, eps)
-            return qkv
-
-        one, other = residual.clone(), residual.clone()
-        (qkv, change), same_qkv = apart(one), fused(other)
-        alike = _alike(qkv, same_qkv) and _alike(one + change, other)
-        timed.append(LayerTimes(most, seconds(apart), seconds(fused)))
-        if alike and timed[-1].fused_s * _GAIN < timed[-1].apart_s:
-            chosen.update(range(least, most + 1))
-    model.fuse(frozenset(chosen))
-    log.info("layers of %d row counts of %d have their norms and sums inside of products", len(chosen), MOST_ROWS)
-    return timed
 
 
 @torch.inference_mode()
 def choose_products(matrices: Sequence[Matrix | GatedMatrix], seconds: Seconds) -> list[Product]:
-    """Time every size of matrix that is not packed and let its products take the faster way; what was timed."""
+    """Time each size of matrix that is not packed, and let its products take the faster way. Returns the times."""
     timed = []
     for (outputs, inputs), alike in _by_size(matrices):
         weights = [each.plain for each in alike[:_CHAIN] if each.plain is not None]
@@ -211,12 +125,12 @@ def choose_products(matrices: Sequence[Matrix | GatedMatrix], seconds: Seconds) 
         for matrix in alike:
             matrix.route = Route(frozenset(chosen), frozenset(tall))
         counts = (len(chosen), len(tall), MOST_ROWS)
-        log.info("products with %d x %d: %d and %d row counts of %d by our kernels", outputs, inputs, *counts)
+        log.info("products with %d x %d: %d and %d of %d row counts by our kernels", outputs, inputs, *counts)
     return timed
 
 
 def _by_size(matrices: Sequence[Matrix | GatedMatrix]) -> Iterator[tuple[torch.Size, list[Matrix | GatedMatrix]]]:
-    """Matrices that are not packed, those of a size together."""
+    """The matrices that are not packed, grouped by size."""
     sizes: dict[torch.Size, list[Matrix | GatedMatrix]] = {}
     for matrix in matrices:
         if matrix.plain is not None:
@@ -226,10 +140,10 @@ def _by_size(matrices: Sequence[Matrix | GatedMatrix]) -> Iterator[tuple[torch.S
 
 @torch.inference_mode()
 def one_order(matrices: Sequence[Matrix | GatedMatrix], most: int) -> dict[torch.Size, Route]:
-    """Have every product of up to `most` rows sum in the order of our own kernel; the way of each size of matrix.
+    """Make every product of up to `most` rows sum in the order of our own kernel. Returns the route of each size.
 
-    Where torch's has other bits ours computes up to `MOST_ORDERED` rows, and torch's of more rows, which has them, the
-    others. Raises RuntimeError where nothing does.
+    Where torch's bits differ, our kernel computes up to `MOST_ORDERED` rows, and more rows are padded to a number where
+    torch's bits agree. Raises RuntimeError where no number does.
     """
     chosen = {}
     for size, alike in _by_size(matrices):
@@ -248,12 +162,12 @@ def one_order(matrices: Sequence[Matrix | GatedMatrix], most: int) -> dict[torch
         chosen[size] = route = Route(own, filled=filled)
         for matrix in alike:
             matrix.route = route
-        log.info("products with %d x %d: %d row counts by our kernel, %d filled up", *size, len(own), len(filled))
+        log.info("products with %d x %d: %d row counts by our kernel, %d padded", *size, len(own), len(filled))
     return chosen
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    """Whether two ways gave the same, but for what 16 bits round; the log says so where not."""
+    """Whether two ways agree up to the rounding of 16 bits; the log says so where not."""
     error = float((a.float() - b.float()).norm() / a.float().norm())
     if not error <= _CLOSE:  # nor a NaN
         log.error("products are left to torch: ours are off by %.2g", error)

@@ -187,7 +187,7 @@ def _choose_ways(model: Model, config: EngineConfig) -> None:
     Raises ConfigError where that cannot be had.
     """
     from holdfast.kernels.ceilings import Clock
-    from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_ways
+    from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_products
 
     if config.batch_invariant:
         if not isinstance(model, GpuDecoder):
@@ -200,7 +200,7 @@ def _choose_ways(model: Model, config: EngineConfig) -> None:
     if not isinstance(model, GpuDecoder):
         return
     try:
-        choose_ways(model, Clock().seconds)
+        choose_products(model.matrices, Clock().seconds)
     except STEP_ERRORS:
         log.exception("products are left to torch: ours could not be timed")
 

@@ -13,7 +13,7 @@ from holdfast.kernels.norm import add_norm
 from holdfast.kernels.rope_gpu import rotate_and_store
 from holdfast.kernels.sampling import row_keys
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
-from holdfast.kernels.stream_gpu import streamed
+from holdfast.kernels.stream_gpu import streamed, streamed_tall
 
 GUARD = 96  # elements before and behind
 
@@ -69,9 +69,8 @@ def draws(guard: Guards) -> torch.Tensor:
 
 
 def products(guard: Guards) -> torch.Tensor:
-    x, weight, norm, residual = (guard(torch.randn(size)) for size in ((3, 300), (34, 300), 300, (3, 17)))
-    plain = streamed(x, weight, guard(torch.randn(34)))
-    return torch.cat((plain.flatten(), streamed(x, weight, None, (norm, 1e-6), True, residual).flatten()))
+    x, weight, bias = (guard(torch.randn(size)) for size in ((3, 300), (34, 300), 34))
+    return torch.cat((streamed(x, weight, bias), streamed_tall(x, weight, bias)))
 
 
 @pytest.mark.parametrize("kernel", [attention, rotary, layers, draws, products])

@@ -62,10 +62,9 @@ def layers():
 
 
 def products():
-    x, wide, norm = (torch.zeros(size, dtype=torch.bfloat16) for size in ((3, 4096), (28672, 4096), 4096))
+    x, wide = (torch.zeros(size, dtype=torch.bfloat16) for size in ((3, 4096), (28672, 4096)))
     streamed(x, wide)
-    streamed(x, wide, norm=(norm, 1e-6), gated=True)
-    streamed(x, wide[:4096], residual=torch.zeros_like(x))
+    streamed(x, wide[:4096])
     streamed_tall(x, wide)
     for rows in (40, 100):
         streamed(torch.zeros(rows, 4096, dtype=torch.bfloat16), wide)

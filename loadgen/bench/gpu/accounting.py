@@ -31,11 +31,6 @@ class Bounds:
         """Read by every forward: all weights but the embedding."""
         return (self.shape.layers * self._layer + self.shape.hidden * self.shape.vocabulary) * self.item_bytes
 
-    @property
-    def layer_bytes(self) -> int:
-        """Of one layer's matrices."""
-        return self._layer * self.item_bytes
-
     def flops(self, tokens: int, cached: int = 0) -> float:
         """Multiplications and additions of `tokens` after `cached` ones, attention with its causal mask; no head."""
         shape = self.shape

@@ -26,7 +26,7 @@ from holdfast.replicas.kv.tensors import CellShape, HostPages, KVTensors
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
 from holdfast.replicas.model.batch import Model
 from holdfast.replicas.model.decoder import decoder_shape, rotary_table
-from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_ways
+from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_products
 from holdfast.replicas.model.graphs import gpu_capture, room_for
 from holdfast.replicas.model.runner_gpu import GpuRunner
 from holdfast.replicas.model.startup import check_graphs
@@ -246,20 +246,14 @@ def timed(world: World, plan: StepPlan) -> StepTimes:
 
 
 def products(world: World) -> Lines:
-    """Products of few rows by our kernel and by torch, and a layer's apart or fused; what follows takes the faster."""
-    matrices, layers = choose_ways(world.decoder, world.seconds)
-    for each in matrices:
+    """Products of few rows by our kernels and by torch; the parts that follow take the faster."""
+    for each in choose_products(world.decoder.matrices, world.seconds):
         read_s = each.outputs * each.inputs * world.bounds.item_bytes / world.bounds.ceilings.bandwidth
         ours_s = min(each.ours_s, each.tall_s)
         figures = {"ours_s": ours_s, "torchs_s": each.torchs_s, "torchs_over_ours": each.torchs_s / ours_s}
         figures |= {"ours_of_bandwidth": read_s / ours_s, "torchs_of_bandwidth": read_s / each.torchs_s}
         figures |= {"tall_over_ours": each.tall_s / each.ours_s}
         yield f"{each.rows} rows, {each.inputs} to {each.outputs}", figures
-    read_s = world.bounds.layer_bytes / world.bounds.ceilings.bandwidth
-    for one in layers:
-        figures = {"fused_s": one.fused_s, "apart_s": one.apart_s, "apart_over_fused": one.apart_s / one.fused_s}
-        figures |= {"fused_of_bandwidth": read_s / one.fused_s, "apart_of_bandwidth": read_s / one.apart_s}
-        yield f"{one.rows} rows, a layer without attention", figures
 
 
 def decode_shares(world: World) -> Lines:

@@ -5,7 +5,7 @@ import torch
 from tiny_decoder import decoder
 
 from holdfast.kernels.linear import GatedMatrix, Matrix, Route
-from holdfast.replicas.model.decoder_gpu import GpuDecoder, LayerTimes, Product, choose_products, choose_ways, one_order
+from holdfast.replicas.model.decoder_gpu import GpuDecoder, Product, choose_products, one_order
 
 
 def clock(*seconds):
@@ -69,26 +69,15 @@ def test_the_decoder_computes_the_same_either_way(fastest):
         assert torch.allclose(one, other, atol=1e-4)
 
 
-def test_layers_are_fused_in_as_many_rows_as_that_is_faster():
-    model, _ = decoder(GpuDecoder, 8, 16)
-    sizes = len({matrix.plain.shape for matrix in model.matrices})
-    products, layers = choose_ways(model, clock(*[1.0] * 9 * sizes, 3.0, 1.0, 1.0, 1.0, 2.0, 1.5))
-    assert len(products) == 3 * sizes
-    assert layers == [LayerTimes(1, 3.0, 1.0), LayerTimes(8, 1.0, 1.0), LayerTimes(16, 2.0, 1.5)]
-    assert [rows for rows in range(20) if rows in model._fused] == [1, *range(9, 17)]
-
-
 def test_what_computes_something_else_is_not_chosen_however_fast_it_is(monkeypatch, caplog):
     from holdfast.replicas.model import decoder_gpu
 
     model, _ = decoder(GpuDecoder, 8, 16)
     sizes = len({matrix.plain.shape for matrix in model.matrices})
-    seconds = clock(*[1.0, 2.0, 9.0] * 3 * sizes, *[9.0, 1.0] * 3)
+    seconds = clock(*[1.0, 2.0, 9.0] * 3 * sizes)
     monkeypatch.setattr(decoder_gpu, "streamed", lambda x, w, *_: torch.full((len(x), len(w)), torch.nan))
-    monkeypatch.setattr(decoder_gpu, "rest_fused", lambda layer, mixed, residual, eps: residual.zero_())
-    choose_ways(model, seconds)
+    choose_products(model.matrices, seconds)
     assert "are off by" in caplog.text
-    assert not any(rows in model._fused for rows in range(20))
     assert not any(
         rows in (*matrix.route.streamed, *matrix.route.tall) for matrix in model.matrices for rows in range(20)
     )

@@ -4,6 +4,7 @@ pydantic checks types here and nowhere else; unknown keys are found first, so th
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Set
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,11 +14,25 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import orjson
 import yaml
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from holdfast.cluster.config import Settings
 from holdfast.replicas.errors import ConfigError
 
 KEYS = frozenset({"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"})
+
+
+REMOVED: Mapping[str, str] = {
+    **{
+        f"engine.{name}": f"to turn it off, write `engine.without: [{name}]`"
+        for name in (
+            *("prefix_cache", "sessions", "grouped_prefill", "adaptive_chunks"),
+            *("kv_tags", "device_sampling", "cuda_graphs"),
+        )
+    },
+    "engine.equal_chunks": "prompts that come together are computed in order, and no longer in equal shares",
+}
+"""Keys of earlier versions, and what replaces each."""
 
 
 class Loader(yaml.SafeLoader):
@@ -168,7 +183,8 @@ def unknown(data: Mapping[str, Any]) -> Iterator[ConfigError]:
     """One error for each key that is none, naming the nearest one."""
     for field, known in unknown_keys(data, Settings):
         close = get_close_matches(field.rpartition(".")[2], known, n=1, cutoff=0.0)
-        yield ConfigError(f"unknown key {field!r}; the nearest known one is {close[0]!r}", field)
+        instead = REMOVED.get(field) or f"the nearest known one is {close[0]!r}"
+        yield ConfigError(f"unknown key {field!r}; {instead}", field)
 
 
 def dump(settings: Settings) -> str:
@@ -199,8 +215,16 @@ def _each(path: str, error: ValidationError) -> list[ConfigError]:
     told = []
     for each in error.errors(include_url=False):
         field = ".".join([path, *(str(part) for part in each["loc"])])
-        told.append(ConfigError(f"{field}: {each['msg']}, not {each['input']!r}", field))
+        told.append(ConfigError(f"{field}: {each['msg']}, not {each['input']!r}{_nearest(each)}", field))
     return told
+
+
+def _nearest(error: ErrorDetails) -> str:
+    """The nearest allowed word, for text that is none of several."""
+    if error["type"] != "literal_error" or not isinstance(error["input"], str):
+        return ""
+    close = get_close_matches(error["input"], re.findall("'([^']*)'", error["ctx"]["expected"]), n=1, cutoff=0.0)
+    return f"; the nearest is {close[0]!r}"
 
 
 def unknown_keys(data: Any, kind: Any, path: str = "") -> Iterator[tuple[str, list[str]]]:

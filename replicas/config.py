@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from holdfast.replicas.errors import ConfigError
@@ -19,6 +20,9 @@ KVDType: TypeAlias = Literal["auto", "int8"]
 Decoder: TypeAlias = Literal["auto", "own", "transformers"]
 Guarantee: TypeAlias = Literal["names", "schema", "off"]
 Overlap: TypeAlias = Literal["auto", "on", "off"]
+Mechanism: TypeAlias = Literal[
+    "prefix_cache", "sessions", "grouped_prefill", "adaptive_chunks", "kv_tags", "device_sampling", "cuda_graphs"
+]
 CpuKernels: TypeAlias = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "torch"]
 OrderName: TypeAlias = Literal["auto", "program", "request", "plas", "infercept", "fair"]
 PolicyName: TypeAlias = Literal["none", "fixed", "bernstein", "continuum", "restore-cost", "infercept", "gittins"]
@@ -160,16 +164,8 @@ class EngineConfig:
     batch_share: float = 0.05  # of the time, what batch has at least where interactive requests would take all of it
     background_chunk: int = 128  # tokens a step of prompts that are computed ahead of their turns, all together
 
-    # Switches, one for each mechanism, so that its worth can be measured.
-    prefix_cache: bool = True  # computed prefixes are found by whoever begins alike; off: by the same program alone
-    grouped_prefill: bool = True  # requests that share a prefix wait for the first of them to compute it
-    sessions: bool = True  # a program keeps its row between turns, and without prefix_cache its cells, too
-    adaptive_chunks: bool = True  # prefills share a step's tokens; off: each may fill a step
-    equal_chunks: bool = False  # on: equal shares; off: most for the first prompt, a quarter for short ones behind it
     prompt_seed: bool = True  # a request without a seed gets its prompt's; off: a random one
-    device_sampling: bool = True  # tokens are drawn beside the logits; off: the logits cross to the host
     early_stop: bool = True  # a reply ends where its tool calls do; off: where the model ends it
-    kv_tags: bool = True  # cells are evicted by what they are, as requests say or as their roles do; off: by age alone
     shared_preambles: str = ""  # a JSON file: what prompts of all tenants may begin with, computed once for all
 
     speculation: DraftConfig = field(default_factory=DraftConfig)
@@ -195,8 +191,18 @@ class EngineConfig:
 
     overlap_steps: Overlap = "auto"  # the next step is planned while one runs; auto: on a GPU
     gpu_memory: float = 0.9  # share of a GPU's memory that weights, steps and KV together may take
-    cuda_graphs: bool = True  # steps of few tokens replay graphs on a GPU, captured at the start
     batch_invariant: bool = False  # on a GPU, too, no bit of an answer depends on what else is in the batch
+
+    without: tuple[Mechanism, ...] = (
+        # Mechanisms to leave out, to measure what each is worth or to find a fault. No answer changes without them.
+        # `prefix_cache`: prompts that begin alike share their KV;
+        # `sessions`: a program keeps its row between turns, and without `prefix_cache` its cells;
+        # `grouped_prefill`: requests that share a prefix wait until the first of them has computed it;
+        # `adaptive_chunks`: prefills share the tokens of a step;
+        # `kv_tags`: roles and `kv_hints` decide which cells are evicted first, not age alone;
+        # `device_sampling`: tokens are drawn on the GPU, so logits never cross to the host;
+        # `cuda_graphs`: steps of few tokens replay graphs that were captured at the start.
+    )
 
     def __post_init__(self) -> None:
         self._check_each()
@@ -210,10 +216,18 @@ class EngineConfig:
         if self.session_rows >= self.max_sequences:
             raise ConfigError("session_rows must leave at least one row of max_sequences", "session_rows")
         tier = self.host_tier
-        if tier and not self.prefix_cache:
-            raise ConfigError(f"{tier} is for evicted cells of the prefix cache, and prefix_cache is false", tier)
+        if tier and not self.has("prefix_cache"):
+            raise ConfigError(f"{tier} holds evicted cells of the prefix cache, and `without` names prefix_cache", tier)
+
+    def has(self, mechanism: Mechanism) -> bool:
+        """Whether the engine works with this mechanism."""
+        return mechanism not in self.without
 
     def _check_each(self) -> None:
+        known = get_args(Mechanism)
+        if wrong := [name for name in self.without if name not in known]:
+            nearest = get_close_matches(str(wrong[0]), known, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"{wrong[0]!r} is no mechanism; the nearest is {nearest!r}", "without")
         _check(self, _one_of(DEVICES), "device")
         _check(self, _one_of(get_args(DType)), "dtype")
         _check(self, _one_of(get_args(KVDType)), "kv_dtype")

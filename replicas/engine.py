@@ -122,7 +122,7 @@ class Engine:
             if len(tokens) >= config.context_length:
                 told = f"a shared preamble of {len(tokens)} tokens leaves no room in {config.context_length}"
                 raise ConfigError(told, "shared_preambles")
-        if 2 * sum(map(len, preambles)) > config.cells or not config.prefix_cache:
+        if 2 * sum(map(len, preambles)) > config.cells or not config.has("prefix_cache"):
             told = f"shared preambles need the prefix cache, and at most half of {config.cells} cells"
             raise ConfigError(told, "shared_preambles")
         self._preambles = {f"{SHARED} {i}": tokens for i, tokens in enumerate(preambles)}
@@ -253,7 +253,7 @@ class Engine:
             tokens = np.concatenate((history, submit.tokens)) if len(history) else submit.tokens
             began = session.opened if session is not None else arrived
             # A session's tokens stand behind its history, and are pinned.
-            labels = submit.labels if self.config.kv_tags and session is None else UNLABELLED
+            labels = submit.labels if self.config.has("kv_tags") and session is None else UNLABELLED
             arrival = self._arrivals.of(submit, arrived, began)
             submit = replace(submit, tokens=tokens, program_arrival=arrival, labels=labels)
             if submit.cells is not None:
@@ -271,7 +271,7 @@ class Engine:
             sequence = Sequence.of(submit, next(self._numbers), arrived, self._eos, self._seed(submit), program)
             sequence.n_history = len(history)
             sequence.cache_scope = self._cache_scope(sequence)
-            if self.config.prefix_cache:
+            if self.config.has("prefix_cache"):
                 for digest in submit.prefixes:
                     self._beginnings.seen(submit.cache_scope, digest, submit.tokens)
             if session is None:
@@ -337,16 +337,17 @@ class Engine:
 
     def _cache_scope(self, sequence: Sequence) -> str | None:
         """Where a request's cells are found and kept: with its tenant's, with its program's alone, or nowhere."""
-        if self.config.prefix_cache:
+        if self.config.has("prefix_cache"):
             return sequence.submit.cache_scope
         key = sequence.returns.key if sequence.returns is not None else None
-        return key.own_scope if key is not None and (key.kind is Kind.SESSION or self.config.sessions) else None
+        return key.own_scope if key is not None and (key.kind is Kind.SESSION or self.config.has("sessions")) else None
 
     def _open_books(self, limits: Mapping[str, tuple[CellLimits, float]]) -> None:
         """`limits`: what tenants may have of the cells, and when they were told."""
         config = self.config
         size = config.page_size
-        host = HostTier(config.host_cells // size, size) if config.host_cells >= size and config.prefix_cache else None
+        evicts_to_host = config.host_cells >= size and config.has("prefix_cache")
+        host = HostTier(config.host_cells // size, size) if evicts_to_host else None
         self.cache = KVCache(config.cells // size, size, host, config.kv_tags_share, self.stats.evicted_by_tag)
         for tenant, (asked, heard) in limits.items():
             self.cache.limit(tenant, asked, heard)

@@ -64,13 +64,12 @@ class Variant:
 
 
 VARIANTS = (
-    Variant("sessions", {"sessions": False}),  # cells of earlier turns are found in the shared tree alone
+    Variant("sessions", {"without": ("sessions",)}),  # cells of earlier turns are found in the shared tree alone
     Variant("session_rows", {"session_rows": 0}),
-    Variant("prefix_cache", {"prefix_cache": False}),  # a program keeps its own cells, and finds nobody else's
-    Variant("kept_cells", {"sessions": False, "prefix_cache": False}),  # every turn computes its whole prompt
-    Variant("grouped_prefill", {"grouped_prefill": False}),
-    Variant("adaptive_chunks", {"adaptive_chunks": False}),
-    Variant("equal_chunks", {"equal_chunks": True}),
+    Variant("prefix_cache", {"without": ("prefix_cache",)}),  # a program keeps its own cells, and finds nobody else's
+    Variant("kept_cells", {"without": ("sessions", "prefix_cache")}),  # every turn computes its whole prompt
+    Variant("grouped_prefill", {"without": ("grouped_prefill",)}),
+    Variant("adaptive_chunks", {"without": ("adaptive_chunks",)}),
     Variant("step_ms", {"step_ms": 1e9}),  # prompts fill steps
     Variant("chunk_deferral", {"high_water": 1.0}),
     Variant("admission", {"admission_ceiling": 1.0}),
@@ -84,11 +83,11 @@ VARIANTS = (
     Variant("cost_gate", speculation={"cost_gate": False}),
     Variant("shared_budget", speculation={"shared_budget": False}),
     Variant("early_stop", {"early_stop": False}, same_output=False),
-    Variant("kv_tags", {"kv_tags": False}),  # cells are evicted by their age alone
+    Variant("kv_tags", {"without": ("kv_tags",)}),  # cells are evicted by their age alone
     Variant("own_decoder", {"decoder": "transformers"}),
-    Variant("device_sampling", {"device_sampling": False}, gpu=True),
+    Variant("device_sampling", {"without": ("device_sampling",)}, gpu=True),
     Variant("overlap_steps", {"overlap_steps": "off"}, gpu=True),
-    Variant("cuda_graphs", {"cuda_graphs": False}, gpu=True),
+    Variant("cuda_graphs", {"without": ("cuda_graphs",)}, gpu=True),
     Variant("batch_invariant", {"batch_invariant": True}, gpu=True),
 )
 """Every mechanism that can be turned off; `docs/mechanisms.md` says what each is. One list for benchmark and tests."""

@@ -74,8 +74,8 @@ ROWS = (
     Row("baseline"),
     Row("+ splitting", split=True),
     Row("+ dispatch", split=True, dispatch=True),
-    Row("+ tags", split=True, dispatch=True, engine={"kv_tags": True}),
-    Row("tags alone", engine={"kv_tags": True}),
+    Row("+ tags", split=True, dispatch=True, engine={"without": ()}),
+    Row("tags alone", engine={"without": ()}),
     Row("baseline, chunks of 256", engine={"step_tokens": 256}),
     Row("baseline, whole prompts", engine={"step_tokens": WHOLE, "latency_chunk": WHOLE}),
     Row(f"baseline, TTL {TTL_S:g} s", engine={"retention": RetentionConfig("fixed", fixed_s=TTL_S)}),
@@ -269,7 +269,7 @@ async def measured(model: str, sizes: Sizes, warm: int = _WARM, rows: Sequence[R
         dtype="float32",
         threads=sizes.threads,
         cells=sizes.cells,
-        kv_tags=False,
+        without=("kv_tags",),
         speculation=DraftConfig(enabled=False),
     )
     clients = [Client(row, Service.load(replace(config, **row.engine))) for row in rows]

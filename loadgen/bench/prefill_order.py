@@ -1,9 +1,8 @@
-"""When prompts have their first token and how long replies stand still, by how prefills share a step.
+"""When prompts have their first token and how long replies stand still, by how long prompts may make a step.
 
 ``python -m holdfast.loadgen.bench.prefill_order [--machine 8b-h200]``: the real engine over the simulator's cost model
-(8B on an A100 by default), so it takes seconds and no GPU. `--programs`, programs with tools, takes a minute. `equal`
-is `engine.equal_chunks`, the rule of stateful inference, section 3.2. `MS ms` lets prompts add that many milliseconds
-to a step (`engine.step_ms`); 0 sets no bound.
+(8B on an A100 by default), so it takes seconds and no GPU. `--programs`, programs with tools, takes a minute. `MS ms`
+lets prompts add that many milliseconds to a step (`engine.step_ms`); 0 sets no bound.
 """
 
 from __future__ import annotations
@@ -167,8 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     machine = machines.profile(options.machine)
     base = engine_config("default", machine, host=False)
-    rules = {"equal": replace(base, equal_chunks=True)}
-    rules |= {f"in order, {budget:g} ms": replace(base, step_ms=budget) for budget in BUDGETS}
+    rules = {f"{budget:g} ms": replace(base, step_ms=budget) for budget in BUDGETS}
     if options.programs:
         _compare_programs(base, machine)
         return 0

@@ -60,7 +60,7 @@ class Row:
     engine: dict[str, Any] = field(default_factory=dict)
 
 
-_TAGS = {"kv_tags": True}
+_TAGS: dict[str, Any] = {"without": ("grouped_prefill",)}
 _OURS = EngineConfig()
 ROWS = (
     Row("baseline"),
@@ -70,7 +70,7 @@ ROWS = (
     Row(
         "+ all other defaults",
         BOTH,
-        {**_TAGS, "step_tokens": _OURS.step_tokens, "grouped_prefill": True, "retention": _OURS.retention},
+        {"without": (), "step_tokens": _OURS.step_tokens, "retention": _OURS.retention},
     ),
     Row("baseline, whole prompts", engine={"step_tokens": WHOLE, "latency_chunk": WHOLE}),
     Row(f"baseline, TTL {TTL_S:g} s", engine={"retention": RetentionConfig("fixed", fixed_s=TTL_S)}),
@@ -131,8 +131,7 @@ def run(options: Options, row: Row, rate: float, seed: int) -> Figures:
     config = replace(
         engine_config("program", profile, host=False),
         step_tokens=256,
-        grouped_prefill=False,
-        kv_tags=False,
+        without=("grouped_prefill", "kv_tags"),
     )
     with uncollected():
         simulated = Orchestrated(profile, replace(config, **row.engine), row.way)

@@ -116,7 +116,7 @@ class Run:
             max_waiting_tokens=1 << 40,
             queue_timeout_s=1e9,
             speculation=DraftConfig(enabled=False),
-            prefix_cache=False,  # no two prompts begin alike
+            without=("prefix_cache",),  # no two prompts begin alike
             order=options.order,
         )
         self._engine = Engine(config, self._machine, stopwatch=lambda: 0.0)

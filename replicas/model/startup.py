@@ -221,8 +221,8 @@ def fill_memory(config: EngineConfig, model: Model, kv: KVTensors, source: "Memo
 
 def _runner(config: EngineConfig, model: Model, kv: KVTensors, host: HostPages | None = None) -> ModelRunner:
     rows, context = config.max_sequences, config.context_length
-    if config.device == "cpu" or not config.device_sampling:
-        return ModelRunner(model, kv, rows, context, host, config.device_sampling, config.overlap_steps == "on")
+    if config.device == "cpu" or not config.has("device_sampling"):
+        return ModelRunner(model, kv, rows, context, host, config.has("device_sampling"), config.overlap_steps == "on")
     from holdfast.replicas.model.runner_gpu import GpuRunner  # needs Triton, which a torch for CPUs comes without
 
     return GpuRunner(model, kv, rows, context, host)
@@ -453,7 +453,7 @@ class GpuMemory:
 
 def graph_tokens(config: EngineConfig) -> int:
     """Tokens of the largest step that is to run in a graph; 0: none."""
-    if not config.cuda_graphs or config.device == "cpu":
+    if not config.has("cuda_graphs") or config.device == "cpu":
         return 0
     return min(_GRAPH_TOKENS, most_rows(config))
 

@@ -278,7 +278,7 @@ class Retention:
         self._ranking = ranking
         self._config = config.retention
         self._policy = policy_of(config.retention)
-        self._active = config.retention.policy != "none" and (config.prefix_cache or config.sessions)
+        self._active = config.retention.policy != "none" and (config.has("prefix_cache") or config.has("sessions"))
         self._load = load
         self._cache = cache
         self._programs = programs

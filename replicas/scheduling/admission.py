@@ -425,7 +425,10 @@ class Admission:
 
     def _find_leader(self, sequence: Sequence, n_cached: int) -> Following | None:
         config = self._config
-        if not (config.grouped_prefill and config.prefix_cache) or len(self._following) >= self._running.rows.total:
+        if (
+            not (config.has("grouped_prefill") and config.has("prefix_cache"))
+            or len(self._following) >= self._running.rows.total
+        ):
             return None
         # What is shared is aliased in whole pages, so less than two pages would not be worth a step's wait.
         following = find_leader(sequence, self._running, n_cached, least=2 * config.page_size)

@@ -67,9 +67,9 @@ class Scheduler:
         self._classes = Classes(config.batch_share)
         self._waiting = waiting = WaitingQueue(order, self._classes)
         self._programs = programs
-        self.rows = Rows(cache, pool, programs, keep=config.sessions, share=config.prefix_cache)
+        self.rows = Rows(cache, pool, programs, keep=config.has("sessions"), share=config.has("prefix_cache"))
         self.retention = Retention(config, cache, programs, self.rows, waiting, order, learned, stats)
-        self._running = Running(cache, programs, self.rows, order, stats, self.retention, tags=config.kv_tags)
+        self._running = Running(cache, programs, self.rows, order, stats, self.retention, tags=config.has("kv_tags"))
         self.drafts = Drafts(drafter)
         self.ends = Terminator(programs, self._running, waiting, self.drafts, order, stats, events)
         self.admission = Admission(
@@ -570,18 +570,11 @@ def chunk_sizes(
     reading the cells before it is left to a later step. The first sequence gets at least one token. A `narrow` chunk
     has at most `latency_chunk` tokens.
 
-    With `equal_chunks` tokens and time are shared equally: the paper's rule (stateful inference, section 3.2),
-    min(pending, step_tokens // number). Without `adaptive_chunks` each sequence may fill a step.
+    Without `adaptive_chunks` each sequence may fill a step.
     """
-    if not config.adaptive_chunks:
+    if not config.has("adaptive_chunks"):
         return [max(1, min(left, step_tokens, tokens_within(seconds, start, cost))) for start, left in pending]
     limits = [min(n, config.latency_chunk) if slim else n for (_, n), slim in zip(pending, narrow, strict=True)]
-    if config.equal_chunks:
-        share, each_s = max(1, step_tokens // len(pending)), seconds / len(pending)
-        return [
-            max(1, min(limit, share, tokens_within(each_s, start, cost)))
-            for (start, _), limit in zip(pending, limits, strict=True)
-        ]
     sizes = [1, *[0] * (len(pending) - 1)]
     room, kept = step_tokens // 4, seconds / 4
     for i in sorted(range(1, len(pending)), key=lambda i: pending[i][1]):

@@ -163,7 +163,7 @@ class TextSide:
             entry = self.cache.tokenize(begun, self.cache.encoder)
         else:
             entry = await self._long.run(partial(self.cache.tokenize, begun), len(begun.rest), scope)
-        starts = _starts(prompt, entry) if self._config.kv_tags else ()
+        starts = _starts(prompt, entry) if self._config.has("kv_tags") else ()
         return Encoded(self.cache.end(begun, entry), rendered.text, rendered.mark, starts)
 
     async def beginning(self, prompt: ChatPrompt, scope: str = "", program: str = "") -> Encoded:
@@ -197,7 +197,7 @@ class TextSide:
             tokens = tokens[: len(entry.ids) - self.cache.unsure(text)]
         if not len(tokens):
             raise InvalidRequestError("nothing is known of the prompt before its next message", "messages")
-        return Encoded(tokens, text, mark, _starts(prompt, entry) if self._config.kv_tags else ())
+        return Encoded(tokens, text, mark, _starts(prompt, entry) if self._config.has("kv_tags") else ())
 
     @property
     def longest_token(self) -> int:

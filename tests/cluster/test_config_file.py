@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -167,3 +168,21 @@ def test_a_server_open_to_others_needs_keys() -> None:
 def test_a_key_may_stand_above_one_that_is_merged() -> None:
     text = "tenants:\n  - &a {name: a, weight: 2}\n  - {<<: *a, name: b}\n"
     assert [(each.name, each.weight) for each in config_file.parse(text).tenants] == [("a", 2.0), ("b", 2.0)]
+
+
+@pytest.mark.parametrize("key", config_file.REMOVED)
+def test_a_key_of_an_earlier_version_says_what_replaces_it(key: str) -> None:
+    *path, name = key.split(".")
+    data: dict[str, Any] = {name: 1}
+    for section in reversed(path):
+        data = {section: data}
+    (fault,) = config_file.unknown(data)
+    assert (fault.field, fault.message) == (key, f"unknown key {key!r}; {config_file.REMOVED[key]}")
+
+
+def test_an_unknown_mechanism_names_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match="the nearest is 'prefix_cache'") as caught:
+        config_file.parse("engine: {without: [kv_tags, prefixcache]}")
+    assert caught.value.field == "engine.without.1"
+    with pytest.raises(ConfigError, match="the nearest is 'prefix_cache'"):
+        EngineConfig(without=("prefixcache",))  # type: ignore[arg-type]

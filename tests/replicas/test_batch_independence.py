@@ -49,7 +49,9 @@ class Served:
 
     def replies(self, numbers: list[int], temperature: float, **settings) -> dict[int, list[TokenLogprobs]]:
         """What the requests of these numbers are answered at once, with the log probabilities of all tokens."""
-        config = replace(self.config, prefix_cache=False, **({"speculation": DraftConfig(enabled=False)} | settings))
+        config = replace(
+            self.config, without=("prefix_cache",), **({"speculation": DraftConfig(enabled=False)} | settings)
+        )
         engine = Engine(config, self.runner, frozenset(), self.vocabulary)
         out: dict[int, list[TokenLogprobs]] = {number: [] for number in numbers}
         for number in numbers:

@@ -114,7 +114,11 @@ def check(replies: list[Answer]) -> None:
 
 WAYS: dict[str, dict[str, Any]] = {
     "forced tokens one by one, narrow chunks": {"MOST_FORCED": 0, "step_tokens": 16, "speculation": DRAFTS},
-    "no drafts at all, the transformers model": {"MOST_FORCED": 0, "decoder": "transformers", "prefix_cache": False},
+    "no drafts at all, the transformers model": {
+        "MOST_FORCED": 0,
+        "decoder": "transformers",
+        "without": ("prefix_cache",),
+    },
     "little room": {
         "MOST_FORCED": 3,
         "cells": 336,

@@ -285,8 +285,8 @@ def test_followers_go_on_when_their_leader_ends(how):
 
 def test_switches_turn_sharing_off_and_change_no_output():
     computed = {}
-    for switches in ({}, {"grouped_prefill": False}, {"prefix_cache": False}):
-        world = World(cells=4096, context_length=512, max_sequences=16, **switches)
+    for without in ((), ("grouped_prefill",), ("prefix_cache",)):
+        world = World(cells=4096, context_length=512, max_sequences=16, without=without)
         for i in range(3):
             world.submit(f"r{i}", words(0, 100) + words(i + 1, 10))
         world.run()
@@ -294,7 +294,7 @@ def test_switches_turn_sharing_off_and_change_no_output():
         world.run()
         for name in world.prompts:
             world.assert_right(name)
-        computed[tuple(switches)] = world.engine.stats.prompt_computed
+        computed[without] = world.engine.stats.prompt_computed
     assert computed[()] < computed[("grouped_prefill",)] < computed[("prefix_cache",)] == 4 * 110
 
 

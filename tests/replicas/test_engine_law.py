@@ -49,7 +49,6 @@ class EngineMachine(RuleBasedStateMachine):
         order=st.sampled_from(get_args(OrderName)),
         host_cells=st.sampled_from([0, 64, 512]),
         overlap=st.sampled_from(["off", "on"]),
-        equal_chunks=st.booleans(),
         step_ms=st.sampled_from([0.0, 1e-3, 1e3]),
     )
     def start(
@@ -64,7 +63,6 @@ class EngineMachine(RuleBasedStateMachine):
         order,
         host_cells,
         overlap,
-        equal_chunks,
         step_ms,
     ) -> None:
         self.world = World(
@@ -77,13 +75,11 @@ class EngineMachine(RuleBasedStateMachine):
             admission_ceiling=0.9,
             completion_reserve=2,
             speculation=DraftConfig(enabled=drafts),
-            sessions=keeps,
-            prefix_cache=shares,
+            without=(*(() if keeps else ("sessions",)), *(() if shares else ("prefix_cache",))),
             session_idle_s=40.0,
             order=order,
             host_cells=host_cells if shares else 0,
             overlap_steps=overlap,
-            equal_chunks=equal_chunks,
             step_ms=step_ms,
         )
         self.world.runner.eager = lambda n: n % 3 == 0

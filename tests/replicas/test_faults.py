@@ -64,7 +64,7 @@ class FaultyWorld(World):
             admission_ceiling=1.0,
             high_water=1.0,
             completion_reserve=2,
-            equal_chunks=True,  # so that cells run short
+            without=("adaptive_chunks",),  # so that cells run short
             step_tokens=16,
             order="fair",
         )

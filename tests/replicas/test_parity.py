@@ -79,7 +79,7 @@ WAYS = {
     "transformers": ("transformers", 16, {}),
     "chunks of 16": ("own", 16, {"step_tokens": 16}),
     "pages of 1": ("own", 1, {}),
-    "no cache": ("own", 16, {"prefix_cache": False}),
+    "no cache": ("own", 16, {"without": ("prefix_cache",)}),
     "no speculation": ("own", 16, {"speculation": DraftConfig(enabled=False)}),
 }
 
@@ -143,7 +143,7 @@ def test_greedy_equals_transformers_after_a_cache_hit():
     prompts = [prompt for prompt, _ in pairs]
     # Prompts that leave a cached one in the middle of a page.
     forks = [prompt[: len(prompt) // 2] for prompt in prompts if len(prompt) > 40]
-    fresh, _ = generate(engine_of("own", prefix_cache=False), forks)
+    fresh, _ = generate(engine_of("own", without=("prefix_cache",)), forks)
     engine = engine_of("own")  # over the same pages, so after the one above is done
     first, _ = generate(engine, prompts)
     again, ends = generate(engine, prompts)

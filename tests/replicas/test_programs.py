@@ -64,7 +64,7 @@ def test_the_next_turn_is_in_the_same_row_and_computes_its_delta_alone(page_size
 
 
 def test_off_the_row_is_given_back_and_the_cells_are_found_in_the_tree():
-    world = make(sessions=False)
+    world = make(without=("sessions",))
     turns(world, "p", 3, words(1, 22))
     assert world.engine.stats.turns_continued == 0
     assert world.engine.occupancy().rows_parked == 0
@@ -236,7 +236,7 @@ def test_turns_that_come_back_at_once_wait_for_room_rather_than_take_it_from_eac
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_without_the_prefix_cache_a_program_keeps_its_cells_and_nobody_else_finds_them(page_size):
-    world = make(page_size=page_size, prefix_cache=False)
+    world = make(page_size=page_size, without=("prefix_cache",))
     prompt = turns(world, "p", 3, words(1, 22))
     stats = world.engine.stats
     known = len(prompt) - 7 - 1
@@ -251,7 +251,7 @@ def test_without_the_prefix_cache_a_program_keeps_its_cells_and_nobody_else_find
 
 
 def test_without_the_prefix_cache_a_request_of_no_program_leaves_nothing():
-    world = make(prefix_cache=False)
+    world = make(without=("prefix_cache",))
     for _ in range(2):
         turns(world, "", 1, words(1, 22))
     assert world.engine.stats.prompt_cached == 0
@@ -260,7 +260,7 @@ def test_without_the_prefix_cache_a_request_of_no_program_leaves_nothing():
 
 
 def test_without_rows_and_prefix_cache_nothing_is_kept_between_turns():
-    world = make(prefix_cache=False, sessions=False)
+    world = make(without=("prefix_cache", "sessions"))
     turns(world, "p", 3, words(1, 22))
     assert world.engine.stats.prompt_cached == world.engine.stats.turns_continued == 0
     cells = world.engine.occupancy()
@@ -268,7 +268,7 @@ def test_without_rows_and_prefix_cache_nothing_is_kept_between_turns():
 
 
 def test_what_a_program_keeps_for_itself_alone_is_evicted_like_anything_else():
-    world = make(prefix_cache=False, cells=256, retention=RetentionConfig(policy="none"))
+    world = make(without=("prefix_cache",), cells=256, retention=RetentionConfig(policy="none"))
     for program in "abcdefgh":
         turns(world, program, 2, words(ord(program), 40))
     assert world.engine.cache.stats.evicted > 0

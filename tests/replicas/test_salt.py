@@ -51,7 +51,7 @@ def test_nobody_waits_for_a_prefix_that_has_another_salt():
 
 
 def test_the_cells_of_a_salted_program_go_first_when_it_is_over():
-    world = World(cells=256, context_length=256, kv_tags=True)
+    world = World(cells=256, context_length=256)
     ask(world, "over", words(0, 60), "x", program="p")
     ask(world, "kept", words(1, 60), "x", program="q")
     world.run()

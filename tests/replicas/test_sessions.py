@@ -365,7 +365,7 @@ def test_decoding_goes_on_beside_a_long_append():
     world.assert_right("a")
 
 
-@pytest.mark.parametrize("switches", [{"sessions": False}, {"prefix_cache": False}])
+@pytest.mark.parametrize("switches", [{"without": ("sessions",)}, {"without": ("prefix_cache",)}])
 def test_switches_change_no_answer(switches):
     world = make(**switches)
     world.open("s")
@@ -380,7 +380,7 @@ def test_switches_change_no_answer(switches):
 
 
 def test_without_the_prefix_cache_a_session_keeps_its_history_and_a_fork_computes_it_again():
-    world = World(prefix_cache=False, session_rows=2, cells=512, context_length=256)
+    world = World(without=("prefix_cache",), session_rows=2, cells=512, context_length=256)
     world.open("s")
     world.append("append", "s", words(1, 40))
     world.run()

@@ -80,7 +80,7 @@ def test_salted_scopes_find_it_too_and_nothing_of_each_other():
         assert world.end(name).usage.cached == 40
 
 
-@pytest.mark.parametrize("settings", [{"cells": 64}, {"prefix_cache": False}, {"context_length": 40}])
+@pytest.mark.parametrize("settings", [{"cells": 64}, {"without": ("prefix_cache",)}, {"context_length": 40}])
 def test_what_leaves_no_room_is_refused_by_its_field(settings):
     with pytest.raises(ConfigError) as error:
         sharing(**settings)

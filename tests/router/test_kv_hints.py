@@ -204,7 +204,7 @@ def served(config: EngineConfig, hints: Any) -> tuple[list[str], Any]:
 
 
 def test_no_hint_changes_an_answer_or_breaks_the_books() -> None:
-    plain, off = served(EngineConfig(**{**CONFIG, "kv_tags": False}), None)
+    plain, off = served(EngineConfig(**{**CONFIG, "without": ("kv_tags",)}), None)
     assert sum(off.stats.evicted_by_tag.values()) == off.stats.evicted_by_tag["other"] > 0
     for name, hints in ABUSE.items():
         told, engine = served(SMALL, hints)

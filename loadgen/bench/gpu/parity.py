@@ -55,8 +55,7 @@ _PAGE = 16
 _OFF: dict[str, Any] = {  # beside graphs, and what only a small cache brings about
     "overlap_steps": "off",
     "speculation": DraftConfig(enabled=False),
-    "prefix_cache": False,
-    "sessions": False,
+    "without": ("prefix_cache", "sessions"),
     "host_cells": 0,
 }
 _SOME = 4  # the first of every so many prompts is asked where they are asked one at a time and without drafts
@@ -209,7 +208,7 @@ def settings(sizes: ParitySizes, prompts: Sequence[Prompt]) -> list[Setting]:
     """Each mechanism by itself, then all; those without graphs first, since graphs are captured once."""
     first = [len(prompt.tokens) for prompt in prompts[: sizes.abreast]]
     few_cells = sum(-(-length // _PAGE) * _PAGE for length in first)
-    reuse = {"prefix_cache": True, "sessions": True}
+    reuse = {"without": ()}
     tier = reuse | {"cells": few_cells, "host_cells": sizes.host_cells}
     # The first prompts are let in together, as if they were not to be answered, and computed but for one token: then
     # the replies find no cells.
@@ -318,7 +317,7 @@ class Parity:
             host_cells=sizes.host_cells,
             max_sequences=2 * sizes.prompts,
             session_rows=sizes.prompts,
-            cuda_graphs=False,
+            without=("cuda_graphs",),
             speculation=DraftConfig(enabled=False),  # what verifying costs is not asked
         )
         loaded = load_runner(config)

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cache
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from holdfast.loadgen.bench.ablation import VARIANTS, Variant, chosen
-from holdfast.replicas.config import DraftConfig, EngineConfig
+from holdfast.replicas.config import DraftConfig, EngineConfig, Mechanism
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.events import Submit, Tokens
@@ -40,8 +41,8 @@ SHOWS_AT = {"prompt_seed": 0.8, "memory": 0.0}
 
 
 @cache
-def loaded(decoder: str, device_sampling: bool) -> LoadedRunner:
-    return load_runner(replace(CONFIG, decoder=decoder, device_sampling=device_sampling))
+def loaded(decoder: str = "auto", without: tuple[Mechanism, ...] = ()) -> LoadedRunner:
+    return load_runner(replace(CONFIG, decoder=decoder, without=without))
 
 
 def run(engine: Engine, prompts: list[list[int]], turn: int, temperature: float) -> list[list[int]]:
@@ -62,7 +63,7 @@ def run(engine: Engine, prompts: list[list[int]], turn: int, temperature: float)
 def workload(variant: Variant, temperature: float) -> tuple[list[list[int]], EngineStats]:
     """Two turns of six programs that begin alike, on Pocket, in a cache that is too small for all of them."""
     config = variant.of(CONFIG)
-    ready = loaded(config.decoder, config.device_sampling)
+    ready = loaded(config.decoder, config.without)
     engine = Engine(variant.of(ready.config), ready.runner, ready.eos, ready.vocabulary)
     rng = np.random.default_rng(1)
     preamble = rng.integers(5, 200, 60).tolist() * 2
@@ -101,7 +102,7 @@ def test_a_programs_own_cells_are_told_from_those_that_others_computed() -> None
 
 
 def test_the_token_cache_changes_no_token() -> None:
-    tokenizer = loaded("auto", True).tokenizer
+    tokenizer = loaded().tokenizer
     on, off = (TextSide(tokenizer, config) for config in (CONFIG, chosen("tokenize_cache")[0].of(CONFIG)))
     messages = [{"role": "user", "content": "What is the weather in <|im_end|> Paris?"}]
     for turn in range(4):
@@ -137,7 +138,7 @@ def test_a_switch_touches_only_its_own_fields(variant: Variant) -> None:
 
 
 def test_what_changes_nothing_on_this_device_is_idle_there() -> None:
-    resolved = replace(loaded("auto", True).config, speculation=DraftConfig())
+    resolved = replace(loaded().config, speculation=DraftConfig())
     alike = {variant.name for variant in VARIANTS if variant.of(resolved) == resolved}
     idle = {variant.name for variant in VARIANTS if variant.idle(resolved)}
     assert alike <= idle
@@ -149,6 +150,7 @@ def test_what_changes_nothing_on_this_device_is_idle_there() -> None:
 def test_every_switch_there_is_belongs_to_a_mechanism() -> None:
     named = {name for variant in VARIANTS for name in fields_of(variant)}
     switches = {f.name for f in fields(EngineConfig) if f.type in (bool, "bool")}
+    assert set(get_args(Mechanism)) <= {name for variant in VARIANTS for name in variant.engine.get("without", ())}
     switches |= {f"speculation.{f.name}" for f in fields(DraftConfig) if f.type in (bool, "bool")}
     assert switches <= named
 

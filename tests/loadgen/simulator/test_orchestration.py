@@ -29,7 +29,7 @@ def agents(tool_s: float = 3.0, calls: int = 3, system: int = 8_000) -> list[Age
 
 
 def done(way: Way = NEITHER, given: list[Agent] | None = None) -> Done:
-    config = replace(engine_config("program", MACHINE, host=False), kv_tags=False)
+    config = replace(engine_config("program", MACHINE, host=False), without=("kv_tags",))
     simulated = Orchestrated(MACHINE, config, way)
     (one,) = simulated.run(given or agents())
     assert simulated.engine.cache.stats.held == 0
@@ -71,7 +71,7 @@ def test_tools_that_begin_as_their_calls_close_end_sooner() -> None:
 def test_found_tokens_are_told_by_who_computed_them() -> None:
     one, two = agents(), agents()
     again = replace(two[0], name="second", arrived=100.0, query=Texts().new(10)[:0])
-    config = replace(engine_config("program", MACHINE, host=False), kv_tags=False)
+    config = replace(engine_config("program", MACHINE, host=False), without=("kv_tags",))
     first, second = Orchestrated(MACHINE, config, Way()).run([one[0], replace(again, query=two[0].query + 1)])
     assert (first.found[0].across, first.found[0].within) == (0, 0)
     assert first.found[1].across == 0

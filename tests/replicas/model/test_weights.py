@@ -361,7 +361,7 @@ def test_an_unknown_device_is_refused(device):
 def test_a_second_tier_that_cannot_be_is_refused(folder, name, value):
     assert refusal(folder, **{name: value}).field == name
     with pytest.raises(ConfigError, match="prefix_cache") as caught:
-        config_of(folder, prefix_cache=False, **{name: value})
+        config_of(folder, without=("prefix_cache",), **{name: value})
     assert caught.value.field == name
 
 

@@ -646,7 +646,7 @@ def test_a_pin_whose_cells_others_keep_as_well_does_not_give_way():
 
 
 def test_no_pin_gives_way_to_a_request_that_finds_no_row():
-    world = make(sessions=False)
+    world = make(without=("sessions",))
     turn(world, "p", words(1, 150), began=50.0)
     for i in range(3):
         world.submit(f"runs{i}", talkative(2 + i, 20), 20, began=0.1)

@@ -61,7 +61,7 @@ def test_batch_gives_nothing_up_where_that_would_not_be_enough():
 
 
 def test_a_prompt_of_batch_has_what_the_others_leave_of_a_step():
-    world = World(cells=1024, context_length=1024, step_tokens=32, max_sequences=4, grouped_prefill=False)
+    world = World(cells=1024, context_length=1024, step_tokens=32, max_sequences=4, without=("grouped_prefill",))
     ask(world, "batch", words(0, 200), 4, batch=True)
     world.step()
     ask(world, "now", words(9, 90), 4)
@@ -113,7 +113,7 @@ def test_batch_waits_behind_every_interactive_request_and_has_its_part_of_the_ti
 )
 def test_answers_are_the_same_and_no_interactive_request_waits_while_batch_runs(order, requests):
     """Where rows are what is short: one waits for its rival's row at most until the next step."""
-    world = World(order=order, max_sequences=2, cells=2048, admission_ceiling=1.0, grouped_prefill=False)
+    world = World(order=order, max_sequences=2, cells=2048, admission_ceiling=1.0, without=("grouped_prefill",))
     for number, (batch, tenant, length, tokens, steps) in enumerate(requests):
         ask(world, f"r{number}", words(number, length), tokens, batch=batch, scope=f"t{tenant}")
         for _ in range(steps):

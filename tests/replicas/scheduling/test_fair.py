@@ -97,7 +97,7 @@ def test_the_smallest_weight_is_served_at_last():
 
 
 def test_rows_that_come_free_together_go_to_both():
-    world = World(order="fair", max_sequences=8, cells=4096, grouped_prefill=False, admission_ceiling=1.0)
+    world = World(order="fair", max_sequences=8, cells=4096, without=("grouped_prefill",), admission_ceiling=1.0)
     world.step_s = 0.5
     flood(world, "a", 16, tokens=40)
     flood(world, "b", 16, tokens=40)

@@ -39,13 +39,13 @@ def begun(pending: list[int]) -> list[tuple[int, int]]:
 prompts = st.lists(st.tuples(st.integers(1, 10**5), st.booleans()), min_size=1, max_size=200)
 
 
-@given(prompts, st.booleans())
-def test_chunks_are_within_their_bounds_and_the_first_gets_on(prefilling, equal):
+@given(prompts)
+def test_chunks_are_within_their_bounds_and_the_first_gets_on(prefilling):
     pending, narrow = [list(each) for each in zip(*prefilling, strict=True)]
-    sizes = chunk_sizes(begun(pending), narrow, replace(CONFIG, equal_chunks=equal), 4096)
+    sizes = chunk_sizes(begun(pending), narrow, CONFIG, 4096)
     assert sizes[0] >= 1
     for size, left, slim in zip(sizes, pending, narrow, strict=True):
-        assert equal <= size <= left
+        assert 0 <= size <= left
         assert size <= (1024 if slim else 4096)
     assert sum(sizes) <= max(4096, len(pending))
 
@@ -73,8 +73,7 @@ def test_a_lone_prefill_fills_the_step_and_a_hurried_neighbour_narrows_it():
     assert sizes(1) == [4096]
     assert sizes(1, slim=True) == [1024]
     assert sizes(4) == [3072, 1024, 0, 0]
-    assert sizes(4, equal_chunks=True) == [1024] * 4
-    assert sizes(4, adaptive_chunks=False) == [4096] * 4
+    assert sizes(4, without=("adaptive_chunks",)) == [4096] * 4
 
 
 costs = st.builds(
@@ -100,23 +99,21 @@ def test_a_chunk_is_the_longest_that_fits_the_time(start, seconds, cost):
     st.lists(st.tuples(st.integers(0, 10**5), st.integers(1, 10**5), st.booleans()), min_size=1, max_size=100),
     st.floats(1e-3, 10),
     costs,
-    st.sampled_from(["in order", "equal", "each a whole step"]),
+    st.booleans(),
 )
-def test_chunks_are_foretold_to_take_no_longer_than_they_may(prefilling, seconds, cost, how):
+def test_chunks_are_foretold_to_take_no_longer_than_they_may(prefilling, seconds, cost, adaptive):
     """Except for one token of the first. No time is left that a sequence which has a chunk could use."""
     pending, narrow = [(start, left) for start, left, _ in prefilling], [slim for _, _, slim in prefilling]
-    config = replace(CONFIG, equal_chunks=how == "equal", adaptive_chunks=how != "each a whole step")
+    config = replace(CONFIG, without=() if adaptive else ("adaptive_chunks",))
     sizes = chunk_sizes(pending, narrow, config, 4096, seconds, cost)
     spans = [(start, start + n) for (start, _), n in zip(pending, sizes, strict=True)]
     taken = [cost.between(*span) for span in spans]
     enough = seconds * (1 + 1e-6)
-    limits = [min(left, 1024) if slim and config.adaptive_chunks else left for _, left, slim in prefilling]
+    limits = [min(left, 1024) if slim and adaptive else left for _, left, slim in prefilling]
     assert sizes[0] >= 1
     assert all(0 <= n <= limit for n, limit in zip(sizes, limits, strict=True))
-    if how == "each a whole step":
+    if not adaptive:
         assert all(n == 1 or s <= enough for n, s in zip(sizes, taken, strict=True))
-    elif how == "equal":
-        assert all(n == 1 or s <= enough / len(sizes) for n, s in zip(sizes, taken, strict=True))
     else:
         assert sum(sizes) <= 4096
         assert sum(taken) <= enough or (sizes[0] == 1 and sum(taken[1:]) <= enough / 4)
@@ -228,20 +225,14 @@ def test_the_last_token_is_never_shared():
     assert find_leader(sequence([1, 2, 3, 4]), [twin], n_cached=0, least=1).shared == 3
 
 
-def first_tokens(**settings: bool) -> list[float]:
-    """When each of eight prompts that come together has its first token, a step a second."""
-    world = World(cells=2048, max_sequences=8, step_tokens=64, context_length=256, admission_ceiling=1.0, **settings)
+def test_prompts_that_come_together_are_answered_in_order_and_do_not_wait_for_the_last():
+    world = World(cells=2048, max_sequences=8, step_tokens=64, context_length=256, admission_ceiling=1.0)
     for i in range(8):
         world.submit(f"r{i}", words(i, 128), 2, program=f"p{i}", began=1.0 + i)
     world.run()
-    return [world.end(f"r{i}").timing.first_token for i in range(8)]
-
-
-def test_prompts_that_come_together_are_answered_in_order_and_sooner_than_shared_equally():
-    ordered, equal = first_tokens(), first_tokens(equal_chunks=True)
-    assert ordered == sorted(ordered)
-    assert sum(ordered) < 0.75 * sum(equal)
-    assert max(ordered) <= max(equal)
+    first = [world.end(f"r{i}").timing.first_token for i in range(8)]
+    assert first == sorted(first)
+    assert sum(first) < 0.75 * 8 * max(first)
 
 
 @given(st.floats(0.05, 1.0), st.integers(2, 4))
@@ -267,7 +258,9 @@ def test_above_the_high_water_mark_chunks_wait_and_requests_run(mark, n):
 @example([2, 2, 7, 2], 12, True)  # one token is left of the step, for a prompt of two
 @given(st.lists(st.integers(2, 60), min_size=1, max_size=5), st.integers(2, 40), st.booleans())
 def test_no_cut_leaves_a_prompts_last_token_by_itself_where_that_would_move_bits(lengths, step_tokens, adaptive):
-    world = World(cells=1024, step_tokens=step_tokens, adaptive_chunks=adaptive, batch_invariant=True)
+    world = World(
+        cells=1024, step_tokens=step_tokens, without=() if adaptive else ("adaptive_chunks",), batch_invariant=True
+    )
     for i, length in enumerate(lengths):
         world.submit(f"{i}", words(i, length), max_tokens=2)
     world.run()

@@ -33,20 +33,19 @@ from holdfast.replicas.speculation.skeletons import CallFormat, SkeletonSet, Val
 from holdfast.replicas.stats import TextStats
 from holdfast.replicas.text.calls.formats import ENDS, MARKERS, ToolFormat
 from holdfast.replicas.text.calls.tracker import READERS, CallTracker
-from holdfast.replicas.text.channels import ChannelReader
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
 from holdfast.replicas.text.encode import LONG, Encoder, LongTexts, offsets_of
-from holdfast.replicas.text.render import UNKNOWN, Rendered, Renderer, continuations, message_starts
-from holdfast.replicas.text.reply import Reply, Stages, StopStrings, logprob_text
-from holdfast.replicas.text.thinking import (
+from holdfast.replicas.text.reasoning import (
     CLOSER,
     OPENER,
     AfterThinking,
-    Opening,
+    ChannelReader,
     ThinkingReader,
     TrailingCalls,
-    opening,
+    thinking_reader,
 )
+from holdfast.replicas.text.render import UNKNOWN, Rendered, Renderer, continuations, message_starts
+from holdfast.replicas.text.reply import Reply, Stages, StopStrings, logprob_text
 from holdfast.replicas.text.token_cache import Begun, Entry, TokenCache, common_start
 from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix
 
@@ -394,8 +393,7 @@ class TextSide:
             return ChannelReader() if self._channels else None
         if _wants_content(prompt) and len(self._think_ids) < 2:
             return None  # no token says that thinking is over: the grammar of the content cannot wait for it
-        begin = opening(encoded.text)
-        return None if begin is Opening.CLOSED else ThinkingReader(inside=begin is Opening.OPEN)
+        return thinking_reader(encoded.text)
 
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary(self.tokenizer, frozenset(self._hidden - self._markers), frozenset(self.eos))

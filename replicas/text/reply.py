@@ -24,9 +24,8 @@ from holdfast.replicas.events import FinishReason
 from holdfast.replicas.plan import TokenLogprobs
 from holdfast.replicas.requests import LogprobText, ReasoningDelta, ReplyReason, TextDelta, ToolCallDelta
 from holdfast.replicas.text.calls.tracker import CallTracker, Delta, merged
-from holdfast.replicas.text.channels import ChannelReader
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
-from holdfast.replicas.text.thinking import ThinkingReader, TrailingCalls
+from holdfast.replicas.text.reasoning import ChannelReader, ThinkingReader, TrailingCalls
 from holdfast.replicas.types import TokenIds
 
 ReplyDelta: TypeAlias = Delta | ReasoningDelta

@@ -14,7 +14,7 @@ from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.requests import TextDelta
 from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat
 from holdfast.replicas.text.calls.tracker import CallTracker
-from holdfast.replicas.text.channels import ChannelReader
+from holdfast.replicas.text.reasoning import ChannelReader
 
 FORMATS = [format for format in ToolFormat if format is not ToolFormat.NONE]
 

@@ -52,7 +52,7 @@ GRACE = 16
 """Another call may begin within so many characters of white space after a closed one: line ends and an indentation."""
 
 
-class NotACallError(Exception):
+class MismatchError(Exception):
     """The text is not what a scan expects at the next character. `undecided` was read before it and not handed over."""
 
     def __init__(self, undecided: str = "") -> None:
@@ -113,7 +113,7 @@ class Text:
     def match(self, pattern: re.Pattern[str], begun: re.Pattern[str]) -> Scan[re.Match[str] | None]:
         """Read what `pattern` matches. Waits while what is there matches `begun`, up to its end.
 
-        Raises NotACallError where the text ends in what has begun.
+        Raises MismatchError where the text ends in what has begun.
         """
         while (undecided := begun.match(self.text, self.at)) and not self.over:
             yield
@@ -121,7 +121,7 @@ class Text:
         if found:
             self.at = found.end()
         elif undecided:
-            raise NotACallError(self.take(len(undecided[0])))
+            raise MismatchError(self.take(len(undecided[0])))
         return found
 
     def word(self, *words: str, put: Callable[[str], None]) -> Scan[str]:
@@ -130,13 +130,13 @@ class Text:
         while read not in words:
             char = yield from self.peek()
             if not char or not any(word.startswith(read + char) for word in words):
-                raise NotACallError
+                raise MismatchError
             read += char
             put(self.take())
         return read
 
 
-def _beginnings(*texts: str) -> str:
+def beginnings(*texts: str) -> str:
     """A pattern of what `texts` begin with, at the end of what is there."""
     return rf"(?:{'|'.join(re.escape(text[:n]) for text in texts for n in range(len(text) - 1, 0, -1))})\Z"
 
@@ -145,7 +145,7 @@ def _beginnings(*texts: str) -> str:
 #
 # It is handed over as valid JSON wherever its meaning is plain: Python's True, False and None become true, false and
 # null; a comma before a closing bracket is left out; in strings control characters are escaped, \' becomes ', and the
-# backslash of any other escape that JSON does not have is doubled. Anything else that is not JSON is a NotACallError.
+# backslash of any other escape that JSON does not have is doubled. Anything else that is not JSON is a MismatchError.
 #
 # Some JSON makes the parsers of clients refuse the whole answer. A number beyond the range of a double and a value
 # nested deeper than DEEPEST become a string of what the model wrote; half a surrogate pair becomes U+FFFD.
@@ -163,7 +163,7 @@ _SCALAR = re.compile(
     r"(?P<number>-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++|(?!\.))(?:[eE][+-]?[0-9]++|(?![eE])))|" + "|".join(_CONSTANTS)
 )
 _SCALAR_BEGUN = re.compile(
-    rf"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:(?<=[0-9])[eE][+-]?[0-9]*)?)?\Z|{_beginnings(*_CONSTANTS)}"
+    rf"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:(?<=[0-9])[eE][+-]?[0-9]*)?)?\Z|{beginnings(*_CONSTANTS)}"
 )
 _SCALAR_FIRST = re.compile('["0-9tfnTFN-]')
 _COMMA = {"}": re.compile(r',[ \t\r\n]*(?=["}])'), "]": re.compile(r',[ \t\r\n]*(?=["0-9tfnTFN{\[\]-])')}
@@ -198,7 +198,7 @@ def json_value(text: Text, put: Put) -> Scan[None]:
         elif char == "," and want == "next":
             comma = yield from text.match(_COMMA[closers[-1]], _COMMA_BEGUN)
             if not comma:
-                raise NotACallError
+                raise MismatchError
             hand(comma[0], comma[0][comma.string[comma.end()] == closers[-1] :])
             want = "key" if closers[-1] == "}" else "element"
         elif char == ":" and want == "colon":
@@ -214,13 +214,13 @@ def json_value(text: Text, put: Put) -> Scan[None]:
         elif want in ("value", "element"):
             scalar = yield from text.match(_SCALAR, _SCALAR_BEGUN)
             if not scalar:
-                raise NotACallError
+                raise MismatchError
             word = scalar[0]
             infinite = scalar["number"] and math.isinf(float(word))
             hand(word, f'"{word}"' if infinite else _CONSTANTS.get(word, word))
             want = "next"
         else:
-            raise NotACallError
+            raise MismatchError
         if want == "next" and not closers:
             return
 
@@ -228,7 +228,7 @@ def json_value(text: Text, put: Put) -> Scan[None]:
 def json_string(text: Text, put: Put) -> Scan[None]:
     """A JSON string with its quotes."""
     if (yield from text.peek()) != '"':
-        raise NotACallError
+        raise MismatchError
     put(text.take(), '"')
     while True:
         yield from text.run(_PLAIN, lambda plain: put(plain, plain))
@@ -236,7 +236,7 @@ def json_string(text: Text, put: Put) -> Scan[None]:
         if char == "\\":
             escape = yield from text.match(_ESCAPE, _ESCAPE_BEGUN)
             if not escape:
-                raise NotACallError
+                raise MismatchError
             written = escape[0]
             valid = r"\ufffd" if escape["half"] else "'" if escape["quote"] else written
             put(written, valid if escape.lastgroup else "\\" + written)
@@ -246,7 +246,7 @@ def json_string(text: Text, put: Put) -> Scan[None]:
             put(text.take(), char)
             return
         else:
-            raise NotACallError
+            raise MismatchError
 
 
 def value_alone(text: Text, put: Put) -> Scan[None]:
@@ -255,7 +255,7 @@ def value_alone(text: Text, put: Put) -> Scan[None]:
     yield from json_value(text, put)
     yield from text.run(SP, lambda _: None)
     if (yield from text.peek()):
-        raise NotACallError
+        raise MismatchError
 
 
 def whole_value(text: str) -> str | None:
@@ -264,7 +264,7 @@ def whole_value(text: str) -> str | None:
     try:
         for _ in value_alone(Text(text, over=True), lambda _, part: valid.append(part)):
             pass
-    except NotACallError:
+    except MismatchError:
         return None
     return "".join(valid)
 
@@ -361,7 +361,7 @@ class TagValue:
         self._json.add(piece)
         try:
             next(self._scan)
-        except NotACallError:
+        except MismatchError:
             return False
         return True
 
@@ -724,7 +724,7 @@ class Reader:
             t.opener = ""
             try:
                 found = yield from t.match(marker, begun)
-            except NotACallError as error:
+            except MismatchError as error:
                 t.hold(error.undecided)
                 break
             if found:
@@ -740,14 +740,14 @@ class Reader:
 def _prose_patterns(markers: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
     """Text without the first character of any of `markers`; one of them; the beginning of one."""
     first = re.escape("".join(sorted({marker[0] for marker in markers})))
-    return re.compile(f"[^{first}]+"), re.compile("|".join(map(re.escape, markers))), re.compile(_beginnings(*markers))
+    return re.compile(f"[^{first}]+"), re.compile("|".join(map(re.escape, markers))), re.compile(beginnings(*markers))
 
 
 def _attempt(block: Block, t: CallTracker) -> Scan[None]:
     """Calls, or what looked like some."""
     try:
         yield from block(t)
-    except NotACallError as error:
+    except MismatchError as error:
         t.break_off(error.undecided, ended=not (yield from t.peek()))
 
 
@@ -792,7 +792,7 @@ def _list(t: CallTracker, call: Block) -> Scan[None]:
     """Calls in brackets, each read by `call`, with commas between and perhaps one behind; at least one."""
     yield from _read(t, "[", SP)
     if (yield from t.peek()) == "]":
-        raise NotACallError
+        raise MismatchError
     while (yield from t.peek()) != "]":
         yield from call(t)
         yield from _comma(t, "]")
@@ -808,7 +808,7 @@ def _comma(t: CallTracker, end: str) -> Scan[None]:
         t.hold(t.take())
         yield from _read(t, SP)
     elif char != end:
-        raise NotACallError
+        raise MismatchError
 
 
 def _held_json(t: CallTracker, scan: Callable[[Text, Put], Scan[None]]) -> Scan[str]:
@@ -837,7 +837,7 @@ def _arguments(t: CallTracker) -> Scan[None]:
     else:
         arguments = "{}" if value in ('""', "null") or "".join(value.split()) == "[]" else None
     if arguments is None:
-        raise NotACallError
+        raise MismatchError
     t.set_arguments(arguments)
 
 
@@ -857,7 +857,7 @@ def _object(t: CallTracker) -> Scan[None]:
     while (yield from t.peek()) != "}":
         key = json.loads((yield from _held_json(t, json_string)))
         if key not in _KEYS:
-            raise NotACallError
+            raise MismatchError
         yield from _read(t, SP, ":", SP)
         yield from _member(t, key)
         yield from _comma(t, "}")
@@ -873,7 +873,7 @@ def _member(t: CallTracker, key: str) -> Scan[None]:
     elif key in _ARGUMENTS and not call.complete:
         yield from _arguments(t)
     elif key == "name" or key in _ARGUMENTS or (yield from t.peek()) in ("{", "["):
-        raise NotACallError
+        raise MismatchError
     else:
         value = yield from _held_json(t, json_value)
         call.odd = call.odd or key == "id" or value != '"function"'
@@ -882,7 +882,7 @@ def _member(t: CallTracker, key: str) -> Scan[None]:
 def _named(t: CallTracker, name: str, written_id: str = "") -> Scan[None]:
     """The arguments of a call whose name stands before them; it closes with them."""
     if not name or (yield from t.peek()) != "{":
-        raise NotACallError
+        raise MismatchError
     t.name_call(name, written_id)
     yield from _arguments(t)
     t.close_call()
@@ -892,7 +892,7 @@ def _tagged(t: CallTracker, form: TagForm, close: str) -> Scan[None]:
     """A call in `form`, from its name up to and with `close`."""
     name = yield from _read(t, SP, NAME)
     if not name:
-        raise NotACallError
+        raise MismatchError
     yield from _read(t, *filter(None, [form.named]), SP)
     t.name_call(name)
     keys: set[str] = set()
@@ -902,7 +902,7 @@ def _tagged(t: CallTracker, form: TagForm, close: str) -> Scan[None]:
             yield from t.run(SP, t.markup)
             tag = yield from t.word(part, *filter(None, [form.json]), put=t.markup)
         if key in keys:
-            raise NotACallError
+            raise MismatchError
         t.argument("", f"{', ' if keys else '{'}{json.dumps(key, ensure_ascii=False)}: ")
         if not keys:
             t.begin_arguments(streamed=True)
@@ -926,13 +926,13 @@ def _tag_value(t: CallTracker, form: TagForm, key: str, is_string: bool | None) 
     value = TagValue(kinds)
     t.argument("", value.feed(""))
     ends = ("\n" + form.end, form.end) if form.line else (form.end,)
-    end, begun = re.compile("|".join(map(re.escape, ends))), re.compile(_beginnings(*ends))
+    end, begun = re.compile("|".join(map(re.escape, ends))), re.compile(beginnings(*ends))
     if form.line and (yield from t.peek()) == "\n":
         t.markup(t.take())
     while True:
         yield from t.run(_IN_TAG, lambda written: t.argument(written, value.feed(written)))
         if not (yield from t.peek()):
-            raise NotACallError
+            raise MismatchError
         if found := (yield from t.match(end, begun)):
             break
         written = t.take()
@@ -1034,7 +1034,7 @@ def _llama3(t: CallTracker) -> Scan[None]:
         yield from _object(t)
         yield from t.run(_BETWEEN_OBJECTS, t.hold)
         if (yield from t.peek()) != "{":
-            raise NotACallError  # what stands between calls is text where none follows
+            raise MismatchError  # what stands between calls is text where none follows
 
 
 def _llama3_function(t: CallTracker) -> Scan[None]:
@@ -1083,7 +1083,7 @@ def _python_call(t: CallTracker) -> Scan[None]:
         t.begin_call()
     name = yield from t.collect(_PYTHON_NAME, t.hold)
     if not name or (yield from t.peek()) != "(":
-        raise NotACallError
+        raise MismatchError
     t.begin_call(name)
     source: list[str] = []
     closers: list[str] = []
@@ -1100,11 +1100,11 @@ def _python_call(t: CallTracker) -> Scan[None]:
             yield from _python_string(t, put)
             continue
         if not char:
-            raise NotACallError
+            raise MismatchError
         if char in _BRACKETS:
             closers.append(_BRACKETS[char])
         elif char in (")", "]", "}") and closers.pop() != char:
-            raise NotACallError
+            raise MismatchError
         if char == "=" and len(closers) == 1 and begun >= 0:
             keyword = "".join(source[begun:]).strip()
             if keyword.isidentifier():  # Python refuses some names, and changes others
@@ -1115,7 +1115,7 @@ def _python_call(t: CallTracker) -> Scan[None]:
             begun = len(source)
     arguments = keyword_arguments("f" + "".join(source), {stand_in: word for word, stand_in in stand_ins.items()})
     if arguments is None:
-        raise NotACallError
+        raise MismatchError
     t.set_arguments(arguments)
     t.name_call(name)
     t.close_call()
@@ -1134,7 +1134,7 @@ def _python_string(t: CallTracker, put: Callable[[str], None]) -> Scan[None]:
         else:
             quoted = False
         if not char:
-            raise NotACallError
+            raise MismatchError
         put(t.take())
         if char == quote and not quoted:
             return

@@ -23,8 +23,8 @@ from holdfast.replicas.requests import (
     ToolCallDelta,
 )
 from holdfast.replicas.text.calls.formats import ToolFormat
-from holdfast.replicas.text.channels import ChannelReader
 from holdfast.replicas.text.conversation import FREE, TextSide
+from holdfast.replicas.text.reasoning import ChannelReader
 
 PARAMETERS = {
     "type": "object",

@@ -29,7 +29,7 @@ from holdfast.replicas.requests import (
 from holdfast.replicas.text.calls.formats import ToolFormat
 from holdfast.replicas.text.calls.tracker import READERS
 from holdfast.replicas.text.conversation import TextSide
-from holdfast.replicas.text.thinking import Opening, ThinkingReader, opening
+from holdfast.replicas.text.reasoning import ThinkingReader, thinking_reader
 
 STRICT = {
     "type": "function",
@@ -151,9 +151,11 @@ def test_without_thinking_everything_is_as_before(side: TextSide, qwen_like: Any
 
 
 def test_the_prompt_says_where_the_reply_begins() -> None:
-    assert opening("<|im_start|>assistant\n") is Opening.FREE
-    assert opening("<|im_start|>assistant\n<think>\n") is Opening.OPEN
-    assert opening("<|im_start|>assistant\n<think>\n\n</think>\n\n") is Opening.CLOSED
+    for prompt, inside in (("<|im_start|>assistant\n", False), ("<|im_start|>assistant\n<think>\n", True)):
+        reader = thinking_reader(prompt)
+        assert reader is not None
+        assert reader.begun is inside
+    assert thinking_reader("<|im_start|>assistant\n<think>\n\n</think>\n\n") is None
 
 
 def test_markers_that_the_vocabulary_calls_special_are_seen(qwen_like: Any) -> None:

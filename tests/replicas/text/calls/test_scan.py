@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.requests import ToolCallDelta
 from holdfast.replicas.text.calls.formats import ToolFormat
-from holdfast.replicas.text.calls.tracker import DEEPEST, NotACallError, Text, json_value, whole_object
+from holdfast.replicas.text.calls.tracker import DEEPEST, MismatchError, Text, json_value, whole_object
 
 
 class Loose:
@@ -72,7 +72,7 @@ def scanned(text: str) -> tuple[str, str, str, str | None]:
     try:
         for _ in json_value(source, put):
             raise AssertionError("a scan ends with its text")
-    except NotACallError as found:
+    except MismatchError as found:
         undecided, whole = found.undecided, False
     rest = source.text[source.at :]
     return written, sent, undecided, None if whole and not rest else rest

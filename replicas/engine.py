@@ -267,8 +267,8 @@ class Engine:
             if session is not None:
                 room = self.scheduler.admission.room_for_sessions(submit.scope) - self._sessions.promised
                 check_room(submit, len(history), room)
-            program = self.programs.of(submit)
-            sequence = Sequence.of(submit, next(self._numbers), arrived, self._eos, self._seed(submit), program)
+            of = self.programs.of(submit)
+            sequence = Sequence.of(submit, next(self._numbers), arrived, self._eos, self._seed(submit), of)
             sequence.n_history = len(history)
             sequence.cache_scope = self._cache_scope(sequence)
             if self.config.has("prefix_cache"):
@@ -339,7 +339,7 @@ class Engine:
         """Where a request's cells are found and kept: with its tenant's, with its program's alone, or nowhere."""
         if self.config.has("prefix_cache"):
             return sequence.submit.cache_scope
-        key = sequence.returns.key if sequence.returns is not None else None
+        key = sequence.target.key if sequence.target is not None else None
         return key.own_scope if key is not None and (key.kind is Kind.SESSION or self.config.has("sessions")) else None
 
     def _open_books(self, limits: Mapping[str, tuple[CellLimits, float]]) -> None:

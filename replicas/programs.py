@@ -16,7 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -48,6 +48,7 @@ from holdfast.replicas.types import NO_TOKENS, Origin, Priority, TokenCounts, To
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Found: TypeAlias = "tuple[Program | None, Program | None]"
 
 MOST_PROGRAMS = 65_536  # records kept; the one used least recently is forgotten first
 
@@ -136,6 +137,7 @@ class Sequence:
     n_before: int = 0  # tokens that were computed when it was preempted, while it waits
     cache_scope: str | None = None  # where its cells are found and kept; None: nowhere
     program: Program | None = None  # None: the request stands alone
+    target: Program | None = None  # the program whose next turn uses what a prefill computes; else `program`
     seed: int = 0
     stop_ids: frozenset[int] = field(default_factory=frozenset)
     pinned: bool = False  # it stands with programs whose cells are kept; who changes it tells the queue (`reorder`)
@@ -164,18 +166,26 @@ class Sequence:
 
     @classmethod
     def of(
-        cls, submit: Submit, number: int, now: float, eos: frozenset[int], seed: int, program: Program | None = None
+        cls, submit: Submit, number: int, now: float, eos: frozenset[int], seed: int, of: Found = (None, None)
     ) -> Sequence:
+        """`of`: its program and its target, as `Programs.of` finds them."""
         n_prompt = len(submit.tokens)
         buffer = np.empty(n_prompt + submit.sampling.max_tokens, np.int32)
         buffer[:n_prompt] = submit.tokens
         stop_ids = submit.sampling.stop_token_ids | (frozenset() if submit.sampling.ignore_eos else eos)
-        return cls(submit, number, now, n_prompt, buffer, n_prompt, program=program, seed=seed, stop_ids=stop_ids)
-
-    @property
-    def returns(self) -> Program | None:
-        """The program whose next turn, or this one, uses what this sequence computes."""
-        return None if self.program is None else self.program.parent or self.program
+        program, target = of
+        return cls(
+            submit,
+            number,
+            now,
+            n_prompt,
+            buffer,
+            n_prompt,
+            program=program,
+            target=target,
+            seed=seed,
+            stop_ids=stop_ids,
+        )
 
     @property
     def sampling(self) -> Sampling:
@@ -315,6 +325,7 @@ class ProgramPin:
     """
 
     program: Program
+    target: Program  # the program whose next turn uses the cells: for a handle another one
     pin: Pin
     arrival: float  # of the program
     request_id: str  # of the turn
@@ -334,14 +345,9 @@ class ProgramPin:
         return self.program.key.scope
 
     @property
-    def returns(self) -> Program:
-        """The program whose next turn uses the cells."""
-        return self.program.parent or self.program
-
-    @property
     def awaited(self) -> bool:
         """Whether that turn waits already."""
-        return bool(self.returns.waiting)
+        return bool(self.target.waiting)
 
     @property
     def batch(self) -> bool:
@@ -393,11 +399,10 @@ class Program:
         its turn is over    `row` stays until rows are short, `pin` until its deadline or until others need the cells
         meanwhile           `ahead` computes the beginning of its next prompt, kept by the pins of its `handles`
 
-    A handle is a record of its own, with the program that comes back for it as `parent`.
+    A handle is a record of its own, with a pin and with its prefills in `ahead`.
     """
 
     key: ProgramKey
-    parent: Program | None = None
     session: Session | None = None
     live: int = 0  # requests that wait or run
     waiting: list[Sequence] = field(default_factory=list)
@@ -460,30 +465,30 @@ class Programs:
     def find(self, key: ProgramKey) -> Program | None:
         return self._sessions.get(key) if key.kind is Kind.SESSION else self._programs.get(key)
 
-    def of(self, submit: Submit) -> Program | None:
-        """The program of a request, made if it is new. None: the request stands alone, or its session is closed."""
+    def of(self, submit: Submit) -> Found:
+        """The program of a request and its target, made if they are new. None: the request stands alone."""
         key = ProgramKey.of(submit)
-        if key is None or key.kind is Kind.SESSION:
-            return self._sessions.get(key) if key is not None else None
-        program = self._use(key)
-        if key.kind is Kind.HANDLE:
-            program.parent = self._use(ProgramKey(submit.scope, submit.program_id))
-        return program
+        if key is None:
+            return None, None
+        program = self._sessions.get(key) if key.kind is Kind.SESSION else self._use(key)
+        return program, self._use(ProgramKey(submit.scope, submit.program_id)) if submit.background else program
 
     def begin(self, sequence: Sequence) -> None:
         """A request waits from now on."""
         if sequence.program is not None:
             sequence.program.live += 1
-        if sequence.background and sequence.returns is not None:
-            sequence.returns.ahead.append(sequence)
+        if sequence.background:
+            for program in _pair(sequence):
+                program.ahead.append(sequence)
             self.ahead += 1
 
     def end(self, sequence: Sequence) -> None:
         """A request neither waits nor runs any more."""
         if sequence.program is not None:
             sequence.program.live -= 1
-        if sequence.background and sequence.returns is not None:
-            sequence.returns.ahead.remove(sequence)
+        if sequence.background:
+            for program in _pair(sequence):
+                program.ahead.remove(sequence)
             self.ahead -= 1
 
     def open_session(self, key: ProgramKey, now: float, past: Past) -> Session:
@@ -515,7 +520,7 @@ class Programs:
 
         Of prefills that do not continue each other only the longer one is remembered: a turn can find one of them.
         """
-        program, start = sequence.returns, sequence.n_cached
+        program, start = sequence.target, sequence.n_cached
         if program is None or end <= start:
             return
         first, last = program.prefilled
@@ -564,6 +569,11 @@ class Programs:
                 self.use_prefilled(program, 0)
             else:
                 self._programs[key] = program
+
+
+def _pair(prefill: Sequence) -> list[Program]:
+    """The handle and the target of a prefill."""
+    return [program for program in (prefill.program, prefill.target) if program is not None]
 
 
 # ---- rows of the page table ----

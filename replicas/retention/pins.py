@@ -133,18 +133,19 @@ class Pins:
         Returns how many pins were dropped because its tenant's, or all, would have kept too much; its own may be
         one of them.
         """
-        program, submit = sequence.program, sequence.submit
+        program, target, submit = sequence.program, sequence.target, sequence.submit
         assert program is not None, sequence.request_id
+        assert target is not None, sequence.request_id
         if program.pin is not None:
             self.drop(program.pin)
         turn = submit.program_turns + 1
         run_turn, arrival, number = turn - submit.answered_turns, submit.program_arrival, next(self._numbers)
         program.pin = each = ProgramPin(
-            program, pin, arrival, submit.request_id, turn, run_turn, now, deadline, number, submit.priority
+            program, target, pin, arrival, submit.request_id, turn, run_turn, now, deadline, number, submit.priority
         )
         self._n += 1
-        if program.parent is not None:
-            program.parent.handles.append(program)
+        if target is not program:
+            target.handles.append(program)
         self._due.push(deadline, each)
         insort(self._lines.setdefault(self._line(each), []), (*each.place, each))
         self._mark(program, pinned=True)
@@ -164,8 +165,8 @@ class Pins:
         program, pin.live = pin.program, False
         program.pin = None
         self._n -= 1
-        if program.parent is not None:
-            program.parent.handles.remove(program)
+        if pin.target is not program:
+            pin.target.handles.remove(program)
         line = self._lines[self._line(pin)]
         del line[bisect_left(line, pin.place)]
         if not line:
@@ -474,7 +475,7 @@ class Retention:
         """These give way."""
         for pin in pins:
             self._stats.pins_given_way += 1
-            keeps_place = self._policy.yielding and pin.program.parent is None
+            keeps_place = self._policy.yielding and pin.target is pin.program
             self.pins.drop(pin, place=min(self._first_until(pin, lost=True), pin.away) if keeps_place else None)
 
     def _giving_way(
@@ -484,7 +485,7 @@ class Retention:
         told: set[ProgramPin] = set()
 
         def may(pin: ProgramPin) -> bool:
-            return pin not in told and pin.returns is not besides and whose(pin.scope)
+            return pin not in told and pin.target is not besides and whose(pin.scope)
 
         while (pin := self._lapsed(lambda pin: may(pin) and not pin.awaited)) is not None:
             told.add(pin)

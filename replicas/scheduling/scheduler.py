@@ -97,9 +97,8 @@ class Scheduler:
         key = ProgramKey.noticed(notice)
         program = self._programs.find(key) if key is not None else None
         if program is not None and isinstance(notice, ProgramEnded | HandleReleased):
-            for prefill in list((program.parent or program).ahead):
-                if program in (prefill.program, prefill.returns):
-                    self.ends.abort(prefill, now)
+            for prefill in program.ahead.copy():
+                self.ends.abort(prefill, now)
         self.retention.notice(notice, now)
         if program is not None and isinstance(notice, ProgramEnded):
             self._running.program_ended(program)
@@ -481,7 +480,7 @@ def overtaken(coming: Sequence) -> list[Sequence]:
 
     A prefill for another handle leaves them alone: it may be shorter, and keeps nothing for theirs.
     """
-    ahead = coming.returns.ahead if coming.returns is not None else ()
+    ahead = coming.target.ahead if coming.target is not None else ()
     return [
         each for each in ahead if each.program is coming.program or (not coming.background and _continues(coming, each))
     ]

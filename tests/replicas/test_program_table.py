@@ -33,7 +33,7 @@ def test_rewritten_tokens_lie_behind_the_first_changed_token(before, prompt, n_c
 def test_computed_tokens_are_bounded_and_the_oldest_are_forgotten(turns):
     programs, model = Programs(EngineStats(), tokens=50), {}
     for name, n in turns:
-        programs.remember(programs.of(request(name)), np.zeros(n, np.int32), "")
+        programs.remember(programs.of(request(name))[0], np.zeros(n, np.int32), "")
         model.pop(name, None)
         model[name] = n
         while sum(model.values()) > 50:
@@ -63,10 +63,10 @@ def test_tokens_computed_ahead_are_wasted_when_their_program_is_forgotten():
     submit = request("p", background=PartialPrefill("h"))
     sequence = Sequence.of(submit, 0, 0.0, frozenset(), 0, programs.of(submit))
     programs.begin(sequence)
-    assert (programs.ahead, sequence.returns.ahead) == (1, [sequence])
+    assert (programs.ahead, sequence.target.ahead) == (1, [sequence])
     programs.prefilled(sequence, 10)
     programs.end(sequence)
-    assert (programs.ahead, sequence.returns.ahead) == (0, [])
+    assert (programs.ahead, sequence.target.ahead) == (0, [])
     for name in "abc":
         programs.of(request(name))
     assert (stats.ahead_used, stats.ahead_wasted) == (0, 10)
@@ -77,5 +77,5 @@ def test_the_key_of_a_request_is_its_session_before_its_handle_before_its_progra
     assert ProgramKey.of(request("p", background=PartialPrefill("h"))) == ProgramKey("", "h", Kind.HANDLE)
     assert ProgramKey.of(request("p")) == ProgramKey("", "p") != ProgramKey("", "p", Kind.SESSION)
     assert ProgramKey.of(request()) is None
-    handle = Programs(EngineStats(), tokens=1).of(request("p", background=PartialPrefill("h")))
-    assert (handle.key.kind, handle.parent.key) == (Kind.HANDLE, ProgramKey("", "p"))
+    handle, target = Programs(EngineStats(), tokens=1).of(request("p", background=PartialPrefill("h")))
+    assert (handle.key.kind, target.key) == (Kind.HANDLE, ProgramKey("", "p"))

@@ -65,7 +65,7 @@ class Book:
             program_arrival=arrival,
             priority=priority_of(name),
         )
-        return Sequence.of(submit, 0, 0.0, frozenset(), 0, self.program(name))
+        return Sequence.of(submit, 0, 0.0, frozenset(), 0, (self.program(name),) * 2)
 
     def add(self, name: str, arrival: float, deadline: float, n: int = 32) -> ProgramPin:
         pin = self.cache.pin(key_of(name).scope, TOKENS[:n], 0.0, soft=True)

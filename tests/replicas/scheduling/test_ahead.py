@@ -305,3 +305,18 @@ def test_it_draws_nothing_and_is_no_operation(session):
     end = world.end("bad")
     assert isinstance(end, Rejected)
     assert (end.error.kind, end.error.field) == (ErrorKind.INVALID, "background")
+
+
+def test_one_handle_of_two_programs_is_released_for_both():
+    world = make()
+    world.ahead("of p", words(1, 60), "p", "h")
+    world.ahead("of q", words(2, 60), "q", "h")
+    world.step()
+    world.submit("turn", [*words(1, 60), 5], program="p")
+    assert world.end("of p").reason == "stop"
+    assert not world.ends["of q"]
+    world.give(HandleReleased("", "h"))
+    assert isinstance(world.end("of q"), Aborted)
+    world.run()
+    world.assert_right("turn")
+    world.assert_idle()

@@ -13,7 +13,6 @@ from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.speculation.ngrams import WINDOW
 
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 KVDType: TypeAlias = Literal["auto", "int8"]
@@ -38,44 +37,14 @@ SCALE_BYTES = 4  # of each head's keys, and values, of a token, beside them wher
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """Counts are in tokens, weights and thresholds in [0, 1], memory in bytes."""
+    """Speculative decoding: tokens are guessed and verified together. It never changes an output."""
 
-    enabled: bool = True  # tokens are drafted and verified together; off: one by one
-    prompt_lookup: bool = True  # drafts from the sequence itself
-    memory: bool = True  # drafts from earlier turns of the tenant
-    skeleton: bool = True  # drafts from the declared tools: names, keys and signs of a call
-
-    max_draft: int = 16  # drafts a sequence may have in one step
-    min_n: int = 1  # shortest match in the sequence itself that is drafted from
-    memory_min_n: int = 2  # shortest match in the memory
-
-    # Inside a tool call.
-    raw_length: int = 24  # a match this long is trusted over the skeleton
-    own_value_length: int = (
-        3  # a match this long in the sequence itself fills a value before a longer one in the memory
-    )
-
-    # The gate: stateful inference, section 3.6, which leaves the values open.
-    ema_weight: float = 0.1  # of the newest step in the acceptance averages
-    confidence: float = 0.35  # acceptance of single drafts below which only `floor` are drafted
-    floor: int = 4  # drafts of a sequence whose acceptance is below `confidence`
-    verify_rows: int = 256  # rows one step may verify, over all decoding sequences
-    cost_gate: bool = True  # draft only what verifying pays for, by the cost of steps; off: by acceptance alone
-    shared_budget: bool = True  # the drafts of all sequences compete for a step's rows; off: all draft alike
-    explore_every: int = 64  # steps after which one verifies some drafts though they may not pay, to know the cost
-
-    memory_bytes: int = 64 << 20  # of all tenants together
-    scope_bytes: int = 4 << 20  # of one tenant
-    memory_context: int = 16  # tokens before a turn that are remembered with it, so that its start can be found
+    enabled: bool = True  # guess tokens and verify them together; off: draw one token a step
+    max_draft: int = 16  # most tokens that a sequence guesses in one step
+    memory_bytes: int = 64 << 20  # bytes for the replies of earlier turns, of which one tenant has at most 1/16
 
     def __post_init__(self) -> None:
-        _check(
-            self, _AT_LEAST_ONE, "max_draft", "min_n", "memory_min_n", "explore_every", "memory_bytes", "scope_bytes"
-        )
-        _check(self, _Rule("at least 2", lambda rows: rows >= 2), "verify_rows")  # a sequence's own row and a draft's
-        _check(self, _NOT_NEGATIVE, "floor", "memory_context", "own_value_length", "raw_length")
-        _check(self, _SHARE, "ema_weight", "confidence")
-        _check(self, _Rule(f"at most {WINDOW}", lambda length: length <= WINDOW), "min_n", "memory_min_n")
+        _check(self, _AT_LEAST_ONE, "max_draft", "memory_bytes")
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ from holdfast.replicas.scheduling.scheduler import Scheduler
 from holdfast.replicas.seed import prompt_seed
 from holdfast.replicas.sessions import SessionFacts, Sessions, check_room
 from holdfast.replicas.speculation.drafter import Drafter
-from holdfast.replicas.speculation.gate import VerificationCost
+from holdfast.replicas.speculation.gate import StepCost
 from holdfast.replicas.stats import EngineStats, LoadReport, Occupancy
 from holdfast.replicas.types import NO_TOKENS, CellLimits, Origin, TokenIds
 
@@ -77,7 +77,7 @@ class Engine:
         runner: Runner,
         eos: frozenset[int] = frozenset(),
         vocabulary: int | None = None,
-        cost: VerificationCost | None = None,
+        cost: StepCost | None = None,
         stopwatch: Stopwatch = time.perf_counter,
     ) -> None:
         self.config = config
@@ -85,8 +85,8 @@ class Engine:
         self._vocabulary = vocabulary
         self._order = order_of(config.order)
         self._learned = LoadStats(config.retention.wait_window)
-        self._drafter = Drafter(config.speculation, cost)
-        self.stats = EngineStats(drafts=self._drafter.counts)
+        self.stats = EngineStats()
+        self._drafter = Drafter(config.speculation, self.stats, cost)
         self._pipeline = Pipeline(runner, config.overlap_steps == "on", self.stats, stopwatch)
         self._numbers = count()
         self.live: dict[str, Sequence] = {}  # requests that have not ended, by id; `activity` looks at them, too
@@ -457,7 +457,7 @@ class Pipeline:
     Overlapped, a call of `advance` plans a step and begins it, and then takes in what the step before drew: planning,
     commit and everything that the caller does with events pass while the model computes. Results are one step late and
     never different. After a step whose tokens are needed first (`Step.open`) the next call only takes them in.
-    What planning need not wait for (`Drafts.catch_up`) is done once a step has begun.
+    What planning need not wait for (`Drafter.catch_up`) is done once a step has begun.
 
     This is the supervisor of a step: whatever a model or a kernel raises fails the requests in that step, no others.
     Raises only BooksError, from the books.
@@ -493,7 +493,7 @@ class Pipeline:
                 self._land(before, scheduler, now, clock)
         begun = self._flying
         if begun is not None:
-            scheduler.drafts.catch_up(begun.step.sequences, begun.step.plan.chunks)
+            scheduler.drafts.catch_up(begun.step.sequences)
             if before is None and not (self._overlap and begun.step.open):
                 self._flying = None
                 self._land(begun, scheduler, now, clock)

@@ -22,7 +22,6 @@ from holdfast.replicas.requests import (
     Usage,
 )
 from holdfast.replicas.retention.latency import LatencySnapshot
-from holdfast.replicas.speculation.skeletons import SkeletonSet
 from holdfast.replicas.types import NO_TOKENS, TokenIds, record
 
 FinishReason: TypeAlias = Literal["stop", "length"]
@@ -59,7 +58,6 @@ class Submit(GenerateRequest):
     matcher: Matcher | None = None  # restricts the tokens that may be drawn; owned by the engine from here on
     closing: TokenIds = field(default_factory=lambda: NO_TOKENS)  # ends a reply that a session keeps
     foreseen: bool = False  # its deadline was checked before it was tokenized
-    skeletons: SkeletonSet | None = None  # fixed texts of the calls it may make, for drafts
 
     @classmethod
     def of(cls, request: GenerateRequest) -> "Submit":

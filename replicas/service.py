@@ -99,7 +99,6 @@ from holdfast.replicas.requests import (
 from holdfast.replicas.retention.latency import Called, called
 from holdfast.replicas.seed import prompt_seed
 from holdfast.replicas.sessions import SessionFacts
-from holdfast.replicas.speculation.skeletons import SkeletonSet
 from holdfast.replicas.stats import TextStats
 from holdfast.replicas.text.conversation import Constraints, Encoded, TextSide
 from holdfast.replicas.text.reply import Reply
@@ -282,18 +281,12 @@ class Service:
             tokens=encoded.tokens,
             sampling=_sampling(request, self.engine, self._text.eos),
             within_s=request.within_s if request.drawn is None else inf,  # what has begun goes on
-            skeletons=self._skeletons(request),
             matcher=matcher,
             closing=closing,
             labels=_labels(request, encoded),
         )
         drawing.seed = submit.sampling.seed
         return Attempt(submit, self._text.reply(request, encoded, limits), spent, drawing)
-
-    def _skeletons(self, request: GenerateRequest) -> SkeletonSet | None:
-        if not self.engine.config.speculation.skeleton:
-            return None
-        return self._text.skeletons(request.prompt, request.cache_scope)
 
     def _second(self, request: GenerateRequest, encoded: Encoded, first: Attempt, ended: Event) -> Attempt | None:
         """The attempt after one that `ended` with a call to be written again; None where the reply stands as it is.

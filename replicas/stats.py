@@ -8,7 +8,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from enum import IntEnum
 from typing import Any
 
 from holdfast.replicas.kv.tags import OTHER, TAGS
@@ -66,23 +65,6 @@ class Mean:
         return self._sum / self._weight if self._seen >= _LEAST else 0.0
 
 
-class DraftSource(IntEnum):
-    """Where a draft came from."""
-
-    PROMPT_LOOKUP = 0
-    MEMORY = 1
-    SKELETON = 2
-
-
-@dataclass(slots=True)
-class DraftCounts:
-    """Totals by source: tokens verified, and those of them that were right; tokens that the gate held back."""
-
-    drafted: dict[DraftSource, int] = field(default_factory=lambda: dict.fromkeys(DraftSource, 0))
-    accepted: dict[DraftSource, int] = field(default_factory=lambda: dict.fromkeys(DraftSource, 0))
-    withheld: int = 0
-
-
 def _by_tag() -> dict[str, int]:
     return dict.fromkeys((*TAGS, OTHER), 0)
 
@@ -113,6 +95,7 @@ class EngineStats:
     completion: int = 0
     drafted: int = 0
     accepted: int = 0  # of the drafted ones
+    drafts_withheld: int = 0  # drafts that the gate did not verify
     refused: int = 0  # drawn in a call that they had no place in, and drawn again
     unguarded: int = 0  # replies whose calls were free from some place on: their grammar grew beyond its limits
     yielded: int = 0  # of `preemptions`, those of batch for interactive requests
@@ -141,7 +124,6 @@ class EngineStats:
     hits_by_tag: dict[str, int] = field(default_factory=_by_tag)  # of `prompt_cached`, tokens
     evicted_by_tag: dict[str, int] = field(default_factory=_by_tag)  # cells
     served_s: dict[str, float] = field(default_factory=dict)  # seconds of steps, by cache scope, shared by their tokens
-    drafts: DraftCounts = field(default_factory=DraftCounts)
     ended: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("finished", "aborted", "rejected", "failed"), 0)
     )

@@ -168,29 +168,10 @@ SPECULATION = Row(
     (
         rates(
             "Drafts",
-            "Withheld ones would have cost more than they save.",
+            "Withheld drafts would have cost more than they save.",
             ("draft_tokens", "verified"),
             ("draft_tokens_accepted", "accepted"),
             ("draft_tokens_withheld", "withheld"),
-        ),
-        Panel(
-            "Accepted, by source",
-            "Share of the verified ones; no line: that source drafted nothing.",
-            Unit.SHARE,
-            (
-                Query(
-                    f"{WHO.rate('holdfast_drafter_tokens_accepted_total', 'source')}"
-                    f" / {WHO.rate('holdfast_drafter_tokens_total', 'source')}",
-                    "{{source}}",
-                ),
-            ),
-        ),
-        Panel(
-            "Verified, by source",
-            "Where drafts come from.",
-            Unit.RATE,
-            (Query(WHO.rate("holdfast_drafter_tokens_total", "source"), "{{source}}"),),
-            Kind.STACKED,
         ),
     ),
 )

@@ -77,11 +77,7 @@ VARIANTS = (
     Variant("tokenize_cache", {"tokenize_cache": 0}),
     Variant("prompt_seed", {"prompt_seed": False}, same_output=False, sampled=True),
     Variant("speculation", speculation={"enabled": False}),
-    Variant("prompt_lookup", speculation={"prompt_lookup": False}),
-    Variant("memory", speculation={"memory": False}),
-    Variant("skeleton", speculation={"skeleton": False}),
-    Variant("cost_gate", speculation={"cost_gate": False}),
-    Variant("shared_budget", speculation={"shared_budget": False}),
+    Variant("memory", speculation={"memory_bytes": 1}),  # drafts are made of the sequence itself alone
     Variant("early_stop", {"early_stop": False}, same_output=False),
     Variant("kv_tags", {"without": ("kv_tags",)}),  # cells are evicted by their age alone
     Variant("own_decoder", {"decoder": "transformers"}),

@@ -42,7 +42,7 @@ import transformers
 
 from holdfast.loadgen.bench.call_tasks import TASKS, CallTask
 from holdfast.loadgen.pocket.tokenizer import WEIGHTS
-from holdfast.replicas.config import DraftConfig, EngineConfig, Guarantee
+from holdfast.replicas.config import EngineConfig, Guarantee
 from holdfast.replicas.constraints.compiler import CompilerThreads
 from holdfast.replicas.constraints.grammar import CallForm, forms_of
 from holdfast.replicas.constraints.matcher import Bits, Matcher
@@ -60,7 +60,6 @@ PARTS = ("law", "time", "ready", "whole")
 VOCABULARIES = (1536, 128_000)
 MODELS = ("pocket", *map(str, VOCABULARIES))
 _CONFIG = EngineConfig(cells=16384, threads=1, stream_interval_s=0.0)
-_STEADY = replace(_CONFIG, speculation=DraftConfig(cost_gate=False))  # as many drafts however long steps take
 _MAX_TOKENS = 160
 _SETS = 8  # of tools, over which turns are timed
 _SIDES: tuple[Guarantee, Guarantee] = ("off", "schema")
@@ -568,7 +567,7 @@ class _Pair:
 
 
 async def run_time(
-    rounds: int, tool_formats: Sequence[ToolFormat] = FORMATS, model: str = _STEADY.model
+    rounds: int, tool_formats: Sequence[ToolFormat] = FORMATS, model: str = _CONFIG.model
 ) -> dict[str, float]:
     """What turns with the guarantee take over what they take without their grammar's time, for each form and number of
     tools: the median of turns. That is told apart from the turns' other noise; whole turns are compared as well.
@@ -576,7 +575,8 @@ async def run_time(
     `model`: Pocket, or made of it (`holdfast inflate`), for its words.
     """
     ratios = {}
-    runners = [load_runner(replace(_STEADY, model=model)) for _ in range(2)]
+    # Without a cost of steps, drafts do not depend on time.
+    runners = [replace(load_runner(replace(_CONFIG, model=model)), cost=None) for _ in range(2)]
     scripts = [Scripted(loaded.runner) for loaded in runners]
     others = many_tools(196, 4, 0)
     for tool_format in tool_formats:
@@ -699,7 +699,6 @@ async def run_ready(rounds: int = 5, described: int = 160) -> None:
                         encoded = await text.encoded(prompt)
                         encoding.append(time.perf_counter() - began)
                         limits = await threads.run(partial(text.constraints, prompt))
-                        text.skeletons(prompt)
                         text.after_thinking(GenerateRequest("", prompt, Sampling()), encoded, limits.matcher)
                         ended = time.perf_counter()
                         taken.append(ended - began)
@@ -783,7 +782,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=2000, help="of the law, over all models and formats")
     parser.add_argument("--rounds", type=int, default=40, help="pairs of turns that are timed in each format")
     parser.add_argument("--models", default=",".join(MODELS), help="of the law")
-    parser.add_argument("--model", default=_STEADY.model, help="of time: pocket, or a folder of `holdfast inflate`")
+    parser.add_argument("--model", default=_CONFIG.model, help="of time: pocket, or a folder of `holdfast inflate`")
     parser.add_argument("--formats", default=",".join(FORMATS), help="of the law and of time")
     parser.add_argument("--parts", default=",".join(PARTS))
     options = parser.parse_args(arguments)

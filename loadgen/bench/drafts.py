@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,15 @@ from holdfast.loadgen.traces.history import prompts
 from holdfast.loadgen.traces.model import Program
 from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.events import Submit
+from holdfast.replicas.plan import Sampling
+from holdfast.replicas.programs import Sequence, Status
 from holdfast.replicas.speculation.drafter import Drafter
 from holdfast.replicas.speculation.ngrams import common_prefix
-from holdfast.replicas.speculation.skeletons import CallFormat, SkeletonSet, compile_tools, value_endings
+from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.types import TokenIds
 
 VOCABULARY = 16000
-CALL_FORMAT = CallFormat(after="}\n</tool_call>" + END)
 
 _MARKS = ("<|im_start|>", END, *MARKS)
 _QWEN = (
@@ -47,10 +50,8 @@ _HEAD = "drafters                 tokens/forward  tool calls  acceptance  us/ste
 
 SWITCHES: tuple[tuple[str, DraftConfig], ...] = (
     ("off", DraftConfig(enabled=False)),
-    ("lookup", DraftConfig(memory=False, skeleton=False)),
-    ("lookup+memory", DraftConfig(skeleton=False)),
-    ("lookup+skeleton", DraftConfig(memory=False)),
-    ("lookup+memory+skeleton", DraftConfig()),
+    ("lookup", DraftConfig(memory_bytes=1)),  # too little for any turn
+    ("lookup+memory", DraftConfig()),
 )
 
 
@@ -120,7 +121,6 @@ def main(
     conversations = read_trace(trace, declared)
     encoder = load_tokenizer(tokenizer) if tokenizer else train_tokenizer(conversations, cut)
     tokens = [encoded(conversation, encoder) for conversation in conversations]
-    skeletons = skeletons_of(declared, encoder)
     turns = [turn for conversation in tokens for turn in conversation.turns]
     about = {
         "trace": trace.name,
@@ -136,7 +136,7 @@ def main(
         print(", ".join(f"{key} {value}" for key, value in about.items()), _HEAD, sep="\n", flush=True)
     runs = []
     for name, config in SWITCHES:
-        runs.append(replay(tokens, skeletons, config, name))
+        runs.append(replay(tokens, config, name))
         if not as_json:
             print(_row(runs[-1]), flush=True)
     if as_json:
@@ -144,19 +144,14 @@ def main(
     return 0
 
 
-def replay(
-    conversations: Iterable[Tokens],
-    skeletons: SkeletonSet | None,
-    config: DraftConfig,
-    name: str = "",
-) -> Replayed:
+def replay(conversations: Iterable[Tokens], config: DraftConfig, name: str = "") -> Replayed:
     """Draft through all turns of `conversations` with one drafter."""
-    drafter = Drafter(config)
+    drafter = Drafter(config, EngineStats())
     every, calling, watch = _Count(), _Count(), _Stopwatch()
     memory = turns = 0
     for conversation in conversations:
         for turn in conversation.turns:
-            count = _replay_turn(drafter, conversation.ids, turn, skeletons, watch)
+            count = _replay_turn(drafter, conversation.ids, turn, watch)
             every.add(count)
             if turn.calls:
                 calling.add(count)
@@ -184,33 +179,53 @@ class _Stopwatch:
     closing: float = 0.0
 
 
-def _replay_turn(
-    drafter: Drafter, ids: TokenIds, turn: Turn, skeletons: SkeletonSet | None, watch: _Stopwatch
-) -> _Count:
-    count, truth = _Count(tokens=turn.end - turn.start), ids[turn.start : turn.end].tolist()
+def _replay_turn(drafter: Drafter, ids: TokenIds, turn: Turn, watch: _Stopwatch) -> _Count:
+    count, sequence = _Count(tokens=turn.end - turn.start), decoding("turn", "trace", ids[: turn.end], turn.start)
     begin = time.thread_time()
-    state = drafter.open("trace", ids[: turn.start], skeletons)
+    drafter.catch_up([sequence])
     opened = time.thread_time()
-    done = 0
     # The clock is read around the turn: a reading costs as much as a draft. So comparing counts as drafting here.
-    while done < len(truth):
-        draft = drafter.propose(state, len(truth)).tolist()
-        right = common_prefix(draft, truth[done : done + len(draft)])
-        drawn = truth[done : done + right + 1]
-        drafter.learn(state, drawn)
-        done += len(drawn)
+    while sequence.length < turn.end:
+        drafted, right = draft(drafter, [sequence])
         count.forwards += 1
-        count.drafted += len(draft)
+        count.drafted += drafted
         count.accepted += right
-    drafted = time.thread_time()
-    drafter.close(state, turn.start)
+    drafted_at = time.thread_time()
+    drafter.close(sequence)
+    drafter.catch_up(())
     watch.opening += opened - begin
-    watch.drafting += drafted - opened
-    watch.closing += time.thread_time() - drafted
+    watch.drafting += drafted_at - opened
+    watch.closing += time.thread_time() - drafted_at
     return count
 
 
-def read_trace(path: Path, tools: Sequence[dict[str, Any]]) -> list[Conversation]:
+def decoding(name: str, scope: str, text: TokenIds, n_prompt: int) -> Sequence:
+    """A sequence that has computed its prompt and is going to draw the rest of `text`, which its buffer holds."""
+    sampling = Sampling(len(text) - n_prompt)
+    sequence = Sequence.of(
+        Submit(name, tokens=text[:n_prompt], sampling=sampling, scope=scope), 0, 0.0, frozenset(), seed=0
+    )
+    sequence.buffer[n_prompt:] = text[n_prompt:]
+    sequence.move(Status.RUNNING)
+    return sequence
+
+
+def draft(drafter: Drafter, sequences: SequenceOf[Sequence]) -> tuple[int, int]:
+    """One step: all `sequences` verify their drafts and draw from their buffers. Drafts, and right ones, of all."""
+    drafter.prepare(sequences)
+    drafted = accepted = 0
+    for sequence in sequences:
+        draft = drafter.propose(sequence)
+        rest = sequence.buffer[sequence.length : sequence.length + len(draft) + 1].tolist()
+        right = common_prefix(draft.tolist(), rest)
+        drafter.learn(sequence, rest[: right + 1])
+        sequence.length += right + 1
+        drafted += len(draft)
+        accepted += right
+    return drafted, accepted
+
+
+def read_trace(path: Path, tools: SequenceOf[dict[str, Any]]) -> list[Conversation]:
     """Conversations of a JSONL file with OpenAI `messages`; a line's own `tools` go before `tools`."""
     try:
         return [_conversation(program) for program in logs.read_openai(path, tuple(tools)).programs]
@@ -256,18 +271,6 @@ def encoded(conversation: Conversation, tokenizer: Tokenizer) -> Tokens:
         if span.learned:
             turns.append(Turn(start, len(ids), "<tool_call>" in span.text))
     return Tokens(np.array(ids, np.int32), tuple(turns))
-
-
-def skeletons_of(tools: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> SkeletonSet:
-    """The calls of `tools` in the tokens of `tokenizer`."""
-
-    def encode(text: str) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
-        encoding = tokenizer.encode(text, add_special_tokens=False)
-        return encoding.ids, encoding.offsets
-
-    ids = range(tokenizer.get_vocab_size())
-    texts = tokenizer.decode_batch([[token] for token in ids], skip_special_tokens=False)
-    return compile_tools(tools, encode, value_endings(zip(ids, texts, strict=True)), CALL_FORMAT)
 
 
 def _conversation(program: Program) -> Conversation:

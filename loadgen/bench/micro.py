@@ -11,7 +11,8 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, count, cycle
@@ -21,6 +22,7 @@ from typing import get_args
 
 import numpy as np
 
+from holdfast.loadgen.bench.drafts import decoding, draft
 from holdfast.loadgen.bench.workload import BURST_TOOLS, Scenario, rounds
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig, PolicyName, RetentionConfig
 from holdfast.replicas.constraints.guidance import AVAILABLE
@@ -29,12 +31,13 @@ from holdfast.replicas.events import Finished, OpenSession, Submit, TurnEnded
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.model.weights import inspect_model, load_tokenizer
 from holdfast.replicas.plan import Drawn, Landed, Sampling, StepOutput, StepPlan
+from holdfast.replicas.programs import Sequence
 from holdfast.replicas.requests import ChatPrompt, SessionTurn
 from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot, Pauses
 from holdfast.replicas.retention.policy import Conditions, LocalPauses, Pause, Policy, RestoreCost, policy_of
-from holdfast.replicas.speculation.drafter import Drafter, DraftState
-from holdfast.replicas.speculation.gate import VerificationCost
-from holdfast.replicas.speculation.ngrams import common_prefix
+from holdfast.replicas.speculation.drafter import Drafter
+from holdfast.replicas.speculation.gate import step_cost
+from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.text.conversation import TextSide
 from holdfast.replicas.types import TokenIds
 
@@ -50,7 +53,7 @@ _CALLS, _TOOLS = 5_000, 20  # of which statistics are kept
 _STEPS, _WARM_UP = 200, 40
 _VOCABULARY = 50_000
 _REPLY = 128  # tokens of a turn that are replayed
-_COST = VerificationCost((1, 8, 64, 256), (0.01, 0.012, 0.03, 0.1))  # of a model that gains by drafts
+_COST = step_cost((1, 8, 64, 256), (0.01, 0.012, 0.03, 0.1))  # of a model that gains by drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class Figure:
     bar: float | None = None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: SequenceOf[str] | None = None) -> int:
     """Measure and print all; exit status 1 where a bar is missed."""
     parser = argparse.ArgumentParser(prog="bench micro", description="Costs of the pieces around the model.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
@@ -112,13 +115,13 @@ def drafting() -> Iterator[Figure]:
     """Proposing, gating and learning, over conversations replayed with the answers they have."""
     side = _text_side(EngineConfig())
     turns = [
-        (side.tokenize(lane[i]), side.tokenize(lane[i + 1]), lane[i])
+        (side.tokenize(lane[i]), side.tokenize(lane[i + 1]))
         for each in rounds(Scenario("drafting", lanes=32, turns=8, tools=5, rounds=1))
         for lane in each.lanes
         for i in range(len(lane) - 1)
     ]
     for together in (1, 8, 64):
-        yield Figure(f"drafting, {together} sequences, a sequence and step", _drafting(side, turns, together), "us", 30)
+        yield Figure(f"drafting, {together} sequences, a sequence and step", _drafting(turns, together), "us", 30)
 
 
 def scheduling() -> Iterator[Figure]:
@@ -210,36 +213,30 @@ def _restore(cache: KVCache, tokens: TokenIds) -> None:
     cache.drop(cache.acquire("", tokens, 1e9).holding)
 
 
-def _drafting(side: TextSide, turns: Iterable[tuple[TokenIds, TokenIds, ChatPrompt]], together: int) -> float:
+def _drafting(turns: Iterable[tuple[TokenIds, TokenIds]], together: int) -> float:
     """Microseconds a sequence and step, up to `together` of them in each step; indexing prompts is left out."""
-    drafter = Drafter(DraftConfig(), _COST)
-    order = list(turns)
+    drafter = Drafter(DraftConfig(), EngineStats(), _COST)
+    order = [decoding(f"{i}", "", text[: len(prompt) + _REPLY], len(prompt)) for i, (prompt, text) in enumerate(turns)]
     random.Random(0).shuffle(order)
     half = len(order) // 2
-    for prompt, longer, _ in order[:half]:  # what the memory knows
-        state = drafter.open("", prompt)
-        drafter.learn(state, longer[len(prompt) :].tolist())
-        drafter.close(state, len(prompt))
-    live = []
-    for prompt, longer, chat in order[half:]:
-        live.append((drafter.open("", prompt, side.skeletons(chat)), longer[len(prompt) :].tolist()[:_REPLY]))
-    groups = [live[i : i + together] for i in range(0, len(live), together)]
+    drafter.catch_up(order)
+    for sequence in order[:half]:  # these are in the memory
+        drafter.learn(sequence, sequence.buffer[sequence.n_prompt :].tolist())
+        drafter.close(sequence)
+    drafter.catch_up(())
+    groups = [order[i : i + together] for i in range(half, len(order), together)]
     begin = time.thread_time()  # read once: where that takes a call into the kernel, it costs as much as some drafts
     count = sum(_replay(drafter, group) for group in groups)
     return (time.thread_time() - begin) / count * 1e6
 
 
-def _replay(drafter: Drafter, live: list[tuple[DraftState, list[int]]]) -> int:
+def _replay(drafter: Drafter, live: list[Sequence]) -> int:
     """Draft through the rest of each sequence, all in one step as long as they last; how many proposals it took."""
     count = 0
     while live:
-        drafts = drafter.propose_all([(state, len(truth)) for state, truth in live])
-        for draft, (state, truth) in zip(drafts, live, strict=True):
-            drawn = truth[: common_prefix(draft.tolist(), truth) + 1]
-            drafter.learn(state, drawn)
-            del truth[: len(drawn)]
+        draft(drafter, live)
         count += len(live)
-        live = [one for one in live if one[1]]
+        live = [each for each in live if each.length < len(each.buffer)]
     return count
 
 

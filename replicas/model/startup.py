@@ -43,7 +43,7 @@ from holdfast.replicas.model.weights import (
     sampling_defaults,
 )
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Runner, Sampling, StepOutput, StepPlan
-from holdfast.replicas.speculation.gate import VerificationCost
+from holdfast.replicas.speculation.gate import StepCost, step_cost
 from holdfast.replicas.types import TokenIds
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class LoadedRunner:
     eos: frozenset[int]
     vocabulary: int
     tokenizer: PreTrainedTokenizerBase
-    cost: VerificationCost | None = None  # None: speculation is off, or not measured
+    cost: StepCost | None = None  # None: speculation is off, or not measured
     defaults: Mapping[str, float] = field(default_factory=dict)  # of sampling, as the checkpoint has them
 
 
@@ -530,7 +530,7 @@ def alike(some: Sequence[StepOutput], others: Sequence[StepOutput]) -> bool:
     return True
 
 
-def measure_cost(runner: Runner, config: EngineConfig) -> VerificationCost | None:
+def measure_cost(runner: Runner, config: EngineConfig) -> StepCost | None:
     """Time decode steps of several widths, over pages that hold nothing yet; None where there is no room for it.
 
     Single sequences give the narrow widths, several with windows of drafts the wide ones, as steps have them. The
@@ -546,7 +546,7 @@ def measure_cost(runner: Runner, config: EngineConfig) -> VerificationCost | Non
             break
         rows.append(sequences * window)
         seconds.append(min([_timed(runner, plan) for plan in plans][1:]))
-    return VerificationCost(tuple(rows), tuple(seconds)) if len(rows) >= 2 else None
+    return step_cost(rows, seconds) if len(rows) >= 2 else None
 
 
 def _plans_to_time(config: EngineConfig, sequences: int, window: int) -> Iterator[StepPlan]:

@@ -33,9 +33,8 @@ from holdfast.replicas.kv.radix import Prefix
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, StepPlan
 from holdfast.replicas.programs import KeptRow, Kind, Program, Programs, Rows, Sequence, Status, give_back
 from holdfast.replicas.retention.pins import Retention
-from holdfast.replicas.scheduling.drafts import Drafts
 from holdfast.replicas.scheduling.queue import Forecast, Key, Order, WaitingQueue
-from holdfast.replicas.speculation.drafter import NO_DRAFT
+from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter
 from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.types import TokenCounts, TokenIds, common_prefix, record
 
@@ -449,7 +448,7 @@ class Terminator:
         programs: Programs,
         running: Running,
         waiting: WaitingQueue,
-        drafts: Drafts,
+        drafts: Drafter,
         order: Order,
         stats: EngineStats,
         events: list[Event],

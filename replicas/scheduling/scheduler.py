@@ -7,7 +7,7 @@ what it brought back and drew. No tensors and no clock: cells and rows come thro
 import math
 
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.errors import HoldfastError
+from holdfast.replicas.errors import HoldfastError, InvalidRequestError
 from holdfast.replicas.events import (
     Event,
     FinishReason,
@@ -26,7 +26,6 @@ from holdfast.replicas.retention.pins import Retention
 from holdfast.replicas.retention.policy import LoadStats, RestoreCost
 from holdfast.replicas.scheduling.admission import Admission
 from holdfast.replicas.scheduling.batch import NO_ROOM, Running, Step, StepBuilder, Terminator, as_if_over
-from holdfast.replicas.scheduling.drafts import Drafts, check_grammar, fitting
 from holdfast.replicas.scheduling.queue import Order, WaitingQueue
 from holdfast.replicas.scheduling.shares import Classes
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter
@@ -70,7 +69,7 @@ class Scheduler:
         self.rows = Rows(cache, pool, programs, keep=config.has("sessions"), share=config.has("prefix_cache"))
         self.retention = Retention(config, cache, programs, self.rows, waiting, order, learned, stats)
         self._running = Running(cache, programs, self.rows, order, stats, self.retention, tags=config.has("kv_tags"))
-        self.drafts = Drafts(drafter)
+        self.drafts = drafter
         self.ends = Terminator(programs, self._running, waiting, self.drafts, order, stats, events)
         self.admission = Admission(
             config, cache, programs, self._running, waiting, self._classes, self.ends, order, stats
@@ -199,13 +198,7 @@ class Scheduler:
         return preempted
 
     def _decode_one(self, builder: StepBuilder, sequence: Sequence, now: float) -> bool:
-        drafts, end = NO_DRAFT, sequence.length + (sequence.awaited is not None)
-        if self.drafts.active:
-            drafts = self.drafts.propose(sequence)
-        if sequence.matcher is not None:
-            drafts = fitting(sequence, drafts)
-            if len(drafts):
-                self.drafts.forced()
+        drafts, end = self.drafts.propose(sequence), sequence.length + (sequence.awaited is not None)
         if self._running.grow(builder, sequence, end + len(drafts)):
             builder.compute(sequence, 1, drafts)
             return False
@@ -262,7 +255,7 @@ class Scheduler:
                     continue
                 # What a grammar forces after the prompt is computed with the prompt's end.
                 whole = size == sequence.pending
-                drafts = fitting(sequence, NO_DRAFT) if whole else NO_DRAFT
+                drafts = self.drafts.propose(sequence) if whole else NO_DRAFT
                 end = sequence.n_computed + sequence.in_flight + size
                 grown = self._running.grow_over_pins(builder, sequence, end + len(drafts))
                 while not grown and self.admission.yields(builder, sequence, now):
@@ -343,7 +336,7 @@ class Scheduler:
             if plan.prefills:
                 self._learned.prefilled(((c.start, c.start + len(c.tokens)) for c in plan.chunks), seconds)
             else:
-                self.drafts.measured(plan, seconds)
+                self.drafts.measured(sum(len(chunk.tokens) for chunk in plan.chunks), seconds)
         self._order.serve(step.sequences, plan.chunks, seconds, self._waiting.waiting)
         if plan.chunks:
             self._share(step, seconds)
@@ -355,7 +348,7 @@ class Scheduler:
                 self._advance(sequence, chunk, drawn, now)
                 reason: FinishReason | None = None
                 if drawn is not None:
-                    reason = self._take_in(sequence, chunk, drawn, now)
+                    reason = self._take_in(sequence, drawn, now)
                 elif sequence.n_computed == len(sequence.buffer):  # a prompt that was only to be computed is over
                     reason = "length"
             except Exception as failure:
@@ -450,7 +443,7 @@ class Scheduler:
                 self._running.publish(sequence, now)
         sequence.n_computed += more  # these are not among its tokens yet
 
-    def _take_in(self, sequence: Sequence, chunk: Chunk, drawn: Drawn, now: float) -> FinishReason | None:
+    def _take_in(self, sequence: Sequence, drawn: Drawn, now: float) -> FinishReason | None:
         """Append what was drawn; why the sequence ends, if it does."""
         matcher = sequence.matcher
         guarded = matcher is not None and not matcher.given_up
@@ -461,16 +454,16 @@ class Scheduler:
         if n < len(drawn.tokens):  # it ends before the last one, or that is drawn again
             sequence.n_computed = min(sequence.n_computed, sequence.length - 1)
             self._stats.refused += reason is None
-        if self.drafts.active:
-            self.drafts.learn(sequence, chunk, kept)
+        if self.drafts.enabled:
+            self.drafts.learn(sequence, kept)
         self._stats.completion += n * sequence.counted
         count_own(self._stats, sequence, n)
         sequence.drawn += n
         if not n:
             return None
         self.ends.events.append(Tokens(sequence.request_id, kept, drawn.logprobs[:n]))
-        if matcher is not None:
-            check_grammar(sequence)
+        if matcher is not None and matcher.failed:
+            raise InvalidRequestError("the grammar of the reply grew beyond its limits; simplify its schemas")
         return reason
 
 

@@ -1,1 +1,1 @@
-"""Drafts without a draft model: prompt lookup, the tenant's earlier turns, and the skeletons of declared calls."""
+"""Speculative decoding without a draft model: n-grams of the sequence and of the tenant's earlier turns."""

@@ -1,285 +1,260 @@
-"""The one entrance to speculation: for each sequence propose drafts, and learn from what was drawn.
+"""Speculation for the scheduler: drafts for each sequence that decodes, learned from the tokens that were drawn.
 
-    own tokens --- NGramIndex ---.
-    tenant's turns - TurnMemory --+-- longest match -- draft -- gate over all sequences of the step -- propose
-    declared tools - SkeletonSet -'   (within a call: fixed text, and values from the other two)
+    the sequence's own tokens - NGramIndex -.
+    the tenant's earlier turns - TurnMemory -+- longest match -> draft -> gate over all sequences -> propose
+    tokens that a grammar forces ---------------------------------------------------------------'
 
-Deterministic, no clock, no torch. Whether a draft is right only the model says; a wrong one costs time, never output.
+The model verifies every draft, so a wrong one costs time and never changes the output. Deterministic; no clock.
 """
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from functools import wraps
+from typing import Concatenate, ParamSpec
 
 import numpy as np
 
 from holdfast.replicas.config import DraftConfig
-from holdfast.replicas.speculation.gate import (
-    Acceptance,
-    LearnedCost,
-    VerificationCost,
-    cap,
-    competing_lengths,
-    draft_length,
-    uniform_length,
-)
-from holdfast.replicas.speculation.ngrams import (
-    GAP,
-    NO_OCCURRENCE,
-    WINDOW,
-    Context,
-    NGramIndex,
-    Occurrence,
-    common_prefix,
-)
-from holdfast.replicas.speculation.skeletons import SHORT_VALUE, SkeletonCursor, SkeletonSet
-from holdfast.replicas.stats import DraftCounts, DraftSource
+from holdfast.replicas.programs import Sequence, Status
+from holdfast.replicas.speculation.gate import FREE, StepCost, draft_lengths
+from holdfast.replicas.speculation.ngrams import GAP, NGramIndex, common_prefix
+from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.types import TokenIds, tenant_of
+
+log = logging.getLogger(__name__)
 
 NO_DRAFT: TokenIds = np.zeros(0, np.int32)
 NO_DRAFT.setflags(write=False)
 
-_INITIAL_ACCEPTANCE = 0.6  # of a sequence, and of a kind of draft, of which nothing is known yet
-_EXPLORED = 4  # an exploring step verifies one draft for so many sequences
-_SCOPES = 1024  # tenants whose acceptance is remembered, the latest come
-_LENGTH_CLASSES = WINDOW.bit_length() + 1  # of match lengths, by powers of two
+MOST_FORCED = 32  # tokens of a grammar in one step; the fixed text between two values of a call is seldom longer
+
+_MEMORY_MATCH = 2  # shortest match in earlier turns: one token matches almost everywhere
+_MEMORY_CONTEXT = 16  # tokens before a turn that are remembered with it, so that the turn's start can be found
+_TENANTS = 16  # a tenant may use this fraction of the memory
+_WEIGHT = 0.1  # of one draft in the moving average of acceptance
+_UNKNOWN = 0.6  # acceptance of a sequence whose drafts were not compared yet
+_BY_MATCH = (0.0, 0.33, 0.51, 0.73, 0.80, 0.87, 0.98)
+"""Acceptance by the bit length of the match's length: measured on 32 conversations of an airline agent."""
+_COST_WEIGHT = 0.1  # of one step in what steps take longer than measured
+_DELAYED = 1.5  # a step counts for at most this multiple of its expected time: something else ran meanwhile
+_BLIND = 3  # steps planned without asking for drafts after a step without any, where that lets steps overlap
+
+P = ParamSpec("P")
+
+
+def _optional(method: Callable[Concatenate[Drafter, P], None]) -> Callable[Concatenate[Drafter, P], None]:
+    """The supervisor of speculation: an error costs the sequences in flight their drafts, and nothing else."""
+
+    @wraps(method)
+    def supervised(self: Drafter, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception:
+            log.exception("speculation failed: the sequences in flight go on without drafts")
+            self._states = dict.fromkeys(self._states)
+            self._drafts = {}
+
+    return supervised
 
 
 @dataclass(slots=True)
-class DraftState:
-    """One sequence as the drafter knows it: an index of its tokens and how its drafts fared."""
+class _State:
+    """The drafter's view of one sequence. `draft` are the tokens that may follow it, before the gate."""
 
     scope: str
     index: NGramIndex
-    cursor: SkeletonCursor | None
-    acceptance: Acceptance = field(default_factory=lambda: Acceptance(_INITIAL_ACCEPTANCE))
-    draft: Sequence[int] = ()  # what may follow, before the gate
-    source: DraftSource = DraftSource.PROMPT_LOOKUP  # of `draft`
-    kind: Acceptance | None = None  # of the drafts like `draft`
-    proposed: int = 0  # tokens of `draft` that passed the gate
+    acceptance: float = _UNKNOWN
+    draft: array[int] | None = None
+    matched: int = 0  # length of the match that `draft` continues
 
+    @property
     def expected(self) -> float:
-        """Acceptance of `draft` as far as its like and this sequence let know."""
-        return (self.kind.value + self.acceptance.value) / 2 if self.kind is not None else 0.0
+        """Estimated acceptance of `draft`: the mean of the sequence's and of that of matches as long."""
+        return (_BY_MATCH[self.matched.bit_length()] + self.acceptance) / 2
 
 
 class Drafter:
-    """Drafts for all sequences of an engine. Not thread-safe: the loop that plans steps calls it."""
+    """Drafts for all sequences of an engine. Not thread-safe: the loop that plans steps calls it.
 
-    def __init__(self, config: DraftConfig, cost: VerificationCost | None = None) -> None:
-        self.config = config
-        self.counts = DraftCounts()
-        self._cost = LearnedCost(cost, config.verify_rows) if cost is not None and config.cost_gate else None
-        self._memory = TurnMemory(config.memory_bytes, config.scope_bytes)
-        self._kinds: OrderedDict[str, tuple[Acceptance, ...]] = OrderedDict()
-        self._steps = 0
+    A sequence has a state from its first token on. A preempted one keeps it, since its tokens stay the same.
+    """
+
+    def __init__(self, config: DraftConfig, stats: EngineStats, cost: StepCost | None = None) -> None:
+        """`cost` is that of the model's steps as measured at load; None: verifying is taken to cost nothing."""
+        self.enabled = config.enabled
+        self._max_draft = config.max_draft
+        self._stats = stats
+        self._cost = cost or FREE
+        self._extra_s = 0.0  # seconds that steps take longer than `_cost` says, as contexts grow
+        self._memory = TurnMemory(config.memory_bytes, config.memory_bytes // _TENANTS)
+        self._states: dict[str, _State | None] = {}  # by request id; None: speculation failed
+        self._drafts: dict[str, TokenIds] = {}  # of the step that is being planned
+        self._ended: list[tuple[_State, int]] = []  # to be remembered, each with the length of its prompt
+        self._blind = 0  # steps that may still be planned without asking for drafts
+
+    @property
+    def silent(self) -> bool:
+        """Whether the next step can be planned without drafts, before the tokens of this one are known."""
+        return not self.enabled or self._blind > 0
 
     @property
     def memory_bytes(self) -> int:
-        """Held for the tenants' earlier turns; at most `config.memory_bytes`."""
+        """Bytes used for earlier turns; at most `config.memory_bytes`."""
         return self._memory.nbytes
 
-    def open(self, scope: str, tokens: TokenIds, skeletons: SkeletonSet | None = None) -> DraftState:
-        """Begin a sequence with its prompt. Costs numpy passes over it."""
-        if not self.config.enabled:
-            tokens, skeletons = NO_DRAFT, None
-        index = NGramIndex(tokens)
-        cursor = None
-        if skeletons is not None and skeletons.flat and self.config.skeleton:
-            cursor = SkeletonCursor(skeletons, int(tokens[-1]) if len(tokens) else 0)
-        return DraftState(scope, index, cursor)
-
-    def propose(self, state: DraftState, limit: int, decoding: int = 1) -> TokenIds:
-        """At most `limit` drafts that may follow the sequence, int32, often none.
-
-        `decoding` sequences verify theirs in the same step.
-        """
-        return self.propose_all(((state, limit),), decoding)[0]
-
-    def propose_all(self, sequences: Sequence[tuple[DraftState, int]], decoding: int = 0) -> list[TokenIds]:
-        """Drafts for the sequences of one step, each with its limit: int32, often none.
-
-        `decoding` sequences are in the step, those of `sequences` among them; 0: those alone.
-        """
-        config = self.config
-        if not config.enabled:
-            return [NO_DRAFT] * len(sequences)
-        decoding = max(decoding, len(sequences))
-        shared = self._cost is not None and config.shared_budget and decoding < config.verify_rows
-        most = config.max_draft if shared else cap(config, decoding)
-        for state, limit in sequences:
-            self._draft(state, min(limit, most))
-        lengths = self._lengths([state for state, _ in sequences], decoding)
-        drafts: list[int] = []
-        for (state, _), length in zip(sequences, lengths, strict=True):
-            state.proposed = length
-            self.counts.withheld += len(state.draft) - length
-            drafts += state.draft[:length]
-        tokens, end = np.array(drafts, np.int32), 0  # one array, for each takes its time however small
-        proposals = []
-        for length in lengths:
-            end += length
-            proposals.append(tokens[end - length : end] if length else NO_DRAFT)
-        return proposals
-
-    def learn(self, state: DraftState, drawn: Sequence[int], verified: Sequence[int] | None = None) -> None:
-        """Append the tokens drawn in a step: accepted drafts and the one after them.
-
-        `verified` are the drafts in the step, where they may be others than those proposed: cut off for lack of room,
-        or by a grammar that forces its own.
-
-        What could have been drafted is compared with them whether or not it was verified, so a source that the gate
-        turned off comes back when it is right again.
-        """
-        if not self.config.enabled:
+    @_optional
+    def prepare(self, decoding: Collection[Sequence]) -> None:
+        """Draft for the sequences that decode in the next step. None has drafts while the last token is in flight."""
+        self._drafts = {}
+        if not self.enabled:
             return
-        if state.kind is not None:
-            right = common_prefix(state.draft, drawn)
-            compared = min(right + 1, len(state.draft), len(drawn))
-            state.acceptance.learn(compared, right, self.config.ema_weight)
-            state.kind.learn(compared, right, self.config.ema_weight)
-            state.kind = None
-            counted = state.proposed
-            if verified is not None:
-                counted = common_prefix(state.draft[:counted], verified)
-            if counted:
-                self.counts.drafted[state.source] += counted
-                self.counts.accepted[state.source] += min(right, counted)
-        if state.cursor is not None:
-            state.cursor.advance(drawn, state.index.window)
-        state.index.extend(drawn)
+        offers: dict[str, _State] = {}
+        for sequence in decoding:
+            if sequence.awaited is not None:
+                self._blind -= 1
+                return
+            limit = min(_room(sequence), self._max_draft)
+            state = self._state(sequence) if limit > 0 else None
+            if state is not None:
+                self._find(state, limit)
+                if state.draft:
+                    offers[sequence.request_id] = state
+        self._blind = _BLIND if decoding and not self._gate(offers, len(decoding)) else 0
+
+    def propose(self, sequence: Sequence) -> TokenIds:
+        """Drafts to verify after the sequence's last token: the prepared ones, or those that its grammar forces.
+
+        A forced token is always drawn, so it costs a row of a forward and saves a step. While a grammar does not bind,
+        it reads tokens only once they are drawn: checking drafts as well took a third of its time.
+        """
+        drafts, matcher = self._drafts.get(sequence.request_id, NO_DRAFT), sequence.matcher
+        if matcher is None or sequence.awaited is not None:
+            return drafts
+        limit = min(MOST_FORCED, _room(sequence))
+        forced = matcher.forced()[:limit] if limit > 0 else []
+        if forced and drafts[: len(forced)].tolist() != forced:
+            drafts = np.array(forced, np.int32)
+        elif matcher.binding and len(drafts):
+            drafts = drafts[: matcher.accepts(drafts.tolist())]
+        if len(drafts):
+            self._blind = 0
+        return drafts
+
+    def learn(self, sequence: Sequence, drawn: SequenceOf[int]) -> None:
+        """Add the tokens drawn for a sequence in a step: accepted drafts and the one after them.
+
+        They are compared with the whole draft, verified or not, so a sequence that the gate stopped can recover.
+        """
+        state = self._states.get(sequence.request_id)
+        if state is not None:
+            self._learn(state, drawn)
 
     def measured(self, rows: int, seconds: float) -> None:
-        """A step that verified `rows` rows and did nothing else took `seconds`."""
-        if self._cost is not None:
-            self._cost.learn(rows, seconds)
+        """A step of `rows` rows that only decoded took `seconds`.
 
-    def close(self, state: DraftState, n_prompt: int) -> None:
-        """End a sequence; its completion, all after `n_prompt` tokens, is remembered for its scope."""
-        if self.config.enabled and self.config.memory and len(state.index) > n_prompt:
-            self._memory.add(state.scope, state.index.tokens(max(n_prompt - self.config.memory_context, 0)))
-
-    # ---- what may follow a sequence ----
-
-    def _draft(self, state: DraftState, most: int) -> None:
-        """Find it: at most `most` tokens."""
-        state.kind, state.draft = None, ()
-        if most == 0:
-            return
-        context = state.index.context()
-        own = self._own(state, context)
-        found, source, copied = self._longest(state, context, own, most)
-        draft: Sequence[int] = copied
-        cursor = state.cursor
-        if cursor is not None and cursor.place is not None and found.length < self.config.raw_length:
-            composed = cursor.compose(draft, most, partial(self._value, state, cursor, context, own, copied, most))
-            if composed:
-                source, draft = DraftSource.SKELETON, composed
-        if draft:
-            state.kind = self._kind(state.scope, source, found.length)
-            state.source, state.draft = source, draft
-
-    def _value(
-        self,
-        state: DraftState,
-        cursor: SkeletonCursor,
-        context: Context,
-        own: Occurrence,
-        copied: array[int],
-        most: int,
-        so_far: list[int],
-    ) -> array[int]:
-        """What continues a call that is drafted `so_far` and ends in a value, which is rather the conversation's own.
-
-        Before anything is drafted the sequence's match is `own`, and the longest goes on with what is `copied`.
+        The measurement at load used short contexts. Longer ones add the same time to steps of any width, which makes
+        drafts cheaper by comparison.
         """
-        if so_far:
-            context = context.then(so_far)
-            own = self._own(state, context)
-        if (so_far or cursor.filled <= SHORT_VALUE) and own.length >= self.config.own_value_length:
-            return state.index.after(own, most) if own.length else array("i")
-        return self._longest(state, context, own, most)[2] if so_far else copied
+        if rows < len(self._cost) and self._cost is not FREE:
+            expected = self._cost[rows] + self._extra_s
+            error = min(seconds, _DELAYED * expected) - expected
+            self._extra_s = max(self._extra_s + _COST_WEIGHT * error, 0.0)
 
-    def _own(self, state: DraftState, context: Context) -> Occurrence:
-        """The longest match in the sequence itself."""
-        if not self.config.prompt_lookup:
-            return NO_OCCURRENCE
-        found = state.index.longest(context)
-        return found if found.length >= self.config.min_n else NO_OCCURRENCE
+    def close(self, sequence: Sequence) -> None:
+        """A sequence ended. `catch_up` will remember its completion for its scope."""
+        state = self._states.pop(sequence.request_id, None)
+        if state is not None:
+            self._ended.append((state, sequence.n_prompt))
 
-    def _longest(
-        self, state: DraftState, context: Context, own: Occurrence, most: int
-    ) -> tuple[Occurrence, DraftSource, array[int]]:
-        """The longest match in the sequence, which is its `own`, or the memory; and at most `most` tokens after it."""
-        config = self.config
-        memory = self._memory.find(state.scope) if config.memory else None
+    @_optional
+    def catch_up(self, sequences: Collection[Sequence]) -> None:
+        """While a step runs: remember completions that ended, and index the prompts of the step's `sequences`."""
+        ended, self._ended = self._ended, []
+        for state, n_prompt in ended:
+            if len(state.index) > n_prompt:
+                self._memory.add(state.scope, state.index.tokens(max(n_prompt - _MEMORY_CONTEXT, 0)))
+        if self.enabled:
+            for sequence in sequences:
+                if _room(sequence) > 1 and sequence.status is Status.RUNNING:
+                    self._state(sequence)
+
+    def _state(self, sequence: Sequence) -> _State | None:
+        request_id = sequence.request_id
+        if request_id not in self._states:
+            self._states[request_id] = None  # and it stays so if the next line fails
+            self._states[request_id] = _State(sequence.submit.cache_scope, NGramIndex(sequence.tokens))
+        return self._states[request_id]
+
+    @_optional
+    def _learn(self, state: _State, drawn: SequenceOf[int]) -> None:
+        if state.draft and drawn:
+            right = common_prefix(state.draft, drawn)
+            compared = min(right + 1, len(state.draft), len(drawn))
+            state.acceptance += (1 - (1 - _WEIGHT) ** compared) * (right / compared - state.acceptance)
+        state.draft = None
+        state.index.extend(drawn)
+
+    def _find(self, state: _State, limit: int) -> None:
+        """Set the draft: at most `limit` tokens after the longest match, of equals the sequence's own."""
+        context, index = state.index.context(), state.index
+        found = own = index.longest(context)
+        memory = self._memory.find(state.scope)
         if memory is not None:
-            found = memory.longest(context, above=max(own.length, config.memory_min_n - 1))
-            if found.length:
-                return found, DraftSource.MEMORY, memory.after(found, most)
-        return own, DraftSource.PROMPT_LOOKUP, state.index.after(own, most) if own.length else array("i")
+            longer = memory.longest(context, above=max(own.length, _MEMORY_MATCH - 1))
+            if longer.length:
+                found, index = longer, memory
+        state.draft = index.after(found, limit) if found.length else None
+        state.matched = found.length
 
-    # ---- how much of it is verified ----
+    def _gate(self, offers: dict[str, _State], decoding: int) -> bool:
+        """Set the drafts of the step to those that pay. Whether there are any."""
+        if not offers:
+            return False
+        states = offers.values()
+        offered = [len(state.draft or ()) for state in states]
+        lengths = draft_lengths([state.expected for state in states], offered, decoding, self._cost, self._extra_s)
+        self._stats.drafts_withheld += sum(offered) - sum(lengths)
+        for (request_id, state), length in zip(offers.items(), lengths, strict=True):
+            if length and state.draft is not None:
+                self._drafts[request_id] = np.frombuffer(state.draft, np.int32, length)
+        return any(lengths)
 
-    def _lengths(self, states: Sequence[DraftState], decoding: int) -> list[int]:
-        """How many of each one's drafts pass the gate."""
-        config = self.config
-        acceptances, most = [], []
-        for state in states:
-            acceptance = state.expected()
-            acceptances.append(acceptance)
-            most.append(draft_length(config, len(state.draft), acceptance))
-        if self._cost is None or decoding >= config.verify_rows or not any(most):
-            return most
-        self._steps += 1
-        table = self._cost.table
-        if config.shared_budget:
-            least = -(-decoding // _EXPLORED) if self._steps % config.explore_every == 0 else 0
-            return competing_lengths(acceptances, most, table, decoding, least)
-        return [uniform_length(a, n, decoding, table) for a, n in zip(acceptances, most, strict=True)]
 
-    def _kind(self, scope: str, source: DraftSource, length: int) -> Acceptance:
-        """How drafts of this source and length of match fared in the scope."""
-        kinds = self._kinds.get(scope)
-        if kinds is None:
-            kinds = tuple(Acceptance(_INITIAL_ACCEPTANCE) for _ in range(len(DraftSource) * _LENGTH_CLASSES))
-            self._kinds[scope] = kinds
-            if len(self._kinds) > _SCOPES:
-                self._kinds.popitem(last=False)
-        return kinds[source * _LENGTH_CLASSES + length.bit_length()]
+def _room(sequence: Sequence) -> int:
+    """Drafts that a sequence has room for: so few that the token after them still fits."""
+    return len(sequence.buffer) - sequence.length - 1
 
 
 class TurnMemory:
-    """What the model said in earlier turns, by scope, the latest used scope last. No scope sees another's text.
+    """The completions of earlier turns, by scope. No scope reads another's tokens.
 
-    A scope beyond its share forgets the older half of its tokens. Where the scopes of a tenant are beyond one share
-    together, or all scopes beyond theirs, the least recently used go whole. So a token is indexed a few times in its
-    life, and only when a turn ends.
+    A scope over its share forgets the older half of its tokens. If a tenant's scopes together exceed one share, or all
+    scopes exceed the total, the least recently used scopes are dropped. So each token is indexed only a few times.
     """
-
-    __slots__ = ("_nbytes", "_of", "_scope_bytes", "_scopes", "_total_bytes")
 
     def __init__(self, total_bytes: int, scope_bytes: int) -> None:
         self._total_bytes, self._scope_bytes = total_bytes, min(scope_bytes, total_bytes)
-        self._scopes: OrderedDict[str, NGramIndex] = OrderedDict()
+        self._scopes: OrderedDict[str, NGramIndex] = OrderedDict()  # least recently used first
         self._nbytes = 0
         self._of: Counter[str] = Counter()  # bytes by tenant
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, at most `total_bytes`."""
+        """Bytes used, at most `total_bytes`."""
         return self._nbytes
 
     def find(self, scope: str) -> NGramIndex | None:
-        """The scope's turns, or None before its first."""
+        """The scope's turns; None before its first."""
         return self._scopes.get(scope)
 
     def add(self, scope: str, turn: TokenIds) -> None:
-        """Remember a turn, which ends with a gap."""
+        """Remember a turn. A gap after it separates it from the next."""
         index = self._scopes.pop(scope, None)
         if index is None:
             index = NGramIndex(turn)
@@ -291,17 +266,17 @@ class TurnMemory:
             index = NGramIndex(index.tokens(), capacity=2 * len(index))
         while index.nbytes > self._scope_bytes and len(index) > 1:
             index = NGramIndex(index.tokens(len(index) - len(index) // 2))
-        if index.nbytes > self._scope_bytes:  # too small a share for anything
+        if index.nbytes > self._scope_bytes:  # even one token needs more than a share
             return
         self._scopes[scope] = index
         self._count(scope, index.nbytes)
         tenant = tenant_of(scope)
         while self._of[tenant] > self._scope_bytes:
-            self._forget(next(each for each in self._scopes if tenant_of(each) == tenant))
+            self._drop(next(each for each in self._scopes if tenant_of(each) == tenant))
         while self._nbytes > self._total_bytes:
-            self._forget(next(iter(self._scopes)))
+            self._drop(next(iter(self._scopes)))
 
-    def _forget(self, scope: str) -> None:
+    def _drop(self, scope: str) -> None:
         self._count(scope, -self._scopes.pop(scope).nbytes)
 
     def _count(self, scope: str, nbytes: int) -> None:

@@ -53,11 +53,6 @@ class Context(NamedTuple):
     pair: int
     single: int
 
-    def then(self, tokens: Sequence[int]) -> Context:
-        """This context with `tokens` behind it."""
-        window = (self.window + array("i", tokens))[-WINDOW:]
-        return Context(window, *_hashes(window))
-
 
 class NGramIndex:
     """A token sequence that grows at its end, and the chains over it.

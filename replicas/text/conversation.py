@@ -10,10 +10,9 @@ import math
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from hashlib import blake2b
 from operator import index
 from typing import Any
@@ -29,12 +28,11 @@ from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ConfigError, InvalidRequestError
 from holdfast.replicas.plan import TokenLogprobs
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, LogprobText, RawPrompt, TextDelta
-from holdfast.replicas.speculation.skeletons import CallFormat, SkeletonSet, ValueEndings, compile_tools, value_endings
 from holdfast.replicas.stats import TextStats
 from holdfast.replicas.text.calls.formats import ENDS, MARKERS, ToolFormat
 from holdfast.replicas.text.calls.tracker import READERS, CallTracker
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
-from holdfast.replicas.text.encode import LONG, Encoder, LongTexts, offsets_of
+from holdfast.replicas.text.encode import LONG, Encoder, LongTexts
 from holdfast.replicas.text.reasoning import (
     CLOSER,
     OPENER,
@@ -113,7 +111,6 @@ class TextSide:
             )
         if self.tool_format is ToolFormat.NONE and not tool_format and "tools" in (template or ""):
             log.warning("the chat template takes tools, but its calls are in no format that is read: they come as text")
-        self._skeletons = CallSkeletons(tokenizer, self.tool_format)
         self._hidden = added.special_ids | set(tokenizer.all_special_ids)
         self._markers = frozenset(added.ids[text] for text in MARKERS[self.tool_format] if text in added.ids)
         self._channels = self.tool_format is ToolFormat.HARMONY
@@ -141,7 +138,6 @@ class TextSide:
         Also where nothing is guaranteed: a request may ask for a call, or for JSON.
         """
         self._compiler.prepare()
-        self._skeletons.prepare()
         if self.tokenizer.chat_template:
             _ = self.renderer.most_parts
 
@@ -256,15 +252,6 @@ class TextSide:
     def detokenize(self, tokens: Any) -> str:
         """The text of token ids, special tokens included. Raises InvalidRequestError for unknown ids."""
         return str(self.tokenizer.backend_tokenizer.decode(self._ids(tokens).tolist(), skip_special_tokens=False))
-
-    def skeletons(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> SkeletonSet | None:
-        """The fixed texts of the calls a reply to `prompt` may make; None where it declares no tools.
-
-        Those of many tools are made on a thread: the first replies do without.
-        """
-        if not isinstance(prompt, ChatPrompt) or not prompt.tools or prompt.tool_choice == "none":
-            return None
-        return self._skeletons.of(_callable(prompt).tools, partial(self._long.begin, scope=scope), scope)
 
     def constraints(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> Constraints:
         """What a reply to `prompt` must be; what is known of it is each scope's own.
@@ -413,62 +400,6 @@ def _starts(prompt: ChatPrompt, entry: Entry) -> tuple[int, ...]:
     begins = message_starts(prompt.messages, entry.text)
     places = (bisect_right(entry.chars, char) - 1 for char in begins)
     return tuple(entry.tokens[place] if place >= 0 else 0 for place in places)
-
-
-class CallSkeletons:
-    """The fixed text of calls to declared tools, as tokens of one tokenizer: made once for a list of tools.
-
-    Only the Hermes format has one text for a call; for others there are none.
-    """
-
-    _ENTRIES = 256  # lists of tools whose skeletons are kept
-
-    def __init__(self, tokenizer: Any, tool_format: ToolFormat) -> None:
-        self._tokenizer = tokenizer
-        self._form: CallFormat | None = None
-        if tool_format is ToolFormat.HERMES:
-            self._form = CallFormat(after="}\n</tool_call>" + (tokenizer.eos_token or ""))
-        self._sets: OrderedDict[bytes, SkeletonSet | Future[SkeletonSet]] = OrderedDict()
-
-    def prepare(self) -> None:
-        """Read the vocabulary now, and not with the first request."""
-        if self._form is not None:
-            _ = self._endings
-
-    def of(
-        self,
-        tools: Sequence[Mapping[str, Any]],
-        begin: Callable[[Callable[[Encoder], SkeletonSet]], Future[SkeletonSet]] | None = None,
-        scope: str = "",
-    ) -> SkeletonSet | None:
-        """The skeletons of `tools`, in OpenAI's format, for a scope. With `begin` those of many are made beside: none
-        until then.
-        """
-        if self._form is None:
-            return None
-        key = f"{scope}\0".encode() + _digest(tools)
-        found = self._sets.get(key)
-        if found is None:
-            form, endings = self._form, self._endings
-            if begin is None or len(tools) < _MANY_TOOLS:
-                found = compile_tools(tools, partial(offsets_of, self._tokenizer.backend_tokenizer), endings, form)
-            else:
-                found = begin(lambda encoder: compile_tools(tools, encoder.offsets, endings, form))
-            self._sets[key] = found
-            if len(self._sets) > self._ENTRIES:
-                self._sets.popitem(last=False)
-        else:
-            self._sets.move_to_end(key)
-        if isinstance(found, SkeletonSet):
-            return found
-        return found.result() if found.done() and not found.cancelled() and found.exception() is None else None
-
-    @cached_property
-    def _endings(self) -> ValueEndings:
-        backend = self._tokenizer.backend_tokenizer
-        ids = range(backend.get_vocab_size())
-        texts = backend.decode_batch([[token] for token in ids], skip_special_tokens=False)
-        return value_endings(zip(ids, texts, strict=True))
 
 
 def _scored(

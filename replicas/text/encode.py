@@ -9,7 +9,7 @@ import json
 import re
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from os.path import commonprefix
@@ -129,10 +129,6 @@ class Encoder:
         """int32 ids of plain text with the tokens around it that the model expects; special tokens in it count."""
         return np.array(_ids(self._backend, text, around=True), np.int32)
 
-    def offsets(self, text: str) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
-        """Ids of `text` alone and each one's character range, without tokens around."""
-        return offsets_of(self._backend, text)
-
     def _literal(self, text: str, at_start: bool) -> list[int]:
         """Ids of text in which special tokens mean nothing."""
         backend = self._backend if at_start else self._later()
@@ -153,12 +149,6 @@ class Encoder:
                 _never_prepend(settings["pre_tokenizer"])
                 self._inner = type(self._backend).from_str(json.dumps(settings))
         return self._inner
-
-
-def offsets_of(backend: Any, text: str) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
-    """As `Encoder.offsets`. It holds the GIL: for short texts."""
-    encoding = backend.encode(text, add_special_tokens=False)
-    return encoding.ids, encoding.offsets
 
 
 def _ids(backend: Any, text: str, around: bool = False) -> list[int]:
@@ -223,11 +213,6 @@ class LongTexts:
     async def beside(self, work: Callable[[], Result], scope: str = "") -> Result:
         """What `work` returns, on the thread. Raises UnavailableError once closed."""
         return await self.run(lambda _: work(), 0, scope)
-
-    def begin(self, work: Callable[[Encoder], Result], scope: str = "") -> Future[Result]:
-        """`work` on the thread, at its turn; nobody waits for it. Raises UnavailableError once closed."""
-        self._check()
-        return self._submit(work, scope)
 
     def _submit(self, work: Callable[[Encoder], Result], scope: str) -> Future[Result]:
         future = Future[Result]()

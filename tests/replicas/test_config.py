@@ -7,7 +7,6 @@ import pytest
 
 from holdfast.replicas.config import DraftConfig, EngineConfig, Hardware, ModelShape, RetentionConfig, resolve
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.speculation.ngrams import WINDOW
 
 KINDS = (EngineConfig, RetentionConfig, DraftConfig)
 NUMBERS = [
@@ -60,7 +59,7 @@ def test_a_retention_policy_is_one_of_those_there_are():
     ("kind", "name"),
     [
         *((EngineConfig, name) for name in ("page_size", "max_sequences", "max_waiting", "step_tokens")),
-        *((DraftConfig, name) for name in ("max_draft", "min_n", "scope_bytes", "explore_every")),
+        *((DraftConfig, name) for name in ("max_draft", "memory_bytes")),
         *((RetentionConfig, name) for name in ("tool_samples", "wait_window")),
     ],
 )
@@ -68,22 +67,10 @@ def test_some_are_at_least_one(kind, name):
     assert_refused(kind, name, 0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [(EngineConfig, "high_water"), (DraftConfig, "confidence"), (RetentionConfig, "share")]
-)
+@pytest.mark.parametrize(("kind", "name"), [(EngineConfig, "high_water"), (RetentionConfig, "share")])
 def test_a_share_is_at_most_one(kind, name):
     assert_refused(kind, name, 1.01)
     assert getattr(kind(**{name: 1.0}), name) == 1.0
-
-
-def test_a_step_has_room_for_a_row_and_its_draft():
-    assert_refused(DraftConfig, "verify_rows", 1)
-    assert DraftConfig(verify_rows=2).verify_rows == 2
-
-
-@pytest.mark.parametrize("name", ["min_n", "memory_min_n"])
-def test_no_match_is_longer_than_what_is_measured(name):
-    assert_refused(DraftConfig, name, WINDOW + 1)
 
 
 def test_int8_is_for_a_cpu_and_its_cells_are_what_the_cpu_computes_in():

@@ -26,8 +26,8 @@ from holdfast.replicas.requests import (
     JsonOutput,
     ToolCallDelta,
 )
-from holdfast.replicas.scheduling import drafts
 from holdfast.replicas.service import Service, _limits
+from holdfast.replicas.speculation import drafter
 
 DRAFTS, NO_DRAFTS = DraftConfig(), DraftConfig(enabled=False)
 CONFIG = EngineConfig(cells=8192, threads=1, speculation=NO_DRAFTS)
@@ -142,13 +142,10 @@ def test_replies_follow_their_schemas_and_do_not_depend_on_how_they_are_computed
         preempted = 0
         for way, settings in deepcopy(WAYS).items():
             most_forced = settings.pop("MOST_FORCED")
-            monkeypatch.setattr(drafts, "MOST_FORCED", most_forced)
+            monkeypatch.setattr(drafter, "MOST_FORCED", most_forced)
             async with serving(**settings) as service:
                 assert said(await answers(service)) == said(expected), way
-                stats = service.engine.stats
-                preempted += stats.preemptions
-                if not most_forced:  # then every draft is the drafter's
-                    assert sum(stats.drafts.drafted.values()) == stats.drafted
+                preempted += service.engine.stats.preemptions
         assert preempted > 0
 
     asyncio.run(main())
@@ -158,7 +155,7 @@ def test_forced_tokens_take_no_steps_of_their_own(monkeypatch: pytest.MonkeyPatc
     async def main() -> None:
         steps = {}
         for forced in (0, 32):
-            monkeypatch.setattr(drafts, "MOST_FORCED", forced)
+            monkeypatch.setattr(drafter, "MOST_FORCED", forced)
             async with serving() as service:
                 reply = await service.generate(request("a", NAMED))
                 steps[forced] = service.engine.stats.steps
@@ -539,7 +536,6 @@ def test_a_new_set_of_many_tools_holds_up_no_stream(monkeypatch: pytest.MonkeyPa
                         encoded = await text.encoded(prompt)
                         limits = await _limits(text, service._compiling, asked)
                         assert limits.matcher is not None
-                        text.skeletons(prompt)
                         text.reply(asked, encoded)
                         await asyncio.sleep(0)
                         most[choice, n] = work.most

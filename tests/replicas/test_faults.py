@@ -14,6 +14,9 @@ from holdfast.replicas.errors import EngineError
 from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Stop
 from holdfast.replicas.plan import StepOutput
 from holdfast.replicas.programs import Sequence
+from holdfast.replicas.speculation.drafter import Drafter
+
+INSIDE = {Drafter: ("_state", "_find", "_gate")}  # pieces that supervise themselves, and what may raise in them
 
 
 class Faults:
@@ -24,9 +27,10 @@ class Faults:
         self.calls: list[str] = []
         self.inside = False
         for piece in pieces:
-            for name in dir(type(piece)):
+            for name in INSIDE.get(type(piece), dir(type(piece))):
                 method = getattr(type(piece), name)
-                if not name.startswith("_") and callable(method) and name != "read":  # the runner reads for itself
+                public = not name.startswith("_") and name != "read"  # the runner reads for itself
+                if callable(method) and (public or type(piece) in INSIDE):
                     setattr(piece, name, self._wrapped(f"{type(piece).__name__}.{name}", getattr(piece, name)))
 
     def _wrapped(self, name, method):

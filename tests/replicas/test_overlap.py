@@ -102,8 +102,9 @@ def test_what_needs_the_tokens_first_is_not_overlapped():
     assert counted.runner.most_in_flight == 1
 
 
-def test_without_drafts_for_a_while_steps_overlap_though_speculation_is_on():
-    world = overlapped(speculation=DraftConfig(prompt_lookup=False, memory=False, skeleton=False))
+def test_without_drafts_for_a_while_steps_overlap_though_speculation_is_on(monkeypatch):
+    world = overlapped(speculation=DraftConfig())
+    monkeypatch.setattr(world.engine._drafter, "_find", lambda *_: None)
     world.submit("a", words(1, 9), max_tokens=20)
     world.run()
     world.assert_right("a")

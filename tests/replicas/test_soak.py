@@ -50,7 +50,7 @@ class Soak(World):
             completion_reserve=1,
             session_idle_s=60.0,
             queue_timeout_s=120.0,
-            speculation=DraftConfig(memory_bytes=1 << 18, scope_bytes=1 << 16),
+            speculation=DraftConfig(memory_bytes=1 << 20),
         )
         self.random = random.Random(seed)
         self.texts: dict[str, list[int]] = {}

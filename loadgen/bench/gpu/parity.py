@@ -35,7 +35,6 @@ from holdfast.replicas.model.runner_gpu import GpuRunner
 from holdfast.replicas.model.startup import LoadedRunner, check_graphs, load_runner
 from holdfast.replicas.model.weights import inspect_model, load_tokenizer
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.speculation.skeletons import SkeletonSet
 from holdfast.replicas.types import TokenIds, common_prefix
 
 NEAR = 1e-4
@@ -113,14 +112,6 @@ def small_parity() -> ParitySizes:
         setting_s=200.0,
         settings=("baseline", "all"),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What is asked, and the fixed texts of the calls that may be answered."""
-
-    tokens: TokenIds
-    skeletons: SkeletonSet | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +195,9 @@ class Setting:
     every: int = 1  # only the first of so many prompts is asked
 
 
-def settings(sizes: ParitySizes, prompts: Sequence[Prompt]) -> list[Setting]:
+def settings(sizes: ParitySizes, prompts: Sequence[TokenIds]) -> list[Setting]:
     """Each mechanism by itself, then all; those without graphs first, since graphs are captured once."""
-    first = [len(prompt.tokens) for prompt in prompts[: sizes.abreast]]
+    first = [len(prompt) for prompt in prompts[: sizes.abreast]]
     few_cells = sum(-(-length // _PAGE) * _PAGE for length in first)
     reuse = {"without": ()}
     tier = reuse | {"cells": few_cells, "host_cells": sizes.host_cells}
@@ -215,7 +206,7 @@ def settings(sizes: ParitySizes, prompts: Sequence[Prompt]) -> list[Setting]:
     short = {"cells": few_cells, "completion_reserve": 1, "admission_ceiling": 1.0, "high_water": 1.0}
     short["step_tokens"] = sum(first) - 1
     overlap = {"overlap_steps": "on"}
-    drafts = {"speculation": DraftConfig(cost_gate=False)}  # whatever verifying them costs
+    drafts = {"speculation": DraftConfig()}
     alone: dict[str, Any] = {"one_at_a_time": True, "logprobs": True}
     every = tuple(Counters.__dataclass_fields__)
     found = [
@@ -248,19 +239,17 @@ class Counters:
     preempted: int  # sequences
 
 
-def make_prompts(sizes: ParitySizes) -> list[Prompt]:
+def make_prompts(sizes: ParitySizes) -> list[TokenIds]:
     """Of as many conversations, at different turns, so that they are of all lengths."""
     tokenizer = load_tokenizer(inspect_model(POCKET))
     found = dialogues(tokenizer, sizes.prompts, sizes.turns, 2 * sizes.longest + 1000)
-    return [
-        Prompt(each.exchanges[i % sizes.turns].prompt[-sizes.longest :], each.skeletons) for i, each in enumerate(found)
-    ]
+    return [each.exchanges[i % sizes.turns].prompt[-sizes.longest :] for i, each in enumerate(found)]
 
 
 class Parity:
     """One dtype: transformers' replies, the runner, and what engines over it reply."""
 
-    def __init__(self, sizes: ParitySizes, prompts: Sequence[Prompt], dtype: str) -> None:
+    def __init__(self, sizes: ParitySizes, prompts: Sequence[TokenIds], dtype: str) -> None:
         self._sizes, self._prompts, self._dtype = sizes, prompts, dtype
         self._expected: list[Expected] = []
         self._loaded: LoadedRunner | None = None
@@ -280,7 +269,7 @@ class Parity:
         del model
         free_device()
         self._expected = expected
-        lengths = [len(prompt.tokens) for prompt in self._prompts]
+        lengths = [len(prompt) for prompt in self._prompts]
         figures = {
             "prompts": len(lengths),
             "shortest": min(lengths),
@@ -292,8 +281,8 @@ class Parity:
         }
         yield f"{self._dtype}, transformers", figures
 
-    def _generate(self, model: Any, prompt: Prompt) -> Expected:
-        ids = torch.from_numpy(prompt.tokens).long()[None].to(self._sizes.device)
+    def _generate(self, model: Any, prompt: TokenIds) -> Expected:
+        ids = torch.from_numpy(prompt).long()[None].to(self._sizes.device)
         with torch.inference_mode():
             found = model.generate(
                 ids,
@@ -385,10 +374,7 @@ class Parity:
         sampling = Sampling(self._sizes.new, ignore_eos=True, logprobs=0 if setting.logprobs else None)
         names = {f"{i} {number}": i for i in group}
         for name, i in names.items():
-            prompt = self._prompts[i]
-            submit = Submit(
-                name, tokens=prompt.tokens, sampling=sampling, program_id=f"{i}", skeletons=prompt.skeletons
-            )
+            submit = Submit(name, tokens=self._prompts[i], sampling=sampling, program_id=f"{i}")
             if refused := engine.handle(submit, time.perf_counter()):
                 raise RuntimeError(f"a prompt was not taken: {refused[0]}")
         tokens: dict[str, list[int]] = {name: [] for name in names}

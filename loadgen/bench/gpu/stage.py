@@ -32,9 +32,6 @@ from holdfast.replicas.engine import Engine
 from holdfast.replicas.model.decoder import decoder_shape
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
 from holdfast.replicas.model.weights import inspect_model, load_tokenizer
-from holdfast.replicas.speculation.skeletons import SkeletonSet
-from holdfast.replicas.text.calls.formats import ToolFormat
-from holdfast.replicas.text.conversation import CallSkeletons
 from holdfast.replicas.types import TokenIds
 
 _THREADS = 4  # that write the model while steps are measured
@@ -50,22 +47,21 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """The turns of one program, and the fixed texts of the calls it may make."""
+    """The turns of one program."""
 
     exchanges: tuple[Exchange, ...]
-    skeletons: SkeletonSet | None
 
 
 def dialogues(tokenizer: Any, programs: int, turns: int, most_tokens: int, seed: int = 0) -> list[Dialogue]:
     """`programs` conversations of exactly `turns` turns, none longer than `most_tokens` with its last reply."""
-    found, skeletons = [], CallSkeletons(tokenizer, ToolFormat.HERMES)
+    found = []
     for program in range(programs):
         rng = random.Random(f"{seed}/{turns}/{program}")
         exchanges: tuple[Exchange, ...] = ()
         while not exchanges:
             conversation = write(rng, lexicon(Split.HELD_OUT), tools=rng.randint(2, 6), turns=turns)
             exchanges = _exchanges(tokenizer, conversation, turns, most_tokens)
-        found.append(Dialogue(exchanges, skeletons.of(conversation.tools)))
+        found.append(Dialogue(exchanges))
     return found
 
 

@@ -135,7 +135,6 @@ class Player:
             tokens=exchange.prompt,
             sampling=Sampling(len(exchange.reply), ignore_eos=True),
             program_id=f"{row}",
-            skeletons=self._programs[row].skeletons,
             program_turns=turn,
         )
 

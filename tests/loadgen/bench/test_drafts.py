@@ -60,11 +60,8 @@ def test_each_source_adds_tokens_a_forward(files: tuple[Path, Path], capsys: pyt
     assert runs["off"]["tokens_per_forward"] == 1.0
     assert runs["off"]["drafted"] == 0
     assert runs["off"]["forwards"] == report["tokens"]
-    rising = ["off", "lookup", "lookup+memory", "lookup+memory+skeleton"]
-    yields = [runs[name]["tokens_per_forward"] for name in rising]
+    yields = [runs[name]["tokens_per_forward"] for name in ("off", "lookup", "lookup+memory")]
     assert yields == sorted(set(yields))
-    calls = "tokens_per_forward_tool_calls"
-    assert runs["lookup+skeleton"][calls] > runs["lookup"][calls]
     assert all(0 <= run["acceptance"] <= 1 and run["memory_bytes"] >= 0 for run in runs.values())
 
 
@@ -134,6 +131,6 @@ def test_the_airline_agent_needs_a_third_of_the_forwards() -> None:
     conversations = drafts.read_trace(AIRLINE / "airline_agent.jsonl", tools)[:12]
     tokenizer = drafts.train_tokenizer(conversations, "pocket")
     tokens = [drafts.encoded(conversation, tokenizer) for conversation in conversations]
-    report = drafts.replay(tokens, drafts.skeletons_of(tools, tokenizer), DraftConfig())
+    report = drafts.replay(tokens, DraftConfig())
     assert report.tokens_per_forward >= 2.8
     assert report.tokens_per_forward_tool_calls >= 4.0

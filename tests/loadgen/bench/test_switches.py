@@ -17,11 +17,10 @@ from holdfast.replicas.kv.tags import SYSTEM, labels_of
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import ChatPrompt
-from holdfast.replicas.stats import DraftSource, EngineStats
+from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.text.conversation import TextSide
 
-# Without the cost of verifying, which is measured: then what is drafted is the same in every run.
-CONFIG = EngineConfig(cells=1024, threads=1, max_sequences=6, session_rows=2, speculation=DraftConfig(cost_gate=False))
+CONFIG = EngineConfig(cells=1024, threads=1, max_sequences=6, session_rows=2)
 NEW = 12
 TEXT_SIDE = {"tokenize_cache", "early_stop"}
 ENGINE_SIDE = [v for v in VARIANTS if v.name not in TEXT_SIDE]
@@ -32,11 +31,9 @@ SAVED: dict[str, Callable[[EngineStats], float]] = {
     "prompt_seed": lambda stats: stats.prompt_seeds,
     "kv_tags": lambda stats: stats.hits_by_tag[SYSTEM],
     "speculation": lambda stats: stats.accepted,
-    "prompt_lookup": lambda stats: stats.drafts.drafted[DraftSource.PROMPT_LOOKUP],
-    "memory": lambda stats: stats.drafts.drafted[DraftSource.MEMORY],
 }
 
-SHOWS_AT = {"prompt_seed": 0.8, "memory": 0.0}
+SHOWS_AT = {"prompt_seed": 0.8}
 """The temperature at which a mechanism has something to do in this workload, where it is not both."""
 
 

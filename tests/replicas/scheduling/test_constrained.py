@@ -4,22 +4,23 @@ from copy import copy
 
 import numpy as np
 import pytest
+from engine_world import World
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.errors import InvalidRequestError
-from holdfast.replicas.events import Submit
+from holdfast.replicas.config import DraftConfig
+from holdfast.replicas.events import Failed, Finished, Submit
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Sequence
-from holdfast.replicas.scheduling.drafts import MOST_FORCED, check_grammar, fitting
-from holdfast.replicas.speculation.drafter import NO_DRAFT
+from holdfast.replicas.speculation.drafter import MOST_FORCED, NO_DRAFT, Drafter
+from holdfast.replicas.stats import EngineStats
 
 
 class Fixed:
     """Forces `forces`, then lets even tokens through."""
 
     def __init__(self, *forces: int, failed: bool = False) -> None:
-        self.forces, self.failed, self.finished, self.words = list(forces), failed, False, 1
+        self.forces, self.failed, self.finished, self.given_up = list(forces), failed, False, False
         self.binding = True
 
     def forced(self) -> list[int]:
@@ -62,6 +63,13 @@ def sequence_of(matcher, max_tokens: int = 10) -> Sequence:
     return Sequence.of(submit, 0, 0.0, frozenset(), 0)
 
 
+def fitting(sequence: Sequence, drafts):
+    """What is proposed for a sequence for which `drafts` were prepared."""
+    drafter = Drafter(DraftConfig(), EngineStats())
+    drafter._drafts[sequence.request_id] = drafts
+    return drafter.propose(sequence)
+
+
 @pytest.mark.parametrize(
     ("forces", "drafts", "expected"),
     [
@@ -90,7 +98,6 @@ def test_forced_drafts_are_limited_and_leave_room_for_the_token_after_them():
 def test_a_sequence_without_a_grammar_keeps_its_drafts():
     drafts = np.array([3, 5], np.int32)
     assert fitting(sequence_of(None), drafts) is drafts
-    check_grammar(sequence_of(None))
 
 
 @given(
@@ -113,6 +120,12 @@ def test_what_is_drawn_together_is_kept_as_if_it_were_drawn_one_by_one(drawn, st
 
 
 def test_a_grammar_beyond_its_limits_is_an_error_of_the_request():
-    check_grammar(sequence_of(Fixed()))
-    with pytest.raises(InvalidRequestError, match="limits"):
-        check_grammar(sequence_of(Fixed(failed=True)))
+    world = World()
+    for name, failed in (("good", False), ("bad", True)):
+        matcher = Fixed(7, failed=failed)
+        world.give(Submit(name, tokens=np.array([1, 2], np.int32), sampling=Sampling(3), matcher=matcher))
+        world.run()
+    assert isinstance(world.end("good"), Finished)
+    end = world.end("bad")
+    assert isinstance(end, Failed)
+    assert "limits" in end.error.message

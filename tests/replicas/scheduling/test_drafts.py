@@ -6,11 +6,11 @@ from engine_world import World, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.events import Abort, Stop, Submit
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Sequence, Status
 from holdfast.replicas.scheduling.batch import StepBuilder
+from holdfast.replicas.speculation import drafter
 
 request = st.tuples(st.integers(0, 5), st.integers(1, 40), st.integers(0, 20), st.integers(0, 6))
 
@@ -27,9 +27,9 @@ def test_the_drafter_has_every_token_of_a_sequence(script, overlap, cells, step_
 
     def step() -> None:
         world.step()
-        drafts = world.engine.scheduler.drafts
+        states = world.engine._drafter._states
         for sequence in world.engine.live.values():
-            state = drafts._states.get(sequence.request_id)
+            state = states.get(sequence.request_id)
             if state is not None and sequence.status is Status.RUNNING:
                 assert state.index.tokens().tolist() == sequence.tokens.tolist()
 
@@ -49,79 +49,76 @@ def test_the_drafter_has_every_token_of_a_sequence(script, overlap, cells, step_
     world.assert_idle()
 
 
-def logged(world: World) -> list[str]:
-    """What is going to happen to steps and to what drafts are taken from, in order."""
+def logged(world: World, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Steps, prompts that are indexed ("read") and replies that are remembered ("add"), in order."""
     log: list[str] = []
-    drafter, runner = world.engine._drafter, world.runner
 
-    def note(owner: object, name: str) -> None:
+    def note(owner: object, name: str, called: str) -> None:
         does = getattr(owner, name)
 
         def noted(*args):
-            log.append(name)
+            log.append(called)
             return does(*args)
 
-        setattr(owner, name, noted)
+        monkeypatch.setattr(owner, name, noted)
 
-    note(drafter, "open")
-    note(drafter, "close")
-    note(drafter, "propose_all")
-    note(runner, "begin")
-    note(runner, "compute")  # when the step lands
+    note(drafter, "_State", "read")
+    note(world.engine._drafter._memory, "add", "add")
+    note(world.runner, "begin", "begin")
+    note(world.runner, "compute", "compute")  # when the step lands
     return log
 
 
-def test_prompts_are_read_and_answers_remembered_while_a_step_runs():
+def test_prompts_are_read_and_answers_remembered_while_a_step_runs(monkeypatch):
     world = World(overlap_steps="on")
-    log = logged(world)
+    log = logged(world, monkeypatch)
     for name in ("a", "b"):
         world.submit(name, words(1, 12), 8)
         world.run()
         world.assert_right(name)
-    # Both of the first step are read, or remembered, before anybody waits for it.
-    assert log[: log.index("compute")].count("open") == 1
-    second = len(log) - log[::-1].index("open") - 1
-    assert log[second - 2 : second + 2] == ["begin", "close", "open", "compute"]
-    assert log.count("open") == 2
-    assert log.count("close") == 1  # the last one's answer has no step yet that could do without it
+    # The first step of each reads its prompt, and remembers the reply before it, before anybody waits for the step.
+    assert log[: log.index("compute")].count("read") == 1
+    second = len(log) - log[::-1].index("read") - 1
+    assert log[second - 2 : second + 2] == ["begin", "add", "read", "compute"]
+    assert log.count("read") == 2
+    assert log.count("add") == 1  # no step has run beside which the last reply could be remembered
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_what_a_turn_said_is_drafted_for_the_next_one(overlap):
-    only = DraftConfig(prompt_lookup=False, skeleton=False)
-    world = World(overlap_steps=overlap, speculation=only)
+    world = World(overlap_steps=overlap)
     for name in ("a", "b"):
         world.submit(name, words(1, 12), 20)
         world.run()
         world.assert_right(name)
-    assert world.end("a").usage.work.accepted == 0
-    assert world.end("b").usage.work.accepted > 0
+    assert world.end("b").usage.work.accepted > world.end("a").usage.work.accepted
 
 
-def test_an_answer_too_short_for_drafts_is_not_read_for_any():
+def test_an_answer_too_short_for_drafts_is_not_read_for_any(monkeypatch):
     world = World(overlap_steps="on")
-    log = logged(world)
+    log = logged(world, monkeypatch)
     for most in (0, 1, 2):
         world.submit(f"{most}", words(most, 12), most)
         world.run()
-    assert "open" not in log
+    assert "read" not in log
 
 
-def test_a_broken_drafter_costs_drafts_alone(monkeypatch):
+@pytest.mark.parametrize("broken", ["_State", "draft_lengths", "common_prefix"])
+def test_a_broken_drafter_costs_drafts_alone(broken, monkeypatch):
     world = World(overlap_steps="on")
 
-    def broken(*args) -> None:
+    def fail(*args) -> None:
         raise RuntimeError("injected")
 
-    for name in ("open", "close"):
-        monkeypatch.setattr(world.engine._drafter, name, broken)
-        world.submit(name, words(1, 12), 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter, broken, fail)
+        world.submit("a", words(1, 12), 8)
         world.run()
-        world.assert_right(name)
-        monkeypatch.undo()
+        world.assert_right("a")
     world.submit("after", words(1, 12), 8)
     world.run()
     world.assert_right("after")
+    assert world.end("after").usage.work.drafted > 0
 
 
 @given(st.lists(st.integers(0, 3), max_size=12), st.floats(0, 1))

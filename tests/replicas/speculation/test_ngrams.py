@@ -69,15 +69,6 @@ def test_growing_is_building(pieces: list[list[int]], context: list[int]) -> Non
         assert grown.longest(window) == built.longest(window)
 
 
-@settings(deadline=None)
-@given(tokens_of, st.lists(st.integers(0, 3), max_size=5))
-def test_a_context_continues_as_the_index_does(tokens: list[int], more: list[int]) -> None:
-    index = index_of([0, 1, 2, 3, 2, 1, *tokens])  # the longest n-gram is there
-    then = index.context().then(more)
-    index.extend(more)
-    assert then == index.context()
-
-
 def test_continuation_stops_at_limit_gap_and_end() -> None:
     index = index_of([1, 2, 3, 4, GAP, 1, 2, 9])
     match = index.longest(index_of([3, 4]).context())

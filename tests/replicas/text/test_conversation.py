@@ -107,7 +107,6 @@ def test_only_allowed_tools_are_called_and_the_prompt_shows_all(side: TextSide) 
     other = ids_of(side, CALL.replace("get_weather", "search").replace('"city": "Paris"', ""))
     assert matcher.accepts(other) == len(other)
     assert matcher.accepts(ids_of(side, CALL)) < len(ids_of(side, CALL))
-    assert len(side.skeletons(some).flat) == 1
     strict = [
         *TOOLS[:1],
         {"type": "function", "function": {"name": "search", "strict": True, "parameters": {"not": {}}}},
@@ -395,28 +394,10 @@ def test_a_tokenizer_without_its_fast_file_is_refused() -> None:
     assert caught.value.field == "model"
 
 
-def test_tools_have_skeletons_made_once_and_only_where_a_call_is_possible(qwen_like: Any) -> None:
-    side = TextSide(qwen_like, EngineConfig())
-    tool = {
-        "type": "function",
-        "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}},
-    }
-    made = side.skeletons(ChatPrompt([ASK], [tool]))
-    assert made is not None
-    assert made is side.skeletons(ChatPrompt([ASK], [dict(tool)]))
-    text = side.detokenize([token for token in made.flat[0] if token >= 0])
-    assert text.startswith('<tool_call>\n{"name": "f", "arguments": {"a":')
-    assert side.skeletons(ChatPrompt([ASK])) is None
-    assert side.skeletons(ChatPrompt([ASK], [tool], tool_choice="none")) is None
-    assert side.skeletons(RawPrompt("x")) is None
-
-
-def test_grammars_and_skeletons_are_each_tenants_own(side: TextSide) -> None:
+def test_grammars_are_each_tenants_own(side: TextSide) -> None:
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
     prompt = ChatPrompt([{"role": "user", "content": "x"}], tools, tool_choice="required")
     compiled = side._compiler.compiled
     for tenant in ("a", "b", "a", "b"):
         side.constraints(prompt, tenant)
     assert side._compiler.compiled == compiled + 2
-    assert side.skeletons(prompt, "a") is side.skeletons(prompt, "a")
-    assert side.skeletons(prompt, "a") is not side.skeletons(prompt, "b")

@@ -267,11 +267,11 @@ def test_a_process_behind_a_fault_asks_and_loads_again(tmp_path, monkeypatch):
 def test_the_full_size_is_what_is_wanted_and_fits():
     full = full_parity()
     prompts = make_prompts(full)
-    lengths = [len(prompt.tokens) for prompt in prompts]
+    lengths = [len(prompt) for prompt in prompts]
     assert (full.prompts, full.new, full.dtypes) == (32, 64, ("float32", "bfloat16"))
     assert min(lengths) < 300
     assert max(lengths) == full.longest == 1500
-    assert len({prompt.tokens.tobytes() for prompt in prompts}) == 32
+    assert len({prompt.tobytes() for prompt in prompts}) == 32
     by_name = {each.name: each for each in settings(full, prompts)}
     few = by_name["preemption"].changes["cells"]
     assert max(lengths) + full.new + 32 <= few < sum(lengths) / 3

@@ -49,7 +49,6 @@ def test_conversations_follow_from_the_seed_and_grow_by_what_is_on_record(stage)
     programs, again = (dialogues(stage.tokenizer, 2, 4, most) for _ in range(2))
     for program, same in zip(programs, again, strict=True):
         assert len(program.exchanges) == 4
-        assert program.skeletons is not None
         for one, other in zip(program.exchanges, same.exchanges, strict=True):
             assert np.array_equal(one.prompt, other.prompt)
             assert len(one.prompt) + len(one.reply) <= most
@@ -95,7 +94,7 @@ def test_where_steps_overlap_preparing_them_is_told_and_the_parts_still_add_up(s
 
 
 def test_a_turn_that_fails_is_no_figure(stage):
-    short = Dialogue((Exchange(np.full(9000, 5, np.int32), np.array([1], np.int32)),), None)  # beyond the context
+    short = Dialogue((Exchange(np.full(9000, 5, np.int32), np.array([1], np.int32)),))  # beyond the context
     with pytest.raises((RuntimeError, KeyError)):
         Player(*stage.engine(), stage.bounds, [short]).wave(0)
 

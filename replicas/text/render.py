@@ -1,9 +1,14 @@
 """Chat prompts to text through the model's chat template.
 
-Strings of control tokens that a client wrote must stay text. They are marked: a character that no text of the
-conversation contains is put behind their first one, so the template's own control tokens are the only ones in the
-rendered text. `encode` takes the marks out again. Not here: what messages become before the template reads them
-(`history`), and whether a conversation makes sense (the router's validation, and the template's own complaints).
+Clients send back what servers and other clients made: arguments that are no object, results in any order, system
+messages anywhere. Messages are first normalized to what the template takes. The result for a message depends only on
+the messages around it and on the template, so a conversation that continues renders with the same beginning.
+
+Text from a client that looks like a control token must stay text. A mark, a character that no text of the conversation
+contains, is put behind the first character of each such text. So the template's own control tokens are the only ones
+in the rendered text; `encode` takes the marks out again.
+
+Not here: whether a conversation makes sense (the router's validation, and the template's own complaints).
 """
 
 import inspect
@@ -26,33 +31,53 @@ from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.text.calls.formats import ToolFormat, detect_format, hermes_may_be_told
 from holdfast.replicas.text.encode import LONG, AddedTokens, read_added_tokens
-from holdfast.replicas.text.history import TemplateRules, adapted, normalised, told_as_text
 
-_REASONING = "reasoning_content"  # of a message: what was thought before it
-# Noncharacters first: Unicode keeps them out of interchanged text. Then a private plane, should all be taken.
+Message = dict[str, Any]
+
+INVALID = "invalid_arguments"
+"""The member that holds the text of arguments that are no JSON object. The model can see its mistake there."""
+UNKNOWN = ("0", "{", "a", " ", "\n", "\u00e9")
+"""What an unknown text may begin with. A token before it is sure only if it is the same before all of these."""
+
+_REASONING = "reasoning_content"  # of a message: what the model thought before it
+# Noncharacters first: Unicode keeps them out of interchanged text. Then a private plane, in case all are taken.
 _MARKS = (range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE))
-# What a message says that stands before the middle of a conversation: after it begins what is asked for.
-_BEFORE = "said-before"
+_BEFORE = "said-before"  # content of the message before the middle of a conversation; what is wanted begins behind it
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)  # by a template
-# Only this much of a template's complaint is passed on.
-_COMPLAINT = 300
-_FEW = 256  # messages, calls and tools, of which no template makes an event loop wait for long
-_LEAST = 4  # of them in the smallest conversation that a template is tried on
-_MOST_LINES = 1 << 22  # of it and of Jinja, that what it does for each pair of them may run: about half a second
-_TEMPLATES = ("<template>", str(Path(jinja2.__file__).parent))  # files of such lines
+_COMPLAINT = 300  # characters of a template's complaint that are passed on
+_FEW = 256  # messages, calls and tools that no template needs long for
+_LEAST = 4  # of them in the smallest conversation that a template is measured with
+_MOST_LINES = 1 << 22  # of the template and Jinja, run for pairs of messages: about half a second
+_TEMPLATES = ("<template>", str(Path(jinja2.__file__).parent))  # files of these lines
 _HEAD = 48  # characters by which a message is found in a prompt
-_NEAR = 65_536  # and how far behind the one before it
-# What a text that is not known yet may begin with: no token before it is sure to end there unless it does with all.
-UNKNOWN = ("0", "{", "a", " ", "\n", "\u00e9")
+_NEAR = 65_536  # characters behind the message before it in which it is looked for
+_MOST_NESTED = 100  # levels of arguments that templates write; Jinja and `json` give up at some hundreds
+_BETWEEN = "\n\n"  # messages that are joined
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A rendered prompt. `mark`, where not empty, stands inside strings that look like control tokens and are not."""
+    """A rendered prompt. `mark` is in the text behind the first character of what looks like a control token; or ""."""
 
     text: str
     mark: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateRules:
+    """What a chat template takes: a `first` system message, a `second` one behind it, a `later` one.
+
+    `objects`: arguments of calls as objects, else as text. `tools`: it takes tools, or leaves them out; else they are
+    described in the system prompt, and calls and results are text.
+    """
+
+    first: bool = True
+    second: bool = True
+    later: bool = True
+    objects: bool = True
+    tools: bool = True
 
 
 class TemplateRefusalError(InvalidRequestError):
@@ -62,8 +87,8 @@ class TemplateRefusalError(InvalidRequestError):
 class Renderer:
     """The chat template of `tokenizer` (a transformers tokenizer).
 
-    `tool_format` is how the model writes calls. The argument of this name overrides what the template shows.
-    `tools_as_text`: the template takes no tools, so they are told in the system prompt, in Hermes' format.
+    `tool_format` is how the model writes calls; the argument of this name overrides what the template shows.
+    `tools_as_text`: the template takes no tools, so the system prompt describes them, in Hermes' format.
     """
 
     def __init__(self, tokenizer: Any, tool_format: str = "") -> None:
@@ -74,42 +99,41 @@ class Renderer:
         may_tell = bool(template) and hermes_may_be_told(template, tool_format)
         self.tools_as_text = may_tell and not self._takes_tools()
         self.tool_format = ToolFormat.HERMES if self.tools_as_text else detect_format(template, tool_format)
-        # gpt-oss' templates have a name of their own for it, others none or OpenAI's.
+        # gpt-oss' templates have a name of their own for reasoning, others none or OpenAI's.
         self._names_thinking = ".thinking" in template and _REASONING not in template
 
     def render(self, prompt: ChatPrompt) -> Rendered:
-        """The prompt up to where the assistant begins to write. A `tool_choice` changes nothing of it.
+        """The prompt up to where the assistant begins to write. A `tool_choice` does not change it.
 
         Raises InvalidRequestError for messages the template refuses, and when the model has no template.
         """
         self._check(prompt)
         try:
-            return self._rendered(*self._given(prompt.messages, prompt.tools), prompt.template_kwargs)
+            return self._rendered(prompt.messages, prompt.tools, prompt.template_kwargs)
         except TemplateRefusalError as refusal:
             field = self._refused_field(prompt, refusal)
             why = refusal.message if field == "messages" else f"'{field}': {refusal.message}"
             raise InvalidRequestError(why, field) from refusal
 
     async def rendered(
-        self, prompt: ChatPrompt, beside: Callable[[Callable[[], Rendered]], Awaitable[Rendered]]
+        self, prompt: ChatPrompt, on_thread: Callable[[Callable[[], Rendered]], Awaitable[Rendered]]
     ) -> Rendered:
-        """As `render`. A prompt that is long or has many parts is rendered by `beside`, not on the event loop."""
+        """As `render`. A prompt that is long or has many parts is rendered by `on_thread`, not on the event loop."""
         work = partial(self.render, prompt)
-        return work() if _parts(prompt) <= _FEW and _size(prompt) < LONG else await beside(work)
+        return work() if _parts(prompt) <= _FEW and _size(prompt) < LONG else await on_thread(work)
 
     def part(self, prompt: ChatPrompt, *, begins: bool, reply: bool) -> Rendered:
-        """What its messages add to a conversation that `begins` with them, or that goes on.
+        """The text that its messages add to a conversation, which `begins` with them or continues.
 
-        With `reply` up to where the assistant begins to write. The tools count at the beginning only. Raises as
-        `render`, also for a template that cannot go on with these messages.
+        `reply`: up to where the assistant begins to write. The tools count at the beginning only. Raises as `render`,
+        also for a template that cannot continue with these messages.
         """
         self._check(prompt)
-        said = normalised(prompt.messages, self._rules.objects)
-        before = [] if begins else _said_before(said)
-        tools = list(prompt.tools) if begins else []
-        whole = self._rendered(*self._given([*before, *said], tools), prompt.template_kwargs, reply)
         if begins:
-            return whole
+            return self._rendered(prompt.messages, prompt.tools, prompt.template_kwargs, reply)
+        messages = normalised(prompt.messages, self._rules.objects)
+        before = _said_before(messages)
+        whole = self._rendered([*before, *messages], [], prompt.template_kwargs, reply)
         ending = self._after(before, prompt.template_kwargs)
         text = whole.text.partition(_BEFORE)[2]
         if not text.startswith(ending):
@@ -120,30 +144,33 @@ class Renderer:
         """What the template puts behind a reply; "" where that cannot be seen."""
         return self._after(_said_before([{"role": "user"}]), kwargs)
 
-    def _after(self, before: list[dict[str, Any]], kwargs: Mapping[str, Any]) -> str:
-        """What stands after the text of the last of these messages."""
-        return self._rendered(before, [], kwargs, reply=False).text.partition(_BEFORE)[2]
+    @cached_property
+    def most_parts(self) -> float:
+        """How many messages, calls and tools a conversation may have; inf: any number.
 
-    def _given(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
-    ) -> tuple[list[dict[str, Any]], Sequence[Any]]:
-        """Messages and tools as the template takes them."""
-        given = normalised(messages, self._rules.objects)
-        if self.tools_as_text:
-            given, tools = told_as_text(given, tools), ()
-        given = adapted(given, self._rules)
-        return list(map(_thinking, given)) if self._names_thinking else given, tools
+        Some templates go over all messages for each of them. How often is measured in conversations of several kinds,
+        each in three sizes: the second difference of a polynomial in the size leaves the part of the square.
+        """
+        return min(self._most_of(kind) for kind in range(len(list(_conversations(1)))))
 
-    def _takes_tools(self) -> bool:
-        """Whether a prompt is another one with a tool than without."""
-        function = {"name": "f", "description": "e", "parameters": {"type": "object", "properties": {}}}
-        asked = {"role": "user", "content": "a"}
-        without, told = self._tried([asked]), self._tried([asked], [{"type": "function", "function": function}])
-        return without is None or without != told
+    def _most_of(self, kind: int) -> float:
+        """In conversations of this kind; inf too if the template takes none of them."""
+        lines, parts = [], 0
+        for times in (1, 2, 4):
+            prompt = list(_conversations(times * _LEAST))[kind]
+            parts = _parts(prompt)
+            work = partial(self._apply, *self._adapted(prompt.messages, prompt.tools), prompt.template_kwargs, True)
+            try:
+                work()  # what is done only once
+                lines.append(_lines(work))
+            except _REFUSALS:
+                return math.inf
+        squares = (lines[2] - 3 * lines[1] + 2 * lines[0]) * 16 / 6  # in the largest
+        return parts * math.sqrt(_MOST_LINES / squares) if squares > parts else math.inf
 
     @cached_property
     def _rules(self) -> TemplateRules:
-        """What the template takes, as seen by rendering small conversations."""
+        """Found by rendering small conversations."""
         system, user, reply = ({"role": role, "content": f"{role}-1"} for role in ("system", "user", "assistant"))
         second, later = ({**message, "content": f"{message['role']}-2"} for message in (system, user))
         return TemplateRules(
@@ -154,13 +181,20 @@ class Renderer:
             objects=self._tried(_called({"x": "y"})) is not None or self._tried(_called('{"x": "y"}')) is None,
         )
 
-    def _shows(self, *messages: dict[str, Any]) -> bool:
+    def _takes_tools(self) -> bool:
+        """Whether a tool changes the prompt."""
+        function = {"name": "f", "description": "e", "parameters": {"type": "object", "properties": {}}}
+        asked = {"role": "user", "content": "a"}
+        without, with_tool = self._tried([asked]), self._tried([asked], [{"type": "function", "function": function}])
+        return without is None or without != with_tool
+
+    def _shows(self, *messages: Message) -> bool:
         """Whether the template takes these messages and shows their contents in this order."""
         text = self._tried(messages)
         places = [-1 if text is None else text.find(message["content"]) for message in messages]
         return -1 not in places and places == sorted(places)
 
-    def _tried(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any] = ()) -> str | None:
+    def _tried(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str | None:
         """The text of these messages; None where the template refuses them."""
         try:
             return self._apply(list(messages), tools, {}, True)
@@ -178,48 +212,40 @@ class Renderer:
             raise InvalidRequestError(f"chat_template_kwargs must not name {min(reserved)}", "chat_template_kwargs")
         parts = _parts(prompt)
         if parts > _FEW and parts > self.most_parts:
-            told = f"{parts} messages, calls and tools are more than the {self.most_parts:.0f} that the chat template"
-            raise InvalidRequestError(f"{told} can be given: it goes over them again for each of them", "messages")
+            limit = f"{parts} messages, calls and tools are more than the {self.most_parts:.0f} that the chat template"
+            raise InvalidRequestError(f"{limit} can be given: it goes over them again for each of them", "messages")
 
-    @cached_property
-    def most_parts(self) -> float:
-        """Of how many messages, calls and tools a conversation may be; inf: of any number.
+    def _after(self, before: list[Message], kwargs: Mapping[str, Any]) -> str:
+        """The template's text behind the content of the last of these messages."""
+        return self._rendered(before, [], kwargs, reply=False).text.partition(_BEFORE)[2]
 
-        Some templates go over all messages for each of them. How often is seen in conversations of several kinds, each
-        in three sizes: of a polynomial in the size the square's part is left by their second difference.
-        """
-        return min(self._most_of(kind) for kind in range(len(list(_conversations(1)))))
-
-    def _most_of(self, kind: int) -> float:
-        """In conversations of this kind; inf too where the template takes none of them."""
-        lines, parts = [], 0
-        for times in (1, 2, 4):
-            prompt = list(_conversations(times * _LEAST))[kind]
-            parts = _parts(prompt)
-            try:
-                given = (*self._given(prompt.messages, prompt.tools), prompt.template_kwargs, True)
-                self._apply(*given)  # what is done once is done
-                lines.append(_lines(partial(self._apply, *given)))
-            except _REFUSALS:
-                return math.inf
-        squares = (lines[2] - 3 * lines[1] + 2 * lines[0]) * 16 / 6  # in the largest
-        return parts * math.sqrt(_MOST_LINES / squares) if squares > parts else math.inf
+    def _adapted(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+    ) -> tuple[list[Message], Sequence[Any]]:
+        """Messages and tools as the template takes them."""
+        result = normalised(messages, self._rules.objects)
+        if self.tools_as_text:
+            result, tools = _with_tools_as_text(result, tools), ()
+        result = adapted(result, self._rules)
+        return list(map(_thinking, result)) if self._names_thinking else result, tools
 
     def _rendered(
-        self, messages: list[dict[str, Any]], tools: Sequence[Any], kwargs: Mapping[str, Any], reply: bool = True
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], kwargs: Mapping[str, Any], reply: bool = True
     ) -> Rendered:
+        adapted, tools = self._adapted(messages, tools)
         mark = ""
         word = self._added.control_word
-        plain = _plain_texts(messages, tools, kwargs)
-        if word is not None and any(word.search(text) for text in plain):
-            mark = next((char for char in map(chr, chain(*_MARKS)) if not any(char in text for text in plain)), "")
+        values = [*chain.from_iterable(message.values() for message in adapted), tools, kwargs]
+        texts = [value if isinstance(value, str) else _checked_json(value) for value in values]
+        if word is not None and any(word.search(text) for text in texts):
+            mark = next((char for char in map(chr, chain(*_MARKS)) if not any(char in text for text in texts)), "")
             if not mark:
                 raise InvalidRequestError("the messages use too many private characters", "messages")
         try:
             if word is not None and mark:
                 marked = partial(word.sub, lambda found: found[0][0] + mark + found[0][1:])
-                messages, tools, kwargs = _replaced([messages, tools, kwargs], marked)
-            text = self._apply(messages, tools, kwargs, reply)
+                adapted, tools, kwargs = _replaced([adapted, tools, kwargs], marked)
+            text = self._apply(adapted, tools, kwargs, reply)
         except _REFUSALS as error:
             complaint = f"the chat template refuses the messages: {str(error)[:_COMPLAINT]}"
             raise TemplateRefusalError(complaint, "messages") from error
@@ -230,26 +256,221 @@ class Renderer:
         return Rendered(text, mark)
 
     def _refused_field(self, prompt: ChatPrompt, refusal: TemplateRefusalError) -> str:
-        """The first message with which the template complains as it does of all; "messages" where it is the first."""
+        """The first message after which the template complains as it does of all; "messages" if that is the first."""
         least, most = 1, len(prompt.messages)
         while least < most:
             middle = (least + most) // 2
             try:
-                self._rendered(*self._given(prompt.messages[:middle], prompt.tools), prompt.template_kwargs)
+                self._rendered(prompt.messages[:middle], prompt.tools, prompt.template_kwargs)
                 refused = False
             except TemplateRefusalError as other:
                 refused = other.message == refusal.message
             least, most = (least, middle) if refused else (middle + 1, most)
         return f"messages.{most - 1}" if most > 1 else "messages"
 
-    def _apply(
-        self, messages: list[dict[str, Any]], tools: Sequence[Any], kwargs: Mapping[str, Any], reply: bool
-    ) -> str:
+    def _apply(self, messages: list[Message], tools: Sequence[Any], kwargs: Mapping[str, Any], reply: bool) -> str:
         return str(
             self._tokenizer.apply_chat_template(
                 messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=reply, **kwargs
             )
         )
+
+
+# ---- messages as the template takes them ----
+
+
+def normalised(messages: Sequence[Mapping[str, Any]], parse_arguments: bool = True) -> list[Message]:
+    """OpenAI messages as chat templates want them, in new dicts: plain strings, no nulls, tool arguments as objects.
+
+    Content parts are joined by line ends, null content is "", other nulls and empty `tool_calls` are dropped,
+    `developer` becomes `system`. The results of an assistant message's calls come in the order of the calls. Arguments
+    are objects if `parse_arguments` (see `INVALID`), else text. Raises InvalidRequestError that names the field.
+    """
+    if not messages:
+        raise InvalidRequestError("messages must not be empty", "messages")
+    result = [_message(message, index, parse_arguments) for index, message in enumerate(messages)]
+    for index, message in enumerate(result):
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            continue
+        end = index + 1
+        while end < len(result) and result[end]["role"] == "tool":
+            end += 1
+        places = {call.get("id"): place for place, call in reversed([*enumerate(calls)])}
+        # Most templates show no ids.
+        result[index + 1 : end] = sorted(
+            result[index + 1 : end], key=lambda answer: places.get(answer.get("tool_call_id"), len(calls))
+        )
+    return result
+
+
+def _message(message: Mapping[str, Any], index: int, parse_arguments: bool) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequestError("a message must be an object with a role", f"messages.{index}.role")
+    result = {key: value for key, value in message.items() if value is not None}
+    if result["role"] == "developer":
+        result["role"] = "system"
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        if not isinstance(content, Sequence):
+            raise InvalidRequestError("content must be a string or a list of parts", f"messages.{index}.content")
+        content = "\n".join(_part(part, index) for part in content)
+    result["content"] = content
+    calls = result.pop("tool_calls", None)
+    if calls:
+        result["tool_calls"] = [_tool_call(call, index, parse_arguments) for call in calls]
+    return result
+
+
+def _part(part: Any, index: int) -> str:
+    """The text of a part of a message's content."""
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    why = f"content parts of type {kind!r} are not supported, only text"
+    raise InvalidRequestError(why, f"messages.{index}.content")
+
+
+def _tool_call(call: Any, index: int, parse_arguments: bool) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequestError("a tool call needs a function with a name", f"messages.{index}.tool_calls")
+    arguments = _arguments(function.get("arguments"), parse_arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _arguments(arguments: Any, parse: bool) -> Any:
+    """Arguments as an object, since templates go over its members; or as text, for templates that join texts.
+
+    None, an empty text and null are no arguments.
+    """
+    text = arguments if isinstance(arguments, str) else _as_json(arguments)
+    if text.strip() in ("", "null"):
+        text = "{}"
+    if not parse:
+        return text
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {INVALID: text}
+    return value if isinstance(value, dict) and not _deep(value, text) else {INVALID: text}
+
+
+def _deep(value: Any, text: str) -> bool:
+    """Whether `value`, whose JSON is `text`, has more levels than a template can write."""
+    if text.count("{") + text.count("[") <= _MOST_NESTED:
+        return False
+    level = [value]
+    for _ in range(_MOST_NESTED):
+        members = (item for each in level for item in (each.values() if isinstance(each, dict) else each))
+        level = [item for item in members if isinstance(item, dict | list)]
+    return bool(level)
+
+
+# In Hermes' format, in the words that Hermes and Qwen are trained with.
+_TOOLS = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+def _with_tools_as_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """`messages` for a template without tools: `tools` at the end of the first system message, calls and results as
+    text in Hermes' format. Results still have the role `tool`; see `adapted`.
+    """
+    result = list(map(_as_text, messages))
+    if tools:
+        description = _TOOLS.format("\n".join(map(_as_json, tools)))
+        if result[0]["role"] == "system":
+            result[0] = {**result[0], "content": result[0]["content"] + _BETWEEN + description}
+        else:
+            result.insert(0, {"role": "system", "content": description})
+    return result
+
+
+def _as_text(message: Message) -> Message:
+    if message["role"] == "tool":
+        return {"role": "tool", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    if "tool_calls" not in message:
+        return message
+    calls = [{key: call["function"][key] for key in ("name", "arguments")} for call in message["tool_calls"]]
+    texts = [message["content"]] * bool(message["content"])
+    texts += [f"<tool_call>\n{_as_json(call)}\n</tool_call>" for call in calls]
+    return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": "\n".join(texts)}
+
+
+def adapted(messages: Sequence[Message], rules: TemplateRules) -> list[Message]:
+    """`messages` without what `rules` say that the template does not take.
+
+    System messages at the beginning are joined. Others, and results of tools, become the user's text, joined with
+    the user's messages next to them: some templates demand that roles take turns.
+    """
+    result: list[Message] = []
+    begins, joins = True, False  # only system messages so far; the last message has been made here
+    for message in messages:
+        role, made = message["role"], False
+        if role == "tool" and not rules.tools:
+            begins, role, made = False, "user", True
+        elif role == "system" and begins and rules.first:
+            made = bool(result) and not rules.second
+        else:
+            begins = False
+            if role == "system" and not (rules.first and rules.later):
+                role, made = "user", True
+        if result and result[-1]["role"] == role in ("system", "user") and (made or joins):
+            result[-1] = {**result[-1], "content": result[-1]["content"] + _BETWEEN + message["content"]}
+            joins = role == "user"
+        else:
+            result.append(message if role == message["role"] else {**message, "role": role})
+            joins = made
+    return result
+
+
+def _thinking(message: Message) -> Message:
+    """A message with its reasoning as `thinking`. Templates refuse a message with calls that has both `thinking` and
+    content, so there the content is part of the reasoning.
+    """
+    if not (thought := message.get(_REASONING)):
+        return message
+    if message.get("tool_calls") and message["content"]:
+        thought, message = f"{thought}\n\n{message['content']}", {**message, "content": ""}
+    return {key: value for key, value in message.items() if key != _REASONING} | {"thinking": thought}
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=dict)
+
+
+def _checked_json(value: Any) -> str:
+    try:
+        return _as_json(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"messages and tools must be JSON: {error}", "messages") from error
+
+
+def _replaced(value: Any, change: Callable[[str], str]) -> Any:
+    """`value` with `change` applied to every string in it, keys too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_replaced(key, change): _replaced(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replaced(item, change) for item in value]
+    return value
+
+
+# ---- how much there is to render ----
 
 
 def _parts(prompt: ChatPrompt) -> int:
@@ -260,7 +481,7 @@ def _parts(prompt: ChatPrompt) -> int:
 
 def _size(prompt: ChatPrompt) -> int:
     """About how many characters it has: enough to tell a long one."""
-    size = len(_as_json(prompt.tools))
+    size = len(_checked_json(prompt.tools))
     for message in prompt.messages:
         size += sum(len(value) for value in message.values() if isinstance(value, str))
         for call in message.get("tool_calls") or ():
@@ -269,16 +490,15 @@ def _size(prompt: ChatPrompt) -> int:
     return size
 
 
-def _called(arguments: Any) -> list[dict[str, Any]]:
+def _called(arguments: Any) -> list[Message]:
     """A small conversation with a call in it."""
     function = {"name": "f", "arguments": arguments}
     calls = [{"id": "123456789", "type": "function", "function": function}]  # Mistral's templates want nine characters
-    asked = {"role": "assistant", "content": "", "tool_calls": calls}
-    return [{"role": "user", "content": "user-1"}, asked]
+    return [{"role": "user", "content": "user-1"}, {"role": "assistant", "content": "", "tool_calls": calls}]
 
 
 def _conversations(n: int) -> Iterator[ChatPrompt]:
-    """What agents and others say, one of each kind, with and without tools; all grow by `n`."""
+    """One of each kind that agents and others have, with and without tools; all grow by `n`."""
     user, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     function = {"name": "f", "arguments": '{"x": "y"}'}
     calls = [{"id": f"{i:09}", "type": "function", "function": function} for i in range(n)]
@@ -316,11 +536,14 @@ def _lines(work: Callable[[], object]) -> int:
     return lines
 
 
-def continuations(prompt: ChatPrompt) -> list[ChatPrompt]:
-    """Prompts that go on from `prompt`, whose renderings have in common what all that do begin with.
+# ---- beginnings and parts of prompts ----
 
-    Where calls are open a result of theirs comes next, else after an assistant's message, or none, a user's. After any
-    other one the assistant writes: that is the prompt as it is.
+
+def continuations(prompt: ChatPrompt) -> list[ChatPrompt]:
+    """Prompts that continue `prompt`; all its continuations begin with what these renderings have in common.
+
+    If calls are open, one of their results comes next, else after an assistant's message, or none, a user's. After any
+    other message the assistant writes: that is the prompt as it is.
     """
     messages, answered, calls = prompt.messages, set[object](), list[Mapping[str, Any]]()
     for message in reversed(messages):
@@ -332,14 +555,14 @@ def continuations(prompt: ChatPrompt) -> list[ChatPrompt]:
     if not missing and messages and messages[-1].get("role") in ("user", "tool"):
         return [prompt]
 
-    def going_on(text: str) -> ChatPrompt:
+    def continued(text: str) -> ChatPrompt:
         more: list[Mapping[str, Any]] = [
             {"role": "tool", "tool_call_id": call.get("id"), "name": call["function"]["name"], "content": text}
             for call in missing
         ]
         return replace(prompt, messages=[*messages, *(more or [{"role": "user", "content": text}])])
 
-    return [going_on(text) for text in UNKNOWN[:2]]
+    return [continued(text) for text in UNKNOWN[:2]]
 
 
 def message_starts(messages: Sequence[Mapping[str, Any]], text: str) -> list[int]:
@@ -347,7 +570,7 @@ def message_starts(messages: Sequence[Mapping[str, Any]], text: str) -> list[int
 
     Each is looked for behind the one before it, by its first characters. One that a template rewrites, or that says
     nothing, begins with the one after it. Tools may stand before the first message that is no system prompt, so that
-    is looked for in the whole text; where a later one is not near, nothing is said of it and of those behind it.
+    one is looked for in the whole text. If a later one is not near, it and those behind it begin at the end.
     """
     starts: list[int] = []
     place, silent, far = 0, 0, True
@@ -381,44 +604,7 @@ def _head(message: Mapping[str, Any]) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _said_before(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What may stand before `messages` for any template: roles take turns, and a user begins."""
+def _said_before(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Messages that may stand before `messages` in any template: roles take turns, and a user begins."""
     asked, answered = {"role": "user", "content": _BEFORE}, {"role": "assistant", "content": _BEFORE}
-    if messages[0]["role"] == "assistant":
-        return [asked]
-    return [{**asked, "content": "?"}, answered]
-
-
-def _plain_texts(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """Every text that the template is given. Raises InvalidRequestError for tools that are not JSON."""
-    values = [value for message in messages for value in message.values()]
-    return [value if isinstance(value, str) else _as_json(value) for value in (*values, tools, kwargs)]
-
-
-def _as_json(value: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, default=dict)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"messages and tools must be JSON: {error}", "messages") from error
-
-
-def _replaced(value: Any, change: Callable[[str], str]) -> Any:
-    """`value` with `change` applied to every string in it, keys too."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {_replaced(key, change): _replaced(item, change) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_replaced(item, change) for item in value]
-    return value
-
-
-def _thinking(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its reasoning as `thinking`; before calls what it says is in there as well, since templates refuse
-    one that has both.
-    """
-    if not (thought := message.get(_REASONING)):
-        return message
-    if message.get("tool_calls") and message["content"]:
-        thought, message = f"{thought}\n\n{message['content']}", {**message, "content": ""}
-    return {key: value for key, value in message.items() if key != _REASONING} | {"thinking": thought}
+    return [asked] if messages[0]["role"] == "assistant" else [{**asked, "content": "?"}, answered]

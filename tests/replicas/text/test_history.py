@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.text.calls.formats import ToolFormat
-from holdfast.replicas.text.history import TemplateRules, adapted, normalised
-from holdfast.replicas.text.render import Renderer
+from holdfast.replicas.text.render import Renderer, TemplateRules, adapted, normalised
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 LATER_SYSTEM = (  # as Qwen 3.5 does

@@ -24,10 +24,10 @@ from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError, Unavai
 from holdfast.replicas.requests import (
     ChatPrompt,
     Completed,
-    Drawing,
     Errored,
     GenerateRequest,
     ModelCard,
+    PartialReply,
     RawPrompt,
     SessionCall,
     SessionState,
@@ -105,7 +105,7 @@ class ServeBackend:
 
     async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
         handle = self._stream.options(session_id=request.program_id)
-        replica_id, drawing, began = "", Drawing(request.drawn), time.monotonic()
+        replica_id, drawing, began = "", PartialReply(request.drawn), time.monotonic()
         for attempt in range(1, _attempts(request) + 1):
             early = None if self._early is None else self._early.expect()
             asked = _now(request, began)

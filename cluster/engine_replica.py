@@ -26,10 +26,10 @@ from holdfast.replicas.errors import HoldfastError
 from holdfast.replicas.logs import About, LoggingConfig
 from holdfast.replicas.requests import (
     ChatPrompt,
-    Drawing,
     Errored,
     GenerateRequest,
     ModelCard,
+    PartialReply,
     RawPrompt,
     SessionCall,
     SessionState,
@@ -102,7 +102,7 @@ class EngineReplica:
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Batch]:
         _serving(request)
         span = replica_spans.begin(self._spans, request)
-        drawing, early = Drawing(request.drawn), request.early
+        drawing, early = PartialReply(request.drawn), request.early
         try:
             async with aclosing(self._replica.stream(request, drawing)) as batches:
                 async for pieces in batches:

@@ -22,10 +22,10 @@ from holdfast.replicas.metrics import Metric as Definition
 from holdfast.replicas.requests import (
     Answer,
     ChatPrompt,
-    Drawing,
     Errored,
     GenerateRequest,
     ModelCard,
+    PartialReply,
     Piece,
     RawPrompt,
     SessionCall,
@@ -50,7 +50,7 @@ class Replica:
         return await self.service.generate(request)
 
     def stream(
-        self, request: GenerateRequest, drawing: Drawing | None = None
+        self, request: GenerateRequest, drawing: PartialReply | None = None
     ) -> AsyncGenerator[tuple[Piece, ...], None]:
         return self.service.stream(request, drawing)
 

@@ -1,9 +1,9 @@
-"""Between asyncio and the engine: one thread runs the engine, one event loop talks to it.
+"""The border between asyncio and the engine: one thread runs the engine, one event loop talks to it.
 
     event loop        Bridge.run ---- commands ----> inbox of EngineThread      engine thread
                       Mailbox <- call_soon_threadsafe <- events of one step
 
-Asyncio stops here: nothing below this file awaits, nothing above it touches the engine.
+Nothing below this file awaits, and nothing above it touches the engine while it runs.
 """
 
 import asyncio
@@ -12,43 +12,33 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import EngineError, HoldfastError, InvalidRequestError, UnavailableError
-from holdfast.replicas.events import (
-    Abort,
-    CloseSession,
-    Command,
-    Event,
-    Failed,
-    Notice,
-    Rejected,
-    Request,
-    Stop,
-    Terminal,
-    Tokens,
-    used_by,
-)
+from holdfast.replicas.events import Abort, Command, Event, Failed, Notice, Rejected, Request, Stop, Terminal, Tokens
 from holdfast.replicas.requests import NO_WORK, Started, Usage, Work
 
 log = logging.getLogger(__name__)
 
-Sent: TypeAlias = tuple[Command, float] | None  # a command and when it was sent; None: the thread is to end
-Urgent: TypeAlias = Callable[[tuple[int, ...]], bool]  # whether somebody waits for what these tokens say
+Sent: TypeAlias = tuple[Command, float] | None  # a command and when it was sent; None: stop
+Urgent: TypeAlias = Callable[[tuple[int, ...]], bool]  # whether these tokens must not wait in a mailbox
 
 _LONGEST_WAIT_S = 3600.0
-FADING = 0.999  # of the longest step, with each one after it: a thousand steps later it counts a third
-ENDED = 4096  # requests that have ended, or whose callers have left: it is remembered what was drawn for them
-HANDING_S = 0.001  # for which the engine's thread leaves the interpreter to the event loop behind a first token
+FADING = 0.999  # decay of the longest step with each further one: after a thousand steps it counts a third
+HUNG_FACTOR = 20.0  # a step this many times longer than the longest one, and longer than `hung_s`, hangs
+REMEMBERED = 4096  # ended requests whose usage can still be asked for
+HANDING_S = 0.001  # time that the engine's thread leaves to the event loop after a first token
+# Steps shorter than this share a message to the client. Each message costs a wake-up here and one between processes; a
+# reader does not notice 5 ms.
+STREAM_INTERVAL_S = 0.005
 
 
 class EngineThread:
-    """Runs an engine until told to stop. When it ends, for whatever reason, it ends every request it knows.
+    """Runs an engine until it is stopped. When it ends, for whatever reason, it ends every request it knows.
 
-    `deliver` is called on the thread with the events of commands and with those of a step, `ended` once after the last
-    of them.
+    On the thread it calls `deliver` with the events of commands and of each step, and finally `ended`.
     """
 
     def __init__(
@@ -64,8 +54,8 @@ class EngineThread:
         self._clock = clock
         self._inbox: queue.SimpleQueue[Sent] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
-        self._step_began: float | None = None  # of the step that runs
-        self._longest_s = 0.0  # of the steps so far, the old ones fading
+        self._step_began: float | None = None  # start of the running step
+        self._longest_s = 0.0  # longest step so far, decaying
         self.error: BaseException | None = None
 
     @property
@@ -74,13 +64,13 @@ class EngineThread:
 
     @property
     def hung(self) -> bool:
-        """Whether a step has run for so long that it will hardly end: see `EngineConfig.hung_s`."""
-        began, config = self._step_began, self._engine.config
-        return began is not None and self._clock() - began > max(config.hung_s, config.hung_factor * self._longest_s)
+        """Whether the running step has taken so long that it is unlikely to end: see `EngineConfig.hung_s`."""
+        began, hung_s = self._step_began, self._engine.config.hung_s
+        return began is not None and self._clock() - began > max(hung_s, HUNG_FACTOR * self._longest_s)
 
     @property
     def unread(self) -> int:
-        """Commands that the engine has not seen yet."""
+        """Commands that the engine has not handled yet."""
         return self._inbox.qsize()
 
     def start(self) -> None:
@@ -90,7 +80,7 @@ class EngineThread:
         self._inbox.put((command, self._clock()))
 
     def stop(self) -> None:
-        """Ask the thread to end after the step it is in."""
+        """Ask the thread to end after its current step."""
         self._inbox.put(None)
 
     def join(self, timeout: float | None = None) -> None:
@@ -100,7 +90,7 @@ class EngineThread:
         reason: HoldfastError = UnavailableError("the engine is shutting down")
         try:
             self._loop()
-        except BaseException as error:  # the thread's supervisor: the error is kept, the requests are told
+        except BaseException as error:  # the supervisor of this thread: it keeps the error and fails the requests
             log.exception("the engine died")
             self.error = error
             reason = EngineError(f"the engine died: {error}")
@@ -108,7 +98,7 @@ class EngineThread:
         self._ended()
 
     def _loop(self) -> None:
-        """Take in the commands that are here, deliver what they ended, run a step and deliver its events."""
+        """Handle the commands in the inbox, deliver their events, run a step and deliver its events."""
         engine, clock = self._engine, self._clock
         while True:
             events: list[Event] = []
@@ -118,7 +108,7 @@ class EngineThread:
                         return
                     command, at = sent
                     events += engine.handle(command, clock(), at)
-            finally:  # also where the thread ends here: these requests are over
+            finally:  # also when stopping: these requests are over
                 if events:
                     self._deliver(events)
             if self._idle_s() == 0.0:
@@ -130,9 +120,9 @@ class EngineThread:
                     self._deliver(events)
 
     def _waiting(self) -> Iterator[Sent]:
-        """What is in the inbox; while the engine may be left alone, wait for the first.
+        """The commands in the inbox. If the engine is idle, wait for the first.
 
-        What is sent meanwhile comes after the next step, so that steps run however many commands there are.
+        Commands sent meanwhile wait for the next step, so a flood of commands cannot keep steps from running.
         """
         try:
             yield self._inbox.get(timeout=self._idle_s())
@@ -142,9 +132,9 @@ class EngineThread:
             yield self._inbox.get()
 
     def _idle_s(self) -> float | None:
-        """For how long the engine may be left alone, in seconds: 0 where a step has something to do, None for ever.
+        """Seconds until the engine needs its next step; None: never.
 
-        An engine without requests still has to let go, now and then, of what its time is over for.
+        An engine without requests still needs steps to drop expired pins and sessions.
         """
         if self._engine.busy:
             return 0.0
@@ -152,11 +142,11 @@ class EngineThread:
         return None if due is None else min(max(due - self._clock(), 0.0), _LONGEST_WAIT_S)
 
     def _end_all(self, reason: HoldfastError) -> list[Event]:
-        """End what the engine knows, and refuse what is still in the inbox."""
+        """Fail the engine's requests, and reject those still in the inbox."""
         events: list[Event] = []
         try:
             events = self._engine.fail_all(reason, self._clock())
-        except Exception:  # after a crash the books may be wrong; the bridge tells those that are left
+        except Exception:  # a crash may have corrupted its state; the bridge fails the remaining requests
             log.exception("the engine could not end its requests")
         while not self._inbox.empty():
             sent = self._inbox.get()
@@ -168,9 +158,8 @@ class EngineThread:
 class Mailbox:
     """The events of one request, in order, until its reader takes them. Used on the event loop only.
 
-    They are handed over in lists: at once when the last list is `interval` seconds old, else together. A reader pays
-    for each list (a wake-up here, a message between processes later), not for each token, so steps much shorter than
-    the interval share one. The first and the terminal event are never held back, nor are tokens that are `urgent`.
+    The reader gets them in lists, at least `interval` seconds apart. The first and the terminal event and `urgent`
+    tokens are passed on at once.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, interval: float, urgent: Urgent = lambda tokens: False) -> None:
@@ -178,13 +167,13 @@ class Mailbox:
         self._interval = interval
         self._urgent = urgent
         self._events: list[Event] = []
-        self._due = 0.0  # when the next list may be handed over
+        self._due = 0.0  # when the reader may get the next list
         self._ended = False
         self._timer: asyncio.TimerHandle | None = None
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, events: list[Event]) -> None:
-        """Add events; what comes after a terminal event is dropped."""
+        """Add events. Those after a terminal event are dropped."""
         if self._ended:
             return
         self._events += events
@@ -199,7 +188,7 @@ class Mailbox:
             self._timer = self._loop.call_at(self._due, self._wake)
 
     async def take(self) -> list[Event]:
-        """The events since the last call, at least one, once they are due. One reader at a time."""
+        """Wait for the events since the last call, at least one. One reader at a time."""
         if not (self._ended or (self._events and self._loop.time() >= self._due)):
             self._reader = self._loop.create_future()
             if self._events:
@@ -212,7 +201,7 @@ class Mailbox:
                     self._timer.cancel()
                     self._timer = None
         events, self._events = self._events, []
-        if not isinstance(events[-1], Started):  # the first tokens come as soon as they are there
+        if not isinstance(events[-1], Started):  # the first tokens do not wait
             self._due = self._loop.time() + self._interval
         return events
 
@@ -221,115 +210,91 @@ class Mailbox:
             self._reader.set_result(None)
 
 
-class Bridge:
-    """Submit requests and read their events, from one event loop.
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A request whose terminal event has not been dispatched."""
 
-    Create it on the loop that uses it.
-    """
+    mailbox: Mailbox | None  # None: its reader has left
+    before: Work  # done by earlier attempts
+    used: asyncio.Future[Usage]  # set with the terminal event
+    silent: bool = True  # no token was delivered so far
+
+
+class Bridge:
+    """Submits requests and reads their events, from the event loop that creates it."""
 
     def __init__(self, engine: Engine) -> None:
         self._loop = asyncio.get_running_loop()
-        self._interval = engine.config.stream_interval_s
-        self._mailboxes: dict[str, Mailbox] = {}
-        self._unended: set[str] = set()  # ids whose terminal event is on its way, also where its reader has left
-        self._before: dict[str, Work] = {}  # what was done for live requests that were submitted before
-        self._used: dict[str, asyncio.Future[Usage]] = {}  # by those of `ENDED`, once they have ended
+        self._live: dict[str, _Live] = {}
+        self._ended: dict[str, Usage] = {}  # the latest `REMEMBERED`
         self._closed = False
-        self._silent: set[str] = set()  # requests of which no token was delivered so far
-        self._handed = threading.Event()  # the readers of the events that were delivered last have had them
-        self._thread = EngineThread(engine, self._deliver, self._thread_ended)
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.alive
-
-    @property
-    def hung(self) -> bool:
-        return self._thread.hung
+        self._handed = threading.Event()  # readers have received the latest events
+        self.thread = EngineThread(engine, self._deliver, self._thread_ended)
+        self.thread.start()
 
     @property
     def n_live(self) -> int:
         """Requests without a terminal event so far."""
-        return len(self._mailboxes)
+        return len(self._live)
 
     async def run(
         self, request: Request, before: Work = NO_WORK, urgent: Urgent = lambda tokens: False
     ) -> AsyncGenerator[list[Event], None]:
-        """The events of one request, in lists of one or more steps; the last list ends with its terminal event.
-        `before`: what `drawn` is to count as well. `urgent`: which tokens do not wait for those of further steps.
+        """The events of one request, in lists of one or more steps. The last list ends with its terminal event.
 
-        A caller that leaves early, by closing the generator or being cancelled, aborts the request. Its id stays in
-        use until the engine has ended it.
-        Raises InvalidRequestError for an id in use and UnavailableError once closed.
+        A caller that closes the generator early aborts the request. Its id stays in use until the engine has ended it.
+        `before` is work done for it earlier, which `used` adds. Raises InvalidRequestError for an id in use and
+        UnavailableError once closed.
         """
         request_id = request.request_id
         if self._closed:
             raise UnavailableError("the engine is not running")
-        if request_id in self._mailboxes or request_id in self._unended:
+        if request_id in self._live:
             raise InvalidRequestError(f"request id {request_id} is in use", "request_id")
-        mailbox = Mailbox(self._loop, self._interval, urgent)
-        self._mailboxes[request_id] = mailbox
-        self._unended.add(request_id)
-        self._silent.add(request_id)
-        self._used.pop(request_id, None)  # of an attempt before
-        if before != NO_WORK:
-            self._before[request_id] = before
+        mailbox = Mailbox(self._loop, STREAM_INTERVAL_S, urgent)
+        live = self._live[request_id] = _Live(mailbox, before, self._loop.create_future())
         ended = False
         try:
-            self._thread.send(request)
+            self.thread.send(request)
             while not ended:
                 events = await mailbox.take()
                 ended = isinstance(events[-1], Terminal)
                 yield events
         finally:
-            del self._mailboxes[request_id]
-            self._silent.discard(request_id)
-            if not ended:
-                self._use(request_id)
-                self._thread.send(Abort(request_id))
+            live.mailbox = None
+            if not live.used.done():
+                self.thread.send(Abort(request_id))
 
-    @property
-    def unread(self) -> int:
-        """Commands that the engine has not seen yet."""
-        return self._thread.unread
-
-    async def drawn(self, request_id: str) -> Usage | None:
-        """What was computed and drawn for a request, once the engine has ended it. Its caller may not know that it has.
-
-        None for one that is not known, or was so long ago that it is forgotten.
-        """
-        used = self._use(request_id) if request_id in self._mailboxes else self._used.get(request_id)
-        return None if used is None else await asyncio.shield(used)
-
-    def stop(self, request_id: str, completion: int | None = None) -> None:
-        """End a request as finished, with so many tokens drawn; its terminal event still comes."""
-        self._thread.send(Stop(request_id, completion))
-
-    def notice(self, notice: Notice | CloseSession) -> None:
-        """Tell the engine something that no request waits for."""
-        self._thread.send(notice)
+    async def used(self, request_id: str) -> Usage | None:
+        """What a request used, once the engine has ended it. None: unknown, or ended too long ago."""
+        live = self._live.get(request_id)
+        return self._ended.get(request_id) if live is None else await asyncio.shield(live.used)
 
     async def close(self) -> None:
-        """Stop the engine; requests still running fail as unavailable."""
+        """Stop the engine. Requests that still run fail as unavailable."""
         self._closed = True
-        self._thread.stop()
-        await asyncio.to_thread(self._thread.join)
+        self.thread.stop()
+        await asyncio.to_thread(self.thread.join)
 
     # ---- on the engine's thread ----
 
     def _deliver(self, events: list[Event]) -> None:
-        """Hand events to the loop. Where first tokens are among them their readers have them before the next step is
-        planned, or `HANDING_S` is over: a loop that waits for the interpreter may wait for as long as planning takes.
+        """Pass events to the loop.
+
+        After a request's first token wait up to `HANDING_S` for the readers to receive it. Otherwise the loop would
+        compete with the planning of the next step for the interpreter lock.
         """
-        first = {event.request_id for event in events if isinstance(event, Tokens)} & self._silent
-        if not first:
-            self._call_on_loop(self._dispatch, events)
-            return
-        self._silent.difference_update(first)
-        self._handed.clear()
+        first = False
+        for event in events:
+            live = self._live.get(event.request_id) if isinstance(event, Tokens) else None
+            if live is not None and live.silent:
+                live.silent = False
+                first = first or live.mailbox is not None
+        if first:
+            self._handed.clear()
         self._call_on_loop(self._dispatch, events)
-        self._handed.wait(HANDING_S)
+        if first:
+            self._handed.wait(HANDING_S)
 
     def _thread_ended(self) -> None:
         self._call_on_loop(self._fail_the_rest)
@@ -348,36 +313,26 @@ class Bridge:
         for event in events:
             by_request.setdefault(event.request_id, []).append(event)
         for request_id, batch in by_request.items():
-            if isinstance(batch[-1], Terminal):
-                self._unended.discard(request_id)
-                before = self._before.pop(request_id, NO_WORK)
-                used = used_by(batch[-1])
-                if not (told := self._use(request_id)).done():
-                    told.set_result(replace(used, work=used.work + before))
-            mailbox = self._mailboxes.get(request_id)
-            if mailbox is not None:
-                mailbox.put(batch)
-        self._loop.call_soon(self._handed.set)  # behind the readers, which these events have woken
+            if (live := self._live.get(request_id)) is not None:
+                self._put(request_id, live, batch)
+        self._loop.call_soon(self._handed.set)  # after the readers that these events have woken
 
-    def _use(self, request_id: str) -> asyncio.Future[Usage]:
-        """What the request will have cost is remembered; of too many the first one is forgotten."""
-        used = self._used.get(request_id)
-        if used is None:
-            used = self._used[request_id] = self._loop.create_future()
-            if len(self._used) > ENDED:
-                forgotten = self._used.pop(next(iter(self._used)))
-                if not forgotten.done():
-                    forgotten.set_result(Usage())
-        return used
+    def _put(self, request_id: str, live: _Live, events: list[Event]) -> None:
+        ended = events[-1]
+        if isinstance(ended, Terminal):
+            del self._live[request_id]
+            used = replace(ended.usage, work=ended.usage.work + live.before)
+            live.used.set_result(used)
+            self._ended.pop(request_id, None)  # of an earlier attempt: the latest goes last
+            self._ended[request_id] = used
+            if len(self._ended) > REMEMBERED:
+                del self._ended[next(iter(self._ended))]
+        if live.mailbox is not None:
+            live.mailbox.put(events)
 
     def _fail_the_rest(self) -> None:
-        """The engine has ended. Whoever submitted too late for it to notice is told here; nobody waits for ever."""
+        """The engine has ended: fail the requests that it never saw."""
         self._closed = True
         info = UnavailableError("the engine has stopped").info
-        self._unended.clear()
-        self._before.clear()
-        for used in self._used.values():
-            if not used.done():
-                used.set_result(Usage())
-        for request_id, mailbox in self._mailboxes.items():
-            mailbox.put([Failed(request_id, info)])
+        for request_id, live in list(self._live.items()):
+            self._put(request_id, live, [Failed(request_id, info)])

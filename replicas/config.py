@@ -118,9 +118,7 @@ class EngineConfig:
     max_waiting_tokens: int = 1 << 22  # tokens in their prompts, likewise
     queue_timeout_s: float = 300.0  # a request that waited this long is refused
 
-    stream_interval_s: float = 0.005  # steps shorter than this share a message to the client
-    hung_factor: float = 20.0  # a step that takes so many times the longest one so far, and `hung_s`, is taken to hang
-    hung_s: float = 180.0  # a shorter step never hangs; its replica is then replaced, and what it had begun moves
+    hung_s: float = 180.0  # a step hangs after this time and 20 times the longest step so far; its replica is replaced
 
     # Stateful inference, section 3.2.
     admission_ceiling: float = 0.75  # share of all cells that admitted requests may have at their ends
@@ -211,9 +209,9 @@ class EngineConfig:
         _check(self, _POSITIVE_SHARE, "admission_ceiling", "high_water", "gpu_memory")
         _check(self, _SHARE, "kv_tags_share")
         _check(self, _Rule("in [0, 1)", lambda value: 0 <= value < 1), "batch_share")
-        _check(self, _POSITIVE, "session_idle_s", "queue_timeout_s", "kv_memory", "hung_factor", "hung_s")
+        _check(self, _POSITIVE, "session_idle_s", "queue_timeout_s", "kv_memory", "hung_s")
         _check(self, _NOT_NEGATIVE, "threads", "context_length", "cells", "host_cells", "host_memory", "session_rows")
-        _check(self, _NOT_NEGATIVE, "stream_interval_s", "latency_max_tokens")
+        _check(self, _NOT_NEGATIVE, "latency_max_tokens")
         _check(self, _NOT_NEGATIVE, "step_ms")
         _check(self, _NOT_NEGATIVE, "tokenize_cache")
         _check(self, _NOT_NEGATIVE, "session_questions", "tenant_questions", "tenant_sessions")

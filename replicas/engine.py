@@ -25,12 +25,10 @@ from holdfast.replicas.errors import (
 )
 from holdfast.replicas.events import (
     Abort,
-    CloseSession,
     Command,
     Event,
     Failed,
     Finished,
-    ForkSession,
     Notice,
     OpenSession,
     Rejected,
@@ -46,6 +44,7 @@ from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.kv.tags import UNLABELLED
 from holdfast.replicas.plan import Flight, Runner, Sampling
 from holdfast.replicas.programs import Kind, Programs, Sequence, SequencePool, Session, Status
+from holdfast.replicas.requests import CloseSession, ForkSession
 from holdfast.replicas.retention.policy import LoadStats
 from holdfast.replicas.scheduling.admission import check_cells, pages_of
 from holdfast.replicas.scheduling.batch import BooksError, Step

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: frozen commands and events in token ids, no text.
+"""The engine's commands and events: frozen data in token ids, no text.
 
 Every submitted request ends in exactly one terminal event: `Finished`, `Aborted`, `Rejected` or `Failed`.
 """
@@ -14,8 +14,11 @@ from holdfast.replicas.plan import TokenLogprobs
 from holdfast.replicas.requests import (
     NO_SESSION,
     NOTHING_USED,
+    CloseSession,
+    ForkSession,
     GenerateRequest,
-    Named,
+    OpRecord,
+    SessionCommand,
     SessionTurn,
     Started,
     Timing,
@@ -26,20 +29,17 @@ from holdfast.replicas.types import NO_TOKENS, TokenIds, record
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
-
-# ---- sessions ----
-
-REMEMBERED = 128  # operations with a name, of a session
+REMEMBERED = 128  # latest named operations that a session's log keeps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Past:
-    """What a session of this `life` has been told: `tokens`, by so many `appends`; `done`: the latest with a name."""
+class SessionLog:
+    """A session's history: its tokens, the number of appends that made them, and the latest named operations."""
 
     life: str = ""
     tokens: TokenIds = field(default_factory=lambda: NO_TOKENS)
     appends: int = 0
-    done: tuple[Named, ...] = ()
+    done: tuple[OpRecord, ...] = ()
 
 
 # ---- commands ----
@@ -66,53 +66,26 @@ class Submit(GenerateRequest):
 
     @property
     def turn(self) -> SessionTurn:
-        """Its operation; `NO_SESSION` without one."""
+        """Its operation on a session; `NO_SESSION` without one."""
         return self.session or NO_SESSION
 
 
 @dataclass(frozen=True, slots=True)
-class OpenSession:
-    """Begin a session without a history. Ends, like the other commands for sessions, in one terminal event.
+class OpenSession(SessionCommand):
+    """Open a session without tokens. It replaces a session of another life.
 
-    With a `life` it takes the place of one of another life. `appends` and `done` are of what it is about to be told.
+    `appends` and `done` describe the history that is about to be restored into it.
     """
 
-    request_id: str
-    session_id: str
-    scope: str = ""
-    life: str = ""
     appends: int = 0
-    done: tuple[Named, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ForkSession:
-    """Open session `child_id` with the history that `session_id` has after the operations before this one."""
-
-    request_id: str
-    session_id: str
-    child_id: str
-    scope: str = ""
-    life: str = ""
-    child_life: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class CloseSession:
-    """End a session now and let its cells and row go; operations that are not over are aborted."""
-
-    request_id: str
-    session_id: str
-    scope: str = ""
-    life: str = ""
+    done: tuple[OpRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End a request now as finished by `stop`: its text reached a stop string or closed a tool call.
+    """Finish a request: its text reached a stop string or closed its last tool call.
 
-    The text ended with token `completion` of what was drawn; what came after it, before the engine heard of that, is
-    nobody's. None: all of it counts.
+    Tokens drawn after the first `completion` ones are discarded; None keeps all.
     """
 
     request_id: str
@@ -121,27 +94,22 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a request now: its client has gone."""
+    """End a request: its client has gone."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class TurnEnded:
-    """What a finished request called, told after its terminal event: its program comes back when that is done.
-
-    `tools` are the tools' names, several for parallel calls, none where it is not known what the program waits for.
-    `turn` counts the program's turns from 1, `answered_turns` of them up to the answer before; `last`: there will be
-    no other.
-    """
+    """Reports the tools that a finished request called. Its program returns when they are done."""
 
     request_id: str
     scope: str
     program_id: str
-    tools: tuple[str, ...] = ()
-    last: bool = False
-    turn: int = 1
-    answered_turns: int = 0
+    tools: tuple[str, ...] = ()  # empty: it is unknown what the program waits for
+    last: bool = False  # the program has no further turn
+    turn: int = 1  # of the program, from 1
+    answered_turns: int = 0  # of these, up to the previous answer
 
     @property
     def run_turn(self) -> int:
@@ -151,7 +119,7 @@ class TurnEnded:
 
 @dataclass(frozen=True, slots=True)
 class ProgramEnded:
-    """A program is over, whatever it called last: nothing is kept for it any more."""
+    """A program is over. Nothing is kept for it any more."""
 
     scope: str
     program_id: str
@@ -159,7 +127,7 @@ class ProgramEnded:
 
 @dataclass(frozen=True, slots=True)
 class ProgramExpected:
-    """The next turn of a program waits elsewhere to be let in here: what is kept for it is kept `seconds` more."""
+    """A program's next turn waits in a router for this replica. Its pin is extended by `seconds`."""
 
     scope: str
     program_id: str
@@ -168,7 +136,7 @@ class ProgramExpected:
 
 @dataclass(frozen=True, slots=True)
 class HandleReleased:
-    """Nobody comes back for what was computed ahead under this handle; what still is being computed ends."""
+    """A prefill handle is no longer needed. A computation that still runs for it ends."""
 
     scope: str
     handle: str
@@ -176,20 +144,19 @@ class HandleReleased:
 
 @dataclass(frozen=True, slots=True)
 class ToolLatencies:
-    """How long tools take, as the cluster knows it now."""
+    """The cluster's current statistics of tool latency."""
 
     latency: LatencySnapshot
 
 
 @dataclass(frozen=True, slots=True)
 class ServedElsewhere:
-    """What other replicas have served since the last time while others waited, in seconds, by `<class>/<tenant>`."""
+    """Seconds of contended service on other replicas since the last report, by `<class>/<tenant>`."""
 
     seconds: Mapping[str, float]
 
 
-SessionCommand: TypeAlias = OpenSession | ForkSession | CloseSession
-Request: TypeAlias = Submit | SessionCommand  # what ends in a terminal event
+Request: TypeAlias = Submit | OpenSession | ForkSession | CloseSession  # ends in one terminal event
 Notice: TypeAlias = TurnEnded | ProgramEnded | ProgramExpected | HandleReleased | ToolLatencies | ServedElsewhere
 Command: TypeAlias = Request | Stop | Abort | Notice
 
@@ -198,7 +165,7 @@ Command: TypeAlias = Request | Stop | Abort | Notice
 
 @record
 class Tokens:
-    """Tokens committed for a request in one step; `logprobs` is empty or as long as `tokens`."""
+    """Tokens committed for a request in one step. `logprobs` is empty or as long as `tokens`."""
 
     request_id: str
     tokens: tuple[int, ...]
@@ -207,13 +174,13 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """`past`: of an operation's session, after it; it went on from the first `start` tokens of that."""
+    """A request is complete. For a session's operation: its log afterwards, and the log's length before."""
 
     request_id: str
     reason: FinishReason
     usage: Usage
     timing: Timing
-    past: Past | None = field(default=None, compare=False)
+    past: SessionLog | None = field(default=None, compare=False)
     start: int = field(default=0, compare=False)
 
 
@@ -226,25 +193,21 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Refused before any work was done for it."""
+    """Refused before the engine worked on it."""
 
     request_id: str
     error: ErrorInfo
+    usage: Usage = NOTHING_USED
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Went wrong during work."""
+    """An error stopped it."""
 
     request_id: str
     error: ErrorInfo
-    usage: Usage = field(default_factory=Usage)
+    usage: Usage = NOTHING_USED
 
 
 Terminal: TypeAlias = Finished | Aborted | Rejected | Failed
 Event: TypeAlias = Started | Tokens | Terminal
-
-
-def used_by(ended: Event | None) -> Usage:
-    """What a request had used that ended so. None: it never was the engine's."""
-    return ended.usage if isinstance(ended, Finished | Aborted | Failed) else NOTHING_USED

@@ -25,12 +25,11 @@ from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.events import (
     Failed,
     FinishReason,
-    ForkSession,
     HandleReleased,
     Notice,
-    Past,
     ProgramEnded,
     ProgramExpected,
+    SessionLog,
     Submit,
     TurnEnded,
 )
@@ -39,7 +38,7 @@ from holdfast.replicas.kv.holding import Holding, Pin
 from holdfast.replicas.kv.pages import PageIds, PagePool
 from holdfast.replicas.kv.radix import Node
 from holdfast.replicas.plan import Draw, Sampling
-from holdfast.replicas.requests import Timing, Usage, Work
+from holdfast.replicas.requests import ForkSession, Timing, Usage, Work
 from holdfast.replicas.retention.latency import ToolPause
 from holdfast.replicas.retention.policy import Pause
 from holdfast.replicas.stats import EngineStats
@@ -376,7 +375,7 @@ class Session:
     program: Program
     opened: float
     used: float
-    past: Past = field(default_factory=Past)
+    past: SessionLog = field(default_factory=SessionLog)
     queue: deque[Operation] = field(default_factory=deque)
     running: Sequence | None = None
 
@@ -491,7 +490,7 @@ class Programs:
                 program.ahead.remove(sequence)
             self.ahead -= 1
 
-    def open_session(self, key: ProgramKey, now: float, past: Past) -> Session:
+    def open_session(self, key: ProgramKey, now: float, past: SessionLog) -> Session:
         program = self._sessions[key] = Program(key)
         program.session = Session(program, now, now, past)
         return program.session

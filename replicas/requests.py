@@ -136,7 +136,7 @@ class PartialPrefill:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class OpRecord:
     """A named operation on a session. After it the session's history had `end` tokens."""
 
     name: str
@@ -160,7 +160,7 @@ class SessionTurn:
     content: str = ""  # digest that tells two operations of one name apart
     at: int | None = None  # required length of the history in tokens; None: any
     appends: int = 0  # of the history that `opens` restores
-    done: tuple[Named, ...] = ()  # likewise
+    done: tuple[OpRecord, ...] = ()  # likewise
 
 
 NO_SESSION = SessionTurn("")
@@ -168,26 +168,22 @@ NO_SESSION = SessionTurn("")
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A session's history from its `start`-th token on, as its replica has it: `tokens`, `TOKEN` bytes each.
-
-    `appends` are those that made all of it, `done` the latest of them with a name. It is closed `idle_s` after its last
-    operation.
-    """
+    """A session's history from token `start` on."""
 
     life: str
     start: int
-    tokens: bytes
-    appends: int
-    done: tuple[Named, ...] = ()
-    idle_s: float = 0.0
+    tokens: bytes  # `TOKEN` bytes each
+    appends: int  # that made the whole history
+    done: tuple[OpRecord, ...] = ()  # the latest named operations
+    idle_s: float = 0.0  # the session is closed this long after its last operation
 
     @property
     def end(self) -> int:
-        """Tokens of the whole."""
+        """Tokens of the whole history."""
         return self.start + len(self.tokens) // TOKEN
 
     def after(self, start: int) -> "History":
-        """What comes behind the first `start` tokens, at most as many as there are."""
+        """The part after the first `start` tokens."""
         tokens = self.tokens[(start - self.start) * TOKEN :]
         return replace(self, start=start, tokens=tokens, done=tuple(each for each in self.done if each.end > start))
 
@@ -293,17 +289,12 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class LogprobText:
-    """A token's text, its bytes and its log probability; `top` holds the alternatives.
+    """A token's text and log probability. The `bytes` of all tokens together are the reply's text."""
 
-    `bytes` of all tokens together are the reply's text: an end of sequence and other tokens that leave no text have
-    none. In `token` bytes that are no whole character stand as `\\xf0`.
-    The first token of an echoed prompt has none: it is not a number.
-    """
-
-    token: str
-    bytes: bytes
-    logprob: float
-    top: tuple["LogprobText", ...] = ()
+    token: str  # bytes that form no whole character are written as `\xf0`
+    bytes: bytes  # empty for tokens without text, such as an end of sequence
+    logprob: float  # NaN for the first token of an echoed prompt
+    top: tuple["LogprobText", ...] = ()  # the alternatives
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,43 +305,37 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """What a model thought before its answer: no part of the text."""
+    """Reasoning of the model, not part of the text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A piece of tool call `index`: the first piece has `call_id` and `name`, later ones only `arguments`.
-
-    `closed`: with it the call is whole, and can be run while the reply goes on.
-    """
+    """A piece of tool call `index`. The first one has `call_id` and `name`, later ones only `arguments`."""
 
     index: int
     call_id: str | None = None
     name: str | None = None
     arguments: str = ""
-    closed: bool = False
+    closed: bool = False  # the call is complete and can run while the reply continues
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The end of a whole reply, and what its program waits for now. `stop`: the stop string that ended it; "": none.
-
-    `history`: what an operation has added to its session's.
-    """
+    """The end of a complete reply."""
 
     reason: ReplyReason
     usage: Usage
     timing: Timing
-    called: Called = field(default_factory=Called)
-    stop: str = ""
-    history: History | None = None
+    called: Called = field(default_factory=Called)  # what the program waits for now
+    stop: str = ""  # the stop string that ended the reply
+    history: History | None = None  # what the operation added to its session
 
 
 @dataclass(frozen=True, slots=True)
 class Errored:
-    """The request was rejected, failed or aborted; nothing follows."""
+    """The end of a reply that was rejected, aborted or failed."""
 
     error: ErrorInfo
     usage: Usage = field(default_factory=Usage)
@@ -363,13 +348,13 @@ Piece: TypeAlias = Started | TextDelta | ReasoningDelta | ToolCallDelta | Comple
 class ToolCall:
     call_id: str
     name: str
-    arguments: str  # JSON text, valid, and as the model wrote it where that was
-    closed: bool = True  # False: the reply broke off in it, and the arguments with it
+    arguments: str  # valid JSON text, unchanged if the model's own was valid
+    closed: bool = True  # False: the reply ended inside the call
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole reply. `text` is None when the reply is tool calls alone."""
+    """A complete reply. `text` is None if it consists of tool calls alone."""
 
     text: str | None
     tool_calls: tuple[ToolCall, ...]
@@ -388,7 +373,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question that stands with a session: answered ahead, after each append."""
+    """A standing question of a session. It is answered in advance, after each append."""
 
     question_id: str
     prompt: ChatPrompt | RawPrompt
@@ -398,43 +383,57 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class QuestionState:
-    """A question with its latest answer. `seen`: the append that the answer has seen, 0 where there is none yet.
-
-    `age_s`: since it was answered. `error`: why the append after that has none.
-    """
+    """A standing question and its latest answer."""
 
     question: Question
     answer: Answer | None = None
-    seen: int = 0
-    age_s: float = 0.0
-    error: ErrorInfo | None = None
+    seen: int = 0  # number of the append that the answer takes into account; 0: no answer yet
+    age_s: float = 0.0  # of the answer
+    error: ErrorInfo | None = None  # why a later append has no answer
 
 
 @dataclass(frozen=True, slots=True)
 class SessionState:
-    """An open session: `tokens` of history, made by so many `appends`. `busy`: an operation of it waits or runs.
-
-    `expires_s`: it is closed so much later, where nobody uses it before. `history`: as much of that as was asked for.
-    """
+    """An open session."""
 
     session_id: str
-    tokens: int
+    tokens: int  # of its history
     appends: int
     age_s: float
-    expires_s: float
-    busy: bool = False
+    expires_s: float  # until it is closed, unless it is used
+    busy: bool = False  # an operation waits or runs
     questions: tuple[QuestionState, ...] = ()
     replica_id: str = ""
-    history: History | None = None
+    history: History | None = None  # the requested part
 
 
 @dataclass(frozen=True, slots=True)
 class OfSession:
-    """About this session; with a `life` about that which was opened with the same."""
+    """Concerns this session; with a `life` only the session opened with the same life."""
 
     scope: str
     session_id: str
     life: str = field(default="", kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCommand(OfSession):
+    """Executed by the engine, in order with the session's operations. The service sets `request_id`."""
+
+    request_id: str = field(default="", kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ForkSession(SessionCommand):
+    """Open `child_id` with the session's history after all earlier operations. A child of this life may exist."""
+
+    child_id: str
+    child_life: str = field(default="", kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSession(SessionCommand):
+    """Close the session and free its cells and row. Its unfinished operations are aborted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,30 +443,14 @@ class DescribeSession(OfSession):
 
 @dataclass(frozen=True, slots=True)
 class ReadHistory(OfSession):
-    """Its history from the `start`-th token on."""
+    """Returns the history from token `start` on."""
 
     start: int
 
 
 @dataclass(frozen=True, slots=True)
-class ForkOff(OfSession):
-    """Open `child_id` with the history that the session has after the operations before, all of which is told.
-
-    A child of the same `child_life` that is there is the one that was to be opened.
-    """
-
-    child_id: str
-    child_life: str = field(default="", kw_only=True)
-
-
-@dataclass(frozen=True, slots=True)
-class EndSession(OfSession):
-    pass
-
-
-@dataclass(frozen=True, slots=True)
 class AddQuestion(OfSession):
-    """Nothing, where it stands already."""
+    """Does nothing if the question stands already."""
 
     question: Question
 
@@ -479,69 +462,64 @@ class RemoveQuestion(OfSession):
 
 @dataclass(frozen=True, slots=True)
 class ReadQuestion(OfSession):
-    """As `DescribeSession`, and counted: somebody wants the answer."""
+    """Like `DescribeSession`, and counted as a read of the answer."""
 
     question_id: str
 
 
 SessionCall: TypeAlias = (
-    DescribeSession | ReadHistory | ForkOff | EndSession | AddQuestion | RemoveQuestion | ReadQuestion
+    DescribeSession | ReadHistory | ForkSession | CloseSession | AddQuestion | RemoveQuestion | ReadQuestion
 )
-"""What is asked of a session besides generating. It is answered by the session's state after it, a fork's child's."""
+"""A router's call about a session, besides generating. It returns the session's state, for a fork the child's."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What a replica serves, for `/v1/models` and for validation in the router.
-
-    `longest_token`: no token stands for more characters; 0: one may stand for any number. `defaults`: fields of
-    sampling, by their names in the API, that the model's own files set. `tools_as_text`: the chat template takes no
-    tools, so they are told in the system prompt.
-    """
+    """What a replica serves, for `/v1/models` and for validation in the router."""
 
     name: str
     context_length: int
     vocabulary: int
     replica_id: str = ""
-    fingerprint: str = ""  # changes with the model's files and with the settings that decide what it answers
-    longest_token: int = 0
-    defaults: Mapping[str, float] = field(default_factory=dict)
-    tools_as_text: bool = False
+    fingerprint: str = ""  # changes with the model's files and with settings that change its answers
+    longest_token: int = 0  # characters; 0: unbounded
+    defaults: Mapping[str, float] = field(default_factory=dict)  # sampling fields that the model's files set
+    tools_as_text: bool = False  # the chat template takes no tools, so the system prompt describes them
 
 
-class Drawing:
-    """What a reply has drawn by now: a replica keeps it to tell of it piece by piece, a router to have the whole."""
+class PartialReply:
+    """The tokens drawn so far for a reply. A replica reports them piece by piece; a router merges the pieces."""
 
     def __init__(self, drawn: ReplyTokens | None = None) -> None:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._told = 0
+        self._reported = 0
         self.seed: int | None = None
         self.at: int | None = None
         self.over = False
         if drawn is not None:
             self.merge(drawn)
-            self._told = len(self._tokens)
+            self._reported = len(self._tokens)
 
     def add(self, tokens: Iterable[int], logprobs: Iterable[TokenLogprobs]) -> None:
         self._tokens.extend(tokens)
         self._logprobs.extend(logprobs)
 
     def withdraw(self, kept: int) -> None:
-        """Only the first `kept` tokens stand."""
+        """Drop all but the first `kept` tokens."""
         del self._tokens[kept:], self._logprobs[kept:]
         self.over = False
-        self._told = min(self._told, kept)
+        self._reported = min(self._reported, kept)
 
     def merge(self, drawn: ReplyTokens) -> None:
-        """What a replica has told."""
+        """Add a piece that a replica reported."""
         self.withdraw(drawn.start)
         self.add(drawn.tokens, drawn.logprobs)
         self.seed, self.at, self.over = drawn.seed, drawn.at, drawn.over
 
     def take(self) -> ReplyTokens:
-        """What was drawn, or withdrawn, since the last call."""
-        start, self._told = self._told, len(self._tokens)
+        """The change since the last call."""
+        start, self._reported = self._reported, len(self._tokens)
         return self._since(start)
 
     @property
@@ -554,7 +532,7 @@ class Drawing:
 
 
 class AnswerBuilder:
-    """Collects the pieces of one reply to the whole answer; `terminal` is set once the last piece has come."""
+    """Collects the pieces of one reply into an `Answer`. The last piece sets `terminal`."""
 
     def __init__(self) -> None:
         self.terminal: Completed | Errored | None = None
@@ -581,7 +559,7 @@ class AnswerBuilder:
                 self.terminal = piece
 
     def answer(self) -> Answer | None:
-        """The whole answer, or None where the reply has not completed."""
+        """The answer; None if the reply has not completed."""
         if not isinstance(self.terminal, Completed):
             return None
         calls = tuple(
@@ -603,7 +581,7 @@ class AnswerBuilder:
         )
 
     def error(self) -> Errored:
-        """How the reply failed. Raises ValueError for one that completed or has not ended."""
+        """The error that ended the reply. Raises ValueError if it completed or has not ended."""
         if not isinstance(self.terminal, Errored):
             raise ValueError(f"the reply has not failed: {self.terminal}")
         return self.terminal

@@ -43,21 +43,17 @@ from holdfast.replicas.errors import (
 )
 from holdfast.replicas.events import (
     Aborted,
-    CloseSession,
     Event,
-    Failed,
     Finished,
-    ForkSession,
     Notice,
     OpenSession,
-    Past,
-    Rejected,
     Request,
+    SessionLog,
+    Stop,
     Submit,
     Terminal,
     Tokens,
     TurnEnded,
-    used_by,
 )
 from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.kv.tags import AHEAD, PRIORITIES, SYSTEM_ROLES, Label, Labels, labels_of
@@ -71,14 +67,14 @@ from holdfast.replicas.requests import (
     Answer,
     AnswerBuilder,
     ChatPrompt,
+    CloseSession,
     Completed,
-    Drawing,
-    EndSession,
     Errored,
-    ForkOff,
+    ForkSession,
     GenerateRequest,
     History,
     ModelCard,
+    PartialReply,
     Piece,
     RawPrompt,
     ReadHistory,
@@ -143,12 +139,12 @@ class Service:
 
     @property
     def alive(self) -> bool:
-        return self._bridge.alive
+        return self._bridge.thread.alive
 
     @property
     def hung(self) -> bool:
         """Whether a step of the engine seems not to end."""
-        return self._bridge.hung
+        return self._bridge.thread.hung
 
     @property
     def n_live(self) -> int:
@@ -170,13 +166,13 @@ class Service:
 
     async def drawn(self, request_id: str) -> Usage | None:
         """What was done for a request whose caller has left; None where it is not known here."""
-        used = await self._bridge.drawn(request_id)
-        echoed = await self._bridge.drawn(_of_prompt(request_id))  # it left while its prompt was computed
+        used = await self._bridge.used(request_id)
+        echoed = await self._bridge.used(_of_prompt(request_id))  # it left while its prompt was computed
         return echoed if used is None else used
 
     def notice(self, notice: Notice) -> None:
         """Tell the engine what the cluster knows of programs and tools."""
-        self._bridge.notice(notice)
+        self._bridge.thread.send(notice)
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> list[int]:
         """The prompt's token ids, as `generate` would compute them in this scope. Raises InvalidRequestError."""
@@ -195,7 +191,7 @@ class Service:
         return builder.answer() or builder.error()
 
     async def stream(
-        self, request: GenerateRequest, drawing: Drawing | None = None
+        self, request: GenerateRequest, drawing: PartialReply | None = None
     ) -> AsyncGenerator[tuple[Piece, ...], None]:
         """The reply as it is made: what each step adds, the last piece being `Completed` or `Errored`.
 
@@ -208,7 +204,7 @@ class Service:
                     yield pieces
 
     async def _stream(
-        self, request: GenerateRequest, drawing: Drawing | None = None
+        self, request: GenerateRequest, drawing: PartialReply | None = None
     ) -> AsyncGenerator[tuple[Piece, ...], None]:
         spent = Spent()
         try:
@@ -226,7 +222,7 @@ class Service:
                 spent.render_s = time.perf_counter() - began
                 if not begun:
                     echo = await _echo(self._text, self._bridge, self.card.vocabulary, request, encoded, spent)
-                first = await self._first(request, encoded, closing, spent, drawing or Drawing())
+                first = await self._first(request, encoded, closing, spent, drawing or PartialReply())
                 first = replace(first, submit=replace(first.submit, foreseen=foreseen))
             if request.drawn is not None:
                 first, pieces = first.resumed(request.drawn)
@@ -254,7 +250,7 @@ class Service:
         """
         foreseen = False
         if request.foretellable:
-            coming = self._bridge.unread + self._n_coming
+            coming = self._bridge.thread.unread + self._n_coming
             foreseen = self.engine.scheduler.admission.foresee(request, request.most_tokens, coming)
         self._n_coming += 1
         try:
@@ -265,7 +261,7 @@ class Service:
     # ---- the attempts of a request ----
 
     async def _first(
-        self, request: GenerateRequest, encoded: Encoded, closing: TokenIds, spent: Spent, drawing: Drawing
+        self, request: GenerateRequest, encoded: Encoded, closing: TokenIds, spent: Spent, drawing: PartialReply
     ) -> Attempt:
         if request.session is not None:
             # What is asked is in `encoded`, and what is answered is text. The session is the program.
@@ -342,7 +338,7 @@ class Service:
         attempt.spent.validate_s += time.perf_counter() - began
         if reply.done:
             self._text.stopped += reply.calls_done
-            self._bridge.stop(drawn.request_id, reply.completion_tokens - attempt.submit.n_generated)
+            self._bridge.thread.send(Stop(drawn.request_id, reply.completion_tokens - attempt.submit.n_generated))
         return pieces
 
     def _complete(self, request: GenerateRequest, attempt: Attempt, ended: Finished) -> Sequence[Piece]:
@@ -384,15 +380,28 @@ async def _ahead(text: TextSide, bridge: Bridge, request: GenerateRequest) -> Co
     submit = replace(
         Submit.of(request), tokens=encoded.tokens, sampling=Sampling(max_tokens=0), labels=_labels(request, encoded)
     )
-    last: Event | None = None
-    async with aclosing(bridge.run(submit)) as steps:
+    ended = await _ran(bridge, submit)
+    if isinstance(ended, Finished):
+        return Completed(ended.reason, ended.usage, ended.timing)
+    return _errored(request, _ABORTED if isinstance(ended, Aborted) else ended.error, ended.usage)
+
+
+async def _ran(bridge: Bridge, command: Request, logprobs: list[TokenLogprobs] | None = None) -> Terminal:
+    """Run a command to its end. Log probabilities are added to `logprobs`."""
+    async with aclosing(bridge.run(command)) as steps:
         async for events in steps:
-            last = events[-1]
-    if isinstance(last, Finished):
-        return Completed(last.reason, last.usage, last.timing)
-    if isinstance(last, Rejected | Failed):
-        return _errored(request, last.error, used_by(last))
-    return Errored(_ABORTED, used_by(last))
+            if logprobs is not None:
+                logprobs += [each for event in events if isinstance(event, Tokens) for each in event.logprobs]
+    ended = events[-1]
+    assert isinstance(ended, Terminal)
+    return ended
+
+
+def _expect_finished(ended: Terminal, aborted: str, field: str | None = None) -> Finished:
+    """Raise the error of a command that did not finish."""
+    if isinstance(ended, Finished):
+        return ended
+    raise UnavailableError(aborted, field) if isinstance(ended, Aborted) else error_of(ended.error)
 
 
 def _of_prompt(request_id: str) -> str:
@@ -427,16 +436,9 @@ async def _echo(
             root=request.root or request.program_id,
             cache_salt=request.cache_salt,
         )
-        last: Event | None = None
-        async with aclosing(bridge.run(submit)) as steps:
-            async for events in steps:
-                logprobs += [each for event in events if isinstance(event, Tokens) for each in event.logprobs]
-                last = events[-1]
-        spent.work += used_by(last).work
-        if isinstance(last, Rejected | Failed):
-            raise error_of(last.error)
-        if not isinstance(last, Finished):
-            raise UnavailableError("the request was aborted")
+        ended = await _ran(bridge, submit, logprobs)
+        spent.work += ended.usage.work
+        _expect_finished(ended, _ABORTED.message)
     return text.echoed(prompt, encoded, None if wanted is None else logprobs)
 
 
@@ -459,7 +461,7 @@ class Attempt:
     submit: Submit
     reply: Reply
     spent: Spent
-    drawing: Drawing
+    drawing: PartialReply
     earlier: Finished | None = None
     over: bool = False
 
@@ -497,8 +499,8 @@ class Attempt:
 
     def usage(self, ended: Terminal) -> Usage:
         """Of the reply as the client has it: tokens that were withdrawn are not in it."""
-        first, reply = used_by(self.earlier or ended), self.reply
-        work = used_by(ended).work + self.work_before
+        first, reply = (self.earlier or ended).usage, self.reply
+        work = ended.usage.work + self.work_before
         return Usage(first.prompt, first.cached, reply.completion_tokens, reply.reasoning_tokens, work)
 
     @property
@@ -560,17 +562,19 @@ class SessionService:
 
         Standing questions stay where they are.
         """
-        await self.run(ForkSession(self.request_id(), session_id, child_id, scope, life, child_life))
+        await self.run(
+            ForkSession(scope, session_id, child_id, life=life, child_life=child_life, request_id=self.request_id())
+        )
 
     async def close(self, session_id: str, *, scope: str = "", life: str = "") -> None:
         """Let a session go; operations that are not over are aborted."""
-        await self.run(CloseSession(self.request_id(), session_id, scope, life))
+        await self.run(CloseSession(scope, session_id, life=life, request_id=self.request_id()))
 
     async def call(self, call: SessionCall) -> SessionState:
         """Do what is asked of a session besides generating."""
         questions, scope, session_id = self._service.questions, call.scope, call.session_id
         facts, start = self._found(scope, session_id, call.life), None
-        if isinstance(call, ForkOff):
+        if isinstance(call, ForkSession):
             child = self._service.engine.session(scope, call.child_id)
             if child is None or not call.child_life or child.life != call.child_life:
                 lives = {"life": call.life, "child_life": call.child_life}
@@ -578,7 +582,7 @@ class SessionService:
             facts, start = self._found(scope, call.child_id, call.child_life), 0
         elif isinstance(call, ReadHistory):
             start = call.start
-        elif isinstance(call, EndSession):
+        elif isinstance(call, CloseSession):
             await self.close(session_id, scope=scope, life=call.life)
         elif isinstance(call, AddQuestion):
             questions.add(facts, scope, call.question)
@@ -594,17 +598,10 @@ class SessionService:
         return [self._state(facts, scope) for facts in self._service.engine.sessions(scope)]
 
     async def run(self, request: Request) -> Finished:
-        """Have a command done."""
-        service, last = self._service, None
-        with service.questions.others():
-            async with aclosing(service._bridge.run(request)) as steps:
-                async for events in steps:
-                    last = events[-1]
-        if isinstance(last, Finished):
-            return last
-        if isinstance(last, Rejected | Failed):
-            raise error_of(last.error)
-        raise UnavailableError("the session was closed meanwhile", "session_id")
+        """Execute a command on a session."""
+        with self._service.questions.others():
+            ended = await _ran(self._service._bridge, request)
+        return _expect_finished(ended, "the session was closed meanwhile", "session_id")
 
     def request_id(self) -> str:
         return f"session-operation-{next(self._service._session_operations)}"
@@ -624,10 +621,10 @@ class SessionService:
                 completed = True  # by another attempt
             try:
                 if not completed:
-                    await self.run(OpenSession(self.request_id(), name, scope, life, behind, done))
+                    await self.run(OpenSession(scope, name, behind, done, life=life, request_id=self.request_id()))
                 if _is_empty(request.prompt):
                     now, completed = time.monotonic(), True
-                    history = self._history(Past(life, appends=behind, done=done), 0)
+                    history = self._history(SessionLog(life, appends=behind, done=done), 0)
                     yield (Completed("stop", Usage(), Timing(now, finished=now), history=history),)
                     return
                 async with aclosing(self._service._stream(request)) as stream:
@@ -639,7 +636,9 @@ class SessionService:
                 raise
             finally:
                 if not completed:
-                    self._service._bridge.notice(CloseSession(self.request_id(), name, scope, life))
+                    self._service._bridge.thread.send(
+                        CloseSession(scope, name, life=life, request_id=self.request_id())
+                    )
         except HoldfastError as error:
             yield (_errored(request, error.info),)
 
@@ -665,7 +664,7 @@ class SessionService:
 
     # ---- parts ----
 
-    def _history(self, past: Past, start: int) -> History:
+    def _history(self, past: SessionLog, start: int) -> History:
         tokens = past.tokens[start:].astype("<i4").tobytes()
         done = tuple(each for each in past.done if each.end > start)
         return History(past.life, start, tokens, past.appends, done, self._service.engine.session_idle_s)

@@ -24,20 +24,18 @@ from holdfast.replicas.errors import (
 from holdfast.replicas.events import (
     REMEMBERED,
     Aborted,
-    CloseSession,
     Event,
     Failed,
     Finished,
-    ForkSession,
     OpenSession,
-    Past,
     Rejected,
+    SessionLog,
     Submit,
     Terminal,
 )
 from holdfast.replicas.kv.pages import NO_PAGES
 from holdfast.replicas.programs import KeptRow, Kind, Operation, ProgramKey, Programs, Rows, Sequence, Session, Status
-from holdfast.replicas.requests import Named, SessionTurn, Timing, Usage
+from holdfast.replicas.requests import CloseSession, ForkSession, OpRecord, SessionTurn, Timing, Usage
 from holdfast.replicas.types import TokenIds
 
 
@@ -48,7 +46,7 @@ class SessionFacts:
     session_id: str
     opened: float
     used: float
-    past: Past
+    past: SessionLog
     busy: bool
 
     @property
@@ -109,10 +107,10 @@ class Sessions:
         there = self._programs.find(ProgramKey(command.scope, command.session_id, Kind.SESSION))
         if there is None or there.session is None or command.life in ("", there.session.life):
             return None
-        return CloseSession(f"{command.request_id}/replaced", command.session_id, command.scope)
+        return CloseSession(command.scope, command.session_id, request_id=f"{command.request_id}/replaced")
 
     def open(self, command: OpenSession, now: float, accepted: float) -> None:
-        past = Past(command.life, appends=command.appends, done=command.done)
+        past = SessionLog(command.life, appends=command.appends, done=command.done)
         self._open_one(ProgramKey(command.scope, command.session_id, Kind.SESSION), now, past)
         self._done(command.request_id, accepted, now)
 
@@ -174,8 +172,8 @@ class Sessions:
             session.used = now
         if isinstance(event, Finished) and turn.keep:
             tokens, past = closed_reply(sequence.tokens, submit.closing), session.past
-            named = (Named(turn.name, turn.content, len(tokens)),) if turn.name else ()
-            session.past = Past(past.life, tokens, past.appends + 1, (*past.done, *named)[-REMEMBERED:])
+            named = (OpRecord(turn.name, turn.content, len(tokens)),) if turn.name else ()
+            session.past = SessionLog(past.life, tokens, past.appends + 1, (*past.done, *named)[-REMEMBERED:])
         return session
 
     # ---- what others see; any thread may ask ----
@@ -237,7 +235,7 @@ class Sessions:
         self._events.append(Rejected(submit.request_id, error.info))
         return True
 
-    def _open_one(self, key: ProgramKey, now: float, past: Past) -> Session:
+    def _open_one(self, key: ProgramKey, now: float, past: SessionLog) -> Session:
         there = self._programs.sessions
         if not key.name:
             raise InvalidRequestError("a session needs an id", "session_id")

@@ -21,7 +21,7 @@ import orjson
 
 from holdfast.replicas.events import REMEMBERED
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import TOKEN, ChatPrompt, History, Named, Question, RawPrompt
+from holdfast.replicas.requests import TOKEN, ChatPrompt, History, OpRecord, Question, RawPrompt
 from holdfast.router.config import RouterConfig
 from holdfast.router.seal import Seal
 from holdfast.router.store import Ends, Put, Store
@@ -153,7 +153,7 @@ class SessionHistories:
 
     def _parsed(self, key: str, record: Record, value: bytes) -> Kept:
         tokens, appends = bytearray(), 0
-        done: list[Named] = []
+        done: list[OpRecord] = []
         questions: tuple[Question, ...] = ()
         at = len(record.ends.head)
         while record.kept and at < len(value):
@@ -167,7 +167,7 @@ class SessionHistories:
             told = orjson.loads(head)
             tokens += added
             appends = told["appends"]
-            done += [Named(*each) for each in told.get("done", ())]
+            done += [OpRecord(*each) for each in told.get("done", ())]
             questions += tuple(map(_question, told.get("questions", ())))
             if len(tokens) != end * TOKEN:
                 raise ValueError("a part is missing")

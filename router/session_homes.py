@@ -41,13 +41,13 @@ from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import (
     AddQuestion,
     Answer,
+    CloseSession,
     Completed,
     DescribeSession,
-    Drawing,
-    EndSession,
     Errored,
     GenerateRequest,
     History,
+    PartialReply,
     Question,
     RawPrompt,
     ReadHistory,
@@ -193,7 +193,7 @@ class SessionHomes:
         """The reply to a question as it is made. What its client has of it is gone on with elsewhere, where the history
         there is what it was begun with. Ends and raises as `Backend.stream` and `generate`.
         """
-        session, drawing, replica_id = _turn(command), Drawing(command.drawn), ""
+        session, drawing, replica_id = _turn(command), PartialReply(command.drawn), ""
         began, told = time.monotonic(), False
         for attempt in range(ATTEMPTS):
             found = await self.find(command.scope, session.session_id)
@@ -436,7 +436,7 @@ class SessionHomes:
 
     async def _end(self, found: Found, home: Home) -> None:
         """Nobody comes to this home any more. One that does not answer lets it go when nobody has used it for long."""
-        call = EndSession(found.tenant, found.session_id, life=home.life)
+        call = CloseSession(found.tenant, found.session_id, life=home.life)
         with suppress(SessionLostError, UnavailableError, UnknownSessionError):
             await self._backend.session(call, found.program, home.replica_id)
 

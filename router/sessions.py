@@ -23,7 +23,7 @@ from holdfast.replicas.requests import (
     AddQuestion,
     Answer,
     DescribeSession,
-    ForkOff,
+    ForkSession,
     ModelCard,
     ReadQuestion,
     RemoveQuestion,
@@ -187,7 +187,7 @@ class SessionEndpoints:
             if begun.program.came > 1:
                 raise SessionExistsError(f"session {child!r} is being opened", "id")
             try:
-                call = ForkOff(tenant.name, session_id, child, child_life=life)
+                call = ForkSession(tenant.name, session_id, child, child_life=life)
                 state = await until_disconnect(request.receive, self._homes.ask(tenant, call))
                 await self._homes.forked(tenant.name, state)
             except BaseException:

@@ -59,7 +59,7 @@ FORMATS = tuple(each for each in ToolFormat if each is not ToolFormat.NONE)
 PARTS = ("law", "time", "ready", "whole")
 VOCABULARIES = (1536, 128_000)
 MODELS = ("pocket", *map(str, VOCABULARIES))
-_CONFIG = EngineConfig(cells=16384, threads=1, stream_interval_s=0.0)
+_CONFIG = EngineConfig(cells=16384, threads=1)
 _MAX_TOKENS = 160
 _SETS = 8  # of tools, over which turns are timed
 _SIDES: tuple[Guarantee, Guarantee] = ("off", "schema")

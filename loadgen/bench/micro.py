@@ -292,7 +292,7 @@ def _step_ms(crowd: _Crowd = _NOBODY, *, drafts: bool = False) -> float:
         engine.step(step - 1.0, partial(float, step))
     now = float(step)
     for i in range(crowd.sessions):
-        engine.handle(OpenSession(f"open{i}", f"s{i}"), now)
+        engine.handle(OpenSession("", f"s{i}", request_id=f"open{i}"), now)
         engine.handle(
             Submit(f"append{i}", tokens=_prompt(rng, shared), sampling=Sampling(0), session=SessionTurn(f"s{i}")), now
         )

@@ -125,7 +125,7 @@ def _asked(model: str, contexts: Sequence[int], rounds: int) -> dict[int, list[C
     engine = Engine(loaded.config, Told(loaded.runner), loaded.eos, loaded.vocabulary)
     rng = np.random.default_rng(0)
     for n in contexts:
-        engine.handle(OpenSession(f"open {n}", str(n)), 0.0)
+        engine.handle(OpenSession("", str(n), request_id=f"open {n}"), 0.0)
         tokens = rng.integers(3, loaded.vocabulary, n).astype(np.int32)
         _run(engine, Submit(f"append {n}", tokens=tokens, sampling=Sampling(0), session=SessionTurn(str(n))))
     watch = Reading()

@@ -160,17 +160,17 @@ def test_what_was_drawn_for_who_left_is_known():
         engine, runner = make()
         bridge = Bridge(engine)
         await (await begun(bridge, runner)).aclose()
-        known = asyncio.create_task(bridge.drawn("a"))
+        known = asyncio.create_task(bridge.used("a"))
         await asyncio.sleep(0)
         assert not known.done()
         runner.gate.set()
         used = await known
         assert used.prompt == 12
         assert 1 <= used.completion < 400
-        assert await bridge.drawn("a") == used
-        assert await bridge.drawn("nobody") is None
+        assert await bridge.used("a") == used
+        assert await bridge.used("nobody") is None
         await collect(bridge, submit("b"))
-        assert (await bridge.drawn("b")).prompt == 12  # it may not have got as far as who asks
+        assert (await bridge.used("b")).prompt == 12  # it may not have got as far as who asks
         await bridge.close()
 
     asyncio.run(main())
@@ -183,7 +183,7 @@ def test_it_may_be_asked_before_the_caller_has_left():
         engine, runner = make()
         bridge = Bridge(engine)
         stream = await begun(bridge, runner)
-        known = asyncio.create_task(bridge.drawn("a"))
+        known = asyncio.create_task(bridge.used("a"))
         await asyncio.sleep(0)
         await stream.aclose()
         runner.gate.set()
@@ -198,7 +198,7 @@ def test_an_engine_that_dies_keeps_nobody_who_asks():
         engine, runner = make()
         bridge = Bridge(engine)
         await (await begun(bridge, runner)).aclose()
-        known = asyncio.create_task(bridge.drawn("a"))
+        known = asyncio.create_task(bridge.used("a"))
         closing = asyncio.create_task(bridge.close())
         runner.gate.set()
         assert isinstance(await known, Usage)
@@ -304,7 +304,7 @@ def test_a_dead_engine_fails_everybody():
         events = await collect(bridge, submit("a"))
         assert isinstance(events[-1], Failed)
         await bridge.close()
-        assert not bridge.alive
+        assert not bridge.thread.alive
         with pytest.raises(UnavailableError):
             await collect(bridge, submit("b"))
 

@@ -165,9 +165,11 @@ def test_forced_tokens_take_no_steps_of_their_own(monkeypatch: pytest.MonkeyPatc
     asyncio.run(main())
 
 
-def test_a_stream_says_what_the_whole_reply_says() -> None:
+def test_a_stream_says_what_the_whole_reply_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.replicas.bridge.STREAM_INTERVAL_S", 0.0)
+
     async def main() -> None:
-        async with serving(stream_interval_s=0.0) as service:
+        async with serving() as service:
             for prompt in (REQUIRED, NAMED, ANSWER):
                 whole = await service.generate(request("a", prompt))
                 built, kinds = AnswerBuilder(), []
@@ -356,13 +358,16 @@ COMPUTED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_a_call_has_a_declared_name_and_arguments_of_its_schema(settings: dict[str, Any]) -> None:
+def test_a_call_has_a_declared_name_and_arguments_of_its_schema(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the model would say, and however that is computed."""
+    monkeypatch.setattr("holdfast.replicas.bridge.STREAM_INTERVAL_S", 0.0)
 
     async def main() -> None:
         replies = []
         for computed in COMPUTED:
-            async with serving(stream_interval_s=0.0, **computed) as service:
+            async with serving(**computed) as service:
                 with_all_tools(service)
                 built = AnswerBuilder()
                 async for pieces in service.stream(request("a", SEEN, **settings)):

@@ -12,9 +12,9 @@ from holdfast.replicas.requests import (
     Answer,
     AnswerBuilder,
     ChatPrompt,
-    Drawing,
     GenerateRequest,
     JsonOutput,
+    PartialReply,
     Piece,
     RawPrompt,
     ReplyTokens,
@@ -48,7 +48,7 @@ Told = list[tuple[tuple[Piece, ...], ReplyTokens]]
 
 async def told(service: Service, request: GenerateRequest) -> Told:
     """Each batch of pieces, with what was drawn since the one before."""
-    drawing = Drawing(request.drawn)
+    drawing = PartialReply(request.drawn)
     return [(pieces, drawing.take()) async for pieces in service.stream(request, drawing)]
 
 
@@ -89,7 +89,7 @@ async def loaded(config: EngineConfig) -> Service:
 async def cut(here: Service, there: Service, request: GenerateRequest) -> None:
     whole = await told(here, request)
     assert len(whole) > 1
-    every, drawing = 1 + len(whole) // 12, Drawing()
+    every, drawing = 1 + len(whole) // 12, PartialReply()
     for at in range(1, len(whole)):
         drawing.merge(whole[at - 1][1])
         if at % every and at < len(whole) - 1:  # the last one: all but the end has come

@@ -16,7 +16,7 @@ from holdfast.replicas.errors import (
     OverloadedError,
     UnknownQuestionError,
 )
-from holdfast.replicas.events import Past
+from holdfast.replicas.events import SessionLog
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.questions import Questions
 from holdfast.replicas.requests import (
@@ -41,7 +41,7 @@ class World:
 
     def __init__(self) -> None:
         self.now = 0.0
-        past = Past(tokens=np.zeros(10, np.int32), appends=1)
+        past = SessionLog(tokens=np.zeros(10, np.int32), appends=1)
         self.sessions = {("t", name): SessionFacts(name, 1.0, 1.0, past, busy=False) for name in ("s", "other")}
         self.asked: list[str] = []
         self.go_on = asyncio.Event()
@@ -242,7 +242,7 @@ def test_they_are_bounded_and_go_with_their_session() -> None:
 
 def test_a_session_without_a_history_is_not_asked() -> None:
     async def work(world: World) -> None:
-        world.sessions["t", "s"] = replace(world.sessions["t", "s"], past=Past())
+        world.sessions["t", "s"] = replace(world.sessions["t", "s"], past=SessionLog())
         world.add("q")
         await turns()
         assert world.asked == []

@@ -23,9 +23,9 @@ from holdfast.replicas.requests import (
     AnswerBuilder,
     ChatPrompt,
     Completed,
-    Drawing,
     Errored,
     GenerateRequest,
+    PartialReply,
     RawPrompt,
     Started,
     TextDelta,
@@ -114,9 +114,11 @@ def test_an_agents_conversation_computes_only_what_is_new():
     asyncio.run(main())
 
 
-def test_a_stream_says_what_the_whole_reply_says():
+def test_a_stream_says_what_the_whole_reply_says(monkeypatch):
+    monkeypatch.setattr("holdfast.replicas.bridge.STREAM_INTERVAL_S", 0.0)
+
     async def main():
-        async with serving(replace(CONFIG, stream_interval_s=0.0, speculation=DraftConfig(enabled=False))) as service:
+        async with serving(replace(CONFIG, speculation=DraftConfig(enabled=False))) as service:
             prompt = ChatPrompt([{"role": "user", "content": "Find flights from Berlin to Lisbon."}], TOOLS)
             whole = await service.generate(request("a", prompt))
             built, batches = await streamed(service, request("b", prompt))
@@ -128,9 +130,11 @@ def test_a_stream_says_what_the_whole_reply_says():
     asyncio.run(main())
 
 
-def test_a_call_is_told_as_it_closes_however_many_steps_share_a_message():
+def test_a_call_is_told_as_it_closes_however_many_steps_share_a_message(monkeypatch):
+    monkeypatch.setattr("holdfast.replicas.bridge.STREAM_INTERVAL_S", 3600.0)
+
     async def main():
-        async with serving(replace(CONFIG, stream_interval_s=3600.0)) as service:
+        async with serving(CONFIG) as service:
             loop, step = asyncio.get_running_loop(), service.engine.step
 
             async def turns() -> None:
@@ -185,7 +189,7 @@ def test_a_call_does_not_wait_for_the_end_of_its_reply():
 
             service._bridge.run = at_once
             asked = [{"role": "user", "content": "Check the weather in Oslo."}]
-            drawing = Drawing()
+            drawing = PartialReply()
             stream = service.stream(request("a", ChatPrompt(asked, TOOLS), 200), drawing)
             batches = [(pieces, drawing.take()) async for pieces in stream]
             (told, drawn), (end, nothing) = batches
@@ -218,7 +222,7 @@ def test_32_streams_at_once_end_and_leave_everything_free():
 def test_leaving_a_stream_aborts_it_within_two_steps():
     async def main():
         async with serving() as service:
-            engine, thread = service.engine, service._bridge._thread
+            engine, thread = service.engine, service._bridge.thread
             drawn: list[int] = []  # when the engine was told
             send = thread.send
 
@@ -264,7 +268,7 @@ def test_an_answer_that_cannot_come_in_time_is_refused_while_a_step_goes_on():
                     runner.begin = stalled
                     await asyncio.to_thread(held.wait)
                     unread = asyncio.create_task(service.generate(request("c", "x", 1)))
-                    await until_async(lambda: service._bridge.unread == 1)
+                    await until_async(lambda: service._bridge.thread.unread == 1)
                     late = await service.generate(replace(request("d", "x" * 99, 1), within_s=29.0))
                     assert isinstance(late, Errored)
                     assert (late.error.kind, late.usage.prompt) == (ErrorKind.DEADLINE, 0)
@@ -274,7 +278,7 @@ def test_an_answer_that_cannot_come_in_time_is_refused_while_a_step_goes_on():
                         asyncio.create_task(service.generate(each))
                         for each in (replace(turn, within_s=99.0), replace(turn, request_id="f", program_turns=1))
                     ]
-                    await until_async(lambda: service._bridge.unread == 3)
+                    await until_async(lambda: service._bridge.thread.unread == 3)
             finally:
                 goes_on.set()
             await asyncio.gather(running, waiting, unread, *goes_on_too)
@@ -528,7 +532,7 @@ def test_what_was_served_leaves_no_cycles(serve):
             with left_in_cycles() as found:
                 for number in range(3):
                     await serve(service, str(number))
-                thread = service._bridge._thread._thread
+                thread = service._bridge.thread._thread
                 await until_async(lambda: "_waiting" in stack_of(thread))  # it has let go of its last step
             return found
 

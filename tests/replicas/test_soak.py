@@ -126,7 +126,7 @@ class Soak(World):
             for book in (self.ends, self.out, self.prompts, self.commands):
                 book.pop(name, None)
             self.cut_short.discard(name)
-        open_now = {(owner.scope, owner.name) for owner in self.engine._sessions._sessions}
+        open_now = {(each.key.scope, each.key.name) for each in self.engine._sessions._programs.sessions}
         self.histories = {key: history for key, history in self.histories.items() if key in open_now}
 
 

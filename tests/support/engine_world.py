@@ -12,11 +12,9 @@ from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import (
     Abort,
-    CloseSession,
     Command,
     Event,
     Finished,
-    ForkSession,
     Notice,
     OpenSession,
     Stop,
@@ -27,7 +25,7 @@ from holdfast.replicas.events import (
 from holdfast.replicas.kv.tags import labels_of
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Region
-from holdfast.replicas.requests import PartialPrefill, SessionTurn, Started
+from holdfast.replicas.requests import CloseSession, ForkSession, PartialPrefill, SessionTurn, Started
 from holdfast.replicas.scheduling.queue import FairOrder
 from holdfast.replicas.types import CellLimits, Priority
 
@@ -102,7 +100,7 @@ class World:
 
     def open(self, session: str, scope: str = "") -> str:
         self.histories[scope, session] = []
-        return self.give(OpenSession(f"open {session} {next(self.serial)}", session, scope))
+        return self.give(OpenSession(scope, session, request_id=f"open {session} {next(self.serial)}"))
 
     def append(self, name: str, session: str, tokens: list[int], scope: str = "") -> None:
         self.query(name, session, tokens, 0, scope=scope)
@@ -118,10 +116,10 @@ class World:
         )
 
     def fork(self, session: str, child: str, scope: str = "") -> str:
-        return self.give(ForkSession(f"fork {child} {next(self.serial)}", session, child, scope))
+        return self.give(ForkSession(scope, session, child, request_id=f"fork {child} {next(self.serial)}"))
 
     def close(self, session: str, scope: str = "") -> str:
-        return self.give(CloseSession(f"close {session} {next(self.serial)}", session, scope))
+        return self.give(CloseSession(scope, session, request_id=f"close {session} {next(self.serial)}"))
 
     def give(self, command: Command) -> str:
         """Hand a command to the engine; returns its request id."""

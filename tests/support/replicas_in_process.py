@@ -19,9 +19,9 @@ from holdfast.replicas.errors import ErrorInfo, ErrorKind, SessionLostError, Una
 from holdfast.replicas.requests import (
     AnswerBuilder,
     Completed,
-    Drawing,
     Errored,
     GenerateRequest,
+    PartialReply,
     SessionCall,
     SessionState,
 )
@@ -120,7 +120,7 @@ class Replicas(FakeBackend):
     async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
         self.requests.append(request)
         replica_id = self._at(place)
-        session, drawing = request.session, Drawing(request.drawn)
+        session, drawing = request.session, PartialReply(request.drawn)
         trap = None
         if session is not None and session.opens and session.appends:
             self.restored.append(request)

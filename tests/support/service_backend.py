@@ -64,8 +64,8 @@ class ServiceBackend(FakeBackend):
     def stop(self) -> None:
         """From any thread, once nothing is asked any more."""
         if self.loaded is not None:
-            self.loaded._bridge._thread.stop()
-            self.loaded._bridge._thread.join()
+            self.loaded._bridge.thread.stop()
+            self.loaded._bridge.thread.join()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from tiny_decoder import TinyEngine
 from holdfast.replicas.bridge import Bridge
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import ConfigError, EngineError
-from holdfast.replicas.events import Finished, Submit, Tokens
+from holdfast.replicas.events import Finished, Stop, Submit, Tokens
 from holdfast.replicas.kv.pages import PageCopy
 from holdfast.replicas.model.folder import model_folder
 from holdfast.replicas.model.startup import load_runner
@@ -151,7 +151,7 @@ def test_many_requests_over_a_bridge_with_steps_in_a_thread():
                 for event in events:
                     tokens += event.tokens if isinstance(event, Tokens) else ()
                 if leaves:
-                    bridge.stop(name)
+                    bridge.thread.send(Stop(name))
             assert isinstance(events[-1], Finished)
             assert events[-1].usage.completion == len(tokens)
             assert tokens == (right[name][: len(tokens)] if leaves else right[name])

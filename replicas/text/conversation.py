@@ -10,7 +10,7 @@ import math
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
@@ -32,7 +32,7 @@ from holdfast.replicas.stats import TextStats
 from holdfast.replicas.text.calls.formats import ENDS, MARKERS, ToolFormat
 from holdfast.replicas.text.calls.tracker import READERS, CallTracker
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
-from holdfast.replicas.text.encode import LONG, Encoder, LongTexts
+from holdfast.replicas.text.encode import LONG, Begun, Encoder, Entry, LongTexts, TokenCache, common_start
 from holdfast.replicas.text.reasoning import (
     CLOSER,
     OPENER,
@@ -44,7 +44,6 @@ from holdfast.replicas.text.reasoning import (
 )
 from holdfast.replicas.text.render import UNKNOWN, Rendered, Renderer, continuations, message_starts
 from holdfast.replicas.text.reply import Reply, Stages, StopStrings, logprob_text
-from holdfast.replicas.text.token_cache import Begun, Entry, TokenCache, common_start
 from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix
 
 log = logging.getLogger(__name__)
@@ -152,7 +151,7 @@ class TextSide:
             if not isinstance(content, str) or len(content) < LONG:
                 return self.encode(prompt)
             return _plain(await self._long.run(partial(_text_ids, content), len(content), scope))
-        rendered = await self.renderer.rendered(prompt, partial(self._long.beside, scope=scope))
+        rendered = await self.renderer.rendered(prompt, self._on_thread(scope))
         begun = self.cache.begin(rendered.text, rendered.mark, scope, program)
         if len(begun.rest) < LONG:
             entry = self.cache.tokenize(begun, self.cache.encoder)
@@ -167,8 +166,7 @@ class TextSide:
         Its text is kept, so that the prompt that comes has only its end to tokenize. Raises as `encoded`.
         """
         asked = continuations(prompt)
-        beside = partial(self._long.beside, scope=scope)
-        rendered = [await self.renderer.rendered(each, beside) for each in asked]
+        rendered = [await self.renderer.rendered(each, self._on_thread(scope)) for each in asked]
         begun = self.cache.begin(_shared(rendered), rendered[0].mark, scope, program)
         long = len(begun.rest) >= LONG
         work = partial(self.cache.tokenize, begun)
@@ -381,6 +379,9 @@ class TextSide:
         if _wants_content(prompt) and len(self._think_ids) < 2:
             return None  # no token says that thinking is over: the grammar of the content cannot wait for it
         return thinking_reader(encoded.text)
+
+    def _on_thread(self, scope: str) -> Callable[[Callable[[], Rendered]], Awaitable[Rendered]]:
+        return lambda work: self._long.run(lambda _: work(), 0, scope)
 
     def _vocabulary(self) -> Vocabulary:
         return Vocabulary(self.tokenizer, frozenset(self._hidden - self._markers), frozenset(self.eos))

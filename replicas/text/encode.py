@@ -1,24 +1,32 @@
-"""A rendered text to token ids in full: control tokens of the template as tokens, those of the client as text.
+"""A rendered text to token ids: control tokens of the template as tokens, those of the client as text.
 
-Long texts are tokenized on a thread, so that nobody on the event loop waits for them. Not here: what was tokenized
-before and need not be again (`token_cache`).
+`TokenCache` knows which part of a prompt is tokenized already, so only its new end is (Stateful Inference, section
+3.4). It keeps conversations as a text and its ids: prompts as they were tokenized, and finished turns with their ids
+exactly as generated. A new text takes over the longest beginning that it shares with one of them, up to the beginning
+of an added token, where no merge can cross.
+
+`LongTexts` tokenizes long texts on a thread, so that the event loop never waits for them.
 """
 
 import asyncio
 import json
+import math
 import re
 import threading
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from os.path import commonprefix
+from string import printable
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from holdfast.replicas.errors import UnavailableError, too_long
-from holdfast.replicas.types import TokenIds, tenant_of
+from holdfast.replicas.types import TokenIds, common_prefix, tenant_of
 
 LONG = 1 << 16
 """Characters that take an event loop about as long as a few steps: more are tokenized on a thread."""
@@ -31,9 +39,9 @@ class AddedTokens:
     """The tokens a vocabulary has in addition to its BPE pieces, and patterns that find them in a text.
 
     The library cuts a text at added tokens before anything else, so no BPE merge crosses the beginning of one. `all`
-    finds every added token; the ones in `starts` (text to id) begin where a text may be cut in two that are tokenized
-    apart. `control` finds the special ones, with the white space they swallow; `control_word` finds their contents
-    alone, as they stand inside JSON text. Patterns are None where there is no such token.
+    finds every added token. A text may be cut before one in `starts` (text to id), and tokenized in two parts.
+    `control` finds the special ones, with the white space they swallow; `control_word` finds their contents alone, as
+    they stand inside JSON text. Patterns are None where there is no such token.
     """
 
     ids: dict[str, int]
@@ -50,9 +58,14 @@ class AddedTokens:
 
 
 def read_added_tokens(backend: Any) -> AddedTokens:
-    """What the `tokenizers.Tokenizer` `backend` has been given."""
+    """The added tokens of the `tokenizers.Tokenizer` `backend`."""
     tokens = sorted(backend.get_added_tokens_decoder().items(), key=lambda item: -len(item[1].content))
-    special = [(index, token) for index, token in tokens if token.special and len(token.content) > 1]
+    special = [token for _, token in tokens if token.special and len(token.content) > 1]
+    control_word = control = _any_of({token.content for token in special})
+    if any(token.lstrip or token.rstrip for token in special):
+        space = {False: "", True: r"\s*"}
+        spaced = [space[token.lstrip] + re.escape(token.content) + space[token.rstrip] for token in special]
+        control = re.compile("|".join(spaced))
     plain_normal = backend.normalizer is None
     return AddedTokens(
         ids={token.content: index for index, token in tokens},
@@ -63,18 +76,9 @@ def read_added_tokens(backend: Any) -> AddedTokens:
             if not (token.lstrip or token.single_word) and (plain_normal or not token.normalized)
         },
         all=_any_of({token.content for _, token in tokens}),
-        control=_with_space([token for _, token in special]),
-        control_word=_any_of({token.content for _, token in special}),
+        control=control,
+        control_word=control_word,
     )
-
-
-def _with_space(tokens: list[Any]) -> re.Pattern[str] | None:
-    """The longest of `tokens` (longest first), with the white space that it swallows."""
-    if not any(token.lstrip or token.rstrip for token in tokens):
-        return _any_of({token.content for token in tokens})
-    space = {False: "", True: r"\s*"}
-    patterns = [space[token.lstrip] + re.escape(token.content) + space[token.rstrip] for token in tokens]
-    return re.compile("|".join(patterns))
 
 
 def _any_of(texts: set[str]) -> re.Pattern[str] | None:
@@ -108,14 +112,14 @@ class Encoder:
     def encode(self, text: str, mark: str = "", at_start: bool = True) -> TokenIds:
         """int32 ids of `text`, no tokens added around it.
 
-        Where it holds `mark`, what stands between two control tokens is tokenized apart, with special tokens read as
+        Where it holds `mark`, the text between two control tokens is tokenized apart, with special tokens read as
         text. `at_start`: the prompt begins here (some tokenizers put a space before it).
         """
         if not mark or mark not in text or self._added.control is None:
             return np.array(_ids(self._backend, text), np.int32)
         ids: list[int] = []
         begun = position = 0  # text from `begun` on is not tokenized yet; `position` is the end of a control token
-        ends = [(found.start(), found.end()) for found in self._added.control.finditer(text)]
+        ends = [found.span() for found in self._added.control.finditer(text)]
         for start, end in [*ends, (len(text), len(text))]:
             if mark in text[position:start]:
                 ids += _ids(self._backend, text[begun:position])
@@ -140,7 +144,7 @@ class Encoder:
             backend.encode_special_tokens = before
 
     def _later(self) -> Any:
-        """The tokenizer as it treats text after the first token: a space before the prompt is not put again."""
+        """The tokenizer for text after the first token: it does not put the space of a prompt's beginning again."""
         if self._inner is None:
             self._inner = self._backend
             splitter = self._backend.pre_tokenizer
@@ -166,6 +170,223 @@ def _never_prepend(settings: dict[str, Any]) -> None:
         _never_prepend(part)
 
 
+# ---- conversations that are tokenized already ----
+
+_SHARE = 0.5
+"""The share of all characters that one tenant may have. Others keep the rest, whatever it does."""
+_OVERHEAD = 256
+"""Memory of an entry beside its text, counted in characters."""
+_TAIL = 32
+"""No merge of a text's last token with what follows it reaches further back, in characters."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """A text of a program and its ids. It may be cut before character `chars[i]`, which is token `tokens[i]`.
+
+    `mark` as in `Rendered`: the same text has other ids under another one. `program` is empty where it is not known.
+    """
+
+    text: str
+    ids: TokenIds
+    chars: list[int]
+    tokens: list[int]
+    mark: str = ""
+    scope: str = ""
+    program: str = ""
+
+    @property
+    def size(self) -> int:
+        return len(self.text) + _OVERHEAD
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return self.scope, self.mark, self.text, self.program
+
+
+_NOTHING = Entry("", np.zeros(0, np.int32), [], [])
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A text whose first `char` characters are the first `token` ids of `base`; the rest is to be tokenized."""
+
+    text: str
+    mark: str
+    scope: str
+    program: str
+    base: Entry
+    char: int
+    token: int
+
+    @property
+    def rest(self) -> str:
+        return self.text[self.char :]
+
+
+class TokenCache:
+    """Conversations of `tokenizer` (a transformers tokenizer), at most `characters` of them.
+
+    Each belongs to a program of a scope: a tenant's, or a part of it. Scopes do not see each other's. If there are too
+    many, the least recently used go: a tenant's own once it has more than half of all, else anybody's.
+    """
+
+    def __init__(self, tokenizer: Any, characters: float = math.inf) -> None:
+        self.added: AddedTokens = read_added_tokens(tokenizer.backend_tokenizer)
+        self.encoder = Encoder(tokenizer.backend_tokenizer, self.added)
+        starts = list(self.added.starts.values())
+        self._starts = np.zeros(max(starts, default=-1) + 2, np.bool_)  # by id; the last stands for all above, too
+        self._starts[starts] = True
+        self._limit = characters
+        self._sizes: dict[str, int] = {}  # by tenant
+        self._used: OrderedDict[Entry, None] = OrderedDict()  # the most recently used at the end
+        self._sorted: list[Entry] = []  # by key: the entry that shares most with a text stands next to its place
+        self._latest: dict[tuple[str, str], Entry] = {}  # by scope and program
+        self._unsure = lru_cache(256)(self._unsure_of)  # templates have few endings
+        self.reused = 0  # characters taken from entries
+        self.tokenized = 0  # characters tokenized
+
+    def encode(self, text: str, mark: str = "", scope: str = "", program: str = "") -> TokenIds:
+        """int32 ids of a rendered text, no tokens added around it; `mark` as in `Rendered`."""
+        begun = self.begin(text, mark, scope, program)
+        return self.end(begun, self.tokenize(begun, self.encoder))
+
+    def begin(self, text: str, mark: str = "", scope: str = "", program: str = "") -> Begun:
+        """What is known of a text; `end` takes what `tokenize` makes of it, whatever was encoded meanwhile.
+
+        What the program's latest turn shares has its ids, even if another entry shares more.
+        """
+        base, char, token = _NOTHING, 0, 0
+        latest = self._latest.get((scope, program)) if program else None
+        if latest is not None and latest.mark == mark:
+            base, (char, token) = latest, self._cut(latest, text)
+        own = base.ids[:token]
+        for entry in self._nearest(text, mark, scope, program):
+            cut = self._cut(entry, text)
+            if cut[0] > char and np.array_equal(entry.ids[: len(own)], own):
+                base, (char, token) = entry, cut
+        if char:
+            self._used.move_to_end(base)
+        return Begun(text, mark, scope, program, base, char, token)
+
+    def tokenize(self, begun: Begun, encoder: Encoder) -> Entry:
+        """The whole text. Changes nothing but the encoder, so another thread may do it with an encoder of its own."""
+        ids = begun.base.ids[: begun.token]
+        if begun.char < len(begun.text):
+            ids = np.concatenate((ids, encoder.encode(begun.rest, begun.mark, at_start=begun.char == 0)))
+        return self._entry(begun, ids)
+
+    def end(self, begun: Begun, entry: Entry) -> TokenIds:
+        """The ids of the whole text, which is kept."""
+        self.reused += begun.char
+        self.tokenized += len(begun.text) - begun.char
+        self._keep(begun.base, entry)
+        return entry.ids
+
+    def remember(self, text: str, ids: TokenIds, mark: str = "", scope: str = "", program: str = "") -> None:
+        """A finished turn: from now on `text` stands for `ids`, also as the beginning of a longer text."""
+        ids = np.asarray(ids, np.int32)
+        begun = self.begin(text, mark, scope, program)
+        if not np.array_equal(begun.base.ids[: begun.token], ids[: begun.token]):
+            begun = Begun(text, mark, scope, program, _NOTHING, 0, 0)
+        self._keep(begun.base, self._entry(begun, ids))
+
+    def unsure(self, text: str) -> int:
+        """How many of a text's last tokens may be others once a character follows it."""
+        return self._unsure(text[-_TAIL:])
+
+    def _unsure_of(self, tail: str) -> int:
+        ids = self.encoder.encode(tail)
+        return max(len(ids) - common_prefix(ids, self.encoder.encode(tail + char)) for char in printable)
+
+    def _nearest(self, text: str, mark: str, scope: str, program: str) -> list[Entry]:
+        """Entries of this scope and mark, of which one shares most with `text`."""
+        place = bisect_left(self._sorted, (scope, mark, text, program), key=_key)
+        beside = self._sorted[max(0, place - 1) : place + 1]
+        found = [entry for entry in beside if (entry.scope, entry.mark) == (scope, mark)]
+        # One that is contained in the text as a whole may share no more than these, which go on in another way.
+        whole = text[: max((common_start(entry.text, text) for entry in found), default=0)]
+        place = bisect_left(self._sorted, (scope, mark, whole, ""), key=_key)
+        return found + [entry for entry in self._sorted[place : place + 1] if entry.key[:3] == (scope, mark, whole)]
+
+    def _cut(self, entry: Entry, text: str) -> tuple[int, int]:
+        """The character and the token up to which `entry` can stand for the beginning of `text`."""
+        shared = common_start(entry.text, text)
+        if shared == len(entry.text) and (shared == len(text) or self.added.start_at(text, shared)):
+            return shared, len(entry.ids)
+        for index in range(bisect_right(entry.chars, shared) - 1, -1, -1):
+            if self.added.start_at(text, entry.chars[index]):
+                return entry.chars[index], entry.tokens[index]
+        return 0, 0
+
+    def _entry(self, begun: Begun, ids: TokenIds) -> Entry:
+        """The text of `begun` with its `ids`. Places to cut it are added tokens that text and ids agree about."""
+        base, char, token = begun.base, begun.char, begun.token
+        known = bisect_left(base.chars, char)
+        chars, tokens = base.chars[:known], base.tokens[:known]
+        if self.added.all is not None:
+            found = (match for match in self.added.all.finditer(begun.text, char) if match[0] in self.added.starts)
+            places = token + np.flatnonzero(self._starts.take(ids[token:], mode="clip"))
+            for place, match in zip(places.tolist(), found, strict=False):
+                if ids[place] != self.added.starts[match[0]]:
+                    break
+                chars.append(match.start())
+                tokens.append(place)
+        return Entry(begun.text, ids, chars, tokens, begun.mark, begun.scope, begun.program)
+
+    def _keep(self, base: Entry, entry: Entry) -> None:
+        """Keep an entry instead of those of its program that it contains."""
+        most = self._limit * _SHARE
+        if entry.size > most:
+            return
+        place = bisect_left(self._sorted, entry.key, key=_key)
+        for old in (base, self._latest.get((entry.scope, entry.program)), *self._sorted[place : place + 1]):
+            if old is None or old not in self._used or not entry.text.startswith(old.text):
+                continue
+            if (old.program, old.mark, old.scope) == (entry.program, entry.mark, entry.scope):
+                self._drop(old)
+        self._sorted.insert(bisect_left(self._sorted, entry.key, key=_key), entry)
+        self._used[entry] = None
+        if entry.program:
+            self._latest[entry.scope, entry.program] = entry
+        tenant = tenant_of(entry.scope)
+        self._sizes[tenant] = self._sizes.get(tenant, 0) + entry.size
+        while self._sizes[tenant] > most:
+            self._drop(next(each for each in self._used if tenant_of(each.scope) == tenant))
+        while sum(self._sizes.values()) > self._limit:
+            self._drop(next(iter(self._used)))
+
+    def _drop(self, entry: Entry) -> None:
+        del self._used[entry]
+        del self._sorted[bisect_left(self._sorted, entry.key, key=_key)]
+        if self._latest.get((entry.scope, entry.program)) is entry:
+            del self._latest[entry.scope, entry.program]
+        tenant = tenant_of(entry.scope)
+        self._sizes[tenant] -= entry.size
+        if not self._sizes[tenant]:
+            del self._sizes[tenant]
+
+
+def _key(entry: Entry) -> tuple[str, str, str, str]:
+    return entry.key
+
+
+def common_start(one: str, other: str) -> int:
+    """How many characters two texts have in common from their beginning."""
+    if other.startswith(one):
+        return len(one)
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+# ---- long texts ----
+
 _Job: TypeAlias = tuple[Future[Any], Callable[[Encoder], Any]]
 
 
@@ -183,21 +404,21 @@ class LongTexts:
         self.token_characters = _most_characters(backend)
         self._context = context
         self._closed = False
-        # Not a lock around threads: who is cancelled leaves a thread behind that is not done yet.
+        # Not a lock around threads: a cancelled caller leaves a thread behind that is not done yet.
         self._thread = ThreadPoolExecutor(1, "long-texts")
-        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # by tenant, whose turn is next first
+        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # by tenant, the next one's turn first
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Those that wait for the thread are refused at their turn; what is being tokenized is not waited for."""
+        """Jobs that wait are refused at their turn. Nobody waits for the one that runs."""
         self._closed = True
         self._thread.shutdown(wait=False)
 
     async def run(self, work: Callable[[Encoder], Result], length: int, scope: str = "") -> Result:
-        """What `work`, on `length` characters of a scope's, makes of the encoder that the thread has.
+        """The result of `work` with the thread's encoder, on `length` characters of a scope.
 
-        Raises UnavailableError once closed, and ContextLengthError for so many characters that no tokenizing could make
-        them fit, where the tokenizer neither drops nor squeezes any.
+        Raises UnavailableError once closed, and ContextLengthError at once for so many characters that they cannot fit,
+        if the tokenizer neither drops nor squeezes any.
         """
         self._check()
         least = length // self.token_characters if self.token_characters else 0
@@ -208,31 +429,24 @@ class LongTexts:
             self._check()
             return work(encoder)
 
-        return await asyncio.wrap_future(self._submit(at_its_turn, scope))
-
-    async def beside(self, work: Callable[[], Result], scope: str = "") -> Result:
-        """What `work` returns, on the thread. Raises UnavailableError once closed."""
-        return await self.run(lambda _: work(), 0, scope)
-
-    def _submit(self, work: Callable[[Encoder], Result], scope: str) -> Future[Result]:
         future = Future[Result]()
         with self._lock:
-            self._waiting.setdefault(tenant_of(scope), deque()).append((future, work))
-        self._thread.submit(self._next)  # one for each that waits, whichever it is for
-        return future
+            self._waiting.setdefault(tenant_of(scope), deque()).append((future, at_its_turn))
+        self._thread.submit(self._next)  # one for each job, whichever it runs
+        return await asyncio.wrap_future(future)
 
     def _next(self) -> None:
-        """Do what the next tenant's first text is to have done; the tenant's next turn is behind the others'."""
+        """Run the first job of the next tenant, whose next turn comes after the others'."""
         with self._lock:
-            tenant, texts = self._waiting.popitem(last=False)
-            future, work = texts.popleft()
-            if texts:
-                self._waiting[tenant] = texts
+            tenant, jobs = self._waiting.popitem(last=False)
+            future, work = jobs.popleft()
+            if jobs:
+                self._waiting[tenant] = jobs
         if not future.set_running_or_notify_cancel():
             return
         try:
             future.set_result(work(self._encoder))
-        except BaseException as error:  # the supervisor of the thread: whoever waits is told
+        except BaseException as error:  # the supervisor of the thread: the caller gets the error
             future.set_exception(error)
 
     def _check(self) -> None:
@@ -241,18 +455,18 @@ class LongTexts:
 
 
 _SLACK = 4
-"""Where a tokenizer rewrites a text first, this much shorter it may become."""
+"""A tokenizer that first rewrites a text may make it this much shorter."""
 _RUNS = (" ", "\n", "\t", "\x01", "x", "7", ".", "\u0301", "\u200b", "\U0010fffd", "x. 7\n\U0010fffd")
-"""What tokenizers drop, or squeeze into one token however much of it there is: if one does, it shows with these."""
+"""Characters that tokenizers drop, or squeeze into one token however many: tokenizing runs of them shows it."""
 _RUN_TOKENS = 8
-"""Tokens that a run must have at least: one that is squeezed has one, or two with the space put before it."""
+"""Tokens that a run must have at least: a squeezed one has one, or two with the space put before it."""
 
 
 def _most_characters(backend: Any) -> int:
     """No token stands for more characters; 0 where one may stand for any number, or some have none.
 
-    White space may be dropped, a run of what is unknown may be one token, an added token may swallow the space next to
-    it, and a text may be cut off.
+    White space may be dropped, a run of unknown characters may be one token, an added token may swallow the space next
+    to it, and a text may be cut off.
     """
     if backend.truncation or any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
         return 0

@@ -310,7 +310,8 @@ def _message(message: Mapping[str, Any], index: int, parse_arguments: bool) -> M
     result = {key: value for key, value in message.items() if value is not None}
     if result["role"] == "developer":
         result["role"] = "system"
-    content = message.get("content") or ""
+    content = message.get("content")
+    content = "" if content is None else content
     if not isinstance(content, str):
         if not isinstance(content, Sequence):
             raise InvalidRequestError("content must be a string or a list of parts", f"messages.{index}.content")

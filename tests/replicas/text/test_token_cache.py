@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.requests import ChatPrompt
+from holdfast.replicas.text.encode import TokenCache
 from holdfast.replicas.text.render import Rendered, Renderer
-from holdfast.replicas.text.token_cache import TokenCache
 from holdfast.replicas.types import salted
 
 SPECIALS = ["<|im_end|>", "<|im_start|>user\n", "<|eot_id|>", "<s>", "</s>", "<tool_call>", "<|im_", "end|>"]

@@ -27,8 +27,9 @@ from holdfast.kernels.paging import PagedBatch
 from holdfast.loadgen.bench.attention_cpu import CASES, Case
 from holdfast.loadgen.bench.forwards import StepShape, step_plan
 from holdfast.loadgen.pocket.shapes import Shape, resolve_shape
-from holdfast.replicas.kv.tensors import CellShape, KVTensors
-from holdfast.replicas.model.decoder import Decoder, decoder_shape
+from holdfast.replicas.kv.tensors import KVTensors
+from holdfast.replicas.model.decoder import Decoder
+from holdfast.replicas.model.description import describe
 from holdfast.replicas.model.runner import ModelRunner
 
 _LAYERS = (4, 24)
@@ -68,9 +69,9 @@ def _forwards(layers: int, rows: Sequence[int], repeat: int) -> list[float]:
         max_position_embeddings=_CONTEXT,
         tie_word_embeddings=False,
     )
-    shape = decoder_shape(config)
+    shape = describe(config)
     assert shape is not None  # it is a Llama
-    kv = KVTensors(CellShape(shape.layers, shape.kv_heads, shape.head_dim), _PAGES, _PAGE, torch.bfloat16, scratch=True)
+    kv = KVTensors(shape.cell, _PAGES, _PAGE, torch.bfloat16, scratch=True)
     with TemporaryDirectory() as folder:
         transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
         model = Decoder.load(folder, config, kv, _CONTEXT, None)

@@ -31,9 +31,8 @@ from holdfast.loadgen.bench.parts import Deadline, Figures
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.model.decoder import decoder_shape
+from holdfast.replicas.model.description import describe, inspect_model
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
-from holdfast.replicas.model.weights import inspect_model
 
 _WARM_TURNS = 3
 _PARTS = ("prepare_s", "kernels_s", "sample_s", "plan_s", "commit_s", "idle_s")
@@ -44,7 +43,7 @@ def measure(loaded: LoadedRunner, ceilings: Ceilings, programs: list[Dialogue], 
 
     `of_turns`: the figures of each, and how `busy` the process was.
     """
-    shape = decoder_shape(inspect_model(loaded.config.model).config)
+    shape = describe(inspect_model(loaded.config.model).config)
     if shape is None:
         raise ConfigError("only models that our own decoder knows", "model")
     kv = loaded.runner.kv

@@ -27,14 +27,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from holdfast.loadgen.bench.gpu.accounting import matrix_sizes
 from holdfast.loadgen.bench.precision import PRECISIONS, in_precision
 from holdfast.loadgen.client import Client
 from holdfast.loadgen.options import PAUSE_S, parse_server
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import ConfigError, UnavailableError
-from holdfast.replicas.model.decoder import decoder_shape
+from holdfast.replicas.model.description import Description, describe, inspect_model
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
-from holdfast.replicas.model.weights import DecoderShape, inspect_model
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 
 _BANDWIDTH_BYTES = 256 << 20  # beyond any cache
@@ -114,13 +114,10 @@ def step_plan(shape: StepShape, page_size: int, pages: int, scattered: bool) -> 
 class Floors:
     """What a step cannot beat: matrices of the model's sizes to chain, and the device's bandwidth."""
 
-    def __init__(self, shape: DecoderShape, dtype: torch.dtype, device: str, weight_bytes: int) -> None:
+    def __init__(self, shape: Description, dtype: torch.dtype, device: str, weight_bytes: int) -> None:
         """`weight_bytes`: of each weight, as the model holds it."""
         self._weight_bytes = weight_bytes
-        sizes = [(shape.q_width + 2 * shape.kv_width, shape.hidden), (shape.hidden, shape.q_width)]
-        sizes += [(2 * shape.inner, shape.hidden), (shape.hidden, shape.inner)]
-        layers = sizes * shape.layers
-        self._layers = [torch.full(size, 0.01, dtype=dtype, device=device) for size in layers]
+        self._layers = [torch.full(size, 0.01, dtype=dtype, device=device) for size in matrix_sizes(shape)]
         self._head = torch.full((shape.vocabulary, shape.hidden), 0.01, dtype=dtype, device=device)
         self._stream = torch.ones(_BANDWIDTH_BYTES // 4, dtype=torch.float32, device=device)
 
@@ -270,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     peers = [LlamaServer(*parse_server(peer)) for peer in options.peer]
     config = EngineConfig(model=options.model, threads=options.threads, cells=options.cells)
-    shape = decoder_shape(inspect_model(options.model).config)
+    shape = describe(inspect_model(options.model).config)
     if shape is None:
         print("bench forwards: our decoder does not know this model", file=sys.stderr)
         return 2

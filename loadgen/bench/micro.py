@@ -29,7 +29,8 @@ from holdfast.replicas.constraints.guidance import AVAILABLE
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Finished, OpenSession, Submit, TurnEnded
 from holdfast.replicas.kv.cache import KVCache
-from holdfast.replicas.model.weights import inspect_model, load_tokenizer
+from holdfast.replicas.model.description import inspect_model
+from holdfast.replicas.model.weights import load_tokenizer
 from holdfast.replicas.plan import Drawn, Landed, Sampling, StepOutput, StepPlan
 from holdfast.replicas.programs import Sequence
 from holdfast.replicas.requests import ChatPrompt, SessionTurn

@@ -28,7 +28,7 @@ from holdfast.loadgen.pocket.evaluate import MOST_NEW_TOKENS, Task, judge, parse
 from holdfast.replicas.config import DType, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Finished, Submit, Tokens
-from holdfast.replicas.model.batch import PageTable, build_batch
+from holdfast.replicas.model.decoder import PageTable, build_batch
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling
 from holdfast.replicas.types import TokenIds

@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from holdfast.kernels.attention import paged_attention
 from holdfast.kernels.paging import PagedBatch
 from holdfast.replicas.kv.tensors import KVTensors
-from holdfast.replicas.model.batch import AttentionShape, ForwardBatch
+from holdfast.replicas.model.decoder import AttentionShape, ForwardBatch
 
 ATTENTION = "holdfast"  # the name in the registry
 _WITHOUT_EFFECT = {"dropout", "is_causal", "position_ids", "cache_position", "use_cache"}  # handed over besides

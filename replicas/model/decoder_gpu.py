@@ -24,8 +24,7 @@ from holdfast.kernels.mlp import silu_and_mul
 from holdfast.kernels.norm import add_norm
 from holdfast.kernels.rope_gpu import rotate_and_store
 from holdfast.kernels.stream_gpu import MOST_ORDERED, MOST_ROWS, streamed, streamed_tall
-from holdfast.replicas.model.batch import AttentionShape, ForwardBatch
-from holdfast.replicas.model.decoder import Decoder, Layer
+from holdfast.replicas.model.decoder import AttentionShape, Decoder, ForwardBatch, Layer
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +62,9 @@ class GpuDecoder(Decoder):
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [R, vocabulary] of the batch's drawn tokens; stores the KV of all its tokens."""
         residual = self._embedding[batch.token_ids[0]]  # [T, D]
-        eps = self._shape.eps
+        eps = self._eps
         change: Tensor | None = None
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             h = _normed(change, residual, layer.input_norm, eps)
             h = layer.out(self._attend_on_gpu(index, layer, layer.qkv(h), batch))
             h = _normed(h, residual, layer.post_norm, eps)
@@ -76,12 +75,12 @@ class GpuDecoder(Decoder):
 
     def _attend_on_gpu(self, index: int, layer: Layer, qkv: Tensor, batch: ForwardBatch) -> Tensor:
         """Attention of one layer between its projections: [T, H d]."""
-        shape, pages = self._shape, batch.pages
-        heads = qkv.view(len(qkv), -1, shape.head_dim)  # [T, H + 2 K, d]
+        mixer, pages = self._mixer, batch.pages
+        heads = qkv.view(len(qkv), -1, mixer.head_dim)  # [T, H + 2 K, d]
         table = (self._cos, self._sin, batch.position_ids[0])
-        q = rotate_and_store(heads, shape.heads, *table, self._kv.data, index, pages.cells, layer.norms, shape.eps)
+        q = rotate_and_store(heads, mixer.heads, *table, self._kv.data, index, pages.cells, layer.norms, self._eps)
         out = attend_gpu(q, self._kv.data, index, pages, self._scale, layer.window or 0, 0.0)
-        return out.view(len(qkv), shape.q_width)
+        return out.view(len(qkv), mixer.heads * mixer.head_dim)
 
 
 def _normed(change: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 from holdfast.kernels.attention_plan import AttentionWork, GpuPlan, plan_key
 from holdfast.kernels.paging import PagedBatch
 from holdfast.kernels.transfer import ALIGNED, Array, Sender, packed, view, views
-from holdfast.replicas.model.batch import AttentionShape, BatchLayout, ForwardBatch, Model, PageTable
+from holdfast.replicas.model.decoder import AttentionShape, BatchLayout, ForwardBatch, Model, PageTable
 
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes a call whose launches are to be captured, gives what replays them."""

@@ -12,7 +12,7 @@ import torch
 
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.tensors import HostPages, KVTensors
-from holdfast.replicas.model.batch import STEP_ERRORS, Model, PageTable, build_batch
+from holdfast.replicas.model.decoder import STEP_ERRORS, Model, PageTable, build_batch
 from holdfast.replicas.model.sampler import sample
 from holdfast.replicas.plan import Drawn, Flight, Landed, StepOutput, StepPlan
 from holdfast.replicas.types import record

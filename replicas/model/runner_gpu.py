@@ -19,7 +19,7 @@ from holdfast.kernels.transfer import Array, Sender
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.tensors import HostPages, KVTensors, Moved
 from holdfast.replicas.model import sampler_gpu
-from holdfast.replicas.model.batch import STEP_ERRORS, BatchLayout, Model, PageTable, lay_out
+from holdfast.replicas.model.decoder import STEP_ERRORS, BatchLayout, Model, PageTable, lay_out
 from holdfast.replicas.model.graphs import Capture, CudaGraphs, GraphRoom, Replayed
 from holdfast.replicas.model.runner import ModelRunner
 from holdfast.replicas.plan import Chunk, RowWrite, StepOutput, StepPlan

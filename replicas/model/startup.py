@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from holdfast.kernels import attention_c, layer_c, native, product_c
@@ -27,21 +27,13 @@ from holdfast.replicas.config import CpuKernels, DType, EngineConfig, Hardware, 
 from holdfast.replicas.errors import ConfigError, EngineError
 from holdfast.replicas.kv.tensors import HostPages, KVTensors
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
-from holdfast.replicas.model.batch import STEP_ERRORS, Model, PageTable, build_batch
-from holdfast.replicas.model.decoder import Decoder
+from holdfast.replicas.model.decoder import STEP_ERRORS, Decoder, Model, PageTable, build_batch
+from holdfast.replicas.model.description import ModelInfo, inspect_model, sliding_window
 from holdfast.replicas.model.folder import cannot_serve, served_name
 from holdfast.replicas.model.graphs import MOST_DRAWS, gpu_capture, room_for
 from holdfast.replicas.model.runner import ModelRunner
 from holdfast.replicas.model.smoothing import sample_tokens
-from holdfast.replicas.model.weights import (
-    LoadedModel,
-    ModelInfo,
-    eos_ids,
-    inspect_model,
-    load_model,
-    load_tokenizer,
-    sampling_defaults,
-)
+from holdfast.replicas.model.weights import eos_ids, load_model, load_tokenizer, sampling_defaults
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Runner, Sampling, StepOutput, StepPlan
 from holdfast.replicas.speculation.gate import StepCost, step_cost
 from holdfast.replicas.types import TokenIds
@@ -167,9 +159,9 @@ def _load_model(info: ModelInfo, config: EngineConfig, kv: KVTensors, tokenizer:
     if int8:
         why = "is set to transformers" if config.decoder == "transformers" else "does not know this model"
         raise ConfigError(f"int8 products are those of our own decoder, and decoder {why}: set another dtype", "dtype")
-    loaded = load_model(info, config.dtype, config.device)
-    check_model(loaded, kv, config.context_length)
-    return AnyModel(loaded.module, kv)
+    module = load_model(info, config.dtype, config.device)
+    check_model(module, info, kv, config.context_length)
+    return AnyModel(module, kv)
 
 
 def _decoder(device: str) -> type[Decoder]:
@@ -284,7 +276,7 @@ def _seconds(outputs: int, inputs: int, dtype: torch.dtype) -> float:
     return min(taken)
 
 
-def check_model(loaded: LoadedModel, kv: KVTensors, context_length: int) -> None:
+def check_model(module: nn.Module, info: ModelInfo, kv: KVTensors, context_length: int) -> None:
     """Switch the model to paged attention and compare it with what it computed before. Writes the store's first cells.
 
     A short prompt runs twice, once in transformers' own way and once through pages in two steps. A model that keeps
@@ -295,8 +287,8 @@ def check_model(loaded: LoadedModel, kv: KVTensors, context_length: int) -> None
     Raises ConfigError for a model that cannot be switched or computes something else then, in contexts of up to
     `context_length` tokens.
     """
-    module, name = loaded.module, loaded.info.path
-    tokens = np.arange(1, 1 + min(_PROBE, kv.cells), dtype=np.int32) % loaded.info.vocabulary
+    name = info.path
+    tokens = np.arange(1, 1 + min(_PROBE, kv.cells), dtype=np.int32) % info.vocabulary
     device = kv.data.device
     with torch.inference_mode():
         plain = module(input_ids=torch.from_numpy(tokens).long().to(device)[None], use_cache=False).logits[0, -1]
@@ -311,19 +303,10 @@ def check_model(loaded: LoadedModel, kv: KVTensors, context_length: int) -> None
     likeness = torch.cosine_similarity(plain.double(), paged.double(), dim=0).item()
     if not likeness >= min(_LIKENESS[kv.dtype], _LIKENESS[kv.data.dtype]):
         raise cannot_serve(name, "on paged KV it computes something else")
-    window = _window(loaded.info.config)
+    window = sliding_window(info.config)
     if window and window < context_length and not model.windowed:
         why = f"its sliding window of {window} does not reach its attention"
         raise ConfigError(f"{why}: set context_length to {window} or less", "context_length")
-
-
-def _window(config: Any) -> int:
-    """Tokens of the sliding window that a transformers configuration asks for; 0: none."""
-    text = config.get_text_config(decoder=True)
-    kinds = getattr(text, "layer_types", None)
-    if not getattr(text, "use_sliding_window", True) or (kinds and "sliding_attention" not in kinds):
-        return 0
-    return getattr(text, "sliding_window", None) or 0
 
 
 def _paged_logits(model: AnyModel, kv: KVTensors, tokens: TokenIds) -> Tensor:

@@ -16,8 +16,9 @@ from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Finished, Submit, Tokens
 from holdfast.replicas.kv.tensors import CellShape, KVTensors
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
-from holdfast.replicas.model.decoder import Decoder, decoder_shape
+from holdfast.replicas.model.decoder import Decoder
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
+from holdfast.replicas.model.description import describe
 from holdfast.replicas.model.graphs import GraphRoom
 from holdfast.replicas.model.runner import ModelRunner
 from holdfast.replicas.model.runner_gpu import GpuRunner
@@ -68,9 +69,7 @@ def decoder(
 ) -> tuple[Decoder, KVTensors]:
     """A decoder over a store of its own, in which cells that nobody wrote hold NaN; its products, or that, in int8."""
     config = config_of(window)
-    shape = decoder_shape(config)
-    cell = CellShape(shape.layers, shape.kv_heads, shape.head_dim)
-    kv = KVTensors(cell, pages, page_size, dtype, scratch=True, int8=int8_kv)
+    kv = KVTensors(describe(config).cell, pages, page_size, dtype, scratch=True, int8=int8_kv)
     kv.data.fill_(-1 if int8_kv else torch.nan)  # a scale of such bytes is NaN
     sample = torch.arange(VOCABULARY) if int8 or int8_kv else None
     return kind.load(_checkpoint(window).name, config, kv, 640, sample, int8), kv

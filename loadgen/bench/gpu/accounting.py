@@ -12,7 +12,7 @@ import numpy as np
 from holdfast.kernels.ceilings import Ceilings
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Finished, Tokens
-from holdfast.replicas.model.weights import DecoderShape
+from holdfast.replicas.model.description import Description
 from holdfast.replicas.plan import Flight, Runner, StepOutput, StepPlan
 from holdfast.replicas.types import TokenIds
 
@@ -21,7 +21,7 @@ from holdfast.replicas.types import TokenIds
 class Bounds:
     """`item_bytes` of one weight, `cell_bytes` of one token's KV in all layers."""
 
-    shape: DecoderShape
+    shape: Description  # of the model
     item_bytes: int
     cell_bytes: int
     ceilings: Ceilings
@@ -29,13 +29,12 @@ class Bounds:
     @property
     def weight_bytes(self) -> int:
         """Read by every forward: all weights but the embedding."""
-        return (self.shape.layers * self._layer + self.shape.hidden * self.shape.vocabulary) * self.item_bytes
+        return (self._layers + self.shape.hidden * self.shape.vocabulary) * self.item_bytes
 
     def flops(self, tokens: int, cached: int = 0) -> float:
         """Multiplications and additions of `tokens` after `cached` ones, attention with its causal mask; no head."""
-        shape = self.shape
         pairs = tokens * cached + tokens * (tokens + 1) / 2
-        return 2.0 * tokens * shape.layers * self._layer + 4.0 * pairs * shape.heads * shape.head_dim * shape.layers
+        return 2.0 * tokens * self._layers + 4.0 * pairs * sum(layer.mixer.q_width for layer in self.shape.layers)
 
     def compute_s(self, tokens: int, cached: int = 0) -> float:
         """Seconds for these operations."""
@@ -46,10 +45,19 @@ class Bounds:
         return (forwards * self.weight_bytes + positions * self.cell_bytes) / self.ceilings.bandwidth
 
     @property
-    def _layer(self) -> int:
-        """Weights of one layer's matrices."""
-        shape = self.shape
-        return shape.hidden * (2 * shape.q_width + 2 * shape.kv_width) + 3 * shape.hidden * shape.inner
+    def _layers(self) -> int:
+        """Weights of the layers' matrices."""
+        return sum(outputs * inputs for outputs, inputs in matrix_sizes(self.shape))
+
+
+def matrix_sizes(shape: Description) -> list[tuple[int, int]]:
+    """Outputs and inputs of the layers' matrices, in order."""
+    sizes = []
+    for layer in shape.layers:
+        mixer, inner = layer.mixer, layer.feed_forward.inner
+        sizes += [(mixer.q_width + 2 * mixer.kv_width, shape.hidden), (shape.hidden, mixer.q_width)]
+        sizes += [(2 * inner, shape.hidden), (shape.hidden, inner)]
+    return sizes
 
 
 @dataclass(frozen=True, slots=True)

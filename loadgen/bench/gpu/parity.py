@@ -30,10 +30,11 @@ from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Finished, Submit, Tokens
 from holdfast.replicas.kv.tensors import HostPages, KVTensors
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
+from holdfast.replicas.model.description import inspect_model
 from holdfast.replicas.model.graphs import gpu_capture, room_for
 from holdfast.replicas.model.runner_gpu import GpuRunner
 from holdfast.replicas.model.startup import LoadedRunner, check_graphs, load_runner
-from holdfast.replicas.model.weights import inspect_model, load_tokenizer
+from holdfast.replicas.model.weights import load_tokenizer
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.types import TokenIds, common_prefix
 

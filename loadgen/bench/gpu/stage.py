@@ -29,9 +29,9 @@ from holdfast.loadgen.pocket.tokenizer import WEIGHTS, spans
 from holdfast.loadgen.pocket.words import Split
 from holdfast.replicas.config import POCKET, EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.model.decoder import decoder_shape
+from holdfast.replicas.model.description import describe, inspect_model
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
-from holdfast.replicas.model.weights import inspect_model, load_tokenizer
+from holdfast.replicas.model.weights import load_tokenizer
 from holdfast.replicas.types import TokenIds
 
 _THREADS = 4  # that write the model while steps are measured
@@ -193,7 +193,7 @@ class Stage:
 
     @property
     def bounds(self) -> Bounds:
-        shape = decoder_shape(inspect_model(str(self.folder())).config)
+        shape = describe(inspect_model(str(self.folder())).config)
         assert shape is not None  # a Llama
         kv = self.loaded().runner.kv
         return Bounds(shape, kv.dtype.itemsize, kv.cell_bytes, self.ceilings)

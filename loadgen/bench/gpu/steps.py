@@ -22,15 +22,15 @@ from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Finished, Submit
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.pages import PageMoves
-from holdfast.replicas.kv.tensors import CellShape, HostPages, KVTensors
+from holdfast.replicas.kv.tensors import HostPages, KVTensors
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
-from holdfast.replicas.model.batch import Model
-from holdfast.replicas.model.decoder import decoder_shape, rotary_table
+from holdfast.replicas.model.decoder import Model, rotary_table
 from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_products
+from holdfast.replicas.model.description import Description, describe
 from holdfast.replicas.model.graphs import gpu_capture, room_for
 from holdfast.replicas.model.runner_gpu import GpuRunner
 from holdfast.replicas.model.startup import check_graphs
-from holdfast.replicas.model.weights import DecoderShape, DecoderWeights, allocate
+from holdfast.replicas.model.weights import DecoderWeights, allocate
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 from holdfast.replicas.types import TokenIds
 
@@ -111,12 +111,11 @@ class World:
     """The runner over random weights, with graphs where the device has any; of our decoder, or of transformers' own."""
 
     def __init__(self, sizes: StepSizes, ceilings: Ceilings, ours: bool = True) -> None:
-        shape = decoder_shape(sizes.model)
+        shape = describe(sizes.model)
         assert shape is not None  # both sizes are of a family that the decoder knows
         self.sizes, self.shape = sizes, shape
         dtype = torch.bfloat16 if sizes.device == "cuda" else torch.float32
-        cell = CellShape(shape.layers, shape.kv_heads, shape.head_dim)
-        self.kv = KVTensors(cell, sizes.cells // 16, 16, dtype, sizes.device, scratch=True)
+        self.kv = KVTensors(shape.cell, sizes.cells // 16, 16, dtype, sizes.device, scratch=True)
         self.bounds = Bounds(shape, dtype.itemsize, self.kv.cell_bytes, ceilings)
         context = sizes.model.max_position_embeddings
         self.model: Model
@@ -178,7 +177,7 @@ class World:
         return time.perf_counter()
 
 
-def random_weights(shape: DecoderShape, dtype: torch.dtype, device: str) -> DecoderWeights:
+def random_weights(shape: Description, dtype: torch.dtype, device: str) -> DecoderWeights:
     """Numbers as a fresh model has them; their size matters for speed, their values do not."""
     weights = allocate(shape, dtype, device)
     generator = torch.Generator(device).manual_seed(0)

@@ -8,7 +8,7 @@ from tiny_decoder import ROOM, replayed
 from holdfast.kernels.attention_gpu import attend_gpu
 from holdfast.replicas.kv.pages import PageCopy
 from holdfast.replicas.model import any_model
-from holdfast.replicas.model.batch import PageTable, build_batch
+from holdfast.replicas.model.decoder import PageTable, build_batch
 from holdfast.replicas.model.runner_gpu import GpuRunner
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 

@@ -9,10 +9,10 @@ import transformers as tf
 from safetensors.torch import save_file
 
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.kv.tensors import CellShape, KVTensors
-from holdfast.replicas.model.batch import PageTable, build_batch
-from holdfast.replicas.model.decoder import Decoder, decoder_shape
+from holdfast.replicas.kv.tensors import KVTensors
+from holdfast.replicas.model.decoder import Decoder, PageTable, build_batch
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
+from holdfast.replicas.model.description import describe
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling
 
 COMMON = {
@@ -74,8 +74,7 @@ def save(config: tf.PreTrainedConfig, folder, shards: bool = False) -> torch.nn.
 
 
 def kv_of(config: tf.PreTrainedConfig, dtype: torch.dtype = torch.float32) -> KVTensors:
-    shape = decoder_shape(config)
-    return KVTensors(CellShape(shape.layers, shape.kv_heads, shape.head_dim), 20, 8, dtype)
+    return KVTensors(describe(config).cell, 20, 8, dtype)
 
 
 def paged_logits(decoder: Decoder, kv: KVTensors, tokens: np.ndarray, cuts: list[int]) -> torch.Tensor:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_decoder import ROOM, decoder, prompt, replayed
 
-from holdfast.replicas.model.batch import AttentionShape, PageTable, build_batch, lay_out
+from holdfast.replicas.model.decoder import AttentionShape, PageTable, build_batch, lay_out
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
 from holdfast.replicas.model.graphs import Bucket, CudaGraphs, GraphRoom, Sender, room_for
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling

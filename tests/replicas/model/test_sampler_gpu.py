@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from holdfast.kernels.transfer import Sender
 from holdfast.replicas.constraints.matcher import RowMasks
 from holdfast.replicas.model import sampler_gpu
-from holdfast.replicas.model.batch import STEP_ERRORS
+from holdfast.replicas.model.decoder import STEP_ERRORS
 from holdfast.replicas.model.sampler import sample
 from holdfast.replicas.plan import Chunk, Draw, Sampling
 from holdfast.replicas.types import TokenCounts

@@ -7,11 +7,11 @@ import torch
 import transformers as tf
 
 from holdfast.kernels.int8 import even_out
-from holdfast.replicas.kv.tensors import CellShape, KVTensors
-from holdfast.replicas.model.batch import PageTable, build_batch
-from holdfast.replicas.model.decoder import Decoder, decoder_shape, rotary_table
+from holdfast.replicas.kv.tensors import KVTensors
+from holdfast.replicas.model.decoder import Decoder, PageTable, build_batch, rotary_table
+from holdfast.replicas.model.description import describe, inspect_model
 from holdfast.replicas.model.smoothing import sample_tokens, smooth
-from holdfast.replicas.model.weights import DecoderWeights, inspect_model, load_tokenizer, read_weights
+from holdfast.replicas.model.weights import DecoderWeights, load_tokenizer, read_weights
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling
 
 VOCABULARY = 61
@@ -50,7 +50,7 @@ def model(family: str, outliers: float) -> tuple[tf.PreTrainedConfig, DecoderWei
                 weight.normal_(1.0, 0.1)
     with TemporaryDirectory() as folder:
         module.save_pretrained(folder)
-        weights = read_weights(folder, decoder_shape(config), torch.float32, "cpu")
+        weights = read_weights(folder, describe(config), torch.float32, "cpu")
     for layer in weights.layers:
         for norm, weight in ((layer.input_norm, layer.qkv), (layer.post_norm, layer.gate_up)):
             norm[[3, 17, 30]] *= outliers
@@ -71,8 +71,8 @@ def model(family: str, outliers: float) -> tuple[tf.PreTrainedConfig, DecoderWei
 def logits(
     config: tf.PreTrainedConfig, weights: DecoderWeights, int8: bool = False, int8_kv: bool = False
 ) -> torch.Tensor:
-    shape = decoder_shape(config)
-    kv = KVTensors(CellShape(shape.layers, shape.kv_heads, shape.head_dim), 8, 16, torch.float32, int8=int8_kv)
+    shape = describe(config)
+    kv = KVTensors(shape.cell, 8, 16, torch.float32, int8=int8_kv)
     decoder = Decoder(shape, weights, rotary_table(config, 256, "cpu"), kv, int8)
     table = PageTable(1, 8, 16, 8, kv.data.device)
     table.write(RowWrite(0, 0, torch.arange(8, dtype=torch.int32).numpy()))
@@ -82,7 +82,7 @@ def logits(
 
 def smoothed(family: str, outliers: float) -> tuple[tf.PreTrainedConfig, DecoderWeights]:
     config, weights = model(family, outliers)
-    smooth(weights, decoder_shape(config), rotary_table(config, 256, "cpu"), TOKENS[:40], torch.float32, keys=True)
+    smooth(weights, describe(config), rotary_table(config, 256, "cpu"), TOKENS[:40], torch.float32, keys=True)
     return config, weights
 
 

@@ -16,9 +16,10 @@ from holdfast.kernels import attention_c, layer_c, native, product_c
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.model.decoder import Decoder
+from holdfast.replicas.model.description import inspect_model
 from holdfast.replicas.model.folder import model_folder
 from holdfast.replicas.model.startup import load_runner
-from holdfast.replicas.model.weights import eos_ids, inspect_model, load_tokenizer, sampling_defaults
+from holdfast.replicas.model.weights import eos_ids, load_tokenizer, sampling_defaults
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 
 

@@ -16,7 +16,8 @@ from waiting import work
 
 from holdfast.replicas.config import POCKET, EngineConfig
 from holdfast.replicas.errors import ContextLengthError, InvalidRequestError, UnavailableError
-from holdfast.replicas.model.weights import inspect_model, load_tokenizer
+from holdfast.replicas.model.description import inspect_model
+from holdfast.replicas.model.weights import load_tokenizer
 from holdfast.replicas.requests import ChatPrompt, RawPrompt
 from holdfast.replicas.text import conversation
 from holdfast.replicas.text.conversation import TextSide

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.model.batch import PageTable
+from holdfast.replicas.model.decoder import PageTable
 from holdfast.replicas.plan import RowWrite
 
 ROWS, SLOTS, PAGE_SIZE, PAGES = 3, 12, 4, 20

@@ -8,6 +8,8 @@ from holdfast.cluster.config import Settings, check_tenants
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.model import folder as models
+from holdfast.replicas.retention.policy import retention_policy
+from holdfast.replicas.scheduling.queue import request_order
 from holdfast.replicas.text.calls.formats import hermes_may_be_told
 
 ANSWERING = (
@@ -28,9 +30,19 @@ def check(settings: Settings) -> None:
     """Everything below, the quickest first."""
     check_tenants(settings)
     template(settings.engine)
+    policies(settings.engine)
     listening(settings)
     if settings.redis.url:
         redis.ping(settings.redis.url, settings.redis.timeout_s, settings.redis.ca_file)
+
+
+def policies(engine: EngineConfig) -> None:
+    """Whether the classes that the configuration names as policies can be made here, as each replica makes its own."""
+    try:
+        request_order(engine.order)
+        retention_policy(engine.retention.policy)
+    except ConfigError as error:
+        raise ConfigError(f"engine.{error.message}", f"engine.{error.field}") from error
 
 
 def listening(settings: Settings) -> None:

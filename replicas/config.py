@@ -7,12 +7,16 @@ is refused where it is set, by the name of its field. The comment behind a field
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from importlib import import_module
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
 from holdfast.replicas.errors import ConfigError
+
+T = TypeVar("T")
 
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 KVDType: TypeAlias = Literal["auto", "int8"]
@@ -23,8 +27,10 @@ Mechanism: TypeAlias = Literal[
     "prefix_cache", "sessions", "grouped_prefill", "adaptive_chunks", "kv_tags", "device_sampling", "cuda_graphs"
 ]
 CpuKernels: TypeAlias = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "torch"]
-OrderName: TypeAlias = Literal["auto", "program", "request", "plas", "infercept", "fair"]
-PolicyName: TypeAlias = Literal["none", "fixed", "bernstein", "continuum", "restore-cost", "infercept", "gittins"]
+
+ORDERS = ("auto", "program", "request", "fair")  # the orders of requests that have a short name
+POLICIES = ("none", "continuum", "infercept", "expected_waste")  # the retention policies that have one
+_RENAMED = {"gittins": "expected_waste"}
 
 POCKET = "pocket"  # the name of the shipped model
 DEVICES = ("auto", "cpu", "cuda")
@@ -49,42 +55,19 @@ class DraftConfig:
 
 @dataclass(frozen=True, slots=True)
 class RetentionConfig:
-    """`policy` says for how long; the constants after it belong to the policy named. Times in seconds."""
+    """How long a program's KV cells are kept between two turns, and how many of them. Times in seconds."""
 
-    policy: PolicyName = (
-        "gittins"  # none: nothing is kept; gittins: while keeping is expected to waste less than losing
+    policy: str = (  # when to give up the cells of a program whose tools run: `none`, `continuum`, `infercept`,
+        "expected_waste"  # `expected_waste`, or a class of your own as `module:Class` (docs/policies.md)
     )
-    most_s: float = 60.0  # no pin lasts longer, whatever the policy says
-    settle_s: float = 1.0  # a turn's cells are kept so long until it is known what the turn called
-    share: float = 1.0  # of all cells that pins may keep; who began earlier takes what it needs of them
-    tenant_share: float = 1.0  # of all cells that the pins of one tenant may keep
-
-    fixed_s: float = 2.0  # fixed: the longest mean interval worth a pin, and how long the pin lasts
-
-    # bernstein (Continuum's first version; the paper leaves the values open)
-    delta: float = (
-        0.05  # bernstein, gittins: the truth is beyond a bound drawn from samples with this probability at most
-    )
-    tool_samples: int = 10  # bernstein: from so many calls on a tool's own bound counts
-    overall_samples: int = 10  # bernstein: from so many calls on that of all tools counts
-    unknown_s: float = 2.0  # bernstein: the bound until then
-    turns_weight: float = 1.0  # bernstein: how much longer a program is kept at the beginning of its turns
-
-    # continuum
-    trusted_samples: int = 100  # continuum: a tool with so many calls or fewer is taken for the average tool
-    wait_window: int = 128  # continuum, gittins: turns without a pin over which the queue delay is averaged
-
-    # gittins
-    prior_s: float = 1.0  # gittins: half of the calls of which nothing is known are over by then
-    away_waits: float = 2.0  # gittins: times that delay; who is away for longer gives way before later programs
+    most_s: float = 60.0  # longest time that the cells of a paused program are kept, whatever the policy says
+    share: float = 1.0  # share of all cells that paused programs may keep
+    tenant_share: float = 1.0  # share of all cells that the paused programs of one tenant may keep
 
     def __post_init__(self) -> None:
-        _check(self, _one_of(get_args(PolicyName)), "policy")
-        _check(self, _NOT_NEGATIVE, "fixed_s", "turns_weight", "unknown_s", "settle_s", "most_s", "away_waits")
-        _check(self, _POSITIVE, "prior_s")
-        _check(self, _AT_LEAST_ONE, "tool_samples", "overall_samples", "trusted_samples", "wait_window")
+        _check_name(self.policy, POLICIES, "policy")
+        _check(self, _NOT_NEGATIVE, "most_s")
         _check(self, _SHARE, "share", "tenant_share")
-        _check(self, _Rule("in (0, 1)", lambda value: 0 < value < 1), "delta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +133,8 @@ class EngineConfig:
     host_cells: int = 0  # tokens that host memory holds; 0: from `host_memory`
     host_memory: float = 0.0  # GiB where `host_cells` is 0; 0: no second tier
 
-    order: OrderName = (  # who is served first: by `program` arrival, by `request`, as Autellix (`plas`) or InferCept
-        "auto"  # (`infercept`) do, or tenants by weight (`fair`); auto: fair with several, or a file of them
+    order: str = (  # which request is served first: by arrival of its `program`, by arrival of the `request`, tenants
+        "auto"  # by weight (`fair`), or a class of your own as `module:Class`; auto: fair with several tenants
     )
 
     retention: RetentionConfig = field(default_factory=RetentionConfig)
@@ -173,9 +156,6 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_each()
-        if self.order == "infercept" and self.retention.policy != "infercept":
-            told = f"order infercept goes with InferCept's own rule, not with {self.retention.policy!r}"
-            raise ConfigError(f"{told}: set retention.policy to infercept", "retention.policy")
         if self.dtype == "int8" and self.device == "cuda":
             raise ConfigError(_INT8_ON_GPU, "dtype")
         if self.kv_dtype == "int8" and self.device == "cuda":
@@ -202,7 +182,7 @@ class EngineConfig:
         _check(self, _one_of(get_args(CpuKernels)), "cpu_kernels")
         _check(self, _one_of(get_args(Guarantee)), "tools_guarantee")
         _check(self, _one_of(get_args(Overlap)), "overlap_steps")
-        _check(self, _one_of(get_args(OrderName)), "order")
+        _check_name(self.order, ORDERS, "order")
         _check(self, _AT_LEAST_ONE, "page_size", "max_sequences", "max_waiting", "background_chunk")
         _check(self, _AT_LEAST_ONE, "max_waiting_tokens")
         _check(self, _AT_LEAST_ONE, "completion_reserve", "step_tokens", "latency_chunk", "question_tokens")
@@ -317,3 +297,32 @@ def _check(config: object, rule: _Rule, *names: str) -> None:
         value = getattr(config, name)
         if not rule.holds(value):
             raise ConfigError(f"{name} must be {rule.text}, not {value!r}", name)
+
+
+_MODULE_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def _check_name(value: str, names: tuple[str, ...], field: str) -> None:
+    """Raise ConfigError where `value` is none of `names` and does not have the form `module:Class`."""
+    if value not in names and not _MODULE_CLASS.fullmatch(value):
+        hint = f"; it is called {_RENAMED[value]} now" if value in _RENAMED else ""
+        raise ConfigError(f"{field} must be one of {', '.join(names)}, or module:Class, not {value!r}{hint}", field)
+
+
+def made(name: str, known: Mapping[str, Callable[[], T]], interface: type, field: str) -> T:
+    """A new object of the class called `name`: one of `known`, or `module:Class`, which is imported.
+
+    Raises ConfigError, naming the `field`, where the class cannot be imported, cannot be created without arguments, or
+    lacks a member of `interface`.
+    """
+    if name in known:
+        return known[name]()
+    module, _, attribute = name.partition(":")
+    try:
+        created = getattr(import_module(module), attribute)()
+    except Exception as error:  # a module may raise anything when it is imported
+        raise ConfigError(f"{field} cannot be {name}: {type(error).__name__}: {error}", field) from error
+    missing = [each for each in vars(interface) if not each.startswith("_") and not hasattr(created, each)]
+    if missing:
+        raise ConfigError(f"{field} cannot be {name}: it has no {', '.join(missing)}", field)
+    return cast(T, created)

@@ -48,7 +48,7 @@ from holdfast.replicas.requests import CloseSession, ForkSession
 from holdfast.replicas.retention.policy import LoadStats
 from holdfast.replicas.scheduling.admission import check_cells, pages_of
 from holdfast.replicas.scheduling.batch import BooksError, Step
-from holdfast.replicas.scheduling.queue import order_of
+from holdfast.replicas.scheduling.queue import request_order
 from holdfast.replicas.scheduling.scheduler import Scheduler
 from holdfast.replicas.seed import prompt_seed
 from holdfast.replicas.sessions import SessionFacts, Sessions, check_room
@@ -82,8 +82,8 @@ class Engine:
         self.config = config
         self._eos = eos
         self._vocabulary = vocabulary
-        self._order = order_of(config.order)
-        self._learned = LoadStats(config.retention.wait_window)
+        self._order = request_order(config.order)
+        self._learned = LoadStats()
         self.stats = EngineStats()
         self._drafter = Drafter(config.speculation, self.stats, cost)
         self._pipeline = Pipeline(runner, config.overlap_steps == "on", self.stats, stopwatch)

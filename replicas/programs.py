@@ -140,7 +140,6 @@ class Sequence:
     seed: int = 0
     stop_ids: frozenset[int] = field(default_factory=frozenset)
     pinned: bool = False  # it stands with programs whose cells are kept; who changes it tells the queue (`reorder`)
-    attained_s: float = 0.0  # seconds of service that count against it, where the order counts them
     turn: tuple[float, float] = (0.0, 0.0)  # its turn among its tenant's programs, where the order gives them turns
     # How its tokens are drawn, by the number of drafts, where that is the same in every step; set by the first of each.
     draws: dict[int, Draw] = field(default_factory=dict)

@@ -18,13 +18,13 @@ from functools import partial
 from itertools import chain, count, cycle
 from pathlib import Path
 from statistics import median
-from typing import get_args
 
 import numpy as np
 
 from holdfast.loadgen.bench.drafts import decoding, draft
 from holdfast.loadgen.bench.workload import BURST_TOOLS, Scenario, rounds
-from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig, PolicyName, RetentionConfig
+from holdfast.loadgen.policies import RETENTION
+from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig, RetentionConfig
 from holdfast.replicas.constraints.guidance import AVAILABLE
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Finished, OpenSession, Submit, TurnEnded
@@ -35,7 +35,15 @@ from holdfast.replicas.plan import Drawn, Landed, Sampling, StepOutput, StepPlan
 from holdfast.replicas.programs import Sequence
 from holdfast.replicas.requests import ChatPrompt, SessionTurn
 from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot, Pauses
-from holdfast.replicas.retention.policy import Conditions, LocalPauses, Pause, Policy, RestoreCost, policy_of
+from holdfast.replicas.retention.policy import (
+    POLICIES,
+    Conditions,
+    LocalPauses,
+    Pause,
+    RestoreCost,
+    RetentionPolicy,
+    retention_policy,
+)
 from holdfast.replicas.speculation.drafter import Drafter
 from holdfast.replicas.speculation.gate import step_cost
 from holdfast.replicas.stats import EngineStats
@@ -136,7 +144,7 @@ def scheduling() -> Iterator[Figure]:
         "1,000 waiting": _Crowd(_QUEUED),
         "1,000 waiting, 500 programs pinned": _Crowd(_QUEUED, pinned=_PINNED),
         "the same, short of cells": _Crowd(_QUEUED, pinned=_PINNED, short=True),
-        "the same under gittins": _Crowd(_QUEUED, pinned=_PINNED, short=True, policy="gittins"),
+        "the same under expected_waste": _Crowd(_QUEUED, pinned=_PINNED, short=True, policy="expected_waste"),
     }.items():
         yield Figure(f"plan and commit, 64 decoding, {what}", _step_ms(crowd), "ms", 2.0)
 
@@ -155,8 +163,8 @@ def retention() -> Iterator[Figure]:
     ended = Pause("", "tool0", 20_000)
     cost = RestoreCost(1e-9, 1e-4, 0.02)
     conditions = Conditions(1.0, mean_turns=5.0, others=30_000, paused=100_000, returning=5000.0, restore=cost)
-    for name in get_args(PolicyName):
-        policy = policy_of(RetentionConfig(policy=name))
+    for name in (*POLICIES, *RETENTION):
+        policy = retention_policy(RETENTION.get(name, name))
         asked = range(_ROUNDS * 200)
         news = iter([(replace(known), replace(conditions, local=LocalPauses(pauses, _CALLS))) for _ in asked])
         seconds = _best(partial(_ask, policy, ended, news), 200)
@@ -189,7 +197,7 @@ def masks() -> Iterator[Figure]:
     yield Figure("mask of one row", _best(lambda: matcher.fill([], rows), 100) * 1e6, "us")
 
 
-def _ask(policy: Policy, pause: Pause, news: Iterator[tuple[LatencySnapshot, Conditions]]) -> None:
+def _ask(policy: RetentionPolicy, pause: Pause, news: Iterator[tuple[LatencySnapshot, Conditions]]) -> None:
     known = next(news)
     policy.ttl(pause, *known)
     policy.away(pause, *known)
@@ -264,7 +272,7 @@ class _Crowd:
     sessions: int = 0
     pinned: int = 0
     short: bool = False
-    policy: PolicyName = "fixed"
+    policy: str = RETENTION["fixed"]
 
 
 _NOBODY = _Crowd()
@@ -280,7 +288,7 @@ def _step_ms(crowd: _Crowd = _NOBODY, *, drafts: bool = False) -> float:
         max_waiting=2 * _WAITING,
         admission_ceiling=1.0,
         speculation=DraftConfig(enabled=drafts),
-        retention=RetentionConfig(policy=crowd.policy, fixed_s=1e9, most_s=1e9),
+        retention=RetentionConfig(policy=crowd.policy, most_s=1e9),
     )
     engine = Engine(config, _Dice(), frozenset(), _VOCABULARY, stopwatch=time.thread_time)
     rng = np.random.default_rng(0)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.loadgen.measure import estimate, median, ratio
+from holdfast.loadgen.policies.fixed import SUTRADHARA_TTL, TTL_S
 from holdfast.loadgen.workloads.words import KINDS, filler
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig, RetentionConfig
 from holdfast.replicas.errors import ConfigError, EngineError, HoldfastError
@@ -48,7 +49,6 @@ SHORTEST_S, LONGEST_S = 0.05, 0.3  # that a tool takes
 KEEP_S = 60.0
 SPLIT_AFTER_S = 0.01  # the orchestrator's, which needs more than a bare clone has
 WHOLE = 2**13  # tokens: more than a prompt here has
-TTL_S = 6.0
 _WARM = 2 * SYSTEMS  # rounds before the measured ones
 _TOOL = {
     "type": "function",
@@ -78,7 +78,7 @@ ROWS = (
     Row("tags alone", engine={"without": ()}),
     Row("baseline, chunks of 256", engine={"step_tokens": 256}),
     Row("baseline, whole prompts", engine={"step_tokens": WHOLE, "latency_chunk": WHOLE}),
-    Row(f"baseline, TTL {TTL_S:g} s", engine={"retention": RetentionConfig("fixed", fixed_s=TTL_S)}),
+    Row(f"baseline, TTL {TTL_S:g} s", engine={"retention": RetentionConfig(SUTRADHARA_TTL)}),
 )
 
 

@@ -31,8 +31,8 @@ def _add_policies(commands: "Commands[argparse.ArgumentParser]") -> None:
     add("--replicas", type=int, default=1, help="behind the router's placement (default: 1)")
     add("--cells", type=int, help="KV cells of a replica (default: what the profile has room for)")
     add("--policy", action="append", help="request, plas, infercept-request, infercept-program, infercept, program, "
-        "fixed, bernstein, restore-cost, continuum, gittins or default; may come several times, the first is what the "
-        "others are compared to (default: all but infercept-program, restore-cost and default)")  # fmt: skip
+        "fixed, bernstein, restore-cost, continuum, expected_waste or default; repeatable; others are compared to the "
+        "first (default: all but infercept-program, restore-cost and default)")  # fmt: skip
     add("--host-tier", choices=("off", "on", "both"), default="off", help="cells in host memory (default: off)")
     add("--seed", type=int, default=0, help="of the first run (default: 0)")
     add("--seeds", type=int, default=3, help="how many, one after another (default: 3)")
@@ -77,7 +77,7 @@ def _add_tenants(commands: "Commands[argparse.ArgumentParser]") -> None:
     add(
         "--order",
         action="append",
-        help="program, request, plas or fair; may come several times (default: program, fair)",
+        help="program, request, plas, fair, or module:Class; repeatable (default: program, fair)",
     )
     add("--profile", default="8b-a100", help="as for simulate (default: 8b-a100)")
     add("--cells", type=int, default=1 << 16, help="KV cells of a replica (default: 65536)")

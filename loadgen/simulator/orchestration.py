@@ -20,6 +20,7 @@ from rich.table import Table
 
 from holdfast.loadgen.lag import uncollected
 from holdfast.loadgen.measure import Estimate, mean, ratio
+from holdfast.loadgen.policies.fixed import SUTRADHARA_TTL, TTL_S
 from holdfast.loadgen.progress import bar
 from holdfast.loadgen.simulator import machines
 from holdfast.loadgen.simulator.agents import WORKLOADS, draw
@@ -31,7 +32,6 @@ from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.errors import ConfigError
 
 WHOLE = 1 << 20  # tokens of a step that no prompt fills
-TTL_S = 6.0
 DEPTHS = 4  # the last one stands for all deeper ones
 _HEADS = (
     "FTR p50",
@@ -73,7 +73,7 @@ ROWS = (
         {"without": (), "step_tokens": _OURS.step_tokens, "retention": _OURS.retention},
     ),
     Row("baseline, whole prompts", engine={"step_tokens": WHOLE, "latency_chunk": WHOLE}),
-    Row(f"baseline, TTL {TTL_S:g} s", engine={"retention": RetentionConfig("fixed", fixed_s=TTL_S)}),
+    Row(f"baseline, TTL {TTL_S:g} s", engine={"retention": RetentionConfig(SUTRADHARA_TTL)}),
 )
 SWEPT = ("baseline", "+ tags")
 

@@ -27,7 +27,7 @@ from holdfast.loadgen.simulator import machines
 from holdfast.loadgen.simulator.programs import Length
 from holdfast.loadgen.simulator.runner import CostRunner
 from holdfast.loadgen.table import WIDTH
-from holdfast.replicas.config import DraftConfig, EngineConfig, OrderName
+from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import DeadlineError, EngineError, ErrorKind
 from holdfast.replicas.events import Abort, Aborted, Event, Finished, Rejected, Submit, Terminal
@@ -55,7 +55,7 @@ class Options:
     reply: int = 250
     sequences: int = 64
     batch: float = 0.0
-    order: OrderName = "program"
+    order: str = "program"
     seed: int = 0
 
 

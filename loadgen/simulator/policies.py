@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.loadgen.policies import ORDERS, RETENTION
 from holdfast.loadgen.simulator.profile import Profile
 from holdfast.loadgen.simulator.programs import CONTEXT
-from holdfast.replicas.config import DraftConfig, EngineConfig, OrderName, PolicyName, RetentionConfig
+from holdfast.replicas.config import DraftConfig, EngineConfig, RetentionConfig
 from holdfast.replicas.errors import ConfigError
 
 PAGE = 16
@@ -15,29 +16,29 @@ _ENDLESS = 1e12  # seconds, and requests: what comes waits as long as it has to
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """An order and a retention policy."""
+    """`engine.order` and `engine.retention.policy`."""
 
-    order: OrderName
-    retention: PolicyName
+    order: str
+    retention: str
 
 
-_UNTOLD = EngineConfig()
+_DEFAULTS = EngineConfig()
 POLICIES = {
     "request": Policy("request", "none"),
-    "plas": Policy("plas", "none"),
+    "plas": Policy(ORDERS["plas"], "none"),
     "infercept-request": Policy("request", "infercept"),
     "infercept-program": Policy("program", "infercept"),
-    "infercept": Policy("infercept", "infercept"),
+    "infercept": Policy(ORDERS["infercept"], "infercept"),
     "program": Policy("program", "none"),
-    "fixed": Policy("program", "fixed"),
-    "bernstein": Policy("program", "bernstein"),
-    "restore-cost": Policy("program", "restore-cost"),
+    "fixed": Policy("program", RETENTION["fixed"]),
+    "bernstein": Policy("program", RETENTION["bernstein"]),
+    "restore-cost": Policy("program", RETENTION["restore-cost"]),
     "continuum": Policy("program", "continuum"),
-    "gittins": Policy("program", "gittins"),
-    "default": Policy(_UNTOLD.order, _UNTOLD.retention.policy),
+    "expected_waste": Policy("program", "expected_waste"),
+    "default": Policy(_DEFAULTS.order, _DEFAULTS.retention.policy),
 }
 USUAL = (
-    "request", "plas", "infercept-request", "infercept", "program", "fixed", "bernstein", "continuum", "gittins"
+    "request", "plas", "infercept-request", "infercept", "program", "fixed", "bernstein", "continuum", "expected_waste"
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from holdfast.loadgen.lag import uncollected
+from holdfast.loadgen.policies import ORDERS
 from holdfast.loadgen.progress import bar
 from holdfast.loadgen.simulator.crowds import of_tenants
 from holdfast.loadgen.simulator.machines import profile
@@ -35,7 +36,6 @@ from holdfast.loadgen.simulator.programs import Program
 from holdfast.loadgen.simulator.replica import Replica
 from holdfast.loadgen.simulator.routing import Ours
 from holdfast.loadgen.simulator.simulation import Simulation
-from holdfast.replicas.config import OrderName
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.events import ServedElsewhere
 from holdfast.router.elsewhere import Ledger
@@ -55,7 +55,7 @@ class Options:
     quiet: int = 20
     replicas: int = 4
     routers: int = 4
-    orders: tuple[OrderName, ...] = ("program", "fair")
+    orders: tuple[str, ...] = ("program", "fair")
     profile: str = "8b-a100"
     cells: int = CELLS
     seed: int = 0
@@ -127,7 +127,7 @@ def run(
     programs: Sequence[Program],
     machine: Profile,
     replicas: int,
-    order: OrderName,
+    order: str,
     routers: int,
     besides: str = "",
 ) -> Ran:
@@ -145,7 +145,7 @@ def run(
                     total[tenant] = total.get(tenant, 0.0) + seconds
             had.append((now, total))
 
-    config = replace(engine(machine), order=order, step_ms=STEP_MS)
+    config = replace(engine(machine), order=ORDERS.get(order, order), step_ms=STEP_MS)
     told = partial(Told, routers=routers, share=order == "fair")
     simulation = Simulation(machine, config, replicas, routing=told, served=served)
     left = {program.number for program in programs if program.tenant != besides}
@@ -183,7 +183,7 @@ class Runs:
 
     options: Options
     machine: Profile
-    order: OrderName
+    order: str
     seed: int
 
     def equal(self) -> Row:

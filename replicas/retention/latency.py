@@ -1,9 +1,9 @@
-"""What a turn waits for, and how long that takes: the tools that a reply called, and statistics of their intervals.
+"""Which tools a turn waits for, and statistics of how long they take.
 
-An interval is measured by the server, from the end of decoding to the arrival of the program's next turn (Continuum,
-section 4.2), and counts once, under the set of tools that the turn called. Here: what is known, frozen for readers, and
-how one process adds an interval to it; and what one replica knows of its latest pauses, over or not (`Pauses`), counted
-as they end. Not here: where a cluster keeps its statistics (`router/tool_latency`).
+The server measures an interval from the end of decoding to the arrival of the program's next turn (Continuum, section
+4.2). It counts once, under the set of tools that the turn called. `LatencyBook` is one process's statistics, frozen for
+readers in a `LatencySnapshot`; `Pauses` are the latest pauses of one replica, over or not. Not here: where a cluster
+keeps its statistics (`router/tool_latency`).
 """
 
 import math
@@ -18,61 +18,42 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-RECENT = 256  # durations kept for the distribution; the mean and the variance are of all
-
-
-AGES = np.concatenate(([0.0], np.geomspace(0.02, 3600.0, 47)))
-"""Ages of a pause that are told apart, in seconds: from one to the next three tenths more."""
-
+RECENT = 256  # latest durations kept for the distribution; mean and variance are of all
+AGES = np.concatenate(([0.0], np.geomspace(0.02, 3600.0, 47)))  # seconds: the resolution of a pause, in steps of 30 %
+MAX_NAME = 64  # characters of a tool's name; the rest is cut
+MAX_KEY = 256  # characters of the key of a set of tools
+ToolKey: TypeAlias = tuple[str, str]  # tenant and set of tools
 
 _AGES: list[float] = AGES.tolist()
-
-
-MAX_NAME = 64  # characters of a tool's name; the rest is cut
-
-
-MAX_KEY = 256  # characters of a set's key
-
-
-ToolKey: TypeAlias = tuple[str, str]
-"""Tenant and set of tools."""
-
-
 _BLOCK = re.compile(r"```bash[ \t]*\n(.*?)```", re.DOTALL)
-
-
 _JOINED = re.compile(r"&&|\|\|")
-
-
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """`tools`: names, in the order of the calls, none twice. `last`: the program is not expected to come back."""
+    """`tools`: names in the order of the calls, each once. `last`: the program is not expected to come back."""
 
     tools: tuple[str, ...] = ()
     last: bool = False
 
 
 def called(names: Sequence[str], text: str, *, interface: bool, cut: bool, ends: bool) -> Called:
-    """What a reply with calls of `names`, or with `text`, waits for now (Continuum, section 5.2).
+    """The tools that a reply with calls of `names`, or with `text`, waits for (Continuum, section 5.2).
 
-    With the function interface the tracker has read the calls, in whatever format the model writes them. Without it a
-    program runs what stands in a bash block; its commands are the tools.
-
-    `interface`: the request declared tools. `cut`: the reply ended for its length, or inside of a call. `ends`: the
-    request said that it is the program's last. A reply that is whole and calls nothing is a final answer.
+    `interface`: the request declared tools, and the tracker has read the calls. Without it the tools are the commands
+    of a bash block. `cut`: the reply ended for its length, or inside a call. `ends`: the request said that it is the
+    program's last. A whole reply that calls nothing is a final answer.
     """
     found = tuple(dict.fromkeys(names if names or interface else commands(text)))
     return Called(found, ends or not (found or cut))
 
 
 def commands(text: str) -> tuple[str, ...]:
-    """The first word of each part of the one bash block in `text`, parts joined by `&&` or `||`.
+    """The first word of each part of the one bash block in `text`; `&&` and `||` separate parts.
 
-    None for no block, or several: then nobody knows which one is run. Variables that are set for a command are no word
-    of it: their values would make a tool each.
+    Empty for no block, or several: it is not known then which one is run. Variables set for a command are skipped, as
+    their values would make a tool each.
     """
     blocks = _BLOCK.findall(text)
     if len(blocks) != 1:
@@ -83,13 +64,16 @@ def commands(text: str) -> tuple[str, ...]:
 
 
 def tool_set(names: Iterable[str]) -> str:
-    """The key of a set of tools called at once: its names, sorted and joined. Empty for no tool at all."""
+    """The key of a set of tools called at once: its names, sorted and joined. Empty for no tool."""
     return ",".join(sorted({name[:MAX_NAME] for name in names if name}))[:MAX_KEY]
+
+
+# ---- statistics of intervals that are over ----
 
 
 @dataclass(frozen=True, slots=True)
 class ToolLatency:
-    """Intervals of one set of tools in seconds. `variance` is the sample's; `recent` are the last ones, ascending."""
+    """Intervals of one set of tools in seconds. `variance` is the sample's; `recent` the latest, in ascending order."""
 
     count: int = 0
     mean: float = 0.0
@@ -102,7 +86,7 @@ UNKNOWN = ToolLatency()
 
 @dataclass(frozen=True, slots=True)
 class LatencySnapshot:
-    """What was known of all tools at one moment. `overall` is of every tool of every tenant."""
+    """The statistics of all tools at one moment. `overall` is of every tool of every tenant."""
 
     overall: ToolLatency = UNKNOWN
     tools: Mapping[ToolKey, ToolLatency] = field(default_factory=dict)
@@ -112,7 +96,7 @@ class LatencySnapshot:
 
 
 def pooled(several: Iterable[ToolLatency]) -> ToolLatency:
-    """What several sets of tools have together."""
+    """The statistics of several sets of tools together."""
     those = [each for each in several if each.count]
     count = sum(each.count for each in those)
     if not count:
@@ -124,18 +108,18 @@ def pooled(several: Iterable[ToolLatency]) -> ToolLatency:
 
 
 class Tally:
-    """One running statistic: Welford's mean and variance, and the last durations."""
+    """One running statistic: Welford's mean and variance, and the latest durations."""
 
     __slots__ = ("_ascending", "_latency", "_recent", "_squares", "count", "mean")
 
     def __init__(self, count: int = 0, mean: float = 0.0, squares: float = 0.0, recent: Sequence[float] = ()) -> None:
-        """Go on from figures that another process has; `recent` as they came."""
+        """Continues from another process's figures; `recent` in the order in which they came."""
         self.count = count
         self.mean = mean
         self._squares = squares
-        self._recent: deque[float] = deque(recent)  # as they came
-        self._ascending = sorted(recent)  # the same: a snapshot sorts nothing
-        self._latency: ToolLatency | None = None if count else UNKNOWN  # what is known; None: it has changed
+        self._recent: deque[float] = deque(recent)
+        self._ascending = sorted(recent)  # the same, so that a snapshot sorts nothing
+        self._latency: ToolLatency | None = None if count else UNKNOWN  # None: it has changed
 
     def add(self, seconds: float) -> None:
         if len(self._recent) == RECENT:
@@ -156,20 +140,20 @@ class Tally:
 
 
 class LatencyBook:
-    """The statistics of one process, at most `most` sets of tools.
+    """The statistics of one process, of at most `most` sets of tools.
 
-    Where there are more, the tenant that has most of them loses its least recently used one: who invents names without
-    end pushes out nobody else's.
+    Beyond that the tenant with the most sets loses its least recently used one: a tenant that invents names without end
+    pushes out only its own.
     """
 
     def __init__(self, most: int = 4096) -> None:
         self._most = most
         self._overall = Tally()
         self._tools: dict[ToolKey, Tally] = {}
-        self._sets: dict[str, dict[ToolKey, None]] = {}  # of each tenant, the least recently used first
+        self._sets: dict[str, dict[ToolKey, None]] = {}  # by tenant, the least recently used first
 
     def record(self, tenant: str, tools: str, seconds: float) -> None:
-        """One interval; negative ones, of clocks that disagree, count as 0. Without a tool it counts overall alone."""
+        """Add an interval. A negative one, of clocks that disagree, counts as 0; one without a tool counts overall."""
         if not math.isfinite(seconds):
             return
         seconds = max(seconds, 0.0)
@@ -182,7 +166,7 @@ class LatencyBook:
         self.put(key, tally)
 
     def put(self, key: ToolKey | None, tally: Tally) -> None:
-        """Go on from what another process has of a set of tools; None: of all."""
+        """Continue from another process's statistics of a set of tools; None: of all."""
         if key is None:
             self._overall = tally
             return
@@ -201,12 +185,15 @@ class LatencyBook:
         return LatencySnapshot(self._overall.latency(), {key: tally.latency() for key, tally in self._tools.items()})
 
 
+# ---- pauses of one replica, over or not ----
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SurvivalCounts:
-    """How many of `n` pauses were over at each of `AGES`, and how many had lasted no longer and were not over.
+    """`by_age` [2, ages]: of `n` pauses, how many were over at each of `AGES`, and how many were not and no older.
 
-    `by_age`: these two, [2, ages]. Without the second, long pauses are missing until they end, and a tool looks quicker
-    than it is. `count`: how many are known to be over, of which those told apart by age may be the latest alone.
+    Without the second row long pauses are missing until they end, and a tool looks quicker than it is. `count`: how
+    many are known to be over, of which `by_age` may hold only the latest.
     """
 
     by_age: npt.NDArray[np.float64]
@@ -215,7 +202,7 @@ class SurvivalCounts:
 
     @classmethod
     def of(cls, tool: ToolLatency) -> "SurvivalCounts":
-        """Of statistics that tell only of pauses that are over."""
+        """From statistics of pauses that are over."""
         by_age = np.zeros((2, len(AGES)))
         by_age[0] = np.asarray(tool.recent).searchsorted(AGES, side="right")
         return cls(by_age, len(tool.recent), tool.count)
@@ -223,9 +210,9 @@ class SurvivalCounts:
 
 @dataclass(slots=True, eq=False)
 class ToolPause:
-    """One pause: of which set, when it began, and once it has ended the first of `AGES` at which it had.
+    """One pause of a set of tools, and since when. Once it has ended, `age` is the index of the first age reached.
 
-    `kind`: 0 for one that is over, 1 for one of which nobody knows when it would have been.
+    `kind`: 0 for a pause that is over, 1 for one that was given up on.
     """
 
     key: ToolKey
@@ -235,7 +222,7 @@ class ToolPause:
 
 
 class _Latest:
-    """The last `RECENT` pauses that began, of some kind: those that last, one by one, and the others counted."""
+    """The last `RECENT` pauses that began: those that last, one by one, and the others as counts."""
 
     __slots__ = ("_counts", "_lasting", "_pauses")
 
@@ -255,13 +242,12 @@ class _Latest:
         self._lasting[pause] = None
 
     def ended(self, pause: ToolPause) -> None:
-        """Of one that is none of the latest any more nothing is told."""
+        """A pause that is no longer among the latest does not count."""
         if pause in self._lasting:
             del self._lasting[pause]
             self._counts[pause.kind, pause.age] += 1
 
     def known(self, now: float) -> SurvivalCounts:
-        """What there is to tell at `now`, seconds."""
         counts = self._counts
         if self._lasting:
             counts = counts.copy()
@@ -272,11 +258,11 @@ class _Latest:
 
 
 class Pauses:
-    """A replica's latest pauses, over or not: of each set of tools, and of all, the last `RECENT` that began.
+    """A replica's latest pauses, over or not: the last `RECENT` that began of each set of tools, and of all.
 
-    By when they began and not by when they ended, so that they are a sample of all lengths. A program that never comes
-    back is a pause that lasts until it is none of the latest. Bounded: at most `most` sets; where there are more, the
-    tenant that has most of them loses the one that it has not called for longest.
+    The latest by beginning, not by end, are a fair sample of all lengths. A program that never comes back is a pause
+    that lasts until it is no longer among the latest. Of more than `most` sets the tenant that has the most loses the
+    one that it has not called for longest.
     """
 
     def __init__(self, most: int = 256) -> None:
@@ -285,7 +271,7 @@ class Pauses:
         self._sets: OrderedDict[ToolKey, _Latest] = OrderedDict()
 
     def began(self, tenant: str, tools: str, now: float) -> ToolPause:
-        """Without a tool it counts among all alone, as in a `LatencyBook`."""
+        """Without a tool it counts among all only, as in a `LatencyBook`."""
         pause = ToolPause((tenant, tools), now)
         self._all.began(pause)
         if tools:
@@ -300,7 +286,7 @@ class Pauses:
         return pause
 
     def ended(self, pause: ToolPause, now: float, *, returned: bool) -> None:
-        """The next turn is here, or there will be none: then the pause would have lasted longer than it has."""
+        """`returned`: the next turn has come. Else none will come, and the pause counts as longer than it has lasted."""
         pause.kind, pause.age = 0 if returned else 1, bisect_left(_AGES, max(now - pause.since, 0.0))
         self._all.ended(pause)
         latest = self._sets.get(pause.key)
@@ -308,6 +294,6 @@ class Pauses:
             latest.ended(pause)
 
     def known(self, key: ToolKey | None, now: float) -> SurvivalCounts:
-        """What is known of a set of tools; None: of all."""
+        """The counts of a set of tools; None: of all."""
         latest = self._all if key is None else self._sets.get(key)
         return latest.known(now) if latest is not None else SurvivalCounts.of(UNKNOWN)

@@ -26,12 +26,13 @@ from holdfast.replicas.kv.cache import Freed, KVCache
 from holdfast.replicas.kv.holding import Pin
 from holdfast.replicas.programs import Kind, Program, ProgramKey, ProgramPin, Programs, Rows, Sequence, give_back
 from holdfast.replicas.retention.latency import LatencySnapshot, tool_set
-from holdfast.replicas.retention.policy import Conditions, LoadStats, Pause, policy_of
+from holdfast.replicas.retention.policy import Conditions, LoadStats, Pause, retention_policy
 from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.types import Priority
 
 _LOOKED_AT = 16  # pins past their deadline, kept for a turn that waits, that are looked at in one step
 _SLACK = 64  # entries of dropped pins that may stay in a heap of any size
+SETTLE_S = 1.0  # how long the cells of a turn are kept until its tools are known: far longer than a report takes
 
 Rank: TypeAlias = tuple[float, ...]
 
@@ -278,7 +279,7 @@ class Retention:
         self.pins = Pins(config.retention, cache, queue, by_arrival=ranking.by_arrival)
         self._ranking = ranking
         self._config = config.retention
-        self._policy = policy_of(config.retention)
+        self._policy = retention_policy(config.retention.policy)
         self._active = config.retention.policy != "none" and (config.has("prefix_cache") or config.has("sessions"))
         self._load = load
         self._cache = cache
@@ -345,7 +346,7 @@ class Retention:
         are kept as long as the client said.
         """
         background = sequence.submit.background
-        keep_s = self._config.settle_s if background is None else background.keep_s
+        keep_s = SETTLE_S if background is None else background.keep_s
         self._stats.pins_refused += self.pins.add(sequence, pin, now, now + keep_s)
 
     def notice(self, notice: Notice, now: float) -> None:

@@ -1,25 +1,24 @@
-"""For how long a program's cells are kept after a turn, and what a replica learns to decide it (Continuum, 4.3).
+"""For how long a program's KV cells are kept between two turns, and the load statistics that this is decided by.
 
-Seven policies behind three pure calls: for how long, from when on a program is away, and until when its next turn goes
-first. `gittins`, the default, weighs InferCept's waste by what is known of the tools. Source of the other formulas:
-Continuum's first version (`bernstein`), its simplified one (`fixed`), its later one (`continuum`). `infercept` is
-InferCept's rule, `none` and `restore-cost` are what to measure them against. Below them what they look at: the cost of
-having cells again, fitted to the steps that the engine runs, the turns of programs, how fast they come back, the queue
-delay. Not here: how long tools take (`latency`), whose cells are kept (`pins`).
+A policy answers three questions about a program that pauses, each a pure function of the pause, the tools' statistics
+and the replica's load. `ExpectedWaste` is the default: InferCept's waste, weighed by the distribution of the pause.
+`Continuum` is that paper's rule (section 4.3), `InferCept` that of InferCept. Policies that are only compared with
+these are in `loadgen/policies`. Not here: how long tools take (`latency`), which cells are kept (`pins`).
 """
 
 import math
+from abc import abstractmethod
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import ClassVar, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.replicas.config import PolicyName, RetentionConfig
+from holdfast.replicas.config import made
 from holdfast.replicas.retention.latency import (
     AGES,
     UNKNOWN,
@@ -31,12 +30,12 @@ from holdfast.replicas.retention.latency import (
 )
 
 Array: TypeAlias = npt.NDArray[np.float64]
-Span: TypeAlias = tuple[int, int]  # positions of a sequence: the first, and the one behind the last
+Span: TypeAlias = tuple[int, int]  # positions of a sequence: the first one, and the one after the last
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A turn is over and its program is expected back: `tools` is the key of what it called.
+    """A program between two turns, with `cells` in the cache. `tools` is the key of what it called (`tool_set`).
 
     `turn` counts from 1 after the program's last answer.
     """
@@ -49,9 +48,9 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class RestoreCost:
-    """Seconds to have `n` cells again: a n^2 + b n + c, or `reload` a cell where there is a tier to copy them from.
+    """Seconds until the KV of `n` tokens is there again: a n^2 + b n + c, or `reload` a cell from a host tier.
 
-    `read`: what a chunk of a few tokens takes for each of the cells that it looks at.
+    `read`: seconds that a chunk of a few tokens takes for each cell that it reads.
     """
 
     a: float = 0.0
@@ -61,11 +60,12 @@ class RestoreCost:
     read: float = 0.0
 
     def seconds(self, n: int) -> float:
+        """The cheaper way."""
         computed = self.computed(n)
         return computed if self.reload is None else min(computed, self.reload * n)
 
     def computed(self, n: int) -> float:
-        """Without a tier."""
+        """Without a host tier."""
         return (self.a * n + self.b) * n + self.c if n > 0 else 0.0
 
     def between(self, start: int, end: int) -> float:
@@ -75,12 +75,12 @@ class RestoreCost:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What the replica has measured. `wait_s`: mean queue delay of follow-up turns without a pin. `eta`: how much the
-    turns a program has behind it say of those before it. `mean_turns` from a question to its answer. `local`: its own
-    latest pauses.
+    """The load of a replica, as measured.
 
-    `others` are the cells of the sequences that run, `paused` those that are kept for programs between their turns, of
-    which so many a second are `returning`.
+    `wait_s` is the mean queue delay of follow-up turns without pinned cells. `mean_turns` is the mean number of turns
+    from a question to its answer, `eta` how well the number of turns so far predicts the number that is left (0 to 1).
+    `others` counts the cells of running sequences, `paused` the cells kept for programs between turns; of these,
+    `returning` cells a second are asked for again. `local` are the replica's own latest pauses.
     """
 
     wait_s: float = 0.0
@@ -93,124 +93,57 @@ class Conditions:
     local: "LocalPauses | None" = None
 
     def back_within(self, seconds: float) -> int:
-        """Cells of programs between their turns that are asked for again so soon, by how fast that has gone."""
+        """Cells of paused programs that are expected to be asked for again within that time."""
         return int(min(self.paused, self.returning * seconds))
 
 
-class Policy(Protocol):
-    yielding: ClassVar[bool]
-    """What is kept past its time stays until somebody is short of cells, and goes first then. Else it goes at once."""
-
-    def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
-        """Seconds from the turn's end; 0: not at all."""
-        ...
-
-    def away(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
-        """Seconds from the turn's end after which the next is so far off that the program gives way before later ones.
-
-        inf: it never is.
-        """
-        ...
-
-    def first_within(self, pause: Pause, conditions: Conditions, *, lost: bool) -> float:
-        """Seconds from the turn's end within which the next one stands before those of programs without cells.
-
-        `lost`: its own are gone, for others needed them. inf: whenever it comes.
-        """
-        ...
+# ---- policies ----
 
 
-def policy_of(config: RetentionConfig) -> Policy:
-    """The policy that `config` names."""
-    policies: dict[PolicyName, Policy] = {
-        "none": NoRetention(),
-        "fixed": Fixed(config),
-        "bernstein": Bernstein(config),
-        "continuum": Continuum(config),
-        "restore-cost": RestoreTime(),
-        "infercept": InferCept(),
-        "gittins": Gittins(config),
-    }
-    return policies[config.policy]
-
-
-class Dropping:
-    """A policy for which what is past its time goes at once, and before that the latest program gives way."""
+class RetentionPolicy(Protocol):
+    """The interface of a retention policy. A subclass has to define `ttl`. Times are seconds from the turn's end."""
 
     yielding: ClassVar[bool] = False
+    """True: cells past their `ttl` stay until another request needs them, and go first then. False: they go at once."""
+
+    @abstractmethod
+    def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
+        """How long the cells are kept; 0: not at all."""
+        raise NotImplementedError
 
     def away(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
+        """From when on the program gives way before programs that arrived later; inf: never."""
         return math.inf
 
     def first_within(self, pause: Pause, conditions: Conditions, *, lost: bool) -> float:
+        """Within which time the next turn has to come to go before turns whose programs have no cells; inf: any time.
+
+        `lost`: the program's own cells were given to others.
+        """
         return 0.0 if lost else math.inf
 
 
-class NoRetention(Dropping):
-    """Nothing is kept beyond what the cache keeps anyway."""
+class NoRetention(RetentionPolicy):
+    """Keeps nothing but what the prefix cache keeps anyway."""
 
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         return 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Fixed(Dropping):
-    """The same for all tools whose mean interval is at most as long, and for those that nobody knows (section 4.5)."""
+class Continuum(RetentionPolicy):
+    """Continuum, section 4.3: the t with the largest P(back within t) * (wait * eta + cost to restore) - t."""
 
-    config: RetentionConfig
-
-    def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
-        limit = self.config.fixed_s
-        return limit if latency.of(pause.tenant, pause.tools).mean <= limit else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Bernstein(Dropping):
-    """An upper bound of the interval, longer for a program that is likely to have many turns before it.
-
-    The paper's scaling by turns is lost; ours is 1 + weight * max(0, 1 - turn / mean turns).
-    """
-
-    config: RetentionConfig
-
-    def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
-        config, tool = self.config, latency.of(pause.tenant, pause.tools)
-        if tool.count >= config.tool_samples:
-            bound = upper_bound(tool, config.delta)
-        elif latency.overall.count >= config.overall_samples:
-            bound = upper_bound(latency.overall, config.delta)
-        else:
-            bound = config.unknown_s
-        left = max(0.0, 1.0 - pause.turn / max(conditions.mean_turns, 1.0))
-        return bound * (1.0 + config.turns_weight * left)
-
-
-def upper_bound(tool: ToolLatency, delta: float) -> float:
-    """Empirical Bernstein bound of the mean (Maurer & Pontil 2009, theorem 4), with probability 1 - delta.
-
-    The range of the intervals is unknown beforehand; the longest recent one stands for it.
-    """
-    if tool.count < 2:
-        return tool.mean
-    log = math.log(2.0 / delta)
-    widest = tool.recent[-1] if tool.recent else tool.mean
-    return tool.mean + math.sqrt(2.0 * tool.variance * log / tool.count) + 7.0 * widest * log / (3.0 * (tool.count - 1))
-
-
-@dataclass(frozen=True, slots=True)
-class Continuum(Dropping):
-    """Where keeping pays most: argmax over t of P(back within t) * (wait * eta + cost to restore) - t."""
-
-    config: RetentionConfig
+    TRUSTED: ClassVar[int] = (
+        100  # calls up to which a tool counts as the average tool, all tools as unknown (the paper)
+    )
 
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         benefit = conditions.wait_s * conditions.eta + conditions.restore.seconds(pause.cells)
-        enough = self.config.trusted_samples
-        if latency.overall.count <= enough:
-            # Nobody knows the tools: as if their intervals were exponential with a mean of 1 s.
+        if latency.overall.count <= self.TRUSTED:
+            # The paper's case of unknown tools: exponential intervals with a mean of 1 s.
             return math.log(benefit) if benefit > 1.0 else 0.0
         tool = latency.of(pause.tenant, pause.tools) if pause.tools else UNKNOWN
-        return best_time(tool if tool.count > enough else latency.overall, benefit)
+        return best_time(tool if tool.count > self.TRUSTED else latency.overall, benefit)
 
 
 def best_time(tool: ToolLatency, benefit: float) -> float:
@@ -226,145 +159,115 @@ def best_time(tool: ToolLatency, benefit: float) -> float:
     return best
 
 
-class RestoreTime(Dropping):
-    """As long as having the cells again would take: at most twice the cost of who knew the interval beforehand."""
+class InferCept(RetentionPolicy):
+    """InferCept: keep while that wastes less than losing the cells, as if a pause lasted as long again as it has."""
 
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
-        return conditions.restore.seconds(pause.cells)
+        return break_even_s(pause, conditions)
 
 
-class InferCept(Dropping):
-    """As long as keeping wastes less memory and time than computing again, or copying out and in (InferCept).
+def discard_waste(pause: Pause, conditions: Conditions, *, returning: bool = False) -> float:
+    """Cell-seconds that computing the cells again wastes: they and those of the running sequences wait (InferCept).
 
-    The time that a pause has lasted is taken for the time it will last.
+    `returning`: the cells of programs that come back meanwhile wait, too. InferCept does not count them.
     """
-
-    def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
-        return preserve_until(interception(pause, conditions))
-
-
-def interception(pause: Pause, conditions: Conditions, *, pauses_too: bool = False) -> "Interception":
-    """What a pause costs under these conditions; copies overlap with steps. `pauses_too`: who comes back meanwhile
-    waits as those do that run.
-    """
-    cost = conditions.restore
-    swap = math.inf if cost.reload is None else cost.reload * pause.cells
-    recompute_s, others = cost.computed(pause.cells), conditions.others
-    if pauses_too:
-        others += conditions.back_within(recompute_s)
-    return Interception(pause.cells, others, recompute_s, swap, stalled=pause.cells)
+    seconds = conditions.restore.computed(pause.cells)
+    others = conditions.others + (conditions.back_within(seconds) if returning else 0)
+    return seconds * (pause.cells + others)
 
 
-@dataclass(frozen=True, slots=True)
-class Interception:
-    """A program that pauses: its `cells`, and what it costs to have them again (InferCept). Times are in seconds.
-
-    Waste is cells times the seconds in which they do nothing useful. All three ways pay for the same bytes a cell, so
-    bytes do not appear.
-
-    `others` are the cells of those that wait while this one's are computed again: the others that run, and who comes
-    back meanwhile where that is counted. `stalled` are the cells that wait while cells are copied: the whole batch
-    where a copy stops it, the program's own where copies overlap with steps.
-    """
-
-    cells: int
-    others: int
-    recompute_s: float
-    swap_s: float = math.inf  # one way; without a host tier there is none
-    stalled: int = 0
-
-    @property
-    def discard(self) -> float:
-        """Cell-seconds: its own cells fill up again, and the others wait meanwhile."""
-        return self.recompute_s * (self.cells + self.others)
-
-    @property
-    def swap(self) -> float:
-        """Cell-seconds: out and in again."""
-        return 2 * self.swap_s * max(self.stalled, self.cells)
-
-    def preserve(self, pause_s: float) -> float:
-        """Cell-seconds of a pause of that length."""
-        return pause_s * self.cells
+def swap_waste(pause: Pause, conditions: Conditions) -> float:
+    """Cell-seconds that copying the cells out and in wastes, beside steps that go on; inf without a host tier."""
+    reload = conditions.restore.reload
+    return math.inf if reload is None else 2 * (reload * pause.cells) * pause.cells
 
 
-def preserve_until(pause: Interception) -> float:
-    """For how many seconds preserving wastes least. As a time to live this is the rule for a pause of unknown length:
-    InferCept takes the time that a pause has lasted for the time it will last.
-    """
-    return min(pause.discard, pause.swap) / pause.cells if pause.cells else 0.0
+def break_even_s(pause: Pause, conditions: Conditions, *, returning: bool = False) -> float:
+    """For how many seconds keeping the cells wastes less than losing them the cheaper way."""
+    waste = min(discard_waste(pause, conditions, returning=returning), swap_waste(pause, conditions))
+    return waste / pause.cells if pause.cells else 0.0
 
 
-class Gittins:
-    """While the expected waste of keeping on is less than that of losing the cells, which is InferCept's, but that who
-    comes back while they are computed again waits for it as well.
+class ExpectedWaste(RetentionPolicy):
+    """Keep while the expected waste of keeping is less than that of losing the cells, by the known pauses of the tools.
 
-    At age e of a pause T, keeping for t more holds its cells for E[min(T - e, t)] and saves their loss with
-    P(T <= e + t), both given T > e. So it pays where
+    At age e of a pause T, keeping for t more holds the cells for E[min(T - e, t)] and saves their loss with
+    probability P(T <= e + t), both given T > e. It pays while
 
         loss * max over t of P(T - e <= t | T > e) / E[min(T - e, t) | T > e]  >=  cells
 
-    The maximum is Gittins' index of a job of age e: as a pause goes on it falls from that of the quick calls of a tool
-    to that of its slow ones. The first age at which it is too low is the time to stop. It does not matter when that is
-    asked: nothing but new conditions, or new statistics, changes the answer. A cell that nobody is short of costs
-    nothing to keep, so the policy is `yielding`.
+    The maximum is the Gittins index of a job of age e. It falls as the pause outlasts the quick calls of a tool, and
+    `ttl` is the first age at which it is too low. Asking again later gives the same age as long as the conditions and
+    statistics are the same. Cells that no request is short of cost nothing, so the policy is `yielding`.
 
-    Of programs that may give way it is the latest: its cells are taken sooner or later, and an earlier one would come
-    back and take them. Not so where it is `away` for longer than that takes: the median of what is left of its pause is
-    over `away_waits` times what turns wait whose cells are gone.
+    The latest program gives way first: cells taken from an earlier one are taken back when that returns. A program is
+    `away` when the median of the rest of its pause is over `AWAY_WAITS` times what turns without cells wait. Then it
+    returns later than that anyway.
 
-    A turn that has its cells goes first, for they are held while it waits. One whose cells were `lost`, or come back
-    from a host tier for less than computing takes, does where it comes before keeping them would have cost as much.
+    A turn that still has its cells goes first, as they are held while it waits. A turn without cells, or whose cells a
+    host tier restores for less than computing them costs, goes first if it comes before the break-even time.
     """
 
     yielding: ClassVar[bool] = True
+    PRIOR_S: ClassVar[float] = 1.0  # median pause of unknown tools: the mean that Continuum assumes for them
+    DELTA: ClassVar[float] = 0.05  # probability that the truth is beyond a bound from samples; the usual 5 %
+    AWAY_WAITS: ClassVar[float] = 2.0  # 1 to 5 measure alike (docs/decisions.md)
 
-    def __init__(self, config: RetentionConfig) -> None:
-        self._config = config
-        self._known: tuple[LatencySnapshot, LocalPauses | None] = (LatencySnapshot(), None)  # what the pauses are of
+    def __init__(self) -> None:
+        self._known: tuple[LatencySnapshot, LocalPauses | None] = (LatencySnapshot(), None)  # source of `_pauses`
         self._pauses: dict[ToolKey, ExpectedPause] = {}
 
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
-        keep_s = preserve_until(interception(pause, conditions, pauses_too=True))
-        if keep_s <= 0.0:
-            return 0.0
-        return self._expected(pause, latency, conditions.local).stop(keep_s)
+        keep_s = break_even_s(pause, conditions, returning=True)
+        return self._expected(pause, latency, conditions.local).stop(keep_s) if keep_s > 0.0 else 0.0
 
     def away(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
-        if not conditions.wait_s:  # nobody has waited yet
+        if not conditions.wait_s:  # no turn has waited yet
             return math.inf
-        return self._expected(pause, latency, conditions.local).away(self._config.away_waits * conditions.wait_s)
+        return self._expected(pause, latency, conditions.local).away(self.AWAY_WAITS * conditions.wait_s)
 
     def first_within(self, pause: Pause, conditions: Conditions, *, lost: bool) -> float:
-        loss = interception(pause, conditions, pauses_too=True)
-        return preserve_until(loss) if lost or loss.swap < loss.discard else math.inf
+        cheap = swap_waste(pause, conditions) < discard_waste(pause, conditions, returning=True)
+        return break_even_s(pause, conditions, returning=True) if lost or cheap else math.inf
 
     def _expected(self, of: Pause, latency: LatencySnapshot, local: "LocalPauses | None") -> "ExpectedPause":
-        key = of.tenant, of.tools
         if self._known[0] is not latency or self._known[1] is not local:
             self._known = latency, local
             self._pauses.clear()
+        key = of.tenant, of.tools
         pause = self._pauses.get(key)
         if pause is None:
             known = [SurvivalCounts.of(latency.overall), SurvivalCounts.of(latency.of(*key))]
-            if local is not None:
+            if local is not None:  # a replica's own counts include pauses that are not over
                 known = [known[0], local.of(None), known[1], local.of(key)]
-            pause = self._pauses[key] = ExpectedPause.of(survival(known, self._config.prior_s, self._config.delta))
+            pause = self._pauses[key] = ExpectedPause.of(survival(known, self.PRIOR_S, self.DELTA))
         return pause
 
 
-LOOKED_AT_S = 1.0  # from one look at a replica's own pauses to the next
+POLICIES: Mapping[str, Callable[[], RetentionPolicy]] = {
+    "none": NoRetention,
+    "continuum": Continuum,
+    "infercept": InferCept,
+    "expected_waste": ExpectedWaste,
+}
+
+
+def retention_policy(name: str) -> RetentionPolicy:
+    """The policy called `name`, or of the class `module:Class`. Raises ConfigError."""
+    return made(name, POLICIES, RetentionPolicy, "retention.policy")
+
+
+# ---- the distribution of a pause ----
 
 _HALF_WIDTHS = np.diff(AGES) / 2
 
 
 def survival(known: Iterable[SurvivalCounts], prior_s: float, delta: float) -> Array:
-    """P(T > age) for each of `AGES`: what is `known`, the most general first, each with its `trust`; else the prior.
+    """P(T > age) for each of `AGES`, mixed from the life tables of `known`, the most general first, and a prior.
 
-    What a replica has seen itself stands behind what the cluster says of the same tools: it has the pauses that last.
-
-    The prior is prior_s / (prior_s + age): half of all pauses are over by `prior_s`, and one that lasts is expected to
-    last as long again. Gittins' index of it is 1 / (prior_s + age), so with nothing known this is InferCept's rule.
+    Each table counts by its `trust`, the more general ones and then the prior have the rest. The prior is
+    prior_s / (prior_s + age): half of all pauses are over by `prior_s`, and one that lasts is expected to last as long
+    again. Its Gittins index is 1 / (prior_s + age), so with nothing known this is InferCept's rule.
     """
     trusted = [(share, counts) for counts in known if counts.n and (share := trust(counts.count, delta)) > 0.0]
     left, shares = 1.0, []
@@ -378,14 +281,14 @@ def survival(known: Iterable[SurvivalCounts], prior_s: float, delta: float) -> A
 
 
 def life_tables(several: Sequence[SurvivalCounts]) -> Array:
-    """P(T > age) for each of `several` and each of `AGES`, as a life table has it. None of them is of no pauses.
+    """P(T > age) for each of `several` and each of `AGES`, as an actuarial life table. None may be of 0 pauses.
 
-    From one age to the next those that end, over those that could have been seen to: who still lasts and has not yet
-    lasted through it is counted as half a one. Where all are over this is their distribution.
+    Between two ages it is the pauses that end over the pauses at risk. A pause that is not over and has not yet reached
+    the later age is at risk for half of the interval. If all are over, the table is their distribution.
     """
     over, lasting = np.array([each.by_age for each in several]).swapaxes(0, 1)
     n = np.array([[float(each.n)] for each in several])
-    at_risk = n - over[:, :-1] - (lasting[:, :-1] + lasting[:, 1:]) / 2  # halves; where none is, none ends
+    at_risk = n - over[:, :-1] - (lasting[:, :-1] + lasting[:, 1:]) / 2  # in halves; where it is 0 no pause ends
     alive: Array = np.empty(over.shape)
     alive[:, :1] = (n - over[:, :1]) / n
     alive[:, 1:] = 1.0 - (over[:, 1:] - over[:, :-1]) / np.maximum(at_risk, 0.5)
@@ -394,9 +297,9 @@ def life_tables(several: Sequence[SurvivalCounts]) -> Array:
 
 
 def trust(count: int, delta: float) -> float:
-    """How much the distribution of so many durations counts against what is known of others, from 0 to 1.
+    """Weight, from 0 to 1, of the distribution of `count` durations against what is known in general.
 
-    1 less Bernstein's bound (`upper_bound`) of how far a share of 1/2 among them may be from the truth.
+    1 less the empirical Bernstein bound (Maurer & Pontil 2009, theorem 4) of the error of a share of 1/2 among them.
     """
     if count < 2:
         return 0.0
@@ -406,8 +309,10 @@ def trust(count: int, delta: float) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpectedPause:
-    """A pause at each of `AGES`: `alive`, whether it lasts that long, and `held`, for how long cells are held by then
-    that are given up no earlier; in expectation. `left`: the median of what is left of it then, in seconds.
+    """A pause at each of `AGES`, in expectation.
+
+    `alive`: the probability that it lasts that long. `held`: seconds for which cells are held that are given up then.
+    `left`: the median of the rest of the pause, in seconds.
     """
 
     alive: Array
@@ -423,10 +328,10 @@ class ExpectedPause:
         return cls(alive, held, AGES[half] - AGES)
 
     def stop(self, keep_s: float) -> float:
-        """The age at which to give up what holding for `keep_s` costs as much as losing, for the least waste.
+        """The age of least expected waste, where losing the cells wastes as much as holding them for `keep_s`.
 
-        That is the first age at which Gittins' index is less than 1 / keep_s. Up to the age of least waste going on to
-        it is worth it from wherever one stands, and behind it nothing is.
+        It is the first age at which the Gittins index is less than 1 / keep_s: keeping on to it pays from any earlier
+        age, and no later age is worth it.
         """
         return float(AGES[(self.held + keep_s * self.alive).argmin()])
 
@@ -437,26 +342,27 @@ class ExpectedPause:
         return float(AGES[at]) if longer[at] else math.inf
 
 
-# ---- what is learned ----
+# ---- the load of a replica ----
 
-_RETURNS = 128  # of programs to their cells, the latest, that tell how fast it goes
-_INSTANT = 1e-6  # seconds, for what has only just begun
+_WAITS = 128  # latest turns that the queue delay is averaged over; Continuum: 100 to 256
+_RETURNS = 128  # latest programs that came back to their cells, for the rate of returns
+_INSTANT = 1e-6  # seconds, so that the rate is finite when the first one has just come
+LOOKED_AT_S = 1.0  # how old a view of the replica's own pauses may be
 
 
 class LoadStats:
-    """What a replica learns of its own load for the policies. `latency` is the latest snapshot of tools' statistics.
+    """What a replica measures of its own load, for the policies. The engine reports to it as it runs.
 
-    Told by the engine as it runs. It outlives the books of the cache: a replica that starts anew still knows its load.
-
-    `reload` is seconds a cell from a host tier, where there is one.
+    `latency` is the latest snapshot of the tools' statistics, `reload` seconds a cell from a host tier, if there is
+    one. It outlives the books of the cache: a replica that rebuilds them still knows its load.
     """
 
-    def __init__(self, wait_window: int) -> None:
+    def __init__(self) -> None:
         self.latency = LatencySnapshot()
         self.pauses = Pauses()
         self.turns = Turns()
         self.reload: float | None = None
-        self._waits: deque[float] = deque(maxlen=wait_window)
+        self._waits: deque[float] = deque(maxlen=_WAITS)
         self._waited = 0.0
         self._returns: deque[tuple[float, int]] = deque(maxlen=_RETURNS)
         self._returned = 0
@@ -472,7 +378,7 @@ class LoadStats:
 
     def returned(self, cells: int, now: float) -> None:
         """A turn came, and so many cells had been kept for its program."""
-        if len(self._returns) == _RETURNS:
+        if len(self._returns) == self._returns.maxlen:
             self._returned -= self._returns[0][1]
         self._returns.append((now, cells))
         self._returned += cells
@@ -483,28 +389,26 @@ class LoadStats:
 
     @property
     def cost(self) -> RestoreCost:
-        """What computing takes; nothing until enough has been seen."""
+        """The cost of computing a prompt; all 0 until enough steps were measured."""
         return self._prefill.cost
 
     @property
     def token_s(self) -> float:
-        """Seconds that a prompt of a thousand tokens takes for each of them; 0: not known yet."""
-        return self._prefill.cost.seconds(1000) / 1000
+        """Seconds a token of a prompt of a thousand; 0: not known yet."""
+        return self.cost.seconds(1000) / 1000
 
     def conditions(self, others: int = 0, paused: int = 0, now: float = 0.0) -> Conditions:
-        """What a policy may know `now`; `others` and `paused` are as of `Conditions`."""
+        """The load `now`; `others` and `paused` are those of `Conditions`."""
         if now - self._local.at >= LOOKED_AT_S:
             self._local = LocalPauses(self.pauses, now)
         wait = max(self._waited, 0.0) / len(self._waits) if self._waits else 0.0
-        cost = self._prefill.cost
-        if self.reload is not None:
-            cost = type(cost)(cost.a, cost.b, cost.c, self.reload)
+        cost = self.cost if self.reload is None else replace(self.cost, reload=self.reload, read=0.0)
         returning = self._returned / max(now - self._returns[0][0], _INSTANT) if self._returns else 0.0
         return Conditions(wait, self.turns.eta, self.turns.mean, others, paused, returning, cost, self._local)
 
 
 class LocalPauses:
-    """What a replica knows of its own latest pauses, as they were `at` one moment or are when first asked for."""
+    """A view of a replica's own latest pauses at the time `at`; each set of tools is counted when it is first read."""
 
     def __init__(self, pauses: Pauses, at: float) -> None:
         self.at = at
@@ -512,7 +416,7 @@ class LocalPauses:
         self._known: dict[ToolKey | None, SurvivalCounts] = {}
 
     def of(self, key: ToolKey | None) -> SurvivalCounts:
-        """Of a set of tools; None: of all."""
+        """The counts of a set of tools; None: of all."""
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._pauses.known(key, self.at)
@@ -520,10 +424,10 @@ class LocalPauses:
 
 
 class Turns:
-    """How many turns finished programs had, and what the turns done say of the turns left.
+    """How many turns finished programs had, and how well the turns done predict the turns left.
 
-    A program that is asked again after its answer counts as another one. Each turn of a finished program is one point
-    (turns done, turns left); sums over a program have closed forms.
+    Each turn of a finished program is one point (turns done, turns left); the sums over a program have closed forms. A
+    program that is asked again after its answer counts as another one.
     """
 
     def __init__(self) -> None:
@@ -550,7 +454,7 @@ class Turns:
     def eta(self) -> float:
         """Minus the correlation of turns done and turns left, kept within [0, 1]; 1 until it is known.
 
-        Programs with ever more turns before them would make it negative, and a wait that is saved is no loss.
+        Programs with ever more turns before them would make it negative, but a wait that is saved is never a loss.
         """
         n = self._points
         spread = (n * self._done2 - self._done**2) * (n * self._left2 - self._left**2)
@@ -560,41 +464,26 @@ class Turns:
         return min(max(-correlation, 0.0), 1.0)
 
 
-_KEPT = 0.98  # weight of what is known already when a step is added
-
-
-_FIRST = (2, 4)  # steps with a prefill after which the fit says anything, and more
-
-
-_REFRESH = 8  # steps after which it is drawn anew
-
-
-_EVEN = 16_384  # tokens: one behind so many is taken to need as much for attention as for all else
-
-
-_FIXED = 128  # tokens that are taken to need as much as all that a step does once
-
-
-_READ = 512  # cells that are taken to be read while a token is computed
-
-
-_DOUBT = 1e-4  # how much that counts, as a share of what all steps say of tokens
-
-
-_ALIKE = _DOUBT * np.array(((1, -1, 0, 0), (-1, 3, -1, -1), (0, -1, 1, 0), (0, -1, 0, 1)))  # (x1 - x)^2, of the others
+_KEPT = 0.98  # weight of all earlier steps when one is added
+_FIRST, _REFRESH = (2, 4), 8  # numbers of measured steps after which the fit is computed: first these, then every 8
+# The prior: at so many tokens, once a step, and at so many cells read, each term takes as long as the tokens do.
+_EVEN = 16_384  # tokens before a token, for attention
+_FIXED = 128  # tokens that take as long as the fixed part of a step
+_READ = 512  # cells read while a token is computed
+_PRIOR = 1e-4  # weight of the prior, as a share of what all steps say about tokens
+_ALIKE = _PRIOR * np.array(((1, -1, 0, 0), (-1, 3, -1, -1), (0, -1, 1, 0), (0, -1, 0, 1)))  # (x1 - x)^2, of the others
 
 
 class PrefillFit:
-    """The coefficients of `RestoreCost`, by least squares over the steps with a prefill, the older the less.
+    """The coefficients of `RestoreCost`, by least squares over steps with a prefill; older steps count less.
 
-    A step that computes the tokens from `start` to `end` of a prompt takes a (end^2 - start^2) + b (end - start) + c;
-    Continuum fits the same polynomial beforehand. Sequences that decode beside it, and chunks of few tokens, take what
-    reading their cells does, `read` each. No coefficient is negative.
+    A step that computes the tokens from `start` to `end` takes a (end^2 - start^2) + b (end - start) + c. Continuum
+    fits the same polynomial beforehand. Sequences that decode beside it and short chunks take `read` for each cell.
+    No coefficient is negative.
 
-    What is squared is the share of a step's seconds that the fit is wrong by: a step that something else held up, by
-    however much, is wrong by 1 at most. Steps that are all alike, or so short that they take what reading the weights
-    takes, say little of what each term takes. Then all take about what `_EVEN`, `_FIXED` and `_READ` say, which steps
-    that do tell soon outweigh.
+    The error is relative to a step's seconds, so a step that was held up, however long, is wrong by 1 at most. Steps
+    that are all alike, or too short to take longer than reading the weights, do not tell the terms apart. A weak prior
+    (`_EVEN`, `_FIXED`, `_READ`) does until other steps come.
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ from holdfast.replicas.kv.radix import Prefix
 from holdfast.replicas.programs import ProgramPin, Programs, Sequence, Status
 from holdfast.replicas.requests import GenerateRequest
 from holdfast.replicas.scheduling.batch import Running, StepBuilder, Terminator
-from holdfast.replicas.scheduling.queue import Line, Order, WaitingQueue
+from holdfast.replicas.scheduling.queue import Line, RequestOrder, WaitingQueue
 from holdfast.replicas.scheduling.shares import Bounds, Classes
 from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.types import common_prefix
@@ -96,7 +96,7 @@ class Admission:
         waiting: WaitingQueue,
         classes: Classes,
         ends: Terminator,
-        order: Order,
+        order: RequestOrder,
         stats: EngineStats,
     ) -> None:
         self._config = config

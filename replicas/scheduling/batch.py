@@ -33,7 +33,7 @@ from holdfast.replicas.kv.radix import Prefix
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, StepPlan
 from holdfast.replicas.programs import KeptRow, Kind, Program, Programs, Rows, Sequence, Status, give_back
 from holdfast.replicas.retention.pins import Retention
-from holdfast.replicas.scheduling.queue import Forecast, Key, Order, WaitingQueue
+from holdfast.replicas.scheduling.queue import Forecast, Key, RequestOrder, WaitingQueue
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter
 from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.types import TokenCounts, TokenIds, common_prefix, record
@@ -214,7 +214,7 @@ class Running:
         cache: KVCache,
         programs: Programs,
         rows: Rows,
-        order: Order,
+        order: RequestOrder,
         stats: EngineStats,
         retention: Retention,
         *,
@@ -449,7 +449,7 @@ class Terminator:
         running: Running,
         waiting: WaitingQueue,
         drafts: Drafter,
-        order: Order,
+        order: RequestOrder,
         stats: EngineStats,
         events: list[Event],
     ) -> None:

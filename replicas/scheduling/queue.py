@@ -1,25 +1,23 @@
-"""The queue of requests that wait for admission, the orders that it can be in, and how long it takes them (`Forecast`).
+"""The orders of requests, the queue of requests that wait for admission, and how long they wait (`Forecast`).
 
-An order is a small policy, chosen by one word of the configuration. The smallest key is served first; no two sequences
-have the same. `key` is the order of the running, where the last is preempted when cells run out; `waiting` that of the
-waiting, behind those that were preempted. Both are among requests of one class: those of batch come behind the others.
-So the first of the running is never preempted, and there is always one that gets on: keys change between steps only,
-and a policy that changes them lets them settle. Orders that share among tenants keep a line of waiting for each
-(`line`, `first`). Not here: who fits (`admission`).
+An order is a small policy that `engine.order` names. The smallest key is served first. `key` orders the running
+requests, of which the last is preempted when cells run out. `waiting` orders the waiting ones, after those that were
+preempted. Both compare requests of one class; batch comes after interactive. The first running request is therefore
+never preempted, so one always makes progress: keys change between steps only and have to settle. Orders that share
+among tenants keep a line of waiting requests for each (`line`, `first`). Not here: which request fits (`admission`).
 """
 
 import heapq
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
 from itertools import count
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
-from holdfast.replicas.config import OrderName
+from holdfast.replicas.config import made
 from holdfast.replicas.events import Submit
 from holdfast.replicas.plan import Chunk
-from holdfast.replicas.programs import ProgramKey, Sequence
+from holdfast.replicas.programs import Sequence
 from holdfast.replicas.scheduling.shares import TENANTS, Classes, Contended, Roots, Shares
 from holdfast.replicas.stats import Mean
 from holdfast.replicas.types import RANKS, Priority
@@ -33,41 +31,42 @@ _AHEAD: Line = (None, None)  # the line of work ahead, which has no class
 _NOBODY: Mapping[Priority, int] = {}
 _ASIDE = -1  # the ticket of a sequence that is set aside: it is in no heap
 _SLACK = 64  # entries that have lost their meaning may stay in a heap of any size
-_PROGRAMS = 65_536  # whose service is remembered, the least recently served forgotten first
 _ON_TIME = 0.95  # of the answers that forecasts are right for
 _STRIDE = 0.05  # by which the correction grows with a forecast that was short
 _MOST = 4.0  # times a forecast, at most
 
 
-class Order(ABC):
-    """One policy. Those that only look at what a sequence says of itself keep the bodies that are here.
+class RequestOrder(Protocol):
+    """The interface of an order of requests. A subclass has to define `key`; the other methods have defaults."""
 
-    `settled`: the key of a running sequence never changes. `by_arrival`: of those of a class that pause, who began
-    last is the greatest; else of those of a class and a tenant. `changes` counts what may make another line's head the
-    `first`.
-    """
+    settled: bool = True
+    """The key of a running request never changes."""
 
-    settled = True
-    by_arrival = True
-    changes = 0
+    by_arrival: bool = True
+    """Paused programs of a class are ranked by arrival (`pin_rank`). False: only those of a class and a tenant are."""
+
+    changes: int = 0
+    """Counts events after which `first` may choose another line."""
 
     @abstractmethod
-    def key(self, sequence: Sequence) -> Key: ...
+    def key(self, sequence: Sequence) -> Key:
+        """The place of a running request. No two requests may have the same key."""
+        raise NotImplementedError
 
     def waiting(self, sequence: Sequence) -> Key:
-        """The key of a waiting sequence, valid until something is told of it."""
+        """The place of a waiting request in its line. It may change only with an event of that request."""
         return self.key(sequence)
 
     def arrive(self, sequence: Sequence, *, alone: bool = False) -> None:
-        """A request has come in, before its first key is asked for; `alone`: no other one of its class waits."""
+        """A request has come in; its key is asked for next. `alone`: no other one of its class waits."""
         return
 
     def line(self, sequence: Sequence) -> str:
-        """The line that it waits in, ordered by `waiting`; the same as long as it waits."""
+        """The line in which it waits. It stays the same while the request waits."""
         return ""
 
     def first(self, heads: Sequences) -> Sequence:
-        """Which of these, each the first of its line, is served next."""
+        """The one to serve next of `heads`, each the first of its line."""
         return heads[0] if len(heads) == 1 else min(heads, key=self.waiting)
 
     def begin(self, sequence: Sequence) -> None:
@@ -81,11 +80,11 @@ class Order(ABC):
     def serve(
         self, sequences: Sequences, chunks: Chunks, seconds: float, waiting: Mapping[Priority, int] = _NOBODY
     ) -> None:
-        """These have had a step that took `seconds`, each with its chunk, while so many were `waiting`."""
+        """A step of these, each with its chunk, took `seconds`, while so many of each class were `waiting`."""
         return
 
     def learn(self, elsewhere: Mapping[str, float]) -> None:
-        """So many seconds more were served by other replicas, by the names that `contended` has."""
+        """Other replicas served so many seconds more, by the names of `contended`."""
         return
 
     @property
@@ -94,33 +93,30 @@ class Order(ABC):
         return {}
 
     def due(self, sequence: Sequence) -> float | None:
-        """When a waiting sequence that was never started has waited so long that it is promoted; None: never."""
+        """When `promote` is called for a waiting request that was never started; None: never."""
         return None
 
     def promote(self, sequence: Sequence) -> None:
-        """It has: its key may change now."""
+        """The time that `due` named has come: the key may change now."""
         return
 
     def rank(self, sequence: Sequence) -> Key:
-        """Where it stands among the programs that pause, when it needs cells that are pinned for them."""
+        """The place among paused programs of a request that needs the cells pinned for them."""
         return (0.0,)
 
     def pin_rank(self, scope: str, arrival: float, priority: Priority = Priority.INTERACTIVE) -> Key:
-        """Where a program's pin stands: it gives way to smaller ones only. The last number is the `arrival`."""
+        """The place of a paused program: its cells are given to smaller ones only. The last number is the `arrival`."""
         return (1.0, arrival)
 
 
-class ProgramOrder(Order):
-    """By the program's first arrival, those with pinned cells before the others (Continuum, section 4.4).
-
-    Without `pinned_first` by the arrival alone, as in InferCept: what an interception broke off keeps its place.
-    """
-
-    def __init__(self, *, pinned_first: bool = True) -> None:
-        self._pinned_first = pinned_first
+class ProgramOrder(RequestOrder):
+    """By the program's first arrival, those with pinned cells before the others (Continuum, section 4.4)."""
 
     def key(self, sequence: Sequence) -> Key:
         return (sequence.submit.program_arrival, sequence.arrived, sequence.number)
+
+    def waiting(self, sequence: Sequence) -> Key:
+        return (0.0 if sequence.pinned else 1.0, *self.key(sequence))
 
     def rank(self, sequence: Sequence) -> Key:
         return (sequence.submit.program_arrival,)
@@ -128,77 +124,19 @@ class ProgramOrder(Order):
     def pin_rank(self, scope: str, arrival: float, priority: Priority = Priority.INTERACTIVE) -> Key:
         return (arrival,)
 
-    def waiting(self, sequence: Sequence) -> Key:
-        return (0.0 if self._pinned_first and sequence.pinned else 1.0, *self.key(sequence))
 
-
-class RequestOrder(Order):
+class ArrivalOrder(RequestOrder):
     """First come, first served by request: the baseline of request-driven servers."""
 
     def key(self, sequence: Sequence) -> Key:
         return (sequence.arrived, sequence.number)
 
 
-class PlasOrder(Order):
-    """The program that was served least comes first (Autellix's PLAS), in levels: first come, first served in each.
-
-    Service is seconds of steps that the program's requests took part in, on this replica. A request begins in the level
-    of its program's service and sinks as it is served itself. Level i ends at `quantum_s * factor**i`. One that has
-    waited `patience` times its program's service goes back to the first level, once: after that it only sinks, so the
-    order of the running settles. The three constants are ours; the paper leaves them open.
-    """
-
-    settled = False
-
-    def __init__(
-        self,
-        levels: int = 8,
-        quantum_s: float = 1.0,
-        factor: float = 2.0,
-        patience: float = 4.0,
-        programs: int = _PROGRAMS,
-    ) -> None:
-        self._ends = [quantum_s * factor**i for i in range(levels - 1)]
-        self._patience = patience
-        self._programs = programs
-        self._attained: OrderedDict[ProgramKey, float] = OrderedDict()
-
-    def key(self, sequence: Sequence) -> Key:
-        level = sum(sequence.attained_s >= end for end in self._ends)
-        return (level, sequence.arrived, sequence.number)
-
-    def arrive(self, sequence: Sequence, *, alone: bool = False) -> None:
-        key = ProgramKey.of(sequence.submit)
-        if key is not None:
-            sequence.attained_s = self._attained.get(key, 0.0)
-
-    def serve(
-        self, sequences: Sequences, chunks: Chunks, seconds: float, waiting: Mapping[Priority, int] = _NOBODY
-    ) -> None:
-        for sequence in sequences:
-            sequence.attained_s += seconds
-            key = ProgramKey.of(sequence.submit)
-            if key is None:
-                continue
-            self._attained[key] = self._attained.get(key, 0.0) + seconds
-            self._attained.move_to_end(key)
-            if len(self._attained) > self._programs:
-                self._attained.popitem(last=False)
-
-    def due(self, sequence: Sequence) -> float | None:
-        if sequence.attained_s < self._ends[0]:
-            return None
-        return sequence.arrived + self._patience * sequence.attained_s
-
-    def promote(self, sequence: Sequence) -> None:
-        sequence.attained_s = 0.0
-
-
 class FairOrder(ProgramOrder):
     """The tenant that was served least for its weight comes first (`Shares`), its programs in turn (`Roots`).
 
-    Shared are the seconds of steps, which the sequences of a step share by their tokens, each class by itself. What
-    runs is not disturbed; it is ordered as by `program`. Work ahead takes what is left, and counts for nothing.
+    A step's seconds are charged to its sequences by their tokens, each class by itself. Running requests are ordered
+    as in `ProgramOrder`. Background work takes what is left and is not charged.
     """
 
     by_arrival = False
@@ -288,19 +226,17 @@ class FairOrder(ProgramOrder):
         return roots
 
 
-_ORDERS: dict[OrderName, Callable[[], Order]] = {
-    "auto": ProgramOrder,  # of an engine that nobody has said more to
+ORDERS: Mapping[str, Callable[[], RequestOrder]] = {
+    "auto": ProgramOrder,  # where `resolve` has not decided
     "program": ProgramOrder,
-    "request": RequestOrder,
-    "plas": PlasOrder,
-    "infercept": partial(ProgramOrder, pinned_first=False),
+    "request": ArrivalOrder,
     "fair": FairOrder,
 }
 
 
-def order_of(name: OrderName) -> Order:
-    """The policy of that name, knowing nothing yet."""
-    return _ORDERS[name]()
+def request_order(name: str) -> RequestOrder:
+    """A new order called `name`, or of the class `module:Class`. Raises ConfigError."""
+    return made(name, ORDERS, RequestOrder, "order")
 
 
 Ticket: TypeAlias = int
@@ -312,7 +248,7 @@ class WaitingQueue:
     `classes` says whose turn it is where both of them wait.
     """
 
-    def __init__(self, order: Order, classes: Classes | None = None) -> None:
+    def __init__(self, order: RequestOrder, classes: Classes | None = None) -> None:
         self._order = order
         self._classes = classes or Classes(0.0)
         self.waiting: Counter[Priority] = Counter()  # how many do, without work ahead
@@ -502,7 +438,7 @@ class WaitingQueue:
         return entry is not None and entry[0] == ticket
 
 
-def _line(order: Order, sequence: Sequence) -> Line:
+def _line(order: RequestOrder, sequence: Sequence) -> Line:
     """Those that were preempted have one of their own: they have a part of their work behind them, and come before all
     others of their class.
     """

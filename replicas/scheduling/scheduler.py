@@ -26,7 +26,7 @@ from holdfast.replicas.retention.pins import Retention
 from holdfast.replicas.retention.policy import LoadStats, RestoreCost
 from holdfast.replicas.scheduling.admission import Admission
 from holdfast.replicas.scheduling.batch import NO_ROOM, Running, Step, StepBuilder, Terminator, as_if_over
-from holdfast.replicas.scheduling.queue import Order, WaitingQueue
+from holdfast.replicas.scheduling.queue import RequestOrder, WaitingQueue
 from holdfast.replicas.scheduling.shares import Classes
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter
 from holdfast.replicas.stats import OTHERS, EngineStats, Occupancy
@@ -51,7 +51,7 @@ class Scheduler:
         pool: SequencePool,
         programs: Programs,
         drafter: Drafter,
-        order: Order,
+        order: RequestOrder,
         stats: EngineStats,
         events: list[Event],
         learned: LoadStats,

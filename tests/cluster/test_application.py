@@ -144,7 +144,7 @@ OTHER = Tenant("b", key_hashes=(hash_key("other"),))
         (replace(DEPLOYED, tenants=(*DEPLOYED.tenants, OTHER)), "fair"),
         (replace(DEPLOYED, router=RouterConfig(admin_key_hashes=(hash_key("admin"),))), "fair"),
         (replace(DEPLOYED, engine=EngineConfig(order="fair")), "fair"),
-        (replace(DEPLOYED, tenants=(*DEPLOYED.tenants, OTHER), engine=EngineConfig(order="plas")), "plas"),
+        (replace(DEPLOYED, tenants=(*DEPLOYED.tenants, OTHER), engine=EngineConfig(order="request")), "request"),
     ],
 )
 def test_where_there_may_be_several_tenants_they_share_engines_and_lines(settings: Settings, order: str) -> None:

@@ -77,7 +77,7 @@ def test_a_wrong_variable_is_named(name: str, value: str, field: str) -> None:
 def test_show_prints_every_key_with_its_origin_and_no_password(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOLDFAST_ENGINE__ORDER", "plas")
+    monkeypatch.setenv("HOLDFAST_ENGINE__ORDER", "request")
     assert cli.main(["config", "show", "--config", str(file), "--replicas", "2"]) == 0
     printed = capsys.readouterr().out
     rows = [line.rpartition("  # ") for line in printed.splitlines()]
@@ -90,7 +90,7 @@ def test_show_prints_every_key_with_its_origin_and_no_password(
     assert "hunter2" not in printed
     assert "redis://db:6379/0" in printed
     again = config_file.parse(printed)
-    assert again.engine.order == "plas"
+    assert again.engine.order == "request"
     assert again.tenants[0].name == "acme"
     assert {key for key, _ in sources.keys(again)} == {key for key, _ in sources.keys(Settings())}
 

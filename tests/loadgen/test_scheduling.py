@@ -45,12 +45,12 @@ def test_every_policy_is_compared_to_the_first_over_the_programs_both_served() -
 
 
 def test_between_two_policies_of_programs_no_target_is_set() -> None:
-    programs = [program("infercept", 0, "a", 10.0), program("gittins", 0, "a", 20.0)]
-    (slower,) = faster(programs, 1, "small", 64, ("infercept", "gittins"), seed=0)
+    programs = [program("infercept", 0, "a", 10.0), program("expected_waste", 0, "a", 20.0)]
+    (slower,) = faster(programs, 1, "small", 64, ("infercept", "expected_waste"), seed=0)
     assert slower.met
     assert "infercept 10.0 s: 0.50x faster" in str(slower)
     assert str(slower).endswith("1 of 1 programs served under both")
-    (failed,) = faster(programs, 2, "small", 64, ("infercept", "gittins"), seed=0)
+    (failed,) = faster(programs, 2, "small", 64, ("infercept", "expected_waste"), seed=0)
     assert not failed.met, "a program failed"
 
 

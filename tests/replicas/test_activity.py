@@ -3,6 +3,7 @@
 import json
 
 from engine_world import World
+from pinning import KEEP
 
 from holdfast.replicas.activity import PIN, TURN, activity
 from holdfast.replicas.config import RetentionConfig
@@ -21,7 +22,7 @@ def rows(world: World, scope: str | None = None) -> tuple[dict[str, dict[str, ob
 
 
 def test_a_turn_waits_is_computed_and_decodes() -> None:
-    world = World(step_tokens=16, max_sequences=1, retention=RetentionConfig("fixed", fixed_s=20.0))
+    world = World(step_tokens=16, max_sequences=1, retention=RetentionConfig(KEEP, most_s=20.0))
     world.submit("a", PROMPT, program="t/p", scope="t")
     world.submit("b", PROMPT, scope="t")
     turns, _ = rows(world)
@@ -39,7 +40,7 @@ def test_a_turn_waits_is_computed_and_decodes() -> None:
 
 
 def test_what_is_kept_for_a_program_and_until_when() -> None:
-    world = World(retention=RetentionConfig("fixed", fixed_s=20.0, most_s=50.0))
+    world = World(retention=RetentionConfig(KEEP, most_s=20.0))
     world.submit("a", PROMPT, program="t/p", scope="t")
     world.run()
     world.give(TurnEnded("a", "t", "t/p", ("get_weather",)))

@@ -14,6 +14,7 @@ import pytest
 from fake_runner import EOS, VOCABULARY, FakeRunner, complete
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pinning import KEEP
 from waiting import until
 
 from holdfast.replicas.bridge import Bridge, EngineThread, Mailbox
@@ -337,7 +338,7 @@ def test_a_request_has_waited_since_it_was_sent_whatever_step_was_running():
 
 
 def test_an_engine_that_nobody_asks_for_anything_lets_go_of_what_its_time_is_over_for():
-    config = replace(CONFIG, session_rows=4, retention=RetentionConfig(policy="fixed", settle_s=0.02))
+    config = replace(CONFIG, session_rows=4, retention=RetentionConfig(KEEP))
     runner = GatedRunner(CONFIG.cells // CONFIG.page_size, CONFIG.page_size, CONFIG.max_sequences)
     engine = Engine(config, runner, frozenset({EOS}), VOCABULARY)
     step, pinned, gone, idle = engine.step, threading.Event(), threading.Event(), []

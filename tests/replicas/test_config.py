@@ -1,12 +1,15 @@
 """What no setting may be: it is refused by name where it is set, not by what it does later."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
 
 from holdfast.replicas.config import DraftConfig, EngineConfig, Hardware, ModelShape, RetentionConfig, resolve
 from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.retention.policy import retention_policy
+from holdfast.replicas.scheduling.queue import RequestOrder, request_order
 
 KINDS = (EngineConfig, RetentionConfig, DraftConfig)
 NUMBERS = [
@@ -41,7 +44,7 @@ def test_memory_is_finite(name):
 
 def test_times_may_be_without_end():
     EngineConfig(queue_timeout_s=math.inf, session_idle_s=math.inf)
-    RetentionConfig(most_s=math.inf, settle_s=math.inf, fixed_s=math.inf)
+    RetentionConfig(most_s=math.inf)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +54,78 @@ def test_a_choice_is_one_of_those_there_are(name):
     assert_refused(EngineConfig, name, "foo")
 
 
-def test_a_retention_policy_is_one_of_those_there_are():
-    assert_refused(RetentionConfig, "policy", "foo")
+@pytest.mark.parametrize("name", ["foo", "", "foo:", ":Foo", "foo:Foo.bar", "foo bar:Foo", "1:Foo", "a/b.py:Foo"])
+def test_a_policy_is_one_of_those_there_are_or_a_class_of_a_module(name):
+    assert_refused(RetentionConfig, "policy", name)
+    assert_refused(EngineConfig, "order", name)
+    assert RetentionConfig("foo.bar:Foo").policy == EngineConfig(order="foo.bar:Foo").order == "foo.bar:Foo"
+
+
+def test_the_old_name_of_the_default_policy_is_refused_with_the_new_one():
+    with pytest.raises(ConfigError, match="not 'gittins'; it is called expected_waste now"):
+        RetentionConfig("gittins")
+
+
+class Half:
+    """A retention policy, but for one method."""
+
+    yielding = False
+
+    def ttl(self, pause, latency, conditions):
+        return 1.0
+
+    def away(self, pause, latency, conditions):
+        return math.inf
+
+
+class Whole(Half):
+    """A whole one, though it does not inherit from the interface."""
+
+    def first_within(self, pause, conditions, *, lost):
+        return 0.0
+
+
+class Abstract(RequestOrder):
+    """An order without its key."""
+
+
+class Asks(RequestOrder):
+    def __init__(self, levels):
+        self.levels = levels
+
+    def key(self, sequence):
+        return (sequence.arrived,)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "field", "why"),
+    [
+        (request_order, "no.such.module:Class", "order", "No module named 'no'"),
+        (request_order, f"{__name__}:Missing", "order", "Missing"),
+        (request_order, f"{__name__}:Abstract", "order", "abstract"),
+        (request_order, f"{__name__}:Asks", "order", "levels"),
+        (request_order, f"{__name__}:Whole", "order", "it has no settled, by_arrival, changes, key"),
+        (retention_policy, f"{__name__}:Half", "retention.policy", "it has no first_within"),
+        (retention_policy, "broken_policy:Class", "retention.policy", "SyntaxError"),
+    ],
+)
+def test_a_class_that_cannot_be_a_policy_is_refused_by_the_name_of_its_field(
+    make, name, field, why, tmp_path, monkeypatch
+):
+    (tmp_path / "broken_policy.py").write_text("class Class(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(why)) as refused:
+        make(name)
+    assert refused.value.field == field
+    assert name in refused.value.message
+
+
+def test_a_class_with_all_methods_is_a_policy_without_inheriting():
+    assert retention_policy(f"{__name__}:Whole").ttl(None, None, None) == 1.0
+
+
+def test_each_engine_has_an_order_of_its_own():
+    assert request_order("fair") is not request_order("fair")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +133,6 @@ def test_a_retention_policy_is_one_of_those_there_are():
     [
         *((EngineConfig, name) for name in ("page_size", "max_sequences", "max_waiting", "step_tokens")),
         *((DraftConfig, name) for name in ("max_draft", "memory_bytes")),
-        *((RetentionConfig, name) for name in ("tool_samples", "wait_window")),
     ],
 )
 def test_some_are_at_least_one(kind, name):

@@ -2,15 +2,14 @@
 request ends once. Programs come back, sessions are opened, fed, asked, forked and closed, steps fail, cells are short.
 """
 
-from typing import get_args
-
 from engine_world import World, words
 from fake_runner import complete
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from holdfast.replicas.config import DraftConfig, OrderName
+from holdfast.loadgen.policies import ORDERS as COMPARED
+from holdfast.replicas.config import ORDERS, DraftConfig
 from holdfast.replicas.events import Abort, Finished, HandleReleased, ProgramEnded, Stop, TurnEnded
 from holdfast.replicas.kv.holding import Pin
 from holdfast.replicas.programs import Kind, Sequence
@@ -46,7 +45,7 @@ class EngineMachine(RuleBasedStateMachine):
         drafts=st.booleans(),
         keeps=st.booleans(),
         shares=st.sampled_from([True, True, True, False]),
-        order=st.sampled_from(get_args(OrderName)),
+        order=st.sampled_from([*ORDERS, *COMPARED.values()]),
         host_cells=st.sampled_from([0, 64, 512]),
         overlap=st.sampled_from(["off", "on"]),
         step_ms=st.sampled_from([0.0, 1e-3, 1e3]),

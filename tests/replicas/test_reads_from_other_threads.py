@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from engine_world import World, words
+from pinning import KEEP
 
 from holdfast import replicas
 from holdfast.replicas.activity import activity
@@ -47,7 +48,7 @@ class Busy(World):
             completion_reserve=1,
             session_idle_s=200.0,
             queue_timeout_s=30.0,
-            retention=RetentionConfig("fixed", fixed_s=8.0, most_s=30.0, share=0.5),
+            retention=RetentionConfig(KEEP, most_s=8.0, share=0.5),
         )
         self.random = random.Random(seed)
         self.given = 0

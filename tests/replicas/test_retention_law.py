@@ -3,14 +3,14 @@ the right tokens; pins never keep more than they may; what expires or gives way 
 nothing is kept.
 """
 
-from typing import get_args
-
 from engine_world import World, words
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from pinning import KEEP, QUICK_CONTINUUM
 
-from holdfast.replicas.config import DraftConfig, OrderName, PolicyName, RetentionConfig
+from holdfast.loadgen import policies
+from holdfast.replicas.config import ORDERS, POLICIES, DraftConfig, RetentionConfig
 from holdfast.replicas.events import Abort, Finished, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
 from holdfast.replicas.programs import ProgramKey
 from holdfast.replicas.retention.latency import LatencyBook
@@ -21,21 +21,18 @@ NEVER = 1e9
 
 class RetentionMachine(RuleBasedStateMachine):
     @initialize(
-        policy=st.sampled_from(get_args(PolicyName)),
+        policy=st.sampled_from([*POLICIES, *policies.RETENTION.values(), KEEP, QUICK_CONTINUUM]),
         page_size=st.sampled_from([1, 4, 16]),
         cells=st.sampled_from([128, 192, 320]),
         shares=st.sampled_from([(1.0, 1.0), (1.0, 0.3), (0.6, 0.6), (0.2, 0.1)]),
         rows=st.sampled_from([(3, 0), (4, 2)]),
-        ttl=st.sampled_from([2.0, 15.0, 1000.0]),
+        most_s=st.sampled_from([2.0, 15.0, 1000.0, NEVER]),
         drafts=st.booleans(),
         host_cells=st.sampled_from([0, 256]),
-        order=st.sampled_from(get_args(OrderName)),
+        order=st.sampled_from([*ORDERS, *policies.ORDERS.values()]),
     )
-    def start(self, policy, page_size, cells, shares, rows, ttl, drafts, host_cells, order) -> None:
-        policy = "infercept" if order == "infercept" else policy  # its order goes with its rule only
-        retention = RetentionConfig(
-            policy, most_s=NEVER, share=shares[0], tenant_share=shares[1], fixed_s=ttl, unknown_s=ttl, trusted_samples=3
-        )
+    def start(self, policy, page_size, cells, shares, rows, most_s, drafts, host_cells, order) -> None:
+        retention = RetentionConfig(policy, most_s, share=shares[0], tenant_share=shares[1])
         self.world = World(
             page_size=page_size,
             cells=cells,

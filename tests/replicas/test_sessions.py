@@ -7,6 +7,7 @@ from fake_runner import complete
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.loadgen.policies import ORDERS
 from holdfast.replicas.errors import ErrorKind, UnavailableError
 from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Rejected, Stop, Submit
 from holdfast.replicas.plan import Sampling
@@ -302,7 +303,7 @@ def test_an_idle_engine_knows_when_to_close_a_session():
     assert world.engine.cache.cells.in_use == 0
 
 
-@pytest.mark.parametrize("order", ["program", "infercept", "fair"])
+@pytest.mark.parametrize("order", ["program", ORDERS["infercept"], "fair"])
 def test_an_operation_is_served_before_requests_that_come_after_it(order):
     """Nobody says when their programs began: a session's is where it was opened, a request's where it came."""
     world = make(max_sequences=2, session_rows=1, order=order)

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_backend import DONE, HELLO, FakeBackend, World, chat_body
+from pinning import KEEP
 from service_backend import ServiceBackend
 
 from holdfast.replicas.config import EngineConfig, RetentionConfig
@@ -397,7 +398,7 @@ def turns(config: EngineConfig, *calls: tuple[str, str, dict[str, Any]]) -> tupl
     return asyncio.run(run())
 
 
-CONFIG = EngineConfig(cells=4096, threads=1, retention=RetentionConfig("fixed", fixed_s=60.0))
+CONFIG = EngineConfig(cells=4096, threads=1, retention=RetentionConfig(KEEP))
 FULL = [*CALLED, result("Oslo"), result("Rome")]
 
 

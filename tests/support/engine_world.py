@@ -8,7 +8,8 @@ import numpy as np
 from fake_runner import EOS, VOCABULARY, FakeRunner, complete
 from pinned_pages import pinned_pages
 
-from holdfast.replicas.config import EngineConfig, RetentionConfig
+from holdfast.loadgen.policies.plas import Plas
+from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import (
     Abort,
@@ -34,8 +35,6 @@ class World:
     """An engine, its fake runner, and what came out of it."""
 
     def __init__(self, **settings) -> None:
-        if settings.get("order") == "infercept":  # it goes with its own rule only
-            settings.setdefault("retention", RetentionConfig("infercept"))
         defaults = {
             "cells": 256,
             "page_size": 4,
@@ -220,6 +219,8 @@ class World:
         if isinstance(order, FairOrder):
             roots = [root for roots in order._roots.values() for root in roots._roots.values()]
             assert not any(root.here for root in roots), "the order still counts a request that has ended"
+        elif isinstance(order, Plas):
+            assert not order.attained, "the order still counts a request that has ended"
 
 
 def words(seed: int, n: int) -> list[int]:

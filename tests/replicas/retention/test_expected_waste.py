@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.config import RetentionConfig
+from holdfast.loadgen.policies import RETENTION
 from holdfast.replicas.retention.latency import (
     AGES,
     RECENT,
@@ -24,19 +24,25 @@ from holdfast.replicas.retention.latency import (
 from holdfast.replicas.retention.policy import (
     Conditions,
     ExpectedPause,
+    ExpectedWaste,
+    InferCept,
     LocalPauses,
     Pause,
     RestoreCost,
-    interception,
+    break_even_s,
     life_tables,
-    policy_of,
-    preserve_until,
+    retention_policy,
     survival,
     trust,
 )
 
 PAUSE = Pause("acme", "shell", cells=1000)
 COST = RestoreCost(c=1.0)  # a second, for the program's own 1,000 cells and those of the others
+
+
+class SmallPrior(ExpectedWaste):
+    PRIOR_S = 0.01
+
 
 durations = st.lists(st.sampled_from([0.1, 0.5, 3.0, 40.0, 600.0]) | st.floats(0.0, 5000.0), min_size=1, max_size=60)
 counts = st.sampled_from([1, 5, 20, 100, 10_000])
@@ -53,7 +59,7 @@ def times(calls: int, *kinds: tuple[float, float]) -> list[float]:
 
 def ttl(tools: ToolLatency, others: int = 0, overall: ToolLatency | None = None, pause: Pause = PAUSE) -> float:
     snapshot = LatencySnapshot(overall or tools, {("acme", "shell"): tools})
-    return policy_of(RetentionConfig("gittins")).ttl(pause, snapshot, Conditions(others=others, restore=COST))
+    return ExpectedWaste().ttl(pause, snapshot, Conditions(others=others, restore=COST))
 
 
 def counts_of(seconds: Sequence[float], lasting: Sequence[float] = (), count: int | None = None) -> SurvivalCounts:
@@ -90,7 +96,7 @@ def plain_stop(alive: Sequence[float], keep_s: float) -> float:
 
 
 def plain_ttl(known: Sequence[tuple[Sequence[float], Sequence[float], int]], keep_s: float) -> tuple[float, np.ndarray]:
-    """What `gittins` decides, and P(T > age), by durations of pauses that are over, of those that last, and a count."""
+    """The decision, and P(T > age): by durations of pauses that are over, of those that last, and a count."""
     alive = [1.0 / (1.0 + age) for age in AGES]
     for seconds, lasting, count in known:
         share = trust(count, 0.05)
@@ -137,9 +143,9 @@ def test_it_decides_what_the_plain_formula_does(history, times_, apart_s, others
         lasting = [now - began for _, began, seconds in latest if began + seconds > now]
         known += [(back[-RECENT:], (), len(back)), (over, lasting, len(over))]
     conditions = Conditions(others=others, restore=COST, local=LocalPauses(pauses, now))
-    keep_s = preserve_until(interception(PAUSE, conditions))
+    keep_s = break_even_s(PAUSE, conditions)
     expected, alive = plain_ttl(known, keep_s)
-    found = policy_of(RetentionConfig("gittins")).ttl(PAUSE, book.snapshot(), conditions)
+    found = ExpectedWaste().ttl(PAUSE, book.snapshot(), conditions)
     if found != expected:
         every = waste(alive, 0, keep_s)
         wasted = [every[int(np.searchsorted(AGES, until))] for until in (found, expected)]
@@ -169,8 +175,8 @@ def test_what_was_decided_at_the_beginning_holds_at_every_age(seconds, count, ke
 @given(st.integers(1, 100_000), st.floats(0.1, 100.0), st.integers(0, 100_000))
 def test_with_nothing_known_it_is_infercepts_rule_less_the_prior(cells, seconds, others):
     pause, conditions = Pause("", "", cells), Conditions(others=others, restore=RestoreCost(c=seconds))
-    infercept = policy_of(RetentionConfig("infercept")).ttl(pause, LatencySnapshot(), conditions)
-    found = policy_of(RetentionConfig("gittins", prior_s=0.01)).ttl(pause, LatencySnapshot(), conditions)
+    infercept = InferCept().ttl(pause, LatencySnapshot(), conditions)
+    found = SmallPrior().ttl(pause, LatencySnapshot(), conditions)
     assert found == pytest.approx(min(infercept, AGES[-1]), rel=0.35, abs=0.05)
 
 
@@ -194,14 +200,14 @@ def test_a_tool_that_nobody_knows_is_taken_for_all_of_them():
     assert ttl(tool([0.3] * 100), others=9_000, overall=everybody) > 0.3
 
 
-@pytest.mark.parametrize("policy", ["gittins", "infercept"])
+@pytest.mark.parametrize("policy", ["expected_waste", "infercept"])
 def test_who_comes_back_meanwhile_waits_too_and_infercept_does_not_know(policy):
     """A second to compute it again, in which 3,000 of the 5,000 cells are asked for that are kept for others."""
     busy = Conditions(restore=COST, paused=5000, returning=3000.0)
-    found = policy_of(RetentionConfig(policy)).ttl(PAUSE, LatencySnapshot(), busy)
-    alone = policy_of(RetentionConfig(policy)).ttl(PAUSE, LatencySnapshot(), Conditions(restore=COST))
-    running = policy_of(RetentionConfig(policy)).ttl(PAUSE, LatencySnapshot(), Conditions(restore=COST, others=3000))
-    assert found == (running if policy == "gittins" else alone)
+    found = retention_policy(policy).ttl(PAUSE, LatencySnapshot(), busy)
+    alone = retention_policy(policy).ttl(PAUSE, LatencySnapshot(), Conditions(restore=COST))
+    running = retention_policy(policy).ttl(PAUSE, LatencySnapshot(), Conditions(restore=COST, others=3000))
+    assert found == (running if policy == "expected_waste" else alone)
     assert alone < running
 
 
@@ -215,23 +221,23 @@ def test_what_is_left_of_a_pause_is_a_median(seconds, count):
         assert half == age or alive[half - 1] > alive[age] / 2
 
 
-def test_who_is_away_for_long_is_known_when_the_quick_calls_are_over():
+def test_who_is_away_for_long_is_known_when_the_quick_calls_are_over(monkeypatch):
     shell = tool(times(1000, (0.8, 0.3), (0.2, 40.0)))
-    snapshot, policy = LatencySnapshot(shell, {("acme", "shell"): shell}), policy_of(RetentionConfig("gittins"))
+    snapshot, policy = LatencySnapshot(shell, {("acme", "shell"): shell}), ExpectedWaste()
     away = [policy.away(PAUSE, snapshot, Conditions(wait_s=wait_s)) for wait_s in (0.0, 0.01, 1.0, 10.0, 100.0)]
     assert away[0] == inf, "nobody has waited yet"
     assert away[1] == 0.0, "what is lost is had again at once"
     assert 0.3 <= away[2] == away[3] < 0.6, "20 s are less than a slow call takes"
     assert away[4] > 40.0
-    away_waits = RetentionConfig("gittins", away_waits=20.0)
-    assert policy_of(away_waits).away(PAUSE, snapshot, Conditions(wait_s=10.0)) > 40.0
+    monkeypatch.setattr(ExpectedWaste, "AWAY_WAITS", 20.0)
+    assert policy.away(PAUSE, snapshot, Conditions(wait_s=10.0)) > 40.0
 
 
-@pytest.mark.parametrize("policy", ["none", "fixed", "bernstein", "continuum", "restore-cost", "infercept"])
+@pytest.mark.parametrize("policy", ["none", "continuum", "infercept", *RETENTION.values()])
 def test_under_other_policies_nobody_is_away(policy):
     slow = tool([40.0] * 1000)
     known = LatencySnapshot(slow, {("acme", "shell"): slow})
-    assert policy_of(RetentionConfig(policy)).away(PAUSE, known, Conditions(wait_s=1.0)) == inf
+    assert retention_policy(policy).away(PAUSE, known, Conditions(wait_s=1.0)) == inf
 
 
 def test_trust_comes_with_samples():
@@ -243,11 +249,11 @@ def test_trust_comes_with_samples():
 
 
 def test_nothing_to_lose_is_not_kept_from_anybody():
-    assert policy_of(RetentionConfig("gittins")).ttl(PAUSE, LatencySnapshot(), Conditions()) == 0.0
+    assert ExpectedWaste().ttl(PAUSE, LatencySnapshot(), Conditions()) == 0.0
 
 
 def test_new_statistics_are_looked_at():
-    book, policy = LatencyBook(), policy_of(RetentionConfig("gittins"))
+    book, policy = LatencyBook(), ExpectedWaste()
     conditions, found = Conditions(others=9_000, restore=COST), []
     for seconds in (0.3, 40.0):
         for _ in range(2000):
@@ -288,7 +294,7 @@ def test_pauses_that_are_not_over_are_no_secret():
     known = life_tables([pauses.known(("acme", "shell"), now)])[0]
     assert known[int(np.searchsorted(AGES, 10.0))] == pytest.approx(0.5, abs=0.1)
     conditions = Conditions(others=59_000, restore=COST)  # a minute to lose
-    policy = policy_of(RetentionConfig("gittins"))
+    policy = ExpectedWaste()
     blind = policy.ttl(PAUSE, back.snapshot(), conditions)
     seen = policy.ttl(PAUSE, back.snapshot(), replace(conditions, local=LocalPauses(pauses, now)))
     assert seen < 2.0 < blind

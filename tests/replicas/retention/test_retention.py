@@ -5,22 +5,26 @@ from math import inf
 import pytest
 from engine_world import World, words
 from fake_runner import complete
+from pinning import KEEP
 
+from holdfast.loadgen.policies import RETENTION
 from holdfast.replicas.config import DraftConfig, RetentionConfig
 from holdfast.replicas.events import Abort, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
 from holdfast.replicas.programs import ProgramPin
+from holdfast.replicas.retention import pins as pins_module
 from holdfast.replicas.retention.latency import AGES, LatencySnapshot, ToolLatency
 from holdfast.replicas.retention.policy import RestoreCost
 from holdfast.replicas.types import CellLimits
 
 
-def make(policy: str = "fixed", cells: int = 256, share: float = 1.0, tenant_share: float = 1.0, **settings) -> World:
+def make(
+    policy: str = KEEP, cells: int = 256, share: float = 1.0, tenant_share: float = 1.0, ttl: float = 20.0, **settings
+) -> World:
     retention = RetentionConfig(
         policy=policy,
         share=share,
         tenant_share=tenant_share,
-        fixed_s=settings.pop("ttl", 20.0),
-        settle_s=settings.pop("settle", 1.0),
+        most_s=ttl if policy == KEEP else 60.0,
     )
     return World(
         cells=cells,
@@ -72,7 +76,7 @@ def flood(world: World, n: int = 200, began: float = 99.0) -> str:
 
 
 def test_an_engine_says_when_what_it_keeps_has_to_be_looked_at_again():
-    world = make(ttl=20.0, settle=1.0)
+    world = make(ttl=20.0)
     assert world.engine.due is None
     turn(world, "p", words(1, 20))
     began = world.engine.due
@@ -112,7 +116,7 @@ def test_what_nobody_speaks_of_is_let_go():
 
 
 def test_the_next_turn_finds_its_cells_where_without_a_pin_they_are_gone():
-    for policy, hits in (("fixed", 1), ("none", 0)):
+    for policy, hits in ((KEEP, 1), ("none", 0)):
         world = make(policy)
         text = turn(world, "p", words(1, 100))
         late = flood(world, 120)
@@ -145,7 +149,7 @@ def test_a_pin_outlives_its_time_while_the_next_turn_waits_elsewhere():
 
 @pytest.mark.parametrize("end", ["last", "flag", "program", "no tool time"])
 def test_the_last_turn_leaves_nothing(end):
-    world = make("continuum" if end == "no tool time" else "fixed")
+    world = make("continuum" if end == "no tool time" else KEEP)
     world.submit("a", words(1, 40), 4, program="p", ends=end == "flag")
     world.run()
     if end == "flag":
@@ -195,7 +199,7 @@ def test_a_program_that_ends_after_answers_counts_the_turns_since():
 
 
 def test_a_program_is_kept_longer_at_the_beginning_of_each_way_to_an_answer():
-    world = make("bernstein")
+    world = make(RETENTION["bernstein"])
     world.give(TurnEnded("x", "", "x", (), True, 8))  # eight turns are what is usual
     kept = {}
     for program, turns, answered in (("first", 0, 0), ("again", 8, 8), ("late", 7, 0)):
@@ -222,8 +226,8 @@ def test_idle_sessions_wait_for_nobody():
 
 
 def two_that_pause() -> World:
-    """Programs `early`, whose tool is a slow one, and `late`, whose tool takes 9 s, both pinned under gittins."""
-    world = make("gittins", cells=256)
+    """Programs `early`, whose tool is a slow one, and `late`, whose tool takes 9 s, both pinned."""
+    world = make("expected_waste", cells=256)
     tools = {
         ("", "ls"): ToolLatency(1000, 9.0, 0.0, (9.0,)),
         ("", "make"): ToolLatency(1000, 50.0, 0.0, (50.0,)),
@@ -235,7 +239,7 @@ def two_that_pause() -> World:
     return world
 
 
-def test_under_gittins_cells_are_kept_past_their_time_while_nobody_is_short_of_them():
+def test_under_expected_waste_cells_are_kept_past_their_time_while_nobody_is_short_of_them():
     world = two_that_pause()
     world.now += 30.0
     world.submit("other", words(3, 20), 4, began=9.0)
@@ -246,7 +250,7 @@ def test_under_gittins_cells_are_kept_past_their_time_while_nobody_is_short_of_t
     assert pinned(world) == set(), "`most_s` bounds it"
 
 
-def test_under_gittins_what_is_worth_least_gives_way_first_though_its_program_came_first():
+def test_under_expected_waste_what_is_worth_least_gives_way_first_though_its_program_came_first():
     world = two_that_pause()
     flood(world, 100, began=0.5)
     world.run()
@@ -255,7 +259,7 @@ def test_under_gittins_what_is_worth_least_gives_way_first_though_its_program_ca
     assert world.engine.stats.pins_given_way == 1
 
 
-def test_under_gittins_what_has_lapsed_is_taken_by_programs_that_come_later_and_what_has_not_is_not():
+def test_under_expected_waste_what_has_lapsed_is_taken_by_programs_that_come_later_and_what_has_not_is_not():
     world = two_that_pause()
     world.submit("runs", talkative(20, 30), 30, began=0.1)
     world.step()
@@ -275,7 +279,7 @@ def test_under_gittins_what_has_lapsed_is_taken_by_programs_that_come_later_and_
         ({"early": 2.0, "late": 1.0}, "early"),
     ],
 )
-def test_under_gittins_of_what_is_worth_its_cells_the_latest_gives_way_first_unless_another_is_away(away, first):
+def test_under_expected_waste_of_what_is_worth_its_cells_the_latest_gives_way_first_unless_another_is_away(away, first):
     """Of those that are away it is who has been for longest."""
     world = two_that_pause()
     pins = world.engine.scheduler.retention.pins
@@ -287,7 +291,7 @@ def test_under_gittins_of_what_is_worth_its_cells_the_latest_gives_way_first_unl
     assert {"early", "late"} - pinned(world) == {first}
 
 
-def test_under_gittins_who_is_away_is_told_by_what_turns_wait_that_have_no_cells():
+def test_under_expected_waste_who_is_away_is_told_by_what_turns_wait_that_have_no_cells():
     """Nobody has waited when the first two pause; then turns have, for long, and for less than the tool takes."""
     world, tools = two_that_pause(), ("make",)
     world.engine._learned.waited(100.0)
@@ -300,8 +304,8 @@ def test_under_gittins_who_is_away_is_told_by_what_turns_wait_that_have_no_cells
     assert away == {"early": inf, "late": inf, "brief": 0.0}
 
 
-def test_under_gittins_it_is_counted_how_fast_programs_come_back_to_their_cells():
-    world = make("gittins")
+def test_under_expected_waste_it_is_counted_how_fast_programs_come_back_to_their_cells():
+    world = make("expected_waste")
     said = turn(world, "one", words(1, 80))
     world.now += 2.0
     turn(world, "one", [*said, *words(2, 10)], number=1)
@@ -312,7 +316,7 @@ def test_under_gittins_it_is_counted_how_fast_programs_come_back_to_their_cells(
     assert known.back_within(1e9) == 1000
 
 
-def test_under_gittins_a_pause_is_looked_at_again_when_somebody_is_short():
+def test_under_expected_waste_a_pause_is_looked_at_again_when_somebody_is_short():
     world = two_that_pause()
     world.engine._learned._prefill.cost = RestoreCost(c=500.0)  # by now everything takes much longer
     pins = world.engine.scheduler.retention.pins
@@ -351,7 +355,7 @@ def goes_first(world: World) -> bool:
 @pytest.mark.parametrize(
     ("after", "away", "first"), [(2.0, inf, True), (60.0, inf, False), (2.0, 1.0, False), (2.0, 8.0, True)]
 )
-def test_under_gittins_who_lost_its_cells_goes_first_where_it_comes_back_in_time(after, away, first):
+def test_under_expected_waste_who_lost_its_cells_goes_first_where_it_comes_back_in_time(after, away, first):
     """Before keeping them would have cost more than losing them, here some 5 s, and before it is away for long."""
     world = all_give_way(away)
     world.now += after
@@ -360,7 +364,7 @@ def test_under_gittins_who_lost_its_cells_goes_first_where_it_comes_back_in_time
 
 
 @pytest.mark.parametrize(("after", "reload", "first"), [(2.0, None, True), (40.0, None, True), (40.0, 0.01, False)])
-def test_under_gittins_who_has_its_cells_goes_first_unless_a_tier_would_give_them_back_for_less(after, reload, first):
+def test_under_expected_waste_who_has_its_cells_goes_first_unless_a_tier_restores_them_for_less(after, reload, first):
     """And then only where it comes within what the copy takes."""
     world = two_that_pause()
     world.engine._learned.reload = reload
@@ -395,14 +399,14 @@ def test_a_program_that_is_over_needs_no_place(over):
 
 
 def test_under_other_policies_who_lost_its_cells_has_no_place():
-    world = make("fixed")
+    world = make(KEEP)
     turn(world, "late", words(2, 80), began=2.0)
     flood(world, 200, began=0.5)
     world.run()
     assert (pinned(world), places(world)) == (set(), set())
 
 
-def test_under_gittins_what_has_lapsed_does_not_go_first_while_its_next_turn_waits(monkeypatch):
+def test_under_expected_waste_what_has_lapsed_does_not_go_first_while_its_next_turn_waits(monkeypatch):
     world = two_that_pause()
     monkeypatch.setattr(ProgramPin, "awaited", property(lambda pin: pin.program.key.name == "early"))
     flood(world, 100, began=0.5)
@@ -411,7 +415,7 @@ def test_under_gittins_what_has_lapsed_does_not_go_first_while_its_next_turn_wai
 
 
 def test_a_replica_knows_its_pauses_from_their_beginning():
-    world = make("gittins")
+    world = make("expected_waste")
     pauses = world.engine._learned.pauses
     text = turn(world, "p", words(1, 20))
     turn(world, "q", words(2, 20))
@@ -443,7 +447,7 @@ def test_a_notice_that_comes_late_changes_nothing():
 
 
 def test_the_snapshot_decides():
-    world = make(ttl=2.0)
+    world = make(RETENTION["fixed"])
     slow = ToolLatency(9, 30.0)
     world.give(ToolLatencies(LatencySnapshot(slow, {("", "pytest"): slow})))
     turn(world, "p", words(1, 20), tools=("pytest",))
@@ -546,7 +550,7 @@ def test_branches_of_a_program_keep_the_one_that_ended_last():
 
 
 def test_a_pinned_turn_comes_before_programs_that_began_earlier():
-    retention = RetentionConfig(policy="fixed", fixed_s=50.0)
+    retention = RetentionConfig(KEEP, most_s=50.0)
     world = World(cells=512, max_sequences=2, session_rows=1, retention=retention)
     text = turn(world, "late", words(1, 20), began=9.0)
     world.submit("runs", words(3, 8), 12, began=0.1)
@@ -585,8 +589,11 @@ def talkative(n_prompt: int, n: int) -> list[int]:
     return next(p for seed in range(999) if len(complete(p := words(seed, n_prompt), n)) == n)
 
 
-def test_a_prompt_that_runs_takes_the_cells_that_another_program_keeps_rather_than_wait_for_ever():
-    world = make(cells=160, settle=1000.0, completion_reserve=4, step_tokens=1)
+def test_a_prompt_that_runs_takes_the_cells_that_another_program_keeps_rather_than_wait_for_ever(
+    monkeypatch,
+):
+    monkeypatch.setattr(pins_module, "SETTLE_S", 1000.0)
+    world = make(cells=160, completion_reserve=4, step_tokens=1)
     world.submit("a", talkative(20, 90), 90, began=1.0, program="p")
     world.submit("b", words(2, 90), 4, began=2.0)  # there was room for it, until the other wrote on
     world.run()

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 from engine_world import World, words
 from fake_runner import complete
+from pinning import KEEP
 
 from holdfast.replicas.config import RetentionConfig
 from holdfast.replicas.events import TurnEnded
 
-KEEPS = RetentionConfig(policy="fixed", fixed_s=9000.0, most_s=9000.0, settle_s=9000.0)
+KEEPS = RetentionConfig(KEEP, most_s=9000.0)
 
 
 def talkative(n_prompt: int, n: int, begun: list[int] | None = None, first: int = 0) -> list[int]:
@@ -70,7 +71,7 @@ def test_a_cached_prefix_counts_from_when_somebody_uses_it() -> None:
         world.assert_right(name)
 
 
-@pytest.mark.parametrize("policy", ["none", "fixed"])
+@pytest.mark.parametrize("policy", ["none", KEEP])
 def test_a_prompt_is_not_deferred_for_what_is_kept_for_programs_behind_it(policy: str) -> None:
     retention = replace(KEEPS, policy=policy)
     world = World(
@@ -88,7 +89,7 @@ def test_a_prompt_is_not_deferred_for_what_is_kept_for_programs_behind_it(policy
     world.submit("early", talkative(10, 100), 100, began=1.0)
     for _ in range(3):
         world.step()
-    assert world.engine.cache.cells.in_use >= (0.8 * 2048 if policy == "fixed" else 0)
+    assert world.engine.cache.cells.in_use >= (0.8 * 2048 if policy == KEEP else 0)
     asked = world.now
     world.submit("second", words(999, 120), 4, began=2.0)
     world.run()
@@ -96,7 +97,7 @@ def test_a_prompt_is_not_deferred_for_what_is_kept_for_programs_behind_it(policy
     assert world.engine.stats.chunks_deferred == 0
 
 
-@pytest.mark.parametrize("policy", ["none", "fixed"])
+@pytest.mark.parametrize("policy", ["none", KEEP])
 @pytest.mark.parametrize("own", [False, True])
 def test_what_a_pin_keeps_is_occupied_by_those_who_read_it(policy: str, own: bool) -> None:
     """A preamble that a paused program has as well, and histories that come back to their own pins."""

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from engine_world import World, words
+from pinning import KEEP
 
 from holdfast.replicas.config import DraftConfig, RetentionConfig
 from holdfast.replicas.errors import ErrorKind
@@ -167,7 +168,7 @@ def test_no_step_has_more_of_it_than_a_chunk():
 
 
 def test_nothing_gives_way_to_it_and_it_ends_with_what_it_has():
-    world = make(cells=128, context_length=128, retention=RetentionConfig("fixed", fixed_s=50.0), admission_ceiling=1.0)
+    world = make(cells=128, context_length=128, retention=RetentionConfig(KEEP, most_s=50.0), admission_ceiling=1.0)
     world.submit("turn", words(1, 60), 4, program="q")
     world.run()
     world.give(TurnEnded("turn", "", "q", ("t",)))

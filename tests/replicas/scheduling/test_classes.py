@@ -5,9 +5,10 @@ from engine_world import World, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.loadgen.policies import ORDERS as COMPARED
 from holdfast.replicas.types import Priority
 
-ORDERS = ("program", "fair", "request", "plas")
+ORDERS = ("program", "fair", "request", COMPARED["plas"])
 
 
 def ask(

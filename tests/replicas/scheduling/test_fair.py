@@ -8,6 +8,7 @@ import pytest
 from engine_world import World, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pinning import KEEP
 
 from holdfast.replicas.config import DraftConfig, RetentionConfig
 from holdfast.replicas.events import Submit, TurnEnded
@@ -112,7 +113,7 @@ def test_rows_that_come_free_together_go_to_both():
 
 
 def test_what_is_kept_for_a_tenant_that_had_more_gives_way():
-    retention = RetentionConfig(policy="fixed", fixed_s=50.0)
+    retention = RetentionConfig(KEEP, most_s=50.0)
     room = {"cells": 1024, "context_length": 1024, "admission_ceiling": 1.0, "speculation": DraftConfig(enabled=False)}
     world = World(order="fair", max_sequences=8, retention=retention, **room)
     world.step_s = 0.1

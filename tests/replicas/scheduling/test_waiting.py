@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.loadgen.policies.plas import Plas
 from holdfast.replicas.events import Submit
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Sequence
 from holdfast.replicas.requests import SessionTurn
-from holdfast.replicas.scheduling.queue import PlasOrder, ProgramOrder, RequestOrder, WaitingQueue
+from holdfast.replicas.scheduling.queue import ArrivalOrder, ProgramOrder, WaitingQueue
 
 _numbers = count()
 
@@ -82,7 +83,7 @@ def test_the_tokens_that_wait_are_counted_once():
 
 
 def test_request_order_ignores_programs():
-    queue = WaitingQueue(RequestOrder())
+    queue = WaitingQueue(ArrivalOrder())
     queue.push(waiting("second", 2.0, 1.0))
     queue.push(waiting("first", 1.0, 9.0))
     assert drain(queue) == ["first", "second"]
@@ -157,7 +158,7 @@ def test_a_pin_that_comes_or_goes_gives_a_new_place():
 
 
 def test_who_was_passed_over_too_long_comes_first_and_only_once():
-    order = PlasOrder(levels=2, quantum_s=1.0, patience=2.0)
+    order = Plas(levels=2, quantum_s=1.0, patience=2.0)
     served = waiting("served", 0.0, program="p")
     order.serve((served,), (), 3.0)
     queue = WaitingQueue(order)

@@ -1,0 +1,79 @@
+"""Each policy against numbers worked out by hand."""
+
+import math
+
+import pytest
+
+from holdfast.loadgen.policies import RETENTION
+from holdfast.loadgen.policies.bernstein import Bernstein, upper_bound
+from holdfast.loadgen.policies.fixed import SUTRADHARA_TTL, Fixed
+from holdfast.replicas.retention.latency import LatencySnapshot, ToolLatency
+from holdfast.replicas.retention.policy import Conditions, Pause, RestoreCost, RetentionPolicy, retention_policy
+
+PAUSE = Pause("acme", "grep", cells=1000, turn=1)
+COST = RestoreCost(a=1e-6, b=1e-3, c=0.5)  # 1,000 cells: 1 + 1 + 0.5 s
+NOTHING = LatencySnapshot()
+
+
+def known(mean: float) -> LatencySnapshot:
+    """A snapshot that knows `grep` of tenant acme alone."""
+    tool = ToolLatency(1000, mean, 0.0, (mean,))
+    return LatencySnapshot(tool, {("acme", "grep"): tool})
+
+
+def ttl(
+    policy: RetentionPolicy,
+    latency: LatencySnapshot = NOTHING,
+    pause: Pause = PAUSE,
+    conditions: Conditions | None = None,
+) -> float:
+    return policy.ttl(pause, latency, conditions or Conditions())
+
+
+@pytest.mark.parametrize(("mean", "expected"), [(0.3, 2.0), (2.0, 2.0), (2.01, 0.0)])
+def test_fixed_keeps_for_quick_tools_alone(mean: float, expected: float) -> None:
+    assert ttl(Fixed(), known(mean)) == expected
+
+
+def test_fixed_keeps_for_tools_that_nobody_knows() -> None:
+    assert ttl(Fixed(), known(9.0), Pause("acme", "sed", 10)) == 2.0
+    assert ttl(Fixed(), known(9.0), Pause("other", "grep", 10)) == 2.0, "a tenant's tools are its own"
+    assert ttl(Fixed(5.0)) == 5.0
+    assert ttl(retention_policy(SUTRADHARA_TTL), known(5.9)) == 6.0
+
+
+def test_the_bound_of_maurer_and_pontil() -> None:
+    tool = ToolLatency(count=50, mean=1.0, variance=0.25, recent=(0.5, 3.0))
+    log = math.log(2 / 0.1)  # 2.9957
+    assert upper_bound(tool, 0.1) == pytest.approx(1.0 + math.sqrt(0.5 * log / 50) + 7 * 3.0 * log / (3 * 49))
+    assert upper_bound(tool, 0.1) == pytest.approx(1.0 + 0.17308 + 0.42796, abs=1e-4)
+    assert upper_bound(ToolLatency(1, 4.0, 0.0, (4.0,)), 0.1) == 4.0
+
+
+def test_bernstein_falls_back_to_all_tools_and_then_to_a_default() -> None:
+    tool, overall = ToolLatency(10, 1.0, 0.0, (1.0,)), ToolLatency(10, 3.0, 0.0, (3.0,))
+    bound = 1.0 + 7 * 1.0 * math.log(2 / 0.05) / (3 * 9)
+    at_the_end = Pause("acme", "grep", 1000, turn=5)
+    few = ToolLatency(9, 1.0, 0.0, (1.0,))
+    for mine, everybodys, expected in ((tool, overall, bound), (few, overall, 3 * bound), (few, few, 7.5)):
+        snapshot = LatencySnapshot(everybodys, {("acme", "grep"): mine})
+        found = ttl(Bernstein(unknown_s=7.5), snapshot, at_the_end, Conditions(mean_turns=5.0))
+        assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("turn", "factor"), [(1, 1.8), (3, 1.4), (5, 1.0), (9, 1.0)])
+def test_bernstein_keeps_a_program_longer_that_has_turns_before_it(turn: int, factor: float) -> None:
+    pause = Pause("acme", "", 10, turn)
+    assert ttl(Bernstein(), NOTHING, pause, Conditions(mean_turns=5.0)) == pytest.approx(2.0 * factor)
+
+
+def test_restore_cost_keeps_as_long_as_restoring_takes() -> None:
+    policy = retention_policy(RETENTION["restore-cost"])
+    assert ttl(policy, conditions=Conditions(restore=COST)) == pytest.approx(2.5)
+    reload = RestoreCost(a=1e-6, b=1e-3, c=0.5, reload=1e-4)
+    assert ttl(policy, conditions=Conditions(restore=reload)) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("name", [*RETENTION.values(), SUTRADHARA_TTL])
+def test_each_name_is_a_policy(name: str) -> None:
+    assert ttl(retention_policy(name), known(0.5), conditions=Conditions(restore=COST)) > 0.0

@@ -9,7 +9,7 @@ import json
 from enum import EnumMeta
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from holdfast.cluster.config import Settings
 from holdfast.cluster.option_table import comments
@@ -26,6 +26,8 @@ def of(hint: Any) -> dict[str, Any]:
     if hint in PLAIN:
         return {"type": PLAIN[hint]}
     inside = get_args(hint)
+    if get_origin(hint) is Annotated:
+        return of(inside[0]) | {"pattern": inside[1]}
     if get_origin(hint) is Literal:
         return {"enum": list(inside)}
     if get_origin(hint) in (Union, UnionType):
@@ -39,7 +41,7 @@ def of(hint: Any) -> dict[str, Any]:
 
 def of_class(kind: type) -> dict[str, Any]:
     """JSON schema of a mapping with the fields of `kind`, and no others."""
-    hints, told = get_type_hints(kind), comments(kind)
+    hints, told = get_type_hints(kind, include_extras=True), comments(kind)
     properties = {
         each.name: of(hints[each.name]) | ({"description": text} if (text := told.get(each.name)) else {})
         for each in dataclasses.fields(kind)

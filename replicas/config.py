@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
 from holdfast.replicas.errors import ConfigError
 
@@ -31,6 +31,9 @@ CpuKernels: TypeAlias = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", 
 ORDERS = ("auto", "program", "request", "fair")  # the orders of requests that have a short name
 POLICIES = ("none", "continuum", "infercept", "expected_waste")  # the retention policies that have one
 _RENAMED = {"gittins": "expected_waste"}
+_CLASS = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"  # `module:Class`
+OrderName: TypeAlias = Annotated[str, f"^({'|'.join(ORDERS)}|{_CLASS})$"]
+PolicyName: TypeAlias = Annotated[str, f"^({'|'.join(POLICIES)}|{_CLASS})$"]
 
 POCKET = "pocket"  # the name of the shipped model
 DEVICES = ("auto", "cpu", "cuda")
@@ -57,7 +60,7 @@ class DraftConfig:
 class RetentionConfig:
     """How long a program's KV cells are kept between two turns, and how many of them. Times in seconds."""
 
-    policy: str = (  # when to give up the cells of a program whose tools run: `none`, `continuum`, `infercept`,
+    policy: PolicyName = (  # when to give up the cells of a program whose tools run: `none`, `continuum`, `infercept`,
         "expected_waste"  # `expected_waste`, or a class of your own as `module:Class` (docs/policies.md)
     )
     most_s: float = 60.0  # longest time that the cells of a paused program are kept, whatever the policy says
@@ -133,8 +136,8 @@ class EngineConfig:
     host_cells: int = 0  # tokens that host memory holds; 0: from `host_memory`
     host_memory: float = 0.0  # GiB where `host_cells` is 0; 0: no second tier
 
-    order: str = (  # which request is served first: by arrival of its `program`, by arrival of the `request`, tenants
-        "auto"  # by weight (`fair`), or a class of your own as `module:Class`; auto: fair with several tenants
+    order: OrderName = (  # which request is served first: by arrival of its `program` or of the `request`, by tenants'
+        "auto"  # weights (`fair`), or a class of your own as `module:Class`; auto: fair with several tenants
     )
 
     retention: RetentionConfig = field(default_factory=RetentionConfig)
@@ -299,12 +302,9 @@ def _check(config: object, rule: _Rule, *names: str) -> None:
             raise ConfigError(f"{name} must be {rule.text}, not {value!r}", name)
 
 
-_MODULE_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-
-
 def _check_name(value: str, names: tuple[str, ...], field: str) -> None:
     """Raise ConfigError where `value` is none of `names` and does not have the form `module:Class`."""
-    if value not in names and not _MODULE_CLASS.fullmatch(value):
+    if value not in names and not re.fullmatch(_CLASS, value):
         hint = f"; it is called {_RENAMED[value]} now" if value in _RENAMED else ""
         raise ConfigError(f"{field} must be one of {', '.join(names)}, or module:Class, not {value!r}{hint}", field)
 

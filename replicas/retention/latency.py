@@ -286,7 +286,7 @@ class Pauses:
         return pause
 
     def ended(self, pause: ToolPause, now: float, *, returned: bool) -> None:
-        """`returned`: the next turn has come. Else none will come, and the pause counts as longer than it has lasted."""
+        """`returned`: the next turn has come. Else none will, and the pause counts as longer than it has lasted."""
         pause.kind, pause.age = 0 if returned else 1, bisect_left(_AGES, max(now - pause.since, 0.0))
         self._all.ended(pause)
         latest = self._sets.get(pause.key)

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.cluster import checks, ports
 from holdfast.cluster.config import RedisConfig, ServerConfig, Settings
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.router.tenants import Tenant
 
@@ -46,6 +46,20 @@ def test_a_missing_model_is_named(name: str) -> None:
         checks.model_folder(name)
     assert caught.value.field == "engine.model"
     assert name in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("engine", "field"),
+    [
+        (EngineConfig(order="no_such_module:Order"), "engine.order"),
+        (EngineConfig(retention=RetentionConfig("no_such_module:Policy")), "engine.retention.policy"),
+    ],
+)
+def test_a_policy_that_cannot_be_imported_is_named(engine: EngineConfig, field: str) -> None:
+    with pytest.raises(ConfigError, match="No module named 'no_such_module'") as caught:
+        checks.policies(engine)
+    assert caught.value.field == field
+    assert caught.value.message.startswith(f"{field} cannot be no_such_module:")
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from pinning import KEEP
 
+from holdfast.loadgen.policies import RETENTION
 from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.events import ProgramEnded, ToolLatencies
 from holdfast.replicas.plan import Sampling
@@ -27,8 +28,8 @@ ASKS = [{"role": "user", "content": "What is the weather in Oslo?"}]
 
 
 @asynccontextmanager
-async def serving():
-    retention = RetentionConfig(KEEP, most_s=600.0)
+async def serving(policy: str = KEEP):
+    retention = RetentionConfig(policy, most_s=600.0)
     service = Service.load(EngineConfig(cells=8192, threads=1, retention=retention))
     try:
         yield service
@@ -97,7 +98,7 @@ def test_the_engine_hears_how_many_turns_an_answer_took():
 
 def test_the_engine_decides_by_what_the_cluster_knows():
     async def main() -> None:
-        async with serving() as service:
+        async with serving(RETENTION["fixed"]) as service:
             slow = ToolLatency(5, 9999.0)
             service.notice(ToolLatencies(LatencySnapshot(slow, {("", "get_weather"): slow})))
             await service.generate(turn("a", forced=True))

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from holdfast.kernels.attention_plan import NARROW_ROWS, WIDE_ROWS, GpuPlan, make_plan, plan_key, tile_of
-from holdfast.kernels.paging import PagedBatch
+from holdfast.kernels.kv import PagedBatch
 
 _LOG2E = 1.4426950408889634
 _MERGED = 16  # partial results that are read at a time

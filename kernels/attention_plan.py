@@ -1,20 +1,18 @@
-"""What the programs of a GPU's attention do in one forward: worked out on the host once, used by every layer.
+"""How the attention work of a GPU is cut in one forward: worked out once on the host, used by every layer.
 
 An item is one program's work for one KV head: some query tokens against the positions [low, high) of one page table
 row. The query heads of a group are rows of one tile, so a KV head is read once for all of them. Three kinds:
 
     narrow   a chunk of few tokens: a decode, a verification window. Its positions are cut into parts, so that one
              sequence fills the device; the parts are merged by their log-sum-exp. The more positions, the longer the
-             parts (`_PARTS`): where there is little to read, few programs cost time; where there is much, many partial
-             results do.
+             parts (`_PARTS`): with little to read, many programs cost time; with much to read, many partial results do.
     wide     a block of a longer chunk's tokens; cut only where a chunk has too few blocks to fill the device.
     shared   the tokens of several narrow chunks against a prefix whose pages they have in common, read once for all
              (a cascade); each chunk then continues behind the prefix by itself.
 
-How a sequence is cut depends on its own length alone, never on what else is in the batch, with the one exception of a
-shared prefix; where it is asked for (`invariant`) on a token's own position alone, without exception.
-`attention_work` is numpy in, numpy out and knows no device; `make_plan` puts its result on one, and `attention_gpu`
-launches that.
+The cut of a sequence depends on its own length, never on the rest of the batch, except for a shared prefix. With
+`invariant` it depends on a token's own position alone, without exception. `attention_work` is numpy in, numpy out and
+knows no device; `make_plan` copies its result to one, and `attention_gpu` launches it.
 """
 
 from collections import defaultdict
@@ -27,8 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from holdfast.kernels.paging import PagedBatch
-from holdfast.kernels.transfer import sent_together
+from holdfast.kernels.kv import PagedBatch, sent_together
 
 Ints = npt.NDArray[np.int32]
 

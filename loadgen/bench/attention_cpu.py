@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.kernels import attention_c, product_c
+from holdfast.kernels import linear, native
 from holdfast.kernels.attention import paged_attention
-from holdfast.kernels.paging import PagedBatch, page_runs
+from holdfast.kernels.kv import PagedBatch, page_runs
 from holdfast.replicas.kv.tensors import CellShape, KVTensors
 
 _READ_BYTES = 512 << 20  # beyond any cache
@@ -90,8 +91,8 @@ class Machine:
         data = torch.ones(_READ_BYTES // 4)
         readers: list[Callable[[], object]] = [data.sum]
         wide = data[: _READ_BYTES // 8].view(torch.bfloat16).view(-1, _MATRIX)
-        if way := product_c.way_for(wide):
-            readers.append(partial(product_c.Product(way, wide), torch.ones(1, _MATRIX, dtype=torch.bfloat16)))
+        if variant := linear.variant_for(wide):
+            readers.append(partial(linear.PackedMatrix(variant, wide), torch.ones(1, _MATRIX, dtype=torch.bfloat16)))
         self.bandwidth = max(
             size / min(_seconds(read) for _ in range(8))
             for read, size in zip(readers, (data.nbytes, wide.nbytes), strict=False)
@@ -100,8 +101,8 @@ class Machine:
         for dtype in (torch.float32, torch.bfloat16):
             a, b = torch.randn(2, _MATRIX, _MATRIX).to(dtype).unbind(0)
             multipliers.append(partial(torch.matmul, a, b))
-            if way := product_c.way_for(b):
-                multipliers.append(partial(product_c.Product(way, b), a))
+            if variant := linear.variant_for(b):
+                multipliers.append(partial(linear.PackedMatrix(variant, b), a))
         quick = [multiply for multiply in multipliers if _seconds(multiply) < 1]
         self.rate = 2 * _MATRIX**3 / min(_seconds(multiply) for multiply in quick for _ in range(5))
 
@@ -120,7 +121,7 @@ def measure(
         for _ in range(repeat + 1):
             for way in ways:
                 kernel, _, kv = way.partition("/")
-                attention_c.use(kernel)
+                native.limit(cast(native.Level, kernel))
                 taken[way].append(_seconds(layers[kv]))
         seen = case.cached + (case.tokens + 1) / 2  # positions, by a token on average
         products = 4 * case.sequences * case.tokens * seen * shape.heads * shape.dim
@@ -188,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.threads:
         torch.set_num_threads(options.threads)
-    ways = options.ways.split(",") if options.ways else list(dict.fromkeys((attention_c.use(), attention_c.TORCH)))
+    ways = options.ways.split(",") if options.ways else list(dict.fromkeys((native.limit("auto"), "torch")))
     shape = Shape(options.layers, options.heads, options.kv_heads, options.dim)
     cases = [case for case in CASES if options.only in case.name]
     print(f"{'':16} {'way':>16} {'ms':>10} {'of bandwidth':>14} {'of rate':>9}")

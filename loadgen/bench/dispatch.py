@@ -6,7 +6,7 @@ By the thread's own CPU time, on one thread, the least of many forwards, so that
 
 ``--shape llama-3.1-8b`` computes instead how well the rest can be shared: for each number of threads, what share of
 their time has work where they draw the kernels' tasks in turn. Of products with a few rows those are blocks of outputs,
-of attention the spans of `attention_c.cut`. What it takes that threads meet, and that they share a memory, is no part
+of attention the spans of `attention.cut`. What it takes that threads meet, and that they share a memory, is no part
 of it.
 """
 
@@ -22,8 +22,8 @@ from tempfile import TemporaryDirectory
 import torch
 import transformers
 
-from holdfast.kernels import attention_c, product_c
-from holdfast.kernels.paging import PagedBatch
+from holdfast.kernels import attention, linear
+from holdfast.kernels.kv import PagedBatch
 from holdfast.loadgen.bench.attention_cpu import CASES, Case
 from holdfast.loadgen.bench.forwards import StepShape, step_plan
 from holdfast.loadgen.pocket.shapes import Shape, resolve_shape
@@ -99,7 +99,7 @@ def shared(tasks: Sequence[float], threads: int) -> float:
 
 def product_tasks(outputs: int, inner: int) -> list[float]:
     """Of a product with a few rows by AVX512, in weights: see product_c.c."""
-    block = next(way.block for way in product_c.WAYS if way.lanes == 16)
+    block = next(variant.block for variant in linear.VARIANTS if variant.lanes == 16)
     return [float(block * inner)] * -(-outputs // block)
 
 
@@ -108,13 +108,13 @@ def attention_tasks(shape: Shape, case: Case, threads: int) -> list[float]:
     some = range(case.sequences)
     lengths, starts = [case.tokens for _ in some], [case.cached for _ in some]
     batch = PagedBatch(_PAGE, torch.empty(0), some, starts, lengths, torch.empty(0), ())
-    spans, _ = attention_c.cut(batch, shape.group, shape.kv_heads, 0, threads)
+    spans, _ = attention.cut(batch, shape.group, shape.kv_heads, 0, threads)
     tasks = []
     for span in spans.tolist():
-        low, high, rows = span[attention_c.LOW], span[attention_c.HIGH], span[attention_c.COUNT] * shape.group
-        edges = [*range(low, high, attention_c.PART), high] if span[attention_c.SLOT] >= 0 else [low, high]
+        low, high, rows = span[attention.LOW], span[attention.HIGH], span[attention.COUNT] * shape.group
+        edges = [*range(low, high, attention.PART), high] if span[attention.SLOT] >= 0 else [low, high]
         for begin, end in pairwise(edges):
-            tasks += [float((end - begin) * (attention_c._READING + rows))] * shape.kv_heads
+            tasks += [float((end - begin) * (attention._READING + rows))] * shape.kv_heads
     return tasks
 
 

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.kernels.kv import SCALE, copy_cells, store_kv
-from holdfast.kernels.transfer import sent
+from holdfast.kernels.kv import SCALE, copy_cells, sent, store_kv
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.pages import PageIds, PageMoves
 

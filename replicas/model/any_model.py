@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from holdfast.kernels.attention import paged_attention
-from holdfast.kernels.paging import PagedBatch
+from holdfast.kernels.kv import PagedBatch
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.decoder import AttentionShape, ForwardBatch
 

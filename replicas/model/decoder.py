@@ -19,9 +19,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from holdfast.kernels.attention import paged_attention
 from holdfast.kernels.attention_plan import AttentionWork, attention_work
-from holdfast.kernels.layer_c import Rotation, rms_norm
+from holdfast.kernels.kv import PagedBatch, PageRuns
+from holdfast.kernels.layer import Rotation, rms_norm
 from holdfast.kernels.linear import GatedMatrix, Matrix
-from holdfast.kernels.paging import PagedBatch, PageRuns
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.description import Description, describe, head_dim, rope_type
 from holdfast.replicas.model.smoothing import smooth

@@ -19,10 +19,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from holdfast.kernels.attention_gpu import attend_gpu
+from holdfast.kernels.layer_gpu import add_norm, rotate_and_store, silu_and_mul
 from holdfast.kernels.linear import GatedMatrix, Matrix, Route
-from holdfast.kernels.mlp import silu_and_mul
-from holdfast.kernels.norm import add_norm
-from holdfast.kernels.rope_gpu import rotate_and_store
 from holdfast.kernels.stream_gpu import MOST_ORDERED, MOST_ROWS, streamed, streamed_tall
 from holdfast.replicas.model.decoder import AttentionShape, Decoder, ForwardBatch, Layer
 

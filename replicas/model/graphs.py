@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.attention_plan import AttentionWork, GpuPlan, plan_key
-from holdfast.kernels.paging import PagedBatch
-from holdfast.kernels.transfer import ALIGNED, Array, Sender, packed, view, views
+from holdfast.kernels.kv import ALIGNED, Array, PagedBatch, Sender, packed, view, views
 from holdfast.replicas.model.decoder import AttentionShape, BatchLayout, ForwardBatch, Model, PageTable
 
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.attention_plan import AttentionWork, plan_key, plan_over
-from holdfast.kernels.transfer import Array, Sender
+from holdfast.kernels.kv import Array, Sender
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.tensors import HostPages, KVTensors, Moved
 from holdfast.replicas.model import sampler_gpu

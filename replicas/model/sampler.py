@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from holdfast.kernels.kv import sent
 from holdfast.kernels.sampling import Filters, greedy, gumbel_argmax, log_probabilities, row_keys
-from holdfast.kernels.transfer import sent
 from holdfast.replicas.constraints.matcher import Bits, RowMasks
 from holdfast.replicas.plan import Chunk, Draw, Drawn, Sampling, TokenLogprobs
 

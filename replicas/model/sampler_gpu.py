@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from holdfast.kernels.kv import Array
 from holdfast.kernels.sampling import row_keys
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
-from holdfast.kernels.transfer import Array
 from holdfast.replicas.model.graphs import Replayed
 from holdfast.replicas.model.sampler import LogitRows, adjusted, by_chunk, group_rows, logprobs_by_row, row_logprobs
 from holdfast.replicas.plan import Chunk, Drawn

@@ -2,7 +2,7 @@
 
 Some channels of a trained model's activations are 20 to 100 times the others, the same ones for every token, and a row
 in int8 has one step for all. So a sample of text is run through the layers before they are quantised, and the columns
-of each product are divided by powers of two that go into its weight (`kernels.int8.even_out`). No operation is added:
+of each product are divided by powers of two that go into its weight (`kernels.linear.even_out`). No operation is added:
 the division goes into what makes a column, which is a norm's weight, the rows of a value or the rows of `up`. The float
 model stays the same to the last bit. Heads that share a key and value share factors.
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.kernels.int8 import even_out
-from holdfast.kernels.layer_c import rotated
+from holdfast.kernels.layer import rotated
+from holdfast.kernels.linear import even_out
 from holdfast.replicas.model.description import Attention, Description
 from holdfast.replicas.model.weights import DecoderWeights, LayerWeights
 

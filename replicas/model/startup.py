@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.kernels import attention_c, layer_c, native, product_c
-from holdfast.kernels.linear import PACKED_BYTES, Matrix, reordered
+from holdfast.kernels import attention, layer, linear, native
+from holdfast.kernels.linear import Matrix, variant_for
 from holdfast.replicas.config import CpuKernels, DType, EngineConfig, Hardware, resolve
 from holdfast.replicas.errors import ConfigError, EngineError
 from holdfast.replicas.kv.tensors import HostPages, KVTensors
@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 # dtype
 _ROWS = (1, 8)  # a decode step, and a verification window
 _MATRICES_BYTES = 64 << 20  # so much of bfloat16 is streamed, beyond most caches
+_CACHED_BYTES = 1 << 20  # smaller matrices stay in a cache
 _GAIN = 1.2  # what bfloat16 must be faster by
 # paged KV
 _PROBE = 8  # tokens of the prompt
@@ -128,10 +129,9 @@ def _kernels(asked: CpuKernels) -> CpuKernels:
         level = native.limit(asked)
     except ValueError as error:
         raise ConfigError(f"cpu_kernels: {error}", "cpu_kernels") from error
-    attention_c.use()
-    lost = {"attention": attention_c, "products": product_c, "norms and rotary embedding": layer_c}
-    for what, kernel in lost.items():
-        missing = kernel.library_missing()
+    libraries = {"attention": attention, "products": linear, "norms and rotary embedding": layer}
+    for what, kernel in libraries.items():
+        missing = kernel.LIBRARY.missing
         if missing and asked not in ("auto", "torch"):
             raise ConfigError(f"cpu_kernels: no kernel for {what}: {missing}", "cpu_kernels")
         if missing and level != "torch":
@@ -240,16 +240,17 @@ def _capture(runner: ModelRunner, config: EngineConfig) -> None:
 def faster_dtype(config: Any, checkpoint: DType) -> DType:
     """float32 or bfloat16, for the transformers configuration and the dtype of a checkpoint.
 
-    Products of the model's sizes are timed, where both dtypes are the numbers that the checkpoint has, and only for
-    models that wait for memory: a small one stays in float32, the more exact, and so does every checkpoint that is not
-    in bfloat16. Takes about a second on one thread: several wait for each other where others use the machine, and then
-    all dtypes look alike.
+    Only models whose matrices do not stay in a cache are timed, at the sizes of their products, and only where our
+    kernels multiply and the checkpoint is in bfloat16, so that both dtypes hold its numbers. All others stay in
+    float32, the more exact. Takes about a second, on one thread: several threads wait for each other on a busy machine,
+    and then all dtypes look alike.
     """
     if checkpoint != "bfloat16":
         return "float32"
     text = config.get_text_config(decoder=True)
     outputs, inputs = getattr(text, "intermediate_size", 0), getattr(text, "hidden_size", 0)
-    if 2 * outputs * inputs < PACKED_BYTES or not reordered(torch.empty(outputs, inputs, dtype=torch.bfloat16)):
+    matrix = torch.empty(outputs, inputs, dtype=torch.bfloat16)
+    if matrix.nbytes < _CACHED_BYTES or variant_for(matrix) is None:
         return "float32"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from paged_world import PagedWorld, relative_error
 from holdfast.kernels import attention_plan as attention_work
 from holdfast.kernels.attention_gpu import attend_gpu, launch_items
 from holdfast.kernels.attention_plan import Tile, make_plan
-from holdfast.kernels.paging import page_runs
+from holdfast.kernels.kv import page_runs
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 span = st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(2, 9), st.integers(1, 40)))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.kernels import attention_plan
 from holdfast.kernels.attention_plan import NARROW_ROWS, SHARED, SPLIT, attention_work
-from holdfast.kernels.paging import PagedBatch, page_runs
+from holdfast.kernels.kv import PagedBatch, page_runs
 
 span = st.tuples(st.integers(0, 5000), st.one_of(st.just(1), st.integers(2, 9), st.integers(1, 3000)), st.booleans())
 

@@ -8,9 +8,7 @@ import torch
 from paged_world import PagedWorld
 
 from holdfast.kernels.attention_gpu import attend_gpu
-from holdfast.kernels.mlp import silu_and_mul
-from holdfast.kernels.norm import add_norm
-from holdfast.kernels.rope_gpu import rotate_and_store
+from holdfast.kernels.layer_gpu import add_norm, rotate_and_store, silu_and_mul
 from holdfast.kernels.sampling import row_keys
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
 from holdfast.kernels.stream_gpu import streamed, streamed_tall

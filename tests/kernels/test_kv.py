@@ -1,9 +1,27 @@
-"""Storing into cells and copying pages, in either order of memory."""
+"""Storing into cells and copying pages, in either order of memory; runs of pages; arrays on their way to a device."""
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from holdfast.kernels.kv import SCALE, copy_cells, in_bytes, in_numbers, store_kv, store_kv_reference
+from holdfast.kernels.kv import (
+    ALIGNED,
+    SCALE,
+    PageRuns,
+    Sender,
+    copy_cells,
+    in_bytes,
+    in_numbers,
+    packed,
+    page_runs,
+    sent_together,
+    store_kv,
+    store_kv_reference,
+)
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=[True, False], ids=["heads first", "cells first"])
@@ -64,3 +82,50 @@ def test_a_store_outside_or_of_another_shape_is_refused(store):
         store_kv(store, 0, k, k, torch.tensor([20]))
     with pytest.raises(ValueError, match="do not fit"):
         store_kv(store, 0, k[..., :4], k[..., :4], torch.tensor([0]))
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=30))
+def test_runs_name_the_same_pages_as_the_row(pages):
+    runs = page_runs(np.array(pages, dtype=np.int32))
+    ends = [*runs.slots[1:], runs.extent]
+    assert pages == [
+        page + i for slot, page, end in zip(runs.slots, runs.pages, ends, strict=True) for i in range(end - slot)
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.lists(st.integers(0, 12), max_size=8)), min_size=1, max_size=12))
+def test_replacing_tails_equals_building_the_row_anew(writes):
+    row: list[int] = []
+    runs = PageRuns()
+    for first, pages in writes:
+        first = min(first, len(row))
+        row[first:] = pages
+        runs.replace_tail(first, np.array(pages, dtype=np.int32))
+        assert runs == page_runs(np.array(row, dtype=np.int32))
+
+
+def test_neighbouring_pages_are_one_run():
+    runs = page_runs(np.array([3, 4, 5, 9, 10, 2], dtype=np.int32))
+    assert (runs.slots, runs.pages, runs.extent) == ([0, 3, 5], [3, 9, 2], 6)
+
+
+def test_arrays_in_one_copy_keep_their_values():
+    arrays = [np.arange(5, dtype=np.int32), np.zeros((0, 6), np.int32), np.ones((3, 7), np.int32)]
+    offsets, size = packed(arrays)
+    assert all(offset % ALIGNED == 0 for offset in offsets)
+    assert size >= sum(array.nbytes for array in arrays)
+    for array, there in zip(arrays, sent_together(arrays, CPU), strict=True):
+        assert np.array_equal(array, there.numpy())
+        assert there.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_a_sender_keeps_arrays_apart(count):
+    sender = Sender(CPU)
+    rng = np.random.default_rng(count)
+    arrays = [rng.integers(0, 99, (n, 2)).astype(t) for n, t in zip(range(count), "bhil?", strict=False)]
+    first = sender.send(arrays)
+    sender.send([np.full(200, 7, np.int8)])
+    for array, there in zip(arrays, first, strict=True):
+        assert np.array_equal(array, there.numpy())
+        assert array.dtype == there.numpy().dtype

@@ -1,67 +1,364 @@
-"""Packed and plain products against float64, on both sides of the size from which a matrix is packed.
+"""Products with the weights of a model: every variant of the C kernel and torch's way, in floats and in int8.
 
-Each by our kernel, where it is, and by oneDNN.
+A variant that this processor lacks is tested as the same source compiled for AVX2; that takes the compiler, which the
+development install brings.
 """
+
+import functools
+from collections.abc import Iterator
 
 import pytest
 import torch
+from c_kernels import ABLE, Emulated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.kernels import product_c
-from holdfast.kernels.linear import PACKED_BYTES, GatedMatrix, Matrix, can_pack, gated_reference, matrix_reference
+from holdfast.kernels import linear, native
+from holdfast.kernels.kv import quantise
+from holdfast.kernels.linear import (
+    INTEGERS,
+    VARIANTS,
+    GatedMatrix,
+    Matrix,
+    PackedMatrix,
+    Variant,
+    even_out,
+    gated_reference,
+    int8_product,
+    int8_reference,
+    matrix_reference,
+    variant_for,
+)
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # relative to the largest value: an element may cancel out
-DTYPES = st.sampled_from(list(TOLERANCE))
+DTYPES = {"pairs": torch.bfloat16, "reals": torch.float32}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}  # relative to the largest value
+MATRIX_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # in any way that torch may take
+INT8_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
+SEEDS = st.integers(0, 100)
+FIXTURE = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FLOATS = [each for each in VARIANTS if each.kind not in INTEGERS] if ABLE else []
+BYTES = [each for each in VARIANTS if each.kind in INTEGERS] if ABLE else []
 
 
-@pytest.fixture(params=["ours", "onednn"], autouse=True)
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "onednn":
-        monkeypatch.setattr(product_c, "available", tuple)
+def named(variant: Variant | None) -> str:
+    return variant.name if variant else "torch"
 
 
-def agree(found: torch.Tensor, exact: torch.Tensor, roundings: int = 1) -> None:
-    assert (found.double() - exact).abs().max() <= roundings * TOLERANCE[found.dtype] * exact.abs().max()
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+    return Emulated("product", tmp_path_factory)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.fixture
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Variant | None]:
+    """Each variant in turn, native where this processor has it and the library is built; None: torch."""
+    each: Variant | None = request.param
+    if each is not None and each not in linear.available():
+        monkeypatch.setattr(linear, "LIBRARY", request.getfixturevalue("emulated"))
+        linear._function.cache_clear()
+    yield each
+    linear._function.cache_clear()
+
+
+floats = pytest.mark.parametrize("variant", FLOATS, indirect=True, ids=named)
+int8s = pytest.mark.parametrize("variant", [*BYTES, None], indirect=True, ids=named)
+
+
+def off(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """The greatest error, relative to the largest value."""
+    return (found.double() - exact).abs().max() / exact.abs().max()
+
+
+def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+# ---- the kernel, in floats
+
+
+@floats
+@FIXTURE
+@given(
+    rows=st.integers(0, 80),
+    size=st.tuples(st.integers(1, 150), st.integers(1, 45)) | st.sampled_from([(192, 288), (130, 511)]),
+    gated=st.booleans(),
+    bias=st.booleans(),
+    plus=st.booleans(),
+    threads=st.integers(1, 2),
+    seed=SEEDS,
+)
+def test_a_variant_is_the_reference(variant, rows, size, gated, bias, plus, threads, seed):
+    torch.manual_seed(seed)
+    torch.set_num_threads(threads)
+    dtype, (outputs, inner) = DTYPES[variant.kind], (size[0], max(2, variant.columns) * size[1])
+    weight = torch.randn(outputs * (1 + gated), inner).to(dtype) / 4
+    x = torch.randn(rows, 2 * inner).to(dtype)[:, inner:]
+    b = torch.randn(outputs).to(dtype) if bias and not gated else None
+    p = torch.randn(rows, outputs).to(dtype) if plus else None
+    exact = gated_reference(x, weight) if gated else matrix_reference(x, weight, b)
+    exact = exact if p is None else exact + p.double()
+    found = PackedMatrix(variant, weight, b, gated)(x, p)
+    assert found.dtype == dtype
+    assert found.shape == exact.shape
+    assert not rows or off(found, exact) <= TOLERANCE[dtype]
+
+
+@floats
+@FIXTURE
+@given(rows=st.integers(1, 70), gated=st.booleans(), inner=st.integers(1, 300), seed=SEEDS)
+def test_a_row_has_the_same_bits_in_any_company(variant, rows, gated, inner, seed):
+    torch.manual_seed(seed)
+    dtype, inner = DTYPES[variant.kind], max(2, variant.columns) * -(-2 * inner // max(2, variant.columns))
+    product = PackedMatrix(variant, torch.randn(96, inner).to(dtype), gated=gated)
+    x = torch.randn(rows, inner).to(dtype)
+    together = product(x)
+    for start in {*range(0, rows, 7), rows - 1}:
+        assert torch.equal(product(x[start : start + 1])[0], together[start])
+        assert torch.equal(product(x[start:]), together[start:])
+
+
+@floats
+@settings(FIXTURE, max_examples=10)
+@given(
+    rows=st.integers(1, 150), outputs=st.integers(1, 300), gated=st.booleans(), threads=st.integers(2, 64), seed=SEEDS
+)
+def test_threads_change_no_bit(variant, rows, outputs, gated, threads, seed):
+    """However few blocks there are for them: then rows are cut, too."""
+    torch.manual_seed(seed)
+    dtype, inner = DTYPES[variant.kind], 64
+    product = PackedMatrix(variant, torch.randn(outputs * (1 + gated), inner).to(dtype), gated=gated)
+    x, plus = torch.randn(rows, inner).to(dtype), torch.randn(rows, outputs).to(dtype)
+    kept, results = torch.get_num_threads(), []
+    try:
+        for count in (1, threads):
+            torch.set_num_threads(count)
+            results.append(product(x, plus))
+    finally:
+        torch.set_num_threads(kept)
+    assert torch.equal(*results)
+
+
+@floats
+def test_nan_stays_in_its_row(variant):
+    dtype = DTYPES[variant.kind]
+    x = torch.ones(3, 32, dtype=dtype)
+    x[1, 5] = torch.nan
+    found = PackedMatrix(variant, torch.ones(70, 32, dtype=dtype))(x)
+    assert found[1].isnan().all()
+    assert (found[::2] == 32).all()
+
+
+@floats
+def test_rows_that_do_not_fit_are_refused(variant):
+    product = PackedMatrix(variant, torch.zeros(4, 6, dtype=DTYPES[variant.kind]))
+    with pytest.raises(ValueError, match="of width 6"):
+        product(torch.zeros(2, 8, dtype=DTYPES[variant.kind]))
+    with pytest.raises(ValueError, match="float64"):
+        product(torch.zeros(2, 6, dtype=torch.float64))
+
+
+def test_weights_without_a_variant():
+    assert variant_for(torch.zeros(4, 4, dtype=torch.float64)) is None
+    assert variant_for(torch.zeros(4, 4, device="meta")) is None
+    assert variant_for(torch.zeros(4, 3, dtype=torch.bfloat16)) is None
+
+
+# ---- matrices, by the kernel where there is one and by torch
+
+
+@pytest.fixture(params=["fastest", "torch"])
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "torch":
+        monkeypatch.setattr(native, "level", functools.cache(lambda: "torch"))
+    name: str = request.param
+    return name
+
+
+@settings(FIXTURE, max_examples=20)
 @given(
     rows=st.lists(st.integers(1, 40), min_size=1, max_size=2),
     size=st.sampled_from([(8, 24), (512, 1024), (700, 800)]),
-    dtype=DTYPES,
+    dtype=st.sampled_from(list(TOLERANCE)),
     bias=st.booleans(),
     plus=st.booleans(),
-    seed=st.integers(0, 100),
+    seed=SEEDS,
 )
-def test_a_matrix_is_its_reference(rows, size, dtype, bias, plus, seed):
+def test_a_matrix_is_its_reference(level, rows, size, dtype, bias, plus, seed):
     torch.manual_seed(seed)
     weight, x = torch.randn(size).to(dtype), torch.randn(*rows, size[1]).to(dtype)
     b = torch.randn(size[0]).to(dtype) if bias else None
     p = torch.randn(*rows, size[0]).to(dtype) if plus else None
     before = None if p is None else p.clone()
-    agree(Matrix(weight.clone(), b)(x, p), matrix_reference(x, weight, b, p))
+    matrix = Matrix(weight.clone(), b)
+    assert (matrix.plain is None) == (variant_for(weight) is not None)
+    assert level != "torch" or matrix.plain is not None
+    assert off(matrix(x, p), matrix_reference(x, weight, b, p)) <= MATRIX_TOLERANCE[dtype]
     assert p is None or torch.equal(p, before)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rows=st.integers(1, 40), size=st.sampled_from([(16, 24), (1100, 1000)]), dtype=DTYPES, seed=st.integers(0, 100))
-def test_a_gated_pair_is_its_reference(rows, size, dtype, seed):
+@settings(FIXTURE, max_examples=10)
+@given(
+    rows=st.integers(1, 40),
+    size=st.sampled_from([(16, 24), (1100, 1000)]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    seed=SEEDS,
+)
+def test_a_gated_pair_is_its_reference(level, rows, size, dtype, seed):
     torch.manual_seed(seed)
     weight, x = torch.randn(size).to(dtype) * 0.1, torch.randn(rows, size[1]).to(dtype)
-    agree(GatedMatrix(weight.clone())(x), gated_reference(x, weight), roundings=2)  # of both halves, then their product
+    # torch rounds both halves, then their product
+    assert off(GatedMatrix(weight.clone())(x), gated_reference(x, weight)) <= 2 * MATRIX_TOLERANCE[dtype]
 
 
-def test_rows_that_are_a_view_and_no_rows_at_all():
+def test_rows_that_are_a_view_and_no_rows_at_all(level):
     weight = torch.randn(512, 1024)
     wide = torch.randn(6, 2048)
-    agree(Matrix(weight)(wide[:, 512:1536]), matrix_reference(wide[:, 512:1536], weight))
+    assert off(Matrix(weight)(wide[:, 512:1536]), matrix_reference(wide[:, 512:1536], weight)) < 1e-4
     assert Matrix(weight)(wide[:0, :1024]).shape == (0, 512)
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-def test_what_is_packed():
-    assert can_pack(torch.zeros(PACKED_BYTES // 4, 1))
-    assert not can_pack(torch.zeros(PACKED_BYTES // 4 - 1, 1))
-    assert not can_pack(torch.zeros(PACKED_BYTES, 1, dtype=torch.float64))
-    assert not can_pack(torch.zeros(PACKED_BYTES, 1, device="meta"))
+# ---- int8
+
+
+@int8s
+@settings(FIXTURE, max_examples=60)
+@given(
+    rows=st.integers(0, 20),
+    size=st.tuples(st.integers(1, 70), st.integers(1, 90)) | st.sampled_from([(192, 576), (130, 1025)]),
+    dtype=st.sampled_from(list(INT8_TOLERANCE)),
+    gated=st.booleans(),
+    bias=st.booleans(),
+    plus=st.booleans(),
+    threads=st.integers(1, 2),
+    seed=SEEDS,
+)
+def test_int8_is_its_reference(variant, rows, size, dtype, gated, bias, plus, threads, seed):
+    torch.manual_seed(seed)
+    torch.set_num_threads(threads)
+    outputs, inner = size
+    weight = torch.randn(outputs * (1 + gated), inner)
+    x, b = torch.randn(rows, inner).to(dtype), torch.randn(len(weight)) if bias else None
+    p = torch.randn(rows, outputs).to(dtype) if plus else None
+    exact = int8_reference(x, weight, b, gated)
+    exact = exact if p is None else exact + p.double()
+    found = int8_product(variant, weight, b, gated)(x, p)
+    assert found.dtype == dtype
+    assert found.shape == exact.shape
+    assert not rows or off(found, exact) <= INT8_TOLERANCE[dtype]
+
+
+@int8s
+@FIXTURE
+@given(rows=st.integers(1, 20), outputs=st.integers(1, 70), inner=st.integers(1, 1000), seed=SEEDS)
+def test_sums_of_integers_are_exact(variant, rows, outputs, inner, seed):
+    """Scales of one and the largest integers side by side, where sums of 16 bits would overflow."""
+    torch.manual_seed(seed)
+    x, weight = (torch.randint(-127, 128, (n, inner)).float() for n in (rows, outputs))
+    x[:, 0] = weight[:, 0] = 127
+    x[0], weight[0] = 127, 127
+    assert torch.equal(int8_product(variant, weight)(x, None).double(), x.double() @ weight.double().T)
+
+
+@int8s
+@pytest.mark.parametrize("dtype", INT8_TOLERANCE)
+@pytest.mark.parametrize("rows", [15, 90])
+def test_an_int8_row_has_the_same_bits_in_any_company_and_by_any_threads(variant, dtype, rows):
+    torch.manual_seed(3)
+    product, x = int8_product(variant, torch.randn(96, 200), gated=True), torch.randn(rows, 200).to(dtype)
+    together = product(x, None)
+    for start in range(0, rows, rows // 15):
+        assert torch.equal(product(x[start : start + 1], None)[0], together[start])
+        assert torch.equal(product(x[start:], None), together[start:])
+    kept = torch.get_num_threads()
+    try:
+        for threads in (1, 3, 32):
+            torch.set_num_threads(threads)
+            assert torch.equal(product(x, None), together)
+    finally:
+        torch.set_num_threads(kept)
+
+
+@int8s
+def test_int8_rows_of_zeros_with_a_nan_and_in_a_view(variant):
+    torch.manual_seed(4)
+    weight, bias, wide = torch.randn(33, 40), torch.randn(33), torch.randn(12, 80)
+    wide[1], wide[6, 47] = 0.0, torch.nan
+    x = wide[:, 40:]
+    found = int8_product(variant, weight, bias)(x, None)
+    assert torch.equal(found[1], bias)
+    assert found[6].isnan().all()
+    assert found.isnan().sum() == 33
+    assert off(found[8:], int8_reference(x[8:], weight, bias)) <= 1e-6
+
+
+@int8s
+def test_int8_rows_that_do_not_fit_are_refused(variant):
+    product = int8_product(variant, torch.zeros(4, 4))
+    with pytest.raises(ValueError, match="width 5"):
+        product(torch.zeros(2, 5), None)
+    with pytest.raises(ValueError, match="float64"):
+        product(torch.zeros(2, 4, dtype=torch.float64), None)
+
+
+def test_int8_is_refused_elsewhere_and_gives_nothing_but_the_gated_product():
+    with pytest.raises(ValueError, match="on a CPU"):
+        Matrix(torch.zeros(4, 4, device="meta"), int8=True)
+    with pytest.raises(ValueError, match="gated"):
+        GatedMatrix(torch.zeros(4, 4), int8=True).both(torch.zeros(1, 4))
+
+
+def test_an_int8_matrix_takes_rows_of_any_shape(level):
+    weight, x, plus = torch.randn(33, 40), torch.randn(3, 4, 40), torch.randn(3, 4, 33)
+    found = Matrix(weight, plus[0, 0], int8=True)(x, plus)
+    assert off(found.flatten(0, 1), int8_reference(x.flatten(0, 1), weight, plus[0, 0]) + plus.flatten(0, 1)) < 1e-6
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=st.integers(8, 30), outputs=st.integers(32, 200), inner=st.integers(8, 700), seed=SEEDS)
+def test_normal_numbers_lose_two_percent(rows, outputs, inner, seed):
+    torch.manual_seed(seed)
+    x, weight, plus = torch.randn(rows, inner), torch.randn(outputs, inner), torch.randn(rows, outputs)
+    assert relative(Matrix(weight, None, int8=True)(x), matrix_reference(x, weight)) < 0.02
+    added = Matrix(weight, plus[0], int8=True)(x, plus)
+    assert relative(added - plus, matrix_reference(x, weight, plus[0])) < 0.02
+    pair = torch.randn(2 * outputs, inner) / inner**0.5
+    assert relative(GatedMatrix(pair, int8=True)(x), gated_reference(x, pair)) < 0.03
+
+
+@pytest.mark.parametrize("times", [20, 50, 100])
+def test_evened_columns_leave_the_others_room(times):
+    torch.manual_seed(5)
+    x, weight = torch.randn(128, 512), torch.randn(256, 512)
+    x[:, [7, 300]] *= times
+    exact = matrix_reference(x, weight)
+    others = x.clone()
+    others[:, [7, 300]] = 0
+    ordinary = matrix_reference(others, weight).norm()  # what the model would lose
+    factors = even_out(x[:32].abs().amax(0), weight)
+    assert torch.equal((x / factors) * factors, x)
+    assert torch.equal(factors.log2(), factors.log2().round())
+    plain, evened = Matrix(weight, int8=True)(x), Matrix(weight * factors, int8=True)(x / factors)
+    loss = [((found.double() - exact).norm() / ordinary).item() for found in (plain, evened)]
+    assert loss[1] < loss[0] / 2
+    assert loss[1] < 0.1
+
+
+def test_even_columns_stay_as_they_are():
+    assert torch.equal(even_out(torch.full((64,), 3.0), torch.ones(8, 64)), torch.ones(64))
+    assert even_out(torch.zeros(64), torch.zeros(8, 64)).isfinite().all()
+
+
+def test_quantised_numbers_are_near_and_within_127():
+    x = torch.randn(40, 99) * torch.logspace(-20, 20, 40)[:, None]
+    numbers, scales = quantise(x)
+    assert numbers.dtype == torch.int8
+    assert numbers.abs().max() == 127
+    assert numbers.min() >= -127
+    assert ((numbers * scales - x).abs() <= scales * 0.5001).all()
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_without_the_library_there_is_no_variant(int8, monkeypatch, tmp_path):
+    monkeypatch.setattr(linear, "LIBRARY", native.Library("product", tmp_path))
+    assert "not built" in linear.LIBRARY.missing or not ABLE
+    assert variant_for(torch.zeros(4, 4), int8) is None

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny_decoder import CONTEXT, VOCABULARY, decoder, transformers_decoder
 
-from holdfast.kernels import attention_c, product_c
+from holdfast.kernels import attention, layer, linear, native
 from holdfast.kernels.sampling import gumbel_noise, row_keys
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
@@ -34,7 +34,7 @@ WAYS = {
 }
 OWN = [(model, dtype) for model in ("tiny", "pocket") for dtype in ("float32", "bfloat16", "int8")]
 OWN += [("pocket", "float32/int8"), ("tiny", "bfloat16/int8")]  # with KV in int8
-OUR_KERNELS = attention_c.way() != "torch" and product_c.available()
+OUR_KERNELS = native.level() != "torch" and not any(each.LIBRARY.missing for each in (attention, layer, linear))
 ALL = [*OWN, ("transformers", "float32"), ("transformers", "bfloat16")]  # the tiny one again, by the other decoder
 
 

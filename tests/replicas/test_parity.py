@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from holdfast.kernels import attention_c, native
+from holdfast.kernels import native
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.events import Finished, Submit, Tokens
@@ -101,7 +101,6 @@ def level(request: pytest.FixtureRequest) -> Iterator[native.Level]:
         pytest.skip("this processor has no such instructions")
     yield request.param
     native.limit("auto")
-    attention_c.use()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])

@@ -4,8 +4,7 @@ import numpy as np
 import torch
 
 from holdfast.kernels.attention import paged_attention, paged_attention_reference
-from holdfast.kernels.kv import in_bytes, store_kv
-from holdfast.kernels.paging import PagedBatch, page_runs
+from holdfast.kernels.kv import PagedBatch, in_bytes, page_runs, store_kv
 
 LAYERS = 2
 POISON = torch.nan  # in every cell that no sequence has written; in scores or outputs it would show

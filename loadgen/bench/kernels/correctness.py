@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.attention import paged_attention_reference
-from holdfast.kernels.paging import PagedBatch, page_runs
+from holdfast.kernels.kv import PagedBatch, page_runs
 
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 
@@ -212,7 +212,8 @@ def _layer_cases(dtype: torch.dtype, device: str) -> Iterator[Named]:
 
 
 def _norm(dtype: torch.dtype, device: str) -> Calls:
-    from holdfast.kernels.norm import add_norm, add_norm_reference
+    from holdfast.kernels.layer import add_norm_reference
+    from holdfast.kernels.layer_gpu import add_norm
 
     x, change = torch.randn(2, 13, 1000, device=device).to(dtype).unbind(0)
     weight = torch.randn(1000, device=device).to(dtype)
@@ -225,14 +226,16 @@ def _norm(dtype: torch.dtype, device: str) -> Calls:
 
 
 def _silu(dtype: torch.dtype, device: str) -> Calls:
-    from holdfast.kernels.mlp import silu_and_mul, silu_and_mul_reference
+    from holdfast.kernels.layer import silu_and_mul_reference
+    from holdfast.kernels.layer_gpu import silu_and_mul
 
     x = torch.randn(13, 1000, device=device).to(dtype)
     return partial(silu_and_mul, x), partial(silu_and_mul_reference, x)
 
 
 def _rotate(dtype: torch.dtype, device: str, normed: bool) -> Calls:
-    from holdfast.kernels.rope_gpu import rotate_and_store, rotate_and_store_reference
+    from holdfast.kernels.layer import rotate_and_store_reference
+    from holdfast.kernels.layer_gpu import rotate_and_store
 
     world = paged([(40, 9), (3, 4)], 2, 3, 64, dtype, device)
     qkv = torch.randn(13, 10, 64, device=device).to(dtype)

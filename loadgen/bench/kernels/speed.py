@@ -17,9 +17,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from holdfast.kernels.attention_gpu import attend_gpu, launch_items
 from holdfast.kernels.attention_plan import WIDE_ROWS, Tile, make_plan, tile_of
 from holdfast.kernels.ceilings import Ceilings, Clock, measure_ceilings
-from holdfast.kernels.mlp import silu_and_mul
-from holdfast.kernels.norm import add_norm
-from holdfast.kernels.rope_gpu import rotate_and_store
+from holdfast.kernels.layer_gpu import add_norm, rotate_and_store, silu_and_mul
 from holdfast.kernels.sampling import row_keys
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
 from holdfast.kernels.stream_gpu import MOST_ROWS, streamed

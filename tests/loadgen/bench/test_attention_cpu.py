@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from holdfast.kernels import attention_c
+from holdfast.kernels import native
 from holdfast.loadgen.bench import attention_cpu
 
 
@@ -14,7 +14,7 @@ def test_it_prints_and_writes_each_case_in_every_way(tmp_path, capsys, monkeypat
     out = tmp_path / "timings.json"
     size = ["--layers", "2", "--heads", "2", "--kv-heads", "1", "--dim", "16", "--repeat", "1"]
     try:
-        ways = list(dict.fromkeys((attention_c.available()[0], "torch")))
+        ways = list(dict.fromkeys((native.limit("auto"), "torch")))
         (case,) = (case for case in attention_cpu.CASES if case.name == "1 x 4 at 3000")
         options = [*size, "--only", "1 x 4 at", "--json", str(out)]
         assert attention_cpu.main([*options, "--ways", f"{ways[0]},{ways[0]}/int8"]) == 0
@@ -23,7 +23,7 @@ def test_it_prints_and_writes_each_case_in_every_way(tmp_path, capsys, monkeypat
         written = json.loads(out.read_text())
         assert [(one["case"], one["way"]) for one in written] == [(case.name, way) for way in ways]
     finally:
-        attention_c.use()
+        native.limit("auto")
     said = capsys.readouterr().out
     assert "GB/s" in said
     for one in written:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.kernels.kv import page_runs
 from holdfast.replicas.model.decoder import PageTable
 from holdfast.replicas.plan import RowWrite
 
@@ -25,8 +26,7 @@ def test_cells_and_runs_follow_the_writes(writes):
         expected = [page * PAGE_SIZE + inside for page in pages for inside in range(PAGE_SIZE)]
         positions = np.arange(len(expected))
         assert table.cells(np.full(len(expected), row), positions).tolist() == expected
-        pieces = table.runs[row].between(0, len(expected), PAGE_SIZE)
-        assert [cell + i for cell, size in pieces for i in range(size)] == expected
+        assert table.runs[row] == page_runs(np.array(pages, dtype=np.int32))
         assert table.tensor[row, : len(pages)].tolist() == pages
 
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from holdfast.kernels.transfer import Sender
+from holdfast.kernels.kv import Sender
 from holdfast.replicas.constraints.matcher import RowMasks
 from holdfast.replicas.model import sampler_gpu
 from holdfast.replicas.model.decoder import STEP_ERRORS

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as tf
 
-from holdfast.kernels.int8 import even_out
+from holdfast.kernels.linear import even_out
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.decoder import Decoder, PageTable, build_batch, rotary_table
 from holdfast.replicas.model.description import describe, inspect_model

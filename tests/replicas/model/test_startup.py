@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_decoder import ROOM, TinyEngine, decoder, replayed
 
-from holdfast.kernels import linear
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import ConfigError, EngineError
 from holdfast.replicas.model import startup
@@ -38,24 +37,15 @@ def test_small_models_and_other_checkpoints_stay_exact_without_a_measurement(con
 
 @pytest.mark.parametrize(("slower", "chosen"), [(2.0, "bfloat16"), (1.1, "float32"), (0.5, "float32")])
 def test_bfloat16_must_be_clearly_faster(slower, chosen, monkeypatch):
-    monkeypatch.setattr(startup, "reordered", lambda _: True)
+    monkeypatch.setattr(startup, "variant_for", lambda _: "pairs_avx2")
     monkeypatch.setattr(startup, "_seconds", lambda _o, _i, dtype: slower if dtype == torch.float32 else 1.0)
     assert startup.faster_dtype(LARGE, "bfloat16") == chosen
 
 
-def test_a_core_without_bfloat16_products_is_not_asked(monkeypatch):
-    monkeypatch.setattr(linear.product_c, "way_for", lambda _: None)
-    monkeypatch.setattr(linear.torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+def test_without_our_kernels_nothing_is_measured(monkeypatch):
+    monkeypatch.setattr(startup, "variant_for", lambda _: None)
     monkeypatch.setattr(startup, "_seconds", lambda *_: pytest.fail("measured"))
     assert startup.faster_dtype(LARGE, "bfloat16") == "float32"
-
-
-def test_our_kernel_is_enough_to_ask(monkeypatch):
-    """It multiplies bfloat16 on processors that have AVX2 alone, where oneDNN does not."""
-    monkeypatch.setattr(linear.product_c, "way_for", lambda _: "pairs_avx2")
-    monkeypatch.setattr(linear.torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    monkeypatch.setattr(startup, "_seconds", lambda _o, _i, dtype: 2.0 if dtype == torch.float32 else 1.0)
-    assert startup.faster_dtype(LARGE, "bfloat16") == "bfloat16"
 
 
 def test_the_measurement_itself(monkeypatch):

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import tokenizers
 import torch
 import transformers as tf
 
-from holdfast.kernels import attention_c, layer_c, native, product_c
+from holdfast.kernels import attention, layer, linear, native
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.model.decoder import Decoder
@@ -99,40 +100,37 @@ def test_a_loaded_runner_answers_like_the_model(tiny, folder):
 def only_avx2(monkeypatch):
     """A processor that has AVX2 and nothing above, and afterwards what there is."""
     has = {name: name in ("avx2", "fma3", "bmi", "bmi2", "f16c") for name in torch.cpu.get_capabilities()}
-    cached = (native.features, layer_c._ways)
-    for each in cached:
-        each.cache_clear()
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
     yield
     monkeypatch.undo()
-    for each in cached:
-        each.cache_clear()
     native.limit("auto")
-    attention_c.use()
 
 
-@pytest.mark.skipif(not product_c.available(), reason="no kernels of our own here")
+@pytest.mark.skipif(not linear.available(), reason="no kernels of our own here")
 def test_the_kernels_instructions_are_chosen_and_what_is_not_there_is_refused(folder, only_avx2):
     weight = torch.zeros(64, 64)
     for asked, chosen in (("auto", "avx2"), ("torch", "torch")):
         loaded = load_runner(config_of(folder, cpu_kernels=asked))
-        assert loaded.config.cpu_kernels == attention_c.way() == chosen
-        product = product_c.way_for(weight)
+        assert loaded.config.cpu_kernels == native.level() == chosen
+        product = linear.variant_for(weight)
         assert (product.name if product else "torch") == {"avx2": "reals_avx2", "torch": "torch"}[chosen]
-        assert layer_c._ways(native.level())[0] == {"avx2": "avx2", "torch": ""}[chosen]
+        for kernel in (attention.kernel(chosen, torch.float32), layer.kernel("norm", chosen, torch.float32)):
+            assert (kernel is None) == (chosen == "torch")
     error = refusal(folder, cpu_kernels="avx512")
     assert error.field == "cpu_kernels"
     assert "only avx2, torch" in str(error)
 
 
 @pytest.mark.parametrize(
-    ("kernel", "lost"), [(attention_c, "attention"), (product_c, "products"), (layer_c, "norms and rotary embedding")]
+    ("kernel", "lost"), [(attention, "attention"), (linear, "products"), (layer, "norms and rotary embedding")]
 )
-def test_a_library_that_is_missing_is_said_by_what_is_lost(folder, monkeypatch, caplog, kernel, lost):
+def test_a_library_that_is_missing_is_said_by_what_is_lost(folder, monkeypatch, caplog, request, kernel, lost):
     if native.limit("auto") == "torch":
         pytest.skip("no kernels of our own here")
-    monkeypatch.setattr(kernel, "library_missing", lambda: "it is not built")
-    monkeypatch.setattr(layer_c, "_ways", layer_c._ways.__wrapped__)
+    monkeypatch.setattr(kernel, "LIBRARY", SimpleNamespace(missing="it is not built"))
+    for cached in (attention.kernel, layer.kernel):
+        cached.cache_clear()
+        request.addfinalizer(cached.cache_clear)
     with caplog.at_level(logging.WARNING):
         load_runner(config_of(folder))
     assert [record.getMessage() for record in caplog.records if "by torch" in record.getMessage()] == [

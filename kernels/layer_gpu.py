@@ -1,12 +1,10 @@
-"""Rotary position embedding of queries and keys, fused with the store of keys and values: one launch a layer on a GPU.
+"""The small operators of a decoder's layer on a GPU, one launch each: RMSNorm with the residual's sum, the gated
+activation, and rotary embedding with the store of keys and values. Maths and references: `layer`.
 
-The input is the fused projection of T tokens, [T, heads + 2 kv_heads, head_dim]: queries, keys, values. For queries and
-keys x of position p, halves paired as in the checkpoints (x1, x2 the halves, c and s the table's row of p):
-
-    y1 = x1 c - x2 s        y2 = x2 c + x1 s
-
-and before that, for models that norm their heads (Qwen3), x = w x / sqrt(mean(x^2) + eps). Queries are turned where
-they lie; keys and values go to their cells of the paged store (`kv`).
+Shapes: T tokens. Norm: x, residual [T, D], w [D], r = x + residual written back. Activation: [T, 2 I], the gate's half
+first, to [T, I]. Rotation: the fused projection [T, heads + 2 kv_heads, head_dim] of queries, keys, values. Heads may
+be normed before (Qwen3). Queries are turned in place; keys and values go to their cells of the paged store (`kv`).
+Everything is float32 in between.
 """
 
 import torch
@@ -14,7 +12,75 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_HEADS_TILE = 8
+_TILE = 1024  # values of an activation's row in one program
+_HEADS_TILE = 8  # heads of a token in one program
+
+
+@triton.jit
+def _add_norm(  # type: ignore[no-untyped-def]
+    x, residual, weight, out, eps, row_stride, WIDTH: tl.constexpr, TILE: tl.constexpr, ADD: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * row_stride
+    at = tl.arange(0, TILE)
+    real = at < WIDTH
+    value = tl.load(x + row + at, mask=real, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(residual + row + at, mask=real, other=0.0).to(tl.float32)
+        # What the next layer adds to is rounded to the residual's dtype, and so is what is normed here.
+        rounded = value.to(residual.dtype.element_ty)
+        tl.store(residual + row + at, rounded, mask=real)
+        value = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value) / WIDTH + eps)
+    normed = value * scale * tl.load(weight + at, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + row + at, normed.to(out.dtype.element_ty), mask=real)
+
+
+def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """The norm of `x` + `residual`, a new tensor [T, D]; the sum replaces `residual`. Without one: the norm of `x`.
+
+    Raises ValueError for shapes that differ or rows that are not in one piece.
+    """
+    if residual is not None and (residual.shape != x.shape or residual.stride() != x.stride()):
+        raise ValueError(f"residual {tuple(residual.shape)} and input {tuple(x.shape)} differ")
+    if x.ndim != 2 or x.stride(1) != 1 or weight.shape != x.shape[1:] or x.stride(0) != x.shape[1]:
+        raise ValueError(f"input {tuple(x.shape)}, strides {x.stride()}, and weight {tuple(weight.shape)} do not fit")
+    out = torch.empty_like(x)
+    if len(x):
+        tile = triton.next_power_of_2(x.shape[1])
+        _add_norm[(len(x),)](
+            x,
+            x if residual is None else residual,
+            weight,
+            out,
+            eps,
+            x.stride(0),
+            WIDTH=x.shape[1],
+            TILE=tile,
+            ADD=residual is not None,
+            num_warps=max(1, min(16, tile // 512)),
+        )
+    return out
+
+
+@triton.jit
+def _silu_and_mul(gate_up, out, row_stride, INNER: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    real = at < INNER
+    gate = tl.load(gate_up + row * row_stride + at, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_stride + INNER + at, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + row * INNER + at, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=real)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) up, a new tensor [T, I]. Raises ValueError for an odd width or rows that are not in one piece."""
+    if gate_up.ndim != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
+        raise ValueError(f"a fused projection {tuple(gate_up.shape)} with strides {gate_up.stride()} has no two halves")
+    inner = gate_up.shape[1] // 2
+    out = torch.empty(len(gate_up), inner, dtype=gate_up.dtype, device=gate_up.device)
+    if len(out):
+        _silu_and_mul[(len(out), triton.cdiv(inner, _TILE))](gate_up, out, gate_up.stride(0), INNER=inner, TILE=_TILE)
+    return out
 
 
 @triton.jit
@@ -128,30 +194,3 @@ def rotate_and_store(
             num_warps=4,
         )
     return qkv[:, :heads]
-
-
-def rotate_and_store_reference(
-    qkv: Tensor,
-    heads: int,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    kv: Tensor,
-    layer: int,
-    cells: Tensor,
-    norms: tuple[Tensor, Tensor] | None = None,
-    eps: float = 0.0,
-) -> Tensor:
-    """`rotate_and_store` in torch, in float64; queries are a new tensor."""
-    kv_heads = kv.shape[4]
-    q, k, v = torch.split(qkv.double(), [heads, kv_heads, kv_heads], 1)
-    if norms is not None:
-        q, k = (
-            x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w.double()
-            for x, w in zip((q, k), norms, strict=True)
-        )
-    c, s = (table[positions].double()[:, None] for table in (cos, sin))
-    q, k = (torch.cat((low * c - high * s, high * c + low * s), -1) for low, high in (x.chunk(2, -1) for x in (q, k)))
-    stored = kv[layer].flatten(1, 2)
-    stored[0, cells], stored[1, cells] = k.to(kv.dtype), v.to(kv.dtype)
-    return q.to(qkv.dtype)

@@ -1,43 +1,30 @@
-"""What a layer does between its products on a CPU, each way of the kernel and torch's, against float64."""
+"""The norm and the rotation on a CPU, at each level of the kernel and by torch, against float64."""
 
-import ctypes
-from collections.abc import Iterator
-
-import c_kernels
 import pytest
 import torch
-from c_kernels import ABLE, BUILD
+from c_kernels import ABLE, Emulated, use_level
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.kernels import layer_c, native
+from holdfast.kernels import layer
 from holdfast.kernels.kv import in_bytes, in_numbers
-from holdfast.kernels.layer_c import Rotation, rms_norm
-from holdfast.kernels.norm import add_norm_reference
-from holdfast.kernels.rope_gpu import rotate_and_store_reference
+from holdfast.kernels.layer import Rotation, add_norm_reference, rms_norm, rotate_and_store_reference
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}  # relative to the largest value
-KERNEL_WAYS = tuple(layer_c._WAYS) if ABLE else ()
+LEVELS = (*(layer.LANES if ABLE else ()), "torch")
 FIXTURE = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return c_kernels.emulated(layer_c.SOURCE, BUILD["LAYER_VARIANTS"], tmp_path_factory)
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+    return Emulated("layer", tmp_path_factory)
 
 
-@pytest.fixture(params=[*KERNEL_WAYS, ""])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Each way in turn, native where this processor has it and the library is built."""
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    use_level(request.param, layer, request, monkeypatch)
     name: str = request.param
-    if name not in layer_c._ways(native.level()):
-        library = request.getfixturevalue("emulated")
-        monkeypatch.setattr(layer_c, "_library", lambda: library)
-        layer_c._function.cache_clear()
-    monkeypatch.setattr(layer_c, "_ways", lambda level: (name,))
-    yield name
-    monkeypatch.undo()
-    layer_c._function.cache_clear()
+    return name
 
 
 def off(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -53,7 +40,7 @@ def off(found: torch.Tensor, exact: torch.Tensor) -> float:
     threads=st.integers(1, 2),
     seed=st.integers(0, 99),
 )
-def test_a_norm_is_its_reference(way, rows, width, dtype, threads, seed):
+def test_a_norm_is_its_reference(level, rows, width, dtype, threads, seed):
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
     x, weight = torch.randn(rows, 2 * width).to(dtype)[:, :width], torch.randn(width).to(dtype)
@@ -75,8 +62,8 @@ def test_a_norm_is_its_reference(way, rows, width, dtype, threads, seed):
     threads=st.integers(1, 2),
     seed=st.integers(0, 99),
 )
-def test_queries_and_keys_turn_and_what_is_stored_reaches_its_cells_and_no_others(
-    way, tokens, heads, dim, normed, dtype, heads_first, int8, threads, seed
+def test_queries_and_keys_turn_and_keys_and_values_reach_their_cells_and_no_others(
+    level, tokens, heads, dim, normed, dtype, heads_first, int8, threads, seed
 ):
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
@@ -97,7 +84,7 @@ def test_queries_and_keys_turn_and_what_is_stored_reaches_its_cells_and_no_other
     expected = rotate_and_store_reference(qkv.double(), queries, cos, sin, positions, exact, 1, cells, given, 1e-6)
     values = qkv[:, queries + kv_heads :].clone()
     q = Rotation(cos, sin, positions, cells, kv, queries, 1e-6).rotate_and_store(qkv, 1, norms)
-    allowed = TOLERANCE[dtype] * (1 + normed)  # torch's way, also of heads that do not fill vectors, rounds once more
+    allowed = TOLERANCE[dtype] * (1 + normed)  # torch, also for heads that do not fill vectors, rounds once more
     assert off(q, expected) < allowed
     assert off(in_numbers(kv[1], torch.float64), exact[1]) < allowed + int8 / 127
     keys = qkv[:, queries : queries + kv_heads]
@@ -108,7 +95,7 @@ def test_queries_and_keys_turn_and_what_is_stored_reaches_its_cells_and_no_other
     assert torch.equal(kv[0], before[0])
 
 
-def test_what_does_not_fit_is_refused():
+def test_shapes_that_do_not_fit_are_refused():
     kv, table = torch.zeros(1, 2, 3, 8, 2, 16), torch.zeros(4, 8)
     index = torch.arange(4)
     rotation = Rotation(table, table, index, index, kv, 4, 1e-6)

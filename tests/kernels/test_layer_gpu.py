@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_world import relative_error
 
-from holdfast.kernels.mlp import silu_and_mul, silu_and_mul_reference
-from holdfast.kernels.norm import add_norm, add_norm_reference
-from holdfast.kernels.rope_gpu import rotate_and_store, rotate_and_store_reference
+from holdfast.kernels.layer import add_norm_reference, rotate_and_store_reference, silu_and_mul_reference
+from holdfast.kernels.layer_gpu import add_norm, rotate_and_store, silu_and_mul
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 

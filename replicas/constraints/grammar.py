@@ -1,31 +1,108 @@
-"""What a request asks of its reply, and the grammar that says so in the library's Lark dialect.
+"""What a reply may be, as data, and the grammar that says so in llguidance's Lark dialect.
 
-A rule is read from the prompt: plain data, equal in its `key` where it means the same. With the forms in which a model
-writes its calls it becomes the text of a grammar. Not here: the library, and when a text is compiled (`guidance`,
-`compiler`).
+`reply_rule` reads a request, `forms_of` names the ways in which the model writes calls, and `reply_grammar` makes the
+text of a grammar of both. Values have one of two styles:
+
+- plain, for a reply that is drawn under masks from its first character on: one text for one value, with properties in
+  the schema's order, as `json.dumps` and chat templates write it;
+- free, for calls inside of free text: every spelling that models use (order of properties, white space, escapes), so
+  that a valid call stays as the model wrote it.
+
+llguidance's own compiler of JSON schemas takes the parts of a schema that are not understood here, in plain style.
+Not here: what compiles the text (`compiler`) and what follows it (`guidance`).
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count
 from typing import Any, Literal, TypeAlias
 
 from holdfast.replicas.config import Guarantee
-from holdfast.replicas.constraints.arguments import ArgumentRules
-from holdfast.replicas.constraints.lark import LarkText, Schema, literal, without_annotations
-from holdfast.replicas.constraints.spelling import Spelling
 from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.text.calls.formats import TAGS, TagForm, ToolFormat
+from holdfast.replicas.text.calls.tracker import as_json
+from holdfast.replicas.text.calls.values import (
+    ANNOTATIONS,
+    INTEGER,
+    MOST_NESTED,
+    NUMBER,
+    alternatives,
+    argument_schema,
+    family,
+    kinds_of,
+)
+
+DEEPEST = 32  # schemas inside of schemas that are read here
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+# ---- schemas ----
+
+Path: TypeAlias = tuple[str | int, ...]
+
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_LISTED = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
+_ONE = frozenset({"items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "additionalItems"})
+_CONDITIONS = frozenset({"not", "if", "then", "else", "contains", "propertyNames"})  # of values described elsewhere
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Schema:
+    """A JSON schema, and the request's field that holds it. Not `strict`: what cannot be followed is left out."""
+
+    content: Mapping[str, Any]
+    strict: bool
+    field: str
+
+    def part(self, node: Any) -> "Schema":
+        """The schema of one of its values, with the definitions that it may refer to."""
+        shared = {key: self.content[key] for key in ("$defs", "definitions") if key in self.content}
+        return replace(self, content={**(node if isinstance(node, Mapping) else {}), **shared})
+
+
+def subschemas(node: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """The schemas that stand directly in `node`, and where."""
+    for key, value in node.items():
+        if key in _NAMED and isinstance(value, Mapping):
+            yield from (((key, name), inner) for name, inner in value.items())
+        elif key in _LISTED and isinstance(value, (list, tuple)):
+            yield from (((key, index), inner) for index, inner in enumerate(value))
+        elif key in _ONE or key in _CONDITIONS:
+            yield (key,), value
+
+
+def with_subschemas(node: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """A copy of `node` in which each schema that stands directly in it, under some keyword, is changed."""
+    copied = dict(node)
+    for (key, *place), inner in subschemas(node):
+        name = str(key)
+        if not place:
+            copied[name] = change(name, inner)
+            continue
+        if copied[name] is node[name]:
+            copied[name] = dict(node[name]) if isinstance(node[name], Mapping) else list(node[name])
+        copied[name][place[0]] = change(name, inner)
+    return copied
+
+
+def without_annotations(schema: Any, depth: int = DEEPEST) -> Any:
+    """`schema` without what only people read, down to `depth`. It allows the same values."""
+    if not depth or not isinstance(schema, Mapping):
+        return schema
+    read = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
+    return with_subschemas(read, lambda _, inner: without_annotations(inner, depth - 1))
+
+
+# ---- what a request asks for ----
 
 Calls: TypeAlias = Literal["none", "auto", "required"]
-
-ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ToolRule:
-    """A tool that may be called, and what its arguments look like."""
+    """A tool that may be called, and the schema of its arguments."""
 
     name: str
     arguments: Schema
@@ -35,7 +112,7 @@ class ToolRule:
 class ReplyRule:
     """A reply is calls of `tools`, or `json`, or text.
 
-    `calls` "auto": calls or JSON; where `json` is None the rule is about the calls in a text. `parallel`: several.
+    `calls` "auto": calls or `json`; without `json`, free text that may have calls in it. `parallel`: several calls.
     """
 
     tools: tuple[ToolRule, ...] = ()
@@ -45,17 +122,17 @@ class ReplyRule:
 
     @property
     def in_text(self) -> bool:
-        """Calls stand in a text that is free."""
+        """Calls stand in free text."""
         return self.calls == "auto" and self.json is None
 
     @property
     def strict(self) -> bool:
-        """Whether some tool has to be followed whatever that takes."""
+        """Some tool's schema must be followed in full."""
         return any(tool.arguments.strict for tool in self.tools)
 
     @cached_property
     def key(self) -> str:
-        """Equal for rules that mean the same grammar."""
+        """Equal for rules that have the same grammar."""
         tools = [(tool.name, tool.arguments.content, tool.arguments.strict) for tool in self.tools]
         body = self.json and (self.json.content, self.json.strict)
         return json.dumps([tools, self.calls, self.parallel, body], default=dict)
@@ -67,21 +144,21 @@ class ReplyRule:
 
     @property
     def schemas(self) -> list[Schema]:
-        """Of arguments, and of JSON."""
+        """The schemas of arguments, and of JSON."""
         return [tool.arguments for tool in self.tools] + ([self.json] if self.json is not None else [])
 
 
 def reply_rule(prompt: ChatPrompt, guarantee: Guarantee = "schema", writes_calls: bool = True) -> ReplyRule | None:
-    """What `prompt` asks for; None where the model may write what it likes.
+    """The rule that `prompt` asks for; None where the reply is free.
 
-    `guarantee`: what calls that nothing else is asked of are held to: declared names and any arguments, declared names
-    and their schemas, or nothing, unless a tool is strict. `writes_calls`: the model has a form for them.
+    `guarantee` is for calls in free text: "names" holds them to declared names and any object, "schema" to their
+    schemas too, "off" to nothing unless a tool is strict. `writes_calls`: the model has a format for calls.
     """
     calls: Calls = "none" if not prompt.tools else prompt.tool_choice
     tools = _tools(prompt) if calls != "none" else ()
-    form = prompt.output
-    if form is not None and calls != "required":
-        body = Schema(without_annotations(form.schema), form.strict, "response_format.json_schema.schema")
+    output = prompt.output
+    if output is not None and calls != "required":
+        body = Schema(without_annotations(output.schema), output.strict, "response_format.json_schema.schema")
         return ReplyRule(tools, calls, prompt.parallel_tool_calls, body)
     if calls == "required":
         return ReplyRule(tools, calls, prompt.parallel_tool_calls and not prompt.forced_tool)
@@ -92,11 +169,9 @@ def reply_rule(prompt: ChatPrompt, guarantee: Guarantee = "schema", writes_calls
 
 
 def names_alone(rule: ReplyRule) -> ReplyRule:
-    """`rule` with any object for the arguments of tools that are not strict."""
-    tools = [
-        tool if tool.arguments.strict else replace(tool, arguments=replace(tool.arguments, content=ANY_OBJECT))
-        for tool in rule.tools
-    ]
+    """`rule` with any object as the arguments of the tools that are not strict."""
+    free = (replace(tool, arguments=replace(tool.arguments, content=ANY_OBJECT)) for tool in rule.tools)
+    tools = (tool if tool.arguments.strict else loose for tool, loose in zip(rule.tools, free, strict=True))
     return replace(rule, tools=tuple(tools))
 
 
@@ -118,9 +193,9 @@ _OPEN = frozenset(
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Parameters that list their properties and say nothing of others have no others: none are documented.
+    """Parameters that list their properties and say nothing of others have no others, since none are documented.
 
-    A required one that is not listed is documented by its name, and may be anything.
+    A required property that is not listed is documented by its name, and may have any value.
     """
     properties, required = schema.get("properties"), schema.get("required", [])
     if properties is None or _OPEN.intersection(schema):
@@ -131,30 +206,35 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**schema, "additionalProperties": False}
 
 
+# ---- how models write calls ----
+
+
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a model's chat template writes calls, one way of those that the readers in `text.calls` take.
+    """One way in which a model's chat template writes calls, one of those that `text.calls` reads.
 
-    Calls are `opener` `head` call (`between` call)* `tail`, and a call is `before` its name, `middle`, its arguments
-    and `after`. `keywords`: the arguments are Python's; `tags`: they stand in these; else they are JSON. `number` is a
-    pattern of what stands behind a name, `aside` one of what may stand there as well, and `header` of all that may
-    stand for `middle`. `alone`: a reply has one call. Without an opener `frame` is a pattern of everything up to the
-    arguments of the first call, in whatever style, with the name as its group.
+        opener head call (between call)* tail       call = before NAME number middle ARGUMENTS after
+
+    Arguments are Python's with `keywords`, stand in `tags`, or are JSON. `number`, `aside` and `header` are patterns:
+    of what follows a name, of what may follow it as well, and of everything that may stand in place of `middle`.
+    `alone`: a reply has one call. `tight`: no white space may follow the opener. Without an opener, `frame` is a
+    pattern of everything before the arguments of the first call, in any spelling, with the name as its group.
     """
 
     opener: str
+    before: str
     middle: str
+    after: str
     between: str
-    before: str = ""
-    after: str = ""
-    head: str = ""
     tail: str = ""
+    head: str = ""
     keywords: bool = False
     tags: TagForm | None = None
     number: str = ""
     aside: str = ""
     header: str = ""
     alone: bool = False
+    tight: bool = False
     frame: str = ""
 
     @property
@@ -177,129 +257,13 @@ class CallForm:
         return f"{self.opener}{self.head}{self.before}{name}{self.middle}"
 
 
-_OBJECT = '{"name": "'
-
-HERMES = CallForm(
-    opener="<tool_call>",
-    before="\n" + _OBJECT,
-    middle='", "arguments": ',
-    after="}\n</tool_call>",
-    between="\n<tool_call>",
-)
-LLAMA3 = CallForm(opener="<|python_tag|>", before=_OBJECT, middle='", "parameters": ', after="}", between="; ")
-_TYPE = r'(?:"type"\s*:\s*"function"\s*,\s*)?'
-LLAMA3_BARE = replace(
-    LLAMA3,
-    opener="",
-    frame=rf'\{{\s*{_TYPE}"name"\s*:\s*"([^"\\]*)"\s*,\s*{_TYPE}"(?:parameters|arguments)"\s*:\s*',
-)
-LLAMA3_FUNCTION = CallForm(opener="<function=", middle=">", after="</function>", between="<function=")
-MISTRAL_LIST = CallForm(
-    opener="[TOOL_CALLS]", head="[", before=_OBJECT, middle='", "arguments": ', after="}", between=", ", tail="]"
-)
-MISTRAL = CallForm(
-    opener="[TOOL_CALLS]", middle="[ARGS]", between="[TOOL_CALLS]", aside=r"\[CALL_ID\][A-Za-z0-9_\-]{1,64}"
-)
-PYTHONIC = CallForm(
-    opener="", head="[", middle="(", after=")", between=", ", tail="]", keywords=True, frame=r"\[\s*([\w.\-]+)\("
-)
-PYTHONIC_MARKED = replace(PYTHONIC, opener="<|python_start|>", tail="]<|python_end|>", frame="")
-LLAMA4_BARE = replace(LLAMA3_BARE, between="")
-LLAMA4 = replace(LLAMA3, opener="<|python_start|>", between="", tail="<|python_end|>")
-DEEPSEEK_V31 = CallForm(
-    opener="<｜tool▁calls▁begin｜>",
-    before="<｜tool▁call▁begin｜>",
-    middle="<｜tool▁sep｜>",
-    after="<｜tool▁call▁end｜>",
-    between="",
-    tail="<｜tool▁calls▁end｜>",
-)
-DEEPSEEK_V3 = replace(
-    DEEPSEEK_V31,
-    before=DEEPSEEK_V31.before + "function<｜tool▁sep｜>",
-    middle="\n```json\n",
-    after="\n```<｜tool▁call▁end｜>",
-    between="\n",
-)
-KIMI_K2 = CallForm(
-    opener="<|tool_calls_section_begin|>",
-    before="<|tool_call_begin|>functions.",
-    number=":[0-9]{1,4}",
-    middle="<|tool_call_argument_begin|>",
-    after="<|tool_call_end|>",
-    between="",
-    tail="<|tool_calls_section_end|>",
-)
-MINIMAX = CallForm(
-    opener="<tool_calls>",
-    before="\n" + _OBJECT,
-    middle='", "arguments": ',
-    after="}",
-    between="",
-    tail="\n</tool_calls>",
-)
-
-_TYPED = r"(( |( ?<\|constrain\|>))(json|code))?<\|message\|>"  # what a message has in it
-HARMONY = CallForm(
-    opener="<|channel|>commentary to=",
-    before="functions.",
-    middle=" <|constrain|>json<|message|>",
-    header=_TYPED,
-    between="<|call|><|start|>assistant<|channel|>commentary to=",
-    alone=True,
-)
-HARMONY_STARTED = replace(
-    HARMONY,
-    opener="<|start|>assistant to=",
-    middle="<|channel|>commentary <|constrain|>json<|message|>",
-    header=rf"<\|channel\|>(commentary|analysis){_TYPED}",
-)
-HARMONY_ANALYSIS = replace(HARMONY, opener="<|channel|>analysis to=")
-
-
-def _tag_form(tool_format: ToolFormat, opener: str, after: str, between: str) -> CallForm:
-    tags = TAGS[tool_format]
-    return CallForm(opener=opener, middle=tags.named, after=after, between=between, tags=tags)
-
-
-QWEN3_CODER = replace(
-    _tag_form(ToolFormat.QWEN3_CODER, "<tool_call>", "</function>\n</tool_call>", "\n<tool_call>"),
-    before="\n<function=",
-)
-QWEN3_CODER_ALONE = _tag_form(ToolFormat.QWEN3_CODER, "<function=", "</function>", "\n<function=")
-GLM = _tag_form(ToolFormat.GLM, "<tool_call>", "</tool_call>", "\n<tool_call>")
-MINIMAX_M2 = replace(
-    _tag_form(ToolFormat.MINIMAX_M2, "<minimax:tool_call>", "</invoke>", ""),
-    before='\n<invoke name="',
-    tail="\n</minimax:tool_call>",
-)
-
-DEEPSEEK_V32 = replace(
-    _tag_form(ToolFormat.DEEPSEEK_V32, "<｜DSML｜function_calls>", "</｜DSML｜invoke>", ""),
-    before='\n<｜DSML｜invoke name="',
-    tail="\n</｜DSML｜function_calls>",
-)
-
-_MARKED = {
-    ToolFormat.DEEPSEEK_V32: (DEEPSEEK_V32,),
-    ToolFormat.HERMES: (HERMES,),
-    ToolFormat.DEEPSEEK_V3: (DEEPSEEK_V3,),
-    ToolFormat.DEEPSEEK_V31: (DEEPSEEK_V31,),
-    ToolFormat.KIMI_K2: (KIMI_K2,),
-    ToolFormat.QWEN3_CODER: (QWEN3_CODER, QWEN3_CODER_ALONE),
-    ToolFormat.GLM: (GLM,),
-    ToolFormat.MINIMAX: (MINIMAX,),
-    ToolFormat.MINIMAX_M2: (MINIMAX_M2,),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """The forms of one model: `first` for a reply that begins with calls, `triggered` by their opener in a text.
+    """The forms of one model: `first` for a reply that begins with calls, `triggered` by their openers in a text.
 
-    A text that begins as `bare` does is calls in that form. `begun`: how the prompt ends, which an opener may go on
-    from. A reply that is held to calls or JSON may think before it, from the first text of `thought` to the second,
-    with the third behind that; `answer` stands before JSON.
+    A text that begins as `bare` does is calls in that form. `begun`: the end of the prompt, from which an opener may go
+    on. `thought`: the beginning and the end of thinking before a reply that must be calls or JSON, and the text behind
+    it. `answer` stands before JSON.
     """
 
     first: CallForm
@@ -311,192 +275,810 @@ class Forms:
 
     @property
     def all(self) -> tuple[CallForm, ...]:
-        """Every form that calls in a text may have."""
+        """Every form of calls in a text."""
         return self.triggered if self.bare is None else (*self.triggered, self.bare)
 
     def over_when_complete(self, parallel: bool) -> bool:
-        """Whether calls in a text that may end at some token go on behind it in no form."""
+        """Calls in a text that may end at some token never go on behind it."""
         return self.bare is None and all(form.restarts or form.alone or form.tail or not parallel for form in self.all)
 
 
+_OBJECT = '{"name": "'
+_ARGUMENTS = '", "arguments": '
+_TYPE = r'(?:"type"\s*:\s*"function"\s*,\s*)?'
+_TYPED = r"(( |( ?<\|constrain\|>))(json|code))?<\|message\|>"  # of a message of Harmony
+
+_HERMES = CallForm("<tool_call>", "\n" + _OBJECT, _ARGUMENTS, "}\n</tool_call>", "\n<tool_call>")
+_LLAMA3 = CallForm("<|python_tag|>", _OBJECT, '", "parameters": ', "}", "; ")
+_LLAMA3_BARE = replace(
+    _LLAMA3,
+    opener="",
+    frame=rf'\{{\s*{_TYPE}"name"\s*:\s*"([^"\\]*)"\s*,\s*{_TYPE}"(?:parameters|arguments)"\s*:\s*',
+)
+_LLAMA3_FUNCTION = CallForm("<function=", "", ">", "</function>", "<function=", tight=True)
+_LLAMA4 = CallForm("<|python_start|>", _OBJECT, '", "parameters": ', "}", "", "<|python_end|>")
+_LLAMA4_BARE = replace(_LLAMA3_BARE, between="")
+_MISTRAL = CallForm("[TOOL_CALLS]", "", "[ARGS]", "", "[TOOL_CALLS]", aside=r"\[CALL_ID\][A-Za-z0-9_\-]{1,64}")
+_MISTRAL_LIST = CallForm("[TOOL_CALLS]", _OBJECT, _ARGUMENTS, "}", ", ", "]", head="[")
+_MINIMAX = CallForm("<tool_calls>", "\n" + _OBJECT, _ARGUMENTS, "}", "", "\n</tool_calls>")
+_PYTHONIC = CallForm("", "", "(", ")", ", ", "]", head="[", keywords=True, frame=r"\[\s*([\w.\-]+)\(")
+_PYTHONIC_MARKED = replace(_PYTHONIC, opener="<|python_start|>", tail="]<|python_end|>", frame="")
+
+_DEEPSEEK_CALL, _DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_DEEPSEEK_V3 = CallForm(
+    "<｜tool▁calls▁begin｜>",
+    _DEEPSEEK_CALL + "function<｜tool▁sep｜>",
+    "\n```json\n",
+    "\n```" + _DEEPSEEK_END,
+    "\n",
+    "<｜tool▁calls▁end｜>",
+)
+_DEEPSEEK_V31 = replace(_DEEPSEEK_V3, before=_DEEPSEEK_CALL, middle="<｜tool▁sep｜>", after=_DEEPSEEK_END, between="")
+_KIMI_CALL = "<|tool_call_begin|>"
+_KIMI_K2 = CallForm(
+    "<|tool_calls_section_begin|>",
+    _KIMI_CALL + "functions.",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "",
+    "<|tool_calls_section_end|>",
+    number=":[0-9]{1,4}",
+)
+
+_HARMONY = CallForm(
+    "<|channel|>commentary to=",
+    "functions.",
+    " <|constrain|>json<|message|>",
+    "",
+    "<|call|><|start|>assistant<|channel|>commentary to=",
+    header=_TYPED,
+    alone=True,
+    tight=True,
+)
+_HARMONY_STARTED = replace(
+    _HARMONY,
+    opener="<|start|>assistant to=",
+    middle="<|channel|>commentary <|constrain|>json<|message|>",
+    header=rf"<\|channel\|>(commentary|analysis){_TYPED}",
+)
+_HARMONY_ANALYSIS = replace(_HARMONY, opener="<|channel|>analysis to=")
+
+
+def _in_tags(tool_format: ToolFormat, opener: str, ends: tuple[str, str, str]) -> CallForm:
+    """A call whose arguments stand in tags, with its `after`, `between` and `tail`."""
+    tags = TAGS[tool_format]
+    return CallForm(opener, "\n" + tags.open if tags.open else "", tags.named, *ends, tags=tags)
+
+
+_GLM = _in_tags(ToolFormat.GLM, "<tool_call>", ("</tool_call>", "\n<tool_call>", ""))
+_QWEN3_CODER = _in_tags(ToolFormat.QWEN3_CODER, "<tool_call>", ("</function>\n</tool_call>", "\n<tool_call>", ""))
+_MINIMAX_M2 = _in_tags(ToolFormat.MINIMAX_M2, "<minimax:tool_call>", ("</invoke>", "", "\n</minimax:tool_call>"))
+_DEEPSEEK_V32 = _in_tags(
+    ToolFormat.DEEPSEEK_V32, "<｜DSML｜function_calls>", ("</｜DSML｜invoke>", "", "\n</｜DSML｜function_calls>")
+)
+
+
+def _marked(*forms: CallForm) -> Forms:
+    return Forms(forms[0], forms)
+
+
+def _section(form: CallForm, opener: str = "") -> Forms:
+    """`form`, and its calls with `opener` alone, without the markers around all of them: they are read as well."""
+    opener, after = (form.tags.open, form.tags.close) if form.tags is not None else (opener, form.after)
+    before = form.before.strip().removeprefix(opener)
+    single = replace(form, opener=opener, before=before, after=after, between="\n" + opener, tail="", tight=True)
+    return _marked(form, single)
+
+
+_FORMS: Mapping[ToolFormat, Forms] = {
+    ToolFormat.HERMES: _marked(_HERMES),
+    ToolFormat.LLAMA3: Forms(_LLAMA3_BARE, (_LLAMA3, _LLAMA3_FUNCTION), _LLAMA3_BARE),
+    ToolFormat.LLAMA3_FUNCTION: Forms(_LLAMA3_FUNCTION, (_LLAMA3_FUNCTION, _LLAMA3), _LLAMA3_BARE),
+    ToolFormat.LLAMA4: Forms(_LLAMA4_BARE, (_LLAMA4,), _LLAMA4_BARE),
+    ToolFormat.MISTRAL: _marked(_MISTRAL_LIST, _MISTRAL),
+    ToolFormat.PYTHONIC: Forms(_PYTHONIC, (_PYTHONIC_MARKED,), _PYTHONIC),
+    ToolFormat.DEEPSEEK_V3: _section(_DEEPSEEK_V3, _DEEPSEEK_CALL),
+    ToolFormat.DEEPSEEK_V31: _section(_DEEPSEEK_V31, _DEEPSEEK_CALL),
+    ToolFormat.DEEPSEEK_V32: _section(_DEEPSEEK_V32),
+    ToolFormat.KIMI_K2: _section(_KIMI_K2, _KIMI_CALL),
+    ToolFormat.QWEN3_CODER: _section(_QWEN3_CODER),
+    ToolFormat.GLM: _marked(_GLM),
+    ToolFormat.MINIMAX: _marked(_MINIMAX),
+    ToolFormat.MINIMAX_M2: _section(_MINIMAX_M2),
+    ToolFormat.HARMONY: Forms(
+        _HARMONY,
+        (_HARMONY, _HARMONY_STARTED, _HARMONY_ANALYSIS),
+        begun="<|start|>assistant",
+        thought=("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"),
+        answer="<|channel|>final<|message|>",
+    ),
+}
+_WITH_TOKEN: Mapping[ToolFormat, tuple[str, Forms]] = {  # where a marker is a token of the model
+    ToolFormat.LLAMA4: ("<|python_start|>", Forms(_LLAMA4, (_LLAMA4,), _LLAMA4_BARE)),
+    ToolFormat.MISTRAL: ("[ARGS]", _marked(_MISTRAL, _MISTRAL_LIST)),
+    ToolFormat.PYTHONIC: ("<|python_start|>", Forms(_PYTHONIC_MARKED, (_PYTHONIC_MARKED,), _PYTHONIC)),
+}
+
+
 def forms_of(tool_format: ToolFormat, knows: Callable[[str], bool]) -> Forms | None:
-    """The forms of `tool_format`; `knows` tells which markers are tokens of the model. None: it has no calls."""
-    match tool_format:
-        case ToolFormat.LLAMA3:
-            return Forms(LLAMA3_BARE, (LLAMA3, LLAMA3_FUNCTION), LLAMA3_BARE)
-        case ToolFormat.LLAMA3_FUNCTION:
-            return Forms(LLAMA3_FUNCTION, (LLAMA3_FUNCTION, LLAMA3), LLAMA3_BARE)
-        case ToolFormat.MISTRAL:
-            first, other = (MISTRAL, MISTRAL_LIST) if knows("[ARGS]") else (MISTRAL_LIST, MISTRAL)
-            return Forms(first, (first, other))
-        case ToolFormat.PYTHONIC:
-            first = PYTHONIC_MARKED if knows("<|python_start|>") else PYTHONIC
-            return Forms(first, (PYTHONIC_MARKED,), PYTHONIC)
-        case ToolFormat.LLAMA4:
-            return Forms(LLAMA4 if knows("<|python_start|>") else LLAMA4_BARE, (LLAMA4,), LLAMA4_BARE)
-        case ToolFormat.HARMONY:
-            return Forms(
-                HARMONY,
-                (HARMONY, HARMONY_STARTED, HARMONY_ANALYSIS),
-                begun="<|start|>assistant",
-                thought=("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"),
-                answer="<|channel|>final<|message|>",
-            )
-        case ToolFormat.NONE:
-            return None
-        case _:
-            forms = _MARKED[tool_format]
-            return Forms(forms[0], forms)
+    """The forms of `tool_format`. `knows`: a text is one token of the model. None: the model writes no calls."""
+    marker, forms = _WITH_TOKEN.get(tool_format, ("", None))
+    return forms if forms is not None and knows(marker) else _FORMS.get(tool_format)
 
 
-class CallRules:
-    """Adds the rules of calls to a grammar, each once. A free `spelling` is any that their readers take."""
+# ---- the text of a grammar ----
 
-    def __init__(self, grammar: LarkText, tools: tuple[ToolRule, ...], spelling: Spelling) -> None:
-        self._grammar = grammar
-        self._tools = tools
-        self._spelling = spelling
-        self._rules = ArgumentRules(grammar, spelling)
-        self._known: dict[CallForm, str] = {}
-        self._arguments: dict[tuple[bool, int], str] = {}
+_TEXT = r"/(.|\n)*/"
 
-    def calls(self, form: CallForm, several: bool) -> str:
-        """The rule for calls in `form`, their opener included. Raises ValueError: see `ArgumentRules`."""
-        found = self._known.get(form)
-        if found is None:
-            name = f"calls{len(self._known)}"
-            spelling = self._spelling
-            calls = self._any(form) if spelling.free else [self._call(form, i) for i in range(len(self._tools))]
-            call = self._grammar.add(f"{name}_one", *calls)
-            between = _between(form, spelling) if spelling.free else literal(form.between)
-            more = f"({between} {call})*" if several and not form.alone else ""
-            begin, end = literal(form.opener + form.head), literal(form.tail)
-            if spelling.free:
-                inside = spelling.space if form.opener and not form.opener.endswith("=") else ""
-                begin = f"{literal(form.opener)} {inside} {_spaced(form.head, spelling)}"
-                end = _spaced(form.tail, spelling)
-            found = self._known[form] = self._grammar.add(name, f"{begin} {call} {more} {end}")
-        return found
+# Blanks, or line ends and an indentation: a reply under masks must not go on with white space for long.
+_SOME_SPACE = r"([ \t]{1,2}|[ \t]{0,2}(\r?\n){1,2}[ \t]{0,24})"
+_SPACE = _SOME_SPACE + "?"
+_TERMINALS = {  # plain, free
+    "OPEN": (r"\{", r"\{" + _SPACE),
+    "CLOSE": (r"\}", _SPACE + r"\}"),
+    "OPEN_LIST": (r"\[", r"\[" + _SPACE),
+    "CLOSE_LIST": (r"\]", _SPACE + r"\]"),
+    "COLON": (": ", f"{_SPACE}:{_SPACE}"),
+    "COMMA": (", ", f"{_SPACE},{_SPACE}"),
+    "IS": ("=", f"{_SPACE}={_SPACE}"),
+    "SPACE": ("", _SOME_SPACE),
+    "INTEGER": (INTEGER, INTEGER),
+    "NUMBER": (NUMBER, NUMBER),
+    "KEY": (r'"([^"\\\x00-\x1f]|\\["\\bfnrt])*"',) * 2,
+}
+_STYLE = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "json_allowed_escapes": 'nrbtf\\"',  # others could spell half a surrogate pair
+}
 
-    def _call(self, form: CallForm, index: int) -> str:
-        """A plain call."""
-        tool = self._tools[index]
-        before, middle, after = literal(form.before + tool.name), literal(form.middle), literal(form.after)
-        if form.header:
-            middle = f"/{form.header}/"
-        elif form.number:
-            middle = f"/{form.number}/ {middle}"
-        elif not form.tags:
-            before, middle = literal(f"{form.before}{tool.name}{form.middle}"), ""
-        if form.tags:
-            after = f'("\\n")? {after}'
-        return f"{before} {middle} {self._arguments_rule(form, index)} {after}"
 
-    def _any(self, form: CallForm) -> list[str]:
-        """Free calls of every tool."""
-        free = self._spelling
-        arguments = [self._arguments_rule(form, index) for index in range(len(self._tools))]
-        names = [tool.name for tool in self._tools]
-        if form.is_object:
-            return _objects(form, free, names, arguments)
-        before, middle, after = (_spaced(text, free) for text in (form.before, form.middle, form.after))
-        middle = f"/{form.header}/" if form.header else middle
-        inside = "" if form.tags else free.space
-        aside = f"(/{form.aside}/)?" if form.aside else ""
-        number = f"(/{form.number}/)?" if form.number else ""
-        if form.header:
-            middle = f"/{form.header}/"
-        begins = " | ".join(
-            f"{literal(name)} {number} {aside} {middle} {inside} {rule}"
-            for name, rule in zip(names, arguments, strict=True)
+class Grammar:
+    """The rules of a grammar as they are written, one a line. Equal ones are written once."""
+
+    def __init__(self, free: bool) -> None:
+        self.free = free
+        self.depth = 0  # of the value that is being written
+        self.known: dict[Hashable, str] = {}  # names of rules, by what they are rules of
+        self._lines: list[str] = []
+        self._numbers = count()
+
+    def name(self, prefix: str) -> str:
+        """A name that no rule has. Terminals have upper case."""
+        return f"{prefix}{next(self._numbers)}"
+
+    def add(self, name: str, *alternatives: str) -> str:
+        """A rule with these right-hand sides; returns its name. One with "::" in its name has a parameter."""
+        self._lines.append(f"{name}: {' | '.join(alternatives)}")
+        return name.partition("[")[0]
+
+    def once(self, prefix: str, *alternatives: str) -> str:
+        """The rule with these right-hand sides."""
+        key = (prefix, *alternatives)
+        if key not in self.known:
+            name, bracket, rest = prefix.partition("[")
+            self.known[key] = self.add(self.name(name) + bracket + rest, *alternatives)
+        return self.known[key]
+
+    def terminal(self, name: str) -> str:
+        """One of `_TERMINALS`."""
+        return self.once(name, f"/{_TERMINALS[name][self.free]}/")
+
+    @property
+    def space(self) -> str:
+        """White space or none, which is all that there is in plain style."""
+        return f"{self.terminal('SPACE')}?" if self.free else ""
+
+    def json(self, schema: Schema) -> str:
+        """A rule for the values of `schema` that llguidance makes, in plain style."""
+        style = {**_STYLE, "lenient": not schema.strict}
+        return self.once("json", "%json " + json.dumps({**_bounded(schema.content), "x-guidance": style}))
+
+    def text(self, start: str) -> str:
+        """The whole grammar."""
+        return "\n".join([f"start: {start}", *self._lines, ""])
+
+
+def literal(text: str) -> str:
+    """`text` as a terminal; nothing for no text."""
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def escaped(text: str) -> str:
+    """A pattern of nothing but `text`."""
+    return re.escape(text).replace("/", r"\/")
+
+
+# ---- numbers and nesting that every client can read, in llguidance's JSON ----
+
+_MOST = {"integer": 10**18 - 1, "number": 10**15}  # llguidance has to know both limits of a range, in 64 bits
+_LEAST_PART = 1e-10  # of a number with a range, which llguidance writes with any number of digits otherwise
+_ANY = "x-any-"  # definitions of any value, by how deep it may be nested
+_DEEPEST_ANY = 16
+
+
+def _limits(node: Mapping[str, Any], *names: str) -> list[float]:
+    """The limits of a number that are given under `names`."""
+    return [node[key] for key in names if isinstance(node.get(key), (int, float)) and node[key] is not True]
+
+
+def _number_limits(node: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """The limits that a number of `node` lacks."""
+    most = _MOST[kind]
+    limits = _limits(node, "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+    found: dict[str, Any] = {}
+    if not {"minimum", "exclusiveMinimum"} & node.keys() and all(limit > -most for limit in limits):
+        found["minimum"] = -most
+    if not {"maximum", "exclusiveMaximum"} & node.keys() and all(limit < most for limit in limits):
+        found["maximum"] = most
+    if kind == "number" and "multipleOf" not in node:
+        found["multipleOf"] = _LEAST_PART
+    return found
+
+
+def _beyond(node: Mapping[str, Any], kind: str) -> str:
+    """A pattern of the numbers of `node` that `_number_limits` excludes; "" where there are none."""
+    limits = _limits(node, "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+    if "multipleOf" in node or any(abs(limit) > _MOST[kind] for limit in limits):
+        return ""
+    least = len(str(_MOST["integer"] + 1 if kind == "integer" else _MOST["number"]))
+    digits = f"[1-9][0-9]{{{least - 1},39}}" + (r"(\.[0-9]{1,10})?" if kind == "number" else "")
+    high = not {"maximum", "exclusiveMaximum"} & node.keys()
+    low = not {"minimum", "exclusiveMinimum"} & node.keys()
+    return f"-?{digits}" if high and low else digits if high else f"-{digits}" if low else ""
+
+
+def _any_value(level: int) -> Mapping[str, Any]:
+    """Any value that is nested `level` deep at most."""
+    scalars = [{"type": ["string", "boolean", "null"]}, {"type": "number", **_number_limits({}, "number")}]
+    inner = {"$ref": f"#/$defs/{_ANY}{level - 1}"}
+    nested = [{"type": "array", "items": inner}, {"type": "object", "additionalProperties": inner}]
+    return {"anyOf": [*scalars, *nested] if level else scalars}
+
+
+_ANY_VALUES = {f"{_ANY}{level}": _any_value(level) for level in range(_DEEPEST_ANY + 1)}
+
+
+def _bounded(root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`root` with numbers of so many digits, and with so many levels in values of which it says nothing."""
+    bounded: dict[str, Any] = _bound(root)
+    if f"#/$defs/{_ANY}" in json.dumps(bounded, default=dict):
+        own = bounded.get("$defs", {})
+        bounded["$defs"] = {**own, **_ANY_VALUES} if isinstance(own, Mapping) else own
+    return bounded
+
+
+def _bound(node: Any, depth: int = DEEPEST, whole: bool = True) -> Any:
+    """`node` bounded. Not `whole`: other schemas hold for the same value, and may describe what this one does not."""
+    if node is True or node == {}:
+        return {"$ref": f"#/$defs/{_ANY}{_DEEPEST_ANY}"} if whole else node
+    if not isinstance(node, Mapping) or not depth or "const" in node or "enum" in node:
+        return node
+
+    def inner(key: str, part: Any) -> Any:
+        if key in _CONDITIONS:
+            return part
+        shared = key in ("$defs", "allOf") or (
+            key in ("anyOf", "oneOf") and node.keys() - {key, "$defs", "definitions"}
         )
-        return [f"{before} ({begins}) {free.space if after else ''} {after}"]
+        return _bound(part, depth - 1, not shared)
 
-    def _arguments_rule(self, form: CallForm, index: int) -> str:
-        key = (form.keywords, index)
-        found = self._arguments.get(key)
-        if found is None:
-            prefix = "keywords" if form.keywords else "arguments"
-            schema = self._tools[index].arguments
-            found = self._arguments[key] = self._rules.rule(f"{prefix}{index}", schema, form.keywords, form.tags)
-        return found
+    bound = with_subschemas(node, inner)
+    if "$ref" in node:
+        return bound
+    combined = bool({"allOf", "anyOf", "oneOf", "not", "if"} & node.keys())
+    types = node.get("type", [] if combined else ["number"])
+    kinds = {types} if isinstance(types, str) else set(types) if isinstance(types, (list, tuple)) else set()
+    if kinds & {"integer", "number"}:
+        bound |= _number_limits(node, "number" if "number" in kinds else "integer")
+    if whole and not combined:
+        if "array" in kinds and not {"items", "prefixItems"} & node.keys():
+            bound["items"] = _bound(True)
+        if "object" in kinds and not {"additionalProperties", "unevaluatedProperties"} & node.keys():
+            bound["additionalProperties"] = _bound(True)
+    return bound
 
 
-_MOST_BEFORE_NAME = 16  # tools whose arguments are followed before it is known whose they are
+# ---- values ----
+
+_PAIR = r"[dD][89aAbB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # two halves of one character
+_WHOLE = r"[0-9a-ce-fA-CE-F][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}"
 
 
-def _objects(form: CallForm, free: Spelling, names: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """Calls that are objects: name and arguments in any order, and what says that they are functions."""
-    colon, comma, begin, end = (free.terminal(name) for name in ("COLON", "COMMA", "OPEN", "CLOSE"))
-    lead, after = _spaced(form.before.removesuffix(_OBJECT), free), _spaced(form.after.removeprefix("}"), free)
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How values are written. `strings`: patterns of a string, with `{}` for the number of its characters. `words`: the
+    constants that are no texts and no numbers. The first of each is the plain one.
+    """
+
+    name: str
+    strings: tuple[str, ...]
+    words: Mapping[Any, tuple[str, ...]]
+
+    def spelled(self, constant: Any) -> list[str]:
+        """Texts of a constant that is no object and no list."""
+        if constant is None or isinstance(constant, bool):
+            return list(self.words[constant])
+        texts = [json.dumps(constant, ensure_ascii=False), json.dumps(constant)]
+        if isinstance(constant, str) and len(self.strings) > 1:  # Python's own surrogates are none of JSON's
+            texts[1] = "'" + texts[0][1:-1].replace('\\"', '"').replace("'", "\\'") + "'"
+        return list(dict.fromkeys(texts))
+
+
+_PYTHONS = {True: ("true", "True"), False: ("false", "False"), None: ("null", "None")}
+_JSON_STRING = rf'"([^"\\\x00-\x1f]|\\["\\\/bfnrt]|\\u({_WHOLE}|{_PAIR})){{}}"'
+_PYTHON_STRING = rf"""Q([^Q\\\x00-\x1f]|\\["'\\bfnrt]|\\u({_WHOLE})){{}}Q"""
+JSON = Dialect("json", (_JSON_STRING,), {True: ("true",), False: ("false",), None: ("null",)})
+TAGGED = Dialect("tagged", (_JSON_STRING,), _PYTHONS)  # a value that stands alone: its reader takes Python's words
+PYTHON = Dialect("python", tuple(_PYTHON_STRING.replace("Q", quote) for quote in "\"'"), _PYTHONS)
+
+_LIMITS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
+_READ: Mapping[str, frozenset[str]] = {  # keywords that are understood here
+    "string": frozenset({"minLength", "maxLength"}),
+    "integer": _LIMITS,
+    "number": _LIMITS,
+    "object": frozenset({"properties", "required", "additionalProperties"}),
+    "array": frozenset({"items", "minItems", "maxItems"}),
+    "boolean": frozenset(),
+    "null": frozenset(),
+}
+
+
+def value(g: Grammar, schema: Schema, node: Any, dialect: Dialect = JSON) -> str:
+    """A rule for the values of `node`, a part of `schema`. Raises ValueError for one that no value follows."""
+    if node is False:
+        raise ValueError("nothing is allowed for a value that must be there")
+    if node is True or not isinstance(node, Mapping) or not node:
+        return _anything(g, dialect)
+    said = json.dumps(node, default=dict)
+    refers = '"$ref"' in said
+    key = (dialect.name, schema.strict, said, refers and json.dumps(schema.content, default=dict))
+    if key not in g.known:
+        name = g.known[key] = g.name("v")  # now: a value may hold others of its own schema
+        g.depth += 1
+        options = alternatives(node, schema.content) if g.depth <= DEEPEST else ()
+        rules = [_understood(g, schema, each, dialect) or _left(g, schema, each, refers) for each in options]
+        g.depth -= 1
+        g.add(name, *rules or [_left(g, schema, node, refers)])
+    return g.known[key]
+
+
+def _left(g: Grammar, schema: Schema, node: Mapping[str, Any], refers: bool) -> str:
+    """What is left to llguidance."""
+    return g.json(schema.part(node) if refers else replace(schema, content=node))
+
+
+def _understood(g: Grammar, schema: Schema, node: Mapping[str, Any], dialect: Dialect) -> str:
+    """The right-hand side of one of `alternatives`; "" where it is not understood."""
+    kind, said = node["type"], {key: part for key, part in node.items() if key != "type"}
+    if said.keys() == {"enum"} and kind not in ("object", "array"):
+        return _constants(g, dialect, *said["enum"])
+    if said.keys() - _READ[kind]:
+        return ""
+    match kind:
+        case "string":
+            times = _times(said, "minLength", "maxLength")
+            return _string(g, dialect, times) if times else ""
+        case "boolean":
+            return _constants(g, dialect, True, False)
+        case "null":
+            return _constants(g, dialect, None)
+        case "object":
+            return _object(g, schema, said, dialect)
+        case "array":
+            return _list(g, schema, said, dialect)
+    if not said:
+        return g.terminal(kind.upper())
+    more = _beyond(said, kind)
+    return g.json(replace(schema, content=node)) + (f" | {g.once('BEYOND', f'/{more}/')}" if more else "")
+
+
+def _constants(g: Grammar, dialect: Dialect, *constants: Any) -> str:
+    """Any of `constants`; free in any spelling."""
+    spelled = (text for each in constants for text in dialect.spelled(each)[: None if g.free else 1])
+    return " | ".join(map(literal, spelled))
+
+
+def _times(node: Mapping[str, Any], least: str, most: str, less: int = 0) -> str:
+    """How many of something `node` allows, minus `less`, as patterns and rules write it; "" where that is no number."""
+    low, high = node.get(least, 0), node.get(most)
+    if not _is_count(low) or not (high is None or (_is_count(high) and high >= low)):
+        return ""
+    low = max(low - less, 0)
+    return "*" if not low and high is None else f"{{{low},{'' if high is None else high - less}}}"
+
+
+def _is_count(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+
+
+def _string(g: Grammar, dialect: Dialect, times: str = "*") -> str:
+    return g.once("STRING", *(f"/{each.replace('{}', times)}/" for each in dialect.strings[: None if g.free else 1]))
+
+
+def _object(g: Grammar, schema: Schema, said: Mapping[str, Any], dialect: Dialect) -> str:
+    properties, required = said.get("properties", {}), said.get("required", [])
+    others = said.get("additionalProperties", True)
+    if not isinstance(properties, Mapping) or not isinstance(required, Sequence):
+        return ""
+    if not properties.keys() >= set(map(str, required)) or not isinstance(others, (bool, Mapping)):
+        return ""
+    colon, items = g.terminal("COLON"), list[Member]()
+    for key, part in properties.items():
+        if part is not False or key in required:
+            items.append(
+                (f"({_constants(g, dialect, key)}) {colon} {value(g, schema, part, dialect)}", key in required)
+            )
+    other = f"{_other_key(g, properties)} {colon} {value(g, schema, others, dialect)}" if others is not False else ""
+    return f"{g.terminal('OPEN')} {members(g, items, g.terminal('COMMA'), g.terminal('CLOSE'), other)}"
+
+
+def _other_key(g: Grammar, properties: Mapping[str, Any]) -> str:
+    """A terminal for keys that are none of `properties`, and have no escapes that could spell one of them."""
+    if not properties:
+        return g.terminal("KEY")
+    listed = "|".join(escaped(json.dumps(key, ensure_ascii=False)) for key in sorted(properties))
+    return g.once("OTHER", f"{g.terminal('KEY')} & ~/({listed})/")
+
+
+def _list(g: Grammar, schema: Schema, said: Mapping[str, Any], dialect: Dialect) -> str:
+    begin, end, comma = g.terminal("OPEN_LIST"), g.terminal("CLOSE_LIST"), g.terminal("COMMA")
+    items, times = said.get("items", True), _times(said, "minItems", "maxItems")
+    if not times or items is False:
+        return ""
+    if said.get("maxItems") == 0:
+        return f"{begin} {end}"
+    item = value(g, schema, items, dialect)
+    more = f"({comma} {item}){_times(said, 'minItems', 'maxItems', less=1)}" if said.get("maxItems") != 1 else ""
+    some = f"{item} {more}"
+    return f"{begin} {some} {end}" if said.get("minItems") else f"{begin} ({some})? {end}"
+
+
+def _anything(g: Grammar, dialect: Dialect) -> str:
+    """Any value, nested to some depth."""
+    if (key := ("anything", dialect.name)) not in g.known:
+        scalars = [_string(g, dialect), g.terminal("NUMBER"), _constants(g, dialect, *dialect.words)]
+        comma, member = g.terminal("COMMA"), f"{g.terminal('KEY')} {g.terminal('COLON')}"
+        inner = g.once("any", *scalars)
+        for _ in range(MOST_NESTED):
+            pairs = f"{g.terminal('OPEN')} ({member} {inner} ({comma} {member} {inner})*)? {g.terminal('CLOSE')}"
+            items = f"{g.terminal('OPEN_LIST')} ({inner} ({comma} {inner})*)? {g.terminal('CLOSE_LIST')}"
+            inner = g.once("any", *scalars, pairs, items)
+        g.known[key] = inner
+    return g.known[key]
+
+
+Member: TypeAlias = tuple[str, bool]
+"""The right-hand side of a member of an object, and whether it is required."""
+
+_MOST_MEMBERS = 60  # of an object in any order: each has one of the 64 bits that llguidance counts with
+
+
+def members(g: Grammar, items: Sequence[Member], comma: str, end: str, other: str = "") -> str:
+    """`items`, each once at most, with `comma` between them and `end` behind the last. The required ones are there.
+
+    `other`: a member that may come any number of times. In order where the style is plain or there are too many.
+    """
+    if not items and not other:
+        return end
+    name = g.name("m")
+    if not g.free or len(items) > _MOST_MEMBERS:
+        return _in_order(g, name, items, comma, end, other)
+    ordered = sorted(items, key=lambda item: not item[1])
+    needed = sum(required for _, required in items)
+    ends = end + (f" %if is_ones([0:{needed}])" if needed else "")
+    first, rest, one = f"{name}_first", f"{name}_rest" if comma else f"{name}_first", f"{name}_one"
+    each = [f"{text} {rest}::set_bit({bit}) %if bit_clear({bit})" for bit, (text, _) in enumerate(ordered)]
+    g.add(f"{one}::_", *each, *([f"{other} {rest}::_"] if other else []))
+    g.add(f"{first}::_", ends, f"{one}::_")
+    if comma:
+        left = "" if other else f" %if not(is_ones([0:{len(items)}]))"  # or nothing could follow the comma
+        g.add(f"{rest}::_", ends, f"{comma} {one}::_{left}")
+    return f"{first}::0x0"
+
+
+def _in_order(g: Grammar, name: str, items: Sequence[Member], comma: str, end: str, other: str) -> str:
+    """One rule for each place, and whether anything stands before it."""
+    for begun in (0, 1):
+        before = comma if begun else ""
+        last = [f"{before} {other} {name}_{len(items)}_1", end] if other else [end]
+        g.add(f"{name}_{len(items)}_{begun}", *last)
+        for index, (text, required) in enumerate(items):
+            taken = f"{before} {text} {name}_{index + 1}_1"
+            g.add(f"{name}_{index}_{begun}", taken, *([] if required else [f"{name}_{index + 1}_{begun}"]))
+    return f"{name}_0_0"
+
+
+# ---- arguments ----
+
+_ARGUMENT = re.compile(r'[^\s<>"]+')  # a name that can stand in a tag
+_OTHER_ARGUMENT = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
+
+
+def arguments(g: Grammar, schema: Schema, keywords: bool, tags: TagForm | None) -> str:
+    """A rule for arguments of `schema`: Python's keyword arguments, arguments in `tags`, or an object of JSON.
+
+    Raises ValueError for properties that cannot be told or named, and for strict values that cannot be followed.
+    """
+    if not keywords and tags is None:
+        return value(g, schema, schema.content)
+    key = (schema, keywords, tags)
+    if key not in g.known:
+        g.known[key] = g.name("arguments")
+        g.add(g.known[key], _keywords(g, schema) if tags is None else _tagged(g, schema, tags))
+    return g.known[key]
+
+
+def _properties(schema: Schema, what: str, is_name: Callable[[str], Any]) -> list[tuple[str, Any, bool]]:
+    """The properties of an object that have names, and whether they are required."""
+    properties, required = schema.content.get("properties", {}), schema.content.get("required", [])
+    if not isinstance(properties, Mapping):
+        raise ValueError("'properties' must be an object")
+    if not isinstance(required, Sequence) or not all(isinstance(key, str) for key in required):
+        raise ValueError("'required' must be a list of names")
+    for key in ("$ref", "anyOf", "allOf", "oneOf", "patternProperties"):
+        if key in schema.content:
+            raise ValueError(f"{key} at the top level has no meaning for {what}")
+    for key in required:
+        if key not in properties or not is_name(key):
+            raise ValueError(f"{key!r} cannot be one of {what}")
+    return [(key, part, key in required) for key, part in properties.items() if is_name(key)]
+
+
+def _keywords(g: Grammar, schema: Schema) -> str:
+    items = [
+        (f"{literal(key)} {g.terminal('IS')} {value(g, schema, part, PYTHON)}", required)
+        for key, part, required in _properties(schema, "keyword arguments", str.isidentifier)
+    ]
+    return members(g, items, g.terminal("COMMA"), '""')
+
+
+def _tagged(g: Grammar, schema: Schema, form: TagForm) -> str:
+    properties = _properties(schema, "arguments in tags", _ARGUMENT.fullmatch)
+    items: list[Member] = []
+    for key, part, required in properties:
+        try:
+            items.append((_argument(g, schema, literal(key), part, form), required))
+        except ValueError as error:
+            raise ValueError(f"argument {key!r}: {error}") from error
+    other = ""
+    if schema.content.get("additionalProperties", True) is not False:
+        but = f" & ~/({'|'.join(escaped(key) for key, _, _ in properties)})/" if properties else ""
+        name = g.once("NAME", _OTHER_ARGUMENT + but)
+        other = _argument(g, schema, name, argument_schema(schema.content, ""), form)
+    return members(g, items, "", '""', other)
+
+
+def _argument(g: Grammar, schema: Schema, key: str, part: Any, form: TagForm) -> str:
+    """An argument with its tags. Some formats say in the tag whether its value is a text."""
+    options = alternatives(part, schema.content)
+    if not options:
+        raise ValueError("it has no value, or too many alternatives")
+    texts = [each for each in options if each["type"] == "string"]
+    rest = [each for each in options if each["type"] != "string"]
+    gap = g.space or _LINE
+    begin, text = f"{gap} {literal(form.key)} {key}", f" {gap} ".join(map(literal, form.value.split("\n")))
+    if not form.json:
+        return f"{begin} {text} {_in_tag(g, schema, texts, rest, form)}"
+    if not (texts and rest):
+        return f"{begin} ({text} | {literal(form.json)}) {_in_tag(g, schema, texts, rest, form)}"
+    other = f"{literal(form.json)} {_in_tag(g, schema, (), rest, form)}"
+    return f"{begin} ({text} {_in_tag(g, schema, texts, (), form)} | {other})"
+
+
+Options: TypeAlias = Sequence[Mapping[str, Any]]
+
+
+def _in_tag(g: Grammar, schema: Schema, texts: Options, rest: Options, form: TagForm) -> str:
+    """A rule for one of `texts` as it is, or a value of `rest` in JSON, up to and with the end of its tag.
+
+    A lexer cannot go back, so everything without brackets is one terminal. A text that begins as an object or a list
+    does is refused where only some objects or lists are allowed.
+    """
+    line, end = literal("\n" if form.line else ""), literal(form.end)
+
+    def in_json(options: Options) -> str:
+        return f"{value(g, schema, {'anyOf': [*options]}, TAGGED)} {g.space if g.free else line} {end}"
+
+    terminals, beside = _in_text(schema, texts, rest) if texts else ([], _Beside())
+    if not terminals:  # or no text can be told from the other values
+        return g.once("tag", f"{g.space if g.free else line} {in_json(rest)}")
+    within = "" if terminals == [_TEXT] else f" & ~/(.|\\n)*{escaped(form.end)}(.|\\n)*/"
+    text = g.once("TEXT", f"({' | '.join(terminals)}){within}")
+    before, after = line, literal("\n" + form.end if form.line else form.end)
+    # The reader takes a line end on either side for no part of the text.
+    lines = form.line and g.free and not any(each.get("minLength") for each in texts if "enum" not in each)
+    if beside.json:
+        may_end, after = (" /\\n?/", end) if lines else ("", after)
+        text = g.once("APART", f"({text}{may_end}) & ~/({'|'.join(beside.begins)})/")
+    elif lines:
+        text, before, after = g.once("LINES", f"/\\n?/ {text} /\\n?/"), "", end
+    until = g.once("until[lazy]", f"{text} {after}")
+    return g.once("tag", f"{before} ({until} | {in_json(beside.json)})" if beside.json else f"{before} {until}")
+
+
+_LINE = r'("\n")?'  # between tags in plain style
+_BLANK = r"[ \t\r\n]*"
+_WORDS = {True: "[tT]rue", False: "[fF]alse", None: "null|None"}
+_ANY_NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
+_VALUE_BEGINS = r"[\]\[\{\"0-9\-]|[tT]rue|[fF]alse|null|None"
+_BEGINS = {
+    "boolean": "",
+    "null": "",
+    "number": rf"{_BLANK}[0-9\-](.|\n)*",
+    # White space before a bracket ends the text at once: the bracket would be read as a part of both.
+    "object": rf"[ \t\r\n]+\{{(.|\n)*|\{{{_BLANK}[\"\}}](.|\n)*",
+    "array": rf"[ \t\r\n]+\[(.|\n)*|\[{_BLANK}({_VALUE_BEGINS})(.|\n)*",
+}
+
+
+def _in_text(schema: Schema, texts: Options, rest: Options) -> tuple[list[str], "_Beside"]:
+    """Terminals for `texts` and for those of `rest` that have no brackets. Raises ValueError where a strict text must
+    be more than of some length, or one of a list.
+    """
+    lengths, listed = dict[str, None](), dict[str, None]()
+    for each in texts:
+        if schema.strict and (unfit := sorted(each.keys() - {"type", "enum", "minLength", "maxLength"})):
+            raise ValueError(f"{unfit[0]} of a text cannot be followed in tags")
+        times = _times(each, "minLength", "maxLength") or "*"
+        if "enum" not in each:
+            lengths[times] = None
+        else:
+            fits = re.compile(rf"(.|\n){times}")
+            listed |= {text: None for text in each["enum"] if fits.fullmatch(text)}
+    beside = _beside(rest, schema.strict, any_text="*" in lengths)
+    kinds = kinds_of({"anyOf": [*texts, *rest]}, schema.content)
+    words = [text for text in listed if as_json(text, kinds) == json.dumps(text, ensure_ascii=False)]
+    some = " | ".join(rf"/(.|\n){times}/" for times in lengths)
+    if beside.taken and some:
+        some = f"({some}) & ~/{_BLANK}({'|'.join(beside.taken)}){_BLANK}/"
+    return [*([some] if some else []), *beside.terminals, *(literal(word) or "/(x){0}/" for word in words)], beside
+
+
+@dataclass(slots=True)
+class _Beside:
+    """How values that may stand in place of a text are told from texts.
+
+    `terminals`: values without brackets. A text that matches one of `taken` is such a value. One that matches one of
+    `begins` is refused: the alternatives in `json`, which have rules of their own, begin so.
+    """
+
+    terminals: list[str] = field(default_factory=list)
+    taken: list[str] = field(default_factory=list)
+    begins: list[str] = field(default_factory=list)
+    json: list[Mapping[str, Any]] = field(default_factory=list)
+
+
+def _beside(options: Options, strict: bool, any_text: bool) -> _Beside:
+    """`any_text`: any text may stand beside `options`, also one that is read as one of them."""
+    found = _Beside()
+    for kind, begins in _BEGINS.items():
+        of = [each for each in options if family(each["type"]) == kind]
+        free = any(map(_is_free, of))
+        if not of or (free and any_text):
+            continue
+        listed = [constant for each in of for constant in each.get("enum", ())]
+        limited = [each for each in of if each.keys() - {"type", "enum"} and not _is_free(each)]
+        if kind in ("object", "array") or (kind == "number" and strict and limited and not free):
+            found.json += of
+            found.begins.append(begins)
+        elif kind == "number":
+            if free or limited:
+                whole = all(each["type"] == "integer" for each in of if _is_free(each) or not strict)
+                found.terminals.append(f"/{INTEGER if whole else NUMBER}/")
+            found.terminals += (literal(json.dumps(constant)) for constant in listed)
+        elif strict and limited:
+            raise ValueError(f"{min(limited[0].keys() - {'type', 'enum'})} of a {kind} cannot be followed in tags")
+        else:
+            every = [True, False] if kind == "boolean" else [None]
+            some = every if free or limited else listed
+            found.terminals += (f"/{_WORDS[word]}/" for word in dict.fromkeys(some))
+            found.taken += [] if free else ["|".join(_WORDS[word] for word in every)]
+        found.taken += [] if free or kind != "number" else [_ANY_NUMBER]
+    return found
+
+
+def _is_free(option: Mapping[str, Any]) -> bool:
+    """Every value of its type follows it."""
+    return all(key == "type" or said is True or said == {} for key, said in option.items())
+
+
+# ---- calls and replies ----
+
+_MOST_BEFORE_NAME = 16  # tools whose arguments may stand before the name that tells which tool it is
+
+
+def calls(g: Grammar, form: CallForm, tools: Sequence[ToolRule], several: bool) -> str:
+    """A rule for calls in `form`, their opener included. Raises ValueError as `arguments`."""
+    inside = g.space if form.opener and not form.tight else ""
+    call = g.once("call", *_call(g, form, tools))
+    more = f"({_between(g, form)} {call})*" if several and not form.alone else ""
+    begin = f"{literal(form.opener)} {inside} {_spaced(g, form.head)}"
+    return g.once("calls", f"{begin} {call} {more} {_spaced(g, form.tail)}")
+
+
+def _call(g: Grammar, form: CallForm, tools: Sequence[ToolRule]) -> list[str]:
+    bodies = [arguments(g, tool.arguments, form.keywords, form.tags) for tool in tools]
+    if g.free and form.is_object:
+        return _objects(g, form, [(tool.name, body) for tool, body in zip(tools, bodies, strict=True)])
+    may = "?" if g.free else ""
+    number = f"(/{form.number}/){may}" if form.number else ""
+    aside = f"(/{form.aside}/)?" if form.aside and g.free else ""
+    middle = f"/{form.header}/" if form.header else _spaced(g, form.middle)
+    inside, outside = ("", g.space or _LINE) if form.tags else (g.space, g.space)
+    named = " | ".join(
+        f"{literal(tool.name)} {number} {aside} {middle} {inside} {body}"
+        for tool, body in zip(tools, bodies, strict=True)
+    )
+    return [f"{_spaced(g, form.before)} ({named}) {outside if form.after else ''} {_spaced(g, form.after)}"]
+
+
+def _objects(g: Grammar, form: CallForm, named: Sequence[tuple[str, str]]) -> list[str]:
+    """Free calls that are objects: name and arguments in any order, and the type that says that they are functions."""
+    colon, comma, begin, end = map(g.terminal, ("COLON", "COMMA", "OPEN", "CLOSE"))
+    lead, after = _spaced(g, form.before.removesuffix(_OBJECT)), _spaced(g, form.after.removeprefix("}"))
     type_ = f'("\\"type\\"" {colon} "\\"function\\"" {comma})?'
     name_key, key = f'"\\"name\\"" {colon}', f'("\\"arguments\\"" | "\\"parameters\\"") {colon}'
-    pairs = [(literal(json.dumps(name, ensure_ascii=False)), rule) for name, rule in zip(names, arguments, strict=True)]
-    named = " | ".join(f"{name} {comma} {type_} {key} {rule}" for name, rule in pairs)
-    calls = [f"{lead} {begin} {type_} {name_key} ({named}) {end} {after}"]
-    if len(names) <= _MOST_BEFORE_NAME:
-        turned = " | ".join(f"{rule} {comma} {type_} {name_key} {name}" for name, rule in pairs)
-        calls.append(f"{lead} {begin} {type_} {key} ({turned}) {end} {after}")
-    return calls
+    pairs = [(literal(json.dumps(name, ensure_ascii=False)), body) for name, body in named]
+    orders = [f"{name_key} ({' | '.join(f'{name} {comma} {type_} {key} {body}' for name, body in pairs)})"]
+    if len(pairs) <= _MOST_BEFORE_NAME:
+        orders.append(f"{key} ({' | '.join(f'{body} {comma} {type_} {name_key} {name}' for name, body in pairs)})")
+    return [f"{lead} {begin} {type_} {order} {end} {after}" for order in orders]
 
 
-def _spaced(text: str, free: Spelling) -> str:
-    """`text` with any white space where it has a line end, and around a bracket of a list."""
-    parts = [f"{free.space} {literal(part)}" if index else literal(part) for index, part in enumerate(text.split("\n"))]
-    spaced = " ".join(parts)
+def _spaced(g: Grammar, text: str) -> str:
+    """`text`; free with any white space where it has a line end, and around a bracket of a list."""
+    if not g.free:
+        return literal(text)
+    if text == "[":
+        return g.terminal("OPEN_LIST")
     if text.startswith("]"):
-        rest = text.removeprefix("]")
-        return f"{free.terminal('CLOSE_LIST')} {free.space if rest else ''} {literal(rest)}"
-    return free.terminal("OPEN_LIST") if text == "[" else spaced
+        return f"{g.terminal('CLOSE_LIST')} {g.space if text[1:] else ''} {literal(text[1:])}"
+    return f" {g.space} ".join(map(literal, text.split("\n")))
 
 
-def _between(form: CallForm, free: Spelling) -> str:
-    """What stands between two calls; where no end is written behind the last one, as it is."""
-    if form.tail and not form.between.strip():
-        return free.space
-    return free.terminal("COMMA") if form.tail and form.between.strip() == "," else literal(form.between)
+def _between(g: Grammar, form: CallForm) -> str:
+    """The text between two calls; free where the end of the last one is written."""
+    if g.free and form.tail and form.between.strip() in ("", ","):
+        return g.terminal("COMMA") if form.between.strip() else g.space
+    return literal(form.between)
 
 
 def schema_grammar(schema: Schema, form: CallForm | None, free: bool) -> str:
-    """A grammar of nothing but arguments in `form`, or without one of JSON. Raises ValueError: see `ArgumentRules`."""
-    grammar = LarkText()
-    spelling = Spelling(grammar, free)
+    """A grammar of arguments in `form` alone, or of JSON without one. Raises ValueError as `arguments`."""
+    g = Grammar(free)
     if form is None:
-        return f"start: {spelling.value(schema, schema.content)}\n{grammar.text}"
-    rules = ArgumentRules(grammar, spelling)
-    return f"start: {rules.rule('body', schema, form.keywords, form.tags)}\n{grammar.text}"
+        return g.text(value(g, schema, schema.content))
+    return g.text(arguments(g, schema, form.keywords, form.tags))
 
 
 _BEHIND = "\x00"
-"""What might follow calls behind which nothing does, and never will. Trap: to find that nothing may follow takes the
-library as long as reading all of a short call.
+"""Stands behind calls that nothing follows, and is never written. Trap: llguidance takes as long to find that nothing
+may follow as to read a short call.
 """
 
 
 def reply_grammar(rule: ReplyRule, forms: Forms | None) -> str:
-    """`rule` in the library's Lark dialect: JSON or calls, from the first character of the reply on; or text.
+    """The grammar of a reply under `rule`, in llguidance's Lark dialect. `forms` None: the model writes no calls.
 
-    Of a rule for calls in a text it is what such calls are, from the first character of their opener on; behind those
-    that have openers of their own the text may go on. `forms` None: the model writes no calls. Raises ValueError for a
-    rule that the forms cannot follow.
+    For calls in a text it is the grammar of such calls alone, from the first character of their opener on. Raises
+    ValueError for a rule that the forms cannot follow.
     """
-    grammar = LarkText()
-    spelling = Spelling(grammar, free=rule.in_text)
+    g = Grammar(free=rule.in_text)
     starts: list[str] = []
     if rule.json is not None:
-        answer = spelling.value(rule.json, rule.json.content)
-        starts.append(f"{literal(forms.answer)} {answer}" if forms is not None and forms.answer else answer)
+        starts.append(f"{literal(forms.answer if forms is not None else '')} {value(g, rule.json, rule.json.content)}")
     if rule.calls != "none" and rule.tools and forms is not None:
-        calls = CallRules(grammar, rule.tools, spelling)
         if rule.in_text:
-            starts += [calls.calls(form, rule.parallel and not form.restarts) for form in forms.all]
+            starts += [calls(g, form, rule.tools, rule.parallel and not form.restarts) for form in forms.all]
         else:
-            starts.append(calls.calls(forms.first, rule.parallel))
-    if not starts:
-        starts.append(grammar.add("TEXT", r"/(.|\n)*/"))
-    start = " | ".join(starts)
+            starts.append(calls(g, forms.first, rule.tools, rule.parallel))
+    start = " | ".join(starts or [g.once("TEXT", _TEXT)])
     if rule.in_text and forms is not None and forms.over_when_complete(rule.parallel):
-        start = f"({start}) {grammar.add('BEHIND', literal(_BEHIND))}?"
-    if forms is not None and forms.thought is not None and not rule.in_text:
-        start = f"{grammar.thought('thought', *forms.thought)} ({start})"
-    return f"start: {start}\n{grammar.text}"
+        start = f"({start}) {g.once('BEHIND', literal(_BEHIND))}?"
+    if not rule.in_text and forms is not None and forms.thought is not None:
+        opener, closer, behind = map(literal, forms.thought)
+        thought = g.once("until[lazy]", f"{g.once('TEXT', _TEXT)} {closer}")
+        start = f"({opener} {thought} {behind})? ({start})"
+    return g.text(start)

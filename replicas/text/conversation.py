@@ -22,8 +22,7 @@ import numpy as np
 from holdfast.replicas.config import EngineConfig, Guarantee
 from holdfast.replicas.constraints.compiler import MOST_GRAMMARS, Compiler, leave_event_loop
 from holdfast.replicas.constraints.grammar import ReplyRule, reply_rule
-from holdfast.replicas.constraints.guard import CallGuard
-from holdfast.replicas.constraints.guidance import AVAILABLE, Vocabulary
+from holdfast.replicas.constraints.guidance import AVAILABLE, CallGuard, Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ConfigError, InvalidRequestError
 from holdfast.replicas.plan import TokenLogprobs

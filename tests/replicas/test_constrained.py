@@ -13,6 +13,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from holdfast.replicas.config import DraftConfig, EngineConfig
+from holdfast.replicas.constraints import compiler
 from holdfast.replicas.constraints.guidance import GuidedMatcher
 from holdfast.replicas.errors import ErrorKind
 from holdfast.replicas.plan import Sampling
@@ -241,6 +242,9 @@ def test_a_schema_that_cannot_be_followed_is_an_error_with_its_field(prompt: Cha
     asyncio.run(main())
 
 
+FIRST = ("one", *(f"one-{i}" for i in range(1, compiler._THREADS)))
+
+
 class Held:
     """Grammars that `service` compiles from here on, each held until all are released."""
 
@@ -267,7 +271,7 @@ class Held:
 
     async def fill(self) -> list[asyncio.Task[Any]]:
         """As many as are compiled at the same time."""
-        asked = [self.ask(name) for name in ("one", "two")]
+        asked = [self.ask(name) for name in FIRST]
         for _ in asked:
             await self._begun.get()
         return asked
@@ -291,7 +295,7 @@ def test_a_grammar_in_the_making_holds_up_nobody_else() -> None:
                 assert not any(task.done() for task in waiting)
             finally:
                 held.release()
-            for name, reply in zip(("one", "two", "three"), await asyncio.gather(*waiting), strict=True):
+            for name, reply in zip((*FIRST, "three"), await asyncio.gather(*waiting), strict=True):
                 assert list(json.loads(reply.text)) == [name]
 
     asyncio.run(main())
@@ -313,7 +317,7 @@ def test_who_leaves_is_not_compiled_for_any_more() -> None:
                 held.release()
             await asyncio.gather(*waiting, return_exceptions=True)
             assert isinstance(await held.ask("one"), Answer)
-            assert held.compiler.compiled == 3
+            assert held.compiler.compiled == compiler._THREADS + 1
             assert service.n_live == 0
 
     asyncio.run(main())
@@ -334,7 +338,7 @@ def test_closing_refuses_those_that_wait_for_a_grammar() -> None:
             for reply in [*await asyncio.gather(*waiting), await held.ask("four")]:
                 assert isinstance(reply, Errored)
                 assert reply.error.kind is ErrorKind.UNAVAILABLE
-            assert held.compiler.compiled == 2
+            assert held.compiler.compiled == compiler._THREADS
 
     asyncio.run(main())
 
@@ -475,7 +479,7 @@ def test_replies_whose_calls_are_not_held_to_their_schemas_are_counted(monkeypat
     async def main() -> None:
         never = {"allOf": [{"type": "string"}, {"type": "null"}]}
         long = {"enum": ["Paris", "x" * 500]}
-        monkeypatch.setattr("holdfast.replicas.constraints.compiler._LONGEST", 400)
+        monkeypatch.setattr("holdfast.replicas.constraints.compiler._LONGEST_KEY", 400)
         async with serving() as service:
             for number, schema in enumerate((never, long)):
                 reply = await service.generate(

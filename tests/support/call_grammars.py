@@ -7,9 +7,8 @@ import numpy as np
 from jsonschema import Draft202012Validator
 
 from holdfast.replicas.constraints.compiler import Compiler
-from holdfast.replicas.constraints.grammar import ReplyRule, ToolRule
+from holdfast.replicas.constraints.grammar import ReplyRule, Schema, ToolRule
 from holdfast.replicas.constraints.guidance import Vocabulary
-from holdfast.replicas.constraints.lark import Schema
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.requests import TextDelta
 from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat
@@ -54,7 +53,7 @@ def compiler(tokenizer: Any, format: ToolFormat) -> Compiler:
 
 
 def vocabulary(made: Compiler) -> Vocabulary:
-    return made._vocabulary
+    return made.vocabulary
 
 
 def allowed(matcher: Matcher) -> list[int]:

@@ -27,7 +27,11 @@ _OF_KIND = {
     **dict.fromkeys(("propertyNames", "minProperties", "maxProperties"), "object"),
 }
 _COMBINED = frozenset({"$ref", "allOf", "anyOf", "oneOf", "type", "const", "enum"})
-_SILENT = frozenset({"$defs", "definitions", "$schema", "title", "description", "default", "examples", "deprecated"})
+ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
+)
+"""Keywords that only people read."""
+_SILENT = ANNOTATIONS | {"$defs", "definitions", "$schema"}
 
 
 def argument_schema(parameters: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -110,9 +114,9 @@ class _Resolving:
 def _plain(schema: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """The alternatives of what `schema` says itself."""
     said = {key: value for key, value in schema.items() if key not in _COMBINED and key not in _SILENT}
-    types = schema.get("type")
-    named = [types] if isinstance(types, str) else types if isinstance(types, list) else []
-    kinds = [kind for kind in dict.fromkeys(map(str, named)) if kind in ANYTHING] or _APART
+    types = schema.get("type", _APART)
+    named = [types] if isinstance(types, str) else types if isinstance(types, (list, tuple)) else []
+    kinds = [kind for kind in dict.fromkeys(map(str, named)) if kind in ANYTHING]
     if "const" in schema or isinstance(schema.get("enum"), list):
         values = [schema["const"]] if "const" in schema else schema["enum"]
         by_kind: dict[str, list[Any]] = {}
@@ -124,11 +128,12 @@ def _plain(schema: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _of_kind(kind: str, said: Mapping[str, Any]) -> Mapping[str, Any]:
-    family = _family(kind)
-    return {"type": kind, **{key: value for key, value in said.items() if _OF_KIND.get(key, family) == family}}
+    own = family(kind)
+    return {"type": kind, **{key: value for key, value in said.items() if _OF_KIND.get(key, own) == own}}
 
 
-def _family(kind: str) -> str:
+def family(kind: str) -> str:
+    """The kind that numbers and integers share; else the kind itself."""
     return "number" if kind == "integer" else kind
 
 
@@ -149,7 +154,7 @@ def _either(
         return [each for option in options for each in option]
     found: list[Mapping[str, Any]] = []
     for kind in _APART:
-        of = [same for option in options if (same := [each for each in option if _family(each["type"]) == kind])]
+        of = [same for option in options if (same := [each for each in option if family(each["type"]) == kind])]
         found += of[0] if len(of) == 1 else [{"type": kind, key: schema[key]}] if of else []
     return found
 
@@ -170,12 +175,17 @@ def _both(one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]
         limits = [each[key] for each in (one, other) if isinstance(each.get(key), (int, float))]
         if len(limits) == 2:
             both[key] = least(limits)
-    said = [key for key in one.keys() & other.keys() if both[key] != one[key] and key not in _MERGED]
-    if said:
+    parts = [(keys & one.keys(), keys & other.keys()) for keys in _TOGETHER]
+    clash = any(one[key] != other[key] for key in (one.keys() & other.keys()) - _MERGED)
+    if clash or any(own and its and own != its for own, its in parts):
         both = {"type": kind, "allOf": [{k: v for k, v in each.items() if k != "type"} for each in (one, other)]}
     return both if both.get("enum", True) else None
 
 
+_TOGETHER = (  # keywords of one schema that speak of each other
+    frozenset({"properties", "patternProperties", "additionalProperties"}),
+    frozenset({"prefixItems", "items"}),
+)
 _MERGED = frozenset({"type", "enum", "minLength", "maxLength", "minimum", "maximum"})
 
 

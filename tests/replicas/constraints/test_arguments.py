@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from holdfast.replicas.constraints.compiler import Compiler
-from holdfast.replicas.constraints.grammar import ReplyRule, ToolRule
-from holdfast.replicas.constraints.guard import CallGuard
-from holdfast.replicas.constraints.guidance import GuidedMatcher
-from holdfast.replicas.constraints.lark import Schema
+from holdfast.replicas.constraints.grammar import ReplyRule, Schema, ToolRule
+from holdfast.replicas.constraints.guidance import CallGuard, GuidedMatcher
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.text.calls.formats import ToolFormat
 from holdfast.replicas.text.calls.tracker import CallTracker

@@ -17,12 +17,9 @@ import pytest
 from waiting import until_async
 
 from holdfast.replicas.constraints import compiler as compiling
-from holdfast.replicas.constraints import guidance
 from holdfast.replicas.constraints.compiler import Compiler, CompilerThreads, NotCompiledError
-from holdfast.replicas.constraints.grammar import ReplyRule, reply_rule
-from holdfast.replicas.constraints.guard import CallGuard
-from holdfast.replicas.constraints.guidance import GrammarCompiler, GrammarError, Vocabulary
-from holdfast.replicas.constraints.lark import Schema
+from holdfast.replicas.constraints.grammar import ReplyRule, Schema, reply_rule
+from holdfast.replicas.constraints.guidance import CallGuard, GrammarError, Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import InvalidRequestError, OverloadedError, UnavailableError
 from holdfast.replicas.requests import ChatPrompt, JsonOutput
@@ -72,7 +69,7 @@ def test_arguments_are_an_object_whatever_the_schema_leaves_out(hermes: Compiler
         rule = asks(tools=[tool("f", parameters, strict)], tool_choice="required")
         assert rule is not None
         matcher = hermes.matcher(rule)
-        encode = hermes._vocabulary.encode
+        encode = hermes.vocabulary.encode
         for arguments, right in (('{"a": "x"}', True), ("5", False), ("[1]", False), ('"a"', False)):
             ids = encode('<tool_call>\n{"name": "f", "arguments": ' + arguments + "}\n</tool_call>")
             assert (matcher.accepts(ids) == len(ids)) is right, arguments
@@ -102,7 +99,7 @@ def test_what_fails_by_accident_is_tried_again(hermes: Compiler, monkeypatch: py
     rule = asks(output=JsonOutput(GOOD))
     assert rule is not None
     with monkeypatch.context() as patch:
-        patch.setattr(GrammarCompiler, "compile", lambda *_: 1 / 0)
+        patch.setattr(Vocabulary, "compile", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             hermes.matcher(rule)
     assert not hermes.matcher(rule).failed
@@ -113,14 +110,14 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.release = threading.Semaphore(0), threading.Event()
-        compile = GrammarCompiler.compile
+        compile = Vocabulary.compile
 
-        def held(library: GrammarCompiler, lark: str) -> Any:
+        def held(library: Vocabulary, lark: str) -> Any:
             self.begun.release()
             self.release.wait()
             return compile(library, lark)
 
-        monkeypatch.setattr(GrammarCompiler, "compile", held)
+        monkeypatch.setattr(Vocabulary, "compile", held)
 
 
 def test_a_known_grammar_never_waits_and_a_new_one_is_compiled_once(
@@ -198,7 +195,7 @@ def test_what_only_people_read_is_no_part_of_a_grammar(hermes: Compiler) -> None
             held = matcher.calls if isinstance(matcher, CallGuard) else matcher
             call = '<tool_call>\n{"name": "f199", "arguments": {"p0": [{"title": "a"}]}}\n</tool_call>'
             wrong = call.replace('"title": "a"', '"title": 1')
-            ids, bad = hermes._vocabulary.encode(call), hermes._vocabulary.encode(wrong)
+            ids, bad = hermes.vocabulary.encode(call), hermes.vocabulary.encode(wrong)
             assert (held.accepts(ids), held.accepts(bad) < len(bad)) == (len(ids), True)
     assert hermes.compiled == 2
 
@@ -215,7 +212,7 @@ def test_a_schema_of_any_depth_is_followed_or_refused(hermes: Compiler) -> None:
         assert rule is not None
         guard = hermes.matcher(rule)
         text = f'<tool_call>\n{{"name": "f", "arguments": {call}}}\n</tool_call>'
-        ids, wrong = hermes._vocabulary.encode(text), hermes._vocabulary.encode(text.replace('"a"}', '"abcd"}'))
+        ids, wrong = hermes.vocabulary.encode(text), hermes.vocabulary.encode(text.replace('"a"}', '"abcd"}'))
         assert (guard.accepts(ids), guard.accepts(wrong) < len(wrong)) == (len(ids), True)
 
 
@@ -278,7 +275,7 @@ def test_one_rule_leaves_out_of_answers_and_calls_what_cannot_be_followed(hermes
             ('{"a": "b", "b": [null]}', False),
             ('{"a": "b"}', False),
         ):
-            ids = hermes._vocabulary.encode(frame % text)
+            ids = hermes.vocabulary.encode(frame % text)
             assert (held.accepts(ids) == len(ids)) is right, (fields, text)
 
 
@@ -307,14 +304,14 @@ def test_an_error_says_where_a_strict_pattern_is_and_what_is_wrong_with_it(
 
 def test_tools_that_are_too_large_together_name_a_field(hermes: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where one of them could not be followed anyway, and any object was taken for it."""
-    compile = GrammarCompiler.compile
+    compile = Vocabulary.compile
 
-    def limited(library: GrammarCompiler, lark: str) -> Any:
+    def limited(library: Vocabulary, lark: str) -> Any:
         if "<tool_call>" in lark:
             raise GrammarError("too large")
         return compile(library, lark)
 
-    monkeypatch.setattr(GrammarCompiler, "compile", limited)
+    monkeypatch.setattr(Vocabulary, "compile", limited)
     for tools in ([tool("f")], [tool("f"), tool("g", NEVER)]):
         error = refused(hermes, tools=tools, tool_choice="required")
         assert (error.field, error.message) == ("tool_choice", "'tool_choice': too large")
@@ -358,24 +355,24 @@ PATIENT = 120.0
 
 
 def about(name: str) -> ReplyRule:
-    return ReplyRule(json=Schema({"type": "object", "title": name}, True, "response_format"))
+    return ReplyRule(json=Schema({"const": name}, True, "response_format"))
 
 
 class Slow:
-    """A compiler whose grammars with "slow" in their title are not ready before `release`."""
+    """A compiler whose grammars with "slow" in them are not ready before `release`."""
 
     def __init__(self, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.compiler = Compiler(lambda: Vocabulary(tokenizer, frozenset(), frozenset({2})), ToolFormat.HERMES, 16)
         self.begun, self.release = threading.Semaphore(0), threading.Event()
-        compile = GrammarCompiler.compile
+        compile = Vocabulary.compile
 
-        def held(library: GrammarCompiler, lark: str) -> Any:
+        def held(library: Vocabulary, lark: str) -> Any:
             if "slow" in lark:
                 self.begun.release()
                 assert self.release.wait(PATIENT)
             return compile(library, lark)
 
-        monkeypatch.setattr(GrammarCompiler, "compile", held)
+        monkeypatch.setattr(Vocabulary, "compile", held)
 
     def run(self, threads: CompilerThreads, name: str, scope: str | None) -> Coroutine[Any, Any, Matcher]:
         return threads.run(partial(self.compiler.matcher, about(name)), scope)
@@ -416,13 +413,14 @@ def test_those_who_ask_for_one_grammar_take_one_thread(slow: Slow) -> None:
     assert slow.compiler.compiled == 3
 
 
-def test_a_tenant_has_one_thread_at_most(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tenant_has_two_threads_at_most(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_SLOW_S", PATIENT)
 
     async def scenario(slow: Slow) -> None:
         threads = CompilerThreads()
-        own = [asyncio.create_task(slow.run(threads, f"slow {number}", "a")) for number in range(4)]
-        await begun(slow)
+        own = [asyncio.create_task(slow.run(threads, f"slow {number}", "a")) for number in range(5)]
+        for _ in range(2):
+            await begun(slow)
         for number in range(3):
             assert not (await slow.run(threads, f"other {number}", "b")).failed
         assert not slow.begun.acquire(blocking=False)
@@ -430,7 +428,7 @@ def test_a_tenant_has_one_thread_at_most(slow: Slow, monkeypatch: pytest.MonkeyP
         await asyncio.gather(*own)
 
     slow.runs(scenario)
-    assert slow.compiler.compiled == 7
+    assert slow.compiler.compiled == 8
 
 
 def test_tenants_with_grammars_that_are_never_ready_hold_up_no_others(
@@ -472,17 +470,17 @@ HOSTILE = {
 def test_a_grammar_that_would_take_minutes_is_ended_and_holds_up_no_other(
     hermes: Compiler, monkeypatch: pytest.MonkeyPatch, strict: bool
 ) -> None:
-    monkeypatch.setattr(guidance, "LONGEST_S", 1)
+    monkeypatch.setattr(compiling, "LONGEST_S", 1)
     monkeypatch.setattr(compiling, "_PART_S", 1)
     monkeypatch.setattr(compiling, "_SLOW_S", 0.1)
-    tried, answered = guidance._TRIALS.complaint, threading.Event()
+    tried, answered = compiling._TRIALS.complaint, threading.Event()
 
     def held(lark: str, seconds: int) -> str:
         if ".*v.*" in lark:  # goes on until the other one has its answer
             assert answered.wait(PATIENT)
         return tried(lark, seconds)
 
-    monkeypatch.setattr(guidance._TRIALS, "complaint", held)
+    monkeypatch.setattr(compiling._TRIALS, "complaint", held)
     rules = [asks(output=JsonOutput(schema, strict=strict)) for schema in (HOSTILE, GOOD)]
 
     async def scenario() -> None:
@@ -495,7 +493,7 @@ def test_a_grammar_that_would_take_minutes_is_ended_and_holds_up_no_other(
         assert not (await other).failed, "the tenant's next one does not wait for its end"
         answered.set()
         if not strict:
-            ids = hermes._vocabulary.encode('{"a": "x')
+            ids = hermes.vocabulary.encode('{"a": "x')
             assert (await hostile).accepts(ids) == len(ids)
             return
         with pytest.raises(InvalidRequestError, match=r"at 'properties\.a': it takes too long to compile") as caught:
@@ -506,14 +504,15 @@ def test_a_grammar_that_would_take_minutes_is_ended_and_holds_up_no_other(
         asyncio.run(scenario())
     finally:
         answered.set()
-    assert len(guidance._TRIALS._idle) <= 2
-    assert all(process.poll() is None for process in guidance._TRIALS._idle), "those that are kept answer again"
+    assert len(compiling._TRIALS._idle) <= compiling._IDLE
+    assert all(process.poll() is None for process in compiling._TRIALS._idle), "those that are kept answer again"
 
 
 def test_nobody_waits_for_ever_for_a_thread_or_a_grammar(slow: Slow) -> None:
     async def scenario(slow: Slow) -> None:
         threads = CompilerThreads(0.05)
-        asked = [("slow", "a"), ("behind it", "a"), ("slow too", "b"), ("no place", "c"), ("slow", "d")]
+        names = [("slow", "a"), ("slow too", "a"), ("behind them", "a"), ("slow b", "b"), ("slow b, too", "b")]
+        asked = [*names, ("no place", "c"), ("slow", "d")]
         tasks = [asyncio.create_task(slow.run(threads, *each)) for each in asked]
         await asyncio.wait(tasks)
         for task in tasks:
@@ -521,7 +520,7 @@ def test_nobody_waits_for_ever_for_a_thread_or_a_grammar(slow: Slow) -> None:
             assert isinstance(error, OverloadedError)
             assert error.field == "response_format"
             assert "too long to compile" in error.message
-        for _ in range(2):
+        for _ in range(4):
             await begun(slow)
 
         patient = CompilerThreads()
@@ -530,13 +529,13 @@ def test_nobody_waits_for_ever_for_a_thread_or_a_grammar(slow: Slow) -> None:
         assert not (await waits).failed, "what was begun has gone on"
 
     slow.runs(scenario)
-    assert slow.compiler.compiled == 2
+    assert slow.compiler.compiled == 4
 
 
 def test_who_goes_leaves_the_queue_and_a_thread_that_is_done_its_place(slow: Slow) -> None:
     async def scenario(slow: Slow) -> None:
         threads = CompilerThreads()
-        gone = [asyncio.create_task(slow.run(threads, f"slow {scope}", scope)) for scope in "ab"]
+        gone = [asyncio.create_task(slow.run(threads, f"slow {i} {scope}", scope)) for scope in "ab" for i in "12"]
         for _ in gone:
             await begun(slow)
         gone += [asyncio.create_task(slow.run(threads, f"slow {scope}, later", scope)) for scope in "abc"]
@@ -552,21 +551,22 @@ def test_who_goes_leaves_the_queue_and_a_thread_that_is_done_its_place(slow: Slo
         await asyncio.gather(*(slow.run(threads, f"other {scope}", scope) for scope in "abcde"))
 
     slow.runs(scenario)
-    assert slow.compiler.compiled == 8
+    assert slow.compiler.compiled == 10
 
 
 def test_what_waits_for_a_place_when_it_closes_is_refused(slow: Slow) -> None:
     async def scenario(slow: Slow) -> None:
         threads = CompilerThreads()
-        running = asyncio.create_task(slow.run(threads, "slow", "a"))
-        await begun(slow)
+        running = [asyncio.create_task(slow.run(threads, name, "a")) for name in ("slow", "slow too")]
+        for _ in running:
+            await begun(slow)
         waits = asyncio.create_task(slow.run(threads, "other", "a"))
         await asyncio.sleep(0)
         threads.close()
         with pytest.raises(UnavailableError):
             await slow.run(threads, "another", "b")
         slow.release.set()
-        assert not (await running).failed
+        assert not any(matcher.failed for matcher in await asyncio.gather(*running))
         with pytest.raises(UnavailableError):
             await waits
 

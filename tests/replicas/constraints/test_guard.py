@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.constraints.grammar import forms_of
-from holdfast.replicas.constraints.guard import CallBan, CallGuard, beginning, begins
+from holdfast.replicas.constraints.guidance import CallBan, CallGuard, beginning, begins
 from holdfast.replicas.text.calls.formats import ToolFormat
 
 PROSE = "Use < or <tool to begin. "

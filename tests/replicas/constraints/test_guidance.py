@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.constraints.guidance import GrammarCompiler, GrammarError, Vocabulary
+from holdfast.replicas.constraints.compiler import TOO_LONG, Trials
+from holdfast.replicas.constraints.guidance import GrammarError, Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher, RowMasks
-from holdfast.replicas.constraints.trial import TOO_LONG, Trials
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}, "required": ["city"]}
 LARK = f'start: "<tool_call>" body "</tool_call>"\nbody: %json {json.dumps(SCHEMA)}\n'
@@ -30,7 +30,7 @@ def rows(matcher: Matcher, drafts: list[int]) -> np.ndarray:
 
 def test_masks_of_drafts_are_those_of_advancing_and_change_nothing(vocabularies: list[Vocabulary]) -> None:
     for vocabulary in vocabularies:
-        matcher = GrammarCompiler(vocabulary).compile(LARK)
+        matcher = vocabulary.compile(LARK)
         ids = list(vocabulary.encode(TEXT))
         together = rows(matcher, ids)
         assert np.array_equal(rows(matcher, ids), together), "rolled back"
@@ -46,7 +46,7 @@ def test_masks_of_drafts_are_those_of_advancing_and_change_nothing(vocabularies:
 
 def test_rows_after_a_forbidden_draft_allow_everything(vocabularies: list[Vocabulary]) -> None:
     vocabulary = vocabularies[0]
-    matcher = GrammarCompiler(vocabulary).compile(LARK)
+    matcher = vocabulary.compile(LARK)
     ids = list(vocabulary.encode(TEXT))
     wrong = [*ids[:2], vocabulary.encode("z")[0], *ids[3:]]
     assert matcher.accepts(wrong) == 2
@@ -58,7 +58,7 @@ def test_rows_after_a_forbidden_draft_allow_everything(vocabularies: list[Vocabu
 
 def test_a_failed_matcher_says_so_and_allows_only_the_end(vocabularies: list[Vocabulary]) -> None:
     vocabulary = vocabularies[0]
-    matcher = GrammarCompiler(vocabulary).compile(LARK)
+    matcher = vocabulary.compile(LARK)
     matcher.advance([vocabulary.encode("z")[0]])
     assert matcher.failed
     assert matcher.finished, "as the guard of calls takes it"
@@ -72,7 +72,7 @@ def test_a_failed_matcher_says_so_and_allows_only_the_end(vocabularies: list[Voc
 
 def test_a_grammar_that_is_none_is_an_error(vocabularies: list[Vocabulary]) -> None:
     with pytest.raises(GrammarError):
-        GrammarCompiler(vocabularies[0]).compile("start: nobody\n")
+        vocabularies[0].compile("start: nobody\n")
 
 
 @settings(max_examples=100, deadline=None)
@@ -87,7 +87,7 @@ def test_tokens_spell_any_text_and_use_no_control_token(vocabularies: list[Vocab
 def test_a_schema_beyond_the_limits_fails_when_it_is_used(vocabularies: list[Vocabulary]) -> None:
     vocabulary = vocabularies[0]
     schema = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(500)}}
-    matcher = GrammarCompiler(vocabulary).compile(f"start: %json {json.dumps(schema)}\n")
+    matcher = vocabulary.compile(f"start: %json {json.dumps(schema)}\n")
     rows(matcher, [])
     matcher.advance([vocabulary.encode("{")[0]])
     rows(matcher, [])
@@ -98,7 +98,7 @@ def test_a_large_schema_is_followed(vocabularies: list[Vocabulary]) -> None:
     vocabulary = vocabularies[0]
     words = {"type": ["string", "null"], "maxLength": 100}
     schema = {"type": "object", "properties": {f"p{n}": words for n in range(150)}}
-    matcher = GrammarCompiler(vocabulary).compile(f"start: %json {json.dumps(schema)}\n")
+    matcher = vocabulary.compile(f"start: %json {json.dumps(schema)}\n")
     for token in vocabulary.encode('{"p7":"abc","p149":null}'):
         assert rows(matcher, [])[0, token // 32] >> token % 32 & 1
         matcher.advance([token])
@@ -107,27 +107,27 @@ def test_a_large_schema_is_followed(vocabularies: list[Vocabulary]) -> None:
 
 def test_a_matcher_that_is_done_with_is_used_again_as_if_it_were_new(vocabularies: list[Vocabulary]) -> None:
     for vocabulary in vocabularies:
-        matcher = GrammarCompiler(vocabulary).compile(LARK)
+        matcher = vocabulary.compile(LARK)
         ids = list(vocabulary.encode(TEXT))
         for cut in (len(ids), 3, 0):  # one that is finished, one within its text, one that was never used
-            used = matcher.another()
+            used = matcher.checkout()
             assert used.take(ids[:cut]) == cut
-            matcher.spared(used)
-            again = matcher.another()
+            matcher.put_back(used)
+            again = matcher.checkout()
             assert again is used
             assert np.array_equal(rows(again, ids), rows(matcher, ids))
             assert (again.forced(), again.finished) == (matcher.forced(), False)
-            matcher.spared(again)
-        failed = matcher.another()
+            matcher.put_back(again)
+        failed = matcher.checkout()
         failed.advance(vocabulary.encode("z"))
-        matcher.spared(failed)
-        assert matcher.another() is not failed
+        matcher.put_back(failed)
+        assert matcher.checkout() is not failed
 
 
 def test_what_is_not_asked_about_again_loses_no_other_forced_token(vocabularies: list[Vocabulary]) -> None:
     """Whatever was asked before, what is forced must follow; of the same place it is the same."""
     for vocabulary in vocabularies:
-        matcher = GrammarCompiler(vocabulary).compile(LARK)
+        matcher = vocabulary.compile(LARK)
         ids, told = list(vocabulary.encode(TEXT)), []
         for _ in range(2):
             place = matcher.copy()

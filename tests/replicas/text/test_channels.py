@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.constraints.guard import CallGuard
+from holdfast.replicas.constraints.guidance import CallGuard
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.plan import Sampling, TokenLogprobs
 from holdfast.replicas.requests import (

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.constraints.guard import CallGuard
+from holdfast.replicas.constraints.guidance import CallGuard
 from holdfast.replicas.errors import ConfigError, InvalidRequestError
 from holdfast.replicas.plan import Sampling, TokenLogprobs
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt, TextDelta, ToolCallDelta
@@ -146,10 +146,10 @@ class TooLarge:
 
     finished, failed, complete = True, True, False
 
-    def another(self) -> "TooLarge":
+    def checkout(self) -> "TooLarge":
         return self
 
-    def spared(self, other: "TooLarge") -> None:
+    def put_back(self, other: "TooLarge") -> None:
         pass
 
     def take(self, tokens: Any) -> int:

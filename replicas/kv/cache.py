@@ -310,10 +310,11 @@ class KVCache:
         """
         self._expect(holding, tokens, n_computed)
         if holding.scope is None or n_computed <= holding.n_shared:
-            self.drop(holding)
+            self._drop(holding)
             if not pin or holding.scope is None:
                 return None
-            return self.pin(holding.scope, tokens[:n_computed], now, soft=True)
+            prefix = self.tree.walk(self.tree.root(holding.scope), tokens[:n_computed])
+            return self._pin(self.tree.lease_at(prefix, now), soft=True)
         self._live.remove(holding)
         prefix = self.tree.walk(holding.node, tokens[:n_computed])
         first, known = holding.n_shared // self.page_size, prefix.length // self.page_size
@@ -335,9 +336,7 @@ class KVCache:
     def drop(self, holding: Holding) -> None:
         """End a sequence and keep nothing beyond what it published."""
         self._expect(holding)
-        self._live.remove(holding)
-        self.tree.release(holding.node)
-        _free(self, holding, holding.own, holding.duplicates)
+        self._drop(holding)
 
     @_change
     def pin(self, scope: str, tokens: TokenIds, now: float, *, soft: bool = False) -> Pin:
@@ -454,6 +453,11 @@ class KVCache:
         self.tree.release(node)
         prefix = self.tree.walk(root, tokens[: prefix.length - tail])
         return self.tree.lease_at(prefix, now), prefix, NO_PAGES
+
+    def _drop(self, holding: Holding) -> None:
+        self._live.remove(holding)
+        self.tree.release(holding.node)
+        _free(self, holding, holding.own, holding.duplicates)
 
     def _pin(self, node: Node, soft: bool) -> Pin:
         """A pin with the caller's lease on `node`."""

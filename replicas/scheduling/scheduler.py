@@ -156,7 +156,7 @@ class Scheduler:
         if not self._decode(builder, now):
             # Not in a step that had to preempt: the cells it freed are for those that run.
             self.admission.admit(builder, now)
-            self._go_on(builder)
+            self._go_on(builder, now)
         self._prefill(builder, now)
         return builder
 
@@ -220,15 +220,18 @@ class Scheduler:
             builder.compute(sequence, 1)
         return preempted
 
-    def _go_on(self, builder: StepBuilder) -> None:
-        """Who was preempted and has just been let in again, with all of its cells still there, decodes at once."""
+    def _go_on(self, builder: StepBuilder, now: float) -> None:
+        """A preempted sequence that was just admitted again, with all of its cells still cached, decodes at once."""
         if len(builder.sequences) == len(self._running):
             return
         for sequence in self._running.part(decoding=True):
             if sequence.preempted and sequence not in builder.sequences:
                 end = sequence.length + (sequence.awaited is not None)
-                if self._running.grow(builder, sequence, end):
-                    builder.compute(sequence, 1)
+                try:
+                    if self._running.grow(builder, sequence, end):
+                        builder.compute(sequence, 1)
+                except Exception as failure:
+                    self.ends.fault(builder, sequence, failure, now)
 
     def _prefill(self, builder: StepBuilder, now: float) -> None:
         """A chunk for each prefilling sequence, in order; deferred above the high-water mark. With none: work ahead."""

@@ -115,7 +115,7 @@ class Replica:
 
     async def drawn(self, request_id: str) -> Usage | None:
         """What was done for a request whose client has left, once it has ended; None where it never came here."""
-        return await self.service.drawn(request_id)
+        return await self.service.used(request_id)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What this replica has to do and what would be lost with it, polled by Serve for `cluster.autoscaling`."""

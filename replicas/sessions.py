@@ -98,7 +98,7 @@ class Sessions:
 
     @property
     def _open(self) -> list[Session]:
-        return [program.session for program in self._programs.sessions if program.session is not None]
+        return [session for program in self._programs.sessions if (session := program.session) is not None]
 
     # ---- commands; they raise InvalidRequestError and OverloadedError, naming the field ----
 

@@ -18,6 +18,7 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, SessionLostError, UnavailableError
 from holdfast.replicas.requests import (
     AnswerBuilder,
+    CloseSession,
     Completed,
     Errored,
     GenerateRequest,
@@ -107,7 +108,7 @@ class Replicas(FakeBackend):
         sessions = self.live[replica_id].sessions
         for scope in ("default", "a", "b"):
             for state in sessions.of(scope):
-                await sessions.close(state.session_id, scope=scope)
+                await sessions.call(CloseSession(scope, state.session_id))
 
     async def generate(self, request: GenerateRequest, place: Place = ANYWHERE) -> Routed:
         built, replica_id = AnswerBuilder(), ""

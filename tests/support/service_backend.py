@@ -56,7 +56,7 @@ class ServiceBackend(FakeBackend):
         return [replace(state, replica_id="r1") for state in self.service.sessions.of(scope)]
 
     async def drawn(self, request_id: str) -> Usage | None:
-        return await self.service.drawn(request_id) or Usage()
+        return await self.service.used(request_id) or Usage()
 
     async def release(self, scope: str, handle: str) -> None:
         self.service.notice(HandleReleased(scope, handle))

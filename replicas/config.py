@@ -24,7 +24,14 @@ Decoder: TypeAlias = Literal["auto", "own", "transformers"]
 Guarantee: TypeAlias = Literal["names", "schema", "off"]
 Overlap: TypeAlias = Literal["auto", "on", "off"]
 Mechanism: TypeAlias = Literal[
-    "prefix_cache", "sessions", "grouped_prefill", "adaptive_chunks", "kv_tags", "device_sampling", "cuda_graphs"
+    "prefix_cache",
+    "sessions",
+    "grouped_prefill",
+    "adaptive_chunks",
+    "kv_tags",
+    "tokenize_cache",
+    "device_sampling",
+    "cuda_graphs",
 ]
 CpuKernels: TypeAlias = Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "torch"]
 
@@ -128,7 +135,6 @@ class EngineConfig:
     tools_guarantee: Guarantee = (  # what every call has: a declared name and an object, a declared name and arguments
         "schema"  # of its schema's types, or nothing but what a request asks for; off: undeclared calls are text
     )
-    tokenize_cache: int = 64  # characters a cell whose tokens are remembered, one tenant's at most half; 0: none
 
     kv_tags_share: float = 0.5  # of all cells that may stand above the others by what they are, of all tenants together
 
@@ -153,6 +159,7 @@ class EngineConfig:
         # `grouped_prefill`: requests that share a prefix wait until the first of them has computed it;
         # `adaptive_chunks`: prefills share the tokens of a step;
         # `kv_tags`: roles and `kv_hints` decide which cells are evicted first, not age alone;
+        # `tokenize_cache`: of a conversation that continues only the new text is tokenized;
         # `device_sampling`: tokens are drawn on the GPU, so logits never cross to the host;
         # `cuda_graphs`: steps of few tokens replay graphs that were captured at the start.
     )
@@ -196,7 +203,6 @@ class EngineConfig:
         _check(self, _NOT_NEGATIVE, "threads", "context_length", "cells", "host_cells", "host_memory", "session_rows")
         _check(self, _NOT_NEGATIVE, "latency_max_tokens")
         _check(self, _NOT_NEGATIVE, "step_ms")
-        _check(self, _NOT_NEGATIVE, "tokenize_cache")
         _check(self, _NOT_NEGATIVE, "session_questions", "tenant_questions", "tenant_sessions")
         _check(self, _FINITE, "kv_memory", "host_memory")  # a number of cells is made of it
 

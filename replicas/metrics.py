@@ -283,7 +283,7 @@ Characters of rendered prompts whose tokens were known from earlier turns
 
 prompt_characters_tokenized_total (characters) = text.characters_tokenized
 Characters of rendered prompts that were tokenized
-> Near the reused ones: `engine.tokenize_cache` is too small
+> Near the reused ones: conversations are forgotten before they continue
 
 replies_stopped_total = text.stopped
 Replies ended at their last tool call, without waiting for the model to end them

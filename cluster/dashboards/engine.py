@@ -189,7 +189,7 @@ PROMPTS = Row(
         ),
         rates(
             "Tokenizing",
-            "Tokenized near reused: tokenize_cache is too small.",
+            "Tokenized near reused: conversations are forgotten before they continue.",
             ("prompt_characters_reused", "characters reused"),
             ("prompt_characters_tokenized", "characters tokenized"),
         ),

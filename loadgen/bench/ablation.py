@@ -74,7 +74,7 @@ VARIANTS = (
     Variant("chunk_deferral", {"high_water": 1.0}),
     Variant("admission", {"admission_ceiling": 1.0}),
     Variant("retention", {"retention": RetentionConfig(policy="none")}),
-    Variant("tokenize_cache", {"tokenize_cache": 0}),
+    Variant("tokenize_cache", {"without": ("tokenize_cache",)}),
     Variant("prompt_seed", {"prompt_seed": False}, same_output=False, sampled=True),
     Variant("speculation", speculation={"enabled": False}),
     Variant("memory", speculation={"memory_bytes": 1}),  # drafts are made of the sequence itself alone

@@ -124,7 +124,7 @@ def drafting() -> Iterator[Figure]:
     """Proposing, gating and learning, over conversations replayed with the answers they have."""
     side = _text_side(EngineConfig())
     turns = [
-        (side.tokenize(lane[i]), side.tokenize(lane[i + 1]))
+        (side.encode(lane[i]).tokens, side.encode(lane[i + 1]).tokens)
         for each in rounds(Scenario("drafting", lanes=32, turns=8, tools=5, rounds=1))
         for lane in each.lanes
         for i in range(len(lane) - 1)
@@ -176,7 +176,7 @@ def text() -> Iterator[Figure]:
     (each,) = rounds(Scenario("text", lanes=1, turns=30, tools=4, rounds=1))
     prompts = each.lanes[0]
     on = EngineConfig()
-    for name, config in ("with the token cache", on), ("without", replace(on, tokenize_cache=0)):
+    for name, config in ("with the token cache", on), ("without", replace(on, without=("tokenize_cache",))):
         seconds = min(_once(partial(_tokenize_all, side, prompts)) for side in [_text_side(config) for _ in range(3)])
         yield Figure(f"render and tokenize, {name}, a turn", seconds / len(prompts) * 1e6, "us")
 
@@ -209,7 +209,7 @@ def _text_side(config: EngineConfig) -> TextSide:
 
 def _tokenize_all(side: TextSide, prompts: Iterable[ChatPrompt]) -> None:
     for prompt in prompts:
-        side.tokenize(prompt)
+        side.encode(prompt)
 
 
 def _save(cache: KVCache, tokens: TokenIds, now: float) -> None:

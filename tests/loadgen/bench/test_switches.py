@@ -105,7 +105,7 @@ def test_the_token_cache_changes_no_token() -> None:
     for turn in range(4):
         for _ in range(2):
             prompt = ChatPrompt(list(messages))
-            assert on.tokenize(prompt).tolist() == off.tokenize(prompt).tolist()
+            assert on.encode(prompt).tokens.tolist() == off.encode(prompt).tokens.tolist()
         messages += [
             {"role": "assistant", "content": f"It is {turn} degrees."},
             {"role": "user", "content": "And now?"},

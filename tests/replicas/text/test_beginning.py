@@ -35,7 +35,7 @@ def beginning(side: TextSide, messages: list[Any]) -> list[int]:
 
 
 def whole(side: TextSide, messages: list[Any]) -> list[int]:
-    return side.tokenize(ChatPrompt(messages, [TOOL])).tolist()
+    return side.encode(ChatPrompt(messages, [TOOL])).tokens.tolist()
 
 
 @example(first="0", second="P", which=2)

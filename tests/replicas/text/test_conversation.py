@@ -368,7 +368,7 @@ def test_plain_prompts(llama3_like: Any) -> None:
     assert side.encode(RawPrompt("x")).text is None
     assert side.encode(ChatPrompt([ASK])).tokens.tolist().count(begin) == 1
     assert side.detokenize([begin, *ids_of(side, "日本")]) == "<|begin_of_text|>日本"
-    assert side.tokenize(ChatPrompt([ASK])).dtype == np.int32
+    assert side.encode(ChatPrompt([ASK])).tokens.dtype == np.int32
 
 
 @pytest.mark.parametrize("content", [[], [-1], [10**6], [2**70], ["x"], [1.5], "\ud800", ""])

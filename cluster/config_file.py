@@ -30,7 +30,39 @@ REMOVED: Mapping[str, str] = {
             *("kv_tags", "device_sampling", "cuda_graphs"),
         )
     },
-    "engine.equal_chunks": "prompts that come together are computed in order, and no longer in equal shares",
+    **{
+        f"engine.{name}": f"its value is always {value} now"
+        for name, value in (
+            ("background_chunk", "128"),
+            ("batch_share", "0.05"),
+            ("call_grace", "16"),
+            ("equal_chunks", "false"),
+            ("forced_drafts", "32"),
+            ("grammar_cache", "64"),
+            ("hung_factor", "20"),
+            ("kv_tags_share", "0.5"),
+            ("latency_max_tokens", "32"),
+            ("question_tokens", "256"),
+            ("session_questions", "8"),
+            ("stream_interval_s", "0.005"),
+            ("tenant_questions", "64"),
+            *((f"speculation.{name}", "true") for name in ("prompt_lookup", "memory", "cost_gate", "shared_budget")),
+        )
+    },
+    **{
+        f"engine.speculation.{name}": "it is a constant now"
+        for name in (
+            *("min_n", "memory_min_n", "raw_length", "own_value_length", "ema_weight", "confidence", "floor"),
+            *("verify_rows", "explore_every", "memory_context"),
+        )
+    },
+    "engine.high_water": "prompts wait above 95 % of the cells; `engine.without: [chunk_deferral]` turns that off",
+    "engine.latency_chunk": "it is 1,024 tokens, or a quarter of `engine.step_tokens` if that is more",
+    "engine.max_waiting_tokens": "it is 4 Mi, or 1,024 times `engine.max_waiting` if that is more",
+    "engine.preposition": "the engine no longer computes prompts ahead by itself; clients use /v1/prefills",
+    "engine.preposition_after_s": "the engine no longer computes prompts ahead by itself; clients use /v1/prefills",
+    "engine.speculation.skeleton": "calls are held to their schema, whose forced tokens need no drafts",
+    "engine.speculation.scope_bytes": "a tenant has at most 1/16 of `engine.speculation.memory_bytes`",
 }
 """Keys of earlier versions, and what replaces each."""
 

@@ -28,6 +28,7 @@ Mechanism: TypeAlias = Literal[
     "sessions",
     "grouped_prefill",
     "adaptive_chunks",
+    "chunk_deferral",
     "kv_tags",
     "tokenize_cache",
     "device_sampling",
@@ -104,25 +105,16 @@ class EngineConfig:
     session_rows: int = 16  # of these, kept for programs and sessions between turns; at most so many sessions
     session_idle_s: float = 600.0  # a session without an operation for this long is closed
     tenant_sessions: int = 0  # open sessions of one tenant; 0: as many as there may be
-    session_questions: int = 8  # standing questions of a session; 0: none
-    tenant_questions: int = 64  # and of all sessions of a tenant
-    question_tokens: int = 256  # tokens that an answer to one may have
-    max_waiting: int = 4096  # queued requests; one more is refused, or one of a lower class for it
-    max_waiting_tokens: int = 1 << 22  # tokens in their prompts, likewise
+    max_waiting: int = 4096  # most requests in the queue; one more is refused, or one of a lower class is, for it
     queue_timeout_s: float = 300.0  # a request that waited this long is refused
 
     hung_s: float = 180.0  # a step hangs after this time and 20 times the longest step so far; its replica is replaced
 
     # Stateful inference, section 3.2.
     admission_ceiling: float = 0.75  # share of all cells that admitted requests may have at their ends
-    high_water: float = 0.95  # occupancy above which prefill chunks wait
     completion_reserve: int = 1024  # completion tokens a request is charged for at admission, at most
     step_tokens: int = 4096  # prefill tokens a step, shared by the active prefills
     step_ms: float = 0.0  # milliseconds that prompts may add to a step; 0: 200 on a CPU, 50 on a GPU
-    latency_chunk: int = 1024  # longest prefill chunk while a latency-sensitive request runs
-    latency_max_tokens: int = 32  # a request for at most so many tokens counts as latency-sensitive
-    batch_share: float = 0.05  # of the time, what batch has at least where interactive requests would take all of it
-    background_chunk: int = 128  # tokens a step of prompts that are computed ahead of their turns, all together
 
     prompt_seed: bool = True  # a request without a seed gets its prompt's; off: a random one
     early_stop: bool = True  # a reply ends where its tool calls do; off: where the model ends it
@@ -135,8 +127,6 @@ class EngineConfig:
     tools_guarantee: Guarantee = (  # what every call has: a declared name and an object, a declared name and arguments
         "schema"  # of its schema's types, or nothing but what a request asks for; off: undeclared calls are text
     )
-
-    kv_tags_share: float = 0.5  # of all cells that may stand above the others by what they are, of all tenants together
 
     # Evicted cells go to host memory, and come back from there.
     host_cells: int = 0  # tokens that host memory holds; 0: from `host_memory`
@@ -158,6 +148,7 @@ class EngineConfig:
         # `sessions`: a program keeps its row between turns, and without `prefix_cache` its cells;
         # `grouped_prefill`: requests that share a prefix wait until the first of them has computed it;
         # `adaptive_chunks`: prefills share the tokens of a step;
+        # `chunk_deferral`: prompts wait while the cells are almost full;
         # `kv_tags`: roles and `kv_hints` decide which cells are evicted first, not age alone;
         # `tokenize_cache`: of a conversation that continues only the new text is tokenized;
         # `device_sampling`: tokens are drawn on the GPU, so logits never cross to the host;
@@ -176,6 +167,16 @@ class EngineConfig:
         if tier and not self.has("prefix_cache"):
             raise ConfigError(f"{tier} holds evicted cells of the prefix cache, and `without` names prefix_cache", tier)
 
+    @property
+    def max_waiting_tokens(self) -> int:
+        """Most tokens in the prompts of queued requests: they bound the queue's memory. One prompt may always wait."""
+        return max(1 << 22, 1024 * self.max_waiting)
+
+    @property
+    def latency_chunk(self) -> int:
+        """Most prompt tokens of a step that a request for few tokens takes part in."""
+        return max(1024, self.step_tokens // 4)
+
     def has(self, mechanism: Mechanism) -> bool:
         """Whether the engine works with this mechanism."""
         return mechanism not in self.without
@@ -193,17 +194,12 @@ class EngineConfig:
         _check(self, _one_of(get_args(Guarantee)), "tools_guarantee")
         _check(self, _one_of(get_args(Overlap)), "overlap_steps")
         _check_name(self.order, ORDERS, "order")
-        _check(self, _AT_LEAST_ONE, "page_size", "max_sequences", "max_waiting", "background_chunk")
-        _check(self, _AT_LEAST_ONE, "max_waiting_tokens")
-        _check(self, _AT_LEAST_ONE, "completion_reserve", "step_tokens", "latency_chunk", "question_tokens")
-        _check(self, _POSITIVE_SHARE, "admission_ceiling", "high_water", "gpu_memory")
-        _check(self, _SHARE, "kv_tags_share")
-        _check(self, _Rule("in [0, 1)", lambda value: 0 <= value < 1), "batch_share")
+        _check(self, _AT_LEAST_ONE, "page_size", "max_sequences", "max_waiting")
+        _check(self, _AT_LEAST_ONE, "completion_reserve", "step_tokens")
+        _check(self, _POSITIVE_SHARE, "admission_ceiling", "gpu_memory")
         _check(self, _POSITIVE, "session_idle_s", "queue_timeout_s", "kv_memory", "hung_s")
         _check(self, _NOT_NEGATIVE, "threads", "context_length", "cells", "host_cells", "host_memory", "session_rows")
-        _check(self, _NOT_NEGATIVE, "latency_max_tokens")
-        _check(self, _NOT_NEGATIVE, "step_ms")
-        _check(self, _NOT_NEGATIVE, "session_questions", "tenant_questions", "tenant_sessions")
+        _check(self, _NOT_NEGATIVE, "step_ms", "tenant_sessions")
         _check(self, _FINITE, "kv_memory", "host_memory")  # a number of cells is made of it
 
     @property

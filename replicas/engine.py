@@ -347,7 +347,7 @@ class Engine:
         size = config.page_size
         evicts_to_host = config.host_cells >= size and config.has("prefix_cache")
         host = HostTier(config.host_cells // size, size) if evicts_to_host else None
-        self.cache = KVCache(config.cells // size, size, host, config.kv_tags_share, self.stats.evicted_by_tag)
+        self.cache = KVCache(config.cells // size, size, host, evicted=self.stats.evicted_by_tag)
         for tenant, (asked, heard) in limits.items():
             self.cache.limit(tenant, asked, heard)
         self._pool = SequencePool(config.max_sequences, config.session_rows)

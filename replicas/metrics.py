@@ -60,7 +60,7 @@ Requests waiting for a place in the batch
 
 tokens_waiting (tokens) = now.tokens_waiting
 Tokens in the prompts of waiting requests, cached or not
-> Near `engine.max_waiting_tokens`: requests will be refused
+> Near 4 Mi, or 1,024 times `engine.max_waiting` if that is more: requests will be refused
 
 requests_not_begun_total{reason} = stats.not_begun
 Requests that ended before the engine worked on them: the queue was `full`; a request of a higher class took the place
@@ -310,7 +310,7 @@ Tokens drawn in a call against the schema of its tool, and drawn again
 
 questions_standing = questions.standing
 Standing questions of all sessions
-> At `engine.tenant_questions` for one tenant: raise it, or ask the tenant
+> One tenant may have 64
 
 questions_asked_ahead_total{outcome} = questions.asked
 Standing questions asked in idle time: `answered`, `given_up` when another request arrived, `failed`

@@ -17,7 +17,6 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
-from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import EngineError, ErrorInfo, InvalidRequestError, OverloadedError, UnknownQuestionError
 from holdfast.replicas.requests import (
     Answer,
@@ -34,6 +33,11 @@ from holdfast.replicas.stats import QuestionStats
 from holdfast.replicas.types import Origin
 
 log = logging.getLogger(__name__)
+
+# Questions are asked one at a time on an idle engine: more of them, or longer answers, would never all be up to date.
+SESSION_QUESTIONS = 8
+TENANT_QUESTIONS = 64  # of all sessions of a tenant
+QUESTION_TOKENS = 256  # most tokens of an answer
 
 Ask = Callable[[GenerateRequest], AsyncGenerator[tuple[Piece, ...], None]]
 Find = Callable[[str, str], SessionFacts | None]
@@ -69,11 +73,8 @@ class Questions:
     `ask` runs a request, `find` tells of an open session, and `usage_of` what a request cost that was given up.
     """
 
-    def __init__(
-        self, config: EngineConfig, ask: Ask, find: Find, usage_of: UsageOf, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, ask: Ask, find: Find, usage_of: UsageOf, clock: Callable[[], float] = time.monotonic) -> None:
         self.stats = QuestionStats()
-        self._config = config
         self._ask = ask
         self._find = find
         self._usage_of = usage_of
@@ -103,10 +104,9 @@ class Questions:
 
         Raises OverloadedError for one too many, InvalidRequestError for an answer that may be too long.
         """
-        config = self._config
         most = question.sampling.max_tokens
-        if not 0 < most <= config.question_tokens:
-            told = f"an answer to a standing question has 1 to {config.question_tokens} tokens, not {most}"
+        if not 0 < most <= QUESTION_TOKENS:
+            told = f"an answer to a standing question has 1 to {QUESTION_TOKENS} tokens, not {most}"
             raise InvalidRequestError(told, "max_tokens")
         self._sweep()
         board = self._boards.get((scope, facts.session_id))
@@ -114,10 +114,10 @@ class Questions:
             return
         n_session = len(board.standing) if board else 0
         n_tenant = sum(len(each.standing) for each in self._boards.values() if each.scope == scope)
-        if n_session >= config.session_questions:
-            raise OverloadedError(f"a session has at most {config.session_questions} standing questions", "session_id")
-        if n_tenant >= config.tenant_questions:
-            raise OverloadedError(f"a tenant has at most {config.tenant_questions} standing questions", "session_id")
+        if n_session >= SESSION_QUESTIONS:
+            raise OverloadedError(f"a session has at most {SESSION_QUESTIONS} standing questions", "session_id")
+        if n_tenant >= TENANT_QUESTIONS:
+            raise OverloadedError(f"a tenant has at most {TENANT_QUESTIONS} standing questions", "session_id")
         if board is None:
             board = self._boards[scope, facts.session_id] = Board(scope, facts.session_id, facts.opened)
         board.standing[question.question_id] = StandingQuestion(question)

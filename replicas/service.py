@@ -119,7 +119,7 @@ class Service:
         self._compiling = CompilerThreads()
         self._session_operations = count()
         self._n_coming = 0  # requests that are rendered and encoded now
-        self.questions = Questions(engine.config, self._stream, engine.session, self.used)
+        self.questions = Questions(self._stream, engine.session, self.used)
 
     @classmethod
     def load(cls, config: EngineConfig) -> Self:

@@ -65,7 +65,7 @@ ROOMS: Mapping[str, set[str]] = {
     "engine": BASE | ENGINE_ROOMS | {"config", "events", "requests", "plan", "stats", "seed", "sessions"},
     "bridge": BASE | {"engine", "events", "requests"},
     "activity": {"engine", "programs"},
-    "questions": BASE | {"config", "events", "requests", "sessions", "stats"},
+    "questions": BASE | {"events", "requests", "sessions", "stats"},
 }
 
 

@@ -183,7 +183,7 @@ BOARD = Board(
                 ),
                 Panel(
                     "Cells that go last",
-                    "Of those in nobody's use; `engine.kv_tags_share` bounds them.",
+                    "Of those in nobody's use; they are half of all cells at most.",
                     Unit.PLAIN,
                     (Query(WHO.total("holdfast_cells_raised"), "cells"),),
                 ),

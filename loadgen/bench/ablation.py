@@ -71,7 +71,7 @@ VARIANTS = (
     Variant("grouped_prefill", {"without": ("grouped_prefill",)}),
     Variant("adaptive_chunks", {"without": ("adaptive_chunks",)}),
     Variant("step_ms", {"step_ms": 1e9}),  # prompts fill steps
-    Variant("chunk_deferral", {"high_water": 1.0}),
+    Variant("chunk_deferral", {"without": ("chunk_deferral",)}),
     Variant("admission", {"admission_ceiling": 1.0}),
     Variant("retention", {"retention": RetentionConfig(policy="none")}),
     Variant("tokenize_cache", {"without": ("tokenize_cache",)}),

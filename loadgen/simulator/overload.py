@@ -113,7 +113,6 @@ class Run:
             max_sequences=options.sequences,
             session_rows=0,
             max_waiting=1 << 30,
-            max_waiting_tokens=1 << 40,
             queue_timeout_s=1e9,
             speculation=DraftConfig(enabled=False),
             without=("prefix_cache",),  # no two prompts begin alike

@@ -63,7 +63,6 @@ def engine_config(name: str, profile: Profile, host: bool) -> EngineConfig:
         max_sequences=256,
         session_rows=128,
         max_waiting=int(_ENDLESS),
-        max_waiting_tokens=int(_ENDLESS),
         queue_timeout_s=_ENDLESS,
         speculation=DraftConfig(enabled=False),
         order=named.order,

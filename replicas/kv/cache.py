@@ -163,6 +163,9 @@ def _change(verb: Callable[Concatenate["KVCache", Args], Result]) -> Callable[Co
     return whole
 
 
+RAISED_SHARE = 0.5  # of all pages may stand above the others by their labels; the rest is evicted by age alone
+
+
 class KVCache:
     """Pages, radix tree, and what others have of them: the holdings of running sequences, and pins.
 
@@ -177,7 +180,7 @@ class KVCache:
         n_pages: int,
         page_size: int,
         host: HostTier | None = None,
-        share: float = 0.5,
+        share: float = RAISED_SHARE,
         evicted: dict[str, int] | None = None,
     ) -> None:
         if n_pages < 1 or page_size < 1:

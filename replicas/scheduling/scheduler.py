@@ -27,11 +27,14 @@ from holdfast.replicas.retention.policy import LoadStats, RestoreCost
 from holdfast.replicas.scheduling.admission import Admission
 from holdfast.replicas.scheduling.batch import NO_ROOM, Running, Step, StepBuilder, Terminator, as_if_over
 from holdfast.replicas.scheduling.queue import RequestOrder, WaitingQueue
-from holdfast.replicas.scheduling.shares import Classes
+from holdfast.replicas.scheduling.shares import BATCH_SHARE, Classes
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter
 from holdfast.replicas.stats import OTHERS, EngineStats, Occupancy
 from holdfast.replicas.types import Origin, Priority, common_prefix
 
+HIGH_WATER = 0.95  # share of all cells; above it chunks of prompts wait, so that running sequences can finish
+LATENCY_MAX_TOKENS = 32  # a request for so few tokens waits mostly for its first one: prompts beside it are cut
+BACKGROUND_CHUNK = 128  # prompt tokens of a step that are computed ahead of their turns: they make it hardly longer
 _TENANTS = 200  # whose seconds are counted apart
 _UNBOUNDED = 1 << 62
 _UNKNOWN = RestoreCost()
@@ -62,8 +65,8 @@ class Scheduler:
         self._stats = stats
         self._learned = learned
         self._last_commit = 0.0  # when the last step was over
-        self._high_water = int(config.cells * config.high_water)
-        self._classes = Classes(config.batch_share)
+        self._high_water = int(config.cells * HIGH_WATER) if config.has("chunk_deferral") else config.cells
+        self._classes = Classes(BATCH_SHARE)
         self._waiting = waiting = WaitingQueue(order, self._classes)
         self._programs = programs
         self.rows = Rows(cache, pool, programs, keep=config.has("sessions"), share=config.has("prefix_cache"))
@@ -286,7 +289,7 @@ class Scheduler:
             pending = [(each.n_computed + each.in_flight, each.pending) for each in part]
             if not part or left <= 0 or (sizes and tokens_within(seconds, pending[0][0], cost) < 1):
                 continue
-            more = chunk_sizes(pending, narrow(part, self._running, config), config, left, seconds, cost)
+            more = chunk_sizes(pending, narrow(part, self._running), config, left, seconds, cost)
             seconds -= _taken(pending, more, cost)
             sizes += more
         if config.batch_invariant and sizes:  # a prompt's last token by itself would be summed as one that is decoded
@@ -302,8 +305,8 @@ class Scheduler:
         return True
 
     def _work_ahead(self, builder: StepBuilder, ahead: list[Sequence], now: float) -> None:
-        """`background_chunk` tokens of prompts that nobody waits for; one without room for more ends as it is."""
-        left, cost = self._config.background_chunk, self._learned.cost
+        """BACKGROUND_CHUNK tokens of prompts that nobody waits for; one without room for more ends as it is."""
+        left, cost = BACKGROUND_CHUNK, self._learned.cost
         seconds = prompt_seconds(self._config, cost, ahead[0])
         for sequence in ahead:
             start = sequence.n_computed + sequence.in_flight
@@ -511,13 +514,13 @@ def unstick(running: Running, ends: Terminator, builder: StepBuilder, sequence: 
         ends.start_over(builder, sequence, now)
 
 
-def narrow(prefilling: list[Sequence], running: Running, config: EngineConfig) -> list[bool]:
+def narrow(prefilling: list[Sequence], running: Running) -> list[bool]:
     """Which chunks are to be narrow: all beside a latency-sensitive request; those of a prompt that nobody waits
     for an answer to, beside any other; those of batch, beside interactive requests.
     """
     if len(running) == 1:
         return [False]
-    hurried = any(0 < s.sampling.max_tokens <= config.latency_max_tokens for s in running)
+    hurried = any(0 < s.sampling.max_tokens <= LATENCY_MAX_TOKENS for s in running)
     waited_for = any(not s.batch and not s.background for s in running)
     return [hurried or s.sampling.max_tokens == 0 or (s.batch and waited_for) for s in prefilling]
 

@@ -25,7 +25,7 @@ _ROOTS = 4096  # of a tenant
 _MANY = 1000  # requests over which is averaged what one takes
 _ELSEWHERE_S = 10.0  # of what a tenant had at other places, at most so much counts from one of its requests to the next
 _DUE_S = 0.5  # of time, that batch has to be owed before it is given
-BATCH_SHARE = 0.05  # of the time, that batch has at least where nobody says otherwise
+BATCH_SHARE = 0.05  # of the time, for batch where interactive requests would take all of it
 QUANTUM_S = 20.0  # of service, within which programs of a tenant are served by when they began
 
 

@@ -86,7 +86,7 @@ def test_show_prints_every_key_with_its_origin_and_no_password(
     assert origins["port"] == f"{file}:3"
     assert origins["count"] == "--replicas"
     assert origins["order"] == "HOLDFAST_ENGINE__ORDER"
-    assert origins["high_water"] == "default"
+    assert origins["admission_ceiling"] == "default"
     assert "hunter2" not in printed
     assert "redis://db:6379/0" in printed
     again = config_file.parse(printed)

@@ -139,7 +139,7 @@ def test_some_are_at_least_one(kind, name):
     assert_refused(kind, name, 0)
 
 
-@pytest.mark.parametrize(("kind", "name"), [(EngineConfig, "high_water"), (RetentionConfig, "share")])
+@pytest.mark.parametrize(("kind", "name"), [(EngineConfig, "admission_ceiling"), (RetentionConfig, "share")])
 def test_a_share_is_at_most_one(kind, name):
     assert_refused(kind, name, 1.01)
     assert getattr(kind(**{name: 1.0}), name) == 1.0

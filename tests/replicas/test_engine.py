@@ -82,7 +82,7 @@ def test_decoding_goes_on_while_another_prompt_is_prefilled():
 
 
 def test_preemption_loses_nothing_and_changes_no_output():
-    world = World(cells=64, admission_ceiling=1.0, completion_reserve=1, high_water=1.0)
+    world = World(cells=64, admission_ceiling=1.0, completion_reserve=1, without=("chunk_deferral",))
     for i in range(4):
         world.submit(f"r{i}", words(i, 10), max_tokens=40)
     world.run()

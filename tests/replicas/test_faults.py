@@ -66,9 +66,8 @@ class FaultyWorld(World):
             max_sequences=5,
             session_rows=2,
             admission_ceiling=1.0,
-            high_water=1.0,
             completion_reserve=2,
-            without=("adaptive_chunks",),  # so that cells run short
+            without=("adaptive_chunks", "chunk_deferral"),  # so that cells run short
             step_tokens=16,
             order="fair",
         )
@@ -199,7 +198,8 @@ def test_a_runner_that_answers_for_too_few_fails_the_step():
 
 def test_rows_that_a_failed_step_did_not_write_are_written_again():
     """`b` gets pages but no chunk in the step that fails before the runner has done anything."""
-    world = World(cells=64, high_water=0.01, step_tokens=8)
+    world = World(cells=64, step_tokens=8)
+    world.engine.scheduler._high_water = 0
     world.submit("a", words(1, 8), max_tokens=20)
     world.step()
     world.submit("c", words(2, 13), max_tokens=0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas import questions
 from holdfast.replicas.errors import (
     EngineError,
     InvalidRequestError,
@@ -33,8 +33,6 @@ from holdfast.replicas.requests import (
 )
 from holdfast.replicas.sessions import SessionFacts
 
-CONFIG = EngineConfig(session_questions=4, tenant_questions=6, question_tokens=8)
-
 
 class World:
     """An engine that answers with what the session has, once it is let go on. `asked`: the questions it was asked."""
@@ -46,7 +44,7 @@ class World:
         self.asked: list[str] = []
         self.go_on = asyncio.Event()
         self.fails = False
-        self.questions = Questions(CONFIG, self.ask, lambda *key: self.sessions.get(key), self.drawn, lambda: self.now)
+        self.questions = Questions(self.ask, lambda *key: self.sessions.get(key), self.drawn, lambda: self.now)
 
     async def ask(self, request: GenerateRequest) -> AsyncGenerator[tuple[Piece, ...], None]:
         assert request.session is not None
@@ -215,7 +213,10 @@ def test_reads_are_counted_by_what_they_found() -> None:
     run(work)
 
 
-def test_they_are_bounded_and_go_with_their_session() -> None:
+def test_they_are_bounded_and_go_with_their_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "SESSION_QUESTIONS", 4)
+    monkeypatch.setattr(questions, "TENANT_QUESTIONS", 6)
+
     async def work(world: World) -> None:
         for name in "abcd":
             world.add(name)
@@ -226,7 +227,7 @@ def test_they_are_bounded_and_go_with_their_session() -> None:
         with pytest.raises(OverloadedError, match="a tenant"):
             world.add("g", "other")
         facts = world.sessions["t", "s"]
-        for most in (0, -1, 9):
+        for most in (0, -1, questions.QUESTION_TOKENS + 1):
             with pytest.raises(InvalidRequestError) as raised:
                 world.questions.add(facts, "t", Question("q", RawPrompt("q"), Sampling(most)))
             assert raised.value.field == "max_tokens"

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.loadgen.policies import ORDERS
+from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorKind, UnavailableError
 from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Rejected, Stop, Submit
 from holdfast.replicas.plan import Sampling
@@ -350,8 +351,9 @@ def test_an_operation_that_finds_no_place_in_time_is_refused():
     assert 11.0 <= world.now <= 14.0
 
 
-def test_decoding_goes_on_beside_a_long_append():
-    world = make(step_tokens=64, latency_chunk=8)
+def test_decoding_goes_on_beside_a_long_append(monkeypatch):
+    monkeypatch.setattr(EngineConfig, "latency_chunk", 8)
+    world = make(step_tokens=64)
     world.submit("a", words(1, 8), max_tokens=60)
     world.step()
     world.open("s")

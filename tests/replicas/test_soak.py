@@ -44,7 +44,6 @@ class Soak(World):
             max_sequences=10,
             session_rows=4,
             step_tokens=24,
-            latency_chunk=8,
             context_length=128,
             admission_ceiling=1.0,
             completion_reserve=1,
@@ -126,7 +125,7 @@ class Soak(World):
             for book in (self.ends, self.out, self.prompts, self.commands):
                 book.pop(name, None)
             self.cut_short.discard(name)
-        open_now = {(each.key.scope, each.key.name) for each in self.engine._sessions._programs.sessions}
+        open_now = {(each.key.scope, each.key.name) for each in self.engine.programs.sessions}
         self.histories = {key: history for key, history in self.histories.items() if key in open_now}
 
 

@@ -34,9 +34,6 @@ CONFIG = EngineConfig(
     context_length=1024,
     max_sequences=20,
     session_rows=16,
-    session_questions=3,
-    tenant_questions=4,
-    question_tokens=16,
     speculation=DraftConfig(enabled=False),
 )
 ASK: dict[str, Any] = {"text": "\nLast?", "max_tokens": 6, "temperature": 0.8, "ignore_eos": True}

@@ -13,6 +13,7 @@ from fake_backend import World
 from service_backend import ServiceBackend
 from waiting import until
 
+from holdfast.replicas import questions
 from holdfast.replicas.config import DraftConfig, EngineConfig
 
 CONFIG = EngineConfig(
@@ -21,9 +22,6 @@ CONFIG = EngineConfig(
     context_length=1024,
     max_sequences=8,
     session_rows=4,
-    session_questions=3,
-    tenant_questions=4,
-    question_tokens=16,
     speculation=DraftConfig(enabled=False),
 )
 PATIENT = 60.0  # seconds a slow machine may take
@@ -196,7 +194,7 @@ def test_errors_name_the_field(client: Client) -> None:
         ("query", {**ASK, "program_id": "p"}, "program_id"),
         ("fork", {"id": "no spaces"}, "id"),
         ("questions", {**ASK, "stream": True}, "stream"),
-        ("questions", {**ASK, "max_tokens": 17}, "max_tokens"),
+        ("questions", {**ASK, "max_tokens": 257}, "max_tokens"),
     ):
         answer = client.do(session, what, **body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
@@ -292,7 +290,11 @@ def test_a_standing_question_is_answered_ahead_after_each_append(client: Client,
     assert error(client.delete(where)) == (404, "question_not_found", "question_id")
 
 
-def test_questions_are_bounded_and_go_with_their_session(client: Client, backend: ServiceBackend) -> None:
+def test_questions_are_bounded_and_go_with_their_session(
+    client: Client, backend: ServiceBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(questions, "SESSION_QUESTIONS", 3)
+    monkeypatch.setattr(questions, "TENANT_QUESTIONS", 4)
     one, two = client.open(text="x"), client.open(text="y")
     for session, n in ((one, 3), (two, 1)):
         for _ in range(n):

@@ -22,6 +22,7 @@ from waiting import until_async
 from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.requests import Completed, TextDelta, Usage, Work
+from holdfast.replicas.scheduling import scheduler
 from holdfast.router import accounts
 from holdfast.router.accounts import Accounts
 from holdfast.router.audit import Audit
@@ -210,9 +211,11 @@ def test_sums_are_the_engines_counters_where_steps_fail(redis, period, short):
     asyncio.run(run())
 
 
-def test_a_prefill_whose_client_leaves_is_counted(redis):
+def test_a_prefill_whose_client_leaves_is_counted(redis, monkeypatch):
+    monkeypatch.setattr(scheduler, "BACKGROUND_CHUNK", 1)
+
     async def run():
-        async with engine(redis, replace(SMALL, overlap_steps="off", background_chunk=1)) as (router, service):
+        async with engine(redis, replace(SMALL, overlap_steps="off")) as (router, service):
             leaving = asyncio.create_task(prefill(router, [{"role": "user", "content": "one two three " * 20}]))
             await until_async(lambda: router.world.backend.loaded and service.stats.ahead_computed > 3)
             leaving.cancel()

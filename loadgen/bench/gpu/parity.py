@@ -204,7 +204,8 @@ def settings(sizes: ParitySizes, prompts: Sequence[TokenIds]) -> list[Setting]:
     tier = reuse | {"cells": few_cells, "host_cells": sizes.host_cells}
     # The first prompts are let in together, as if they were not to be answered, and computed but for one token: then
     # the replies find no cells.
-    short = {"cells": few_cells, "completion_reserve": 1, "admission_ceiling": 1.0, "high_water": 1.0}
+    short: dict[str, Any] = {"cells": few_cells, "completion_reserve": 1, "admission_ceiling": 1.0}
+    short["without"] = (*_OFF["without"], "chunk_deferral")
     short["step_tokens"] = sum(first) - 1
     overlap = {"overlap_steps": "on"}
     drafts = {"speculation": DraftConfig()}
@@ -220,7 +221,9 @@ def settings(sizes: ParitySizes, prompts: Sequence[TokenIds]) -> list[Setting]:
         Setting("preemption", ("preempted",), short),
         Setting("one at a time", **alone, every=_SOME),
         Setting("graphs", ("replayed",), graphs=True),
-        Setting("all", every, reuse | tier | short | overlap | drafts, graphs=True, rounds=2),
+        Setting(
+            "all", every, tier | short | overlap | drafts | {"without": ("chunk_deferral",)}, graphs=True, rounds=2
+        ),
         Setting("graphs, one at a time", ("replayed",), graphs=True, **alone, every=_SOME),
         Setting("as served, one at a time", ("replayed", "accepted"), reuse | overlap | drafts, graphs=True, **alone),
     ]

@@ -667,7 +667,8 @@ def test_no_pin_gives_way_to_a_request_that_finds_no_row():
 
 
 def test_no_pin_gives_way_where_the_high_water_mark_stands_all_the_same():
-    world = make(high_water=0.5, step_tokens=32)
+    world = make(step_tokens=32)
+    world.engine.scheduler._high_water //= 2
     turn(world, "before", words(1, 90), began=1.0)
     turn(world, "behind", words(2, 20), began=9.0)
     runs(world)

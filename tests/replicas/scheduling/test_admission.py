@@ -81,9 +81,9 @@ def test_a_prompt_is_not_deferred_for_what_is_kept_for_programs_behind_it(policy
         session_rows=30,
         page_size=4,
         completion_reserve=16,
-        high_water=0.8,
         retention=retention,
     )
+    world.engine.scheduler._high_water = int(0.8 * 2048)
     for i in range(24):
         paused(world, 100 + i, words(i + 50, 76))
     world.submit("early", talkative(10, 100), 100, began=1.0)
@@ -108,7 +108,7 @@ def test_what_a_pin_keeps_is_occupied_by_those_who_read_it(policy: str, own: boo
         session_rows=10,
         page_size=4,
         completion_reserve=64,
-        high_water=1.0,
+        without=("chunk_deferral",),
         admission_ceiling=0.5,
         step_tokens=400,
         retention=replace(KEEPS, policy=policy),
@@ -132,9 +132,10 @@ def test_what_a_pin_keeps_is_occupied_by_those_who_read_it(policy: str, own: boo
 
 def test_no_pin_is_dropped_where_all_of_them_would_not_be_enough() -> None:
     world = World(
-        cells=1024, context_length=1000, max_sequences=20, page_size=4, high_water=0.8, completion_reserve=16,
+        cells=1024, context_length=1000, max_sequences=20, page_size=4, completion_reserve=16,
         admission_ceiling=1.0, step_tokens=1000, retention=KEEPS,
     )  # fmt: skip
+    world.engine.scheduler._high_water = int(0.8 * 1024)
     for i in range(3):
         paused(world, 100 + i, words(i, 20))
     world.submit("wide", talkative(840, 40), 40, began=1.0)

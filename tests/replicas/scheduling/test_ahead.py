@@ -12,10 +12,16 @@ from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Kind, ProgramKey
 from holdfast.replicas.requests import PartialPrefill, SessionTurn
 from holdfast.replicas.retention.policy import RestoreCost
+from holdfast.replicas.scheduling import scheduler
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch):
+    monkeypatch.setattr(scheduler, "BACKGROUND_CHUNK", 8)
 
 
 def make(**settings) -> World:
-    defaults = {"cells": 2048, "context_length": 512, "max_sequences": 8, "session_rows": 4, "background_chunk": 8}
+    defaults = {"cells": 2048, "context_length": 512, "max_sequences": 8, "session_rows": 4}
     return World(**(defaults | settings))
 
 
@@ -223,9 +229,10 @@ def test_one_handle_for_two_prompts_keeps_them_and_lets_go_of_both(first):
     world.assert_idle()
 
 
-def test_ten_thousand_handles_take_no_more_than_there_is():
+def test_ten_thousand_handles_take_no_more_than_there_is(monkeypatch):
     """Of one tenant and for ever; the books of cells, rows and pins are even with all of them, and with none."""
-    world = make(background_chunk=512, max_sequences=32)
+    monkeypatch.setattr(scheduler, "BACKGROUND_CHUNK", 512)
+    world = make(max_sequences=32)
     names = [f"h{n}" for n in range(10_000)]
 
     def engine_runs() -> None:

@@ -1,5 +1,7 @@
 """Requests with a time: who is let in has its answer, who cannot have it is told so before anything is done for it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import inf
 
 import hypothesis.strategies as st
@@ -7,6 +9,7 @@ import pytest
 from engine_world import World, words
 from hypothesis import given, settings
 
+from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorKind
 from holdfast.replicas.events import Abort, Aborted, Finished, Rejected
 from holdfast.replicas.stats import Mean
@@ -23,6 +26,14 @@ def busy(requests: int = 12, **settings) -> World:
     while sum(bool(ends) for ends in world.ends.values()) < requests - 2:
         world.step()
     return world
+
+
+@contextmanager
+def token_bound(tokens: int) -> Iterator[None]:
+    """The queue takes so many tokens of prompts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineConfig, "max_waiting_tokens", tokens)
+        yield
 
 
 def kind(event) -> ErrorKind:
@@ -98,8 +109,9 @@ def test_with_nobody_before_it_a_request_is_tried_however_little_time_it_gives()
     assert not world.ends["alone"]
 
 
-def test_a_queue_full_of_tokens_refuses_but_an_empty_one_takes_anything():
-    world = World(max_sequences=1, cells=4096, max_waiting_tokens=20)
+def test_a_queue_full_of_tokens_refuses_but_an_empty_one_takes_anything(monkeypatch):
+    monkeypatch.setattr(EngineConfig, "max_waiting_tokens", 20)
+    world = World(max_sequences=1, cells=4096)
     world.submit("runs", words(0, 8), 20)
     world.step()
     world.submit("long", words(1, 30))
@@ -111,9 +123,10 @@ def test_a_queue_full_of_tokens_refuses_but_an_empty_one_takes_anything():
     assert world.engine.stats.not_begun["full"] == 1
 
 
-@pytest.mark.parametrize("bound", [{"max_waiting": 3}, {"max_waiting_tokens": 24}])
-def test_in_a_full_queue_the_last_of_the_lowest_class_gives_way(bound):
-    world = World(max_sequences=1, cells=4096, **bound)
+@pytest.mark.parametrize(("requests", "tokens"), [(3, 1000), (100, 24)])
+def test_in_a_full_queue_the_last_of_the_lowest_class_gives_way(requests, tokens, monkeypatch):
+    monkeypatch.setattr(EngineConfig, "max_waiting_tokens", tokens)
+    world = World(max_sequences=1, cells=4096, max_waiting=requests)
     world.submit("runs", words(0, 8), 20)
     world.step()
     for i in range(2):
@@ -134,9 +147,10 @@ def test_in_a_full_queue_the_last_of_the_lowest_class_gives_way(bound):
     world.assert_idle()
 
 
-def test_nobody_gives_way_where_that_would_not_be_enough():
+def test_nobody_gives_way_where_that_would_not_be_enough(monkeypatch):
     """Whoever was taken in has an answer, or is told why not."""
-    world = World(max_sequences=1, cells=4096, max_waiting_tokens=24)
+    monkeypatch.setattr(EngineConfig, "max_waiting_tokens", 24)
+    world = World(max_sequences=1, cells=4096)
     world.submit("runs", words(0, 8), 20)
     world.step()
     for name, n, priority in (("one", 16, INTERACTIVE), ("batch", 8, BATCH), ("long", 16, INTERACTIVE)):
@@ -149,8 +163,9 @@ def test_nobody_gives_way_where_that_would_not_be_enough():
     world.assert_idle()
 
 
-def test_no_more_give_way_than_have_to():
-    world = World(max_sequences=1, cells=4096, max_waiting_tokens=24)
+def test_no_more_give_way_than_have_to(monkeypatch):
+    monkeypatch.setattr(EngineConfig, "max_waiting_tokens", 24)
+    world = World(max_sequences=1, cells=4096)
     world.submit("runs", words(0, 8), 20)
     world.step()
     for name, n in (("long", 16), ("short", 4)):
@@ -170,26 +185,27 @@ def test_no_more_give_way_than_have_to():
 )
 def test_nobody_gives_way_in_vain(arrivals, most, tokens):
     """Who gives way does so for one that is taken in, and for which there was no room with it. Each ends once."""
-    world = World(max_sequences=1, cells=1024, max_waiting=most, max_waiting_tokens=tokens)
-    admission, sizes = world.engine.scheduler.admission, {}
-    world.submit("runs", words(0, 8), 8)
-    world.step()
-    for number, (priority, n, steps) in enumerate(arrivals):
-        name, waiting = f"r{number}", {each.request_id for each in admission}
-        sizes[name] = n
-        world.submit(name, words(1 + number, n), 2, priority=priority)
-        gone = {each for each in waiting if world.ends[each]}
-        assert not (gone and world.ends[name])
-        for each in gone:
-            assert kind(world.end(each)) is ErrorKind.OVERLOADED
-            assert len(admission) + 1 > most or admission.tokens + sizes[each] > tokens
-        for _ in range(steps):
-            world.step()
-    world.run()
-    world.assert_idle()
-    for name in sizes:
-        if isinstance(world.end(name), Finished):
-            world.assert_right(name)
+    with token_bound(tokens):
+        world = World(max_sequences=1, cells=1024, max_waiting=most)
+        admission, sizes = world.engine.scheduler.admission, {}
+        world.submit("runs", words(0, 8), 8)
+        world.step()
+        for number, (priority, n, steps) in enumerate(arrivals):
+            name, waiting = f"r{number}", {each.request_id for each in admission}
+            sizes[name] = n
+            world.submit(name, words(1 + number, n), 2, priority=priority)
+            gone = {each for each in waiting if world.ends[each]}
+            assert not (gone and world.ends[name])
+            for each in gone:
+                assert kind(world.end(each)) is ErrorKind.OVERLOADED
+                assert len(admission) + 1 > most or admission.tokens + sizes[each] > tokens
+            for _ in range(steps):
+                world.step()
+        world.run()
+        world.assert_idle()
+        for name in sizes:
+            if isinstance(world.end(name), Finished):
+                world.assert_right(name)
 
 
 def test_clients_that_do_not_wait_teach_as_well():
@@ -237,23 +253,24 @@ ARRIVALS = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(ARRIVALS, st.sampled_from([16, 64, 1 << 20]))
 def test_each_request_ends_once_and_none_is_begun_when_its_time_is_over(arrivals, tokens):
-    world = World(max_sequences=2, cells=1024, max_waiting=6, max_waiting_tokens=tokens)
-    sent = {}
-    for number, (steps, prompt, answer, within_s, begins, priority) in enumerate(arrivals):
-        for _ in range(steps):
-            world.step()
-        name = f"r{number}"
-        sent[name] = (world.now, within_s)
-        world.submit(name, words(number, prompt), answer, within_s=within_s, begins=begins, priority=priority)
-        assert world.engine.occupancy().waiting <= 6
-    world.run()
-    world.assert_idle()
-    for name, (came, within_s) in sent.items():
-        end = world.end(name)
-        if isinstance(end, Finished):
-            world.assert_right(name)
-            assert end.timing.scheduled < came + within_s
-        else:
-            assert not world.out[name], "refused before any work"
-            assert kind(end) is ErrorKind.OVERLOADED or within_s < inf
-    assert sum(world.engine.stats.not_begun.values()) == world.engine.stats.ended["rejected"]
+    with token_bound(tokens):
+        world = World(max_sequences=2, cells=1024, max_waiting=6)
+        sent = {}
+        for number, (steps, prompt, answer, within_s, begins, priority) in enumerate(arrivals):
+            for _ in range(steps):
+                world.step()
+            name = f"r{number}"
+            sent[name] = (world.now, within_s)
+            world.submit(name, words(number, prompt), answer, within_s=within_s, begins=begins, priority=priority)
+            assert world.engine.occupancy().waiting <= 6
+        world.run()
+        world.assert_idle()
+        for name, (came, within_s) in sent.items():
+            end = world.end(name)
+            if isinstance(end, Finished):
+                world.assert_right(name)
+                assert end.timing.scheduled < came + within_s
+            else:
+                assert not world.out[name], "refused before any work"
+                assert kind(end) is ErrorKind.OVERLOADED or within_s < inf
+        assert sum(world.engine.stats.not_begun.values()) == world.engine.stats.ended["rejected"]

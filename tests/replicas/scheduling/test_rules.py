@@ -16,7 +16,7 @@ from holdfast.replicas.retention.policy import RestoreCost
 from holdfast.replicas.scheduling.admission import Budget, find_leader
 from holdfast.replicas.scheduling.scheduler import chunk_sizes, tokens_within
 
-CONFIG = EngineConfig(cells=1000, step_tokens=4096, latency_chunk=1024, admission_ceiling=0.5, completion_reserve=100)
+CONFIG = EngineConfig(cells=1000, step_tokens=4096, admission_ceiling=0.5, completion_reserve=100)
 
 
 def sequence(prompt: list[int], max_tokens: int = 10, scope: str = "", computed: int = 0) -> Sequence:
@@ -237,7 +237,8 @@ def test_prompts_that_come_together_are_answered_in_order_and_do_not_wait_for_th
 
 @given(st.floats(0.05, 1.0), st.integers(2, 4))
 def test_above_the_high_water_mark_chunks_wait_and_requests_run(mark, n):
-    world = World(cells=512, max_sequences=4, step_tokens=16, high_water=mark, admission_ceiling=1.0)
+    world = World(cells=512, max_sequences=4, step_tokens=16, admission_ceiling=1.0)
+    world.engine.scheduler._high_water = int(mark * 512)
     for i in range(n):
         world.submit(f"r{i}", words(i, 40), 6)
     beyond = []

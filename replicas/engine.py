@@ -37,8 +37,7 @@ from holdfast.replicas.events import (
     Submit,
     Terminal,
 )
-from holdfast.replicas.kv.beginnings import Beginnings
-from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.kv.cache import KVCache, PrefixReport
 from holdfast.replicas.kv.host import HostTier
 from holdfast.replicas.kv.limits import SHARED
 from holdfast.replicas.kv.tags import UNLABELLED
@@ -90,7 +89,7 @@ class Engine:
         self._numbers = count()
         self.live: dict[str, Sequence] = {}  # requests that have not ended, by id; `activity` looks at them, too
         self._arrivals = Arrivals()
-        self._beginnings = Beginnings()
+        self._prefix_report = PrefixReport()
         self._events: list[Event] = []
         self._own: dict[str, Origin] = {}  # requests that no client sent and that have not ended, by id
         self._preambles: dict[str, TokenIds] = {}  # that are kept for all tenants, by the id of their request
@@ -130,7 +129,7 @@ class Engine:
     @property
     def due(self) -> float | None:
         """When a step has to end what its time is over for, though nothing is asked of the engine; None: never."""
-        dues = self.scheduler.retention.due, self._sessions.due, self._beginnings.due
+        dues = self.scheduler.retention.due, self._sessions.due, self._prefix_report.due
         return min((due for due in dues if due is not None), default=None)
 
     def occupancy(self) -> Occupancy:
@@ -150,7 +149,7 @@ class Engine:
             cells_free=now.cells_free,
             cells_pinned=now.cells_pinned,
             seconds_per_token=self._learned.token_s,
-            prefixes=self._beginnings.held,
+            prefixes=self._prefix_report.held,
         )
 
     @property
@@ -203,7 +202,7 @@ class Engine:
             self._sessions.expire(now)
             self._begin_preambles(now)
             self._pipeline.advance(self.scheduler, self.cache, now, clock)
-            self._beginnings.look(self.cache, now)
+            self._prefix_report.look(self.cache, now)
         except Exception as failure:
             self._start_anew(failure, now)
         return self._flush(clock() if clock else now)  # what begins now begins after what the step committed
@@ -272,7 +271,7 @@ class Engine:
             sequence.cache_scope = self._cache_scope(sequence)
             if self.config.has("prefix_cache"):
                 for digest in submit.prefixes:
-                    self._beginnings.seen(submit.cache_scope, digest, submit.tokens)
+                    self._prefix_report.seen(submit.cache_scope, digest, submit.tokens)
             if session is None:
                 self.scheduler.admission.judge(sequence)
                 self._events += self.scheduler.admission.make_room(sequence, self._sessions.n_queued)

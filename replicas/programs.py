@@ -33,10 +33,9 @@ from holdfast.replicas.events import (
     Submit,
     TurnEnded,
 )
-from holdfast.replicas.kv.cache import KVCache
-from holdfast.replicas.kv.holding import Holding, Pin
+from holdfast.replicas.kv.cache import Holding, KVCache
 from holdfast.replicas.kv.pages import PageIds, PagePool
-from holdfast.replicas.kv.radix import Node
+from holdfast.replicas.kv.radix import Node, Pin
 from holdfast.replicas.plan import Draw, Sampling
 from holdfast.replicas.requests import ForkSession, Timing, Usage, Work
 from holdfast.replicas.retention.latency import ToolPause

@@ -136,7 +136,6 @@ class Orchestrated:
             for _ in range(told, len(self.done)):
                 ended()
             told = len(self.done)
-        self.engine.cache.check()
         return self.done
 
     def _at(self, when: float, what: Callable[..., None], about: Any) -> None:

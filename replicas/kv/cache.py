@@ -1,33 +1,91 @@
-"""The books of the KV cache, for whoever runs sequences: acquire, grow, publish, finish, drop; pin, unpin.
+"""The KV cache for those that run sequences: acquire, grow, publish, finish, drop; pin, unpin; reload; report.
 
-Here: who owns which page, and that the books always balance. Not here: KV data (`tensors`), when to do what. No clock,
-no I/O, not thread-safe: one thread is the only caller.
+It decides which page belongs to whom, and keeps its counts balanced. KV data is in `tensors`. No clock and no I/O. Not
+thread-safe: the engine's thread is the only caller.
 """
 
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
 from holdfast.replicas.errors import EngineError
-from holdfast.replicas.kv.holding import Acquired, Holding, Pin, audit
 from holdfast.replicas.kv.host import HostTier
 from holdfast.replicas.kv.limits import SHARED
-from holdfast.replicas.kv.pages import NO_PAGES, PageCopy, PageIds, PagePool
-from holdfast.replicas.kv.radix import Node, Prefix, RadixTree, relabel
+from holdfast.replicas.kv.pages import NO_MOVES, NO_PAGES, PageCopy, PageIds, PageMoves, PagePool
+from holdfast.replicas.kv.radix import Node, Pin, Prefix, RadixTree, relabel
 from holdfast.replicas.kv.tags import SYSTEM, UNLABELLED, Labels
-from holdfast.replicas.types import CellLimits, TokenIds, tenant_of
+from holdfast.replicas.types import CellLimits, TokenIds, common_prefix, tenant_of
+
+log = logging.getLogger(__name__)
+
+_RELOAD_WEIGHT = 0.2  # of the latest reload in the average speed
+_REPORTED = 64  # digests in a prefix report: the latest used
+REPORT_S = 0.5  # between two reports
+_WHOLE = 0.5  # a prefix of which the cache has a smaller part is not reported
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 
+@dataclass(slots=True, eq=False)
+class Holding:
+    """The cells of one running sequence.
+
+    tokens       |<------ shared ------>|<------- own ------->|
+                 0                   n_shared              capacity
+    page slots   | tree | tree | tree | own | own | own | own |
+
+    Cells below `n_shared` belong to the tree: a lease protects them, the sequence reads them through the row, and
+    nobody writes them. The sequence alone writes the rest. If `n_shared` lies inside a page, that slot has a page of
+    the sequence's own, into which the shared cells before it were copied.
+    """
+
+    scope: str | None  # cache scope; None: it finds nothing, and nothing of it is kept
+    node: Node = field(repr=False)  # leased; ends at `n_shared`
+    n_cached: int  # tokens found at `acquire`: the first token to compute
+    n_shared: int  # tokens whose cells belong to the tree; grows with `publish`
+    page_size: int
+    row: PageIds = field(repr=False)  # valid up to `n_pages`
+    n_pages: int
+    tenant: str = ""  # owner of the pages that it writes
+    # Own pages below `n_shared` whose tokens the tree already had when they were published. The row still reads them;
+    # they are freed at the end.
+    duplicates: PageIds = field(default_factory=lambda: NO_PAGES, repr=False)
+    labels: Labels = UNLABELLED  # of its tokens, including the reply
+    who: str = ""  # the program it computes for
+
+    @property
+    def pages(self) -> PageIds:
+        """The row so far, int32 `[n_pages]`: a view. Its entries never change, so it may be kept."""
+        return self.row[: self.n_pages]
+
+    @property
+    def own(self) -> PageIds:
+        """The part of the row that this sequence writes; a view."""
+        return self.row[self.n_shared // self.page_size : self.n_pages]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the row has cells for."""
+        return self.n_pages * self.page_size
+
+
+@dataclass(frozen=True, slots=True)
+class Acquired:
+    """A new holding, and the copies to make before its first forward, in the same step."""
+
+    holding: Holding
+    copies: tuple[PageCopy, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Counts in cells, if not named otherwise. free + tree + held == total."""
+    """Counts in cells. free + tree + held == total."""
 
     total: int
     free: int
@@ -35,15 +93,11 @@ class CacheStats:
     held: int  # written by sequences, not in the tree yet
     evictable: int  # of `tree`: without leases
     evicted: int  # since the start
-    lookups: int  # holdings acquired
-    hits: int  # of these, with a cached prefix
-    hit_tokens: int
-    host_total: int = 0  # of the second tier
-    host_used: int = 0
+    host_used: int = 0  # of the host tier
 
 
 class CellCounts:
-    """How many cells are in which state now. Each is in one of these:
+    """Cells by state. Each cell is in one of these:
 
     total    |-- free --|-- evictable --|-- kept by soft pins alone --|-- active --|
              |-------- available -------|----------------- in_use -----------------|
@@ -55,20 +109,12 @@ class CellCounts:
 
     @property
     def available(self) -> int:
-        """Cells that are free, or would be by eviction."""
+        """Cells that are free or evictable."""
         return (self._pool.free + self._tree.evictable) * self._pool.page_size
-
-    def may_pin(self, tenant: str) -> int:
-        """Cells that a tenant's soft pins and sessions may keep."""
-        return self._tree.tenants.pinned(tenant) * self._pool.page_size
-
-    def active_of(self, tenant: str) -> int:
-        """Cells of a tenant that no eviction could free now."""
-        return self._tree.tenants.active(tenant) * self._pool.page_size
 
     @property
     def in_use(self) -> int:
-        """Cells that no eviction could free now."""
+        """Cells that are neither free nor evictable."""
         return self._pool.total * self._pool.page_size - self.available
 
     @property
@@ -76,31 +122,39 @@ class CellCounts:
         """Cells in use by sequences and by pins that are not soft."""
         return self.in_use - self._tree.soft_only * self._pool.page_size
 
+    def active_of(self, tenant: str) -> int:
+        """A tenant's cells that are not evictable."""
+        return self._tree.tenants.active(tenant) * self._pool.page_size
+
     @property
     def soft_pinned(self) -> int:
-        """Cells that soft pins keep, shared ones counted once; others may keep them as well."""
+        """Cells protected by soft pins, shared ones counted once. Others may protect them as well."""
         return self._tree.soft_pages * self._pool.page_size
 
     def soft_pinned_of(self, tenant: str) -> int:
-        """The same, of one tenant."""
+        """The same for one tenant."""
         return self._tree.soft_pages_of.get(tenant, 0) * self._pool.page_size
 
+    def may_pin(self, tenant: str) -> int:
+        """Most cells that a tenant's soft pins and sessions may protect."""
+        return self._tree.tenants.pinned(tenant) * self._pool.page_size
+
     def available_in(self, prefix: Prefix | None) -> int:
-        """Cells of a prefix that was found that count as available: acquiring it protects them from then on."""
-        return self._kept_by_none(prefix, but_soft_pins=False)
+        """Cells of a prefix that count as available; acquiring it protects them."""
+        return self._unprotected(prefix, but_soft_pins=False)
 
     def inactive_in(self, prefix: Prefix | None) -> int:
-        """Cells of a prefix that was found that do not count as active: acquiring it makes them so."""
-        return self._kept_by_none(prefix, but_soft_pins=True)
+        """Cells of a prefix that do not count as active; acquiring it makes them active."""
+        return self._unprotected(prefix, but_soft_pins=True)
 
     def pages_for(self, tenant: str, freed: "Freed") -> int:
-        """How many pages a sequence of this tenant could get once these are evictable."""
+        """Pages that a sequence of this tenant could get once those of `freed` are evictable."""
         available = self._pool.free + self._tree.evictable + freed.total
         tenants = self._tree.tenants
         return tenants.available(tenant, available, freed.pages) if tenants.any else available
 
-    def _kept_by_none(self, prefix: Prefix | None, *, but_soft_pins: bool) -> int:
-        """Cells of `prefix` that nobody has a lease on, or nobody but soft pins: those at its end."""
+    def _unprotected(self, prefix: Prefix | None, *, but_soft_pins: bool) -> int:
+        """Cells at the end of `prefix` without leases, or with those of soft pins alone."""
         if prefix is None or prefix.node.parent is None:
             return 0
         size, step, found = self._pool.page_size, prefix.node, 0
@@ -111,9 +165,9 @@ class CellCounts:
 
 
 class Freed:
-    """The pages that would become evictable if some pins were given back, by tenant. It gives none back.
+    """The pages that would become evictable, by tenant, if the pins in it were given back. It gives none back.
 
-    A sequence is about to take `prefix` over: what that protects does not become evictable.
+    With `prefix` a sequence is about to acquire that prefix: what this protects does not become evictable.
     """
 
     def __init__(self, page_size: int = 1, prefix: Prefix | None = None) -> None:
@@ -151,7 +205,7 @@ class Freed:
 
 
 def _change(verb: Callable[Concatenate["KVCache", Args], Result]) -> Callable[Concatenate["KVCache", Args], Result]:
-    """A verb that changes the books: the cache is not sound any more once one has broken off."""
+    """A method that changes the books. If it raises, the cache is no longer sound."""
 
     @wraps(verb)
     def whole(cache: "KVCache", /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
@@ -194,9 +248,6 @@ class KVCache:
         self._live: set[Holding] = set()
         self._pins: set[Pin] = set()
         self._evicted_pages = 0
-        self._lookups = 0
-        self._hits = 0
-        self._hit_tokens = 0
 
     # ---- the verbs ----
 
@@ -250,14 +301,11 @@ class KVCache:
                 row[slot] = fresh[0]
         n_pages = self.pool.pages_for(prefix.length)
         if labels is not UNLABELLED:
-            relabel(node, labels, who, self.page_size, self.tree.sharing)
+            relabel(node, labels, who, self.page_size)
         holding = Holding(
             scope, node, prefix.length, n_shared, self.page_size, row, n_pages, tenant, labels=labels, who=who
         )
         self._live.add(holding)
-        self._lookups += 1
-        self._hits += prefix.length > 0
-        self._hit_tokens += prefix.length
         return Acquired(holding, copies)
 
     @_change
@@ -353,11 +401,11 @@ class KVCache:
             raise EngineError("this pin has been given back")
         self._pins.remove(pin)
         if pin.soft:
-            self.tree.harden(pin.node)
+            self.tree.unpin_soft(pin.node)
         self.tree.release(pin.node)
 
     @_change
-    def let_go(self, scope: str, tokens: TokenIds, who: str) -> None:
+    def demote(self, scope: str, tokens: TokenIds, who: str) -> None:
         """Nobody comes back for `tokens`: what `who` computed of them, and no other uses or goes on from, goes first.
 
         A system prompt is not among that: the next program may begin with it.
@@ -368,12 +416,12 @@ class KVCache:
         prefix = self.tree.walk(root, tokens)
         node, below = prefix.node, prefix.node.end > prefix.length
         while node.parent is not None and not (node.leases or below or node.by != who or node.tag == SYSTEM):
-            self.tree.queue.let_go(node)
+            self.tree.queue.demote(node)
             node = node.parent
             below = len(node.children) > 1
 
     @_change
-    def adopt(self, scope: str, tokens: TokenIds, now: float) -> None:
+    def alias_shared(self, scope: str, tokens: TokenIds, now: float) -> None:
         """Let a scope find what is kept for all tenants (`SHARED`) of the beginning of `tokens`, in whole pages.
 
         The pages stay where they are, and count for no tenant of this.
@@ -429,18 +477,8 @@ class KVCache:
             held=(total - free - tree) * size,
             evictable=self.tree.evictable * size,
             evicted=self._evicted_pages * size,
-            lookups=self._lookups,
-            hits=self._hits,
-            hit_tokens=self._hit_tokens,
-            host_total=self.host.pool.total * size if self.host is not None else 0,
             host_used=self.host.pool.used * size if self.host is not None else 0,
         )
-
-    def check(self) -> None:
-        """Recount everything; AssertionError where the books do not balance. For tests: costs a full scan."""
-        audit(self.pool, self.tree, self._live, self._pins)
-        if self.host is not None:
-            self.host.check()
 
     # ---- parts ----
 
@@ -466,7 +504,7 @@ class KVCache:
         """A pin with the caller's lease on `node`."""
         pin = Pin(node, node.end, soft)
         if soft:
-            self.tree.soften(node)
+            self.tree.pin_soft(node)
         self._pins.add(pin)
         return pin
 
@@ -523,3 +561,148 @@ def _free(cache: KVCache, holding: Holding, *pages: PageIds) -> None:
     """Pages of a holding have no other owner any more, but for those that the tree has."""
     for each in pages:
         cache.tree.tenants.took(holding.tenant, -cache.pool.release(each))
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadSpeed:
+    """How fast cells come back, as measured: a moving average of seconds a cell. None: nothing has come back yet."""
+
+    cell_s: float | None = None
+
+    @property
+    def cells_per_s(self) -> float:
+        return 1.0 / self.cell_s if self.cell_s else 0.0
+
+    def measured(self, cells: int, seconds: float) -> "ReloadSpeed":
+        if not cells or seconds <= 0.0:
+            return self
+        latest = seconds / cells
+        return ReloadSpeed(latest if self.cell_s is None else self.cell_s + _RELOAD_WEIGHT * (latest - self.cell_s))
+
+
+class Reloads:
+    """What running sequences bring back from the host tier instead of computing it again: pins there, by holding.
+
+    tokens     |<-- aliased on the device -->|<-- brought back -->|<-- computed -->|
+               0                          n_cached              reach            length
+
+    The cells are brought back into the sequence's own pages, like cells that it computes: to the device's books a load
+    is a prefill chunk without a forward. Without a `host` nothing is ever found.
+    """
+
+    def __init__(self, host: HostTier | None) -> None:
+        self._host = host
+        self._pins: dict[Holding, Pin] = {}
+        self.speed = ReloadSpeed()
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def begin(self, holding: Holding, tokens: TokenIds) -> int:
+        """How far the host has the tokens of a holding that has just begun; 0 where that is not worth a step.
+
+        From then on that is protected there, until all of it has come or the holding ends.
+        """
+        if self._host is None or holding.scope is None:
+            return 0
+        try:
+            pin = self._host.pin(holding.scope, tokens[:-1])
+            if pin.length >= holding.n_cached + 2 * holding.page_size:
+                self._pins[holding] = pin
+                return pin.length
+            self._host.unpin(pin)
+        except Exception:
+            log.exception("the host tier is emptied: its books broke off")
+            self.lose()
+        return 0
+
+    def reach(self, holding: Holding) -> int:
+        """How far this holding is to be brought back; 0: it is not, or not any more."""
+        pin = self._pins.get(holding)
+        return pin.length if pin is not None and self._host is not None and self._host.protects(pin) else 0
+
+    def load(self, holding: Holding, start: int, end: int) -> PageMoves:
+        """The copies that bring cells [start, end) back, within `reach`, into own pages that the holding has already.
+
+        The page that `start` lies in is copied whole: the host has its cells before `start` as well.
+        """
+        assert self._host is not None
+        slots = slice(start // holding.page_size, -(-end // holding.page_size))
+        return PageMoves(holding.pages[slots].copy(), self._host.pages(self._pins[holding])[slots])
+
+    def loaded(self, holding: Holding, end: int) -> None:
+        """The cells up to `end` have come."""
+        if end >= self.reach(holding):
+            self.end(holding)
+
+    def end(self, holding: Holding) -> None:
+        """Nothing more is to come: all has, or the holding ends."""
+        pin = self._pins.pop(holding, None)
+        if pin is not None and self._host is not None:
+            self._host.unpin(pin)
+
+    def saves(self) -> PageMoves:
+        """The copies of what was evicted since the last call: the step that is being planned has to begin with them."""
+        return self._host.saves() if self._host is not None else NO_MOVES
+
+    def lose(self) -> None:
+        """Copies between the tiers went wrong: nothing that is in host memory counts any more."""
+        if self._host is not None:
+            self._host.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedPrefix:
+    """`tokens` are those that its prompts share, and one more, for a cache never shows a prompt's last token.
+
+    `ends`: two of its prompts parted behind these tokens. Before that they are one prompt, to its end.
+    """
+
+    scope: str
+    tokens: TokenIds
+    ends: bool = False
+
+    def shared_with(self, tokens: TokenIds) -> "_SharedPrefix":
+        """What is left of it after another prompt."""
+        n = common_prefix(self.tokens, tokens)
+        return _SharedPrefix(self.scope, self.tokens[: n + 1], self.ends or n < min(len(self.tokens), len(tokens)))
+
+
+class PrefixReport:
+    """Used by the engine's thread; `held` may be read by any: it is replaced, never changed.
+
+    `held`: how many tokens of each beginning the cache has, by digest; 0: some, of a beginning whose end is not known.
+    """
+
+    def __init__(self, most: int = _REPORTED) -> None:
+        self._most = most
+        self._known: OrderedDict[str, _SharedPrefix] = OrderedDict()
+        self._looked = float("-inf")
+        self._skipped = False
+        self.held: Mapping[str, int] = {}
+
+    @property
+    def due(self) -> float | None:
+        """When the next look is due, though no step is; None: nothing has changed since the last look."""
+        return self._looked + REPORT_S if self._skipped and self._known else None
+
+    def seen(self, scope: str, digest: str, tokens: TokenIds) -> None:
+        """A prompt in this scope of the cache begins with what has this digest."""
+        known = self._known.pop(digest, None)
+        same = known is not None and known.scope == scope
+        self._known[digest] = known.shared_with(tokens) if known is not None and same else _SharedPrefix(scope, tokens)
+        if len(self._known) > self._most:
+            self._known.popitem(last=False)
+
+    def look(self, cache: KVCache, now: float) -> None:
+        """Find out what of them the cache has, if the last look is too long ago."""
+        self._skipped = now - self._looked < REPORT_S
+        if self._skipped:
+            return
+        self._looked = now
+        held: dict[str, int] = {}
+        for digest, each in self._known.items():
+            n = cache.peek(each.scope, each.tokens)
+            if n and n >= _WHOLE * (len(each.tokens) - 1):
+                held[digest] = n if each.ends else 0
+        self.held = held

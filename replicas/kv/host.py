@@ -10,19 +10,15 @@ when something is brought back. Whatever goes wrong here costs the time to compu
 
 import logging
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.replicas.kv.holding import Holding, Pin, audit
 from holdfast.replicas.kv.pages import NO_MOVES, PageIds, PageMoves, PagePool
-from holdfast.replicas.kv.radix import Node, Prefix, RadixTree
+from holdfast.replicas.kv.radix import Node, Pin, Prefix, RadixTree
 from holdfast.replicas.kv.tags import Label
 from holdfast.replicas.types import TokenIds
 
 log = logging.getLogger(__name__)
-
-_WEIGHT = 0.2  # of the latest load in what is known of the speed
 
 
 class HostTier:
@@ -40,11 +36,6 @@ class HostTier:
         self.tree = RadixTree(self.pool)
         self._pins: set[Pin] = set()
         self._saves: dict[int, int] = {}  # host page -> device page, of the step in the making
-
-    def check(self) -> None:
-        """Recount everything; AssertionError where the books do not balance."""
-        audit(self.pool, self.tree, (), self._pins)
-        assert self.pool.used == self.tree.pages, "free + tree != total"
 
     # ---- out ----
 
@@ -135,91 +126,3 @@ class HostTier:
     def _tick(self) -> float:
         self._time += 1.0
         return self._time
-
-
-@dataclass(frozen=True, slots=True)
-class ReloadSpeed:
-    """How fast cells come back, as measured: a moving average of seconds a cell. None: nothing has come back yet."""
-
-    cell_s: float | None = None
-
-    @property
-    def cells_per_s(self) -> float:
-        return 1.0 / self.cell_s if self.cell_s else 0.0
-
-    def measured(self, cells: int, seconds: float) -> "ReloadSpeed":
-        if not cells or seconds <= 0.0:
-            return self
-        latest = seconds / cells
-        return ReloadSpeed(latest if self.cell_s is None else self.cell_s + _WEIGHT * (latest - self.cell_s))
-
-
-class Reloads:
-    """What running sequences bring back from the host tier instead of computing it again: pins there, by holding.
-
-    tokens     |<-- aliased on the device -->|<-- brought back -->|<-- computed -->|
-               0                          n_cached              reach            length
-
-    The cells are brought back into the sequence's own pages, like cells that it computes: to the device's books a load
-    is a prefill chunk without a forward. Without a `host` nothing is ever found.
-    """
-
-    def __init__(self, host: HostTier | None) -> None:
-        self._host = host
-        self._pins: dict[Holding, Pin] = {}
-        self.speed = ReloadSpeed()
-
-    def __len__(self) -> int:
-        return len(self._pins)
-
-    def begin(self, holding: Holding, tokens: TokenIds) -> int:
-        """How far the host has the tokens of a holding that has just begun; 0 where that is not worth a step.
-
-        From then on that is protected there, until all of it has come or the holding ends.
-        """
-        if self._host is None or holding.scope is None:
-            return 0
-        try:
-            pin = self._host.pin(holding.scope, tokens[:-1])
-            if pin.length >= holding.n_cached + 2 * holding.page_size:
-                self._pins[holding] = pin
-                return pin.length
-            self._host.unpin(pin)
-        except Exception:
-            log.exception("the host tier is emptied: its books broke off")
-            self.lose()
-        return 0
-
-    def reach(self, holding: Holding) -> int:
-        """How far this holding is to be brought back; 0: it is not, or not any more."""
-        pin = self._pins.get(holding)
-        return pin.length if pin is not None and self._host is not None and self._host.protects(pin) else 0
-
-    def load(self, holding: Holding, start: int, end: int) -> PageMoves:
-        """The copies that bring cells [start, end) back, within `reach`, into own pages that the holding has already.
-
-        The page that `start` lies in is copied whole: the host has its cells before `start` as well.
-        """
-        assert self._host is not None
-        slots = slice(start // holding.page_size, -(-end // holding.page_size))
-        return PageMoves(holding.pages[slots].copy(), self._host.pages(self._pins[holding])[slots])
-
-    def loaded(self, holding: Holding, end: int) -> None:
-        """The cells up to `end` have come."""
-        if end >= self.reach(holding):
-            self.end(holding)
-
-    def end(self, holding: Holding) -> None:
-        """Nothing more is to come: all has, or the holding ends."""
-        pin = self._pins.pop(holding, None)
-        if pin is not None and self._host is not None:
-            self._host.unpin(pin)
-
-    def saves(self) -> PageMoves:
-        """The copies of what was evicted since the last call: the step that is being planned has to begin with them."""
-        return self._host.saves() if self._host is not None else NO_MOVES
-
-    def lose(self) -> None:
-        """Copies between the tiers went wrong: nothing that is in host memory counts any more."""
-        if self._host is not None:
-            self._host.clear()

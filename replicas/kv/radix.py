@@ -26,7 +26,6 @@ from holdfast.replicas.types import NO_TOKENS, CellLimits, TokenIds, common_pref
 
 _GROWN = 512  # tokens up to which a leaf grows in place: growing copies it
 _EMPTY_ROOTS = 64  # scopes without cells that are remembered, beyond as many as there are nodes
-_REMEMBERED, _TENANTS = 64, 4096  # beginnings of a tenant that count, the latest more, and tenants
 _SLACK = 64  # entries of nodes in use, or gone, that may stay in a heap of any size
 
 
@@ -121,6 +120,18 @@ class Prefix:
     length: int
 
 
+@dataclass(slots=True, eq=False)
+class Pin:
+    """Protects `length` cached tokens from eviction until it is given back. It owns no pages.
+
+    A `soft` pin may be dropped when others need the cells. Cells that soft pins alone protect are counted apart.
+    """
+
+    node: Node = field(repr=False)  # leased; ends at `length`
+    length: int
+    soft: bool = False
+
+
 class RadixTree:
     """Trees of all scopes, over pages of one pool.
 
@@ -140,7 +151,6 @@ class RadixTree:
         self.roots: dict[str, Node] = {}
         self.queue = EvictionQueue(int(pool.total * share))
         self.tenants = TenantPages(pool.total)
-        self.sharing = Sharing()
         self.nodes = 0  # without roots
         self.pages = 0
         self.evictable = 0
@@ -198,10 +208,7 @@ class RadixTree:
             return parent
         others = parent.leases - (1 if parent is held else 0)
         leaf = Node(tokens, parent.end, pages.copy(), len(pages), parent, parent.tenant, tag=label.tag, by=by)
-        leaf.priority, leaf.lasts = label.priority, label.lasts
-        if label.learns:
-            leaf.priority = label.priority if self.sharing.likely(leaf.tenant) else 0
-            self.sharing.computed(leaf.tenant)
+        leaf.priority, leaf.lasts = 0 if label.learns else label.priority, label.lasts
         if parent.end % self._pool.page_size and not others:
             self._replace_last_page(parent, leaf)
         parent.children[int(tokens[0])] = leaf
@@ -265,7 +272,7 @@ class RadixTree:
         step.leases -= 1
         self._evictable(node.tenant, released)
 
-    def soften(self, node: Node) -> None:
+    def pin_soft(self, node: Node) -> None:
         """The lease that the caller has on the path to `node` is a soft pin's from now on."""
         gained, step = 0, node
         while step.parent is not None:
@@ -277,7 +284,7 @@ class RadixTree:
             step = step.parent
         _count_soft(self, gained, step.tenant)
 
-    def harden(self, node: Node) -> None:
+    def unpin_soft(self, node: Node) -> None:
         """The lease of a soft pin on the path to `node` is one like others again, to be given back."""
         lost, step = 0, node
         while step.parent is not None:
@@ -449,41 +456,17 @@ def _count_soft(tree: RadixTree, pages: int, tenant: str) -> None:
         tree.soft_pages_of[tenant] = left
 
 
-class Sharing:
-    """Which tenants' beginnings turn out to be shared, of those that were computed lately: half of them, or fewer."""
+def relabel(node: Node, labels: Labels, who: str, page_size: int) -> None:
+    """`who` uses the path to `node`, on which it has a lease, with these labels: the latest use sets the priority.
 
-    def __init__(self) -> None:
-        self._of: dict[str, tuple[float, float]] = {}  # by tenant: how many were computed, how many others then used
-
-    def computed(self, tenant: str) -> None:
-        computed, used = self._of.pop(tenant, (0.0, 0.0))
-        if computed >= _REMEMBERED:
-            computed, used = computed / 2, used / 2
-        self._of[tenant] = computed + 1, used
-        if len(self._of) > _TENANTS:
-            del self._of[next(iter(self._of))]
-
-    def used(self, tenant: str) -> None:
-        computed, used = self._of.get(tenant, (0.0, 0.0))
-        self._of[tenant] = computed, min(used + 1, computed)
-
-    def likely(self, tenant: str) -> bool:
-        computed, used = self._of.get(tenant, (0.0, 0.0))
-        return used > 0 and 2 * used >= computed
-
-
-def relabel(node: Node, labels: Labels, who: str, page_size: int, sharing: Sharing) -> None:
-    """`who` uses the path to `node`, on which it has a lease, with these labels: the latest use says what it is worth.
-
-    What has no tier above or below 0 is left as it is, but for what was computed ahead. A label that learns counts for
-    what somebody else computed, and has then been shared for good.
+    A label of priority 0 changes nothing, except for tokens that were computed ahead. A label that `learns` counts once
+    a program uses tokens that another one computed; these are shared from then on.
     """
     for step in node.path():
         label = labels.at(step.start, page_size)
-        if label.learns and step.by == who:
-            continue
-        if label.learns and step.by:
-            sharing.used(step.tenant)
+        if label.learns:
+            if step.by == who:
+                continue
             step.by = ""
         if label.priority or step.tag == AHEAD:
             step.tag, step.priority, step.lasts = label.tag, label.priority, label.lasts
@@ -577,7 +560,7 @@ class EvictionQueue:
         elif node in self._raised:
             self._lower(node)
 
-    def let_go(self, node: Node) -> None:
+    def demote(self, node: Node) -> None:
         """Nobody comes back for `node`, which is in nobody's use: it goes before the others, after its descendants."""
         self.discard(node)
         node.priority, node.lasts = RELEASED, math.inf

@@ -23,7 +23,7 @@ from typing import Protocol, TypeAlias
 from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.events import Notice, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
 from holdfast.replicas.kv.cache import Freed, KVCache
-from holdfast.replicas.kv.holding import Pin
+from holdfast.replicas.kv.radix import Pin
 from holdfast.replicas.programs import Kind, Program, ProgramKey, ProgramPin, Programs, Rows, Sequence, give_back
 from holdfast.replicas.retention.latency import LatencySnapshot, tool_set
 from holdfast.replicas.retention.policy import Conditions, LoadStats, Pause, retention_policy

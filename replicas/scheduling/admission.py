@@ -337,7 +337,7 @@ class Admission:
     def _start(self, builder: StepBuilder, sequence: Sequence, this: _Round, now: float) -> int | Held:
         """Start the head, or set it aside for a leader; the cells it may come to need, or why it has to wait."""
         if sequence.cache_scope is not None:
-            self._cache.adopt(sequence.cache_scope, sequence.tokens, now)
+            self._cache.alias_shared(sequence.cache_scope, sequence.tokens, now)
         prefix = self._cache.find(sequence.cache_scope, sequence.tokens)
         n_cached = prefix.length if prefix is not None else 0
         if (following := self._find_leader(sequence, n_cached)) is not None:

@@ -25,11 +25,9 @@ import numpy as np
 from holdfast.replicas.constraints.matcher import RowMasks
 from holdfast.replicas.errors import EngineError, ErrorInfo, ErrorKind, InvalidRequestError
 from holdfast.replicas.events import Aborted, Event, Finished, FinishReason
-from holdfast.replicas.kv.cache import Freed, KVCache
-from holdfast.replicas.kv.holding import Holding, Pin
-from holdfast.replicas.kv.host import Reloads
+from holdfast.replicas.kv.cache import Freed, Holding, KVCache, Reloads
 from holdfast.replicas.kv.pages import NO_MOVES, NO_PAGES, PageCopy, PageIds, PageMoves
-from holdfast.replicas.kv.radix import Prefix
+from holdfast.replicas.kv.radix import Pin, Prefix
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, StepPlan
 from holdfast.replicas.programs import KeptRow, Kind, Program, Programs, Rows, Sequence, Status, give_back
 from holdfast.replicas.retention.pins import Retention
@@ -413,7 +411,7 @@ class Running:
 
     def _demote(self, scope: str | None, tokens: TokenIds, who: str) -> None:
         if self._tags and scope is not None:
-            self._cache.let_go(scope, tokens, who)
+            self._cache.demote(scope, tokens, who)
 
     def _settle(self, holding: Holding, computed: TokenIds, now: float, *, keep: bool, pin: bool) -> Pin | None:
         """Give a holding back, with a `pin` on its cells or without; where keeping them fails they are freed."""

@@ -6,6 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from kv_audit import check_cache
 from transformers import AutoModelForCausalLM
 
 from holdfast.kernels import native
@@ -64,7 +65,7 @@ def generate(
                 out[event.request_id] += event.tokens
             else:
                 ends[event.request_id] = event
-    engine.cache.check()
+    check_cache(engine.cache)
     return list(out.values()), [ends[str(i)] for i in range(len(prompts))]
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 from cycles import left_in_cycles
+from kv_audit import check_cache
 from waiting import PATIENCE_S, until_async
 
 from holdfast.replicas.actor import Replica
@@ -214,7 +215,7 @@ def test_32_streams_at_once_end_and_leave_everything_free():
             now = service.engine.occupancy()
             assert (now.running, now.waiting, now.rows_taken, now.cells_held) == (0, 0, 0, 0)
             assert now.cells_free + now.cells_tree == now.cells_total
-            service.engine.cache.check()
+            check_cache(service.engine.cache)
 
     asyncio.run(main())
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from engine_world import World, words
 from fake_runner import complete
+from kv_audit import check_cache
 
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.events import Abort, Finished, Stop, Submit
@@ -192,7 +193,7 @@ def test_the_service_under_clients_that_leave_gives_everything_back():
             await service.generate(GenerateRequest("last", RawPrompt([5, 6, 7]), Sampling(max_tokens=1)))
             now = service.engine.occupancy()
             assert (now.running, now.waiting, now.rows_taken, now.cells_held, service.n_live) == (0, 0, 0, 0, 0)
-            service.engine.cache.check()
+            check_cache(service.engine.cache)
         finally:
             await service.close()
 

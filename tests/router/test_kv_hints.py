@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_backend import FakeBackend, World, chat_body
+from kv_audit import check_cache
 from service_backend import ServiceBackend
 
 from holdfast.replicas.config import EngineConfig, RetentionConfig
@@ -197,7 +198,7 @@ def served(config: EngineConfig, hints: Any) -> tuple[list[str], Any]:
                     told.append(answer.json()["choices"][0]["message"]["content"])
         engine = backend.service.engine
         await backend.service.close()
-        engine.cache.check()
+        check_cache(engine.cache)
         return told, engine
 
     return asyncio.run(run())

@@ -6,6 +6,7 @@ from math import inf
 
 import numpy as np
 from fake_runner import EOS, VOCABULARY, FakeRunner, complete
+from kv_audit import check_cache
 from pinned_pages import pinned_pages
 
 from holdfast.loadgen.policies.plas import Plas
@@ -175,7 +176,7 @@ class World:
 
     def check(self) -> None:
         """Nothing is lost: cells and rows are free, or with somebody."""
-        self.engine.cache.check()
+        check_cache(self.engine.cache)
         now, pool = self.engine.occupancy(), self.engine._pool
         assert now.cells_free + now.cells_tree + now.cells_held == now.cells_total
         assert pool.free() + pool.free(Region.SESSION) + now.rows_taken + now.rows_parked == pool.rows

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable
 
-from holdfast.replicas.kv.holding import Pin
-from holdfast.replicas.kv.radix import Node
+from holdfast.replicas.kv.radix import Node, Pin
 
 
 def pinned_pages(pins: Iterable[Pin]) -> int:

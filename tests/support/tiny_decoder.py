@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 import transformers as tf
+from kv_audit import check_cache
 
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
@@ -124,7 +125,7 @@ class TinyEngine:
                     ended.add(event.request_id)
             steps += 1
         assert ended == set(out)
-        self.engine.cache.check()
+        check_cache(self.engine.cache)
         return out
 
 

@@ -7,6 +7,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from kv_audit import check_cache
 
 from holdfast.loadgen.bench.ablation import VARIANTS, Variant, chosen
 from holdfast.replicas.config import DraftConfig, EngineConfig, Mechanism
@@ -53,7 +54,7 @@ def run(engine: Engine, prompts: list[list[int]], turn: int, temperature: float)
         for event in engine.step(float(turn)):
             if isinstance(event, Tokens):
                 out[event.request_id] += event.tokens
-    engine.cache.check()
+    check_cache(engine.cache)
     return list(out.values())
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kv_audit import check_cache
 
 from holdfast.cluster.cli import MISUSE, main
 from holdfast.loadgen.simulator.crowds import CROWDS, Crowd
@@ -33,7 +34,7 @@ def test_every_program_and_sub_agent_ends_once(name: str) -> None:
     for program in programs:
         assert all(ended[child.number] < ended[program.number] for turn in program.turns for child in turn.children)
     for site in simulation.sites:
-        site.replica.engine.cache.check()
+        check_cache(site.replica.engine.cache)
         assert site.replica.ongoing == 0
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from kv_audit import check_cache
 
 from holdfast.loadgen.simulator.machines import profile
 from holdfast.loadgen.simulator.outcome import Outcome
@@ -31,7 +32,7 @@ def simulate(
     simulation = Simulation(machine, engine_config(policy, machine, host), replicas, bulk)
     outcome = simulation.run(workload.draw(seed))
     for site in simulation.sites:
-        site.replica.engine.cache.check()
+        check_cache(site.replica.engine.cache)
         assert site.replica.ongoing == 0
     return outcome
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kv_audit import check_cache
 from pinned_pages import pinned_pages
 
 from holdfast.replicas.errors import EngineError
-from holdfast.replicas.kv.cache import KVCache
-from holdfast.replicas.kv.holding import Holding
+from holdfast.replicas.kv.cache import Holding, KVCache
 from holdfast.replicas.kv.pages import PageCopy, PageIds
 from holdfast.replicas.kv.tags import PLAIN, Label, Labels
 from holdfast.replicas.types import TokenIds
@@ -28,7 +28,7 @@ def _begin(cache: KVCache, tokens: TokenIds, now: float = 0.0, scope: str = "", 
     """A sequence with cells for all of `tokens`."""
     holding = cache.acquire(scope, tokens, now, labels=Labels(rest=label)).holding
     assert cache.grow(holding, len(tokens)) is not None
-    cache.check()
+    check_cache(cache)
     return holding
 
 
@@ -36,7 +36,7 @@ def _run(cache: KVCache, tokens: TokenIds, now: float = 0.0, scope: str = "", la
     """One whole request; returns how many tokens it found cached."""
     holding = _begin(cache, tokens, now, scope, label)
     cache.finish(holding, tokens, len(tokens), now)
-    cache.check()
+    check_cache(cache)
     return holding.n_cached
 
 
@@ -82,7 +82,7 @@ def test_prefix_that_ends_inside_a_page_is_copied_into_an_own_page() -> None:
     assert acquired.copies == (PageCopy(source=before[1], target=int(holding.pages[1]), cells=2),)
     assert holding.own.tolist() == [holding.pages[1]]
     assert holding.pages[1] not in before
-    cache.check()
+    check_cache(cache)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -110,10 +110,10 @@ def test_without_a_page_for_the_copy_the_prefix_is_cut_to_whole_pages() -> None:
     other = _begin(cache, _count(50, 4))
     acquired = cache.acquire("", _ids(0, 1, 2, 3, 4, 5, 99), now=1.0)
     assert (acquired.holding.n_cached, acquired.copies) == (4, ())
-    cache.check()
+    check_cache(cache)
     cache.drop(other)
     cache.drop(acquired.holding)
-    cache.check()
+    check_cache(cache)
 
 
 def test_grow_returns_what_it_appended_and_evicts_only_if_that_helps() -> None:
@@ -132,7 +132,7 @@ def test_grow_returns_what_it_appended_and_evicts_only_if_that_helps() -> None:
     assert cache.grow(holding, 24) is not None
     assert cache.peek("", _count(50, 9)) == 0
     assert cache.stats.evicted == 8
-    cache.check()
+    check_cache(cache)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -145,7 +145,7 @@ def test_one_missing_page_costs_a_long_history_one_page(page_size: int) -> None:
         assert cache.grow(other, n * page_size) is not None
         assert cache.peek("", history) == 14_400 - n * page_size
     assert cache.stats.evicted == 3 * page_size
-    cache.check()
+    check_cache(cache)
 
 
 def test_a_history_that_has_lost_its_end_is_next_to_lose_more() -> None:
@@ -159,7 +159,7 @@ def test_a_history_that_has_lost_its_end_is_next_to_lose_more() -> None:
         assert cache.grow(other, n) is not None
         found.append([cache.peek("", np.append(text, 0)) for text in texts])
     assert found == [[12, 16, 16], [8, 16, 16], [4, 16, 16], [0, 16, 16], [0, 12, 16], [0, 8, 16]]
-    cache.check()
+    check_cache(cache)
 
 
 def test_row_outgrows_its_first_buffer() -> None:
@@ -170,7 +170,7 @@ def test_row_outgrows_its_first_buffer() -> None:
         assert cache.grow(holding, n) is not None
     assert len(set(holding.pages.tolist())) == 149
     assert holding.pages[0] == first
-    cache.check()
+    check_cache(cache)
 
 
 def test_cells_in_use_are_never_evicted() -> None:
@@ -190,7 +190,7 @@ def test_finish_frees_pages_that_hold_nothing_computed() -> None:
     tokens = _count(0, 30)
     holding = _begin(cache, tokens)
     cache.finish(holding, tokens, 5, now=1.0)
-    cache.check()
+    check_cache(cache)
     assert (cache.stats.tree, cache.stats.held, cache.stats.free) == (8, 0, 56)
     assert cache.peek("", tokens) == 5
 
@@ -201,7 +201,7 @@ def test_twins_that_finish_leave_one_copy() -> None:
     holdings = [_begin(cache, tokens) for tokens in (a, b, c)]
     for holding, tokens in zip(holdings, (a, b, c), strict=True):
         cache.finish(holding, tokens, len(tokens), now=1.0)
-        cache.check()
+        check_cache(cache)
     # Three pages of a, and of c the page it diverges in and the one after.
     assert cache.stats.tree == 5 * 4
     assert cache.peek("", np.append(a, 1)) == 10
@@ -222,13 +222,13 @@ def test_followers_alias_what_a_running_leader_published() -> None:
     leader = _begin(cache, prompt)
     row = leader.pages.tolist()
     cache.publish(leader, prompt, 10, now=1.0)
-    cache.check()
+    check_cache(cache)
     assert leader.pages.tolist() == row
     assert leader.n_shared == 8, "the page that is still being filled stays with its writer"
     follower = cache.acquire("", np.append(prompt, 7), now=2.0).holding
     assert (follower.n_cached, follower.pages.tolist()) == (8, row[:2])
     cache.drop(leader)
-    cache.check()
+    check_cache(cache)
     assert cache.peek("", prompt) == 8, "what was published outlives its leader"
 
 
@@ -248,7 +248,7 @@ def test_late_publisher_keeps_reading_its_own_copy_until_it_ends() -> None:
     cache.publish(one, first, 8, now=1.0)
     row = two.pages.tolist()
     cache.publish(two, second, 12, now=2.0)
-    cache.check()
+    check_cache(cache)
     assert two.pages.tolist() == row
     assert two.duplicates.tolist() == row[:1]
     assert (two.n_shared, cache.stats.tree, cache.stats.held) == (12, 16, 4)
@@ -256,7 +256,7 @@ def test_late_publisher_keeps_reading_its_own_copy_until_it_ends() -> None:
     assert follower.pages.tolist() == [one.pages[0], *row[1:]]
     for holding in (one, two, follower):
         cache.drop(holding)
-    cache.check()
+    check_cache(cache)
     assert cache.stats.held == 0
 
 
@@ -281,13 +281,6 @@ def test_lower_tier_is_evicted_first_through_the_cache() -> None:
     assert cache.peek("", _count(50, 9)) == 0
 
 
-def test_counters_of_hits() -> None:
-    cache = KVCache(16, 4)
-    for tokens in (_count(0, 9), _count(0, 9), _count(50, 3)):
-        _run(cache, tokens)
-    assert (cache.stats.lookups, cache.stats.hits, cache.stats.hit_tokens) == (3, 1, 8)
-
-
 @pytest.mark.parametrize(
     "use",
     [
@@ -303,7 +296,7 @@ def test_ended_holding_cannot_be_used(use: Callable[[KVCache, Holding], object])
     cache.drop(holding)
     with pytest.raises(EngineError, match="ended"):
         use(cache, holding)
-    cache.check()
+    check_cache(cache)
 
 
 def test_more_computed_than_there_are_cells_is_refused() -> None:
@@ -315,7 +308,7 @@ def test_more_computed_than_there_are_cells_is_refused() -> None:
         cache.publish(holding, _count(0, 8), 9, now=1.0)
     with pytest.raises(EngineError):
         cache.acquire("", _ids(), now=1.0)
-    cache.check()
+    check_cache(cache)
 
 
 def _converse(cache: KVCache, turns: int) -> list[list[int]]:
@@ -361,10 +354,10 @@ def test_who_continues_writes_on_in_the_last_page_without_a_copy() -> None:
     assert holding.pages.tolist() == pages
     assert holding.own.tolist() == pages[2:]
     assert cache.peek("", _count(0, 13)) == 8, "what is written on is not there for others"
-    cache.check()
+    check_cache(cache)
     cache.finish(holding, _count(0, 13), 10, now=3.0)
     assert cache.peek("", _count(0, 13)) == 10
-    cache.check()
+    check_cache(cache)
 
 
 def test_a_last_page_that_somebody_else_holds_or_goes_on_from_is_copied() -> None:
@@ -380,7 +373,7 @@ def test_a_last_page_that_somebody_else_holds_or_goes_on_from_is_copied() -> Non
         acquired = cache.acquire("", _ids(*range(10), 99), now=2.0, continues=True)
         assert acquired.holding.n_cached == 10
         assert [copy.cells for copy in acquired.copies] == [2]
-        cache.check()
+        check_cache(cache)
 
 
 def test_what_is_pinned_stays_until_it_is_given_back() -> None:
@@ -413,7 +406,7 @@ def test_pages_that_several_pins_keep_are_counted_once() -> None:
     cache.unpin(pins[1])
     assert (cache.cells.soft_pinned, cache.cells.soft_pinned_of("")) == (0, 0)
     assert pinned_pages([]) == 0
-    cache.check()
+    check_cache(cache)
 
 
 def test_what_soft_pins_alone_keep_is_in_use_but_not_active() -> None:
@@ -430,7 +423,7 @@ def test_what_soft_pins_alone_keep_is_in_use_but_not_active() -> None:
     assert (cache.cells.in_use, cache.cells.active) == (8, 0)
     cache.unpin(soft)
     assert (cache.cells.available, cache.cells.in_use, cache.cells.active) == (64, 0, 0)
-    cache.check()
+    check_cache(cache)
 
 
 @pytest.mark.parametrize(
@@ -454,13 +447,13 @@ def test_what_is_finished_with_a_pin_is_as_if_it_had_been_pinned_after_that(
         pin = cache.finish(holding, _count(0, 12), n_computed, now=1.0, pin=at_once)
         assert (pin is not None) == at_once
         pin = pin or cache.pin("", _count(0, n_computed), now=1.0, soft=True)
-        cache.check()
+        check_cache(cache)
         kept = _begin(cache, _count(50, cache.cells.available), now=2.0)  # all that may go is evicted
         pinned = (pin.length, pin.soft, pinned_pages([pin]), cache.cells.soft_pinned)
         found.append((pinned, cache.stats, cache.peek("", _count(0, 13))))
         cache.drop(kept)
         cache.unpin(pin)
-        cache.check()
+        check_cache(cache)
     assert found[0] == found[1]
     assert found[0][-1] >= n_computed
 
@@ -470,7 +463,7 @@ def test_a_sequence_whose_cells_are_the_trees_already_is_finished_with_a_pin() -
     holding = _begin(cache, _count(0, 8))
     cache.publish(holding, _count(0, 8), 8, now=0.0)
     pin = cache.finish(holding, _count(0, 8), 8, now=1.0, pin=True)
-    cache.check()
+    check_cache(cache)
     assert pin is not None
     assert pin.length == 8
     assert cache.cells.in_use == 8
@@ -505,7 +498,7 @@ def test_what_is_told_of_a_prefix_is_what_acquiring_it_changes(
     assert available - cache.cells.available == told + own
     assert cache.cells.active - active == inactive + own
     cache.drop(holding)
-    cache.check()
+    check_cache(cache)
 
 
 def test_a_history_that_comes_in_small_pieces_is_a_short_path() -> None:
@@ -515,7 +508,7 @@ def test_a_history_that_comes_in_small_pieces_is_a_short_path() -> None:
         holding = cache.acquire("", tokens, now=turn, continues=True).holding
         assert cache.grow(holding, len(tokens)) is not None
         cache.finish(holding, tokens, len(tokens), now=turn)
-    cache.check()
+    check_cache(cache)
     assert cache.peek("", _count(0, 2000)) == 7 * 199
     assert cache.tree.nodes <= 7 * 199 // 256 + 2
 
@@ -542,7 +535,7 @@ def test_in_no_scope_nothing_is_found_or_kept() -> None:
     cache.finish(holding, tokens, 9, now=0.0)
     assert cache.stats.tree == used
     assert cache.stats.held == 0
-    cache.check()
+    check_cache(cache)
 
 
 def test_scopes_whose_cells_have_gone_are_forgotten() -> None:

@@ -13,10 +13,11 @@ import numpy.typing as npt
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from kv_audit import check_cache
 
-from holdfast.replicas.kv.cache import KVCache
-from holdfast.replicas.kv.holding import Holding, Pin
-from holdfast.replicas.kv.host import HostTier, Reloads
+from holdfast.replicas.kv.cache import Holding, KVCache, Reloads
+from holdfast.replicas.kv.host import HostTier
+from holdfast.replicas.kv.radix import Pin
 from holdfast.replicas.kv.tags import UNLABELLED, Label, Labels
 from holdfast.replicas.types import TokenIds
 
@@ -275,11 +276,11 @@ class CacheMachine(RuleBasedStateMachine):
         return self.pinned[-1]
 
     @rule(scope=st.sampled_from("ab"), back=st.integers(0, 5), cut=st.integers(1, 40), who=people)
-    def let_go(self, scope: str, back: int, cut: int, who: str) -> None:
+    def demote(self, scope: str, back: int, cut: int, who: str) -> None:
         """Nothing goes by that, but it goes first."""
         tokens = np.array([*self._prompt(back, cut, ()), 0], dtype=np.int32)
         known = self.cache.peek(scope, tokens)
-        self.cache.let_go(scope, tokens[:-1], who)
+        self.cache.demote(scope, tokens[:-1], who)
         assert self.cache.peek(scope, tokens) == known
 
     @rule(agent=consumes(agents))
@@ -321,11 +322,11 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "cache"):
-            self.cache.check()
+            check_cache(self.cache)
             stats = self.cache.stats
             assert stats.free + stats.tree + stats.held == stats.total
             assert stats.evictable <= stats.tree
-            assert stats.host_used <= stats.host_total
+            assert stats.host_used == 0 or self.cache.host is not None
 
     @invariant()
     def what_is_on_the_host_can_be_brought_back(self) -> None:
@@ -347,7 +348,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.drop(agent.holding)
         for pin, _, _ in self.pinned:
             self.cache.unpin(pin)
-        self.cache.check()
+        check_cache(self.cache)
         stats = self.cache.stats
         assert stats.held == 0
         assert len(self.reloads) == 0

@@ -1,9 +1,10 @@
 """The host tier's books: what of the evicted is kept, and for how long. The law of its use is `test_cache_law`'s."""
 
 import numpy as np
+from kv_audit import check_cache
 
-from holdfast.replicas.kv.cache import KVCache
-from holdfast.replicas.kv.host import HostTier, Reloads, ReloadSpeed
+from holdfast.replicas.kv.cache import KVCache, Reloads, ReloadSpeed
+from holdfast.replicas.kv.host import HostTier
 
 SIZE = 4
 
@@ -43,7 +44,7 @@ def test_what_is_evicted_is_found_with_its_path_and_copied_once():
     run(cache, np.arange(200, 224, dtype=np.int32))  # everything goes; what they share is there already
     assert len(reloads.saves()) == 1 + 2
     assert host.pool.used == 7
-    cache.check()
+    check_cache(cache)
 
 
 def test_a_text_that_leaves_page_by_page_is_found_whole_was_copied_once_and_stays_one_node():
@@ -58,7 +59,7 @@ def test_a_text_that_leaves_page_by_page_is_found_whole_was_copied_once_and_stay
         assert cache.peek("", text) == 160 - n * SIZE
         assert found(host, text) == 160
         assert host.tree.nodes == 1
-        cache.check()
+        check_cache(cache)
     assert copied == [40] + [0] * 39
 
 
@@ -70,7 +71,7 @@ def test_of_what_is_kept_longest_ends_go_first_and_no_more_than_is_needed():
     run(cache, np.arange(200, 236, dtype=np.int32))
     assert found(host, second) == 12
     assert found(host, first) == 28, "7 of its 8 pages: there are 10"
-    cache.check()
+    check_cache(cache)
 
 
 def test_tenants_do_not_find_each_others():
@@ -91,7 +92,7 @@ def test_the_oldest_makes_room_and_what_is_pinned_stays():
     run(cache, texts[3])
     assert [found(host, text) for text in texts] == [8, 0, 8, 0]
     host.unpin(pin)
-    cache.check()
+    check_cache(cache)
 
 
 def test_of_a_path_larger_than_the_tier_the_beginning_is_kept():
@@ -100,7 +101,7 @@ def test_of_a_path_larger_than_the_tier_the_beginning_is_kept():
     run(cache, np.arange(100, 104, dtype=np.int32))
     assert found(host, np.arange(24, dtype=np.int32)) == 12
     assert len(reloads.saves()) == 3
-    cache.check()
+    check_cache(cache)
 
 
 def test_less_than_two_pages_are_not_worth_a_step():
@@ -117,7 +118,7 @@ def test_less_than_two_pages_are_not_worth_a_step():
     assert reloads.reach(long) == 0
     reloads.end(long)
     cache.drop(long)
-    cache.check()
+    check_cache(cache)
 
 
 def test_books_that_break_off_are_begun_anew_and_the_device_goes_on():
@@ -129,7 +130,7 @@ def test_books_that_break_off_are_begun_anew_and_the_device_goes_on():
     assert host.pool.used == 0
     run(cache, np.arange(200, 208, dtype=np.int32))
     assert found(host, np.arange(100, 108, dtype=np.int32)) == 8
-    cache.check()
+    check_cache(cache)
 
 
 def test_the_speed_is_a_moving_average():

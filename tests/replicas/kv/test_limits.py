@@ -8,11 +8,12 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from kv_audit import check_cache
 
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.kv.cache import KVCache
-from holdfast.replicas.kv.holding import Holding, Pin
+from holdfast.replicas.kv.cache import Holding, KVCache
 from holdfast.replicas.kv.limits import FORGOTTEN_S
+from holdfast.replicas.kv.radix import Pin
 from holdfast.replicas.kv.tags import Label, Labels
 from holdfast.replicas.types import CellLimits
 
@@ -112,7 +113,7 @@ class LimitsMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "cache"):
-            self.cache.check()
+            check_cache(self.cache)
 
 
 LimitsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
+from kv_audit import check_cache
 from pinned_pages import pinned_pages
 
 from holdfast.replicas.config import RetentionConfig
@@ -160,7 +161,7 @@ class PinsMachine(RuleBasedStateMachine):
             pinned = pinned_pages(pin.pin for pin in self.pins if pin.scope == tenant)
             assert self.pins.cells_of(tenant) == 4 * pinned
         assert self.pins.cells == self.pins.cells_of("t") + self.pins.cells_of("u")
-        self.book.cache.check()
+        check_cache(self.book.cache)
         for name, program in self.book.programs.items():
             assert all(waiting.pinned is (name in self.model) for waiting in program.waiting)
 

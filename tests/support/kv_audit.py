@@ -1,85 +1,22 @@
-"""What others have of the cache: the holding of a running sequence, and the pin of one that comes back later.
-
-Data, which `cache` and `host` alone change; and the law that their books obey, recounted (`audit`).
-"""
+"""Recounts of the KV cache's books: an AssertionError says which count is wrong. It visits every node."""
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from holdfast.replicas.kv.pages import NO_PAGES, PageCopy, PageIds, PagePool
-from holdfast.replicas.kv.radix import Node, RadixTree
-from holdfast.replicas.kv.tags import UNLABELLED, Labels
+from holdfast.replicas.kv.cache import Holding, KVCache
+from holdfast.replicas.kv.pages import PagePool
+from holdfast.replicas.kv.radix import Node, Pin, RadixTree
 from holdfast.replicas.types import tenant_of
 
 
-@dataclass(slots=True, eq=False)
-class Holding:
-    """What one running sequence has of the cache.
-
-    tokens       |<------ shared ------>|<------- own ------->|
-                 0                   n_shared              capacity
-    page slots   | tree | tree | tree | own | own | own | own |
-
-    Cells below `n_shared` are the tree's: read through the row, protected by a lease, never written. The rest of the
-    row is written by this sequence alone. Where `n_shared` lies inside a page, that slot is the sequence's own page,
-    into which the shared cells before were copied.
-    """
-
-    scope: str | None  # None: nothing is found for it, and nothing of it is kept
-    node: Node = field(repr=False)  # leased; ends at `n_shared`
-    n_cached: int  # tokens found at `acquire`: the first to compute
-    n_shared: int  # tokens whose cells are the tree's; grows with `publish`
-    page_size: int
-    row: PageIds = field(repr=False)  # valid up to `n_pages`
-    n_pages: int
-    tenant: str = ""  # whose the pages are that it writes
-    # Own pages below `n_shared`: the tree had their tokens already when they were published. The row goes on reading
-    # them; they are freed at the end.
-    duplicates: PageIds = field(default_factory=lambda: NO_PAGES, repr=False)
-    labels: Labels = UNLABELLED  # of its tokens, the reply's included
-    who: str = ""  # whose sequence it is: what others computed is told from what it did itself
-
-    @property
-    def pages(self) -> PageIds:
-        """The page row, int32 `[n_pages]`: a view whose entries are never written again, so whoever has it may keep it.
-
-        It lacks the pages that come later.
-        """
-        return self.row[: self.n_pages]
-
-    @property
-    def own(self) -> PageIds:
-        """The part of the row that this sequence writes; a view."""
-        return self.row[self.n_shared // self.page_size : self.n_pages]
-
-    @property
-    def capacity(self) -> int:
-        """How many tokens the row has cells for."""
-        return self.n_pages * self.page_size
-
-
-@dataclass(slots=True, eq=False)
-class Pin:
-    """Protection of `length` cached tokens until it is given back: they are not evicted. It owns no pages.
-
-    A `soft` pin may be taken away from whom it was left for when others need the cells; who does that is not said here.
-    What soft pins alone protect is counted apart.
-    """
-
-    node: Node = field(repr=False)  # leased; ends at `length`
-    length: int
-    soft: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Acquired:
-    """A new holding, and the copies to make before its first forward, in the same step."""
-
-    holding: Holding
-    copies: tuple[PageCopy, ...] = ()
+def check_cache(cache: KVCache) -> None:
+    """Recount the cache, and its host tier."""
+    audit(cache.pool, cache.tree, cache._live, cache._pins)
+    if (host := cache.host) is not None:
+        audit(host.pool, host.tree, (), host._pins)
+        assert host.pool.used == host.tree.pages, "free + tree != total"
 
 
 def audit(pool: PagePool, tree: RadixTree, holdings: Collection[Holding], pins: Collection[Pin]) -> None:

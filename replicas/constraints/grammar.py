@@ -32,7 +32,6 @@ from holdfast.replicas.text.calls.values import (
     alternatives,
     argument_schema,
     family,
-    kinds_of,
 )
 
 DEEPEST = 32  # schemas inside of schemas that are read here
@@ -850,21 +849,24 @@ def _tagged(g: Grammar, schema: Schema, form: TagForm) -> str:
     return members(g, items, "", '""', other)
 
 
-def _argument(g: Grammar, schema: Schema, key: str, part: Any, form: TagForm) -> str:
+def _argument(g: Grammar, schema: Schema, name: str, part: Any, form: TagForm) -> str:
     """An argument with its tags. Some formats say in the tag whether its value is a text."""
-    options = alternatives(part, schema.content)
-    if not options:
-        raise ValueError("it has no value, or too many alternatives")
-    texts = [each for each in options if each["type"] == "string"]
-    rest = [each for each in options if each["type"] != "string"]
-    gap = g.space or _LINE
-    begin, text = f"{gap} {literal(form.key)} {key}", f" {gap} ".join(map(literal, form.value.split("\n")))
-    if not form.json:
-        return f"{begin} {text} {_in_tag(g, schema, texts, rest, form)}"
-    if not (texts and rest):
-        return f"{begin} ({text} | {literal(form.json)}) {_in_tag(g, schema, texts, rest, form)}"
-    other = f"{literal(form.json)} {_in_tag(g, schema, (), rest, form)}"
-    return f"{begin} ({text} {_in_tag(g, schema, texts, (), form)} | {other})"
+    said, content = json.dumps(part, default=dict), schema.content
+    key = ("argument", form, schema.strict, said, '"$ref"' in said and json.dumps(content, default=dict))
+    if key not in g.known:
+        options = alternatives(part, content)
+        if not options:
+            raise ValueError("it has no value, or too many alternatives")
+        texts = [each for each in options if each["type"] == "string"]
+        rest = [each for each in options if each["type"] != "string"]
+        begin = f" {g.space or _LINE} ".join(map(literal, form.value.split("\n")))
+        if form.json and texts and rest:
+            other = f"{literal(form.json)} {_in_tag(g, schema, (), rest, form)}"
+            g.known[key] = f"({begin} {_in_tag(g, schema, texts, (), form)} | {other})"
+        else:
+            begin = f"({begin} | {literal(form.json)})" if form.json else begin
+            g.known[key] = f"{begin} {_in_tag(g, schema, texts, rest, form)}"
+    return f"{g.space or _LINE} {literal(form.key)} {name} {g.known[key]}"
 
 
 Options: TypeAlias = Sequence[Mapping[str, Any]]
@@ -928,7 +930,8 @@ def _in_text(schema: Schema, texts: Options, rest: Options) -> tuple[list[str], 
             fits = re.compile(rf"(.|\n){times}")
             listed |= {text: None for text in each["enum"] if fits.fullmatch(text)}
     beside = _beside(rest, schema.strict, any_text="*" in lengths)
-    kinds = kinds_of({"anyOf": [*texts, *rest]}, schema.content)
+    kinds = frozenset(each["type"] for each in (*texts, *rest))
+    kinds |= {"integer"} if "number" in kinds else set()
     words = [text for text in listed if as_json(text, kinds) == json.dumps(text, ensure_ascii=False)]
     some = " | ".join(rf"/(.|\n){times}/" for times in lengths)
     if beside.taken and some:

@@ -6,7 +6,6 @@ need. Not here: the text of grammars (`grammar`), and when one is compiled (`com
 
 import re
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -90,7 +89,9 @@ class Vocabulary:
 
     def known(self, tokens: Sequence[int]) -> Sequence[int]:
         """`tokens` up to the first that the vocabulary lacks, at which llguidance fails."""
-        return tokens[: next((i for i, token in enumerate(tokens) if token >= len(self.tokens)), len(tokens))]
+        if max(tokens, default=0) < len(self.tokens):
+            return tokens
+        return tokens[: next(i for i, token in enumerate(tokens) if token >= len(self.tokens))]
 
     def encode_bytes(self, text: bytes) -> Sequence[int] | None:
         """Tokens that spell `text`; None where there are none, as when it ends inside of a character."""
@@ -408,7 +409,7 @@ class CallGuard(_FreeText):
     and writes what it would have written.
 
     A grammar that grows beyond its limits is given up, and the reply goes on without; where it `must` be followed, the
-    guard has failed. `over`: calls that may end are over (`Forms.over_when_complete`). `loose`: some tool is not held
+    guard has failed. `over`: calls end as soon as they may (`Forms.over_when_complete`). `loose`: some tool is not held
     to all of its schema.
     """
 
@@ -446,8 +447,10 @@ class CallGuard(_FreeText):
         return self._failed and not self._must
 
     def copy(self) -> "CallGuard":
-        other = copy(self)
+        other = CallGuard(self.calls, self._watch, self._names, self._must, self._over, self.loose)
+        other._refused, other._tail, other._start = self._refused, self._tail, self._start
         other._inner = self._inner and self._inner.copy()
+        other._failed, other._forced = self._failed, self._forced
         return other
 
     def advance(self, tokens: Sequence[int]) -> int:
@@ -461,7 +464,7 @@ class CallGuard(_FreeText):
             stand = self._inner.accepts(self._watch.vocabulary.known(tokens))
             if stand == len(tokens) or not (self._inner.failed or self._inner.completes(tokens[:stand])):
                 return stand
-        elif self._is_plain(tokens):
+        elif self._failed or self._is_plain(tokens):
             return len(tokens)
         return super().accepts(tokens)
 
@@ -472,9 +475,6 @@ class CallGuard(_FreeText):
         if self._inner is not None:
             self._inner.fill((), out)
 
-    def _is_plain(self, tokens: Sequence[int]) -> bool:
-        return self._failed or super()._is_plain(tokens)
-
     def _read(self, tokens: Sequence[int]) -> int:
         stand = 0
         while stand < len(tokens):
@@ -484,7 +484,7 @@ class CallGuard(_FreeText):
                 if not taken and self._inner is not None:
                     return stand
                 stand += taken
-            elif self._is_plain(rest):
+            elif self._failed or self._is_plain(rest):
                 break
             elif self._look(self._watch.vocabulary.content(rest[0])):
                 stand += 1
@@ -574,7 +574,9 @@ class CallBan(_FreeText):
     __slots__ = ()
 
     def copy(self) -> "CallBan":
-        return copy(self)
+        other = CallBan(self._watch, self._names)
+        other._refused, other._tail, other._start = self._refused, self._tail, self._start
+        return other
 
     def advance(self, tokens: Sequence[int]) -> int:
         if self._is_plain(tokens):

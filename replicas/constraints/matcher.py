@@ -1,7 +1,7 @@
-"""What the engine knows of a constrained reply: which tokens may come next, as bits. No library, and no grammar but
-that of a text that is given.
+"""What the engine knows of a constrained reply: which tokens may come next, as bits. Here is no library, and no grammar
+but that of a given text.
 
-A matcher belongs to one sequence. It is made by the text side, and from then on used by the engine's thread alone.
+A matcher belongs to one sequence. The text side makes it; from then on only the engine's thread uses it.
 """
 
 from collections.abc import Sequence
@@ -17,53 +17,52 @@ Bits = npt.NDArray[np.int32]
 
 
 class Matcher(Protocol):
-    """Where a reply stands in its grammar. What is allowed depends on the tokens it was given and on nothing else.
+    """Where a reply stands in its grammar, which depends on nothing but the tokens that the matcher was given.
 
-    A token that was drawn freely and is allowed is the one that would have been drawn under the mask (the noise belongs
-    to position and token), so masks cost nothing where the model does what it may. Filters see what is not masked yet.
+    Noise belongs to position and token. So a token that was drawn freely and is allowed is the one that would have been
+    drawn under the mask, and masks cost nothing where the model keeps to its grammar. Filters see unmasked logits.
     """
 
     @property
     def words(self) -> int:
-        """Width of a mask in int32 words; tokens beyond it are forbidden."""
+        """Width of a mask in int32 words. Tokens beyond it are forbidden."""
 
     @property
     def binding(self) -> bool:
-        """The next token is drawn under a mask. Else it is drawn freely, and `advance` says whether it may stand."""
+        """The next token is drawn under a mask. Otherwise it is drawn freely, and `advance` tells whether it stands."""
 
     @property
     def finished(self) -> bool:
-        """Nothing but the end of the reply may follow."""
+        """Only the end of the reply may follow."""
         return False
 
     @property
     def failed(self) -> bool:
-        """The grammar grew beyond its limits: nothing can be said of the next token. For good."""
+        """The grammar grew beyond its limits, and no mask can be made any more."""
         return False
 
     @property
     def given_up(self) -> bool:
-        """As `failed`, of a grammar that nobody has asked for: the rest of the reply is free. For good."""
+        """As `failed`, for a grammar that nobody has asked for: the rest of the reply is free."""
         return False
 
     def copy(self) -> "Matcher":
-        """Another one at the same place, independent of this."""
+        """An independent matcher at the same place."""
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """`tokens` were drawn, one behind the other; how many of them stand.
+        """Take in `tokens`, which were drawn one behind the other; returns how many of them stand.
 
-        The first that does not has to be drawn again, and from here on the matcher is binding, unless it is finished:
-        then the reply ends before it.
+        The first that does not stand is drawn again, under a mask. With a finished matcher the reply ends before it.
         """
 
     def accepts(self, tokens: Sequence[int]) -> int:
         """How many of `tokens`, from the first on, may follow."""
 
     def forced(self) -> list[int]:
-        """The tokens that must follow here whatever the model says; often none."""
+        """The tokens that must follow here, whatever the model says; often none."""
 
     def fill(self, drafts: Sequence[int], out: Bits) -> None:
-        """Masks into `out` [len(drafts) + 1, words]: of the next token, and of those after each draft.
+        """Write masks to `out` [len(drafts) + 1, words]: of the next token, and of the token after each draft.
 
         Bit i % 32 of word i // 32 is set where token i is allowed. Rows after a draft that may not follow have every
         bit set: nothing is drawn from them.
@@ -72,7 +71,7 @@ class Matcher(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowMasks:
-    """The masks of one chunk's drawn rows, worked out when they are asked for: once the forward has been started."""
+    """The masks of one chunk's drawn rows. They are worked out when asked for, while the forward runs."""
 
     matcher: Matcher
     drafts: tuple[int, ...] = ()
@@ -83,9 +82,9 @@ class RowMasks:
 
 
 class GivenTokens(Matcher):
-    """The grammar of one text, so that it is scored like any reply: each token is the next of `tokens`.
+    """A reply that must be exactly `tokens`, so that a given text is scored like any reply.
 
-    They are ids of a model with a `vocabulary` of so many.
+    `vocabulary`: the number of tokens that the model has.
     """
 
     __slots__ = ("_at", "_tokens", "_vocabulary")

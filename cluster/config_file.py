@@ -27,7 +27,7 @@ REMOVED: Mapping[str, str] = {
         f"engine.{name}": f"to turn it off, write `engine.without: [{name}]`"
         for name in (
             *("prefix_cache", "sessions", "grouped_prefill", "adaptive_chunks"),
-            *("kv_tags", "device_sampling", "cuda_graphs"),
+            *("kv_tags", "tokenize_cache", "device_sampling", "cuda_graphs"),
         )
     },
     **{
@@ -54,6 +54,13 @@ REMOVED: Mapping[str, str] = {
         for name in (
             *("min_n", "memory_min_n", "raw_length", "own_value_length", "ema_weight", "confidence", "floor"),
             *("verify_rows", "explore_every", "memory_context"),
+        )
+    },
+    **{
+        f"engine.retention.{name}": "it is a constant of a policy now (docs/policies.md)"
+        for name in (
+            *("settle_s", "fixed_s", "delta", "tool_samples", "overall_samples", "unknown_s", "turns_weight"),
+            *("trusted_samples", "wait_window", "prior_s", "away_waits"),
         )
     },
     "engine.high_water": "prompts wait above 95 % of the cells; `engine.without: [chunk_deferral]` turns that off",

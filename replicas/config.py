@@ -1,7 +1,7 @@
-"""Settings of one replica's engine: of speculation, of retention, of all the rest; and `resolve`.
+"""Options of one engine, and `resolve`, which fills in those that depend on the hardware and the model.
 
-Frozen: what depends on the hardware and the model is filled in by `resolve`, into a new object. A value that cannot be
-is refused where it is set, by the name of its field. The comment behind a field is what docs/options.md says of it.
+The classes check their values and raise ConfigError with the name of the field. The comment behind a field is its text
+in docs/options.md.
 """
 
 from __future__ import annotations
@@ -83,54 +83,58 @@ class RetentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Every knob of the engine. Counts are in tokens, cells or rows; times in seconds."""
+    """One engine. Counts are in tokens, cells (the KV of one token) or rows (one sequence each); times in seconds."""
 
-    model: str = POCKET  # "pocket", a folder, or a hub name already in the local cache
-    served_name: str = ""  # the model's name in the API; empty: the folder's name
+    model: str = POCKET  # `pocket`, a folder, or a hub name that is in the local cache
+    served_name: str = ""  # the model's name in the API; empty: the name of its folder
     dtype: DType = (  # auto: the checkpoint's on a GPU, the faster of float32 and bfloat16 on a CPU; int8: products in
-        "auto"  # it, all else as with auto; on a CPU only, never chosen by itself
+        "auto"  # int8 and all else as with auto, on a CPU only
     )
-    device: str = "auto"  # auto: cuda where there is one
-    decoder: Decoder = "auto"  # auto: our own where it knows the family, else transformers
-    threads: int = 0  # of torch on a CPU; 0: all cores
-    cpu_kernels: CpuKernels = "auto"  # highest instructions of CPU kernels; auto: all but amx; torch: none of ours
+    device: str = "auto"  # auto: cuda if there is a GPU
+    decoder: Decoder = "auto"  # auto: our own if it supports the model's family, else transformers
+    threads: int = 0  # threads of torch on a CPU; 0: all cores
+    cpu_kernels: CpuKernels = (
+        "auto"  # best instruction set that CPU kernels may use; auto: all but amx; torch: no kernels
+    )
 
-    context_length: int = 0  # 0: the model's own
-    cells: int = 0  # KV capacity in tokens; 0: from `kv_memory`
-    kv_memory: float = 1.0  # GiB of KV where `cells` is 0; on a GPU it gets what is left instead
-    kv_dtype: KVDType = "auto"  # auto: as it is computed; int8: a byte a number, a scale a token and head, CPU only
-    page_size: int = 16  # cells a page; cells are handed out in pages
+    context_length: int = 0  # longest sequence; 0: as long as the model allows
+    cells: int = 0  # KV capacity in tokens; 0: as `kv_memory` says
+    kv_memory: float = 1.0  # GiB of KV if `cells` is 0; a GPU takes what `gpu_memory` leaves instead
+    kv_dtype: KVDType = (
+        "auto"  # auto: as the model computes; int8: one byte a number and a scale a token and head, CPU only
+    )
+    page_size: int = 16  # cells in a page, the unit in which cells are allocated
 
-    max_sequences: int = 64  # rows of the sequence pool
-    session_rows: int = 16  # of these, kept for programs and sessions between turns; at most so many sessions
+    max_sequences: int = 64  # rows: sequences in the batch, and those kept between turns
+    session_rows: int = (
+        16  # rows of these that are kept for programs and sessions between turns; the most open sessions
+    )
     session_idle_s: float = 600.0  # a session without an operation for this long is closed
-    tenant_sessions: int = 0  # open sessions of one tenant; 0: as many as there may be
-    max_waiting: int = 4096  # most requests in the queue; one more is refused, or one of a lower class is, for it
-    queue_timeout_s: float = 300.0  # a request that waited this long is refused
-
+    tenant_sessions: int = 0  # most open sessions of one tenant; 0: `session_rows`
+    max_waiting: int = 4096  # most requests in the queue; another one is refused, or takes the place of a lower class
+    queue_timeout_s: float = 300.0  # a request that waits longer than this is refused
     hung_s: float = 180.0  # a step hangs after this time and 20 times the longest step so far; its replica is replaced
 
     # Stateful inference, section 3.2.
-    admission_ceiling: float = 0.75  # share of all cells that admitted requests may have at their ends
-    completion_reserve: int = 1024  # completion tokens a request is charged for at admission, at most
-    step_tokens: int = 4096  # prefill tokens a step, shared by the active prefills
+    admission_ceiling: float = 0.75  # share of the cells that admitted requests may need together when they end
+    completion_reserve: int = 1024  # most completion tokens that admission reserves for a request
+    step_tokens: int = 4096  # most prompt tokens of a step
     step_ms: float = 0.0  # milliseconds that prompts may add to a step; 0: 200 on a CPU, 50 on a GPU
 
-    prompt_seed: bool = True  # a request without a seed gets its prompt's; off: a random one
-    early_stop: bool = True  # a reply ends where its tool calls do; off: where the model ends it
-    shared_preambles: str = ""  # a JSON file: what prompts of all tenants may begin with, computed once for all
+    prompt_seed: bool = True  # a request without a seed gets one from its prompt; false: a random one
+    early_stop: bool = True  # a reply ends after its tool calls; false: where the model ends it
+    shared_preambles: str = ""  # a JSON file with beginnings of prompts, computed once for all tenants
 
     speculation: DraftConfig = field(default_factory=DraftConfig)
 
-    chat_template: str = ""  # a file with a chat template, on each engine's machine; empty: the model's own
-    tool_format: str = ""  # how calls are written, see docs/api.md, or none; empty: by the chat template
-    tools_guarantee: Guarantee = (  # what every call has: a declared name and an object, a declared name and arguments
-        "schema"  # of its schema's types, or nothing but what a request asks for; off: undeclared calls are text
+    chat_template: str = ""  # a file with a chat template, on the machine of each engine; empty: the model's own
+    tool_format: str = ""  # how the model writes calls (docs/api.md), or none; empty: detected from the chat template
+    tools_guarantee: Guarantee = (  # names: each call has a declared name and an object; schema: its arguments have the
+        "schema"  # types of the schema, too; off: only what a request asks for, and undeclared calls are text
     )
 
-    # Evicted cells go to host memory, and come back from there.
-    host_cells: int = 0  # tokens that host memory holds; 0: from `host_memory`
-    host_memory: float = 0.0  # GiB where `host_cells` is 0; 0: no second tier
+    host_cells: int = 0  # tokens of evicted KV that host memory holds; 0: as `host_memory` says
+    host_memory: float = 0.0  # GiB for evicted KV if `host_cells` is 0; 0: evicted KV is lost
 
     order: OrderName = (  # which request is served first: by arrival of its `program` or of the `request`, by tenants'
         "auto"  # weights (`fair`), or a class of your own as `module:Class`; auto: fair with several tenants
@@ -138,17 +142,17 @@ class EngineConfig:
 
     retention: RetentionConfig = field(default_factory=RetentionConfig)
 
-    overlap_steps: Overlap = "auto"  # the next step is planned while one runs; auto: on a GPU
-    gpu_memory: float = 0.9  # share of a GPU's memory that weights, steps and KV together may take
-    batch_invariant: bool = False  # on a GPU, too, no bit of an answer depends on what else is in the batch
+    overlap_steps: Overlap = "auto"  # on: plan the next step while one runs; auto: on a GPU
+    gpu_memory: float = 0.9  # share of the GPU's memory for weights, steps and KV together
+    batch_invariant: bool = False  # on a GPU, too, answers do not depend on what else is in the batch, to the last bit
 
     without: tuple[Mechanism, ...] = (
         # Mechanisms to leave out, to measure what each is worth or to find a fault. No answer changes without them.
         # `prefix_cache`: prompts that begin alike share their KV;
         # `sessions`: a program keeps its row between turns, and without `prefix_cache` its cells;
         # `grouped_prefill`: requests that share a prefix wait until the first of them has computed it;
-        # `adaptive_chunks`: prefills share the tokens of a step;
-        # `chunk_deferral`: prompts wait while the cells are almost full;
+        # `adaptive_chunks`: prompts share the tokens of a step;
+        # `chunk_deferral`: prompts wait while more than 95 % of the cells are in use;
         # `kv_tags`: roles and `kv_hints` decide which cells are evicted first, not age alone;
         # `tokenize_cache`: of a conversation that continues only the new text is tokenized;
         # `device_sampling`: tokens are drawn on the GPU, so logits never cross to the host;
@@ -204,31 +208,31 @@ class EngineConfig:
 
     @property
     def host_tier(self) -> str:
-        """The field that asks for a second tier in host memory; empty: none does."""
+        """The field that asks for a second tier in host memory; empty: there is none."""
         return "host_cells" if self.host_cells else "host_memory" if self.host_memory else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What `resolve` may know of the machine."""
+    """The machine that an engine runs on."""
 
     cuda: bool
     cores: int
-    cpu_dtype: DType = "float32"  # in which a CPU computes this model; with int8, what is no product
+    cpu_dtype: DType = "float32"  # of this model on a CPU; with int8, of all that is no product
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What `resolve` may know of the model."""
+    """The sizes of a model that options depend on."""
 
     context_length: int
     checkpoint_dtype: DType
-    cell_values: int  # of one token's KV in every layer: 2 * layers * kv_heads * head_dim
-    steady_context: int  # beyond it a sequence changes what the others of its step compute; at most `context_length`
+    cell_values: int  # numbers in one token's KV: 2 * layers * kv_heads * head_dim
+    steady_context: int  # a longer sequence changes what the others of its step compute; at most `context_length`
     head_dim: int
 
     def cell_bytes(self, number: int) -> int:
-        """Bytes of one token's KV with so many a number; with one of them, beside the scales."""
+        """Bytes of one token's KV with `number` bytes a number; one byte is int8, which has scales as well."""
         scales = self.cell_values // self.head_dim * SCALE_BYTES
         return self.cell_values * number + (scales if number == 1 else 0)
 
@@ -236,8 +240,8 @@ class ModelShape:
 def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> EngineConfig:
     """`config` with every "auto" and 0 replaced by a value. Pure.
 
-    Raises ConfigError, naming the field, for a context that the model has not, for less than a page of cells, and for
-    int8 on a GPU, of products or of KV.
+    Raises ConfigError with the name of the field for a context longer than the model's, fewer cells than a page, and
+    int8 on a GPU.
     """
     device = config.device if config.device != "auto" else ("cuda" if hardware.cuda else "cpu")
     dtype = config.dtype
@@ -278,7 +282,7 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> Engi
 
 
 class _Rule(NamedTuple):
-    """What has to hold of a value. Said as what holds: no comparison with NaN does, so NaN is refused."""
+    """A condition on a value, and its text. Every comparison with NaN is false, so NaN is refused."""
 
     text: str
     holds: Callable[[Any], bool]

@@ -1,18 +1,18 @@
 """Paged attention on a GPU: one Triton kernel for every kind of item, and one that merges partial results.
 
-Maths and shapes are those of `attention`; what the programs do is worked out by `attention_work`. Each program walks
+Maths and shapes are those of `attention`; `attention_plan` cuts the work into items. Each program walks
 its positions in tiles with the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022): running maximum m, sum l
-and output o of what was seen, all in float32 and, as exp2 is what the hardware has, in base 2:
+and output o of the positions so far, in float32 and in base 2, because the hardware has exp2:
 
     m' = max(m, max_j s_j)     l' = l 2^(m - m') + sum_j 2^(s_j - m')     o' = o 2^(m - m') + sum_j 2^(s_j - m') v_j
 
-A multiprocessor multiplies matrices and works out powers of two at about the same pace, so long chunks do both at once:
-tile i's product with the values is begun after tile i + 1's with the keys, and runs beside the softmax of that.
+A multiprocessor multiplies matrices and computes powers of two at about the same pace, so long chunks do both at once:
+tile i's product with the values starts after tile i + 1's product with the keys, and overlaps tile i + 1's softmax.
 
-A head's sink joins last, over all positions: o / l / (1 + 2^(sink - m) / l).
+A head's sink joins last, after all positions: o / l / (1 + 2^(sink - m) / l).
 
-Keys are found through the page table cell by cell, so any page size will do; where a tile is whole pages, addresses
-cost least. What cells at or behind an item's end hold does not matter. The order of every sum is fixed: the same step
+Keys are found through the page table cell by cell, so any page size works; addresses cost least where a tile is whole
+pages. The contents of cells at or behind an item's end do not matter. The order of every sum is fixed: the same step
 gives the same bits.
 """
 
@@ -25,14 +25,14 @@ from holdfast.kernels.attention_plan import NARROW_ROWS, WIDE_ROWS, GpuPlan, mak
 from holdfast.kernels.kv import PagedBatch
 
 _LOG2E = 1.4426950408889634
-_MERGED = 16  # partial results that are read at a time
+_MERGED = 16  # partial results read at a time
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on a CPU."""
 
 
 @triton.jit
-def _bent(scores, softcap, LOG2E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """softcap tanh(scores / softcap) in base 2; tanh by exp2 of what is at most zero, which does not overflow."""
+def _capped(scores, softcap, LOG2E: tl.constexpr):  # type: ignore[no-untyped-def]
+    """softcap tanh(scores / softcap) in base 2; exp2 takes no argument above zero, so it does not overflow."""
     shrunk = tl.exp2(-2.0 * LOG2E * tl.abs(scores) / softcap)
     size = softcap * (1.0 - shrunk) / (1.0 + shrunk) * LOG2E
     return tl.where(scores < 0, -size, size)
@@ -40,13 +40,13 @@ def _bent(scores, softcap, LOG2E: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _beside_sink(lse, sink, LOG2E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What is left of an output over positions with this log-sum-exp, in base 2, when a sink joins them."""
+    """The factor of an output whose positions have this log-sum-exp, in base 2, when a sink joins them."""
     return 1.0 / (1.0 + tl.exp2(sink.to(tl.float32) * LOG2E - lse))
 
 
 @triton.jit
 def _slots(pages, start, cells, PAGE: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the pages of the positions from `start` on are noted."""
+    """The page table entries of the positions from `start` on."""
     return pages + start // PAGE + cells // PAGE if ALIGNED else pages + (start + cells) // PAGE
 
 
@@ -54,7 +54,7 @@ def _slots(pages, start, cells, PAGE: tl.constexpr, ALIGNED: tl.constexpr):  # t
 def _in_pages(  # type: ignore[no-untyped-def]
     start, cells, dims, PAGE: tl.constexpr, CELL: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Where the values of the positions from `start` on lie, from the beginning of their pages."""
+    """Offsets of the positions from `start` on from the beginning of their pages."""
     position = cells if ALIGNED else start + cells
     return (position % PAGE * CELL)[:, None] + dims[None, :]
 
@@ -68,7 +68,7 @@ def _online_softmax(  # type: ignore[no-untyped-def]
     pages,
     low,
     high,
-    clear,  # every row sees every position before it
+    clear,  # every row sees all positions before this one
     scale,
     softcap,
     window,
@@ -87,11 +87,11 @@ def _online_softmax(  # type: ignore[no-untyped-def]
     WIDEN: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Maximum, sum and output, not yet divided, of a tile's rows, over the positions [low, high) as well."""
+    """Add the positions [low, high) to the maximum, sum and undivided output of a tile's rows."""
     dims, cells = tl.arange(0, DIM_TILE), tl.arange(0, KEYS)
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
     ALIGNED: tl.constexpr = KEYS % PAGE == 0  # then tiles begin with pages, as SPLIT is a multiple of KEYS
-    factor = 1.0 if SOFTCAP else scale  # one multiply-add then scales a score and takes the maximum off it
+    factor = 1.0 if SOFTCAP else scale  # then one multiply-add scales a score and subtracts the maximum
     real = (dims < DIM)[None, :]
     if AHEAD:
         page = tl.load(_slots(pages, low, cells, PAGE, ALIGNED), mask=low + cells < high, other=0)
@@ -104,7 +104,7 @@ def _online_softmax(  # type: ignore[no-untyped-def]
             page = tl.load(_slots(pages, start, cells, PAGE, ALIGNED), mask=seen < high, other=0)
         cell = page * PAGE
         at = (cell.to(tl.int64) * CELL)[:, None] + _in_pages(start, cells, dims, PAGE, CELL, ALIGNED)
-        # Behind the end these are some keys or others, of the last page or of page 0; their scores are hidden below.
+        # Behind the end these are any keys of the last page or of page 0; their scores are masked below.
         if DIM != DIM_TILE:
             key = tl.load(keys + at, mask=real, other=0.0)
         else:
@@ -121,7 +121,7 @@ def _online_softmax(  # type: ignore[no-untyped-def]
             mixed = tl.dot(held.to(value.dtype), value, mixed * fade[:, None], input_precision=precision)
             past = cell
         if SOFTCAP:
-            scores = _bent(scores * scale, softcap, LOG2E)
+            scores = _capped(scores * scale, softcap, LOG2E)
         if start + KEYS > clear:
             visible = (seen < high)[None, :] & (seen[None, :] <= position[:, None])
             if WINDOW:
@@ -142,7 +142,7 @@ def _online_softmax(  # type: ignore[no-untyped-def]
             if WIDEN:
                 value = value.to(tl.float32)
             weights = weights.to(value.dtype)
-            # By the matrix units: their order is the same in tiles of every size, the order of a reduction is not.
+            # By the matrix units, whose order is the same in tiles of every size; a reduction's order is not.
             ones = tl.full([KEYS, 16], 1.0, value.dtype)
             total = total * fade + tl.max(tl.dot(weights, ones, input_precision=precision), 1)
             mixed = tl.dot(weights, value, mixed * fade[:, None], input_precision=precision)
@@ -194,7 +194,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
     WIDEN: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """One item and one KV head, `keys` and `values` that head's: into the output, or into partial results."""
+    """One item and one KV head, whose `keys` and `values` are given: into the output, or into partial results."""
     first, count, row = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     low, high, slot = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
     tile = tl.arange(0, ROWS)
@@ -213,11 +213,11 @@ def _attend_item(  # type: ignore[no-untyped-def]
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIM_TILE], tl.float32)
-    clear = low  # with a window rows see no more than some positions
+    clear = low  # with a window no row sees everything
     if WINDOW:
         if KEYS % PAGE == 0:  # tiles begin with pages
             low = low // PAGE * PAGE
-    else:  # tokens are in order: the first of them sees least
+    else:  # tokens are in order: the first sees least
         clear = tl.minimum(high, tl.load(positions + tl.load(order + first)) + 1)
     top, total, mixed = _online_softmax(
         query, position, keys, values, pages, low, high, clear, scale, softcap, window, top, total, mixed, CELL,
@@ -245,11 +245,11 @@ def _attend_items(  # type: ignore[no-untyped-def]
     positions,
     order,
     items,
-    count,  # how many items there are; read with LOOP alone
+    count,  # of the items; read with LOOP only
     out,
     partial,
     partial_lse,
-    sinks,  # [heads]; read with SINKS alone
+    sinks,  # [heads]; read with SINKS only
     scale,  # float32, log2(e) included when there is no softcap
     softcap,
     window,  # of positions back, itself included; 0: all
@@ -259,7 +259,7 @@ def _attend_items(  # type: ignore[no-untyped-def]
     table_stride,
     out_token,
     out_head,
-    CELL: tl.constexpr,  # of the store: how far apart cells lie
+    CELL: tl.constexpr,  # stride of cells in the store
     DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,  # the next power of two
     GROUP: tl.constexpr,
@@ -273,10 +273,10 @@ def _attend_items(  # type: ignore[no-untyped-def]
     EXACT: tl.constexpr,  # float32 products without TF32
     LOG2E: tl.constexpr,
     WIDEN: tl.constexpr,  # bfloat16 as float32: Triton's interpreter cannot multiply it
-    AHEAD: tl.constexpr,  # a tile's values are weighed while the next tile's softmax is worked out
-    LOOP: tl.constexpr,  # a fixed number of programs share the items; else there is one program to an item
+    AHEAD: tl.constexpr,  # a tile's product with its values overlaps the next tile's softmax
+    LOOP: tl.constexpr,  # a fixed number of programs share the items; else one program per item
 ):
-    # The heads of an item run beside each other: a cell's heads are neighbours in memory.
+    # The heads of an item run side by side, because a cell's heads are neighbours in memory.
     first, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     k, v = keys + head * head_stride, values + head * head_stride
     last = tl.load(count) if LOOP else first + 1
@@ -293,14 +293,14 @@ def _merge_parts(  # type: ignore[no-untyped-def]
     merges,
     partial,
     partial_lse,
-    sinks,  # [heads]; read with SINKS alone
+    sinks,  # [heads]; read with SINKS only
     out,
     out_token,
     out_head,
     DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
     HEADS: tl.constexpr,
-    PARTS: tl.constexpr,  # that are read at a time
+    PARTS: tl.constexpr,  # read at a time
     SINKS: tl.constexpr,
     LOG2E: tl.constexpr,
 ):

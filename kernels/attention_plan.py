@@ -30,14 +30,14 @@ from holdfast.kernels.kv import PagedBatch, sent_together
 Ints = npt.NDArray[np.int32]
 
 SPLIT = 128  # positions of the shortest narrow part
-# How many times SPLIT a sequence's parts are long, by how many times SPLIT it is: up to 16, 64, 128 times, and beyond.
+# The length of a sequence's parts by the sequence's own, both in SPLITs: 1 up to 16, 2 up to 64, 4 up to 128, then 8.
 _PARTS = np.repeat(np.array([1, 2, 4, 8], np.int32), [16, 48, 64, 1])
-_CHANGES = (16 * SPLIT, 64 * SPLIT, 128 * SPLIT)  # positions from which on parts are longer
+_CHANGES = (16 * SPLIT, 64 * SPLIT, 128 * SPLIT)  # from these positions on parts are longer
 NARROW_ROWS = 64  # query rows (tokens times the group's heads) up to which a chunk is narrow
 WIDE_ROWS = 128  # query rows of a wide or shared tile
 WIDE_SPLIT = 256  # the least positions of a wide or shared part
-PROGRAMS = 128  # programs that about fill a device
-SHARED = 512  # the least cells that are worth a tile of their own
+PROGRAMS = 128  # about as many fill a device
+SHARED = 512  # the fewest shared cells that are worth a tile of their own
 
 _NOWHERE = 1 << 31  # behind every page slot
 
@@ -46,14 +46,13 @@ FIRST, COUNT, ROW, LOW, HIGH, SLOT = range(6)  # columns of an item
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """The items of a batch's attention with one `window` (0: none), and what becomes of their results.
+    """The items of a batch's attention with one `window` (0: none), and where their results go.
 
-    `narrow`, `wide` [n, 6] int32: first entry, entries, page table row, low, high, and the first of the partial results
-    that the entries' outputs go to, one after the other, or -1 for the output itself; wide ones with the most positions
-    first, so that none of those is left when the others are done. `narrow_rows`: rows a narrow tile needs.
-    `order` [entries] int32: the token of each entry; the first T are the tokens themselves.
-    `merges` [m, 7] int32: a token and where its partial results lie, twice (first, stride, count). `partials`: how many
-    there are. `positions` [T] int32: of the tokens.
+    `narrow`, `wide` [n, 6] int32: first entry, entries, page table row, low, high, and the slot of the first partial
+    result (the entries' follow one another), or -1 for the output itself. Wide items are sorted by their positions, the
+    most first, so that no long item starts last. `narrow_rows`: rows of a narrow tile. `order` [entries] int32: the
+    token of each entry; the first T are the tokens themselves. `merges` [m, 7] int32: a token and two runs of its
+    partial results (first, stride, count). `partials`: their number. `positions` [T] int32: of the tokens.
     """
 
     window: int
@@ -67,7 +66,7 @@ class AttentionWork:
 
     @property
     def arrays(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """What the device needs, as `plan_over` takes it."""
+        """The arrays for the device, in the order of `plan_over`."""
         return self.narrow, self.wide, self.order, self.merges, self.positions
 
 
@@ -84,10 +83,10 @@ def attention_work(
 ) -> AttentionWork:
     """The items of a batch for `group` query heads to each of `kv_heads`; `window` 0 means none.
 
-    `invariant`: a token's sums are cut by its own position alone, so that no other chunk, and no other cut of its own
-    prompt or of its drafts, moves a bit. Then no prefix is shared, and parts of prompts are not narrow and not cut.
+    `invariant`: a token's sums are cut by its own position alone, so that its bits depend neither on other chunks nor
+    on the cut of its prompt or drafts. Then no prefix is shared, and parts of prompts are neither narrow nor cut.
     """
-    few = NARROW_ROWS // group  # tokens of narrow chunks at most
+    few = NARROW_ROWS // group  # the most tokens of a narrow chunk
     chunks = (
         _own_chunks(batch, few)
         if invariant
@@ -145,7 +144,7 @@ def attention_work(
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """Page table rows, starts and lengths of a batch's chunks, and which of them are not narrow."""
+    """Page table rows, starts and lengths of a batch's chunks, and the indices of those that are not narrow."""
 
     rows: Sequence[int]
     starts: Sequence[int]
@@ -154,9 +153,9 @@ class _Chunks:
 
 
 def _own_chunks(batch: PagedBatch, few: int) -> _Chunks:
-    """A batch's chunks for sums that follow from a token's own position: narrow is what decodes, and nothing else.
+    """A batch's chunks for sums that depend on a token's own position alone: only chunks that decode are narrow.
 
-    Last tokens and their drafts are cut into pieces of up to `few` tokens that have parts of the same length.
+    Last tokens and their drafts are cut into pieces of up to `few` tokens with parts of the same length.
     """
     rows: list[int] = []
     starts: list[int] = []
@@ -178,17 +177,17 @@ def _own_chunks(batch: PagedBatch, few: int) -> _Chunks:
 
 
 def _part_sizes(positions: Ints) -> Ints:
-    """How long the parts of chunks that read so many positions are."""
+    """The length of the parts of chunks that read so many positions."""
     sizes: Ints = _PARTS.take((positions - 1) // SPLIT, mode="clip") * SPLIT
     return sizes
 
 
 def _narrow_items(chunks: list[Ints], continued: bool) -> tuple[Ints, Ints, int]:
-    """Items of the narrow chunks, the merges of their partial results, and how many of these there are.
+    """Items of the narrow chunks, the merges of their partial results, and the number of these.
 
-    `chunks`: first tokens, tokens, rows, low, high, and the length of their parts, whose ends are multiples of it. A
-    chunk of one part that does not continue a shared prefix writes its output itself: it has no partial results.
-    `continued`: those whose low is not 0 continue one.
+    `chunks`: first tokens, tokens, rows, low, high, and the length of their parts, which end at multiples of it. A
+    chunk of one part that does not continue a shared prefix writes its output directly. `continued`: chunks whose low
+    is not 0 continue one.
     """
     firsts, lengths, rows, low, high, size = chunks
     before = low // size
@@ -197,8 +196,8 @@ def _narrow_items(chunks: list[Ints], continued: bool) -> tuple[Ints, Ints, int]
     begin = _sums_before(parts)
     kept = parts * merged * lengths
     bases = _sums_before(kept)
-    # From item to item of a chunk, low rises by the size and the slot by the tokens. So the columns are a chunk's value
-    # at the batch's first item, repeated, and that much times the number of the item. HIGH holds the size until then.
+    # From item to item of a chunk, low grows by the size and the slot by the tokens. So each column is a chunk's value
+    # at the batch's first item, repeated, plus that growth times the item's number. HIGH holds the size until then.
     table = (firsts, lengths, rows, (before - begin) * size, size, bases - begin * lengths)
     items = np.array(table).T.repeat(parts, axis=0)
     number = np.arange(len(items), dtype=np.int32)
@@ -241,7 +240,7 @@ def _wide_items(
     merges: list[Ints],
     whole: bool = False,
 ) -> int:
-    """Items of one long chunk (first token, tokens, row, start), appended. Returns how many partials there are.
+    """Items of one long chunk (first token, tokens, row, start), appended. Returns the number of partials so far.
 
     `whole`: in one part, whose tiles begin at multiples of `SPLIT`.
     """
@@ -277,10 +276,10 @@ def _shared_items(
     wide: list[tuple[int, ...]],
     merges: Ints,
 ) -> int:
-    """Items of a shared prefix, appended; notes in its members' `merges` where the results lie.
+    """Items of a shared prefix, appended; adds the place of their results to its members' `merges`.
 
-    `tokens` are the members' tokens, which are the entries from `entries` on; `programs`: how many cuts fill the
-    device. Returns how many partial results there are now.
+    `tokens` are the members' tokens, which are the entries from `entries` on; `programs`: as many cuts fill the device.
+    Returns the number of partial results so far.
     """
     block = WIDE_ROWS // group
     cuts = max(1, min(programs, shared.cells // WIDE_SPLIT))
@@ -299,8 +298,8 @@ def _shared_items(
 def _shared_prefixes(batch: PagedBatch, few: int) -> list[_Shared]:
     """Groups of chunks of up to `few` tokens that begin with the same pages for at least `SHARED` cells.
 
-    Each chunk is in one group at most, and the groups are those that save the most reading. A prefix ends at a multiple
-    of `SPLIT`, before every member's first token.
+    Each chunk is in at most one group, and the groups save the most reading. A prefix ends at a multiple of `SPLIT`,
+    before every member's first token.
     """
     heads = [runs.pages[0] for runs in batch.runs]
     if len(set(heads)) == len(heads):
@@ -312,22 +311,22 @@ def _shared_prefixes(batch: PagedBatch, few: int) -> list[_Shared]:
 
 @dataclass(slots=True)
 class _Grouping:
-    """Some chunks in groups, and the `others` in none."""
+    """Chunks in groups, and the `others` in none."""
 
     groups: list[_Shared]
     others: list[int]
 
     def saved(self, elsewhere: int) -> int:
-        """Cells that need not be read, when each of the others saves so many in a group with chunks from elsewhere."""
+        """Cells that need not be read, if each of the others saves `elsewhere` in a group with other chunks."""
         return sum((len(group.members) - 1) * group.cells for group in self.groups) + len(self.others) * elsewhere
 
 
 def _best_groups(batch: PagedBatch, members: list[int], elsewhere: list[int]) -> list[_Grouping]:
     """The grouping of chunks that saves the most, for each number of cells that one may save `elsewhere`, rising.
 
-    Page table rows are a trie. At each place where it parts, the chunks that are in no group of a branch's own may form
-    a group. Which groups of its own a branch should have depends only on what its chunks would save otherwise: nothing,
-    or the cells before one of the places further up, which are what `elsewhere` lists.
+    Page table rows form a trie. At each branching, the chunks that are in no group of a branch's own may form a group.
+    The best groups inside a branch depend only on what its chunks would save otherwise: nothing, or the cells before a
+    branching further up. `elsewhere` lists these.
     """
     common, alone, branches = _branches(batch, members)
     shared = common >= SHARED and common > elsewhere[-1]
@@ -347,14 +346,14 @@ def _best_groups(batch: PagedBatch, members: list[int], elsewhere: list[int]) ->
 
 
 def _branches(batch: PagedBatch, members: list[int]) -> tuple[int, list[int], list[list[int]]]:
-    """How many cells some chunks have in common, in whole `SPLIT`s, and which of them have more.
+    """The number of cells that all `members` have in common, in whole `SPLIT`s, and which of them have more.
 
     Returns the cells, the chunks that have no more in common with any other, and the rest by the page that follows.
     """
     starts, runs = [batch.starts[chunk] for chunk in members], [batch.runs[chunk] for chunk in members]
     slots, pages = [each.slots for each in runs], [each.pages for each in runs]
     alike = min(_common_length(slots), _common_length(pages))
-    # Where the next run begins in each. They part where the first of these does: what is no new run there goes on.
+    # Where the next run begins in each. They branch at the first of these: in all other chunks a run continues there.
     ends = [each[alike] if alike < len(each) else _NOWHERE for each in slots]
     shortest, parting = min(starts), min(ends)
     common = min(shortest, parting * batch.page_size) // SPLIT * SPLIT
@@ -376,17 +375,17 @@ def _branches(batch: PagedBatch, members: list[int]) -> tuple[int, list[int], li
 
 
 def _common_length(lists: list[list[int]]) -> int:
-    """How many elements all of some lists begin with: as many as the first and the last of them in order."""
+    """The length of the common prefix of all lists: that of the first and the last of them in order."""
     first, last = min(lists), max(lists)
     return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a program walks its positions: so many at a time, by so many warps, with loads of so many tiles ahead.
+    """How a program walks its positions: `keys` at a time, by `warps`, with loads `stages` tiles ahead.
 
-    `ahead`: a tile's values are weighed beside the softmax of the next tile. `registers`: the most that a thread gets;
-    None: what the compiler takes.
+    `ahead`: a tile's product with its values overlaps the next tile's softmax. `registers`: the most per thread; None:
+    the compiler decides.
     """
 
     keys: int
@@ -397,12 +396,12 @@ class Tile:
 
 
 def tile_of(rows: int, dim_tile: int, exact: bool) -> Tile:
-    """The tile for items of so many rows; `exact`: float32, whose products are made number by number.
+    """The tile for items with this many rows; `exact`: float32, whose products do not use the matrix units.
 
-    Chosen by what compiles for Ampere and Hopper without spilling registers to speak of and fits their shared memory.
-    Pages are looked up a tile before its keys are loaded, so every two stages have one more tile of keys on its way;
-    a tile that works ahead looks them up by itself, and every stage has one. With 168 registers three programs of a
-    decode share a multiprocessor of Hopper.
+    These compile for Ampere and Hopper with next to no register spills and fit their shared memory. Pages are looked up
+    a tile before its keys are loaded, so every two stages keep one more tile of keys in flight; a tile that works ahead
+    looks them up itself, and every stage keeps one. With 168 registers three programs of a decode share a
+    multiprocessor of Hopper.
     """
     wide = rows > NARROW_ROWS
     if exact and rows > 16:
@@ -418,10 +417,10 @@ def tile_of(rows: int, dim_tile: int, exact: bool) -> Tile:
 class GpuPlan:
     """What every layer of a forward shares, on the device: items, order, merges, positions and room for partials.
 
-    With `counts`, two int32 tensors of one element, so many of the narrow and wide items are real, and two numbers of
-    `programs` share them for each KV head: the launch is the same however many there are, as a graph's has to be.
-    No wide items are launched where `wide` is empty. Rows of `merges` that are zero merge nothing. `tiles`: other tiles
-    of narrow and wide items than those of `tile_of`.
+    `counts`, two int32 tensors of one element, say how many of the narrow and wide items are real. Then a fixed number
+    of `programs` share them for each KV head, so that the launch is always the same, as a graph needs. Without wide
+    items none are launched. Rows of `merges` that are zero merge nothing. `tiles`: of narrow and wide items, instead of
+    `tile_of`'s.
     """
 
     narrow: Tensor
@@ -438,7 +437,7 @@ class GpuPlan:
 
 
 def make_plan(q: Tensor, batch: PagedBatch, kv_heads: int, window: int, cascade: bool = True) -> GpuPlan:
-    """Work out the items of a forward over queries like `q` and copy them to its device, in one copy."""
+    """The plan of a forward over queries like `q`, on its device, by one copy."""
     _, heads, dim = q.shape
     work = attention_work(batch, heads // kv_heads, kv_heads, window, cascade)
     return plan_over(work, sent_together(work.arrays, q.device), heads, dim)
@@ -453,5 +452,5 @@ def plan_over(work: AttentionWork, views: Sequence[Tensor], heads: int, dim: int
 
 
 def plan_key(window: int) -> int:
-    """Under which key of `PagedBatch.plans` the plan for a window lies; 0: none."""
+    """The key in `PagedBatch.plans` of the plan for a window; 0: none."""
     return -window - 1

@@ -1,4 +1,4 @@
-"""What a GPU can do, measured: memory bandwidth and the rate of its matrix units; and how calls are timed."""
+"""The limits of a GPU, measured: memory bandwidth and the rate of its matrix units. Also the clock that times calls."""
 
 import statistics
 import time
@@ -9,16 +9,16 @@ import torch
 
 _FLUSH_BYTES = 256 << 20  # beyond any cache
 _MATRIX = 8192
-_CYCLES = 2e9  # a second, of the device's clock at its fastest
-_SHORTEST_S, _LONGEST_S = 0.03, 0.5  # that the device waits for the host
-_WARM_S = 0.025  # until the clocks of a device that has waited for a compiler are up again
+_CYCLES = 2e9  # of the device's clock in a second, at its fastest
+_SHORTEST_S, _LONGEST_S = 0.03, 0.5  # how long the device waits for the host
+_WARM_S = 0.025  # until a device's clocks are up again after it waited for a compiler
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
     """`bandwidth` in bytes a second, of reading; `rate` in floating point operations a second, bfloat16.
 
-    `empty_s`: what a kernel that does nothing is timed to take; a part of every time of one call.
+    `empty_s`: the measured time of a kernel that does nothing; every timed call contains it.
     """
 
     bandwidth: float
@@ -27,7 +27,7 @@ class Ceilings:
 
 
 def hold(seconds: float) -> None:
-    """Keep the GPU busy for about so long: what is begun meanwhile runs without the host's pauses in it."""
+    """Keep the GPU busy for about that long: kernels launched meanwhile then run without the host's pauses."""
     torch.cuda._sleep(int(_CYCLES * seconds))  # type: ignore[no-untyped-call]
 
 
@@ -40,7 +40,7 @@ class Clock:
     def seconds(self, call: Callable[[], object], repeats: int = 20) -> float:
         """The median of `repeats` calls, after some to warm up."""
         launching = self._warm_up(call)
-        # The device waits until all calls are launched, so that it is never the host that is timed.
+        # The device waits until all calls are launched, so that the host is never timed.
         hold(min(max(2 * repeats * launching, _SHORTEST_S), _LONGEST_S))
         pairs = []
         for _ in range(repeats):
@@ -54,7 +54,7 @@ class Clock:
         return statistics.median(float(begin.elapsed_time(end)) for begin, end in pairs) / 1e3
 
     def _warm_up(self, call: Callable[[], object]) -> float:
-        """Compile, then call for a while; seconds in which the host launches a call."""
+        """Compile, then call for a while. Returns the seconds that the host takes to launch a call."""
         call()
         torch.cuda.synchronize()
         ends = time.perf_counter() + _WARM_S
@@ -68,13 +68,13 @@ class Clock:
                 return launching
 
     def _empty_caches(self) -> None:
-        # By reading: lines that were written would have to be written back while the call is timed.
+        # By reading: written lines would have to be written back while the call is timed.
         torch.amax(self._flush)
 
 
 def measure_ceilings(clock: Clock) -> Ceilings:
     """Read 2 GiB by one reduction, copy 1 GiB, multiply two matrices of 8192 x 8192, and do nothing."""
-    data = torch.empty(1 << 29, dtype=torch.float32, device="cuda").normal_()  # of 16 bits a thread reads 8 bytes only
+    data = torch.empty(1 << 29, dtype=torch.float32, device="cuda").normal_()  # of 16 bits a thread reads only 8 bytes
     read = clock.seconds(lambda: torch.amax(data))
     copied = clock.seconds(lambda: data[: 1 << 28].copy_(data[1 << 28 :]))
     a, b = torch.randn(2, _MATRIX, _MATRIX, dtype=torch.bfloat16, device="cuda").unbind(0)

@@ -1,14 +1,14 @@
-"""Drawing tokens on the device: argmax, Gumbel-max with counter-based noise, and the filters before it.
+"""Sampling tokens on the device: argmax, Gumbel-max with counter-based noise, and the filters before it.
 
 Maths. A token is drawn from softmax(z) by argmax_i(z_i + g_i), g_i = -log(-log(1 - v_i)), v_i uniform in (0, 1). Here
-v_i is a hash of (row key, token id i), and the row key a hash of (seed, position), so a draw depends on nothing else:
-not on the batch, the order or the device. In 32-bit arithmetic that wraps, `>>` filling with zeros:
+v_i is a hash of (row key, token id i), and the row key is a hash of (seed, position). So a draw does not depend on the
+batch, the order or the device. In 32-bit arithmetic that wraps, where `>>` fills with zeros:
 
     x = i * 0x9E3779B1 + a;  x ^= x >> 16;  x *= 0x85EBCA6B;  x ^= x >> 13
     x ^= b;                  x *= 0xC2B2AE35;  x ^= x >> 16;  v = (x >> 1) * 2^-31 + 2^-32
 
-which is MurmurHash3's finaliser with the second key word put in half way. (a, b) are the halves of the 64-bit row key
-mix(seed ^ mix(position)), mix being the splitmix64 finaliser. v keeps its precision near 0, where the large g lie.
+which is MurmurHash3's finaliser with the second key word mixed in half way. (a, b) are the halves of the 64-bit row key
+mix(seed ^ mix(position)), where mix is the finaliser of splitmix64. v keeps its precision near 0, where g is large.
 
 Shapes: logits [R, vocabulary], one row for each token to draw; per-row settings [R].
 """
@@ -26,7 +26,7 @@ _MASK64 = (1 << 64) - 1
 _TOKEN, _FIRST, _SECOND = (np.uint32(c).astype(np.int32).item() for c in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35))
 _BELOW_ONE = 1.0 - 2.0**-24  # the largest float32 below 1: v = 1 would make g minus infinity
 
-# Sorting a whole vocabulary on a CPU is slow; this many leading values nearly always hold what the filters keep.
+# Sorting a whole vocabulary on a CPU is slow. The filters nearly always keep only some of this many largest values.
 _HEADS = (64, 1024)
 
 
@@ -54,19 +54,6 @@ def gumbel_noise(keys: Tensor, vocabulary: int) -> Tensor:
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
     v = (x >> 1).bitwise_and_(0x7FFFFFFF).float().mul_(2.0**-31).add_(2.0**-32).clamp_(max=_BELOW_ONE)
     return v.neg_().log1p_().neg_().log_().neg_()
-
-
-def gumbel_noise_reference(keys: Keys, vocabulary: int) -> npt.NDArray[np.float64]:
-    """`gumbel_noise` in numpy's unsigned 32-bit integers and float64."""
-    a, b = keys.view(np.uint32)[:, :1], keys.view(np.uint32)[:, 1:]
-    x = np.arange(vocabulary, dtype=np.uint32)[None] * np.uint32(0x9E3779B1) + a
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    x ^= x >> np.uint32(13)
-    x = (x ^ b) * np.uint32(0xC2B2AE35)
-    x ^= x >> np.uint32(16)
-    v = (x >> np.uint32(1)).astype(np.float64) * 2.0**-31 + 2.0**-32
-    noise: npt.NDArray[np.float64] = -np.log(-np.log1p(-v))
-    return noise
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -103,7 +90,7 @@ def filter_logits(logits: Tensor, filters: Filters) -> Tensor:
 
 
 def _cutoff(logits: Tensor, filters: Filters, size: int) -> tuple[Tensor, Tensor]:
-    """The least logit each row keeps, [R, 1], worked out from its `size` largest; and whether these were enough.
+    """The least logit that each row keeps, [R, 1], from its `size` largest; and whether these were enough.
 
     `size` is at least the largest top_k.
     """
@@ -121,7 +108,7 @@ def _cutoff(logits: Tensor, filters: Filters, size: int) -> tuple[Tensor, Tensor
     kept[:, 0] = True
     cutoff = top.gather(1, kept.sum(-1, keepdim=True) - 1)
     unfiltered = (limit == vocabulary) & (filters.top_p >= 1.0) & (filters.min_p <= 0.0)
-    # Where the last of the head is not kept, nothing beyond the head is.
+    # If the last of these is not kept, no smaller one is.
     return torch.where(unfiltered, -torch.inf, cutoff), ~kept[:, -1:] | (limit <= size) | unfiltered
 
 
@@ -138,6 +125,26 @@ def gumbel_argmax(logits: Tensor, temperature: Tensor, keys: Tensor, filters: Fi
     if filters is not None:
         scaled = filter_logits(scaled, filters)
     return (scaled + gumbel_noise(keys, logits.shape[-1])).argmax(-1)
+
+
+def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log probability [R] of `tokens` [R] under softmax of `logits`, and the `top` largest with ids, [R, top] each."""
+    logs = logits.float().log_softmax(-1)
+    values, ids = logs.topk(min(top, logs.shape[-1]), dim=-1)
+    return logs.gather(1, tokens[:, None]).squeeze(1), values, ids
+
+
+def gumbel_noise_reference(keys: Keys, vocabulary: int) -> npt.NDArray[np.float64]:
+    """`gumbel_noise` in numpy's unsigned 32-bit integers and float64."""
+    a, b = keys.view(np.uint32)[:, :1], keys.view(np.uint32)[:, 1:]
+    x = np.arange(vocabulary, dtype=np.uint32)[None] * np.uint32(0x9E3779B1) + a
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x ^= x >> np.uint32(13)
+    x = (x ^ b) * np.uint32(0xC2B2AE35)
+    x ^= x >> np.uint32(16)
+    v = (x >> np.uint32(1)).astype(np.float64) * 2.0**-31 + 2.0**-32
+    noise: npt.NDArray[np.float64] = -np.log(-np.log1p(-v))
+    return noise
 
 
 def gumbel_argmax_reference(
@@ -164,10 +171,3 @@ def gumbel_argmax_reference(
         noise = gumbel_noise_reference(keys[row : row + 1].numpy(), len(scaled))[0]
         tokens.append(int((scaled + torch.from_numpy(noise)).argmax()))
     return torch.tensor(tokens)
-
-
-def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log probability [R] of `tokens` [R] under softmax of `logits`, and the `top` largest with ids, [R, top] each."""
-    logs = logits.float().log_softmax(-1)
-    values, ids = logs.topk(min(top, logs.shape[-1]), dim=-1)
-    return logs.gather(1, tokens[:, None]).squeeze(1), values, ids

@@ -1,14 +1,15 @@
-"""Drawing and verifying on a GPU in two launches: each row's best token by parts of the vocabulary, then all of them.
+"""Sampling and verification on a GPU in two launches: the best token in each part of the vocabulary, then of each row.
 
 Maths and noise are those of `sampling`: argmax of z / temperature + g, g a counter-based hash of (row key, token),
-temperature 0 meaning no noise. Filters keep what is at or above a row's cutoff, which `cutoffs` finds without a sort:
-top_k, top_p and min_p each are a threshold that a function of the values passes once. The row's values are counted or
-weighed in bins, by how far they lie below the largest; the few of the bin that the threshold lies in are set apart, and
-among these it is found by bisection over the order of float32 bits. Weights are whole numbers: their sums are exact in
-any order, so a cutoff is the same to the bit however the programs take turns.
+where temperature 0 means no noise. Filters keep the values at or above a row's cutoff, which `cutoffs` finds without a
+sort: each of top_k, top_p and min_p is a threshold on the values. The row's values are counted or weighed in bins, by
+their distance below the largest. The bin that contains the threshold is copied out, and the threshold is found in it by
+bisection over the order of float32 bits. Weights are whole numbers: their sums are exact in any order, so a cutoff has
+the same bits however the programs are scheduled.
 
-Verification: rows of a sequence with d drafts follow one another; draft i is right when row i drew it. Accepted is how
-many are from the first on; the token after them is the sequence's next. Only ids and counts leave the device.
+Verification: the rows of a sequence with d drafts follow one another; draft i is right if row i drew it. `accepted`
+counts the right drafts before the first wrong one; the token drawn after them is the sequence's next. Only ids and
+counts leave the device.
 """
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 _TILE = 4096
 
-# Of `cutoffs`: values of a row that a program reads, bins of a row, and values of a row that can be set apart.
+# Of `cutoffs`: values that a program reads, bins of a row, and values of a row that can be copied out.
 _PART, _BINS, _CANDIDATES = 2048, 2048, 8192
 
 
@@ -52,7 +53,7 @@ def _best_of_part(  # type: ignore[no-untyped-def]
     FILTER: tl.constexpr,
     SAMPLE: tl.constexpr,
 ):
-    """The best score of one part of a row and its token, the first of equals."""
+    """The best score of one part of a row and its token, on a tie the first."""
     row, part = tl.program_id(0), tl.program_id(1)
     token = part * TILE + tl.arange(0, TILE)
     real = token < VOCABULARY
@@ -60,7 +61,7 @@ def _best_of_part(  # type: ignore[no-untyped-def]
     if SAMPLE:
         temperature = tl.load(temperatures + row)
         if temperature > 0.0:
-            score = tl.div_rn(score, temperature)  # to the bit what a cutoff was compared with
+            score = tl.div_rn(score, temperature)  # the same bits that the cutoff was compared with
             if FILTER:
                 score = tl.where(score >= tl.load(cutoff + row), score, float("-inf"))
             a = tl.load(keys + 2 * row).to(tl.uint32, bitcast=True)
@@ -83,7 +84,7 @@ def _verify(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     PARTS_TILE: tl.constexpr,
 ):
-    """One sequence: its rows' tokens, and how many of its drafts they begin with."""
+    """One sequence: its rows' tokens, and the number of accepted drafts."""
     sequence = tl.program_id(0)
     first, end = tl.load(first_rows + sequence), tl.load(first_rows + sequence + 1)
     part = tl.arange(0, PARTS_TILE)
@@ -114,7 +115,7 @@ def draw_and_verify(
     `logits` [R, vocabulary]; `first_rows` [S + 1] int32: sequence s has rows first_rows[s] to first_rows[s + 1];
     `drafts` [R] int32: the draft that row r checks, not used in a sequence's last row. `temperatures` [R] float32, 0:
     greedy, with `keys` [R, 2] int32 from `sampling.row_keys`; None: all greedy. `cutoff` [R] float32: the least scaled
-    logit that a sampled row may draw. `out`: where the results are put. Raises ValueError for settings of another
+    logit that a sampled row may draw. `out`: buffers for the results. Raises ValueError for settings of another
     number of rows.
     """
     rows, vocabulary = logits.shape
@@ -191,7 +192,7 @@ def _ordered(bits):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weight(value, top):  # type: ignore[no-untyped-def]
-    """What a value weighs against the row's largest: exp(value - top) in whole units of 2^-40, int64."""
+    """The weight of a value relative to the row's largest: exp(value - top) in whole units of 2^-40, int64."""
     return (tl.exp(value - top) * 1099511627776.0).to(tl.int64)
 
 
@@ -205,7 +206,7 @@ def _bin_of(below, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
 def _part_tops(  # type: ignore[no-untyped-def]
     scaled, tops, sums, VOCABULARY: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, SUMS: tl.constexpr
 ):
-    """The largest value of one part of a row; and the row's sums are set to zero."""
+    """The largest value of one part of a row. Also zeroes the row's sums."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = part * TILE + tl.arange(0, TILE)
     value = tl.load(scaled + row * VOCABULARY + token, mask=token < VOCABULARY, other=float("-inf"))
@@ -230,7 +231,7 @@ def _fill_bins(  # type: ignore[no-untyped-def]
     BINS: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """How many values of one part lie in each bin, in a row with a top_k; else what they weigh, and all in sum."""
+    """Count one part's values by bin in a row with a top_k; else sum their weights by bin and in all."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k, p = tl.load(top_k + row), tl.load(top_p + row)
     if (k > 0) | (p < 1.0):
@@ -240,9 +241,9 @@ def _fill_bins(  # type: ignore[no-untyped-def]
         value = tl.load(scaled + row * VOCABULARY + token, mask=token < VOCABULARY, other=float("-inf"))
         below = top - value
         bins = sums + row * SUMS + _bin_of(below, BINS)
-        # Values that are certainly below the cutoff need no bin; in most rows these are nearly all.
+        # Values that are certainly below the cutoff need no bin; in most rows these are nearly all values.
         if k > 0:
-            # The parts' largest are as many values as there are parts, so up to there the k-th is not below them all.
+            # For k up to the number of parts, the k-th value is not below the least of the parts' largest.
             least = tl.min(tl.load(tops + row * PARTS + each, mask=each < PARTS, other=float("inf")), 0)
             near = (value > float("-inf")) & ((k > PARTS) | (value >= least))
             tl.atomic_add(bins, tl.full([TILE], 1, tl.int64), mask=near, sem="relaxed")
@@ -262,7 +263,7 @@ def _mass_of(p, whole):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sum_above(values, length, threshold, top, TILE: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many of `length` values lie above `threshold`, or else what they weigh."""
+    """The number of `length` values above `threshold`, or else their weight."""
     found = tl.zeros([TILE], tl.int64)
     for start in tl.range(0, length, TILE):
         at = start + tl.arange(0, TILE)
@@ -273,7 +274,7 @@ def _sum_above(values, length, threshold, top, TILE: tl.constexpr, COUNT: tl.con
 
 @triton.jit
 def _bisect(values, length, low, needed, top, TILE: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The least value from `low` to `top` that has less than `needed` above it, in number or weight, by its order."""
+    """The least value from `low` to `top` with less than `needed` above it, in number or weight, as an ordered int."""
     high = _ordered(top.to(tl.int32, bitcast=True)).to(tl.int64)
     while low < high:
         middle = low + (high - low) // 2
@@ -287,12 +288,12 @@ def _bisect(values, length, low, needed, top, TILE: tl.constexpr, COUNT: tl.cons
 
 @triton.jit
 def _search(values, length, k, p, needed, top, VOCABULARY: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The cutoff of top_k and top_p among `length` values. Without a top_k, the mass to be kept of them is `needed`."""
+    """The cutoff of top_k and top_p among `length` values. Without a top_k, `needed` is the mass to keep."""
     low = _ordered(tl.full([], float("-inf"), tl.float32).to(tl.int32, bitcast=True)).to(tl.int64)
     if k > 0:
         low = _bisect(values, length, low, k, top, TILE, True)
         kth = _ordered(low.to(tl.int32)).to(tl.float32, bitcast=True)
-        # Of values equal to the k-th only so many count as k leaves room for, though all of them stay.
+        # All values equal to the k-th stay, but only as many count as fit into k.
         equal = tl.minimum(k, VOCABULARY) - _sum_above(values, length, kth, top, TILE, True)
         needed = _mass_of(p, _sum_above(values, length, kth, top, TILE, False) + equal * _weight(kth, top))
     if p < 1.0:
@@ -318,7 +319,7 @@ def _find_cutoff(  # type: ignore[no-untyped-def]
     SUMS: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
-    """The values of one part that may be the cutoff are set apart; a row's last program to do so searches them."""
+    """Copy out the values of one part that may be the cutoff. The row's last program to do so searches them."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     values, apart, own = scaled + row * VOCABULARY, candidates + row * CANDIDATES, sums + row * SUMS
     k, p = tl.load(top_k + row), tl.load(top_p + row)
@@ -327,14 +328,14 @@ def _find_cutoff(  # type: ignore[no-untyped-def]
     needed = _mass_of(p, tl.load(own + BINS)) if k <= 0 else k.to(tl.int64)
     above = tl.full([], 0, tl.int64)
     if (k > 0) | (p < 1.0):
-        # The cutoff lies in the first bin that, with those before it, holds k values, or p of the mass.
+        # The cutoff lies in the first bin that, with those before it, holds k values or p of the mass.
         reached = tl.cumsum(tl.load(own + tl.arange(0, BINS)), 0)
         last = tl.minimum(tl.sum((reached < needed).to(tl.int32), 0), BINS - 1)
         above = tl.max(tl.where(reached < needed, reached, 0), 0)
         token = part * TILE + tl.arange(0, TILE)
         value = tl.load(values + token, mask=token < VOCABULARY, other=float("-inf"))
         bins = _bin_of(top - value, BINS)
-        # top_p is applied to what top_k leaves, so with a top_k all that is larger is needed too.
+        # top_p applies to what top_k leaves, so with a top_k all larger values are needed too.
         taken = ((bins == last) | ((k > 0) & (bins < last))) & (value > float("-inf"))
         place = tl.cumsum(taken.to(tl.int32), 0) - 1
         place += tl.atomic_add(own + BINS + 1, tl.sum(taken.to(tl.int64), 0), sem="relaxed").to(tl.int32)
@@ -354,7 +355,7 @@ def _find_cutoff(  # type: ignore[no-untyped-def]
 
 
 def cutoffs(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The least value each row may draw, [R] float32, minus infinity where nothing is filtered.
+    """The least value that each row may draw, [R] float32; minus infinity where nothing is filtered.
 
     `scaled` [R, vocabulary] float32, rows in one piece: logits over temperature. `top_k` [R] int32 (0: all), `top_p`,
     `min_p` [R] float32 (1 and 0: all); applied as `sampling.filter_logits` does. Raises ValueError for other shapes.
@@ -369,7 +370,7 @@ def cutoffs(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tens
         return cutoff
     parts = triton.cdiv(vocabulary, _PART)
     tops = torch.empty(rows, parts, dtype=torch.float32, device=scaled.device)
-    # Bins; after them the mass of all, the number of candidates, and of programs that have set theirs apart.
+    # Bins; then the mass of all, the number of candidates, and the number of programs that have copied theirs.
     sums = torch.empty(rows, _BINS + 16, dtype=torch.int64, device=scaled.device)
     candidates = torch.empty(rows, _CANDIDATES, dtype=torch.float32, device=scaled.device)
     grid, shape = (rows, parts), {"VOCABULARY": vocabulary, "PARTS": parts, "TILE": _PART, "SUMS": sums.shape[1]}

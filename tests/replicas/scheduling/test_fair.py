@@ -20,7 +20,7 @@ from holdfast.replicas.types import Priority
 
 def one_row() -> World:
     """An engine that serves one request at a time, a step a second."""
-    world = World(order="fair", max_sequences=1, queue_timeout_s=1e9)
+    world = World(order="fair", max_sequences=1, queue_timeout_s=1e9, speculation=DraftConfig(enabled=False))
     world.step_s = 1.0
     return world
 

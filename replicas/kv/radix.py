@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -474,100 +474,74 @@ def relabel(node: Node, labels: Labels, who: str, page_size: int) -> None:
 
 @dataclass(slots=True)
 class _Above:
-    """What a tenant has in tiers above 0, of nodes without leases: the oldest use first in each tier."""
+    """A tenant's nodes without leases in tiers above 0, by tier the oldest use first."""
 
     tiers: dict[int, OrderedDict[Node, int]] = field(default_factory=dict)  # with the pages that are counted
     pages: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class _Lane:
-    """Nodes without leases in the order of eviction, by tier. `lapsed` are of tier 0 as well, in the order of uses."""
-
-    tiers: dict[int, OrderedDict[Node, None]] = field(default_factory=lambda: {0: OrderedDict()})
-    lapsed: OrderedDict[Node, None] = field(default_factory=OrderedDict)
-
-    def head(self) -> Node | None:
-        for priority in sorted(self.tiers):
-            leaf = _first_leaf(self.tiers[priority])
-            if priority == 0 and (lapsed := _first_leaf(self.lapsed)) is not None:
-                leaf = lapsed if leaf is None or lapsed.touched < leaf.touched else leaf
-            if leaf is not None:
-                return leaf
-        return None
+_Entry: TypeAlias = tuple[int, int, Node]
+"""Priority and number of the use of a leaf, which order it, and the leaf."""
 
 
 class EvictionQueue:
-    """Nodes without leases in the order of eviction: lower priority tier first, then oldest use first, leaves only.
+    """Nodes without leases in the order of eviction: lower priority first, then oldest use. Only leaves are evicted.
 
-    A use ends when the last lease on a node is released, and releasing goes from a leaf towards the root. So within a
-    tier every node stands behind all its descendants, the head of a tier is a leaf unless more valuable nodes hang from
-    it, and no search is needed: every operation takes constant time, amortised.
+    A use ends when the last lease on a node is released. Each use has a number; nodes are released from a leaf towards
+    the root, so a node comes after its descendants.
 
-    At most `most` pages are in tiers above 0, and as many of each tenant with pages there. Beyond that a tenant's
-    lapse: lowest tier first, then oldest use first, they count as tier 0 from then on, with their age. So does a node
-    whose label has lasted. `now` is the time of the last use of any node.
+    At most `most` pages are in tiers above 0, shared evenly by the tenants that have pages there. Beyond its share a
+    tenant's nodes lapse, lowest tier and oldest use first: they get priority 0 and keep their age. A node also lapses
+    once its label has lasted. `now` is the time of the latest use of any node.
 
-    Tenants with limits stand in lanes of their own, so that theirs can be passed over, or taken alone; all others in
-    one lane, whose name is None.
+    Tenants with limits have lanes of their own, so that their nodes can be passed over or taken alone. All others
+    share the lane named None. A lane is a heap of leaves; entries that no longer hold are dropped when they come up.
     """
 
     def __init__(self, most: int) -> None:
         self.now = 0.0
         self.most = most
-        self._lanes: dict[str | None, _Lane] = {None: _Lane()}
+        self._uses: dict[Node, int] = {}  # by node without leases, the number of its last use
+        self._lanes: dict[str | None, list[_Entry]] = {None: []}
         self._above: dict[str, _Above] = {}  # by tenant
         self._raised: set[Node] = set()  # the nodes in there
-        self.raised = 0  # pages in tiers above 0: a count, because other threads read it
-        self._until: list[tuple[float, int, Node]] = []  # a heap of when their labels have lasted
+        self.raised = 0  # pages in tiers above 0; other threads read this count
+        self._until: list[tuple[float, int, Node]] = []  # a heap of the times at which labels have lasted
         self._numbers = count()
 
     def __contains__(self, node: Node) -> bool:
-        lane = self._lane(node)
-        return node in lane.tiers.get(node.priority, ()) or node in lane.lapsed
+        return node in self._uses
 
     def set_apart(self, tenant: str, *, apart: bool) -> None:
-        """A tenant's nodes get a lane of their own, or go back to the others, each behind those used before it."""
-        source = self._lanes[None] if apart else self._lanes.pop(tenant)
-        target = self._lanes.setdefault(tenant if apart else None, _Lane())
-        for priority, tier in list(source.tiers.items()):
-            moved = [node for node in tier if node.tenant == tenant]
-            for node in moved:
-                del tier[node]
-            _merge(target.tiers.setdefault(priority, OrderedDict()), moved)
-        moved = [node for node in source.lapsed if node.tenant == tenant]
-        for node in moved:
-            del source.lapsed[node]
-        _merge(target.lapsed, moved)
+        """Give a tenant's nodes a lane of their own, or take it away."""
+        if apart:
+            self._lanes[tenant] = []
+        else:
+            del self._lanes[tenant]
+        self._rebuild()
 
     def append(self, node: Node) -> None:
-        """`node` was just used, after all its descendants in the queue were."""
-        tier = self._lane(node).tiers.setdefault(node.priority, OrderedDict())
-        tier[node] = None
-        tier.move_to_end(node)
+        """`node` was just used, after all of its descendants that have no leases."""
+        self._uses[node] = next(self._numbers)
+        if not node.children:
+            self._push(node)
         if node.priority > 0:
             self._raise(node)
 
     def discard(self, node: Node) -> None:
-        """`node` is in use, or gone; it may have been missing here (see `head`)."""
-        lane = self._lane(node)
-        if (tier := lane.tiers.get(node.priority)) is not None:
-            tier.pop(node, None)
-            if not tier and node.priority:
-                del lane.tiers[node.priority]
-        if not node.priority:
-            lane.lapsed.pop(node, None)
-        elif node in self._raised:
+        """`node` is in use, or gone. It may be missing here."""
+        self._uses.pop(node, None)
+        if node in self._raised:
             self._lower(node)
 
     def demote(self, node: Node) -> None:
-        """Nobody comes back for `node`, which is in nobody's use: it goes before the others, after its descendants."""
+        """No turn will come back for `node`, which has no leases: it goes first, after its descendants."""
         self.discard(node)
         node.priority, node.lasts = RELEASED, math.inf
         self.append(node)
 
     def recount(self, node: Node) -> None:
-        """`node` owns another number of pages than before."""
+        """The number of pages that `node` owns has changed."""
         if node in self._raised:
             above = self._above[node.tenant]
             tier = above.tiers[node.priority]
@@ -575,31 +549,49 @@ class EvictionQueue:
             tier[node] = node.owned
 
     def head(self, lanes: Iterable[str | None] | None = None) -> Node | None:
-        """The leaf to evict next, which stays where it is; None when there is none. `lanes`: of these; None: of all.
-
-        Inner nodes met on the way wait for descendants in a higher tier. They leave the queue, so that they are met
-        only once, and `lost_last_child` brings them back.
-        """
+        """The leaf to evict next, which stays here; None if there is none. `lanes`: of these; None: of all."""
         while self._until and self._until[0][0] <= self.now:
             _, _, node = heapq.heappop(self._until)
             if node in self._raised and node.touched + node.lasts <= self.now:
                 self._lapse(node)
-        if len(self._lanes) == 1 and lanes is None:
-            return self._lanes[None].head()
         names = self._lanes if lanes is None else lanes
-        heads = (self._lanes[name].head() for name in names if name in self._lanes)
-        return min((h for h in heads if h is not None), key=lambda h: (h.priority, h.touched), default=None)
+        heads = [head for name in names if (head := self._head(self._lanes.get(name))) is not None]
+        return min(heads)[2] if heads else None
 
     def lost_last_child(self, node: Node) -> None:
-        """`node` is a leaf now. If `head` had passed it over it goes to the front, where it was then."""
-        lane = self._lane(node)
-        tier = lane.tiers.setdefault(node.priority, OrderedDict())
-        if node not in tier and node not in lane.lapsed:
-            tier[node] = None
-            tier.move_to_end(node, last=False)
+        """`node` is a leaf now."""
+        if node in self._uses:
+            self._push(node)
 
-    def _lane(self, node: Node) -> "_Lane":
-        return self._lanes.get(node.tenant) or self._lanes[None]
+    def _lane(self, node: Node) -> "list[_Entry]":
+        lane = self._lanes.get(node.tenant)
+        return self._lanes[None] if lane is None else lane
+
+    def _push(self, node: Node) -> None:
+        lane = self._lane(node)
+        if len(lane) > 2 * len(self._uses) + _SLACK:  # most entries do not hold any more
+            self._rebuild()
+        else:
+            heapq.heappush(lane, (node.priority, self._uses[node], node))
+
+    def _head(self, lane: "list[_Entry] | None") -> "_Entry | None":
+        """The first entry of a lane that holds; those before it are dropped."""
+        while lane:
+            priority, use, node = lane[0]
+            if self._uses.get(node) == use and node.priority == priority and not node.children:
+                return lane[0]
+            heapq.heappop(lane)
+        return None
+
+    def _rebuild(self) -> None:
+        """Fill the lanes anew with the entries that hold."""
+        for lane in self._lanes.values():
+            lane.clear()
+        for node, use in self._uses.items():
+            if not node.children:
+                self._lane(node).append((node.priority, use, node))
+        for lane in self._lanes.values():
+            heapq.heapify(lane)
 
     def _raise(self, node: Node) -> None:
         tenant = node.tenant
@@ -610,7 +602,7 @@ class EvictionQueue:
         self._raised.add(node)
         if node.lasts < math.inf:
             heapq.heappush(self._until, (node.touched + node.lasts, next(self._numbers), node))
-            if len(self._until) > 2 * len(self._raised) + _SLACK:  # most have been used, or have gone, since
+            if len(self._until) > 2 * len(self._raised) + _SLACK:  # most nodes were used again, or have gone
                 live = (each for each in self._raised if each.lasts < math.inf)
                 self._until = [(each.touched + each.lasts, next(self._numbers), each) for each in live]
                 heapq.heapify(self._until)
@@ -626,12 +618,11 @@ class EvictionQueue:
             self._lapse(next(iter(above.tiers[min(above.tiers)])))
 
     def _lapse(self, node: Node) -> None:
-        """Its tier does not count any more. One that `head` has passed over comes back as a leaf of tier 0."""
-        listed = node in self._lane(node).tiers.get(node.priority, ())
-        self.discard(node)
+        """Its priority is 0 from now on; its age stays."""
+        self._lower(node)
         node.priority, node.lasts = 0, math.inf
-        if listed:
-            self._lane(node).lapsed[node] = None
+        if not node.children:
+            self._push(node)
 
     def _lower(self, node: Node) -> None:
         self._raised.discard(node)
@@ -643,23 +634,6 @@ class EvictionQueue:
             del above.tiers[node.priority]
         if not above.tiers:
             del self._above[tenant]
-
-
-def _merge(tier: OrderedDict[Node, None], moved: list[Node]) -> None:
-    """Put these into a tier, where each has its place by its last use; those of one use stay in their order."""
-    both = sorted((*tier, *moved), key=lambda node: node.touched)
-    tier.clear()
-    tier.update(dict.fromkeys(both))
-
-
-def _first_leaf(tier: OrderedDict[Node, None]) -> Node | None:
-    """The first leaf of a tier; the inner nodes before it leave."""
-    while tier:
-        node = next(iter(tier))
-        if not node.children:
-            return node
-        del tier[node]
-    return None
 
 
 def _head(ids: npt.NDArray[np.int32], n: int) -> npt.NDArray[np.int32]:

@@ -212,7 +212,7 @@ class Engine:
         self._pipeline.forget()
         for sequence in self.scheduler.everything():
             try:
-                self.scheduler.ends.fail(sequence, error.info, now)
+                self.scheduler.terminator.fail(sequence, error.info, now)
             except BooksError:
                 log.exception("an engine that stops leaves its books as they are")
         self._sessions.fail_all(error)
@@ -273,7 +273,7 @@ class Engine:
                 for digest in submit.prefixes:
                     self._prefix_report.seen(submit.cache_scope, digest, submit.tokens)
             if session is None:
-                self.scheduler.admission.judge(sequence)
+                self.scheduler.admission.check_deadline(sequence)
                 self._events += self.scheduler.admission.make_room(sequence, self._sessions.n_queued)
             self.scheduler.add(sequence, now)
         except HoldfastError as error:
@@ -308,9 +308,9 @@ class Engine:
         elif isinstance(command, Stop):
             if command.completion is not None:
                 sequence.cut(command.completion)
-            self.scheduler.ends.finish(sequence, "stop", now)
+            self.scheduler.terminator.finish(sequence, "stop", now)
         else:
-            self.scheduler.ends.abort(sequence, now)
+            self.scheduler.terminator.abort(sequence, now)
 
     # ---- parts ----
 

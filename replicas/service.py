@@ -243,7 +243,7 @@ class Service:
         foreseen = False
         if request.foretellable:
             coming = self._bridge.thread.unread + self._n_coming
-            foreseen = self.engine.scheduler.admission.foresee(request, request.most_tokens, coming)
+            foreseen = self.engine.scheduler.admission.check_deadline_early(request, request.most_tokens, coming)
         self._n_coming += 1
         try:
             yield foreseen

@@ -83,7 +83,7 @@ class Told:
 
     @property
     def completed(self) -> int:
-        return self.ends["in time"] + self.ends["late"]
+        return self.terminator["in time"] + self.terminator["late"]
 
     @property
     def goodput(self) -> float:
@@ -164,7 +164,7 @@ class Run:
                 within_s=asked.within_s if self._told else inf,
             )
             try:  # those before it are in the queue
-                foreseen = self._engine.scheduler.admission.foresee(submit, asked.reply, 0)
+                foreseen = self._engine.scheduler.admission.check_deadline_early(submit, asked.reply, 0)
             except DeadlineError as unmet:
                 self._ended(Rejected(name, unmet.info), asked.at)
             else:

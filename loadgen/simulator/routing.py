@@ -188,7 +188,7 @@ class Ours:
         self._routers = [Placement(config or PlacementConfig(), random.Random(f"router {i}")) for i in range(routers)]
         for router in self._routers:
             router.update(dict.fromkeys(self._names, _CAPACITY))
-        self._held = [Held() for _ in range(replicas)]
+        self._held = [BlockedBy() for _ in range(replicas)]
         self._by: dict[tuple[int, int], Placement] = {}  # who sent a turn of a program
         self._next = 0
 
@@ -223,7 +223,7 @@ class Ours:
             router.report(self._names[number], report)
 
 
-class Held:
+class BlockedBy:
     """Beginnings of prompts that a replica has served lately, and which of them its cache still has."""
 
     def __init__(self) -> None:

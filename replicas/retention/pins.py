@@ -30,7 +30,7 @@ from holdfast.replicas.retention.policy import Conditions, LoadStats, Pause, ret
 from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.types import Priority
 
-_LOOKED_AT = 16  # pins past their deadline, kept for a turn that waits, that are looked at in one step
+_LOOKED_AT = 16  # pins past their deadline whose turn waits that are checked in one step
 _SLACK = 64  # entries of dropped pins that may stay in a heap of any size
 SETTLE_S = 1.0  # how long the cells of a turn are kept until its tools are known: far longer than a report takes
 
@@ -43,27 +43,27 @@ class Queue(Protocol):
     def __len__(self) -> int: ...
 
     def reorder(self, sequence: Sequence) -> None:
-        """Whether its program has a pin has changed for a waiting request, and with it maybe its place."""
+        """The program of a waiting request got or lost its pin, so the request's place may change."""
         ...
 
 
 class Ranking(Protocol):
-    """What is asked of the order: who gives way to whom."""
+    """What retention asks of the order: whose pins give way to whom."""
 
     by_arrival: bool
-    """The rank of a pin is its class and its program's arrival; else it is among pins of one tenant and class alone."""
+    """Whether arrival orders all pins of a class; else only those of one class and tenant."""
 
     def rank(self, sequence: Sequence) -> Rank:
-        """Where a sequence that needs cells stands among the pins."""
+        """The rank of a sequence that needs cells among the pins."""
         ...
 
     def pin_rank(self, scope: str, arrival: float, priority: Priority = Priority.INTERACTIVE) -> Rank:
-        """Where a program's pin stands: it gives way to smaller ones only. The last number is the `arrival`."""
+        """The rank of a program's pin: it gives way to smaller ranks only. The last number is the `arrival`."""
         ...
 
 
 class Pins:
-    """Programs' pins, and the cells they keep: at most one a program, no more than a tenant, or all, may keep.
+    """All pins, at most one of each program, within the limits on the cells of a tenant and of all.
 
     Waiting turns of a program know whether it has a pin, or kept its place when that gave way; the order places them by
     that. `by_arrival`: as of `Ranking`.
@@ -99,7 +99,7 @@ class Pins:
         return self._cache.cells.soft_pinned_of(tenant)
 
     def behind(self, to: Rank | None, rank: Callable[[ProgramPin], Rank]) -> Iterator[ProgramPin]:
-        """Those of a greater `rank`, an order's, than `to`; None: all. Looks at one more of each line."""
+        """Pins of a greater `rank` than `to`; None: all. Looks at one more of each line."""
         for line in self._lines.values():
             for *_, pin in reversed(line):
                 if to is not None and rank(pin) <= to:
@@ -107,18 +107,18 @@ class Pins:
                 yield pin
 
     def lapses(self, pin: ProgramPin, when: float) -> None:
-        """From then on a pin is worth less than what it holds."""
+        """From `when` on a pin is worth less than the cells that it holds."""
         pin.lapse = when
         self._lapsing.push(when, pin)
         self._lapsing.trim(2 * len(self))
 
     def lapsed(self, now: float, may: Callable[[ProgramPin], bool] = lambda _: True) -> ProgramPin | None:
-        """That which lapsed first, of those that `may` go; None where none has by `now`."""
+        """The pin that lapsed first, of those that `may` go; None: none has lapsed by `now`."""
         passed, found = [], None
         while found is None and (top := self._lapsing.top()) is not None and top[0] <= now:
             when, pin = top
             if pin.lapse != when:
-                self._lapsing.pop()  # it was given another time since
+                self._lapsing.pop()  # it lapses at another time now
             elif not may(pin):
                 passed.append(top)
                 self._lapsing.pop()
@@ -160,9 +160,7 @@ class Pins:
         self._due.trim(2 * len(self))
 
     def drop(self, pin: ProgramPin, *, place: float | None = None) -> None:
-        """Give a pin's cells back. `place`: those turns of its program that wait, or come by then, stand where they
-        would with the pin.
-        """
+        """Give a pin's cells back. `place`: turns of its program that wait, or arrive until then, keep their place."""
         program, pin.live = pin.program, False
         program.pin = None
         self._n -= 1
@@ -183,17 +181,17 @@ class Pins:
 
     @property
     def due(self) -> float | None:
-        """When `expired` may find something next; None: never. What is kept for turns that wait does not count."""
-        if self._overdue and not len(self._queue):  # the turns that they were kept for went away unserved
+        """When `expired` may find a pin next; None: never. Pins kept for turns that wait do not count."""
+        if self._overdue and not len(self._queue):  # the turns that they were kept for were aborted
             return min(pin.deadline for pin in self._overdue)
         while (top := self._due.top()) is not None and top[0] != top[1].deadline:
-            self._due.pop()  # it was given another one since
+            self._due.pop()  # it has another deadline now
         return top[0] if top is not None else None
 
     def expired(self, now: float) -> list[ProgramPin]:
-        """Those past their deadline of whose program no turn waits, as far as they were looked at. Drops none.
+        """Pins past their deadline whose program has no waiting turn. Drops none.
 
-        A pin that was kept for a turn which then went away unserved is found a few steps later: there may be many.
+        A pin kept for a turn that was then aborted is found a few steps later: a step checks a bounded number.
         """
         found: dict[ProgramPin, None] = {}
         for pin in list(self._overdue)[:_LOOKED_AT] if self._overdue else ():
@@ -206,7 +204,7 @@ class Pins:
             self._due.pop()
             deadline, pin = top
             if pin.deadline != deadline or pin in self._overdue or pin in found:
-                continue  # it was given another one since, or the same again
+                continue  # it has another deadline now, or the same again
             if pin.awaited:
                 self._overdue[pin] = None
             else:
@@ -214,7 +212,7 @@ class Pins:
         return list(found)
 
     def _keep_within_limits(self, tenant: str) -> int:
-        """Drop pins until the others keep no more than they may, the latest first; not those that others keep whole."""
+        """Drop pins until the rest is within the limits: the latest first, those whose cells no other pin keeps."""
         before = len(self)
         while self.cells_of(tenant) > min(self._most_of_tenant, self._cache.cells.may_pin(tenant)):
             own = (pin for pin in self if pin.scope == tenant)
@@ -224,7 +222,7 @@ class Pins:
         return before - len(self)
 
     def _line(self, pin: ProgramPin) -> tuple[Priority, str]:
-        """Pins whose order among each other never changes."""
+        """Pins of one line never change their order."""
         return pin.priority, "" if self._by_arrival else pin.scope
 
     def _mark(self, program: Program, *, pinned: bool) -> None:
@@ -234,12 +232,12 @@ class Pins:
 
 
 def _keeps_alone(pin: ProgramPin) -> bool:
-    """Whether no other pin keeps some of its cells."""
+    """Whether some of its cells are kept by no other pin."""
     return any(node.soft == 1 and node.owned for node in pin.pin.node.path())
 
 
 class _Heap:
-    """Pins by a key; those that were dropped are passed over."""
+    """A heap of pins by a key; skips dropped pins."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, ProgramPin]] = []
@@ -413,8 +411,8 @@ class Retention:
 
     @property
     def _known(self) -> tuple[LatencySnapshot, Conditions]:
-        """What the policy may know, as things are now."""
-        # What is kept for programs and for idle sessions waits for nobody.
+        """The present state, as the policy sees it."""
+        # Cells kept for programs and for idle sessions belong to no running sequence.
         busy = max(self._cache.cells.active - self._rows.idle_session_cells, 0)
         return self._load.latency, self._load.conditions(busy, self.pins.cells, self._now)
 
@@ -422,7 +420,7 @@ class Retention:
 
     @property
     def due(self) -> float | None:
-        """When `expire` has something to look at next; None: nothing is pinned."""
+        """When `expire` has something to do next; None: there is no pin."""
         return self.pins.due
 
     def expire(self, now: float) -> None:
@@ -432,19 +430,19 @@ class Retention:
             self._stats.pins_expired += 1
             self.pins.drop(pin)
 
-    def give_way(
+    def drop_next(
         self, to: Sequence | None, besides: Program | None = None, whose: Callable[[str], bool] = lambda _: True
     ) -> bool:
-        """Drop a pin that has lapsed, if there is one; else one that comes behind `to` in order; None: any.
+        """Drop a lapsed pin; if there is none, the last one behind `to` in order, None: of all. Returns whether it did.
 
-        `whose`: pins of these tenants alone. False where there is none to drop.
+        `whose`: only pins of these tenants.
         """
         pin = next(self._giving_way(to, besides, whose), None)
         if pin is not None:
             self.drop((pin,))
         return pin is not None
 
-    def leaving(
+    def pins_to_drop(
         self,
         to: Sequence | None,
         freed: Freed,
@@ -452,8 +450,9 @@ class Retention:
         besides: Program | None = None,
         whose: Callable[[str], bool] = lambda _: True,
     ) -> list[ProgramPin] | None:
-        """Pins that have to give way, in the order of `give_way`, until what is `freed` is `enough`; None where all of
-        them would not be. It could do without none of them. Drops none; those that were looked at count in `freed`.
+        """The pins to drop, in the order of `drop_next`, until `freed` is `enough`; None: all pins would not be.
+
+        Each of them is needed. Drops none; pins that were considered count in `freed`.
         """
         chosen: list[ProgramPin] = []
         for pin in () if enough(freed) else self._giving_way(to, besides, whose):
@@ -464,7 +463,7 @@ class Retention:
                     break
         if not enough(freed):
             return None
-        for pin in chosen[-2::-1]:  # without the last one it was not enough
+        for pin in chosen[-2::-1]:  # without the last pin it was not enough
             freed.remove(pin.pin)
             if enough(freed):
                 chosen.remove(pin)
@@ -473,7 +472,7 @@ class Retention:
         return chosen
 
     def drop(self, pins: Iterable[ProgramPin]) -> None:
-        """These give way."""
+        """Drop pins whose cells others need."""
         for pin in pins:
             self._stats.pins_given_way += 1
             keeps_place = self._policy.yielding and pin.target is pin.program
@@ -482,7 +481,7 @@ class Retention:
     def _giving_way(
         self, to: Sequence | None, besides: Program | None, whose: Callable[[str], bool]
     ) -> Iterator[ProgramPin]:
-        """The pins that may give way, the first one first."""
+        """The pins that may be dropped, in order."""
         told: set[ProgramPin] = set()
 
         def may(pin: ProgramPin) -> bool:
@@ -495,29 +494,27 @@ class Retention:
         yield from sorted(filter(may, self.pins.behind(rank, self._rank)), key=self._yields, reverse=True)
 
     def _first_until(self, pin: ProgramPin, *, lost: bool) -> float:
-        """A turn that comes by then stands before those of programs without cells, as things are now. `lost`: as of
-        `Policy`.
-        """
+        """Until when an arriving turn goes before turns of programs without cells. `lost`: its cells are gone."""
         if pin.paused is None:
             return math.inf
         return pin.since + self._policy.first_within(pin.paused, self._known[1], lost=lost)
 
-    def makes_room(self, mark: int, to: Sequence) -> bool:
-        """Whether fewer than `mark` cells are in use, once pins behind `to` have given way as far as that needs it.
+    def make_room_below(self, mark: int, to: Sequence) -> bool:
+        """Whether fewer than `mark` cells are in use, after dropping pins behind `to` as far as needed.
 
-        Where all of those would not be enough, none gives way.
+        If all of those pins would not be enough, none is dropped.
         """
         cells, size = self._cache.cells, self._cache.page_size
         if cells.active >= mark:
             return False
-        found = self.leaving(to, Freed(), lambda freed: cells.in_use - freed.total * size < mark)
+        found = self.pins_to_drop(to, Freed(), lambda freed: cells.in_use - freed.total * size < mark)
         self.drop(found or ())
         return found is not None
 
     def _lapsed(self, may: Callable[[ProgramPin], bool]) -> ProgramPin | None:
-        """A pin that has lapsed and, as things are now, would have."""
+        """A pin that has lapsed, and by the present state would lapse."""
         while (pin := self.pins.lapsed(self._now, may)) is not None:
-            assert pin.paused is not None, "what nobody spoke of does not lapse"
+            assert pin.paused is not None, "a pin lapses only after its turn has ended"
             lapse = pin.since + self._policy.ttl(pin.paused, *self._known)
             if lapse <= self._now:
                 return pin
@@ -525,9 +522,7 @@ class Retention:
         return None
 
     def _yields(self, pin: ProgramPin) -> Rank:
-        """The greatest gives way first: among pins that differ by arrival alone who has been away longest, or else the
-        latest.
-        """
+        """The greatest is dropped first: of pins that differ by arrival alone the longest away, or else the latest."""
         *tenant, arrival = self._rank(pin)
         return (*tenant, 1.0, -pin.away) if pin.away <= self._now else (*tenant, 0.0, arrival)
 

@@ -1,12 +1,12 @@
-"""From waiting to running: who is started in a step, who waits for a leader, who has waited too long.
+"""From waiting to running: which requests start in a step, which wait for a leader, which end without starting.
 
-Admission counts cells (stateful inference, section 3.2): what runs, with what it may come to need, stays below a
-ceiling. Grouped prefill (the same section): a prefix that several waiting prompts share is computed by one of them.
-Deadlines: who cannot have its answer in the time that it gave is refused when it comes, or as soon as that is sure.
-Where the queue is full who comes gives way, or the last of a lower class.
+    cells       running requests, with what they may still need, stay below a ceiling (stateful inference, section 3.2)
+    grouping    one of several waiting prompts computes the prefix that they share (the same section)
+    deadlines   a request whose answer cannot come in time is refused on arrival, or as soon as that is certain
+    bounds      where the queue is full the new request is refused, or ends the last one of a lower class
 
-The leader is a running sequence in the middle of its prompt; a follower waits until the leader's cells reach the end of
-what they share, and then aliases them through the tree like any cached prefix.
+The leader of a group is a running sequence in the middle of its prompt. A follower waits until the leader's cells reach
+the end of the shared prefix, and then aliases them through the tree like any cached prefix.
 """
 
 import heapq
@@ -32,14 +32,16 @@ from holdfast.replicas.scheduling.shares import Bounds, Classes
 from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.types import common_prefix
 
-_PASSED_OVER = 64  # requests that are held of one line, which others stand in, too, and are passed over in a step
+_PASSED_OVER = 64  # blocked requests of a line shared by several tenants that others may pass in a step
 _TOO_LATE = ErrorInfo(ErrorKind.OVERLOADED, "the request waited too long for a place in the batch")
 _PASSED = ErrorInfo(ErrorKind.DEADLINE, "too little of the time that the request gave is left to serve it")
-_GAVE_WAY = ErrorInfo(ErrorKind.OVERLOADED, "so much waits that this request had to give way to one of a higher class")
+_GAVE_WAY = ErrorInfo(
+    ErrorKind.OVERLOADED, "the queue is full, and a request of a higher class took the place of this one; retry"
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Following:
+class PrefixWait:
     """`follower` gains `gain` tokens by waiting until `leader` has computed `shared`."""
 
     follower: Sequence
@@ -53,19 +55,19 @@ class Following:
         return self.leader.status is not Status.RUNNING or self.leader.n_computed >= self.shared
 
 
-class Held(Enum):
-    """Why a waiting sequence is not started."""
+class BlockedBy(Enum):
+    """What keeps a waiting sequence from starting."""
 
-    ALL = "all"  # there is no room: nobody passes it, but who has a floor to come to
-    TENANT = "tenant"  # its tenant may have no more, or the floors of others are kept from it: theirs pass it
+    ALL = "all"  # the running sequences: no other passes it, except within a tenant's floor
+    TENANT = "tenant"  # its tenant's ceiling, or the floors of others: requests of other tenants pass it
 
 
 @dataclass(slots=True)
 class _Round:
-    """One look at all that wait. In cells, what those who run may come to need beyond what they have, and by tenant.
+    """One pass over the waiting sequences. `needed`: cells that running ones may still need; `promised`: by tenant.
 
-    `passed`: lines of tenants whose head is held; `aside`: heads that are, of lines that others stand in, too. `short`:
-    somebody is held for lack of room, so that from then on only who stays within its floor is started.
+    `passed`: lines of tenants whose head is blocked; `aside`: blocked heads of lines that tenants share. `short`: a
+    sequence is blocked for lack of room, so from then on only sequences within their tenants' floors start.
     """
 
     needed: int
@@ -75,7 +77,7 @@ class _Round:
     short: bool = False
 
     def after(self, cache: KVCache, sequence: Sequence, need: int, prefix: Prefix | None) -> int:
-        """Cells that its tenant may come to use with a sequence that needs so many beyond its cached prefix."""
+        """Cells that its tenant may use with a sequence that needs `need` beyond its cached prefix."""
         scope = sequence.submit.scope
         return cache.cells.active_of(scope) + self.promised[scope] + need + cache.cells.available_in(prefix)
 
@@ -95,7 +97,7 @@ class Admission:
         running: Running,
         waiting: WaitingQueue,
         classes: Classes,
-        ends: Terminator,
+        terminator: Terminator,
         order: RequestOrder,
         stats: EngineStats,
     ) -> None:
@@ -107,10 +109,10 @@ class Admission:
         self._stats = stats
         self._classes = classes
         self._order = order
-        self._ends = ends
+        self._terminator = terminator
         self._waiting = waiting
-        self._following: list[Following] = []
-        self.forecast = ends.forecast
+        self._following: list[PrefixWait] = []
+        self.forecast = terminator.forecast
         self._deadlines: list[tuple[float, int, Sequence]] = []  # with the latest moment at which each may start
 
     def __len__(self) -> int:
@@ -140,9 +142,9 @@ class Admission:
             heapq.heappush(self._deadlines, (latest, sequence.number, sequence))
 
     def make_room(self, sequence: Sequence, queued: int) -> list[Event]:
-        """Room in the queue for one that comes; `queued` others wait elsewhere. What had to give way for it.
+        """Make room in the queue for a new request; `queued` others wait elsewhere. Returns the ends of others.
 
-        Raises OverloadedError, and then nobody has given way.
+        Raises OverloadedError, and then no other has ended.
         """
         bounds = Bounds(self._config.max_waiting - queued, self._config.max_waiting_tokens)
         lower = self._waiting.last_below(sequence.submit.rank)
@@ -152,18 +154,18 @@ class Admission:
             raise OverloadedError(f"{len(self._waiting)} requests of {self.tokens} tokens are waiting already")
         return [self._end(each, _GAVE_WAY, "gave_way") for each in leaving]
 
-    def judge(self, sequence: Sequence) -> None:
-        """Raises DeadlineError for one that comes and whose answer cannot be expected in the time that it gives.
+    def check_deadline(self, sequence: Sequence) -> None:
+        """Raises DeadlineError for a new request whose answer is not expected in time.
 
-        Only where others wait, or the batch is half full: before that trying costs nobody much, and what was learned of
-        a full batch does not hold.
+        Only where others wait, or the batch is half full: before that trying costs others little, and forecasts learned
+        from a full batch do not hold.
         """
         within_s, n, forecast = sequence.submit.within_s, len(self._waiting), self.forecast
         if within_s == inf or not (n or self._half_full):
             return
         wants = sequence.sampling.max_tokens, sequence.submit.begins
         sequence.expected_s = forecast.answer_s(*wants, n)
-        if sequence.expected_s * forecast.correction > within_s:  # were all of them before it
+        if sequence.expected_s * forecast.correction > within_s:  # if all of them were before it
             sequence.expected_s = forecast.answer_s(*wants, self._waiting.before(sequence))
         expected_s = sequence.expected_s * forecast.correction
         if expected_s > within_s and not sequence.submit.foreseen:
@@ -174,12 +176,12 @@ class Admission:
     def _half_full(self) -> bool:
         return 2 * len(self._running) >= self._config.max_sequences
 
-    def foresee(self, submit: GenerateRequest, max_tokens: float, coming: int) -> bool:
-        """`judge` from outside of a step, for a new program's request, which comes behind all that wait and are not of
-        a lower class. `coming`: others that are not in the queue yet. Any thread may ask.
+    def check_deadline_early(self, submit: GenerateRequest, max_tokens: float, coming: int) -> bool:
+        """`check_deadline` between steps, for the first request of a program: it comes behind all waiting requests of
+        its class and above, and behind `coming` others that are not in the queue yet. Any thread may ask.
 
-        Whether there was anything to judge by. Then its being let in stands: for a hair's breadth it would be refused
-        after a step, when its client might have gone elsewhere.
+        Returns whether there was anything to check by. An admitted request keeps its place even if the estimate later
+        exceeds its deadline slightly: its client can no longer go elsewhere.
         """
         waiting = self._waiting.up_to(submit.rank)
         if submit.within_s == inf or not (waiting or self._half_full):
@@ -192,11 +194,11 @@ class Admission:
         return True
 
     def leads(self, sequence: Sequence) -> bool:
-        """Whether somebody waits for what this sequence computes."""
+        """Whether a follower waits for what this sequence computes."""
         return any(following.leader is sequence for following in self._following)
 
     def expire(self, now: float) -> list[Event]:
-        """End the requests that waited too long without being started; the order may let others gain by waiting."""
+        """End requests that waited too long without starting; the order may promote others for their waiting."""
         self._waiting.promote(now)
         late = [
             self._end(sequence, _TOO_LATE, "waited")
@@ -205,9 +207,8 @@ class Admission:
         return late + self._past(now, over=True)
 
     def _past(self, now: float, *, over: bool) -> list[Event]:
-        """End those that can no more be started in time; `over`: those alone whose time is over.
-
-        The others of them have had this step to start in.
+        """End requests that can no longer start in time. `over`: only those whose deadline has passed; the others may
+        still start in this step.
         """
         events, left = list[Event](), []
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -224,7 +225,7 @@ class Admission:
         return events
 
     def _end(self, sequence: Sequence, why: ErrorInfo, counted: str) -> Event:
-        """The end of one that waits, or has just left the queue."""
+        """End a request that waits, or has just left the queue."""
         if sequence in self._waiting:
             self._waiting.remove(sequence)
         self._stats.not_begun[counted] += 1
@@ -234,22 +235,22 @@ class Admission:
         return Rejected(sequence.request_id, why)
 
     def room_for_sessions(self, tenant: str) -> int:
-        """Cells that a tenant's sessions may still come to keep."""
+        """Cells that a tenant's sessions may still keep."""
         room = self._budget.ceiling - self._running.cells_pinned
         if not self._cache.tree.tenants.any:
             return room
         return min(room, self._cache.cells.may_pin(tenant) - self._running.rows.session_cells_of(tenant))
 
     def admit(self, builder: StepBuilder, now: float) -> None:
-        """Start waiting sequences, in order, while a row and the cell budget are there.
+        """Start waiting sequences, in order, while there are rows and cells.
 
-        The head is never overtaken, except by others while it waits for a leader to compute its prefix. Who is left and
-        could only start too late from now on ends.
+        No sequence overtakes the head, except while it waits for a leader to compute its prefix. Requests that can no
+        longer start in time end.
         """
         running = len(self._running)
         self._start_waiting(builder, now)
         self.forecast.started(max(0, len(self._running) - running), len(self._waiting), now)
-        self._ends.events += self._past(now, over=False)
+        self._terminator.events += self._past(now, over=False)
 
     def _start_waiting(self, builder: StepBuilder, now: float) -> None:
         for done in [f for f in self._following if f.over]:
@@ -264,32 +265,32 @@ class Admission:
             except Exception as failure:
                 if sequence.status is Status.RUNNING:
                     self._waiting.remove(sequence)
-                self._ends.fault(builder, sequence, failure, now)
+                self._terminator.fault(builder, sequence, failure, now)
                 continue
-            if not isinstance(need, Held):
+            if not isinstance(need, BlockedBy):
                 this.began(sequence, need)
-            elif self._batch_gives_way(builder, sequence, need, this, now):
+            elif self._preempt_batch_for(builder, sequence, need, this, now):
                 this.needed, this.promised = self._committed()
             elif sequence.background and not len(self._running):
-                self._ends.give_up(None, sequence, now)  # nobody leaves who would make room for it
+                self._terminator.finish_early(None, sequence, now)  # no other leaves and makes room for it
             elif not self._pass_over(sequence, need, this):
                 break
         for sequence in this.aside:
             self._waiting.put_back(sequence)
 
     def _committed(self) -> tuple[int, Counter[str]]:
-        """What those who run may come to need, and, where tenants have limits, how much of it is whose."""
+        """Cells that running sequences may still need, and, where tenants have limits, by tenant."""
         needed, promised = self._budget.committed(self._running), Counter[str]()
         if self._cache.tree.tenants.any:
             for each in self._running:
                 promised[each.submit.scope] += self._budget.committed((each,))
         return needed, promised
 
-    def _pass_over(self, sequence: Sequence, held: Held, this: _Round) -> bool:
-        """Let others be looked at past one that is held; False where nobody may be."""
+    def _pass_over(self, sequence: Sequence, held: BlockedBy, this: _Round) -> bool:
+        """Let others pass a blocked sequence. False: none may."""
         if sequence.background or not self._cache.tree.tenants.any:
             return False
-        this.short |= held is Held.ALL
+        this.short |= held is BlockedBy.ALL
         line = self._waiting.line_of(sequence)
         if line is not None:
             this.passed.add(line)
@@ -299,15 +300,21 @@ class Admission:
             return False
         return True
 
-    def _batch_gives_way(self, builder: StepBuilder, sequence: Sequence, held: Held, this: _Round, now: float) -> bool:
-        if held is Held.TENANT:  # its tenant's own batch alone helps
-            return self.yields(builder, sequence, now, own=True)
-        return not this.short and self._fits_over_batch(sequence, this.needed) and self.yields(builder, sequence, now)
+    def _preempt_batch_for(
+        self, builder: StepBuilder, sequence: Sequence, held: BlockedBy, this: _Round, now: float
+    ) -> bool:
+        if held is BlockedBy.TENANT:  # only batch requests of its own tenant help
+            return self.preempt_batch(builder, sequence, now, own=True)
+        return (
+            not this.short
+            and self._fits_over_batch(sequence, this.needed)
+            and self.preempt_batch(builder, sequence, now)
+        )
 
-    def yields(self, builder: StepBuilder, to: Sequence, now: float, *, own: bool = False) -> bool:
-        """Preempt the last request of batch for an interactive one. False where there is none, or it is its turn.
+    def preempt_batch(self, builder: StepBuilder, to: Sequence, now: float, *, own: bool = False) -> bool:
+        """Preempt the last batch request for an interactive one. False: there is none, or it is batch's turn.
 
-        `own`: of its tenant alone; else of any whose cells are of use to it.
+        `own`: only of its own tenant; else of any tenant whose cells it can use.
         """
         if to.batch or to.background or self._classes.due:
             return False
@@ -315,12 +322,12 @@ class Admission:
         victim = next((each for each in reversed(those) if not own or each.submit.scope == to.submit.scope), None)
         if victim is None:
             return False
-        self._ends.preempt(builder, victim, now)
+        self._terminator.preempt(builder, victim, now)
         self._stats.yielded += 1
         return True
 
     def _fits_over_batch(self, sequence: Sequence, needed: int) -> bool:
-        """Whether a waiting sequence could start if batch gave all its cells back: else it gives none for it."""
+        """Whether a waiting sequence could start if batch gave all its cells back; if not, batch keeps them."""
         batch = [each for each in self._running if each.batch]
         if not batch or sequence.batch or sequence.background:
             return False
@@ -334,8 +341,8 @@ class Admission:
         prefix = self._cache.find(sequence.cache_scope, sequence.tokens)
         return prefix.length if prefix is not None else 0
 
-    def _start(self, builder: StepBuilder, sequence: Sequence, this: _Round, now: float) -> int | Held:
-        """Start the head, or set it aside for a leader; the cells it may come to need, or why it has to wait."""
+    def _start(self, builder: StepBuilder, sequence: Sequence, this: _Round, now: float) -> int | BlockedBy:
+        """Start the head, or set it aside for a leader. Returns the cells it may need, or what blocks it."""
         if sequence.cache_scope is not None:
             self._cache.alias_shared(sequence.cache_scope, sequence.tokens, now)
         prefix = self._cache.find(sequence.cache_scope, sequence.tokens)
@@ -345,27 +352,27 @@ class Admission:
             self._waiting.set_aside(this.passed)
             return 0
         tenants = self._cache.tree.tenants
-        if tenants.any:  # they may have changed since it came
+        if tenants.any:  # limits may have changed since it arrived
             check_cells(sequence.submit, self._cache)
         need = self._budget.need(sequence, n_cached)
-        # Nobody else has what is within its tenant's floor, so it is there.
+        # No other tenant holds cells within this tenant's floor, so they are there.
         floor = 0 if sequence.background else tenants.floor(sequence.submit.scope) * self._config.page_size
         within = floor > 0 and this.after(self._cache, sequence, need, prefix) <= floor
         if this.short and not within:
-            return Held.ALL
-        # What pins alone keep for programs that pause gives way to those who run; what this one reads of it is its own.
+            return BlockedBy.ALL
+        # Cells that only pins keep give way to running sequences; those of its own prefix become its own.
         taken = self._cache.cells.active + self._cache.cells.inactive_in(prefix)
         alone = not len(self._running) and not sequence.background
         if not self._running.rows.has_row(sequence.program):
-            return Held.ALL
+            return BlockedBy.ALL
         if not within:
             if not self._budget.admits(taken + this.needed, need, alone=alone):
-                return Held.ALL
+                return BlockedBy.ALL
             held = self._held(sequence, need, prefix, this)
             if held is not None:
                 return held
         if not self._running.start(builder, sequence, prefix, now):
-            return Held.ALL
+            return BlockedBy.ALL
         self._waiting.remove(sequence)
         if sequence.scheduled is None:
             sequence.scheduled = now
@@ -374,17 +381,13 @@ class Admission:
                 self._stats.prompt_cached += sequence.n_cached
         return need
 
-    def _held(self, sequence: Sequence, need: int, prefix: Prefix | None, this: _Round) -> Held | None:
-        """Why a sequence has not the cells that it needs beside its cached prefix, which is evicted for nobody then;
-        None: it has.
+    def _held(self, sequence: Sequence, need: int, prefix: Prefix | None, this: _Round) -> BlockedBy | None:
+        """What keeps a sequence from the cells that it needs beside its cached `prefix`; None: nothing.
 
-        `prefix` is where that ends: giving way lets leases go and leaves the tree as it is.
-
-        What is kept for programs that pause can give way: those behind it in order, as many as that needs, and none
-        where all of them would not be enough. Where nothing runs all may give way, and the sequence starts in any case:
-        nobody else would make room, so a queue never waits for pins alone (Continuum, section 5.3). To work ahead
-        nothing gives way. A tenant at its ceiling has its own programs alone give way, and starts likewise where
-        nothing of its own runs.
+        Pins of programs behind it in order give way, as many as needed, and none if all of them would not be enough.
+        Where nothing runs every pin may give way, and the sequence starts in any case: a queue never waits for pins
+        alone (Continuum, section 5.3). For a background prefill no pin gives way. For a tenant at its ceiling only its
+        own pins do, and the sequence starts in any case where nothing of its tenant runs.
         """
         cells, scope = self._cache.cells, sequence.submit.scope
         retention, program = self._running.retention, sequence.program
@@ -398,9 +401,11 @@ class Admission:
             def below(freed: Freed) -> bool:
                 return over <= freed.pages[scope] * size
 
-            found = retention.leaving(None if first else sequence, freed, below, besides=program, whose=scope.__eq__)
+            found = retention.pins_to_drop(
+                None if first else sequence, freed, below, besides=program, whose=scope.__eq__
+            )
             if found is None and not first:
-                return Held.TENANT
+                return BlockedBy.TENANT
             if found is None:
                 freed = Freed(size, prefix)
             else:
@@ -416,21 +421,21 @@ class Admission:
             found = None
             if not sequence.background:
                 helps, to = self._running.helping(sequence, -(-need // size)), None if alone else sequence
-                found = retention.leaving(to, freed, enough, besides=program, whose=helps)
+                found = retention.pins_to_drop(to, freed, enough, besides=program, whose=helps)
             if found is None and (sequence.background or not alone):
-                return Held.ALL if wanted > cells.available + freed.total * size else Held.TENANT
+                return BlockedBy.ALL if wanted > cells.available + freed.total * size else BlockedBy.TENANT
             leaving += found or ()
         retention.drop(leaving)
         return None
 
-    def _find_leader(self, sequence: Sequence, n_cached: int) -> Following | None:
+    def _find_leader(self, sequence: Sequence, n_cached: int) -> PrefixWait | None:
         config = self._config
         if (
             not (config.has("grouped_prefill") and config.has("prefix_cache"))
             or len(self._following) >= self._running.rows.total
         ):
             return None
-        # What is shared is aliased in whole pages, so less than two pages would not be worth a step's wait.
+        # Shared cells are aliased in whole pages, so less than two pages are not worth a step's wait.
         following = find_leader(sequence, self._running, n_cached, least=2 * config.page_size)
         if following is not None:
             self._stats.prompt_grouped += following.gain * sequence.counted
@@ -469,10 +474,10 @@ def _unmet(expected_s: float, within_s: float) -> DeadlineError:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The cells that admitted requests may have at their ends, and how a request's need is estimated, in cells.
+    """The most cells that admitted requests may need in all, and the estimate of one request's need.
 
-    `reserve` bounds the completion a request is charged for: most stop long before their `max_tokens`, and one
-    that does not is covered by preemption.
+    `reserve` bounds the completion a request is charged for: most stop long before their `max_tokens`, and preemption
+    covers those that do not.
     """
 
     ceiling: int
@@ -491,7 +496,7 @@ class Budget:
         return sequence.length - n_cached + min(completion, self.reserve)
 
     def committed(self, running: Iterable[Sequence]) -> int:
-        """The cells that all these may come to need beyond what they have computed. Work ahead has no claim to any."""
+        """Cells that these may need beyond what they have computed. Background prefills have no claim to any."""
         reserve, those = self.reserve, [s for s in running if not s.background]
         return sum([s.length - s.n_computed + min(len(s.buffer) - s.length, reserve) for s in those])
 
@@ -503,14 +508,14 @@ class Budget:
         return alone or committed + need <= self.ceiling
 
 
-def find_leader(sequence: Sequence, running: Iterable[Sequence], n_cached: int, least: int) -> Following | None:
+def find_leader(sequence: Sequence, running: Iterable[Sequence], n_cached: int, least: int) -> PrefixWait | None:
     """The running prefill that shares most with `sequence` beyond its `n_cached` tokens; None under `least` tokens."""
     tokens = sequence.tokens[:-1]
     window = tokens[n_cached : n_cached + least]  # agrees, or the gain is less than `least`
     if len(window) < least:
         return None
     first = window.item(0)
-    best: Following | None = None
+    best: PrefixWait | None = None
     for leader in running:
         if leader.prompt_computed or leader.background or sequence.cache_scope is None:
             continue
@@ -523,5 +528,5 @@ def find_leader(sequence: Sequence, running: Iterable[Sequence], n_cached: int, 
         shared = common_prefix(tokens, leader.tokens)
         gain = shared - n_cached
         if shared > leader.n_computed and gain >= max(least, best.gain + 1 if best else 0):
-            best = Following(sequence, leader, shared, gain)
+            best = PrefixWait(sequence, leader, shared, gain)
     return best

@@ -58,10 +58,10 @@ class Load:
 
 @record
 class Step:
-    """A plan and whom it is for: `sequences[i]` has `holdings[i]` and belongs to `plan.chunks[i]`.
+    """A plan and its sequences: `sequences[i]` has `holdings[i]` and belongs to `plan.chunks[i]`.
 
-    `loads` are what is brought back; `begun` is when it was planned. `open`: the next step may be planned before this
-    one is over. It may not where tokens are needed first: to draft, to mask, to count penalties from.
+    `begun` is when it was planned. `open`: the next step may be planned before this one is over. It may not where
+    tokens are needed first: to draft, to mask, to count penalties from.
     """
 
     plan: StepPlan
@@ -74,7 +74,7 @@ class Step:
     def present(self) -> Iterator[tuple[int, Sequence]]:
         """The sequences that are still as they were when the step was planned, each with its chunk's number.
 
-        One whose last token was refused meanwhile is not: the step computes what comes after that token.
+        A sequence whose last token was refused meanwhile is not: the step computes what follows that token.
         """
         for i, (sequence, holding) in enumerate(zip(self.sequences, self.holdings, strict=True)):
             if sequence.holding is holding and self.plan.chunks[i].start <= sequence.n_computed:
@@ -83,7 +83,7 @@ class Step:
 
 @contextmanager
 def as_if_over(step: Step) -> Iterator[None]:
-    """Let the sequences of a step in flight look as if it were over, but for what it draws."""
+    """Let the sequences of a step in flight look as if it were over, except for the drawn tokens."""
     try:
         for i, sequence in step.present():
             chunk = step.plan.chunks[i]
@@ -97,7 +97,7 @@ def as_if_over(step: Step) -> Iterator[None]:
 
 @dataclass(slots=True)
 class StepBuilder:
-    """What has been planned for which sequence so far, and how to take it back. `sequences[i]` has `chunks[i]`."""
+    """The step planned so far: `sequences[i]` has `chunks[i]`."""
 
     chunks: list[Chunk] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
@@ -115,7 +115,7 @@ class StepBuilder:
         start = sequence.n_computed + sequence.in_flight
         end = start + size
         tokens = sequence.buffer[start:end]  # a view: they never change any more
-        if end > sequence.length:  # the step in flight draws the last one: whoever runs the plan puts it there
+        if end > sequence.length:  # the step in flight draws the last one; the runner puts it there
             tokens = np.append(tokens[:-1], np.int32(0))
         draw = None
         if end == sequence.length + (sequence.awaited is not None) and end < len(sequence.buffer):
@@ -136,7 +136,7 @@ class StepBuilder:
         return sequence.row in self.copies or any(write.row == sequence.row for write in self.writes)
 
     def forget(self, sequence: Sequence) -> None:
-        """Take everything of a sequence back: it was preempted, and its row and pages may go to another."""
+        """Take back everything planned for a sequence: it was preempted, and its row and pages may go to another."""
         row = sequence.the_row
         self.copies.pop(row, None)
         self.writes = [write for write in self.writes if write.row != row]
@@ -146,10 +146,7 @@ class StepBuilder:
             del self.sequences[i], self.chunks[i]
 
     def step(self, saves: PageMoves, now: float, *, undrafted: bool) -> Step:
-        """The step. `saves` are the copies of what was evicted for it.
-
-        `undrafted`: the step after it can do without drafts for what this one draws.
-        """
+        """The step. `saves` are the copies of what was evicted for it. `undrafted`: the next step needs no drafts."""
         copies = tuple(copy for some in self.copies.values() for copy in some)
         loads = NO_MOVES
         if self.loads:
@@ -162,7 +159,7 @@ class StepBuilder:
 
 
 def _draw(sequence: Sequence, drafts: TokenIds) -> Draw:
-    """What to draw after a sequence's last token; kept by it where so many drafts need the same in every step."""
+    """How to draw after a sequence's last token; kept in the sequence if every step with as many drafts needs the same."""
     sampling, matcher = sequence.sampling, sequence.matcher
     penalised = sampling.presence_penalty or sampling.frequency_penalty
     counts = sequence.count() if penalised else None
@@ -176,7 +173,7 @@ def _draw(sequence: Sequence, drafts: TokenIds) -> Draw:
 
 
 def _count_all(sequence: Sequence) -> TokenCounts:
-    """How often each token stands in prompt and completion so far. Only what is new is counted."""
+    """How often each token stands in prompt and completion so far; counts new tokens only."""
     if sequence.seen is None:
         sequence.seen = TokenCounts()
     sequence.seen.add(sequence.tokens[sequence.seen.seen :])
@@ -237,11 +234,11 @@ class Running:
 
     @property
     def cells_pinned(self) -> int:
-        """Cells that sessions keep from being evicted, those with an operation in the batch included."""
+        """Cells that sessions keep from eviction, those with an operation in the batch included."""
         return self.rows.session_cells
 
     def in_order(self) -> list[Sequence]:
-        """All, first to be served first, so the last one is to be preempted next."""
+        """All, first to be served first; the last one is preempted next."""
         if self._in_order is None or not self._order.settled:
             self._in_order = sorted(self._sequences, key=self._key)
         return self._in_order
@@ -250,11 +247,11 @@ class Running:
         return sequence.background, sequence.batch, self._order.key(sequence)
 
     def part(self, *, decoding: bool) -> list[Sequence]:
-        """Those that decode, or those that prefill, in order; without those that are about to end."""
+        """Those that decode, or those that prefill, in order; without those that end with the step in flight."""
         return [s for s in self.in_order() if s.decoding is decoding and not (s.in_flight and s.closing)]
 
     def start(self, builder: StepBuilder, sequence: Sequence, prefix: Prefix | None, now: float) -> bool:
-        """Give a waiting sequence a row and its cached prefix, which `prefix` has found; False when no row is free.
+        """Give a waiting sequence a row and its cached `prefix`. False: no row is free.
 
         A kept row shows the pages of its program's last turn already: only what differs is written.
         """
@@ -300,7 +297,7 @@ class Running:
         return True
 
     def grow(self, builder: StepBuilder, sequence: Sequence, n_tokens: int) -> bool:
-        """Make sure that `n_tokens` positions of the sequence have cells; False when they are not to be had."""
+        """Make sure that `n_tokens` positions of the sequence have cells. False: there are not enough."""
         holding = sequence.holding
         assert holding is not None, sequence.request_id
         first = holding.n_pages
@@ -313,50 +310,50 @@ class Running:
         return True
 
     def helping(self, sequence: Sequence, n: int = 1) -> Callable[[str], bool]:
-        """Of which tenants cells could be among the `n` pages that a sequence lacks."""
+        """Of which tenants a freed page could be one of the `n` pages that a sequence lacks."""
         tenants, scope = self._cache.tree.tenants, sequence.submit.scope
         return lambda other: tenants.helps(other, scope, n)
 
     def helpers(self, sequence: Sequence) -> list[Sequence]:
-        """Who could make room for a sequence that lacks a page, itself among them, first to be served first."""
+        """Sequences that could make room for one that lacks a page, itself among them, first to be served first."""
         helps = self.helping(sequence)
         return [each for each in self.in_order() if helps(each.submit.scope)]
 
-    def grow_over_pins(self, builder: StepBuilder, sequence: Sequence, n_tokens: int) -> bool:
-        """The same; if need be with cells that were kept for programs which come behind it, but not to work ahead."""
+    def grow_dropping_pins(self, builder: StepBuilder, sequence: Sequence, n_tokens: int) -> bool:
+        """`grow`; where that fails, after dropping pins of programs behind it. Background prefills drop no pins."""
         if self.grow(builder, sequence, n_tokens):
             return True
         return (
             not sequence.background
-            and self.room_over_pins(sequence, n_tokens, sequence)
+            and self.drop_pins_for(sequence, n_tokens, sequence)
             and self.grow(builder, sequence, n_tokens)
         )
 
-    def room_over_pins(self, sequence: Sequence, n_tokens: int, to: Sequence | None) -> bool:
-        """Whether programs that pause, behind `to` (None: any), have given way so that `n_tokens` have cells now.
+    def drop_pins_for(self, sequence: Sequence, n_tokens: int, to: Sequence | None) -> bool:
+        """Drop pins of programs behind `to` (None: any), so that `n_tokens` get cells. False: none was dropped.
 
-        Where all of those would not be enough, none gives way.
+        If all of those pins would not be enough, none is dropped.
         """
         cache, holding = self._cache, sequence.the_holding
         missing = cache.pool.pages_for(n_tokens) - holding.n_pages
         whose = self.helping(sequence)
-        found = self.retention.leaving(
+        found = self.retention.pins_to_drop(
             to, Freed(), lambda freed: cache.cells.pages_for(holding.tenant, freed) >= missing, whose=whose
         )
         self.retention.drop(found or ())
         return bool(found)
 
     def load(self, builder: StepBuilder, sequence: Sequence, most: int) -> bool:
-        """Plan to bring up to `most` of the sequence's cells back from the host; False where it has none there.
+        """Plan to load up to `most` of the sequence's cells from the host. False: it has none there.
 
-        All but the last end with a page. Nothing is planned where cells are not to be had.
+        Each load but the last ends with a page. Nothing is planned where there are no cells to load into.
         """
         reach = self.reloads.reach(sequence.the_holding)
         if reach <= sequence.n_computed:
             return False
         size = self._cache.page_size
         end = min(reach, (sequence.n_computed + max(most, size)) // size * size)
-        if self.grow_over_pins(builder, sequence, end):
+        if self.grow_dropping_pins(builder, sequence, end):
             moves = self.reloads.load(sequence.the_holding, sequence.n_computed, end)
             builder.loads.append(Load(sequence, sequence.the_holding, end, moves))
         return True
@@ -414,7 +411,7 @@ class Running:
             self._cache.demote(scope, tokens, who)
 
     def _settle(self, holding: Holding, computed: TokenIds, now: float, *, keep: bool, pin: bool) -> Pin | None:
-        """Give a holding back, with a `pin` on its cells or without; where keeping them fails they are freed."""
+        """Give a holding back, with a `pin` on its cells or without. Where keeping the cells fails they are freed."""
         if keep:
             try:
                 return self._cache.finish(holding, computed, len(computed), now, pin=pin)
@@ -436,9 +433,9 @@ class Running:
 
 
 class Terminator:
-    """Takes sequences out, wherever they are, and tells of it. `events` belongs to the engine: it outlives these books.
+    """Ends sequences, waiting or running. `events` belongs to the engine: it outlives these books.
 
-    An event is noted before rows and cells are given back, so a request has its terminal event even where that fails.
+    An event is noted before rows and cells are given back, so a request has its terminal event even if that fails.
     """
 
     def __init__(
@@ -480,13 +477,13 @@ class Terminator:
         self.events.append(Finished(sequence.request_id, reason, sequence.usage, sequence.timing(now)))
         self.end(sequence, now, ExitReason.FINISHED)
 
-    def give_up(self, builder: StepBuilder | None, sequence: Sequence, now: float) -> None:
-        """End work ahead as far as it has come: no cells are free for more."""
+    def finish_early(self, builder: StepBuilder | None, sequence: Sequence, now: float) -> None:
+        """End a background prefill as far as it has come: no cells are free for more."""
         self.events.append(Finished(sequence.request_id, "stop", sequence.usage, sequence.timing(now)))
         why = ExitReason.FINISHED
         if builder is not None and builder.writes_to(sequence):
             builder.forget(sequence)
-            why = ExitReason.PREEMPTED  # what was to be written to its row is not
+            why = ExitReason.PREEMPTED  # its row was not written as planned
         self.end(sequence, now, why)
 
     def fail(self, sequence: Sequence, error: ErrorInfo, now: float) -> None:
@@ -494,9 +491,9 @@ class Terminator:
         self.end(sequence, now, ExitReason.FAILED)
 
     def preempt(self, builder: StepBuilder | None, sequence: Sequence, now: float) -> None:
-        """Back to the queue: what it computed goes to the tree, and what is evicted there is computed again.
+        """Put a sequence back into the queue. Its cells go to the tree; cells evicted there are computed again.
 
-        Nothing is lost: noise is keyed by position, so the recomputed sequence goes on as it would have.
+        No token changes: noise is keyed by position, so the recomputed sequence continues as it would have.
         """
         self._stats.preemptions += 1
         sequence.n_before = sequence.n_computed
@@ -507,10 +504,8 @@ class Terminator:
         sequence.move(Status.WAITING)
         self._waiting.push(sequence)
 
-    def start_over(self, builder: StepBuilder, sequence: Sequence, now: float) -> None:
-        """Nobody else could make room for one that lacks cells: it starts again without its cached prefix, and fails
-        where that was not what is missing.
-        """
+    def restart_without_prefix(self, builder: StepBuilder, sequence: Sequence, now: float) -> None:
+        """No other sequence can make room for this one: it restarts without its cached prefix, or fails if it has."""
         if sequence.reuse:
             sequence.reuse = False
             self.preempt(builder, sequence, now)
@@ -518,7 +513,7 @@ class Terminator:
             self.fail(sequence, NO_ROOM, now)
 
     def fault(self, builder: StepBuilder | None, sequence: Sequence, failure: Exception, now: float) -> None:
-        """The supervisor of planning and commit: what was raised for one sequence fails that sequence alone."""
+        """The supervisor of planning and commit: an exception for one sequence fails that sequence alone."""
         if isinstance(failure, BooksError) or sequence.status is Status.ENDED:
             raise failure
         log.error("%s failed", sequence.request_id, exc_info=failure)

@@ -30,9 +30,9 @@ Line: TypeAlias = tuple[Priority | None, str | None]
 _AHEAD: Line = (None, None)  # the line of work ahead, which has no class
 _NOBODY: Mapping[Priority, int] = {}
 _ASIDE = -1  # the ticket of a sequence that is set aside: it is in no heap
-_SLACK = 64  # entries that have lost their meaning may stay in a heap of any size
-_ON_TIME = 0.95  # of the answers that forecasts are right for
-_STRIDE = 0.05  # by which the correction grows with a forecast that was short
+_SLACK = 64  # invalid entries that may stay in a heap of any size
+_ON_TIME = 0.95  # of the answers come by their forecast
+_STRIDE = 0.05  # by which the correction grows after a forecast that was too short
 _MOST = 4.0  # times a forecast, at most
 
 
@@ -243,34 +243,34 @@ Ticket: TypeAlias = int
 
 
 class WaitingQueue:
-    """Heaps with lazy deletion: push, pop, cancel and a new place cost O(log n); the length is exact.
+    """Waiting sequences, in heaps with lazy deletion: each operation costs O(log n), and the length is exact.
 
-    `classes` says whose turn it is where both of them wait.
+    `classes` says whose turn it is where both classes wait.
     """
 
     def __init__(self, order: RequestOrder, classes: Classes | None = None) -> None:
         self._order = order
         self._classes = classes or Classes(0.0)
-        self.waiting: Counter[Priority] = Counter()  # how many do, without work ahead
+        self.waiting: Counter[Priority] = Counter()  # how many of each class, without background prefills
         self._tickets = count()  # breaks ties first-in first-out, so sequences are never compared
-        self._first: Sequence | None = None  # the head, once it is known and until who waits, or the order, changes
-        self._changes = (0, False)  # of the order, and of the classes, when the head was looked for
-        self._passed = 0  # how many lines were passed over then
-        self._heads: dict[Line, Sequence] | None = None  # of all lines, until who waits changes
+        self._first: Sequence | None = None  # the head, if it is known
+        self._changes = (0, False)  # of the order and the classes, when the head was found
+        self._passed = 0  # how many lines were passed over when the head was found
+        self._heads: dict[Line, Sequence] | None = None  # of all lines, if they are known
         self._lines = _Lines(self._waits)
-        self._due: list[tuple[float, int, Sequence]] = []  # when those that are passed over too long are promoted
-        self._arrivals: deque[tuple[float, Sequence]] = deque()  # since when each waits
-        self._unseen: list[Sequence] = []  # sessions' operations that no step has found here yet
-        self._entries: dict[str, tuple[Ticket, Sequence]] = {}  # by request id; only this ticket counts
+        self._due: list[tuple[float, int, Sequence]] = []  # when sequences that wait too long are promoted
+        self._arrivals: deque[tuple[float, Sequence]] = deque()  # and since when each waits
+        self._unseen: list[Sequence] = []  # operations of sessions that no step has seen yet
+        self._entries: dict[str, tuple[Ticket, Sequence]] = {}  # by request id, with the valid ticket
         self.tokens = 0  # in the prompts of all that wait
-        self.tokens_ahead = 0  # of these, in work ahead
+        self.tokens_ahead = 0  # of these, in background prefills
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
     def ahead(self) -> int:
-        """How much work waits that nobody waits for."""
+        """How many background prefills wait."""
         return len(self._entries) - sum(self.waiting[each] for each in Priority)
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -282,10 +282,10 @@ class WaitingQueue:
         return entry is not None and entry[1] is sequence
 
     def push(self, sequence: Sequence) -> None:
-        """Enter a sequence. It waits since it arrived; an operation of a session from the next `promote` on: before it
-        may have stood behind others of its session, however much room there was.
+        """Enter a sequence. Its waiting time counts from its arrival; for an operation of a session from the next
+        `promote`, because it may have waited for others of its session before.
         """
-        if not sequence.preempted:  # what has been started is neither timed out nor promoted
+        if not sequence.preempted:  # a request that has started is neither timed out nor promoted
             self._order.arrive(sequence, alone=not self.waiting[sequence.submit.priority])
             if sequence.submit.session is not None:
                 self._unseen.append(sequence)
@@ -299,10 +299,10 @@ class WaitingQueue:
         self._place(sequence)
 
     def head(self, passed: Collection[Line] = ()) -> Sequence | None:
-        """The next to be admitted; it stays in the queue, and the next, until who waits or what comes first changes.
+        """The next sequence to be admitted; it stays in the queue.
 
-        Then it is looked for among the heads of all lines of the class whose turn it is, but for those that are
-        `passed`. Work ahead comes where nobody else waits.
+        It is the first among the heads of all lines of the class whose turn it is, except the lines that are `passed`.
+        Background prefills come where no other request waits.
         """
         changes = self._order.changes, self._classes.due
         if self._changes != changes or self._passed != len(passed):
@@ -329,12 +329,12 @@ class WaitingQueue:
         return self._first
 
     def line_of(self, sequence: Sequence) -> Line | None:
-        """The line of its tenant in which a sequence waits; None where others wait in it as well."""
+        """The line in which a sequence waits; None if tenants share it."""
         line = _line(self._order, sequence)
         return line if line[1] else None
 
     def set_aside(self, passed: Collection[Line] = ()) -> Sequence:
-        """Set the head aside: it still waits, can be removed and expires, but is not the head until `put_back`."""
+        """Set the head aside: it still waits, can be removed and can expire, but is not the head until `put_back`."""
         sequence = self.head(passed)
         if sequence is None:
             raise IndexError("nobody is waiting")
@@ -344,12 +344,12 @@ class WaitingQueue:
         return sequence
 
     def put_back(self, sequence: Sequence) -> None:
-        """Put a sequence that was set aside back in its place; nothing, if it was removed in the meantime."""
+        """Put a sequence that was set aside back in its place, unless it was removed in the meantime."""
         if sequence in self:
             self._place(sequence)
 
     def reorder(self, sequence: Sequence) -> None:
-        """What the order looks at has changed for this sequence: give it its new place. Nothing, if it has gone."""
+        """The order's key of a sequence has changed: give it its new place, unless it has gone."""
         if sequence in self and self._entries[sequence.request_id][0] != _ASIDE:
             self._place(sequence)
 
@@ -361,7 +361,7 @@ class WaitingQueue:
             sequence.program.waiting.remove(sequence)
 
     def promote(self, now: float) -> None:
-        """Promote those that were passed over too long by `now`, the beginning of a step."""
+        """Promote sequences that wait too long by `now`, the beginning of a step."""
         self._arrivals.extend((now, sequence) for sequence in self._unseen)
         self._unseen.clear()
         while self._due and self._due[0][0] <= now:
@@ -371,9 +371,9 @@ class WaitingQueue:
                 self.reorder(sequence)
 
     def before(self, sequence: Sequence) -> int:
-        """How many would be admitted before a sequence that came now. Looks at all that wait.
+        """How many would be admitted before a sequence that arrives now. Looks at all waiting sequences.
 
-        Where the order has several lines, one each of the others for each of its own is reckoned with.
+        Where the order has several lines, each line is assumed to advance by one for each sequence of its own.
         """
         order, rank = self._order, sequence.submit.rank
         line, key = order.line(sequence), order.waiting(sequence)
@@ -388,18 +388,16 @@ class WaitingQueue:
         return first + own + sum(min(n, own + 1) for n in others.values())
 
     def up_to(self, rank: int) -> int:
-        """How many wait whose class is no lower. Any thread may ask."""
+        """How many sequences of this class or a higher one wait. Any thread may ask."""
         return len(self) if rank == len(RANKS) else sum(self.waiting[each] for each in RANKS[: rank + 1])
 
     def last_below(self, rank: int) -> Iterator[Sequence]:
-        """Of those that were never started and whose `rank` is higher: the highest one's last, then the one before it,
-        and so on; they stay in the queue. Looks at all that wait.
-        """
+        """Sequences of lower classes that never started, the last of the lowest class first. They stay in the queue."""
         lower = [each for each in self if not each.preempted and each.submit.rank > rank]
         yield from sorted(lower, key=lambda each: (each.submit.rank, self._order.waiting(each)), reverse=True)
 
     def expired(self, before: float) -> list[Sequence]:
-        """Remove and return the sequences that wait since before `before` and were never started."""
+        """Remove and return the sequences that have waited since before `before` and never started."""
         late = []
         while self._arrivals:
             since, sequence = self._arrivals[0]
@@ -439,30 +437,25 @@ class WaitingQueue:
 
 
 def _line(order: RequestOrder, sequence: Sequence) -> Line:
-    """Those that were preempted have one of their own: they have a part of their work behind them, and come before all
-    others of their class.
-    """
+    """Preempted sequences have a line of their own, before all others of their class: part of their work is done."""
     if sequence.background:
         return _AHEAD
     return sequence.submit.priority, None if sequence.preempted else order.line(sequence)
 
 
 class _Lines:
-    """Lines of waiting sequences, each a heap with lazy deletion, by name.
-
-    Entries that do not count any more, as `counts` says, are passed over and let go in time.
-    """
+    """Lines of waiting sequences by name, each a heap with lazy deletion: entries that `counts` rejects are skipped."""
 
     def __init__(self, counts: Callable[[Ticket, Sequence], bool]) -> None:
         self._counts = counts
         self._heaps: dict[Line, list[tuple[Key, Ticket, Sequence]]] = {}
 
     def __len__(self) -> int:
-        """Entries, those that do not count among them."""
+        """Entries, with those that do not count."""
         return sum(map(len, self._heaps.values()))
 
     def push(self, line: Line, key: Key, ticket: Ticket, sequence: Sequence, most: int) -> None:
-        """Enter a sequence; a line of more than `most` entries lets those go that do not count."""
+        """Enter a sequence; a line of more than `most` entries drops those that do not count."""
         heap = self._heaps.setdefault(line, [])
         heapq.heappush(heap, (key, ticket, sequence))
         if len(heap) > most:
@@ -487,15 +480,14 @@ class _Lines:
 
 
 class Forecast:
-    """When a request's answer will be there: how fast the queue moves, and what serving takes. Seconds, of one engine.
+    """Forecasts when the answer to a request will be complete, in seconds, for one engine.
 
-    now         + waiting                                    + serving
-    arrival       those before it * seconds between starts     first token (+ tokens * seconds of each)
+    now         + waiting                                        + serving
+    arrival       requests before it * seconds between starts      first token (+ tokens * seconds of each)
 
-    times what such forecasts turned out to be short of lately. Seconds between starts are learned while somebody waits:
-    then a start is as soon as there is room. What clients did not wait for counts as far as it came, or a server that
-    is too slow for all of them would learn nothing. Nothing is expected before some requests have shown it. One thread
-    writes, any may read.
+    times a correction by how much recent forecasts were too short. Seconds between starts are learned while requests
+    wait: then each start is as early as there is room. Requests whose clients left count as far as they came, or a
+    server that is too slow for all of them would learn nothing. One thread writes, any may read.
     """
 
     def __init__(self) -> None:
@@ -503,13 +495,13 @@ class Forecast:
         self._first = Mean()  # from a start to the first token
         self._token = Mean()  # of each further one
         self._tokens = Mean()  # that an answer has
-        self._since: float | None = None  # the latest start in a time in which somebody waits
+        self._since: float | None = None  # the latest start while requests wait
         self.correction = 1.0
 
     # ---- learning ----
 
     def started(self, n: int, waiting: int, now: float) -> None:
-        """A step begins with so many new requests, and so many wait still."""
+        """A step begins with `n` new requests, and `waiting` others still wait."""
         if n and self._since is not None:
             self._gap.add(now - self._since, n)
         if not waiting:
@@ -518,7 +510,7 @@ class Forecast:
             self._since = now
 
     def left(self, sequence: Sequence, now: float, *, whole: bool) -> None:
-        """A sequence leaves the batch for good, with its `whole` answer or as far as it came."""
+        """A sequence leaves the batch for good, with its `whole` answer or a part of it."""
         if sequence.background or sequence.scheduled is None:
             return
         first, drawn = sequence.first_token, sequence.length - sequence.n_prompt
@@ -536,17 +528,17 @@ class Forecast:
 
     @property
     def gap_s(self) -> float:
-        """Between two starts while somebody waits; 0: not known yet."""
+        """Between two starts while requests wait; 0: not known yet."""
         return self._gap.value
 
     def serving_s(self, max_tokens: float, begins: bool) -> float:
-        """From a start to the first token, where that is what is wanted, or to the whole answer."""
+        """From a start to the whole answer, or with `begins` to its first token."""
         if begins:
             return self._first.value
         tokens = min(max_tokens, self._tokens.value)
         return self._first.value + max(0.0, tokens - 1) * self._token.value
 
     def answer_s(self, max_tokens: float, begins: bool, before: int) -> float:
-        """Until one has what it wants, behind so many others; not corrected."""
+        """From arrival to the answer, or with `begins` to its first token, behind `before` others; not corrected."""
         waiting_s = (before + 1) * self.gap_s if before else 0.0
         return waiting_s + self.serving_s(max_tokens, begins)

@@ -1,10 +1,13 @@
-"""Which tokens the next step computes, and what becomes of its result.
+"""Which tokens the next step computes, and what happens to its result.
 
-`schedule` plans one step: expire what waited too long, decode what runs, admit who waits, prefill. `commit` takes in
-what it brought back and drew. No tensors and no clock: cells and rows come through `running`, time from the caller.
+    schedule    drop what waited too long; then decode, admit, prefill, or where no prompt waits prefill in background
+    commit      take in what was loaded, computed and drawn; end what is finished
+
+No tensors and no clock: cells and rows come through `batch.Running`, time from the caller.
 """
 
 import math
+from contextlib import nullcontext
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError
@@ -41,10 +44,10 @@ _UNKNOWN = RestoreCost()
 
 
 class Scheduler:
-    """Joins the queue, admission, the running sequences, retention and drafts into steps.
+    """Plans steps over the queue, the batch, retention and drafts, and commits their results.
 
-    What raises while one sequence is planned or committed fails that sequence. Only `BooksError` comes out of here:
-    then the caller needs a new scheduler over new books. Events are added to `events`, so none is lost even then.
+    An exception while one sequence is planned or committed fails that sequence. Only `BooksError` leaves the scheduler:
+    then the caller needs a new one over new books. Events are added to `events`, so none is lost even then.
     """
 
     def __init__(
@@ -73,9 +76,9 @@ class Scheduler:
         self.retention = Retention(config, cache, programs, self.rows, waiting, order, learned, stats)
         self._running = Running(cache, programs, self.rows, order, stats, self.retention, tags=config.has("kv_tags"))
         self.drafts = drafter
-        self.ends = Terminator(programs, self._running, waiting, self.drafts, order, stats, events)
+        self.terminator = Terminator(programs, self._running, waiting, self.drafts, order, stats, events)
         self.admission = Admission(
-            config, cache, programs, self._running, waiting, self._classes, self.ends, order, stats
+            config, cache, programs, self._running, waiting, self._classes, self.terminator, order, stats
         )
 
     # ---- requests come and go ----
@@ -86,7 +89,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence, now: float) -> None:
         for prefill in overtaken(sequence):
-            self.ends.finish(prefill, "stop", now)
+            self.terminator.finish(prefill, "stop", now)
         self._programs.begin(sequence)
         self.retention.arrived(sequence)
         self.admission.push(sequence)
@@ -100,7 +103,7 @@ class Scheduler:
         program = self._programs.find(key) if key is not None else None
         if program is not None and isinstance(notice, ProgramEnded | HandleReleased):
             for prefill in program.ahead.copy():
-                self.ends.abort(prefill, now)
+                self.terminator.abort(prefill, now)
         self.retention.notice(notice, now)
         if program is not None and isinstance(notice, ProgramEnded):
             self._running.program_ended(program)
@@ -137,56 +140,50 @@ class Scheduler:
     # ---- planning a step ----
 
     def schedule(self, now: float, flying: Step | None = None) -> Step:
-        """Plan the next step; admit what there is room for; end what waited too long or can never go on.
+        """Plan the next step.
 
-        With a step `flying`, which must be `open`, the plan is for when that is over; there may be nothing to do then.
+        With a step `flying`, which must be `open`, the plan is for the time after it; it may be empty.
         """
+        builder = StepBuilder()
+        with as_if_over(flying) if flying is not None else nullcontext():
+            self.terminator.events += self.admission.expire(now)
+            self.retention.expire(now)
+            if not self._decode(builder, now):
+                # Not in a step that had to preempt: the cells it freed are for those that run.
+                self.admission.admit(builder, now)
+                self._resume(builder, now)
+            self._prefill(builder, now)
         if flying is None:
-            builder = self._build(now)
             self._make_progress(builder, now)
-        else:
-            with as_if_over(flying):
-                builder = self._build(now)
         reloads = self._running.reloads
         # The host's books may have begun anew since a load was planned: a later save may have its pages.
         builder.loads = [load for load in builder.loads if reloads.reach(load.holding) >= load.end]
         return builder.step(reloads.saves(), now, undrafted=self.drafts.silent)
 
-    def _build(self, now: float) -> StepBuilder:
-        builder = StepBuilder()
-        self.ends.events += self.admission.expire(now)
-        self.retention.expire(now)
-        if not self._decode(builder, now):
-            # Not in a step that had to preempt: the cells it freed are for those that run.
-            self.admission.admit(builder, now)
-            self._go_on(builder, now)
-        self._prefill(builder, now)
-        return builder
-
     def _make_progress(self, builder: StepBuilder, now: float) -> None:
-        """Where all are short of cells, no step is in flight that would free some: see that somebody gets on.
+        """Where every sequence is short of cells, and no step is in flight that would free some, free some.
 
-        What is pinned for programs that pause goes first, then the last in order makes room for the others. One that is
-        alone starts again without its cached prefix: the ends of pages it shares with others may be what is missing.
+        Pins are dropped first, then the last sequence in order is preempted. A sequence that is alone restarts without
+        its cached prefix: the ends of pages that it shares with others may be what is missing.
         """
         while not builder.busy and len(self._running):
-            if self.retention.give_way(to=None):
+            if self.retention.drop_next(to=None):
                 self._prefill(builder, now)
                 continue
             victim = self._running.in_order()[-1]
             if len(self._running) == 1 and not victim.reuse:
-                self.ends.fail(victim, NO_ROOM, now)
+                self.terminator.fail(victim, NO_ROOM, now)
                 continue
             victim.reuse = len(self._running) > 1
-            self.ends.preempt(builder, victim, now)
+            self.terminator.preempt(builder, victim, now)
             if not len(self._running):
                 self.admission.admit(builder, now)
             self._prefill(builder, now)
 
     def _decode(self, builder: StepBuilder, now: float) -> bool:
-        """The last token of each decoding sequence and drafts after it, in order.
+        """Plan the last token of each decoding sequence, and drafts after it, in order.
 
-        True if some sequences had to be preempted for lack of cells.
+        Returns whether sequences had to be preempted for lack of cells.
         """
         preempted = False
         decoding = self._running.part(decoding=True)
@@ -197,7 +194,7 @@ class Scheduler:
             try:
                 preempted |= self._decode_one(builder, sequence, now)
             except Exception as failure:
-                self.ends.fault(builder, sequence, failure, now)
+                self.terminator.fault(builder, sequence, failure, now)
         return preempted
 
     def _decode_one(self, builder: StepBuilder, sequence: Sequence, now: float) -> bool:
@@ -207,15 +204,15 @@ class Scheduler:
             return False
         preempted = False
         while sequence.status is Status.RUNNING and not self._running.grow(builder, sequence, end):
-            # Who arrived last gives way, whether its program runs or pauses.
+            # The program that arrived last gives way, whether it runs or pauses.
             helpers = self._running.helpers(sequence)
             alone, last = len(helpers) == 1, helpers[-1]
-            if self._running.room_over_pins(sequence, end, None if alone else last):
+            if self._running.drop_pins_for(sequence, end, None if alone else last):
                 continue
             if not alone:
-                self.ends.preempt(builder, last, now)
+                self.terminator.preempt(builder, last, now)
             elif len(self._running) > 1:
-                self.ends.start_over(builder, sequence, now)
+                self.terminator.restart_without_prefix(builder, sequence, now)
             else:
                 return preempted
             preempted = True
@@ -223,8 +220,8 @@ class Scheduler:
             builder.compute(sequence, 1)
         return preempted
 
-    def _go_on(self, builder: StepBuilder, now: float) -> None:
-        """A preempted sequence that was just admitted again, with all of its cells still cached, decodes at once."""
+    def _resume(self, builder: StepBuilder, now: float) -> None:
+        """Sequences that were preempted, and are admitted again with all of their cells still there, decode at once."""
         if len(builder.sequences) == len(self._running):
             return
         for sequence in self._running.part(decoding=True):
@@ -234,15 +231,15 @@ class Scheduler:
                     if self._running.grow(builder, sequence, end):
                         builder.compute(sequence, 1)
                 except Exception as failure:
-                    self.ends.fault(builder, sequence, failure, now)
+                    self.terminator.fault(builder, sequence, failure, now)
 
     def _prefill(self, builder: StepBuilder, now: float) -> None:
-        """A chunk for each prefilling sequence, in order; deferred above the high-water mark. With none: work ahead."""
+        """Plan a chunk for each prefilling sequence, in order. Above the high-water mark all but the first wait."""
         if len(builder.sequences) == len(self._running):
             return  # all of them decode
         prefilling = self._running.part(decoding=False)
         if prefilling and prefilling[0].background:
-            self._work_ahead(builder, prefilling, now)
+            self._prefill_background(builder, prefilling, now)
             return
         prefilling = [each for each in prefilling if each.submit.background is None]
         if not prefilling:
@@ -263,49 +260,49 @@ class Scheduler:
                 whole = size == sequence.pending
                 drafts = self.drafts.propose(sequence) if whole else NO_DRAFT
                 end = sequence.n_computed + sequence.in_flight + size
-                grown = self._running.grow_over_pins(builder, sequence, end + len(drafts))
-                while not grown and self.admission.yields(builder, sequence, now):
+                grown = self._running.grow_dropping_pins(builder, sequence, end + len(drafts))
+                while not grown and self.admission.preempt_batch(builder, sequence, now):
                     grown = self._running.grow(builder, sequence, end + len(drafts))
                 if grown:
                     builder.compute(sequence, size, drafts)
                 else:
                     stuck = stuck or sequence
             except Exception as failure:
-                self.ends.fault(builder, sequence, failure, now)
+                self.terminator.fault(builder, sequence, failure, now)
         if stuck is not None and stuck.status is Status.RUNNING and builder.busy and self._cache.tree.tenants.any:
-            unstick(self._running, self.ends, builder, stuck, now)
+            break_deadlock(self._running, self.terminator, builder, stuck, now)
 
     def _chunks(self, prefilling: list[Sequence]) -> list[int]:
-        """Tokens of each, in order. Batch requests share what the others leave of the step, and may get nothing."""
+        """Tokens of each chunk, in order. Batch requests share what foreground requests leave of the step."""
         config, cost = self._config, self._learned.cost
         seconds = prompt_seconds(config, cost, prefilling[0])
         most = config.step_tokens
-        if config.step_ms and not cost.computed(1):  # the cost is not known yet, so time is no bound
+        if config.step_ms and not cost.computed(1):  # the cost is not known yet, so time gives no bound
             most = min(most, config.latency_chunk)
-        hurry = [each for each in prefilling if not each.batch or self._classes.due]
+        foreground = [each for each in prefilling if not each.batch or self._classes.due]
         sizes: list[int] = []
-        for part in (hurry, prefilling[len(hurry) :]):
+        for part in (foreground, prefilling[len(foreground) :]):
             left = most - sum(sizes)
             pending = [(each.n_computed + each.in_flight, each.pending) for each in part]
             if not part or left <= 0 or (sizes and tokens_within(seconds, pending[0][0], cost) < 1):
                 continue
-            more = chunk_sizes(pending, narrow(part, self._running), config, left, seconds, cost)
+            more = chunk_sizes(pending, latency_limited(part, self._running), config, left, seconds, cost)
             seconds -= _taken(pending, more, cost)
             sizes += more
-        if config.batch_invariant and sizes:  # a prompt's last token by itself would be summed as one that is decoded
+        if config.batch_invariant and sizes:  # a prompt's last token alone would be summed like a decoded one
             sizes = [size - (size == each.pending - 1) for size, each in zip(sizes, prefilling, strict=False)]
             sizes[0] = sizes[0] or min(2, most - sum(sizes))  # the first gets on
         return [*sizes, *[0] * (len(prefilling) - len(sizes))]
 
     def _below_high_water(self, builder: StepBuilder, sequence: Sequence, now: float) -> bool:
-        """Whether another chunk may be computed; pins that come behind it, and then batch, give way for it."""
-        while not self.retention.makes_room(self._high_water, sequence):
-            if not self.admission.yields(builder, sequence, now):
+        """Whether another chunk may be computed. Later pins, and then batch requests, give way for it."""
+        while not self.retention.make_room_below(self._high_water, sequence):
+            if not self.admission.preempt_batch(builder, sequence, now):
                 return False
         return True
 
-    def _work_ahead(self, builder: StepBuilder, ahead: list[Sequence], now: float) -> None:
-        """BACKGROUND_CHUNK tokens of prompts that nobody waits for; one without room for more ends as it is."""
+    def _prefill_background(self, builder: StepBuilder, ahead: list[Sequence], now: float) -> None:
+        """Plan a few tokens of prefills ahead. A prefill without room for more cells ends as far as it came."""
         left, cost = BACKGROUND_CHUNK, self._learned.cost
         seconds = prompt_seconds(self._config, cost, ahead[0])
         for sequence in ahead:
@@ -321,16 +318,16 @@ class Scheduler:
                     left -= size
                     seconds -= cost.between(start, start + size)
                 else:
-                    self.ends.give_up(builder, sequence, now)
+                    self.terminator.finish_early(builder, sequence, now)
             except Exception as failure:
-                self.ends.fault(builder, sequence, failure, now)
+                self.terminator.fault(builder, sequence, failure, now)
 
     # ---- taking its result in ----
 
     def commit(self, step: Step, output: StepOutput, now: float) -> None:
-        """Take in what a step drew; finished sequences hand their cells to the tree.
+        """Take in what a step loaded, computed and drew; finished sequences hand their cells to the tree.
 
-        What was drawn for a sequence that left while the step was in flight is nobody's.
+        Tokens of a sequence that left while the step was in flight are dropped.
         """
         seconds = now - max(step.begun, self._last_commit)
         self._last_commit = now
@@ -358,13 +355,13 @@ class Scheduler:
                 elif sequence.n_computed == len(sequence.buffer):  # a prompt that was only to be computed is over
                     reason = "length"
             except Exception as failure:
-                self.ends.fault(None, sequence, failure, now)
+                self.terminator.fault(None, sequence, failure, now)
                 continue
             if reason is not None:
-                self.ends.finish(sequence, reason, now)
+                self.terminator.finish(sequence, reason, now)
 
     def _share(self, step: Step, seconds: float) -> None:
-        """What each tenant, and each class, had of a step: the sequences of a step share it by their tokens."""
+        """Charge a step's seconds to tenants and classes: its sequences share them by their tokens."""
         tokens: dict[str, int] = {}
         batch = 0
         for sequence, chunk in zip(step.sequences, step.plan.chunks, strict=True):
@@ -381,21 +378,21 @@ class Scheduler:
             self._classes.serve(seconds - each * batch, each * batch, wanted=wanted)
 
     def fail(self, step: Step, error: HoldfastError, now: float) -> None:
-        """A step went wrong: its sequences fail and what they computed is dropped; the others go on.
+        """A step failed: so do its sequences, and what they computed is dropped; the others go on.
 
-        Those that were given pages in it without a chunk start again: nobody knows whether their rows were written.
+        Sequences that got pages in it without a chunk start again: nobody knows whether their rows were written.
         """
         self._stats.failed_steps += 1
         if step.plan.moves:
             self._running.reloads.lose()
         for _, sequence in step.present():
-            self.ends.fail(sequence, error.info, now)
+            self.terminator.fail(sequence, error.info, now)
         written = {write.row for write in step.plan.writes}
         for sequence in [s for s in self._running if s.row in written]:
-            self.ends.preempt(None, sequence, now)
+            self.terminator.preempt(None, sequence, now)
 
     def _bring_back(self, step: Step, output: StepOutput, now: float) -> None:
-        """What was loaded counts as computed, and as cached. Where copies failed it is computed after all."""
+        """Count loaded cells as computed and as cached. Where copies failed the cells are computed after all."""
         reloads, stats = self._running.reloads, self._stats
         if not output.moved:
             stats.failed_moves += 1
@@ -420,10 +417,10 @@ class Scheduler:
                 if sequence.reuse:
                     self._running.publish(sequence, now)
             except Exception as failure:
-                self.ends.fault(None, sequence, failure, now)
+                self.terminator.fault(None, sequence, failure, now)
 
     def _advance(self, sequence: Sequence, chunk: Chunk, drawn: Drawn | None, now: float) -> None:
-        """Count what a chunk computed. Others may alias a prompt once it is complete, or sooner if they wait for it."""
+        """Count what a chunk computed. Others may alias a prompt once it is complete, or before if they wait for it."""
         end = chunk.start + len(chunk.tokens)
         drafts = chunk.draw.drafts if chunk.draw else 0
         more = len(drawn.tokens) - 1 if drawn else 0  # accepted drafts, or what came of further steps
@@ -437,20 +434,20 @@ class Scheduler:
             computed = min(end, sequence.n_prompt) - chunk.start
             if sequence.submit.begins and not sequence.prompt_work:
                 usage = sequence.usage
-                self.ends.events.append(Started(sequence.request_id, usage.prompt, usage.cached))
+                self.terminator.events.append(Started(sequence.request_id, usage.prompt, usage.cached))
             sequence.prompt_work += computed
             if sequence.background:
                 self._stats.ahead_computed += computed
             elif sequence.counted:
                 self._stats.prompt_computed += computed
             count_own(self._stats, sequence, computed)
-            # Not without reuse: what the tree has of it would be held twice, where there is no room for it once.
+            # Not without reuse: the tree and the sequence would hold the same cells, where there is no room for both.
             if sequence.reuse and (drawn or self.admission.leads(sequence)):
                 self._running.publish(sequence, now)
         sequence.n_computed += more  # these are not among its tokens yet
 
     def _take_in(self, sequence: Sequence, drawn: Drawn, now: float) -> FinishReason | None:
-        """Append what was drawn; why the sequence ends, if it does."""
+        """Append the drawn tokens. Returns why the sequence ends, if it does."""
         matcher = sequence.matcher
         guarded = matcher is not None and not matcher.given_up
         kept, reason = sequence.append(drawn.tokens, now)
@@ -467,7 +464,7 @@ class Scheduler:
         sequence.drawn += n
         if not n:
             return None
-        self.ends.events.append(Tokens(sequence.request_id, kept, drawn.logprobs[:n]))
+        self.terminator.events.append(Tokens(sequence.request_id, kept, drawn.logprobs[:n]))
         if matcher is not None and matcher.failed:
             raise InvalidRequestError("the grammar of the reply grew beyond its limits; simplify its schemas")
         return reason
@@ -492,37 +489,41 @@ def _continues(coming: Sequence, prefill: Sequence) -> bool:
 
 
 def count_own(stats: EngineStats, sequence: Sequence, tokens: int) -> None:
-    """Tokens were computed or drawn for a sequence: counted here where no client sent it."""
+    """Count tokens that were computed or drawn for a request of the server itself."""
     if sequence.submit.origin is not Origin.CLIENT:
         stats.own_tokens[sequence.submit.origin] += tokens
 
 
-def unstick(running: Running, ends: Terminator, builder: StepBuilder, sequence: Sequence, now: float) -> None:
-    """A prompt goes on for lack of cells only once others leave: see that one of those does, where none gets on.
+def break_deadlock(
+    running: Running, terminator: Terminator, builder: StepBuilder, sequence: Sequence, now: float
+) -> None:
+    """Make one of the sequences leave that `sequence` needs cells of, if none of them gets on.
 
-    Other tenants may, so that a step is never without work: their ends do not help one at its ceiling, or beside
-    their floors.
+    Sequences of other tenants may get on, so that a step always has work: that does not help a tenant at its ceiling,
+    or beside the floors of others.
     """
     helpers = running.helpers(sequence)
     if any(each.in_flight or each in builder.sequences for each in helpers):
         return
-    if running.retention.give_way(to=None, whose=running.helping(sequence)):
-        return  # what that makes room for is seen in the next step
+    if running.retention.drop_next(to=None, whose=running.helping(sequence)):
+        return  # the next step uses the room
     if len(helpers) > 1:
-        ends.preempt(builder, helpers[-1], now)
+        terminator.preempt(builder, helpers[-1], now)
     else:
-        ends.start_over(builder, sequence, now)
+        terminator.restart_without_prefix(builder, sequence, now)
 
 
-def narrow(prefilling: list[Sequence], running: Running) -> list[bool]:
-    """Which chunks are to be narrow: all beside a latency-sensitive request; those of a prompt that nobody waits
-    for an answer to, beside any other; those of batch, beside interactive requests.
+def latency_limited(prefilling: list[Sequence], running: Running) -> list[bool]:
+    """Whether each chunk is limited to LATENCY_CHUNK tokens.
+
+    Beside a latency-sensitive request all are. Beside any other request those of prompts without an answer are, and
+    beside interactive requests those of batch.
     """
     if len(running) == 1:
         return [False]
-    hurried = any(0 < s.sampling.max_tokens <= LATENCY_MAX_TOKENS for s in running)
+    latency_sensitive = any(0 < s.sampling.max_tokens <= LATENCY_MAX_TOKENS for s in running)
     waited_for = any(not s.batch and not s.background for s in running)
-    return [hurried or s.sampling.max_tokens == 0 or (s.batch and waited_for) for s in prefilling]
+    return [latency_sensitive or s.sampling.max_tokens == 0 or (s.batch and waited_for) for s in prefilling]
 
 
 def prompt_seconds(config: EngineConfig, cost: RestoreCost, first: Sequence) -> float:
@@ -552,7 +553,7 @@ def tokens_within(seconds: float, start: int, cost: RestoreCost) -> int:
 
 def chunk_sizes(
     pending: list[tuple[int, int]],
-    narrow: list[bool],
+    limited: list[bool],
     config: EngineConfig,
     step_tokens: int,
     seconds: float = math.inf,
@@ -565,14 +566,14 @@ def chunk_sizes(
 
     A quarter of both goes to the sequences behind the first, fewest tokens left first: a short prompt does not wait
     for a long one that began before it. The rest is spent in order. A chunk that would spend more than half of its time
-    reading the cells before it is left to a later step. The first sequence gets at least one token. A `narrow` chunk
+    reading the cells before it is left to a later step. The first sequence gets at least one token. A `limited` chunk
     has at most `latency_chunk` tokens.
 
     Without `adaptive_chunks` each sequence may fill a step.
     """
     if not config.has("adaptive_chunks"):
         return [max(1, min(left, step_tokens, tokens_within(seconds, start, cost))) for start, left in pending]
-    limits = [min(n, config.latency_chunk) if slim else n for (_, n), slim in zip(pending, narrow, strict=True)]
+    limits = [min(n, config.latency_chunk) if short else n for (_, n), short in zip(pending, limited, strict=True)]
     sizes = [1, *[0] * (len(pending) - 1)]
     room, kept = step_tokens // 4, seconds / 4
     for i in sorted(range(1, len(pending)), key=lambda i: pending[i][1]):

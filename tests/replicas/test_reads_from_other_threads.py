@@ -104,7 +104,7 @@ def read_all(world: Busy, collector: EngineCollector) -> list[Callable[[], objec
     def foreseen() -> None:
         asked = Submit("", tokens=NO_TOKENS, within_s=1.0)
         with suppress(DeadlineError):
-            engine.scheduler.admission.foresee(asked, 8, 1)
+            engine.scheduler.admission.check_deadline_early(asked, 8, 1)
 
     return [
         lambda: in_bounds(engine.occupancy()),

@@ -76,14 +76,14 @@ class Soak(World):
         session, scope = rng.choice("stuvw"), rng.choice(["", "tenant"])
         more = [rng.randrange(1, 50) for _ in range(rng.randrange(1, 40))]
         match kind[0]:
-            case "turn" | "single" if len(self.ends) < MOST_LIVE:
+            case "turn" | "single" if len(self.terminator) < MOST_LIVE:
                 program = rng.choice("abcdefgh") if kind[0] == "turn" else ""
                 known = self.texts.get(program, words(1, 24))
                 text = known + more if len(known) < 60 else words(rng.randrange(3), 24) + more
                 if program:
                     self.texts[program] = text
                 self.submit(name, text, rng.choice([0, 3, 8, 30]), scope, program=program)
-            case "append" | "query" if len(self.ends) < MOST_LIVE:
+            case "append" | "query" if len(self.terminator) < MOST_LIVE:
                 most = rng.randrange(1, 12) if kind[0] == "query" else 0
                 self.query(name, session, more, most, rng.random() < 0.6, scope)
             case "open" if (scope, session) not in self.histories:
@@ -94,8 +94,8 @@ class Soak(World):
                     self.fork(session, child, scope)
             case "close":
                 self.close(session, scope)
-            case "cut" if self.ends:
-                victim = rng.choice(list(self.ends))
+            case "cut" if self.terminator:
+                victim = rng.choice(list(self.terminator))
                 if isinstance(self.commands[victim], Submit):
                     self.cut_short.add(victim)
                     self.give(rng.choice([Abort, Stop])(victim))
@@ -117,13 +117,13 @@ class Soak(World):
 
     def sweep(self) -> None:
         """Forget what has ended, and sessions that are no more."""
-        for name in [name for name, ends in self.ends.items() if ends]:
+        for name in [name for name, ends in self.terminator.items() if ends]:
             end = self.end(name)
             if isinstance(end, Finished) and name in self.prompts and self.random.random() < 0.3:
                 self._compare(name)
             self.outcomes[type(end).__name__] = self.outcomes.get(type(end).__name__, 0) + 1
             self.ended += 1
-            for book in (self.ends, self.out, self.prompts, self.commands):
+            for book in (self.terminator, self.out, self.prompts, self.commands):
                 book.pop(name, None)
             self.cut_short.discard(name)
         open_now = {(each.key.scope, each.key.name) for each in self.engine.programs.sessions}

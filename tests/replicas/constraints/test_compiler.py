@@ -105,7 +105,7 @@ def test_what_fails_by_accident_is_tried_again(hermes: Compiler, monkeypatch: py
     assert not hermes.matcher(rule).failed
 
 
-class Held:
+class BlockedBy:
     """Compiling begins, and goes on once it is released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_a_known_grammar_never_waits_and_a_new_one_is_compiled_once(
     assert known is not None
     assert new is not None
     hermes.matcher(known)
-    held = Held(monkeypatch)
+    held = BlockedBy(monkeypatch)
     with ThreadPoolExecutor(2) as threads:
         making = threads.submit(hermes.matcher, new)
         held.begun.acquire()
@@ -155,7 +155,7 @@ def test_an_event_loop_neither_compiles_nor_waits(hermes: Compiler, monkeypatch:
     with pytest.raises(NotCompiledError):
         asyncio.run(on_loop())
     assert hermes.compiled == 0
-    held = Held(monkeypatch)
+    held = BlockedBy(monkeypatch)
     with ThreadPoolExecutor(1) as threads:
         making = threads.submit(hermes.matcher, rule)
         held.begun.acquire()

@@ -384,7 +384,7 @@ def test_a_turn_that_waits_while_its_cells_give_way_stands_where_it_stood(monkey
         world.engine.step(world.now)
     (waits,) = scheduler.admission
     assert waits.pinned is first
-    while scheduler.retention.give_way(to=None):
+    while scheduler.retention.drop_next(to=None):
         pass
     assert (pinned(world), waits.pinned) == (set(), first)
     world.run()
@@ -676,9 +676,9 @@ def test_no_pin_gives_way_where_the_high_water_mark_stands_all_the_same():
     world.submit("waits", words(9, 8), 4, began=2.0)
     (waits,) = world.engine.scheduler.admission
     assert cells.active < cells.in_use - 40
-    assert not retention.makes_room(cells.in_use - 40, waits), "what stands before it keeps more than that"
+    assert not retention.make_room_below(cells.in_use - 40, waits), "what stands before it keeps more than that"
     assert pinned(world) == {"before", "behind"}
-    assert retention.makes_room(cells.in_use, waits)
+    assert retention.make_room_below(cells.in_use, waits)
     assert pinned(world) == {"before"}
 
 

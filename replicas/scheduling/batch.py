@@ -159,7 +159,7 @@ class StepBuilder:
 
 
 def _draw(sequence: Sequence, drafts: TokenIds) -> Draw:
-    """How to draw after a sequence's last token; kept in the sequence if every step with as many drafts needs the same."""
+    """How to draw after the last token of a sequence, which keeps a draw that does not change from step to step."""
     sampling, matcher = sequence.sampling, sequence.matcher
     penalised = sampling.presence_penalty or sampling.frequency_penalty
     counts = sequence.count() if penalised else None

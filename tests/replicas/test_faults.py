@@ -129,7 +129,7 @@ def calls_of(which, overlap: str = "off") -> list[str]:
     return world.faults.calls
 
 
-def check_deadline(world: World, most_failed: int) -> None:
+def judge(world: World, most_failed: int) -> None:
     """Right outputs but for so many, one end for each request, and every cell and row back."""
     failed = [name for name in world.ends if isinstance(world.end(name), Failed)]
     assert len(failed) <= most_failed

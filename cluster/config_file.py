@@ -26,7 +26,7 @@ REMOVED: Mapping[str, str] = {
     **{
         f"engine.{name}": f"to turn it off, write `engine.without: [{name}]`"
         for name in (
-            *("prefix_cache", "sessions", "grouped_prefill", "adaptive_chunks"),
+            *("prefix_cache", "sessions", "grouped_prefill"),
             *("kv_tags", "tokenize_cache", "device_sampling", "cuda_graphs"),
         )
     },
@@ -36,6 +36,8 @@ REMOVED: Mapping[str, str] = {
             ("background_chunk", "128"),
             ("batch_share", "0.05"),
             ("call_grace", "16"),
+            ("adaptive_chunks", "true"),
+            ("adaptive_chunks", "true"),
             ("equal_chunks", "false"),
             ("forced_drafts", "32"),
             ("grammar_cache", "64"),

@@ -27,7 +27,6 @@ Mechanism: TypeAlias = Literal[
     "prefix_cache",
     "sessions",
     "grouped_prefill",
-    "adaptive_chunks",
     "chunk_deferral",
     "kv_tags",
     "tokenize_cache",

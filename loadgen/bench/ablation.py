@@ -69,7 +69,6 @@ VARIANTS = (
     Variant("prefix_cache", {"without": ("prefix_cache",)}),  # a program keeps its own cells, and finds nobody else's
     Variant("kept_cells", {"without": ("sessions", "prefix_cache")}),  # every turn computes its whole prompt
     Variant("grouped_prefill", {"without": ("grouped_prefill",)}),
-    Variant("adaptive_chunks", {"without": ("adaptive_chunks",)}),
     Variant("step_ms", {"step_ms": 1e9}),  # prompts fill steps
     Variant("chunk_deferral", {"without": ("chunk_deferral",)}),
     Variant("admission", {"admission_ceiling": 1.0}),

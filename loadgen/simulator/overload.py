@@ -83,7 +83,7 @@ class Told:
 
     @property
     def completed(self) -> int:
-        return self.terminator["in time"] + self.terminator["late"]
+        return self.ends["in time"] + self.ends["late"]
 
     @property
     def goodput(self) -> float:

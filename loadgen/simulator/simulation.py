@@ -257,7 +257,7 @@ class Simulation:
         if site.end < 0:
             self._begin(site)
         elif (end := site.replica.cut(self._now)) is not None:
-            self._terminator(site, end)
+            self._ends(site, end)
 
     def _begin(self, site: Site) -> None:
         site.began = self._now
@@ -266,7 +266,7 @@ class Simulation:
         if end is None:
             site.end = -1
         else:
-            self._terminator(site, end)
+            self._ends(site, end)
 
     def _ends(self, site: Site, end: float) -> None:
         number = next(self._numbers)

@@ -568,11 +568,7 @@ def chunk_sizes(
     for a long one that began before it. The rest is spent in order. A chunk that would spend more than half of its time
     reading the cells before it is left to a later step. The first sequence gets at least one token. A `limited` chunk
     has at most `latency_chunk` tokens.
-
-    Without `adaptive_chunks` each sequence may fill a step.
     """
-    if not config.has("adaptive_chunks"):
-        return [max(1, min(left, step_tokens, tokens_within(seconds, start, cost))) for start, left in pending]
     limits = [min(n, config.latency_chunk) if short else n for (_, n), short in zip(pending, limited, strict=True)]
     sizes = [1, *[0] * (len(pending) - 1)]
     room, kept = step_tokens // 4, seconds / 4

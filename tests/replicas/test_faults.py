@@ -67,8 +67,8 @@ class FaultyWorld(World):
             session_rows=2,
             admission_ceiling=1.0,
             completion_reserve=2,
-            without=("adaptive_chunks", "chunk_deferral"),  # so that cells run short
-            step_tokens=16,
+            without=("chunk_deferral",),  # so that cells run short
+            step_tokens=64,
             order="fair",
         )
         engine = self.engine

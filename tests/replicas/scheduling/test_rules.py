@@ -73,7 +73,6 @@ def test_a_lone_prefill_fills_the_step_and_a_hurried_neighbour_narrows_it():
     assert sizes(1) == [4096]
     assert sizes(1, slim=True) == [1024]
     assert sizes(4) == [3072, 1024, 0, 0]
-    assert sizes(4, without=("adaptive_chunks",)) == [4096] * 4
 
 
 costs = st.builds(
@@ -99,30 +98,25 @@ def test_a_chunk_is_the_longest_that_fits_the_time(start, seconds, cost):
     st.lists(st.tuples(st.integers(0, 10**5), st.integers(1, 10**5), st.booleans()), min_size=1, max_size=100),
     st.floats(1e-3, 10),
     costs,
-    st.booleans(),
 )
-def test_chunks_are_foretold_to_take_no_longer_than_they_may(prefilling, seconds, cost, adaptive):
+def test_chunks_are_foretold_to_take_no_longer_than_they_may(prefilling, seconds, cost):
     """Except for one token of the first. No time is left that a sequence which has a chunk could use."""
     pending, narrow = [(start, left) for start, left, _ in prefilling], [slim for _, _, slim in prefilling]
-    config = replace(CONFIG, without=() if adaptive else ("adaptive_chunks",))
-    sizes = chunk_sizes(pending, narrow, config, 4096, seconds, cost)
+    sizes = chunk_sizes(pending, narrow, CONFIG, 4096, seconds, cost)
     spans = [(start, start + n) for (start, _), n in zip(pending, sizes, strict=True)]
     taken = [cost.between(*span) for span in spans]
     enough = seconds * (1 + 1e-6)
-    limits = [min(left, 1024) if slim and adaptive else left for _, left, slim in prefilling]
+    limits = [min(left, 1024) if slim else left for _, left, slim in prefilling]
     assert sizes[0] >= 1
     assert all(0 <= n <= limit for n, limit in zip(sizes, limits, strict=True))
-    if not adaptive:
-        assert all(n == 1 or s <= enough for n, s in zip(sizes, taken, strict=True))
-    else:
-        assert sum(sizes) <= 4096
-        assert sum(taken) <= enough or (sizes[0] == 1 and sum(taken[1:]) <= enough / 4)
-        reads = [cost.read * end if n else 0.0 for (_, end), n in zip(spans, sizes, strict=True)]
-        assert all(2 * read <= s * (1 + 1e-6) for read, s in zip(reads[1:], taken[1:], strict=True))
-        for (start, end), n, limit in zip(spans, sizes, limits, strict=True):
-            if 0 < n < limit and sum(sizes) < 4096:
-                more = cost.between(start, end + 1) - cost.between(start, end)
-                assert sum(taken) + more >= seconds * (1 - 1e-6)
+    assert sum(sizes) <= 4096
+    assert sum(taken) <= enough or (sizes[0] == 1 and sum(taken[1:]) <= enough / 4)
+    reads = [cost.read * end if n else 0.0 for (_, end), n in zip(spans, sizes, strict=True)]
+    assert all(2 * read <= s * (1 + 1e-6) for read, s in zip(reads[1:], taken[1:], strict=True))
+    for (start, end), n, limit in zip(spans, sizes, limits, strict=True):
+        if 0 < n < limit and sum(sizes) < 4096:
+            more = cost.between(start, end + 1) - cost.between(start, end)
+            assert sum(taken) + more >= seconds * (1 - 1e-6)
 
 
 def test_a_chunk_that_would_mostly_read_old_cells_is_left_to_a_later_step():
@@ -256,16 +250,18 @@ def test_above_the_high_water_mark_chunks_wait_and_requests_run(mark, n):
         assert world.end(f"r{i}").timing.scheduled == 1.0, "requests were admitted at once"
 
 
-@example([2, 2, 7, 2], 12, True)  # one token is left of the step, for a prompt of two
-@given(st.lists(st.integers(2, 60), min_size=1, max_size=5), st.integers(2, 40), st.booleans())
-def test_no_cut_leaves_a_prompts_last_token_by_itself_where_that_would_move_bits(lengths, step_tokens, adaptive):
-    world = World(
-        cells=1024, step_tokens=step_tokens, without=() if adaptive else ("adaptive_chunks",), batch_invariant=True
-    )
-    for i, length in enumerate(lengths):
-        world.submit(f"{i}", words(i, length), max_tokens=2)
+@example([2, 2, 7, 2], 12)  # one token is left of the step, for a prompt of two
+@given(st.lists(st.integers(2, 60), min_size=1, max_size=5), st.integers(2, 40))
+def test_no_cut_leaves_a_prompts_last_token_by_itself_where_that_would_move_bits(lengths, step_tokens):
+    world = World(cells=1024, step_tokens=step_tokens, batch_invariant=True)
+    prompts = [words(i, length) for i, length in enumerate(lengths)]
+    for i, prompt in enumerate(prompts):
+        world.submit(f"{i}", prompt, max_tokens=2)
     world.run()
-    last = {(length - 1, words(i, length)[-1]) for i, length in enumerate(lengths)}
     if step_tokens // len(lengths) > 2:  # else there is no other way
-        chunks = [chunk for plan in world.runner.plans for chunk in plan.chunks]
-        assert not last.intersection((chunk.start, int(chunk.tokens[0])) for chunk in chunks if len(chunk.tokens) == 1)
+        length_of: dict[int, int] = {}  # of the prompt in each row
+        for chunk in (chunk for plan in world.runner.plans for chunk in plan.chunks):
+            if chunk.start == 0:
+                begin = chunk.tokens.tolist()
+                length_of[chunk.row] = next(len(each) for each in prompts if each[: len(begin)] == begin)
+            assert len(chunk.tokens) > 1 or chunk.start != length_of[chunk.row] - 1

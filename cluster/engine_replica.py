@@ -23,6 +23,7 @@ from holdfast.cluster.tool_watch import ToolWatch
 from holdfast.replicas import logs
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import HoldfastError
+from holdfast.replicas.events import HandleReleased, ProgramEnded, ProgramExpected, ServedElsewhere, ToolLatencies
 from holdfast.replicas.logs import About, LoggingConfig
 from holdfast.replicas.requests import (
     ChatPrompt,
@@ -35,6 +36,7 @@ from holdfast.replicas.requests import (
     SessionState,
     Usage,
 )
+from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.replicas.stats import LoadReport, ReplicaStatus
 from holdfast.router import tracing
 from holdfast.router.backend import Batch, Routed
@@ -46,6 +48,7 @@ from holdfast.router.tracing import TracingConfig
 
 if TYPE_CHECKING:
     from holdfast.replicas.actor import Replica
+    from holdfast.replicas.service import Service
 
 log = getLogger(__name__)
 
@@ -70,30 +73,37 @@ class EngineReplica:
         self._spans = tracing.start(tracing_config or TracingConfig(), f"replica {self._id}")
         self._early = EarlySender(ray.util.get_node_ip_address())
         self._replica: Replica = Replica(config, self._id)
+        self._service = self._replica.service
         # Said by who has the files: a router runs where they are not.
         folder = checks.model_folder(config.model)
         self._fingerprint = await asyncio.to_thread(checks.fingerprint, folder, config, version("holdfast"))
-        card, load = await self._replica.card(), self._replica.load()
+        card, load = self._replica.card, self._replica.load()
         log.info(
             "the engine is ready", extra=logs.fields(model=card.name, device=config.device, cells=load.cells_total)
         )
         # Nothing is kept in this store: a replica needs no memory of its own while Redis is away.
         self._store = RedisStore(redis, MemoryStore(1, 1), router.store_timeout_s, router.store_retry_s)
-        self._tools = ToolWatch(self._store, router.tool_latency_s, self._replica.learn)
-        self._served = Served(self._store, "steps", Steps(self._replica), report_s)
-        self._reporter = Reporter(self._store, self._id, report_s, self._how, self._replica.expect)
+        self._tools = ToolWatch(self._store, router.tool_latency_s, self._learn)
+        self._served = Served(self._store, "steps", Steps(self._service), report_s)
+        self._reporter = Reporter(self._store, self._id, report_s, self._how, self._expect)
 
     def _how(self) -> LoadReport | None:
         """How it is; None where a step hangs: routers pass it by then, long before Serve has replaced it."""
-        return None if self._replica.hung else self._replica.load()
+        return None if self._service.hung else self._replica.load()
+
+    async def _learn(self, latency: LatencySnapshot) -> None:
+        self._service.notice(ToolLatencies(latency))
+
+    def _expect(self, scope: str, program_id: str, seconds: float) -> None:
+        self._service.notice(ProgramExpected(scope, program_id, seconds))
 
     async def generate(self, request: GenerateRequest) -> Routed:
         _serving(request)
         span = replica_spans.begin(self._spans, request)
         if span is None:
-            return Routed(self._id, await self._replica.generate(request))
+            return Routed(self._id, await self._service.generate(request))
         try:
-            reply = await self._replica.generate(request)
+            reply = await self._service.generate(request)
             span.reply(reply)
             return Routed(self._id, reply)
         finally:
@@ -104,7 +114,7 @@ class EngineReplica:
         span = replica_spans.begin(self._spans, request)
         drawing, early = PartialReply(request.drawn), request.early
         try:
-            async with aclosing(self._replica.stream(request, drawing)) as batches:
+            async with aclosing(self._service.stream(request, drawing)) as batches:
                 async for pieces in batches:
                     batch = Batch(self._id, pieces, drawn=drawing.take())
                     if self._early.tell(early, batch):
@@ -125,44 +135,44 @@ class EngineReplica:
             return Errored(error.info)
 
     async def sessions(self, scope: str) -> list[SessionState]:
-        return await self._replica.sessions(scope)
+        return self._replica.sessions(scope)
 
     async def end_program(self, scope: str, program_id: str) -> None:
-        await self._replica.end_program(scope, program_id)
+        self._service.notice(ProgramEnded(scope, program_id))
 
     async def release(self, scope: str, handle: str) -> None:
-        await self._replica.release(scope, handle)
+        self._service.notice(HandleReleased(scope, handle))
 
     async def drawn(self, request_ids: Sequence[str]) -> list[Usage]:
         """Nothing for what never came here."""
-        return [await self._replica.drawn(each) or Usage() for each in request_ids]
+        return [await self._service.used(each) or Usage() for each in request_ids]
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> Sequence[int]:
-        return await self._replica.tokenize(prompt, scope)
+        return await self._service.tokenize(prompt, scope)
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        return await self._replica.detokenize(tokens)
+        return await self._service.detokenize(tokens)
 
     async def card(self) -> ModelCard:
-        return replace(await self._replica.card(), fingerprint=self._fingerprint)
+        return replace(self._replica.card, fingerprint=self._fingerprint)
 
     async def metrics(self, only: str | None = None) -> tuple[str, str]:
         """Its id and what it counts; nothing of that where `only` another one is asked."""
-        return self._id, await self._replica.metrics() if only in (None, self._id) else ""
+        return self._id, self._replica.metrics() if only in (None, self._id) else ""
 
     async def status(self) -> ReplicaStatus:
-        return await self._replica.status()
+        return self._replica.status()
 
     async def activity(self, scope: str | None) -> bytes:
         from holdfast.replicas.actor import told_activity
 
-        return told_activity(self._replica.service, self._id, scope)
+        return told_activity(self._service, self._id, scope)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         return self._replica.record_autoscaling_stats()
 
     async def check_health(self) -> None:
-        await self._replica.check_health()
+        self._replica.check_health()
 
     async def __del__(self) -> None:  # Serve awaits it once requests have drained
         await self._reporter.close()
@@ -170,7 +180,7 @@ class EngineReplica:
         await self._served.close()
         await self._store.close()
         self._early.close()
-        await self._replica.shutdown()
+        await self._service.close()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
 
@@ -178,15 +188,15 @@ class EngineReplica:
 class Steps:
     """The steps of a replica's engine, as what its tenants share."""
 
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
+    def __init__(self, service: Service) -> None:
+        self._service = service
 
     @property
     def contended(self) -> Mapping[str, float]:
-        return self._replica.contended
+        return self._service.engine.contended
 
     def learn(self, elsewhere: Mapping[str, float]) -> None:
-        self._replica.learn_served(elsewhere)
+        self._service.notice(ServedElsewhere(elsewhere))
 
 
 def _serving(request: GenerateRequest) -> None:

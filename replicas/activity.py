@@ -1,7 +1,7 @@
-"""What one engine does at this moment, request by request and pin by pin, for those who watch: ids, counts and times.
+"""The present requests and pins of one engine, for monitoring: ids, counts and times.
 
-Rows are tuples, because there may be a thousand of them a second; `TURN` and `PIN` name their places. Read while the
-engine runs on, so each row is right by itself and none waits for another.
+Rows are tuples, because there may be a thousand of them a second; `TURN` and `PIN` name their columns. The engine runs
+meanwhile, so each row is consistent in itself, but rows may be of different moments.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ PinRow: TypeAlias = tuple[str, int, float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """`turns` are the requests that have not ended: how many tokens their prompts have, how many of these were found
-    in the cache and how many are computed by now, the found ones among them; and how many tokens were drawn.
+    """`turns`: the live requests, with tokens of the prompt, cached, computed (including cached) and drawn.
 
-    `pins` are what is kept for programs between their turns: cells, seconds since the turn ended, how much longer they
-    are worth keeping and when they are let go at the latest, both in seconds from now.
+    `pins`: cells kept for programs between turns, with seconds since the turn ended, seconds that they are still worth
+    keeping, and seconds until they are dropped at the latest.
     """
 
     turns: list[TurnRow]
@@ -35,7 +34,7 @@ class Activity:
 
 
 def activity(engine: Engine, scope: str | None, now: float) -> Activity:
-    """What `engine` does for the tenant `scope`, or for all of them where that is None. Any thread may ask."""
+    """The activity for one tenant, or for all if `scope` is None. Any thread may call it."""
     turns = [
         _turn(each)
         for each in list(engine.live.values())

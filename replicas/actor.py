@@ -1,10 +1,10 @@
-"""One replica as an actor: the service, its identity, its health, its metrics and what those who watch are told.
+"""One replica as an actor: the service, its identity, health, metrics and status.
 
 The only file of this folder that knows prometheus_client. `cluster/engine_replica.py` makes a Serve deployment of it.
 """
 
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import orjson
@@ -16,29 +16,19 @@ from prometheus_client.registry import Collector
 from holdfast.replicas.activity import activity
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import UnavailableError
-from holdfast.replicas.events import HandleReleased, ProgramEnded, ProgramExpected, ServedElsewhere, ToolLatencies
 from holdfast.replicas.metrics import ALL, OWNER, Kind, Reading, Value, process_usage
 from holdfast.replicas.metrics import Metric as Definition
 from holdfast.replicas.requests import (
-    Answer,
-    ChatPrompt,
-    Errored,
-    GenerateRequest,
     ModelCard,
-    PartialReply,
-    Piece,
-    RawPrompt,
     SessionCall,
     SessionState,
-    Usage,
 )
-from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.replicas.service import Service
 from holdfast.replicas.stats import OTHERS, Histogram, LoadReport, ReplicaStatus, replica_status
 
 
 class Replica:
-    """One engine per GPU, or per share of the cores. Create it on the event loop that uses it; loads for seconds."""
+    """A service and its reports: identity, health, load, metrics. Create it on the event loop that uses it."""
 
     def __init__(self, config: EngineConfig, replica_id: str) -> None:
         self._id = replica_id
@@ -46,79 +36,30 @@ class Replica:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(self.service, self._id))
 
-    async def generate(self, request: GenerateRequest) -> Answer | Errored:
-        return await self.service.generate(request)
-
-    def stream(
-        self, request: GenerateRequest, drawing: PartialReply | None = None
-    ) -> AsyncGenerator[tuple[Piece, ...], None]:
-        return self.service.stream(request, drawing)
-
     async def session(self, call: SessionCall) -> SessionState:
-        """What is asked of a session besides generating. Raises a HoldfastError."""
+        """Execute a session call. Raises a HoldfastError."""
         return replace(await self.service.sessions.call(call), replica_id=self._id)
 
-    async def sessions(self, scope: str) -> list[SessionState]:
+    def sessions(self, scope: str) -> list[SessionState]:
         """A tenant's open sessions."""
         return [replace(state, replica_id=self._id) for state in self.service.sessions.of(scope)]
 
-    async def tokenize(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> list[int]:
-        return await self.service.tokenize(prompt, scope)
-
-    async def detokenize(self, tokens: Sequence[int]) -> str:
-        return await self.service.detokenize(tokens)
-
-    async def card(self) -> ModelCard:
+    @property
+    def card(self) -> ModelCard:
         return replace(self.service.card, replica_id=self._id)
 
-    async def metrics(self) -> str:
-        """Prometheus text exposition of the engine, every sample labelled with this replica."""
+    def metrics(self) -> str:
+        """The engine's metrics in Prometheus' text format. Every sample has this replica's label."""
         return generate_latest(self._registry).decode()
 
-    async def status(self) -> ReplicaStatus:
-        """What is in use, and what was done since the start."""
+    def status(self) -> ReplicaStatus:
         return status_of(self.service, self._id)
 
-    async def learn(self, latency: LatencySnapshot) -> None:
-        """How long tools take, as the cluster knows it now."""
-        self.service.notice(ToolLatencies(latency))
-
-    @property
-    def contended(self) -> Mapping[str, float]:
-        """Seconds that were served while others waited, by `<class>/<tenant>`, where tenants share it."""
-        return self.service.engine.contended
-
-    def learn_served(self, elsewhere: Mapping[str, float]) -> None:
-        """So many more were served by other replicas."""
-        self.service.notice(ServedElsewhere(elsewhere))
-
-    async def end_program(self, scope: str, program_id: str) -> None:
-        """A program is over: nothing is kept for it any more. Nothing, where this replica does not know it."""
-        self.service.notice(ProgramEnded(scope, program_id))
-
-    async def release(self, scope: str, handle: str) -> None:
-        """Nobody comes back for what was computed ahead under this handle."""
-        self.service.notice(HandleReleased(scope, handle))
-
     def load(self) -> LoadReport:
-        """What routers are to know of it when they place programs."""
         return self.service.engine.load()
 
-    @property
-    def hung(self) -> bool:
-        """Whether a step of the engine does not end."""
-        return self.service.hung
-
-    def expect(self, scope: str, program_id: str, seconds: float) -> None:
-        """A program's next turn waits in a router for this replica: its pin lives so much longer."""
-        self.service.notice(ProgramExpected(scope, program_id, seconds))
-
-    async def drawn(self, request_id: str) -> Usage | None:
-        """What was done for a request whose client has left, once it has ended; None where it never came here."""
-        return await self.service.used(request_id)
-
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What this replica has to do and what would be lost with it, polled by Serve for `cluster.autoscaling`."""
+        """The replica's work, and what would be lost with it. Serve polls it for `cluster.autoscaling`."""
         now = self.service.engine.occupancy()
         return {
             "requests": sum(now.turns),
@@ -128,14 +69,12 @@ class Replica:
             "pinned_cells": now.cells_pinned,
         }
 
-    async def check_health(self) -> None:
+    def check_health(self) -> None:
+        """Raises UnavailableError."""
         if not self.service.alive:
             raise UnavailableError("the engine thread has died")
-        if self.hung:
+        if self.service.hung:
             raise UnavailableError("a step of the engine does not end")
-
-    async def shutdown(self) -> None:
-        await self.service.close()
 
 
 def status_of(service: Service, replica_id: str) -> ReplicaStatus:
@@ -144,9 +83,9 @@ def status_of(service: Service, replica_id: str) -> ReplicaStatus:
 
 
 def told_activity(service: Service, replica_id: str, scope: str | None) -> bytes:
-    """`activity` in JSON; the status is in it for those who may see all tenants, else null.
+    """`activity` in JSON, with the status if all tenants are requested (`scope` None), else null.
 
-    Made here, so that a router passes it on as it is: a thousand rows cost it a copy.
+    A router passes the bytes on unchanged, because parsing a thousand rows would cost too much there.
     """
     status = status_of(service, replica_id).row if scope is None else None
     found = activity(service.engine, scope, time.monotonic())
@@ -154,7 +93,7 @@ def told_activity(service: Service, replica_id: str, scope: str | None) -> bytes
 
 
 class EngineCollector(Collector):
-    """Everything in `metrics.ALL` as Prometheus families, read when scraped."""
+    """Exposes `metrics.ALL` as Prometheus families, read on every scrape."""
 
     def __init__(self, service: Service, replica: str) -> None:
         self._service = service

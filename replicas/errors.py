@@ -1,7 +1,6 @@
-"""Typed errors of the engine, few on purpose; `router/protocol` maps their kinds to HTTP in one table.
+"""Typed errors of the engine. `router/protocol` maps their kinds to HTTP in one table.
 
-Nothing here knows HTTP. An error names the field that caused it where there is one, so a client can be told
-what to change.
+An error names the field that caused it, if there is one.
 """
 
 from dataclasses import dataclass
@@ -9,18 +8,18 @@ from enum import StrEnum
 
 
 class ErrorKind(StrEnum):
-    """What went wrong, as a client has to react to it."""
+    """Kinds of errors by the reaction they ask of a client."""
 
     INVALID = "invalid_request"  # malformed or impossible: change the request
     NO_SESSION = "session_not_found"  # never opened, closed, or unused for too long
     NO_QUESTION = "question_not_found"
     SESSION_EXISTS = "session_exists"
-    SESSION_LOST = "session_lost"  # its replica is gone, and its history was not kept: open it again
-    SESSION_CHANGED = "session_changed"  # it went on meanwhile without this operation
-    OPERATION_DONE = "operation_done"  # it is part of a session already, and cannot be answered again
+    SESSION_LOST = "session_lost"  # its replica is gone, and its history was not stored: open it again
+    SESSION_CHANGED = "session_changed"  # its history changed before this operation
+    OPERATION_DONE = "operation_done"  # it is part of the session already; its answer is not stored
     TOO_LONG = "context_length_exceeded"
-    OVERLOADED = "overloaded"  # no room now: come back later
-    DEADLINE = "deadline_unmet"  # its answer cannot be there in the time that it gave, so nothing was begun
+    OVERLOADED = "overloaded"  # no room now: retry later
+    DEADLINE = "deadline_unmet"  # its answer cannot be ready in time, so it was not started
     UNAVAILABLE = "unavailable"  # shutting down, or the replica died
     TIMEOUT = "timeout"
     INTERNAL = "internal_error"
@@ -28,41 +27,41 @@ class ErrorKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
-    """An error as data: what crosses threads, processes and the wire."""
+    """An error as data, for other threads and processes and for clients."""
 
     kind: ErrorKind
     message: str
     field: str | None = None
-    retry_after_s: float | None = None  # when it may be tried again, where that is known
+    retry_after_s: float | None = None  # when to retry, if known
 
 
 class HoldfastError(Exception):
-    """Base of every error Holdfast raises on purpose."""
+    """Base of every error that Holdfast raises on purpose."""
 
     kind = ErrorKind.INTERNAL
 
-    def __init__(self, message: str, field: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, field: str | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message, field, retry_after_s)  # Ray pickles exceptions by these arguments
         self.message = message
         self.field = field
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def info(self) -> ErrorInfo:
-        return ErrorInfo(self.kind, self.message, self.field)
-
-    def __reduce__(self) -> tuple[type, tuple[str, str | None]]:
-        # Ray pickles exceptions across processes; the default would drop the field.
-        return type(self), (self.message, self.field)
+        return ErrorInfo(self.kind, self.message, self.field, self.retry_after_s)
 
 
 class InvalidRequestError(HoldfastError):
-    """The request can never be served as it stands."""
+    """The request can never be served unchanged."""
 
     kind = ErrorKind.INVALID
 
 
 class UnknownSessionError(InvalidRequestError):
-    """The session is not open: unknown, closed, or another tenant's."""
+    """The session is unknown, closed, or belongs to another tenant."""
 
     kind = ErrorKind.NO_SESSION
 
@@ -86,52 +85,38 @@ class SessionLostError(HoldfastError):
 
 
 class SessionChangedError(InvalidRequestError):
-    """What was begun of an operation does not go on from the session's history as it is now."""
+    """A partly executed operation does not continue the session's present history."""
 
     kind = ErrorKind.SESSION_CHANGED
 
 
 class OperationDoneError(InvalidRequestError):
-    """An operation of this name is part of the session, and its answer is nowhere."""
+    """An operation of this name is part of the session, and its answer is not stored."""
 
     kind = ErrorKind.OPERATION_DONE
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt and completion together do not fit the model's context, or the whole KV cache."""
+    """Prompt and completion together exceed the model's context or the whole KV cache."""
 
     kind = ErrorKind.TOO_LONG
 
 
 def too_long(context: int, why: str, field: str) -> ContextLengthError:
-    """The error of what does not fit a context of so many tokens, in the words by which clients know it.
-
-    Agents shorten their conversation where they read them: OpenAI's own phrase is what they look for.
-    """
+    """The error of a prompt that exceeds the context. Agents that see OpenAI's phrase shorten their conversation."""
     return ContextLengthError(f"This model's maximum context length is {context} tokens; {why}", field)
 
 
 class OverloadedError(HoldfastError):
-    """A bounded queue or pool is full, or a wait for it timed out."""
+    """A bounded queue or pool is full, or waiting for it timed out."""
 
     kind = ErrorKind.OVERLOADED
 
 
 class DeadlineError(OverloadedError):
-    """An answer cannot be there in the time that was given for it."""
+    """The answer cannot be ready within the request's deadline."""
 
     kind = ErrorKind.DEADLINE
-
-    def __init__(self, message: str, field: str | None = None, retry_after_s: float | None = None) -> None:
-        super().__init__(message, field)
-        self.retry_after_s = retry_after_s
-
-    @property
-    def info(self) -> ErrorInfo:
-        return ErrorInfo(self.kind, self.message, self.field, self.retry_after_s)
-
-    def __reduce__(self) -> tuple[type, tuple[str, str | None, float | None]]:  # type: ignore[override]
-        return type(self), (self.message, self.field, self.retry_after_s)
 
 
 class UnavailableError(HoldfastError):
@@ -147,26 +132,21 @@ class EngineError(HoldfastError):
 
 
 class ConfigError(HoldfastError):
-    """A setting is unknown, has the wrong type, or cannot be met on this machine."""
+    """A setting is unknown, has the wrong type, or is impossible on this machine."""
 
     kind = ErrorKind.INVALID
 
 
 _TYPES: dict[ErrorKind, type[HoldfastError]] = {
-    ErrorKind.INVALID: InvalidRequestError,
-    ErrorKind.NO_SESSION: UnknownSessionError,
-    ErrorKind.NO_QUESTION: UnknownQuestionError,
-    ErrorKind.SESSION_EXISTS: SessionExistsError,
-    ErrorKind.SESSION_LOST: SessionLostError,
-    ErrorKind.SESSION_CHANGED: SessionChangedError,
-    ErrorKind.OPERATION_DONE: OperationDoneError,
-    ErrorKind.TOO_LONG: ContextLengthError,
-    ErrorKind.OVERLOADED: OverloadedError,
-    ErrorKind.DEADLINE: DeadlineError,
-    ErrorKind.UNAVAILABLE: UnavailableError,
+    each.kind: each
+    for each in (
+        *(InvalidRequestError, UnknownSessionError, UnknownQuestionError, SessionExistsError, SessionLostError),
+        *(SessionChangedError, OperationDoneError, ContextLengthError, OverloadedError, DeadlineError),
+        UnavailableError,
+    )
 }
 
 
 def error_of(info: ErrorInfo) -> HoldfastError:
-    """The exception that `info` was made from, for a caller who would rather have it raised."""
-    return _TYPES.get(info.kind, EngineError)(info.message, info.field)
+    """The exception that `info` describes."""
+    return _TYPES.get(info.kind, EngineError)(info.message, info.field, info.retry_after_s)

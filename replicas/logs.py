@@ -1,7 +1,7 @@
-"""Log lines of the cluster's processes: their two forms, and which request each line is about.
+"""Log lines of the cluster's processes: two formats, and the request that each line belongs to.
 
-Modules log through `logging.getLogger(__name__)` as everywhere; a process calls `configure` once. Lines tell ids,
-counts and times, never what a client wrote or the key it came with.
+Modules use `logging.getLogger(__name__)`; a process calls `configure` once. Lines contain ids, counts and times, never
+a client's text or key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = "holdfast"  # the logger above all of ours
 
 @dataclass(frozen=True, slots=True)
 class LoggingConfig:
-    """What the processes of a cluster write about themselves. `info` has a line for each request."""
+    """Logging of a cluster's processes. Level `info` has a line for each request."""
 
     format: Format = "text"  # text, or json: one object a line
     level: Level = "warning"  # debug, info (one line for each request), warning or error
@@ -32,7 +32,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What is being served while a line is written; "" is not told."""
+    """The request being served while a line is written. Empty fields are left out."""
 
     request_id: str = ""
     program_id: str = ""
@@ -44,12 +44,12 @@ _about: ContextVar[About | None] = ContextVar("about", default=None)
 
 
 def serving(about: About) -> None:
-    """From here on the lines of this task are about that request."""
+    """From here on this task's log lines belong to that request."""
     _about.set(about)
 
 
 def fields(**named: Any) -> dict[str, Any]:
-    """`extra` of a log call: what a line tells besides its message; what is None or "" is left out."""
+    """`extra` of a log call: further fields of the line. None and "" are left out."""
     return {"fields": {name: value for name, value in named.items() if value not in (None, "")}}
 
 
@@ -61,14 +61,14 @@ class TextFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        told = "".join(f" {name}={_word(value)}" for name, value in _told(record).items())
-        text = f"{_time(record)} {record.levelname} {self._process} {record.name}: {record.getMessage()}{told}"
-        trouble = _trouble(self, record)
-        return f"{text}\n{trouble}" if trouble else text
+        fields_text = "".join(f" {name}={_word(value)}" for name, value in _fields_of(record).items())
+        text = f"{_time(record)} {record.levelname} {self._process} {record.name}: {record.getMessage()}{fields_text}"
+        exception = _exception(self, record)
+        return f"{text}\n{exception}" if exception else text
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time, level, process, logger, message, whom it is about, further fields, `exception`."""
+    """One JSON object a line: time, level, process, logger, message, the request, further fields, `exception`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -81,16 +81,16 @@ class JsonFormatter(logging.Formatter):
             "process": self._process,
             "logger": record.name,
             "message": record.getMessage(),
-            **_told(record),
+            **_fields_of(record),
         }
-        if trouble := _trouble(self, record):
-            line["exception"] = trouble
+        if exception := _exception(self, record):
+            line["exception"] = exception
         return json.dumps(line, default=str)
 
 
 def configure(config: LoggingConfig, process: str) -> None:
-    """Send all of this process's lines where `config` says; a second call replaces the first. Raises OSError."""
-    # Trap: in a replica `sys.stderr` is Serve's logger, which keeps lines back, and drops them where it is to be quiet.
+    """Send this process's lines to the target of `config`. A second call replaces the first. Raises OSError."""
+    # Trap: in a replica `sys.stderr` is Serve's logger, which delays lines, and drops them if it is configured quiet.
     handler = logging.FileHandler(config.file) if config.file else logging.StreamHandler(sys.__stderr__)
     handler.setFormatter(JsonFormatter(process) if config.format == "json" else TextFormatter(process))
     root = logging.getLogger(ROOT)
@@ -99,10 +99,10 @@ def configure(config: LoggingConfig, process: str) -> None:
         before.close()
     root.addHandler(handler)
     root.setLevel(config.level.upper())
-    root.propagate = False  # Ray's handlers would write each line a second time
+    root.propagate = False  # Ray's handlers would repeat each line
 
 
-def _told(record: logging.LogRecord) -> dict[str, Any]:
+def _fields_of(record: logging.LogRecord) -> dict[str, Any]:
     about = {name: value for name, value in asdict(_about.get() or About()).items() if value}
     further: Mapping[str, Any] = getattr(record, "fields", {})
     return {**about, **further}
@@ -113,12 +113,12 @@ def _time(record: logging.LogRecord) -> str:
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _trouble(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+def _exception(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     return formatter.formatException(record.exc_info) if record.exc_info else ""
 
 
 def _word(value: Any) -> str:
-    """A value as one word; quoted where it would be taken for several, or for the end of the line."""
+    """A value as one word; quoted if it contains spaces, quotes, `=` or line breaks."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     plain = text.isprintable() and not any(sign in text for sign in ' "=')
     return text if plain or not isinstance(value, str) else json.dumps(text)

@@ -1,4 +1,4 @@
-"""What every room of `replicas` may know: token ids and their counts, classes of requests, cheap frozen data."""
+"""Basic types of `replicas`: token ids and their counts, classes of requests, tenants' cell limits."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,19 +17,21 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 
 NO_TOKENS: TokenIds = np.empty(0, dtype=np.int32)
 
-_LEAST = 64  # different tokens that counts have room for at first
-_COMPARED = 1 << 15  # ids that are compared at once: what differs early is found early, and the flags stay in cache
+_LEAST = 64  # initial capacity of counts, in different tokens
+_COMPARED = (
+    1 << 15
+)  # ids compared at once: an early difference is found early, and the flags stay in the processor's cache
 
 
 class Priority(StrEnum):
-    """The class of a request: somebody waits for it, or it takes what those leave."""
+    """The class of a request: a user waits for it, or it uses the remaining capacity."""
 
     INTERACTIVE = "interactive"
     BATCH = "batch"
 
 
 class Origin(StrEnum):
-    """Where a request comes from: a client, or the server itself, whose requests are counted apart."""
+    """The source of a request. Requests of the server itself are counted separately."""
 
     CLIENT = "client"
     PREAMBLE = "preamble"  # shared preambles, as an engine starts
@@ -37,11 +39,11 @@ class Origin(StrEnum):
     WARM_UP = "warm_up"  # the first request to a new cluster
 
 
-RANKS = tuple(Priority)  # the last one's requests give way first
+RANKS = tuple(Priority)  # requests of the last one give way first
 
 
 def salted(tenant: str, salt: str) -> str:
-    """A tenant's cache scope, or with a salt a part of it. What stands behind a NUL names the part."""
+    """A tenant's cache scope, or with a salt a part of it. The text after a NUL names the part."""
     return f"{tenant}\0salt\0{salt}" if salt else tenant
 
 
@@ -52,11 +54,13 @@ def tenant_of(scope: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CellLimits:
-    """What a tenant may have of the cells of each engine, as shares of all of them."""
+    """A tenant's limits in the cells of each engine, as shares of all cells."""
 
-    floor: float = 0.0  # it can always have these: others cache in what it leaves of them, and give it back
-    ceiling: float = 1.0  # it has no more, cached ones counted: then its own go first, and a larger request is refused
-    pinned: float = 1.0  # its sessions, and its programs whose tools run, keep no more
+    floor: float = 0.0  # always available to it: others may cache in the unused part, and return it
+    ceiling: float = (
+        1.0  # at most these, cached ones included: beyond it its own are evicted, and a larger request is refused
+    )
+    pinned: float = 1.0  # kept for its sessions and for its programs between turns
 
     def __post_init__(self) -> None:
         for name, least in (("floor", 0.0), ("ceiling", 1e-9), ("pinned", 0.0)):
@@ -68,12 +72,12 @@ class CellLimits:
 
     @property
     def any(self) -> bool:
-        """Whether there is one."""
+        """Whether there is any limit."""
         return self.floor > 0 or self.ceiling < 1 or self.pinned < 1
 
 
 def common_prefix(a: TokenIds, b: TokenIds) -> int:
-    """How many leading ids `a` and `b` have in common."""
+    """Number of leading ids that `a` and `b` have in common."""
     n = min(len(a), len(b))
     for at in range(0, n, _COMPARED):
         end = min(at + _COMPARED, n)
@@ -85,10 +89,9 @@ def common_prefix(a: TokenIds, b: TokenIds) -> int:
 
 
 class TokenCounts:
-    """How often a sequence has each token: what penalties are computed from.
+    """How often a sequence contains each token; penalties need it.
 
-    The different tokens among those given to `add`, in the order they first came in, each with its count. A sequence
-    has its new tokens added; nothing ever goes over the old ones again.
+    Tokens are in the order of their first occurrence. Only new tokens are added; old ones are never counted again.
     """
 
     __slots__ = ("_ids", "_places", "_times", "seen")
@@ -99,7 +102,7 @@ class TokenCounts:
         self._ids, self._times = np.zeros((2, _LEAST), np.int64)
 
     def add(self, tokens: TokenIds) -> None:
-        """Count some more tokens."""
+        """Count further tokens."""
         for token in tokens.tolist():
             place = self._places.setdefault(token, len(self._places))
             if place == len(self._ids):
@@ -109,9 +112,9 @@ class TokenCounts:
         self.seen += len(tokens)
 
     def after(self, drafts: Sequence[int]) -> Iterator[tuple[Int64s, Int64s]]:
-        """Tokens and counts as they are, then as they are with the first of `drafts` added, with the first two, ...
+        """Tokens and counts now, then with the first of `drafts` added, with the first two, and so on.
 
-        Each is read before the next one is asked for. No token has a count of 0.
+        Read each one before the next. No token has a count of 0.
         """
         places, size = self._places, len(self._places)
         yield self._ids[:size], self._times[:size]
@@ -132,9 +135,8 @@ class TokenCounts:
 
 @dataclass_transform(frozen_default=True)
 def record(cls: type[T]) -> type[T]:
-    """A slotted dataclass that nobody changes, for what is made in every step, most of it for every sequence.
+    """A frozen slotted dataclass for values made in every step.
 
-    A type checker refuses to change one; the interpreter does not look, which makes it four times as fast to make as
-    with `frozen=True`. All other plain frozen data is `dataclass(frozen=True, slots=True)`.
+    Only the type checker enforces that it is frozen, which makes construction four times as fast as `frozen=True`.
     """
     return dataclass(slots=True)(cls)

@@ -60,7 +60,8 @@ class FieldNames:
             return error
         if isinstance(error, ReplyError):
             return ReplyError(info, error.usage)
-        error.message, error.field, error.args = info.message, info.field, (info.message,)
+        error.message, error.field = info.message, info.field
+        error.args = (info.message, info.field, error.retry_after_s)
         return error
 
 

@@ -34,14 +34,15 @@ class Driven(actor.Replica):
         self.world.step_s = 1.0
         self.heard = Counter[str]()
         card = ModelCard("pocket", 128, 100)
-        self.service: Any = SimpleNamespace(engine=self.world.engine, notice=self.take, card=card, hung=False)
+        engine = self.world.engine
+        self.service: Any = SimpleNamespace(
+            engine=engine, notice=self.take, card=card, hung=False, close=lambda: asyncio.sleep(0)
+        )
 
     def take(self, notice: Notice) -> None:
         if isinstance(notice, ServedElsewhere):
             self.heard.update(notice.seconds)
         self.world.give(notice)
-
-    async def shutdown(self) -> None: ...
 
     def serve(self, *tenants: str) -> list[str]:
         """A request of each, which all wait for one of nobody's: whose came in which order."""

@@ -408,19 +408,19 @@ def test_the_actor_tells_its_metrics_and_load():
     async def main():
         replica = Replica(CONFIG, "r-1")
         try:
-            async for pieces in replica.stream(request("a", "hello", 5, ignore_eos=True)):
+            async for pieces in replica.service.stream(request("a", "hello", 5, ignore_eos=True)):
                 last = pieces[-1]
                 assert isinstance(last, TextDelta | Completed)
-            text = await replica.metrics()
+            text = replica.metrics()
             assert 'holdfast_completion_tokens_total{model="weights",replica="r-1"} 5.0' in text.replace(
                 "pocket", "weights"
             )
             assert 'outcome="finished"' in text
-            assert (await replica.card()).replica_id == "r-1"
+            assert replica.card.replica_id == "r-1"
             assert replica.load().running == 0
-            await replica.check_health()
+            replica.check_health()
         finally:
-            await replica.shutdown()
+            await replica.service.close()
 
     asyncio.run(main())
 

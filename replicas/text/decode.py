@@ -1,13 +1,11 @@
 """From token ids to bytes and text, read from the tokenizer's decoder.
 
 Byte-level BPE (GPT-2's alphabet: Llama 3, Qwen, Mistral's tekken) and sentencepiece with byte fallback (Llama 2,
-Mistral v0.x, Gemma) map every token to bytes of its own (`Pieces`). A stream of them goes through an incremental UTF-8
-decoder (`StreamDecoder`), whose state is at most three bytes and whose result is that of decoding all bytes at once,
-invalid ones included.
+Mistral v0.x, Gemma) map every token to bytes of its own. A stream of them goes through an incremental UTF-8 decoder,
+whose state is at most three bytes. Its result is that of decoding all bytes at once, invalid ones included.
 
-Other decoders join tokens by rules of their own; `Pieces.exact` is False for them, and a stream goes through the
-tokenizers library's `DecodeStream`. That one decodes a window again for every token, holds invalid bytes back until
-valid ones follow, and has no flush.
+Other decoders join tokens by rules of their own, and their streams go through the tokenizers library's `DecodeStream`.
+It decodes a window again for every token, holds invalid bytes back until valid ones follow, and has no flush.
 """
 
 import codecs
@@ -20,9 +18,9 @@ from tokenizers.decoders import DecodeStream
 
 
 class Pieces:
-    """Token id to bytes, remembered. `backend` is a `tokenizers.Tokenizer`.
+    """The bytes of each token, remembered. `backend` is a `tokenizers.Tokenizer`.
 
-    `exact`: every token has bytes of its own. `strips`: decoding a text drops the space it begins with.
+    `exact`: every token has bytes of its own. `strips`: decoding a text drops the space at its beginning.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -36,10 +34,9 @@ class Pieces:
 
     def of(self, token: int) -> bytes:
         """The token's bytes; none for an id that the vocabulary does not have."""
-        found = self._known.get(token)
-        if found is None:
-            found = self._known[token] = self._bytes(token)
-        return found
+        if token not in self._known:
+            self._known[token] = self._bytes(token)
+        return self._known[token]
 
     def text(self, tokens: list[int]) -> str:
         """All of `tokens` as text, special ones too, nothing stripped."""
@@ -63,9 +60,9 @@ class Pieces:
 
 
 class StreamDecoder:
-    """Decodes one stream, never half a character. `hidden` ids leave no text: end of sequence and other control tokens.
+    """Decodes one stream, never half a character. `hidden` ids, such as the end of sequence, leave no text.
 
-    `continues`: the text goes on from a prompt, so a space it begins with stays.
+    `continues`: the text continues a prompt, so a space at its beginning stays.
     """
 
     def __init__(self, pieces: Pieces, hidden: frozenset[int] = frozenset(), continues: bool = False) -> None:
@@ -73,13 +70,14 @@ class StreamDecoder:
         self._hidden = hidden
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = pieces.strips and not continues
-        self._window = None if pieces.exact else _Window(pieces)
+        self._stream = None if pieces.exact else DecodeStream(skip_special_tokens=False)
+        self._held: list[int] = []  # that the stream has made no text of
 
     def feed(self, tokens: Iterable[int]) -> str:
         """The text that `tokens` complete; "" while they are inside a character."""
         shown = [token for token in tokens if token not in self._hidden]
-        if self._window is not None:
-            return "".join(map(self._window.step, shown))
+        if self._stream is not None:
+            return "".join(self._step(self._stream, token) for token in shown)
         text = self._utf8.decode(b"".join(map(self._pieces.of, shown)))
         if text and self._strip:
             self._strip = False
@@ -88,29 +86,16 @@ class StreamDecoder:
 
     def flush(self) -> str:
         """The stream is over: a character it broke off in comes out as U+FFFD."""
-        if self._window is not None:
-            return self._window.flush()
+        if self._stream is not None:
+            return str(self._pieces.backend.decode(self._held, skip_special_tokens=False)) if self._held else ""
         return self._utf8.decode(b"", final=True)
 
-
-class _Window:
-    """A stream through the library's own decoding, for tokens that are not bytes."""
-
-    def __init__(self, pieces: Pieces) -> None:
-        self._backend = pieces.backend
-        self._stream = DecodeStream(skip_special_tokens=False)
-        self._held: list[int] = []
-
-    def step(self, token: int) -> str:
+    def _step(self, stream: DecodeStream, token: int) -> str:
         self._held.append(token)
-        text: str | None = self._stream.step(self._backend, token)
+        text: str | None = stream.step(self._pieces.backend, token)
         if text:
             self._held.clear()
         return text or ""
-
-    def flush(self) -> str:
-        held, self._held = self._held, []
-        return str(self._backend.decode(held, skip_special_tokens=False)) if held else ""
 
 
 _SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}

@@ -1,7 +1,7 @@
 """The ways models write tool calls: their names, their markers, and which one a chat template asks for.
 
-A further format has its name, markers and sign here, its reader in `tracker.READERS`, and the text that a grammar
-forces in `constraints.grammar.forms_of`; where arguments have tags, these are here for both.
+A new format needs its name, markers and sign here, its reader in `tracker.READERS`, and the text that a grammar forces
+in `constraints.grammar.forms_of`. The tags around arguments are here for both.
 """
 
 from collections.abc import Mapping
@@ -34,57 +34,43 @@ class ToolFormat(StrEnum):
     NONE = "none"  # the model has no tool calls: everything is text
 
 
+_DEEPSEEK = "<｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> <｜tool▁sep｜> <｜tool▁call▁end｜> <｜tool▁calls▁end｜>"
+
 MARKERS: Mapping[ToolFormat, frozenset[str]] = {
-    ToolFormat.HERMES: frozenset({"<tool_call>", "</tool_call>"}),
-    ToolFormat.LLAMA3: frozenset({"<|python_tag|>"}),
-    ToolFormat.LLAMA3_FUNCTION: frozenset({"<|python_tag|>"}),
-    ToolFormat.MISTRAL: frozenset({"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"}),
-    ToolFormat.PYTHONIC: frozenset({"<|python_start|>", "<|python_end|>"}),
-    ToolFormat.LLAMA4: frozenset({"<|python_start|>", "<|python_end|>"}),
-    **dict.fromkeys(
-        (ToolFormat.DEEPSEEK_V3, ToolFormat.DEEPSEEK_V31),
-        frozenset(
-            {
-                "<｜tool▁calls▁begin｜>",
-                "<｜tool▁call▁begin｜>",
-                "<｜tool▁sep｜>",
-                "<｜tool▁call▁end｜>",
-                "<｜tool▁calls▁end｜>",
-            }
-        ),
-    ),
-    ToolFormat.DEEPSEEK_V32: frozenset({"｜DSML｜"}),
-    ToolFormat.KIMI_K2: frozenset(
-        {
-            "<|tool_calls_section_begin|>",
-            "<|tool_call_begin|>",
-            "<|tool_call_argument_begin|>",
-            "<|tool_call_end|>",
-            "<|tool_calls_section_end|>",
-        }
-    ),
-    ToolFormat.QWEN3_CODER: frozenset({"<tool_call>", "</tool_call>"}),
-    ToolFormat.GLM: frozenset(
-        {"<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"}
-    ),
-    ToolFormat.MINIMAX: frozenset({"<tool_calls>", "</tool_calls>"}),
-    ToolFormat.MINIMAX_M2: frozenset({"<minimax:tool_call>", "</minimax:tool_call>"}),
-    ToolFormat.HARMONY: frozenset({"<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>"}),
-    ToolFormat.NONE: frozenset(),
+    format: frozenset(tokens.split())
+    for format, tokens in {
+        ToolFormat.HERMES: "<tool_call> </tool_call>",
+        ToolFormat.LLAMA3: "<|python_tag|>",
+        ToolFormat.LLAMA3_FUNCTION: "<|python_tag|>",
+        ToolFormat.MISTRAL: "[TOOL_CALLS] [ARGS] [CALL_ID]",
+        ToolFormat.PYTHONIC: "<|python_start|> <|python_end|>",
+        ToolFormat.LLAMA4: "<|python_start|> <|python_end|>",
+        ToolFormat.DEEPSEEK_V3: _DEEPSEEK,
+        ToolFormat.DEEPSEEK_V31: _DEEPSEEK,
+        ToolFormat.DEEPSEEK_V32: "｜DSML｜",
+        ToolFormat.KIMI_K2: "<|tool_calls_section_begin|> <|tool_call_begin|> <|tool_call_argument_begin|>"
+        " <|tool_call_end|> <|tool_calls_section_end|>",
+        ToolFormat.QWEN3_CODER: "<tool_call> </tool_call>",
+        ToolFormat.GLM: "<tool_call> </tool_call> <arg_key> </arg_key> <arg_value> </arg_value>",
+        ToolFormat.MINIMAX: "<tool_calls> </tool_calls>",
+        ToolFormat.MINIMAX_M2: "<minimax:tool_call> </minimax:tool_call>",
+        ToolFormat.HARMONY: "<|start|> <|end|> <|channel|> <|message|> <|constrain|>",
+        ToolFormat.NONE: "",
+    }.items()
 }
-"""Tokens that the reader of a format has to see even where the vocabulary calls them special."""
+"""Tokens that the tracker must see even if the vocabulary calls them special."""
 
 ENDS: Mapping[ToolFormat, frozenset[str]] = {ToolFormat.HARMONY: frozenset({"<|call|>", "<|return|>"})}
-"""Tokens that end a reply in a format, beside those that the model says."""
+"""Tokens that end a reply in a format, in addition to the model's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class TagForm:
-    """A call whose arguments stand in tags of their own, strings as they are and all else as JSON.
+    """A call whose arguments have tags of their own, strings as they are and all else as JSON.
 
-    A call is `open` name `named`, then for each argument `key` its name `value` and, up to `end`, its value; then
-    `close`. White space between these says nothing. `line`: a value stands between two line ends that are not its own.
-    `json`: what stands in place of `value` before one that is no text.
+    A call is `open` name `named`, then for each argument `key` its name `value`, its value and `end`; then `close`.
+    White space between these means nothing. `line`: a value has a line end before and behind it that is not its own.
+    `json` replaces `value` before a value that is not a string.
     """
 
     key: str

@@ -273,38 +273,38 @@ class ChannelReader:
 
 
 class TrailingCalls:
-    """Holds back the calls that a reply's thinking ends with, until it is known whether anything follows them.
+    """Holds back calls in the thinking until it is known whether they end it.
 
-    `markers` begin calls, and `parser` makes a reader of a text that begins with one.
+    `markers` begin calls; `tracker` makes a tracker for a text that begins with one.
     """
 
-    def __init__(self, markers: Collection[str], parser: Callable[[], CallTracker]) -> None:
+    def __init__(self, markers: Collection[str], tracker: Callable[[], CallTracker]) -> None:
         whole = "|".join(map(re.escape, markers))
         self._marker = re.compile(rf"\s*(?P<marker>{whole})|\s*{beginnings(*markers)}")
-        self._parser = parser
+        self._tracker = tracker
         self._held = ""  # ends with what may be the beginning of a marker, or begins with white space and a marker
         self._calls: CallTracker | None = None  # of a marker that is held, and what follows it
 
     def feed(self, thought: str) -> str:
-        """The reasoning that `thought`, the next of it, settles."""
-        told = ""
+        """The reasoning that is settled once `thought` follows."""
+        settled = ""
         while thought:
             if self._calls is None:
                 text, self._held = self._held + thought, ""
                 found = self._marker.search(text)
                 begin = found.start() if found else len(text)
-                told += text[:begin]
+                settled += text[:begin]
                 if found is None or not found["marker"]:
                     self._held = text[begin:]
-                    return told
-                self._calls = self._parser()
+                    return settled
+                self._calls = self._tracker()
                 self._calls.feed(found["marker"])
                 self._held, thought = found[0], text[found.end() :]
             elif self._goes_on(self._calls.feed(thought[0])):
                 self._held, thought = self._held + thought[0], thought[1:]
             else:  # the character may begin a marker
-                told, self._held, self._calls = told + self._held, "", None
-        return told
+                settled, self._held, self._calls = settled + self._held, "", None
+        return settled
 
     def release(self) -> str:
         """What is held is reasoning."""
@@ -312,7 +312,7 @@ class TrailingCalls:
         return held
 
     def take(self) -> str:
-        """The calls that the reasoning ends with; "" where it does not end with whole ones."""
+        """The calls at the end of the reasoning; "" if it does not end with whole calls."""
         calls = self._calls
         if calls is None or not self._goes_on(calls.finish()) or not 0 < calls.n_sent == len(calls.calls):
             return ""
@@ -325,11 +325,11 @@ class TrailingCalls:
 
 
 class AfterThinking:
-    """`constraints.matcher.Matcher` of a reply whose content follows `inner`, which reads nothing of the thinking.
+    """The `Matcher` of a reply whose content follows `inner`. `inner` reads nothing of the thinking.
 
-    `opener` and `closer` are the tokens around the block. `inside`: the prompt has opened it; else the first token may,
-    or one behind nothing but tokens that are `space`, which `inner` reads as well. The reply does not end inside the
-    block with one of `ends`: where content is asked for, there will be some.
+    `opener` and `closer` are the tokens around the block. `inside`: the prompt has opened it. Else the first token may
+    open it, or a token behind nothing but `space` tokens, which `inner` reads as well. Inside the block the reply does
+    not end with one of `ends`: these are given where content must follow.
     """
 
     __slots__ = ("_closer", "_ends", "_first", "_inner", "_inside", "_opener", "_space")
@@ -416,7 +416,7 @@ class AfterThinking:
             _allow(out[: spaces + 1], self._opener, True)
 
     def _block(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """Where the block begins and ends in `tokens`, its markers included; both are 0 where it does not occur."""
+        """Where the block begins and ends in `tokens`, its markers included; both 0 if there is none."""
         begin = 0
         if not self._inside:
             begin = self._spaces(tokens) if self._first else len(tokens)
@@ -426,11 +426,11 @@ class AfterThinking:
         return begin, next(closers, len(tokens))
 
     def _spaces(self, tokens: Sequence[int]) -> int:
-        """How many of `tokens` are white space before anything else."""
+        """How many of `tokens` are white space at the beginning."""
         return next((at for at, token in enumerate(tokens) if not self._space(token)), len(tokens))
 
     def _end(self, thought: Sequence[int]) -> int:
-        """The place of the first of `ends` in the block; its length where there is none."""
+        """The place of the first of `ends` in the block; the block's length if there is none."""
         return next((i for i, token in enumerate(thought) if token in self._ends), len(thought))
 
 

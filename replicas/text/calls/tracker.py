@@ -980,48 +980,39 @@ def _kimi_call(t: CallTracker) -> Scan[None]:
     yield from _read(t, SP, "<|tool_call_end|>")
 
 
-def _harmony(t: CallTracker) -> Scan[None]:
-    """``<|channel|>commentary to=functions.name`` and the rest of the message."""
-    yield from _read(t, NAME)
-    yield from _harmony_addressed(t, in_channel=True)
-
-
-def _harmony_started(t: CallTracker) -> Scan[None]:
-    """``<|start|>assistant`` before either of the two."""
-    yield from _read(t, "assistant")
-    if (yield from t.peek()) != "<":
-        yield from _harmony_addressed(t)
-    else:
-        yield from _read(t, "<|channel|>")
-        yield from _harmony(t)
-
-
-def _harmony_addressed(t: CallTracker, in_channel: bool = False) -> Scan[None]:
-    """``to=functions.name``, its channel where that stands behind it, and a message of JSON up to ``<|call|>``.
-
-    That ends a reply; should another message follow, it may be a call as well.
+def _harmony(t: CallTracker, opener: str) -> Scan[None]:
+    """``<|channel|>commentary to=functions.name`` or ``to=functions.name<|channel|>commentary``, perhaps behind
+    ``<|start|>assistant``, and a message of JSON up to ``<|call|>``. That ends a reply; a message that follows may be a
+    call as well.
     """
-    name = (yield from _read(t, SP, "to=", NAME)).removeprefix("functions.")
-    if not in_channel:
-        yield from _read(t, "<|channel|>", NAME)
-    word = ""
-    while word != "<|message|>":  # before it may stand the type of the content
-        yield from _read(t, SP, NAME, SP)
-        word = yield from t.word("<|constrain|>", "<|message|>", put=t.hold)
-    yield from _read(t, SP)
-    char = yield from t.peek()
-    if name and (char == "<" or not (char or t.cut)):  # an empty message: no arguments
-        t.name_call(name)
-        t.set_arguments("{}")
-        t.close_call()
-    else:
-        yield from _named(t, name)
-    yield from _read(t, SP)
-    if (yield from t.word("<|call|>", "<|start|>", put=t.hold)) == "<|call|>":
-        t.end_markup()
-    else:
+    while True:
+        if opener == "<|start|>":
+            yield from _read(t, "assistant")
+            if (yield from t.peek()) == "<":
+                yield from _read(t, opener := "<|channel|>")
+        if opener == "<|channel|>":
+            yield from _read(t, NAME)
+        name = (yield from _read(t, SP, "to=", NAME)).removeprefix("functions.")
+        if opener != "<|channel|>":
+            yield from _read(t, "<|channel|>", NAME)
+        word = ""
+        while word != "<|message|>":  # before it may stand the type of the content
+            yield from _read(t, SP, NAME, SP)
+            word = yield from t.word("<|constrain|>", "<|message|>", put=t.hold)
+        yield from _read(t, SP)
+        char = yield from t.peek()
+        if name and (char == "<" or not (char or t.cut)):  # an empty message: no arguments
+            t.name_call(name)
+            t.set_arguments("{}")
+            t.close_call()
+        else:
+            yield from _named(t, name)
+        yield from _read(t, SP)
+        opener = yield from t.word("<|call|>", "<|start|>", put=t.hold)
+        if opener == "<|call|>":
+            t.end_markup()
+            return
         t.begin_call()
-        yield from _harmony_started(t)
 
 
 _BETWEEN_OBJECTS = re.compile(r"[ \t\r\n;,]+")
@@ -1130,13 +1121,10 @@ def _python_string(t: CallTracker, put: Callable[[str], None]) -> Scan[None]:
         char = yield from t.peek()
         if char == "\\":
             put(t.take())
-            char, quoted = (yield from t.peek()), True
-        else:
-            quoted = False
-        if not char:
+        if not (yield from t.peek()):
             raise MismatchError
         put(t.take())
-        if char == quote and not quoted:
+        if char == quote:
             return
 
 
@@ -1173,6 +1161,7 @@ READERS: Mapping[ToolFormat, Reader] = {
         )
     },
     ToolFormat.HARMONY: Reader(
-        {"<|channel|>": _harmony, "<|start|>": _harmony_started}, bare={"t": _harmony_addressed}
+        {marker: partial(_harmony, opener=marker) for marker in ("<|channel|>", "<|start|>")},
+        bare={"t": partial(_harmony, opener="")},
     ),
 }

@@ -37,7 +37,6 @@ REMOVED: Mapping[str, str] = {
             ("batch_share", "0.05"),
             ("call_grace", "16"),
             ("adaptive_chunks", "true"),
-            ("adaptive_chunks", "true"),
             ("equal_chunks", "false"),
             ("forced_drafts", "32"),
             ("grammar_cache", "64"),

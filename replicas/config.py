@@ -150,7 +150,6 @@ class EngineConfig:
         # `prefix_cache`: prompts that begin alike share their KV;
         # `sessions`: a program keeps its row between turns, and without `prefix_cache` its cells;
         # `grouped_prefill`: requests that share a prefix wait until the first of them has computed it;
-        # `adaptive_chunks`: prompts share the tokens of a step;
         # `chunk_deferral`: prompts wait while more than 95 % of the cells are in use;
         # `kv_tags`: roles and `kv_hints` decide which cells are evicted first, not age alone;
         # `tokenize_cache`: of a conversation that continues only the new text is tokenized;

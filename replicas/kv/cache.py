@@ -221,12 +221,11 @@ RAISED_SHARE = 0.5  # of all pages may stand above the others by their labels; t
 
 
 class KVCache:
-    """Pages, radix tree, and what others have of them: the holdings of running sequences, and pins.
+    """Pages and radix tree, with the holdings of running sequences and the pins on them.
 
-    `cells`: how many are in use, and by whom.
-    `sound`: no verb has raised. One that did may have left the books half changed: it is time for new ones.
-    With a `host` tier what is evicted goes there; `host.Reloads` brings it back.
-    `share`: of all pages, how many may stand above the others by their labels. `evicted`: cells by tag, counted on.
+    `cells` counts cells by state. `sound`: no method has raised. One that did may have left the books half changed, and
+    the cache has to be replaced. With a `host` tier, evicted cells go there, and `Reloads` brings them back.
+    `share`: the part of all pages that labels may raise above others. `evicted`: cells by tag, counted on.
     """
 
     def __init__(
@@ -249,7 +248,7 @@ class KVCache:
         self._pins: set[Pin] = set()
         self._evicted_pages = 0
 
-    # ---- the verbs ----
+    # ---- sequences ----
 
     @_change
     def acquire(
@@ -267,14 +266,14 @@ class KVCache:
     ) -> Acquired:
         """Begin a sequence of `tokens`, int32, at least one: alias its longest cached prefix and protect it.
 
-        At least one token is left to compute, for its logits. A prefix that ends inside a page needs that page's cells
-        copied into a fresh one; with no page to be had the prefix is cut to whole pages instead. Never fails.
-        In no scope (None) nothing is found, shared or kept: all its pages are freed at the end.
-        Without `reuse` it aliases nothing, so that all of the cache but its own pages can be evicted for it.
-        With `continues`, for the next turn of who saved the prefix, that page itself is taken out of the tree and
-        written on, if nobody else holds it: no copy, but the cells in it are not there for others meanwhile.
-        `prefix` is what `find` says of these tokens now, where that is known. `labels` say what the tokens are worth to
-        `who` they are for, those that are found and those that come. `tenant`: whose its cells are; None: the scope's.
+        At least one token is left to compute, for its logits. If the prefix ends inside a page, the cells in that page
+        are copied to a fresh one; without a free page the prefix is cut to whole pages. Never fails.
+        Without a scope (None) nothing is found, shared or kept: all pages are freed at the end.
+        Without `reuse` nothing is aliased, so that everything but its own pages can be evicted for it.
+        `continues`: the program that saved the prefix goes on. Then the last page is taken out of the tree and written
+        on, if nobody else holds it: nothing is copied, but others cannot find its cells meanwhile.
+        `prefix`: the result of `find` for these tokens, if known. `labels`: the priorities of the tokens for program
+        `who`. `tenant`: owner of the new cells; None: the scope's tenant.
         """
         if len(tokens) == 0:
             raise EngineError("a sequence without tokens has nothing to compute")
@@ -310,9 +309,9 @@ class KVCache:
 
     @_change
     def grow(self, holding: Holding, n_tokens: int) -> PageIds | None:
-        """Make sure the row has cells for `n_tokens`; returns the pages appended to it, int32, possibly none.
+        """Give the row cells for `n_tokens`, evicting where needed. Returns the pages appended, int32, possibly none.
 
-        Evicts where needed. None, and nothing changed, when even eviction cannot free enough.
+        None, and nothing changed, if eviction cannot free enough.
         """
         self._expect(holding)
         first = holding.n_pages
@@ -335,8 +334,8 @@ class KVCache:
     def publish(self, holding: Holding, tokens: TokenIds, n_computed: int, now: float) -> None:
         """Hand the full pages among the first `n_computed` cells to the tree, so that others can alias them now.
 
-        For a sequence that goes on. Its row stays as it is; a page still being filled stays its own. Each call may
-        make a tree node, so call it after prefill chunks and not after every decoded token.
+        The sequence goes on with the same row; a page that is not full stays its own. Each call may make a tree node:
+        call it after prefill chunks, not after every decoded token.
         """
         self._expect(holding, tokens, n_computed)
         length = n_computed - n_computed % self.page_size
@@ -354,10 +353,9 @@ class KVCache:
     def finish(
         self, holding: Holding, tokens: TokenIds, n_computed: int, now: float, *, pin: bool = False
     ) -> Pin | None:
-        """End a sequence and keep its first `n_computed` cells: those the tree lacks become nodes under their labels.
+        """End a sequence and keep its first `n_computed` cells: the tree gets those that it lacks, with their labels.
 
-        For completion and for preemption. Pages that hold nothing new are freed. With `pin` what is kept stays
-        protected from eviction by what is returned, a soft pin.
+        For completion and preemption. All other pages are freed. `pin`: returns a soft pin on the cells kept.
         """
         self._expect(holding, tokens, n_computed)
         if holding.scope is None or n_computed <= holding.n_shared:
@@ -379,7 +377,7 @@ class KVCache:
         _free(self, holding, holding.row[first:known], holding.row[kept : holding.n_pages], holding.duplicates)
         if not pin:
             return None
-        # The lease of a moment ago is the pin's, but where what is kept ends inside a node.
+        # The pin takes the lease over, unless the kept tokens end inside a node.
         leased = node if node.end == n_computed else self.tree.lease_at(Prefix(node, n_computed), now)
         return self._pin(leased, soft=True)
 
@@ -391,7 +389,7 @@ class KVCache:
 
     @_change
     def pin(self, scope: str, tokens: TokenIds, now: float, *, soft: bool = False) -> Pin:
-        """Protect the longest cached prefix of `tokens` from eviction, for one that comes back for it later."""
+        """Protect the longest cached prefix of `tokens` from eviction until `unpin`."""
         return self._pin(self.tree.lease_at(self.tree.walk(self.tree.root(scope), tokens), now), soft)
 
     @_change
@@ -406,9 +404,9 @@ class KVCache:
 
     @_change
     def demote(self, scope: str, tokens: TokenIds, who: str) -> None:
-        """Nobody comes back for `tokens`: what `who` computed of them, and no other uses or goes on from, goes first.
+        """Evict first those of `tokens` that program `who` computed and nobody else uses: it will not come back.
 
-        A system prompt is not among that: the next program may begin with it.
+        A system prompt is excepted: the next program may begin with it.
         """
         root = self.tree.roots.get(scope)
         if root is None:
@@ -422,9 +420,9 @@ class KVCache:
 
     @_change
     def alias_shared(self, scope: str, tokens: TokenIds, now: float) -> None:
-        """Let a scope find what is kept for all tenants (`SHARED`) of the beginning of `tokens`, in whole pages.
+        """Let a scope find the longest prefix of `tokens` in the scope `SHARED`, in whole pages.
 
-        The pages stay where they are, and count for no tenant of this.
+        The pages are aliased: they stay where they are, and are not counted for this tenant.
         """
         root = self.tree.roots.get(SHARED)
         if root is None or scope == SHARED:
@@ -442,31 +440,31 @@ class KVCache:
 
     @_change
     def limit(self, tenant: str, limits: CellLimits, now: float) -> None:
-        """What a tenant may have from now on; what it has too much goes as it needs more, or others do."""
+        """Set a tenant's limits. Cells beyond them are evicted as it, or others, need more."""
         self.tree.limit(tenant, limits, now)
 
     # ---- looking ----
 
     def find(self, scope: str | None, tokens: TokenIds) -> Prefix | None:
-        """What `acquire` would find cached now; None in a scope that has nothing. Changes nothing."""
+        """The prefix that `acquire` would find now; None in a scope without cells. Changes nothing."""
         root = self.tree.roots.get(scope) if scope is not None else None
         return self.tree.walk(root, tokens[:-1]) if root is not None else None
 
     def contains(self, holding: Holding, pin: Pin) -> bool:
-        """Whether what a pin protects is a part of what the holding shares."""
+        """Whether the shared cells of the holding include those of the pin."""
         node: Node | None = holding.node
         while node is not None and node is not pin.node:
             node = node.parent
         return node is not None
 
     def peek(self, scope: str | None, tokens: TokenIds) -> int:
-        """How many tokens `acquire` would find cached now, always less than `len(tokens)`. Changes nothing."""
+        """Tokens that `acquire` would find cached now, always less than `len(tokens)`. Changes nothing."""
         prefix = self.find(scope, tokens)
         return prefix.length if prefix is not None else 0
 
     @property
     def stats(self) -> CacheStats:
-        """The counts of now. Any thread may ask: then counts may be of moments next to each other, and still add up."""
+        """The current counts. From another thread they may be of slightly different moments, but they add up."""
         size, total = self.page_size, self.pool.total
         free = self.pool.free
         tree = min(self.tree.pages, total - free)
@@ -485,7 +483,7 @@ class KVCache:
     def _alias(
         self, root: Node, prefix: Prefix, tokens: TokenIds, now: float, tenant: str
     ) -> tuple[Node, Prefix, PageIds]:
-        """Lease the end of `prefix`, with a fresh page where it lies inside one, or cut it to whole pages."""
+        """Lease `prefix`, with a fresh page if it ends inside one; without a free page, lease its whole pages."""
         node = self.tree.lease_at(prefix, now)
         tail = prefix.length % self.page_size
         fresh = self._take(1, tenant) if tail else NO_PAGES
@@ -509,9 +507,9 @@ class KVCache:
         return pin
 
     def _save(self, prefix: Prefix, tokens: TokenIds, holding: Holding) -> Node:
-        """A node at the end of `tokens`: what lies beyond `prefix` is added, with the holding's own pages.
+        """A node at the end of `tokens`. Tokens beyond `prefix` are added, with the holding's own pages.
 
-        As one node, or as several where its parts are not kept alike.
+        One node for each part with a priority of its own.
         """
         node, begun, size = self.tree.node_at(prefix), prefix.length, self.page_size
         if begun == len(tokens):
@@ -523,10 +521,10 @@ class KVCache:
         return node
 
     def _take(self, n: int, tenant: str, after: int | None = None) -> PageIds | None:
-        """`n` fresh pages for a tenant, those behind page `after` first. Evicts as many as are missing, and none in
-        vain: the tenant's own where its ceiling wants that, else what is next in order beyond the floors of others.
+        """`n` fresh pages for a tenant, preferably those behind page `after`. Evicts as many pages as are missing: the
+        tenant's own where its ceiling requires that, else the next in order that no other tenant's floor protects.
 
-        None, and nothing evicted, when they are not to be had.
+        None, and nothing evicted, if there are not enough.
         """
         pool, tree = self.pool, self.tree
         if tree.tenants.any:
@@ -550,7 +548,7 @@ class KVCache:
         self._evicted_pages += freed
 
     def _expect(self, holding: Holding, tokens: TokenIds | None = None, n_computed: int = 0) -> None:
-        """Raise EngineError where a caller uses an ended holding, or claims cells it never had."""
+        """Raises EngineError if the holding has ended, or has no cells for `n_computed` tokens."""
         if holding not in self._live:
             raise EngineError("this holding has ended")
         if tokens is not None and n_computed > min(holding.capacity, len(tokens)):
@@ -558,14 +556,14 @@ class KVCache:
 
 
 def _free(cache: KVCache, holding: Holding, *pages: PageIds) -> None:
-    """Pages of a holding have no other owner any more, but for those that the tree has."""
+    """Release pages of a holding; those that the tree owns as well stay."""
     for each in pages:
         cache.tree.tenants.took(holding.tenant, -cache.pool.release(each))
 
 
 @dataclass(frozen=True, slots=True)
 class ReloadSpeed:
-    """How fast cells come back, as measured: a moving average of seconds a cell. None: nothing has come back yet."""
+    """Moving average of the seconds to reload a cell from the host; None before the first reload."""
 
     cell_s: float | None = None
 
@@ -581,13 +579,13 @@ class ReloadSpeed:
 
 
 class Reloads:
-    """What running sequences bring back from the host tier instead of computing it again: pins there, by holding.
+    """Cells that running sequences reload from the host tier instead of computing them: pins there, by holding.
 
     tokens     |<-- aliased on the device -->|<-- brought back -->|<-- computed -->|
                0                          n_cached              reach            length
 
-    The cells are brought back into the sequence's own pages, like cells that it computes: to the device's books a load
-    is a prefill chunk without a forward. Without a `host` nothing is ever found.
+    Cells are reloaded into the sequence's own pages: for the cache, a load is a prefill chunk without a forward.
+    Without a `host` nothing is found.
     """
 
     def __init__(self, host: HostTier | None) -> None:
@@ -599,9 +597,9 @@ class Reloads:
         return len(self._pins)
 
     def begin(self, holding: Holding, tokens: TokenIds) -> int:
-        """How far the host has the tokens of a holding that has just begun; 0 where that is not worth a step.
+        """Tokens of a new holding that the host has; 0 if that is not worth a step.
 
-        From then on that is protected there, until all of it has come or the holding ends.
+        They are protected there until all are reloaded or the holding ends.
         """
         if self._host is None or holding.scope is None:
             return 0
@@ -617,45 +615,45 @@ class Reloads:
         return 0
 
     def reach(self, holding: Holding) -> int:
-        """How far this holding is to be brought back; 0: it is not, or not any more."""
+        """Tokens up to which this holding is to be reloaded; 0: none, or no longer."""
         pin = self._pins.get(holding)
         return pin.length if pin is not None and self._host is not None and self._host.protects(pin) else 0
 
     def load(self, holding: Holding, start: int, end: int) -> PageMoves:
-        """The copies that bring cells [start, end) back, within `reach`, into own pages that the holding has already.
+        """The copies that reload cells [start, end), within `reach`, into own pages that the holding already has.
 
-        The page that `start` lies in is copied whole: the host has its cells before `start` as well.
+        The page of `start` is copied whole: the host has its cells before `start` as well.
         """
         assert self._host is not None
         slots = slice(start // holding.page_size, -(-end // holding.page_size))
         return PageMoves(holding.pages[slots].copy(), self._host.pages(self._pins[holding])[slots])
 
     def loaded(self, holding: Holding, end: int) -> None:
-        """The cells up to `end` have come."""
+        """The cells up to `end` were reloaded."""
         if end >= self.reach(holding):
             self.end(holding)
 
     def end(self, holding: Holding) -> None:
-        """Nothing more is to come: all has, or the holding ends."""
+        """Reload nothing more: all is there, or the holding ends."""
         pin = self._pins.pop(holding, None)
         if pin is not None and self._host is not None:
             self._host.unpin(pin)
 
     def saves(self) -> PageMoves:
-        """The copies of what was evicted since the last call: the step that is being planned has to begin with them."""
+        """The copies of cells evicted since the last call. The step that is being planned has to begin with them."""
         return self._host.saves() if self._host is not None else NO_MOVES
 
     def lose(self) -> None:
-        """Copies between the tiers went wrong: nothing that is in host memory counts any more."""
+        """Copies between the tiers failed: forget everything in host memory."""
         if self._host is not None:
             self._host.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class _SharedPrefix:
-    """`tokens` are those that its prompts share, and one more, for a cache never shows a prompt's last token.
+    """`tokens` are those that all prompts with a digest share, and one more: a cache never finds a last token.
 
-    `ends`: two of its prompts parted behind these tokens. Before that they are one prompt, to its end.
+    `ends`: two prompts were seen that differ after these tokens. Before that, `tokens` are a whole prompt.
     """
 
     scope: str
@@ -663,15 +661,19 @@ class _SharedPrefix:
     ends: bool = False
 
     def shared_with(self, tokens: TokenIds) -> "_SharedPrefix":
-        """What is left of it after another prompt."""
+        """The prefix that it shares with another prompt."""
         n = common_prefix(self.tokens, tokens)
         return _SharedPrefix(self.scope, self.tokens[: n + 1], self.ends or n < min(len(self.tokens), len(tokens)))
 
 
 class PrefixReport:
-    """Used by the engine's thread; `held` may be read by any: it is replaced, never changed.
+    """The cached prefixes that a replica reports to routers, by digest.
 
-    `held`: how many tokens of each beginning the cache has, by digest; 0: some, of a beginning whose end is not known.
+    A router sees messages and no tokens. With a program's first turn it sends a digest of the part that other programs
+    may share: tools and system messages. The tokens of a digest are those that all prompts with it begin with.
+
+    `held`: cached tokens by digest; 0: some, of a prefix whose end is not known yet. Other threads may read it: it is
+    replaced, never changed.
     """
 
     def __init__(self, most: int = _REPORTED) -> None:
@@ -683,11 +685,11 @@ class PrefixReport:
 
     @property
     def due(self) -> float | None:
-        """When the next look is due, though no step is; None: nothing has changed since the last look."""
+        """When the report has to be made anew though no step runs; None: nothing has changed."""
         return self._looked + REPORT_S if self._skipped and self._known else None
 
     def seen(self, scope: str, digest: str, tokens: TokenIds) -> None:
-        """A prompt in this scope of the cache begins with what has this digest."""
+        """A prompt in this cache scope begins with the prefix of this digest."""
         known = self._known.pop(digest, None)
         same = known is not None and known.scope == scope
         self._known[digest] = known.shared_with(tokens) if known is not None and same else _SharedPrefix(scope, tokens)
@@ -695,7 +697,7 @@ class PrefixReport:
             self._known.popitem(last=False)
 
     def look(self, cache: KVCache, now: float) -> None:
-        """Find out what of them the cache has, if the last look is too long ago."""
+        """Make the report anew if the last one is older than `REPORT_S`."""
         self._skipped = now - self._looked < REPORT_S
         if self._skipped:
             return

@@ -1,11 +1,9 @@
-"""The books of the second tier: which evicted tokens are in host memory, in which pages, and who wants them back.
+"""The host tier: which evicted tokens are in host memory, and in which pages.
 
-A tree of its own over pages of its own, by the same rules as the device's: a path from the root, nodes with their
-tokens, oldest use evicted first. Whatever leaves the device is kept here with the path above it, so a prefix is found
-here whole or not at all, and a page that is here already is never copied twice. A copy that was brought back stays.
+It has a radix tree and a page pool of its own, with the rules of the device's. Evicted cells are kept with the path
+above them, so a prefix is found whole or not at all, and no page is copied twice. A reloaded copy stays.
 
-Here: what is where (`HostTier`), and what running sequences bring back (`Reloads`). Not here: the numbers (`tensors`),
-when something is brought back. Whatever goes wrong here costs the time to compute, and no request.
+KV data is in `tensors`; `cache.Reloads` brings cells back. An error here costs the time to compute, and no request.
 """
 
 import logging
@@ -31,7 +29,7 @@ class HostTier:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything: what the host's pages hold is not sure any more. Pins from before are void."""
+        """Forget everything: the contents of the host's pages are unknown. Earlier pins are void."""
         self.pool = PagePool(self._n_pages, self.page_size)
         self.tree = RadixTree(self.pool)
         self._pins: set[Pin] = set()
@@ -40,19 +38,19 @@ class HostTier:
     # ---- out ----
 
     def save(self, leaf: Node) -> None:
-        """A leaf of the device's tree is to lose its end, or to go: keep what is not here yet of the path to its end.
+        """A leaf of the device's tree is about to be cut or evicted: keep the path to its end.
 
-        Oldest paths make room. Of one that is larger than the tier the beginning is kept. Never fails: where these
-        books break off they begin anew, and the device's know nothing of it.
+        The oldest paths make room. Of a path larger than the tier the beginning is kept. Never fails: after an error
+        the tier is emptied.
         """
         try:
             self._save(leaf)
         except Exception:
-            log.exception("the host tier is emptied: its books broke off")
+            log.exception("the host tier failed and is emptied")
             self.clear()
 
     def saves(self) -> PageMoves:
-        """The copies that make true what was saved since the last call. They come before all else in a step."""
+        """The copies for everything saved since the last call. A step has to begin with them."""
         if not self._saves:
             return NO_MOVES
         moves = PageMoves(np.array([*self._saves.values()], np.int32), np.array([*self._saves], np.int32))
@@ -62,22 +60,22 @@ class HostTier:
     # ---- in ----
 
     def pin(self, scope: str, tokens: TokenIds) -> Pin:
-        """Protect the longest prefix of `tokens` that is here, which may be empty."""
+        """Protect the longest prefix of `tokens` in host memory, possibly empty."""
         prefix = self.tree.walk(self.tree.root(scope), tokens)
         pin = Pin(self.tree.lease_at(prefix, self._tick()), prefix.length)
         self._pins.add(pin)
         return pin
 
     def pages(self, pin: Pin) -> PageIds:
-        """The host's pages of what a pin protects, by page slot."""
+        """The host pages that a pin protects, by page slot."""
         return self._row(pin.node)
 
     def protects(self, pin: Pin) -> bool:
-        """Whether a pin is in force: not given back, and not void."""
+        """Whether a pin is valid: not given back, and not void."""
         return pin in self._pins
 
     def unpin(self, pin: Pin) -> None:
-        """Give a pin back; nothing, if it is void."""
+        """Give a pin back, unless it is void."""
         if pin in self._pins:
             self._pins.remove(pin)
             self.tree.release(pin.node)

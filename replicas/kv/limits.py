@@ -1,4 +1,4 @@
-"""Pages by tenant: what each has, what nobody takes from it, and what it may have at most.
+"""Pages by tenant: how many each uses, its floor (reserved for it) and its ceiling.
 
     of a tenant    |------ active ------|-- evictable --|
                    |-------------- used ----------------|
@@ -6,9 +6,9 @@
                                         |--- kept from others: evicted for no other, ---|
                                              and left free by what others use
 
-`active` are those that no eviction frees: of what runs and of what is pinned. A floor is lent as cache, and never to
-what another tenant runs or pins, so that it is there when its tenant comes. Not here: who is evicted (`radix`), who is
-started (`admission`).
+Active pages are those that no eviction frees: they belong to running sequences or are pinned. Others may use a floor
+for cached cells, but not for running sequences or pins, so it is free when its tenant needs it. `radix` evicts,
+`admission` starts sequences.
 """
 
 import math
@@ -47,13 +47,13 @@ class TenantPages:
     # ---- counts ----
 
     def took(self, tenant: str, n: int) -> None:
-        """`n` free pages are this tenant's now; with a negative number, so many of its are free again."""
+        """A tenant has taken `n` free pages; a negative number: it has freed pages."""
         if n:
             _count(self.used, tenant, n)
             self._changed(tenant)
 
     def evictable_changed(self, tenant: str, n: int) -> None:
-        """`n` more of its pages are evictable, or fewer."""
+        """`n` more of its pages are evictable; a negative number: fewer."""
         if n:
             _count(self._evictable, tenant, n)
             self._changed(tenant)
@@ -65,7 +65,7 @@ class TenantPages:
         return self.used.get(tenant, 0) - self._evictable.get(tenant, 0)
 
     def counted(self, names: Container[str], others: str) -> Mapping[str, int]:
-        """The pages of those of these names, in use and cached, and of all `others` together. Any thread may ask."""
+        """Pages used and cached, by tenant for these names, all `others` in one count. Safe from any thread."""
         found: dict[str, int] = {}
         for tenant, pages in self.used.copy().items():
             if tenant != SHARED:
@@ -85,9 +85,9 @@ class TenantPages:
         return {tenant: (limits.asked, limits.heard) for tenant, limits in self._limits.items()}
 
     def limit(self, tenant: str, asked: CellLimits, now: float) -> bool | None:
-        """A tenant's limits from now on. Whether it has some now and had none before, True, or the other way, False.
+        """Set a tenant's limits. True if it had none before, False if they were removed, else None.
 
-        A floor is rounded up to whole pages, a ceiling down; a tenant may have what its floor is.
+        A floor is rounded up to whole pages, a ceiling down, but not below the floor.
         """
         before = self._limits.get(tenant)
         if before is not None and before.asked == asked:
@@ -104,7 +104,7 @@ class TenantPages:
         return True if before is None else None
 
     def forgotten(self, now: float, besides: str) -> list[str]:
-        """Tenants with limits, but for `besides`, that have not been heard of for long."""
+        """Tenants with limits, except `besides`, that sent no request for `FORGOTTEN_S`."""
         return [each for each, known in self._limits.items() if each != besides and now - known.heard > FORGOTTEN_S]
 
     def floor(self, tenant: str) -> int:
@@ -116,12 +116,12 @@ class TenantPages:
         return limits.ceiling if limits is not None else self.total
 
     def pinned(self, tenant: str) -> int:
-        """How many pages its pins and sessions may keep."""
+        """Most pages that its pins and sessions may protect."""
         limits = self._limits.get(tenant)
         return min(self._share(limits.asked.pinned), limits.ceiling) if limits is not None else self.total
 
     def spare(self, tenant: str) -> int:
-        """How many of its evictable pages may be evicted for another tenant."""
+        """Its evictable pages that may be evicted for another tenant."""
         limits = self._limits.get(tenant)
         if limits is None:
             return self._evictable.get(tenant, 0)
@@ -130,8 +130,8 @@ class TenantPages:
     def kept(
         self, tenant: str, promised: Mapping[str, int] | None = None, freed: Mapping[str, int] = NO_PAGES_FREED
     ) -> int:
-        """Pages that the floors of others keep from this tenant; beyond what those are `promised` already, if it is
-        said, by tenant. `freed`: as if so many active pages of each tenant were evictable.
+        """Pages that the floors of others reserve. Pages already `promised` to a tenant count as part of its floor.
+        `freed`: active pages by tenant to count as evictable.
         """
         if promised or freed:
             promised = promised or {}
@@ -144,34 +144,34 @@ class TenantPages:
         return self._kept - (limits.kept if limits is not None else 0)
 
     def available(self, tenant: str, available: int, freed: Mapping[str, int] = NO_PAGES_FREED) -> int:
-        """Of `available` pages, free or evictable, those that this tenant may come to use. `freed`: as of `kept`."""
+        """Of `available` pages, free or evictable, those that this tenant may use. `freed`: see `kept`."""
         most = available - self.kept(tenant, freed=freed)
         limits = self._limits.get(tenant)
         return most if limits is None else min(most, limits.ceiling - self.active(tenant) + freed.get(tenant, 0))
 
     def most(self, tenant: str) -> int:
-        """The pages that it could have if nobody else used more than its floor. Any thread may ask."""
+        """Pages that it could have if all others used no more than their floors. Safe from any thread."""
         floors = sum(limits.floor for other, limits in self._limits.copy().items() if other != tenant)
         return min(self.ceiling(tenant), self.total - floors - self.active(SHARED))
 
     def over(self, tenant: str, n: int) -> int:
-        """How many of its own evictable pages have to go for `n` more; less than 1: none."""
+        """Own evictable pages that have to go before it may take `n` more; below 1: none."""
         limits = self._limits.get(tenant)
         return 0 if limits is None else self.used.get(tenant, 0) + n - limits.ceiling
 
     def full(self, tenant: str, n: int = 1) -> bool:
-        """Whether its ceiling is what `n` more pages would have to give way to."""
+        """Whether `n` more active pages would exceed its ceiling."""
         limits = self._limits.get(tenant)
         return limits is not None and self.active(tenant) + n > limits.ceiling
 
     def helps(self, other: str, tenant: str, n: int = 1) -> bool:
-        """Whether a page that `other` uses no more could be one of the `n` that `tenant` lacks."""
+        """Whether `tenant`, which lacks `n` pages, could use a page that `other` gives back."""
         if not self._limits or other == tenant:
             return True
         return not self.full(tenant, n) and self.active(other) > self.floor(other)
 
     def spared(self, tenant: str) -> Iterator[str]:
-        """Tenants with limits that have pages which may be evicted for `tenant`, itself among them."""
+        """Tenants with limits, `tenant` included, whose pages may be evicted for `tenant`."""
         for other in self._limits:
             if other == tenant or self.spare(other):
                 yield other

@@ -1,8 +1,7 @@
 """The pool of KV pages: which are free, and how many owners each of the others has.
 
-Here: handing pages out and taking them back, as array operations, and what is to be copied between pages, as data. Not
-here: what a page holds (`radix` knows the tokens, `tensors` the numbers), whom to take pages from when none is free
-(`cache`).
+Pages are handed out and taken back as array operations; copies between pages are described as data. `radix` knows the
+tokens of a page, `tensors` its KV data, and `cache` evicts when no page is free.
 """
 
 from dataclasses import dataclass
@@ -49,8 +48,8 @@ NO_MOVES = PageMoves(NO_PAGES, NO_PAGES)
 class PagePool:
     """`total` pages of `page_size` cells each, with a count of owners a page.
 
-    An owner is a sequence that writes the page, or a tree node that refers to it. A sequence that only reads
-    a page of the tree is none: its lease keeps the node alive, so aliasing touches no counts.
+    An owner is a sequence that writes the page, or a tree node that refers to it. A sequence that only reads a page of
+    the tree does not own it: its lease keeps the node alive, so aliasing changes no counts.
     """
 
     def __init__(self, total: int, page_size: int) -> None:
@@ -72,10 +71,10 @@ class PagePool:
         return np.flatnonzero(self._is_free).astype(np.int32)
 
     def alloc(self, n: int, after: int | None = None) -> PageIds | None:
-        """`n` pages with one owner each, int32 `[n]`; None when fewer are free: all or nothing.
+        """`n` pages with one owner each, int32 `[n]`; None if fewer are free.
 
-        Those right behind page `after` come first, so that a sequence that grows stays one run of neighbours, which is
-        what attention on a CPU reads fastest. Others are taken in order, with room left behind them to grow into.
+        Pages right behind page `after` come first, so that a growing sequence stays one run of pages, which attention
+        on a CPU reads fastest. Others are taken in order, and leave room behind them to grow into.
         """
         if n > self.free:
             return None
@@ -87,7 +86,7 @@ class PagePool:
         self.owners[pages] += 1
 
     def release(self, pages: PageIds) -> int:
-        """One owner fewer for each of `pages`, all distinct; returns how many became free by it."""
+        """One owner fewer for each of `pages`, all distinct. Returns how many became free."""
         if not len(pages):
             return 0
         n = self._release_few(pages) if len(pages) <= _FEW else self._release_many(pages)
@@ -165,6 +164,6 @@ class PagePool:
         return page if page >= 0 else self._free_flags.find(1)
 
     def _leave_room(self, end: int, n: int) -> None:
-        """`n` pages up to `end` were searched for: the next search skips as many as may come to belong behind them."""
+        """The next search begins behind room for `n` more pages after `end`."""
         behind = end + max(n, _LEAST_ROOM)
         self._cursor = behind if behind < self.total else 0

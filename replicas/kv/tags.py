@@ -1,10 +1,10 @@
-"""What the tokens of a prompt are, and how much keeping their cells is worth (Sutradhara, section 4.3).
+"""Cache tags and priorities of a prompt's tokens (Sutradhara, section 4.3).
 
     tier     below 0            0                    1 to 100
              goes first         goes by its age      goes last: by tier, then by age
 
-Nothing that a label says keeps a cell from being evicted: it only says in which order cells go. How many may stand
-above the others, and for how long, is the queue's to bound (`radix`).
+A label sets only the order of eviction; it protects no cell. The eviction queue (`radix`) limits how many cells are
+above 0, and for how long.
 """
 
 import math
@@ -20,7 +20,7 @@ AHEAD: Tag = "partial_prefill"
 OTHER = "other"  # what metrics call tokens without a tag
 
 RELEASED = -1
-"""The tier of what nobody comes back for."""
+"""The tier of cells that no turn will use again."""
 PRIORITIES: Mapping[str, int] = {
     "response": RELEASED,
     "tool_output": 20,
@@ -28,16 +28,16 @@ PRIORITIES: Mapping[str, int] = {
     "system_prompt": 80,
     "partial_prefill": 100,
 }
-"""The tier of a tag that is named without a priority; the paper's order, which gives no numbers."""
-SHARED_S = 600.0  # a beginning that programs share stands above the others so long after its last use
+"""The tier of a tag named without a priority. The paper gives this order, and no numbers."""
+SHARED_S = 600.0  # seconds after its last use that a prefix shared by programs stays in its tier
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What some tokens are: `tag` is for people, `priority` is the tier of eviction.
+    """A tag (for people) and a priority (the tier of eviction) of some tokens.
 
-    A tier above 0 counts for `lasts` seconds after a use. `learns`: it counts only once a program finds these tokens
-    that another one computed.
+    A tier above 0 counts for `lasts` seconds after a use. `learns`: it counts only once another program than the one
+    that computed the tokens has used them.
     """
 
     tag: str = ""
@@ -46,7 +46,7 @@ class Label:
     learns: bool = False
 
     def alike(self, other: "Label") -> bool:
-        """Whether both are kept in the same way, whatever they are called."""
+        """Whether both mean the same order of eviction, whatever their tags."""
         return (self.priority, self.lasts, self.learns) == (other.priority, other.lasts, other.learns)
 
 
@@ -55,9 +55,9 @@ PLAIN = Label()
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """The labels of a sequence's tokens: those before `ends[i]`, and not before `ends[i - 1]`, have `parts[i]`.
+    """The labels of a sequence's tokens: those from `ends[i - 1]` to `ends[i]` have `parts[i]`. Ends ascend.
 
-    All behind the last end, the reply among them, have `rest`. Ends ascend.
+    All tokens behind the last end, including the reply, have `rest`.
     """
 
     ends: tuple[int, ...] = ()
@@ -96,7 +96,7 @@ class Labels:
         return [(border, replace(label, tag=tag)) for (border, label), tag in zip(pieces, most, strict=True)]
 
     def tokens(self, end: int) -> dict[str, int]:
-        """How many of the tokens before `end` have which tag."""
+        """Tokens before `end`, counted by tag."""
         found: dict[str, int] = {}
         before = 0
         for until, label in zip((*self.ends, end), (*self.parts, self.rest), strict=True):
@@ -112,9 +112,8 @@ UNLABELLED = Labels()
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """What a client says of a part of its prompt: messages or tokens from `start` up to `end`, None: to the very end,
-    the reply included; of the `reply` alone, both mean nothing. What begins behind the prompt begins with the reply.
-    Without a tag in the label it is what its role says.
+    """A client's label for a part of its prompt: messages or tokens from `start` up to `end` (None: to the end of the
+    reply), or the `reply` alone. A start behind the prompt means the reply. Without a tag, the role gives it.
     """
 
     where: Literal["messages", "tokens", "reply"]
@@ -128,7 +127,7 @@ def labels_of(
 ) -> Labels:
     """The labels of a prompt of `length` tokens whose message `i`, of `roles[i]`, begins at token `starts[i]`.
 
-    Roles decide where no hint does; of hints that meet the later one counts. `rest`: of what comes behind.
+    Without a hint the role decides; of overlapping hints the later one counts. `rest`: the label of the reply.
     """
     starts = [0, *starts[1:]] if starts else []
     ends = [*starts[1:], length]

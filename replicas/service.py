@@ -28,7 +28,7 @@ import numpy as np
 from holdfast.replicas.bridge import Bridge
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.constraints.compiler import GUARANTEE, CompilerThreads
-from holdfast.replicas.constraints.matcher import GivenTokens, Matcher
+from holdfast.replicas.constraints.matcher import ForcedTokens, Matcher
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import (
     ConfigError,
@@ -272,7 +272,7 @@ class Service:
             return None
         logprobs: list[TokenLogprobs] = []
         if wanted is not None and len(tokens) > 1:
-            forced = GivenTokens(tokens[1:], self.card.vocabulary)
+            forced = ForcedTokens(tokens[1:], self.card.vocabulary)
             submit = Submit(
                 _echo_id(request.request_id),
                 tokens=tokens[:1],

@@ -81,7 +81,7 @@ class RowMasks:
         self.matcher.fill(self.drafts, out)
 
 
-class GivenTokens(Matcher):
+class ForcedTokens(Matcher):
     """A reply that must be exactly `tokens`, so that a given text is scored like any reply.
 
     `vocabulary`: the number of tokens that the model has.
@@ -109,8 +109,8 @@ class GivenTokens(Matcher):
     def finished(self) -> bool:
         return self._at >= len(self._tokens)
 
-    def copy(self) -> "GivenTokens":
-        return GivenTokens(self._tokens, self._vocabulary, self._at)
+    def copy(self) -> "ForcedTokens":
+        return ForcedTokens(self._tokens, self._vocabulary, self._at)
 
     def advance(self, tokens: Sequence[int]) -> int:
         stand = min(len(tokens), len(self._tokens) - self._at)

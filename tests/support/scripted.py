@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.cluster.engine_replica import EngineReplica
-from holdfast.replicas.constraints.matcher import GivenTokens
+from holdfast.replicas.constraints.matcher import ForcedTokens
 from holdfast.replicas.requests import ChatPrompt, RawPrompt
 from holdfast.replicas.service import Service
 from holdfast.replicas.text.conversation import Constraints
@@ -42,7 +42,7 @@ def follow_script(service: Service) -> None:
         if said is None:
             return usual(prompt, scope)
         tokens = text.encode(RawPrompt(f"{said}<|im_end|>")).tokens
-        return Constraints(GivenTokens(tokens, text.vocabulary))
+        return Constraints(ForcedTokens(tokens, text.vocabulary))
 
     text.constraints = constraints  # type: ignore[method-assign]
 

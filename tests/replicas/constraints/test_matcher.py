@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.constraints.matcher import GivenTokens
+from holdfast.replicas.constraints.matcher import ForcedTokens
 
 VOCABULARY = 70
 TOKENS = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=8)
@@ -20,7 +20,7 @@ def test_each_row_allows_the_next_token_and_no_other(tokens, at, drafts, right):
     at = min(at, len(tokens) - 1)
     rest = tokens[at:]
     drafts = rest[: len(drafts)] if right else drafts
-    matcher = GivenTokens(np.array(tokens, np.int32), VOCABULARY)
+    matcher = ForcedTokens(np.array(tokens, np.int32), VOCABULARY)
     assert matcher.advance(tokens[:at]) == at
     copy = matcher.copy()
     assert (matcher.forced(), matcher.finished) == (rest, False)

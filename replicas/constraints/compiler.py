@@ -255,13 +255,10 @@ def _loosened(rule: ReplyRule, forms: Forms | None, error: Exception) -> ReplyRu
     until = time.monotonic() + _SEARCH_S
     known = str(error) if len(rule.schemas) == 1 else ""  # of a schema that is alone, this was just found
     json_ = rule.json and _fitting(rule.json, None, rule.in_text, "", known, until)
-    tools = [
-        replace(
-            tool,
-            arguments=_fitting(tool.arguments, form, rule.in_text, f" for function '{tool.name}'", known, until),
-        )
-        for tool in rule.tools
-    ]
+    tools = []
+    for tool in rule.tools:
+        of = f" for function '{tool.name}'"
+        tools.append(replace(tool, arguments=_fitting(tool.arguments, form, rule.in_text, of, known, until)))
     if json_ is rule.json and all(new.arguments is old.arguments for new, old in zip(tools, rule.tools, strict=True)):
         raise _too_large(rule, error)
     return replace(rule, tools=tuple(tools), json=json_)

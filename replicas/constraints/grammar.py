@@ -169,9 +169,9 @@ def reply_rule(prompt: ChatPrompt, guarantee: Guarantee = "schema", writes_calls
 
 def names_alone(rule: ReplyRule) -> ReplyRule:
     """`rule` with any object as the arguments of the tools that are not strict."""
-    free = (replace(tool, arguments=replace(tool.arguments, content=ANY_OBJECT)) for tool in rule.tools)
-    tools = (tool if tool.arguments.strict else loose for tool, loose in zip(rule.tools, free, strict=True))
-    return replace(rule, tools=tuple(tools))
+    any_object = (replace(tool.arguments, content=ANY_OBJECT) for tool in rule.tools)
+    tools = zip(rule.tools, any_object, strict=True)
+    return replace(rule, tools=tuple(t if t.arguments.strict else replace(t, arguments=any_) for t, any_ in tools))
 
 
 def _tools(prompt: ChatPrompt) -> tuple[ToolRule, ...]:
@@ -923,7 +923,10 @@ def _in_text(schema: Schema, texts: Options, rest: Options) -> tuple[list[str], 
     for each in texts:
         if schema.strict and (unfit := sorted(each.keys() - {"type", "enum", "minLength", "maxLength"})):
             raise ValueError(f"{unfit[0]} of a text cannot be followed in tags")
-        times = _times(each, "minLength", "maxLength") or "*"
+        times = _times(each, "minLength", "maxLength")
+        if schema.strict and not times:
+            raise ValueError("no text has the length that is asked for")
+        times = times or "*"
         if "enum" not in each:
             lengths[times] = None
         else:

@@ -88,6 +88,8 @@ class _Resolving:
             return ()
         if not isinstance(schema, Mapping):
             return _of_any_kind({})
+        if not all(isinstance(schema.get(key, []), list) for key in ("enum", "allOf", "anyOf", "oneOf")):
+            return ()
         if not depth and (unread := {key: schema[key] for key in ("$ref", "allOf", "anyOf", "oneOf") if key in schema}):
             return _of_any_kind(unread)
         found = _plain(schema)
@@ -96,10 +98,9 @@ class _Resolving:
             target = referred(schema["$ref"], self._root)
             unknown = _of_any_kind({"$ref": schema["$ref"]})
             parts.append(unknown if target is None else self.alternatives(target, depth - 1))
-        parts += (self.alternatives(each, depth - 1) for each in _listed(schema, "allOf"))
-        for key in ("anyOf", "oneOf"):
-            if options := [self.alternatives(each, depth - 1) for each in _listed(schema, key)]:
-                parts.append(_either(schema, key, options))
+        parts += (self.alternatives(each, depth - 1) for each in schema.get("allOf", ()))
+        for key in (key for key in ("anyOf", "oneOf") if key in schema):
+            parts.append(_either(schema, key, [self.alternatives(each, depth - 1) for each in schema[key]]))
         for part in parts:
             self._step(len(found) * len(part))
             found = [both for one in found for other in part if (both := _both(one, other)) is not None]
@@ -117,7 +118,7 @@ def _plain(schema: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     types = schema.get("type", _APART)
     named = [types] if isinstance(types, str) else types if isinstance(types, (list, tuple)) else []
     kinds = [kind for kind in dict.fromkeys(map(str, named)) if kind in ANYTHING]
-    if "const" in schema or isinstance(schema.get("enum"), list):
+    if "const" in schema or "enum" in schema:
         values = [schema["const"]] if "const" in schema else schema["enum"]
         by_kind: dict[str, list[Any]] = {}
         for value in values:
@@ -139,11 +140,6 @@ def family(kind: str) -> str:
 
 def _of_any_kind(said: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return [{"type": kind, **said} for kind in _APART]
-
-
-def _listed(schema: Mapping[str, Any], key: str) -> Sequence[Any]:
-    found = schema.get(key)
-    return found if isinstance(found, list) else ()
 
 
 def _either(

@@ -226,7 +226,20 @@ def test_matchers_of_one_grammar_are_independent(hermes: Compiler) -> None:
     assert other.forced() == first
 
 
-@pytest.mark.parametrize("schema", [NEVER, UNKNOWN, REMOTE, {"type": "object", "properties": {"a": {"type": "x"}}}])
+MALFORMED = [
+    {"type": "x"},
+    {"type": []},
+    {"enum": "abc"},
+    {"anyOf": 5},
+    {"allOf": {}},
+    {"anyOf": []},
+    {"minLength": "x"},
+]
+
+
+@pytest.mark.parametrize(
+    "schema", [NEVER, UNKNOWN, REMOTE, *({"type": "object", "properties": {"a": each}} for each in MALFORMED)]
+)
 def test_a_strict_schema_that_cannot_be_followed_names_its_field(hermes: Compiler, schema: Any) -> None:
     strict = refused(hermes, output=JsonOutput(schema, strict=True))
     assert strict.field == "response_format.json_schema.schema"

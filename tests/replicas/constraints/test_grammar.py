@@ -15,7 +15,7 @@ from call_texts import call_texts
 from jsonschema import Draft202012Validator
 
 from holdfast.replicas.constraints.compiler import Compiler
-from holdfast.replicas.constraints.grammar import ANY_OBJECT, ReplyRule, Schema, ToolRule, reply_rule
+from holdfast.replicas.constraints.grammar import ANY_OBJECT, ReplyRule, Schema, ToolRule, forms_of, reply_rule
 from holdfast.replicas.constraints.guidance import CallGuard
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.requests import ChatPrompt, JsonOutput
@@ -170,6 +170,24 @@ def test_text_is_free_until_a_call_begins(format: ToolFormat, tokenizers: list[A
             assert not accepted(made, prose + written(format, {"days": []}, "rm")), "not declared"
             assert not accepted(made, prose + written(format, {"days": []})[:-3]), "not closed"
             assert accepted(made, prose + written(format, {"days": []}) + " and so on"), "which the reader leaves out"
+
+
+SECTIONS = [ToolFormat.DEEPSEEK_V3, ToolFormat.DEEPSEEK_V31, ToolFormat.DEEPSEEK_V32, ToolFormat.KIMI_K2]
+SECTIONS += [ToolFormat.QWEN3_CODER, ToolFormat.MINIMAX_M2]
+
+
+@pytest.mark.parametrize("format", SECTIONS)
+def test_a_call_without_the_marker_of_its_section_is_held_to_its_schema(format: ToolFormat, qwen_like: Any) -> None:
+    made = compiler(qwen_like, format)
+    forms = forms_of(format, vocabulary(made).knows)
+    assert forms is not None
+    section, single = forms.triggered
+    for days, right in (("[1]", True), ("[true]", False)):
+        whole = written(format, {"days": json.loads(days)})
+        text = whole[whole.index(single.opener) :].removesuffix(section.tail.strip()).rstrip()
+        text = text[: text.rindex(single.after.split("\n")[-1]) + len(single.after.split("\n")[-1])]
+        assert read(format, text)[1], text
+        assert accepted(made, "Well, " + text) is right, text
 
 
 BARE = {

@@ -150,6 +150,13 @@ def test_kinds_are_those_that_every_part_of_a_schema_allows(schema: Any, kinds: 
     assert kinds_of(schema, ROOT) == kinds
 
 
+def test_keywords_that_speak_of_each_other_stay_with_their_own_schema() -> None:
+    """No other properties than those of the same schema: together these two allow none."""
+    parts = [{"type": "object", "properties": {"a": {}}}, {"type": "object", "additionalProperties": False}]
+    kept = [{key: part[key] for key in part if key != "type"} for part in parts]
+    assert list(alternatives({"allOf": parts}, {})) == [{"type": "object", "allOf": kept}]
+
+
 def test_an_alternative_has_what_matters_to_its_type() -> None:
     schema = {"maxLength": 3, "minimum": 1, "anyOf": [{"type": "string", "maxLength": 2}, {"type": "integer"}]}
     assert list(alternatives(schema, {})) == [{"type": "string", "maxLength": 2}, {"type": "integer", "minimum": 1}]

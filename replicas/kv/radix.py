@@ -1,11 +1,11 @@
 """The radix tree over cached tokens: token-granular, edges compressed, one root per cache scope.
 
-Here: finding a prefix; splitting, adding, leasing and evicting nodes, and in which order they are evicted. Not here:
-sequences and their rows (`cache`).
+It finds prefixes, and splits, adds, leases and evicts nodes in the order of eviction. Sequences and their rows are in
+`cache`. A checkpoint of a recurrent state would stand at the end of a node.
 
-Each holder of a path has a *lease* on it, and each node counts those of its holders and of the nodes below. So whether
-a node may go, and how many pages could be had, is known without a search. A walk compares whole edges: about 0.4 us a
-node, plus reading the tokens once in either place: 131,072 take 8 us in a core's cache, 23 us out of memory.
+Each holder of a path has a *lease* on it, and each node counts its own leases and those below. So it is known without
+a search whether a node may be evicted, and how many pages are evictable. A walk compares whole edges: about 0.4 us a
+node, plus reading the tokens once on each side: 131,072 tokens take 8 us in a core's cache, 23 us from memory.
 """
 
 import heapq
@@ -39,26 +39,26 @@ class Node:
         parent      |--------------|                          pages for slots 0 1
         node                       |-------------------|      pages for slots 1 2 3
 
-    Where `start` lies inside a page, the first page also holds the path's cells before `start` in that slot,
-    so on a path the deeper node's page stands for the slot. It is either the parent's last page itself or a copy of
-    it that a writer went on with. No page of a node is ever written again.
+    If `start` lies inside a page, the first page also holds the path's cells before `start` in that slot, so the
+    deeper node's page counts for the slot. It is the parent's last page, or a copy that a writer continued. No page of
+    a node is written again.
 
-    `tokens` is a view of `raw`, the node's own copy. That is what a walk compares: `bytes` compare themselves with any
-    memory at its speed, without a temporary.
+    `tokens` is a view of `raw`, the node's own copy. A walk compares `raw`: `bytes` are compared at the speed of
+    memory, without a temporary.
     """
 
     tokens: TokenIds
     start: int
     pages: PageIds
-    owned: int  # pages counted for this node: all, less the first where the parent refers to it too
+    owned: int  # pages counted for this node: all, minus the first if the parent refers to it as well
     parent: "Node | None" = field(default=None, repr=False)
     tenant: str = ""
-    alias: bool = False  # its pages are those of a shared preamble: none is counted for it
+    alias: bool = False  # its pages belong to a shared preamble: none is counted for it
     touched: float = 0.0
     tag: str = ""
     priority: int = 0  # tier of eviction: lower goes first
     lasts: float = math.inf  # seconds after its last use for which a tier above 0 counts
-    by: str = ""  # who computed it; "": nobody in particular, or others have used it since
+    by: str = ""  # the program that computed it; "": none, or others have used it since
     leases: int = 0  # holders of this node or one below it
     soft: int = 0  # of these, soft pins
     children: dict[int, "Node"] = field(default_factory=dict, repr=False)  # by first token
@@ -68,7 +68,7 @@ class Node:
         self.put(self.tokens)
 
     def put(self, tokens: TokenIds) -> None:
-        """Its tokens are a copy of these from now on, read-only."""
+        """Replace its tokens by a read-only copy of these."""
         self.raw = tokens.tobytes()
         self.tokens = np.frombuffer(self.raw, tokens.dtype)
 
@@ -100,7 +100,7 @@ class Node:
         return path[::-1]
 
     def path_tokens(self) -> TokenIds:
-        """All tokens from the root to `end`. Not to be changed."""
+        """All tokens from the root to `end`; do not change them."""
         parts = [node.tokens for node in self.path()]
         return parts[0] if len(parts) == 1 else np.concatenate((NO_TOKENS, *parts))
 
@@ -114,7 +114,7 @@ class Node:
 
 @record
 class Prefix:
-    """The longest known prefix of some tokens: its `length` tokens end in `node`, at its end or inside its edge."""
+    """The longest cached prefix of some tokens: `length` tokens, which end at the end of `node` or inside its edge."""
 
     node: Node
     length: int
@@ -135,16 +135,17 @@ class Pin:
 class RadixTree:
     """Trees of all scopes, over pages of one pool.
 
-    `pages` counts the pages that any node refers to, `evictable` those that would come free if every node
-    without leases went. What soft pins keep is counted as they come and go, a page that several of them keep once:
+    `pages` counts the pages that any node refers to, `evictable` those of nodes without leases. Pages of soft pins are
+    counted as the pins come and go, each page once:
 
         soft   = 0           none of a node's pages is counted
-        leases > soft > 0    kept by soft pins, and by somebody else:  `soft_pages`, `soft_pages_of` its tenant
-        leases = soft > 0    kept by soft pins alone:                  `soft_only` as well
+        leases > soft > 0    protected by soft pins and others:  `soft_pages`, `soft_pages_of` its tenant
+        leases = soft > 0    protected by soft pins alone:       `soft_only` as well
 
-    No page comes to a node with a soft pin, and none goes: it is only cut in two, and both halves have the pin then.
+    A node with a soft pin gets and loses no pages. It can be split; then both halves have the pin.
 
-    `share`: of all pages, how many nodes without leases may have in tiers above 0. `evicted`: cells by tag, counted on.
+    `share`: the part of all pages that nodes without leases may have in tiers above 0. `evicted`: cells by tag, counted
+    on.
     """
 
     def __init__(self, pool: PagePool, share: float = 0.5, evicted: dict[str, int] | None = None) -> None:
@@ -161,7 +162,7 @@ class RadixTree:
         self._evicted = {} if evicted is None else evicted
 
     def root(self, scope: str) -> Node:
-        """The root of `scope`, made on first use. It holds no tokens, is never evicted, and its tag is the scope."""
+        """The root of `scope`, made on first use. It has no tokens, is never evicted, and its tag is the scope."""
         root = self.roots.get(scope)
         if root is None:
             if len(self.roots) > 2 * self.nodes + _EMPTY_ROOTS:  # most of them have been emptied since
@@ -170,7 +171,7 @@ class RadixTree:
         return root
 
     def walk(self, node: Node, tokens: TokenIds) -> Prefix:
-        """The longest prefix of `tokens`, contiguous, in the tree, given that the path to `node` is one.
+        """The longest prefix of `tokens` (contiguous) in the tree; the path to `node` is known to be one.
 
         Changes nothing.
         """
@@ -189,16 +190,16 @@ class RadixTree:
         return Prefix(node, length)
 
     def node_at(self, prefix: Prefix) -> Node:
-        """A node that ends exactly where `prefix` does, by a split where needed. The caller leases it, or one below."""
+        """A node that ends exactly where `prefix` does, split if needed. The caller leases it, or a node below."""
         return prefix.node if prefix.node.end == prefix.length else self._split(prefix.node, prefix.length)
 
     def add(
         self, parent: Node, tokens: TokenIds, pages: PageIds, label: Label, held: Node | None = None, by: str = ""
     ) -> Node:
-        """A leaf with `tokens` below `parent`; takes `pages` over from their one owner. The caller leases it.
+        """A leaf with `tokens` below `parent`, which takes `pages` over from their owner. The caller leases it.
 
-        `held` is the node the caller has a lease on, if any. A short leaf that nobody else holds grows in place
-        instead, so that a history which comes in small pieces does not become a long path. `by`: who computed it.
+        `held`: the node that the caller leases, if any. A short leaf that nobody else holds grows in place, so that a
+        history that comes in small pieces does not become a long path. `by`: the program that computed the tokens.
         """
         if parent is held and self._may_grow(parent, len(tokens), label):
             parent.put(np.concatenate((parent.tokens, tokens)))
@@ -218,9 +219,9 @@ class RadixTree:
         return leaf
 
     def alias(self, prefix: Prefix, tokens: TokenIds, pages: PageIds) -> Node:
-        """A leaf with the rest of `tokens` below `prefix`, over pages of another scope: one more owner of each of them.
+        """A leaf with the rest of `tokens` below `prefix`, over pages of another scope, which get one more owner.
 
-        `pages` are those of all of `tokens`, by page slot; they end with a page. The caller leases it.
+        `pages` are those of all `tokens`, by page slot; the tokens fill the last one. The caller leases the leaf.
         """
         parent = self.node_at(prefix)
         mine = pages[parent.end // self._pool.page_size :].copy()
@@ -233,7 +234,7 @@ class RadixTree:
     def lease(self, node: Node, now: float, held: Node | None = None) -> None:
         """Protect the path to `node` from eviction and touch it.
 
-        With `held`, a node on that path whose lease the caller has, that lease moves down to `node`.
+        `held`: a node on that path whose lease the caller has; that lease moves down to `node`.
         """
         step: Node | None = node
         protected = 0
@@ -253,7 +254,7 @@ class RadixTree:
             step = step.parent
 
     def lease_at(self, prefix: Prefix, now: float) -> Node:
-        """Lease exactly `prefix`; returns the node that ends there."""
+        """Lease exactly `prefix`. Returns the node that ends there."""
         node = self.node_at(prefix)
         self.lease(node, now)
         return node
@@ -273,7 +274,7 @@ class RadixTree:
         self._evictable(node.tenant, released)
 
     def pin_soft(self, node: Node) -> None:
-        """The lease that the caller has on the path to `node` is a soft pin's from now on."""
+        """Turn the caller's lease on the path to `node` into a soft pin's."""
         gained, step = 0, node
         while step.parent is not None:
             step.soft += 1
@@ -285,7 +286,7 @@ class RadixTree:
         _count_soft(self, gained, step.tenant)
 
     def unpin_soft(self, node: Node) -> None:
-        """The lease of a soft pin on the path to `node` is one like others again, to be given back."""
+        """Turn a soft pin's lease on the path to `node` into an ordinary one, to be given back."""
         lost, step = 0, node
         while step.parent is not None:
             if step.soft == step.leases:
@@ -309,14 +310,14 @@ class RadixTree:
     def evict(
         self, n: int, leaving: Callable[[Node], None] | None = None, to: str | None = None, *, own: bool = False
     ) -> int | None:
-        """Let up to `n` pages go from the end of the leaf that is next in order; None when nothing may go.
+        """Evict up to `n` pages from the end of the leaf that is next in order; None if nothing may be evicted.
 
-        `to`: for this tenant, so that floors of others stay; `own`: only what that has itself.
+        `to`: the tenant that needs them, so that floors of others stay; `own`: only its own pages.
 
             leaf     |---- stays, and is next in order ----|--- n pages ---|
 
-        A leaf without that many goes whole. Returns how many pages came free: none, where all there was to go is half
-        of a page cut in two. `leaving` is told of the leaf while it is whole and in its place.
+        A leaf with fewer pages is evicted whole. Returns how many pages became free: 0 if the leaf had only half of a
+        page cut in two. `leaving` is called with the leaf before it is cut.
         """
         lanes = None
         if to is not None and self.tenants.any:
@@ -340,10 +341,10 @@ class RadixTree:
         return freed
 
     def take_last_page(self, prefix: Prefix) -> tuple[Node, PageIds] | None:
-        """Take the last, partly filled page of `prefix` out of the tree, for a writer that goes on from there.
+        """Take the last, partly filled page of `prefix` out of the tree, for a writer that continues it.
 
-        Returns the node that now ends the path, and the page with one owner, the caller. None, and nothing changed,
-        where somebody else holds, extends or refers to it: then its cells have to be copied.
+        Returns the node that now ends the path, and the page, owned by the caller alone. None, and nothing changed, if
+        another holds, extends or refers to it: then its cells have to be copied.
         """
         node, size = prefix.node, self._pool.page_size
         if prefix.length % size == 0 or node.end != prefix.length or node.parent is None:
@@ -360,7 +361,7 @@ class RadixTree:
         return parent, node.pages
 
     def _detach(self, leaf: Node, parent: Node) -> None:
-        """Take a leaf without leases out; its pages keep their owner."""
+        """Remove a leaf without leases; its pages keep their owner."""
         self.queue.discard(leaf)
         del parent.children[int(leaf.tokens[0])]
         if not parent.children and parent.leases == 0 and parent.parent is not None:
@@ -370,7 +371,7 @@ class RadixTree:
         self._evictable(leaf.tenant, -leaf.owned)
 
     def limit(self, tenant: str, limits: CellLimits, now: float) -> None:
-        """A tenant's limits from now on; those of tenants that are long gone are forgotten."""
+        """Set a tenant's limits, and forget those of tenants that sent no request for long."""
         for each in (tenant, *self.tenants.forgotten(now, besides=tenant)):
             apart = self.tenants.limit(each, limits if each == tenant else CellLimits(), now)
             if apart is not None:
@@ -381,7 +382,7 @@ class RadixTree:
         self.tenants.evictable_changed(tenant, pages)
 
     def _shorten(self, leaf: Node, n: int) -> PageIds:
-        """Cut `n` of the owned pages, but not all, off the end of a leaf without leases; they keep their owner."""
+        """Cut `n` of the owned pages, but not all, from the end of a leaf without leases; they keep their owner."""
         size, kept = self._pool.page_size, len(leaf.pages) - n
         gone = leaf.pages[kept:]
         leaf.cut((leaf.start // size + kept) * size - leaf.start)
@@ -393,10 +394,10 @@ class RadixTree:
         return gone
 
     def _replace_last_page(self, parent: Node, leaf: Node) -> None:
-        """Let `parent` refer to the first page of `leaf`, which holds all the cells of its own last page and more.
+        """Let `parent` refer to the first page of `leaf`, which has all cells of the parent's last page and more.
 
-        So a conversation of many turns does not keep a page twice at every turn. Only where nobody else can be
-        about to copy from the old page (another lease) or refers to it (another owner).
+        So a conversation does not keep a page twice at every turn. Only if nobody else may be about to copy from the
+        old page (another lease) or refers to it (another owner).
         """
         old, new = parent.pages[-1:].copy(), leaf.pages[:1]
         if self._pool.owners[old[0]] == 1:
@@ -406,7 +407,7 @@ class RadixTree:
             leaf.owned -= 1
 
     def _may_grow(self, leaf: Node, more: int, label: Label) -> bool:
-        """Whether a leased leaf is its holder's alone, ends with a page, and is short enough."""
+        """Whether a leased leaf has one holder, ends with a full page, and is short enough."""
         return (
             leaf.parent is not None
             and not leaf.alias
@@ -421,8 +422,8 @@ class RadixTree:
     def _split(self, node: Node, at: int) -> Node:
         """Cut the edge of `node` at absolute position `at`; returns the new upper half.
 
-        `node` stays the lower half: whoever leases it still protects all that it did. A page cut in two is
-        referred to by both halves and counted for the upper, which goes last.
+        `node` stays the lower half, so its leases protect what they did. Both halves refer to a page cut in two; it is
+        counted for the upper half, which is evicted last.
         """
         if node.parent is None:
             raise ValueError("a root has no edge to cut")

@@ -16,51 +16,45 @@ from holdfast.replicas.types import TokenCounts, TokenIds, record
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen. Defaults are greedy, for the engine's own callers.
-
-    `seed` None means the FNV-1a hash of the prompt's token ids, so equal prompts give equal outputs. `choice` is the
-    number of an answer among several to one request: each but the first has a seed derived from that. None of `ends` is
-    drawn before `min_tokens` were, unless nothing else may be; the text side fills them in.
-    """
+    """How the next token is chosen. The defaults are greedy, for the engine's own callers."""
 
     max_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0  # 0: all
     min_p: float = 0.0
-    seed: int | None = None
+    seed: int | None = None  # None: the FNV-1a hash of the prompt's token ids, so equal prompts give equal outputs
     logprobs: int | None = None  # None: none; k: the chosen token's and the k most likely ones
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop_token_ids: frozenset[int] = frozenset()  # besides the model's own end-of-sequence ids
     ignore_eos: bool = False
-    choice: int = 0
+    choice: int = 0  # number of this answer among several to one request; each but the first derives its own seed
     repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt and reply, multiplies negative ones
     min_tokens: int = 0
-    ends: frozenset[int] = frozenset()
+    ends: frozenset[int] = frozenset()  # tokens not drawn before `min_tokens`, unless nothing else is allowed
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Choose tokens after this chunk. The key of the noise is (seed, absolute position, token id).
+    """Choose tokens after a chunk. The key of the noise is (seed, absolute position, token id).
 
-    With `drafts` > 0 the chunk's last `drafts` tokens are unverified: every position from the one before them
-    on is drawn, and the output is the accepted drafts plus one token. Before absolute position `least` none of
-    `sampling.ends` is drawn.
+    With `drafts` > 0 the chunk's last `drafts` tokens are unverified: every position from the one before them on is
+    drawn, and the output is the accepted drafts plus one token.
     """
 
     sampling: Sampling
     seed: int
     drafts: int = 0
     counts: TokenCounts | None = None  # of the tokens generated before the drafts; only where a penalty needs them
-    masks: RowMasks | None = None  # which tokens may be drawn, of a constrained sequence
+    masks: RowMasks | None = None  # which tokens a constrained sequence may draw
     seen: TokenCounts | None = None  # of all tokens before the drafts; only where the repetition penalty needs them
-    least: int = 0
+    least: int = 0  # before this absolute position none of `sampling.ends` is drawn
 
     @property
     def plain(self) -> bool:
-        """Whether one token comes of it, and none before that is needed to know what comes after."""
+        """Whether it draws one token, and the next step can be planned without knowing that token."""
         return self.drafts == 0 and self.counts is None and self.masks is None and self.seen is None
 
 
@@ -77,16 +71,14 @@ class RowWrite:
 class Chunk:
     """One sequence's query tokens, at absolute positions [start, start + len(tokens)).
 
-    Its KV is written to the pages of `row` at those positions and it attends to everything before.
-    `draw` None: a prefill chunk that is not the prompt's last. `follows`: its only token stands for the one that this
-    chunk of the step before draws, which was not known when the step was planned; it must be `Draw.plain`.
+    Their KV is written to the pages of `row` at those positions; they attend to everything before.
     """
 
     row: int
     start: int
     tokens: TokenIds
-    draw: Draw | None = None
-    follows: int | None = None
+    draw: Draw | None = None  # None: a part of a prompt that is not its last
+    follows: int | None = None  # its only token is the one that this chunk of the step before draws (`Draw.plain`)
 
     @property
     def decodes(self) -> bool:
@@ -114,26 +106,26 @@ class StepPlan:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do that cannot wait for the next step."""
+        """Whether it has work that cannot wait for the next step."""
         return len(self.chunks) > 0 or self.moves
 
     @property
-    def decodes(self) -> bool:
-        """Whether it takes every sequence in it one token further, and does nothing else that takes time."""
-        return len(self.chunks) > 0 and not self.moves and not self.prefills
-
-    @property
     def prefills(self) -> bool:
-        """Whether a part of a prompt is among the chunks, where the scheduler puts it: behind those that decode."""
+        """Whether it has a part of a prompt. The scheduler puts these behind the chunks that decode."""
         return not all(chunk.decodes for chunk in reversed(self.chunks))
 
     @property
+    def decodes(self) -> bool:
+        """Whether it takes each of its sequences one token further, and does nothing else that takes time."""
+        return len(self.chunks) > 0 and not self.moves and not self.prefills
+
+    @property
     def plain(self) -> bool:
-        """Whether the step after it can be planned before it is known what this one draws."""
+        """Whether the next step can be planned before this one's tokens are known."""
         return not self.moves and all(chunk.draw is None or chunk.draw.plain for chunk in self.chunks)
 
     def after(self, drawn: "Sequence[Drawn | None]") -> "StepPlan":
-        """The plan with the tokens that the step before drew, where it follows them; 0 where that step failed."""
+        """The plan with the tokens that the step before drew in place of `follows`; 0 where that step failed."""
         if all(chunk.follows is None for chunk in self.chunks):
             return self
         known = {i: each.tokens[-1] for i, each in enumerate(drawn) if each is not None}
@@ -159,7 +151,7 @@ class TokenLogprobs:
 class Drawn:
     """Tokens drawn for one chunk: accepted drafts, then the next token. Never empty.
 
-    A runner that has made cells for them may go on: tokens behind these come of further steps (the simulator's does).
+    The simulator's runner draws the tokens of further steps behind these, where it has allocated their cells.
     """
 
     tokens: tuple[int, ...]
@@ -168,17 +160,13 @@ class Drawn:
 
 @record
 class StepOutput:
-    """`drawn[i]` belongs to `plan.chunks[i]`; None where the chunk draws nothing.
-
-    Seconds spent in the two parts of the step, measured by the runner. `moved` False: copies between the tiers failed,
-    and it is not known what they wrote. `load_s`: how long the loads took, beside the forward.
-    """
+    """`drawn[i]` belongs to `plan.chunks[i]`; None where the chunk draws nothing."""
 
     drawn: tuple[Drawn | None, ...]
     forward_s: float = 0.0
     sample_s: float = 0.0
-    moved: bool = True
-    load_s: float = 0.0
+    moved: bool = True  # False: copies between the tiers failed, and what they wrote is unknown
+    load_s: float = 0.0  # of the loads, beside the forward
 
 
 class Flight(Protocol):

@@ -1,10 +1,10 @@
 """Any transformers causal LM over the paged KV store, through transformers' attention registry.
 
-The model computes projections, norms and positions; its attention calls come here, where keys and values are stored
-and attention runs over pages. A step is one row of T tokens with their own positions. Our own decoders are elsewhere.
+The model computes projections, norms and positions. Its attention calls come here, where keys and values are stored and
+attention runs over pages. A step is one row of T tokens with their own positions.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +16,18 @@ from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.decoder import AttentionShape, ForwardBatch
 
 ATTENTION = "holdfast"  # the name in the registry
-_WITHOUT_EFFECT = {"dropout", "is_causal", "position_ids", "cache_position", "use_cache"}  # handed over besides
+_WITHOUT_EFFECT = {"dropout", "is_causal", "position_ids", "cache_position", "use_cache"}  # arguments to ignore
 
 
-class PagedState:
-    """What the attention calls of one forward share: the store and where this forward's tokens lie in it.
+class PagedState(NamedTuple):
+    """What the attention calls of one forward share.
 
-    `asked`: what layers have asked for, each (heads, KV heads, their size, window or 0).
+    `asked` collects what layers asked for: heads, KV heads, their size, window or 0.
     """
 
-    __slots__ = ("asked", "batch", "kv")
-
-    def __init__(self, kv: KVTensors, batch: PagedBatch, asked: set[tuple[int, int, int, int]]) -> None:
-        self.kv = kv
-        self.batch = batch
-        self.asked = asked
+    kv: KVTensors
+    batch: PagedBatch
+    asked: set[tuple[int, int, int, int]]
 
 
 def paged_attention_forward(
@@ -49,8 +46,8 @@ def paged_attention_forward(
     """The registered attention. query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim];
     `s_aux` [heads] are sinks.
 
-    Returns [1, T, heads, head_dim]. Raises ValueError when called outside a step of ours, and for what would change
-    the attention and is not known here.
+    Returns [1, T, heads, head_dim]. Raises ValueError outside of our steps, and for an unknown argument that would
+    change the attention.
     """
     if paged_state is None:
         raise ValueError(f"{type(module).__name__} did not pass the step's state on to its attention")
@@ -60,7 +57,7 @@ def paged_attention_forward(
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     paged_state.asked.add((q.shape[1], k.shape[1], q.shape[2], sliding_window or 0))
     layer: int = module.layer_idx  # type: ignore[assignment]
-    kv, batch = paged_state.kv, paged_state.batch
+    kv, batch, _ = paged_state
     kv.store(layer, k, v, batch.cells)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     return paged_attention(q, kv.data, layer, batch, scale, sliding_window, softcap, s_aux).unsqueeze(0), None
@@ -71,7 +68,7 @@ AttentionInterface.register(ATTENTION, paged_attention_forward)
 
 
 class AnyModel:
-    """A loaded transformers model as the runner wants it: a batch in, logits of the drawn tokens out."""
+    """A loaded transformers model as a `Model`."""
 
     def __init__(self, model: nn.Module, kv: KVTensors) -> None:
         self._model = model
@@ -99,14 +96,13 @@ class AnyModel:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [R, vocabulary] of the batch's drawn tokens, in the model's dtype; stores the KV of all its tokens."""
-        state = PagedState(self._kv, batch.pages, self._asked)
         with torch.inference_mode():
             output = self._model(
                 input_ids=batch.token_ids,
                 position_ids=batch.position_ids,
                 use_cache=False,
                 logits_to_keep=batch.drawn,
-                paged_state=state,
+                paged_state=PagedState(self._kv, batch.pages, self._asked),
             )
         logits: Tensor = output.logits[0]
         return logits

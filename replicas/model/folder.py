@@ -1,7 +1,6 @@
 """Where a configured model lies: "pocket", a folder as transformers saves it, or a hub name in the local cache.
 
-Nothing is downloaded, and nothing heavy is imported, so that command lines can ask. What lies there is read by
-`weights`.
+Nothing is downloaded. Nothing heavy is imported: command lines ask, too. `weights` and `description` read the folder.
 """
 
 from pathlib import Path
@@ -13,10 +12,9 @@ _POCKET_FOLDER = Path(__file__).parent.parent / "pocket" / "weights"
 
 
 def model_folder(name: str) -> Path:
-    """The folder behind a configured model name; of a hub name that of its cached snapshot.
+    """The folder of a configured model; of a hub name that of its cached snapshot.
 
-    Raises ConfigError for a folder that is not there, has no config.json or holds its weights as GGUF only, and for a
-    file.
+    Raises ConfigError for a file, and for a folder that is missing, has no config.json or holds only GGUF weights.
     """
     folder = _POCKET_FOLDER if name == POCKET else Path(name).expanduser()
     if folder.is_file():
@@ -35,22 +33,8 @@ def model_folder(name: str) -> Path:
     return cached
 
 
-def read_chat_template(file: str) -> str:
-    """The chat template in a file. Raises ConfigError for one that cannot be read."""
-    try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}", "chat_template") from error
-
-
-def is_gguf(file: Path) -> bool:
-    """Whether a file begins as a GGUF file does. Raises OSError for one that cannot be read."""
-    with file.open("rb") as opened:
-        return opened.read(4) == b"GGUF"
-
-
 def _file(file: Path) -> str:
-    """Why a file is no model, and how to go on."""
+    """Why a file is no model, and what to do."""
     if is_gguf(file):
         return f"it is a GGUF file. {_convert(file)}"
     if (file.parent / "config.json").is_file():
@@ -73,12 +57,25 @@ def _cached(name: str) -> Path | None:
     return Path(config).parent if isinstance(config, str) else None
 
 
+def is_gguf(file: Path) -> bool:
+    """Whether a file begins as a GGUF file does. Raises OSError for an unreadable one."""
+    with file.open("rb") as opened:
+        return opened.read(4) == b"GGUF"
+
+
+def read_chat_template(file: str) -> str:
+    """The chat template in a file. Raises ConfigError for an unreadable one."""
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}", "chat_template") from error
+
+
 def served_name(name: str) -> str:
-    """What the API calls a model that was given no name: the folder's name, or the hub name."""
+    """The API's default name for a model: the folder's name, or the hub name."""
     path = Path(name).expanduser()
     return path.resolve().name if path.is_dir() else name
 
 
 def cannot_serve(name: str, why: str) -> ConfigError:
-    """The error for a model, and why it is refused."""
     return ConfigError(f"cannot serve model {name!r}: {why}", "model")

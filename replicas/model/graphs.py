@@ -1,17 +1,17 @@
-"""CUDA graphs of the decoder's forward and of its draws, for steps of few tokens, whose launches would cost more than
-what they launch: decoding, verifying, and the chunks that a turn begins with.
+"""CUDA graphs of the decoder's forward and draws, for steps of few tokens: decode, verify, a turn's first chunks. There
+launching would cost more than computing.
 
 A graph replays the same launches over the same memory. So inputs lie in one static buffer, filled by the step's one
-copy; a forward is captured for each `Bucket`, and a step runs in the smallest that holds it. What differs from step to
-step is data: attention's items are shared by a fixed number of programs (`GpuPlan.counts`), and tokens that only fill
-the bucket are written to a scratch cell, attended to by nobody, and their logits dropped.
+copy. A forward is captured for each `Bucket`, and a step runs in the smallest that holds it. What differs from step to
+step is data: a fixed number of programs share attention's items (`GpuPlan.counts`). Tokens that only fill the bucket
+are written to a scratch cell that nothing attends to, and their logits are dropped.
 
     | ids, positions, cells, drawn, draws | per window: counts, order, positions, merges, wide items | extra | narrow |
 
-The part that a step uses of the last field, its narrow items, ends its copy. `extra` carries what the step needs
-outside of the forward. A graph ends with greedy draws and the verification of drafts; whoever asks for other draws has
-the logits, too. Steps with more tokens, draws or items than there is room for run without a graph. What captures and
-replays is handed in: a CPU calls the forward again over the same buffers, which is how all this is tested.
+A step's copy ends with its own part of the last field, its narrow items. `extra` carries what the step needs outside of
+the forward. A graph ends with greedy draws and the verification of drafts; other draws use its logits. Steps with more
+tokens, draws or items than there is room for run without a graph. The capture is an argument: on a CPU it calls the
+forward again over the same buffers, which is how this is tested.
 """
 
 import time
@@ -27,24 +27,25 @@ from torch import Tensor
 from holdfast.kernels.attention_plan import AttentionWork, GpuPlan, plan_key
 from holdfast.kernels.kv import ALIGNED, Array, PagedBatch, Sender, packed, view, views
 from holdfast.replicas.model.decoder import AttentionShape, BatchLayout, ForwardBatch, Model, PageTable
+from holdfast.replicas.model.sampler import counts_begin
 
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
-"""Takes a call whose launches are to be captured, gives what replays them."""
+"""Captures the launches of a call. Returns the call that replays them."""
 
 _TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-MOST_DRAWS = 256  # rows of logits; a step of more tokens has chunks, of which the last token alone is drawn from
-_AT_ONCE = 3  # programs of narrow items that a multiprocessor's registers are enough for
-_FEW = 8  # tokens, whose items about fill the device at once
-_ROUNDS = 4  # as many programs as run at once, of more tokens: what is left of the last round is little of the whole
-_TILES = (16, 32, 64)  # query rows of narrow items, which follow from the longest window of the step
+MOST_DRAWS = 256  # rows of logits; a step of more tokens has chunks, and of these only the last token draws
+_AT_ONCE = 3  # programs of narrow items that fit a multiprocessor's registers
+_FEW = 8  # tokens whose items about fill the device
+_ROUNDS = 4  # with more tokens so many times the programs that run at once: the last round's rest is small then
+_TILES = (16, 32, 64)  # query rows of narrow items; the step's longest window decides
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bucket:
     """What a graph was captured for: up to so many tokens, narrow tiles of so many rows, with wide items or without.
 
-    Wide items are prefixes in common and chunks that are too long for a narrow tile; steps of more than `MOST_DRAWS`
-    tokens have one of these in nearly all cases, and no graph without.
+    Wide items are shared prefixes and chunks too long for a narrow tile. Steps of more than `MOST_DRAWS` tokens nearly
+    always have one; they have no graph without.
     """
 
     tokens: int
@@ -59,7 +60,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class GraphRoom:
-    """Sizes of the static buffers. `partials`: results of parts of sequences, each [heads, head_dim] float32."""
+    """Sizes of the static buffers. `partials`: results of split sequences, each [heads, head_dim] float32."""
 
     tokens: int = 1024
     items: int = 8192
@@ -73,7 +74,7 @@ class GraphRoom:
         return min(self.tokens, MOST_DRAWS)
 
     def buckets(self, group: int) -> list[Bucket]:
-        """Every bucket, the largest first: what it takes of the device's memory the others use again."""
+        """Every bucket, the largest first: the others reuse its memory."""
         found: list[Bucket] = []
         for tokens in (n for n in _TOKENS if n <= self.tokens):
             for before, tile in zip((0, *_TILES), _TILES, strict=False):
@@ -94,9 +95,9 @@ def room_for(tokens: int, shape: AttentionShape, multiprocessors: int, partial_b
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A step whose inputs are on their way to the static buffer: its bucket, and arrays of it on the device.
+    """A step whose inputs are on their way to the static buffer: its bucket, and views of the buffer.
 
-    `draws` are first rows [S + 1] and drafts [R], int32; `extra` what was sent besides.
+    `draws`: first rows [S + 1] and drafts [R], int32. `extra`: what was sent besides.
     """
 
     bucket: Bucket
@@ -106,10 +107,10 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a step in a graph computes, all of it overwritten by the next one.
+    """What a step in a graph computes; the next step overwrites it.
 
-    `logits` [R, vocabulary]. `greedy` int32: what is drawn from each row without noise or filters, and from `accepted`
-    on how many drafts each sequence's rows begin with.
+    `logits` [R, vocabulary]. `greedy` int32: the greedy draw of each row, and from `accepted` on each sequence's count
+    of accepted drafts.
     """
 
     logits: Tensor
@@ -175,7 +176,7 @@ class CudaGraphs:
         dtype: torch.dtype,
         room: GraphRoom | None = None,
     ) -> None:
-        """`model` takes all that changes from step to step from its batch's tensors; `dtype` is its logits'."""
+        """`model` reads all that changes from step to step from its batch's tensors. `dtype`: of its logits."""
         self._model = model
         self._shape = shape
         self._table = table
@@ -190,10 +191,10 @@ class CudaGraphs:
         self._partial = torch.zeros(room.partials, shape.heads, shape.head_dim, dtype=torch.float32, device=device)
         self._lse = torch.zeros(room.partials, shape.heads, dtype=torch.float32, device=device)
         self._logits = torch.zeros(room.draws, model.vocabulary, dtype=dtype, device=device)
-        self._greedy = torch.zeros(2 * _aligned(room.draws), dtype=torch.int32, device=device)
+        self._greedy = torch.zeros(2 * counts_begin(room.draws), dtype=torch.int32, device=device)
 
     def capture(self, capture: Capture, say: Callable[[str], None], most: int | None = None) -> None:
-        """Capture every bucket, or the `most` largest, and tell of it."""
+        """Capture every bucket, or the `most` largest, and report progress."""
         buckets = self.room.buckets(self._shape.group)[:most]
         began = time.perf_counter()
         for done, bucket in enumerate(buckets):
@@ -215,9 +216,9 @@ class CudaGraphs:
         extra: Sequence[Array],
         sender: Sender,
     ) -> Loaded | None:
-        """Send a step's inputs to the static buffer, with `extra` beside them; None where no graph fits.
+        """Send a step's inputs to the static buffer, with `extra` beside them. None where no graph fits.
 
-        `draws`: first rows [S + 1] int32 and drafts [R] int32 of what is drawn (`sampling_gpu`), or nothing.
+        `draws`: first rows [S + 1] and drafts [R] int32 of what is drawn (`sampling_gpu`), or nothing.
         """
         bucket = self._bucket_for(layout, works)
         offsets, size = packed(extra)
@@ -236,9 +237,9 @@ class CudaGraphs:
         return Loaded(bucket, sent, views(self._static, extra, extra_places))
 
     def replay(self, bucket: Bucket, drawn: int) -> Replayed:
-        """Compute the step that was loaded last, of which `drawn` rows are drawn from."""
+        """Compute the step that was loaded last; `drawn` of its rows are drawn from."""
         self._replays[bucket]()
-        accepted = _aligned(bucket.draws)
+        accepted = counts_begin(bucket.draws)
         return Replayed(self._logits[:drawn], self._greedy[: accepted + bucket.draws], accepted)
 
     def _bucket_for(self, layout: BatchLayout, works: Sequence[AttentionWork]) -> Bucket | None:
@@ -296,7 +297,7 @@ class CudaGraphs:
         ids, positions = fields.token_ids.view(static, size), fields.positions.view(static, size)
         batch = ForwardBatch(ids[None], positions[None], fields.drawn.view(static, draws), pages)
         first, drafts = fields.first_rows.view(static, draws + 1), fields.drafts.view(static, draws)
-        logits, out = self._logits[:draws], (self._greedy, self._greedy[_aligned(draws) :])
+        logits, out = self._logits[:draws], (self._greedy, self._greedy[counts_begin(draws) :])
 
         def forward() -> None:
             with torch.inference_mode():
@@ -309,11 +310,6 @@ class CudaGraphs:
 _NOBODY = np.zeros(0, np.int32)
 
 
-def _aligned(draws: int) -> int:
-    """Where what follows so many int32 begins as kernels like to have it."""
-    return -(-draws // 16) * 16
-
-
 def _filled(array: Array, length: int, value: int = 0) -> Array:
     """The array and `value` behind it, up to `length`."""
     filled = np.full((length, *array.shape[1:]), value, array.dtype)
@@ -322,9 +318,9 @@ def _filled(array: Array, length: int, value: int = 0) -> Array:
 
 
 def gpu_capture() -> Capture:
-    """Captures CUDA graphs that share one pool of memory: nothing in it outlives a replay, and no two run at once.
+    """Captures CUDA graphs that share one memory pool: nothing in it outlives a replay, and no two run at once.
 
-    All on one stream of their own: the libraries keep memory for each stream they were called on.
+    All use one stream of their own: the libraries keep memory for each stream that they were called on.
     """
     pool, aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
 

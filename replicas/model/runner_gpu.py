@@ -1,9 +1,8 @@
-"""Steps on a GPU, begun without waiting for it: everything that a step needs goes over in one copy, only ids come back.
+"""Steps on a GPU, begun without waiting: everything that a step needs crosses in one copy, only ids come back.
 
-The order on the device is that of the calls. A step whose tokens follow from the step before takes them from where that
-left them (`Chunk.follows`). A step of few tokens replays a graph where one was captured; one with more launches its
-forward, and neither is waited for before it is landed. On a CPU the same runs through Triton's interpreter, which is
-how it is tested.
+The device works in the order of the calls. A token that follows from the step before is taken from where that step left
+it (`Chunk.follows`). A step of few tokens replays a graph where one was captured; a longer one launches its forward.
+Neither is waited for before it lands. On a CPU the same runs through Triton's interpreter, which is how it is tested.
 """
 
 import time
@@ -18,13 +17,13 @@ from holdfast.kernels.attention_plan import AttentionWork, plan_key, plan_over
 from holdfast.kernels.kv import Array, Sender
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.tensors import HostPages, KVTensors, Moved
-from holdfast.replicas.model import sampler_gpu
+from holdfast.replicas.model import sampler
 from holdfast.replicas.model.decoder import STEP_ERRORS, BatchLayout, Model, PageTable, lay_out
 from holdfast.replicas.model.graphs import Capture, CudaGraphs, GraphRoom, Replayed
 from holdfast.replicas.model.runner import ModelRunner
 from holdfast.replicas.plan import Chunk, RowWrite, StepOutput, StepPlan
 
-_LONG = 256  # pages of a row write from which on it is a copy of its own
+_LONG = 256  # a row write of so many pages is a copy of its own
 
 
 class GpuRunner(ModelRunner):
@@ -51,96 +50,89 @@ class GpuRunner(ModelRunner):
     def begin(self, plan: StepPlan) -> "GpuFlight":
         """Give a step to the device. Raises EngineError for one that cannot be begun."""
         before, self._before = self._before, None
-        host = self._host
+        host = self._host if plan.moves else None
         if plan.moves and host is None:
             raise EngineError("the plan moves pages to or from a host tier, and there is none")
-        moved: Callable[[], Moved] = host.wait if plan.moves and host is not None else Moved
         try:
-            return self._begin(plan, before, moved)
+            return self._begin(plan, before, host)
         except STEP_ERRORS as error:
-            moved()
+            if host is not None:
+                host.wait()
             raise EngineError(f"a step of {len(plan.chunks)} chunks failed: {error}") from error
 
     @torch.inference_mode()
-    def _begin(self, plan: StepPlan, before: "_Before | None", moved: Callable[[], Moved]) -> "GpuFlight":
+    def _begin(self, plan: StepPlan, before: "_Before | None", host: HostPages | None) -> "GpuFlight":
         stream = self._sender.stream
-        if self._host is not None and plan.moves:
-            self._host.save(plan.saves)
+        if host is not None:
+            host.save(plan.saves)
         begin = _Mark(stream)
         for copy in plan.copies:
             self.kv.copy_page(copy.source, copy.target, copy.cells)
-        if self._host is not None and plan.moves:
-            self._host.load(plan.loads)  # while the forward runs: nothing in this step reads them
-        extra = self._extra(plan, before)
-        if not plan.chunks:
-            extra.apply(self.table, None, self._sender.send(extra.arrays))
-            return GpuFlight((), (begin, _Mark(stream), _Mark(stream)), None, moved)
-        logits, asked, drawn = self._forward(plan, extra)
-        drawing, draws = _Mark(stream), None
-        if extra.asked is not None:
-            draws = sampler_gpu.begin(logits, extra.asked, asked, drawn)
-            self._before = _Before(draws.drawn, _first_rows(plan.chunks))
-        return GpuFlight(plan.chunks, (begin, drawing, _Mark(stream)), draws, moved)
-
-    def _extra(self, plan: StepPlan, before: "_Before | None") -> "_Extra":
-        """Note the row writes, and work out what goes over besides the forward's inputs."""
+        if host is not None:
+            host.load(plan.loads)  # while the forward runs: nothing in this step reads them
         for write in plan.writes:
             self.table.note(write)
         draws = any(chunk.draw is not None for chunk in plan.chunks)
-        return _Extra(
-            long=tuple(write for write in plan.writes if len(write.pages) >= _LONG),
-            short=_scattered([write for write in plan.writes if len(write.pages) < _LONG], self.table.tensor.shape[1]),
-            before=before,
-            follow=_following(plan.chunks, before) if before is not None else (),
-            asked=sampler_gpu.settings(plan.chunks, self.model.vocabulary) if draws else None,
-        )
+        asked = sampler.settings(plan.chunks, self.model.vocabulary) if draws else None
+        beside = _Beside(self.table, plan, before)
+        if not plan.chunks:
+            beside.apply(None, self._sender.send(beside.arrays))
+            return GpuFlight((), (begin, _Mark(stream), _Mark(stream)), None, host)
+        logits, views, replayed = self._forward(plan.chunks, beside, asked.arrays if asked is not None else ())
+        drawing, drawn = _Mark(stream), None
+        if asked is not None:
+            greedy = (replayed.greedy, replayed.accepted) if replayed is not None else None
+            drawn = sampler.begin(logits, asked, views, greedy)
+            self._before = _Before(drawn.drawn, _first_rows(plan.chunks))
+        return GpuFlight(plan.chunks, (begin, drawing, _Mark(stream)), drawn, host)
 
-    def _forward(self, plan: StepPlan, extra: "_Extra") -> tuple[Tensor, Sequence[Tensor], Replayed | None]:
-        """Logits of the drawn tokens, the draws' settings on the device, and what a graph drew, where one fits."""
-        layout = lay_out(plan.chunks, self.table)
+    def _forward(
+        self, chunks: tuple[Chunk, ...], beside: "_Beside", settings: Sequence[Array]
+    ) -> tuple[Tensor, Sequence[Tensor], Replayed | None]:
+        """Logits of the drawn tokens, the draws' `settings` on the device, and what a graph computed, if one fits."""
+        layout = lay_out(chunks, self.table)
         shape, graphs = self.model.attention, self.graphs
         works = shape.works(layout.paged(self.table, self.table.tensor)) if shape is not None else []
         if graphs is not None:
-            draws, settings = extra.settings[:2], extra.settings[2:]
-            loaded = graphs.load(layout, works, draws, [*extra.arrays, *settings], self._sender)
+            loaded = graphs.load(layout, works, settings[:2], [*beside.arrays, *settings[2:]], self._sender)
             if loaded is not None:
-                asked = extra.apply(self.table, graphs.token_ids, loaded.extra)
+                rest = beside.apply(graphs.token_ids, loaded.extra)
                 self.replayed += 1
                 replayed = graphs.replay(loaded.bucket, len(layout.drawn))
-                return replayed.logits, [*loaded.draws, *asked], replayed
-        return *self._launch(layout, works, extra), None
+                return replayed.logits, [*loaded.draws, *rest], replayed
+        return *self._launch(layout, works, beside, settings), None
 
     def _launch(
-        self, layout: BatchLayout, works: Sequence[AttentionWork], extra: "_Extra"
+        self, layout: BatchLayout, works: Sequence[AttentionWork], beside: "_Beside", settings: Sequence[Array]
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """The same without a graph."""
-        inputs, work_arrays = layout.arrays, [array for work in works for array in work.arrays]
-        views = self._sender.send([*inputs, *work_arrays, *extra.arrays, *extra.settings])
-        batch = layout.batch(self.table, views[: len(inputs)])
-        rest = views[len(inputs) :]
+        work_arrays = [array for work in works for array in work.arrays]
+        views = self._sender.send([*layout.arrays, *work_arrays, *beside.arrays, *settings])
+        inputs = len(layout.arrays)
+        batch, rest = layout.batch(self.table, views[:inputs]), views[inputs:]
         if (shape := self.model.attention) is not None:
             for work in works:
                 own, rest = rest[: len(work.arrays)], rest[len(work.arrays) :]
                 batch.pages.plans[plan_key(work.window)] = plan_over(work, own, shape.heads, shape.head_dim)
-        asked = extra.apply(self.table, views[0], rest)
-        return self.model.forward(batch), asked
+        left = beside.apply(views[0], rest)
+        return self.model.forward(batch), left
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFlight:
-    """A step on its way."""
+    """A step that the device works on."""
 
     chunks: tuple[Chunk, ...]
     marks: tuple["_Mark", "_Mark", "_Mark"]  # before the forward, between it and the draws, after them
-    draws: sampler_gpu.Draws | None
-    moved: Callable[[], Moved]
+    draws: sampler.Draws | None
+    host: HostPages | None  # where pages move
 
     def land(self) -> StepOutput:
         """Wait for the step. Raises EngineError when it failed."""
         begin, drawing, end = self.marks
         try:
             end.wait()
-            moved = self.moved()
+            moved = self.host.wait() if self.host is not None else Moved()
             drawn = self.draws.finish(self.chunks) if self.draws is not None else (None,) * len(self.chunks)
             return StepOutput(drawn, begin.seconds_to(drawing), drawing.seconds_to(end), moved.ok, moved.load_s)
         except STEP_ERRORS as error:
@@ -170,48 +162,52 @@ class _Mark:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """What the step before draws: ids on the device, and by the number of a chunk that draws its first row of them."""
+    """What the step before draws: ids on the device, and the first row of each drawing chunk by its number."""
 
     drawn: Tensor
     first_rows: dict[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Extra:
-    """What goes over besides the forward's inputs: row writes, tokens that follow, settings of the draws."""
+def _first_rows(chunks: Sequence[Chunk]) -> dict[int, int]:
+    rows, at = {}, 0
+    for i, chunk in enumerate(chunks):
+        if chunk.draw is not None:
+            rows[i] = at
+            at += chunk.draw.drafts + 1
+    return rows
 
-    long: tuple[RowWrite, ...]  # their pages, one array each
-    short: tuple[Array, ...]  # slots of the table [n] int64, pages [n] int32; or nothing
-    before: _Before | None
-    follow: tuple[Array, ...]  # tokens of this step [n] int64, rows of the draws before [n] int64; or nothing
-    asked: sampler_gpu.Settings | None
 
-    @property
-    def arrays(self) -> list[Array]:
-        return [*(write.pages for write in self.long), *self.short, *self.follow]
+class _Beside:
+    """What crosses besides the forward's inputs: row writes, and tokens that follow from the step before.
 
-    @property
-    def settings(self) -> tuple[Array, ...]:
-        """Of the draws, `sampler_gpu.Settings.arrays`; nothing where none is asked for."""
-        return self.asked.arrays if self.asked is not None else ()
+    `arrays`: the pages of long row writes, one array each; slots [n] int64 of the table and pages [n] int32 of the
+    short ones; tokens [n] int64 of this step and the rows [n] int64 of the draws before that they are.
+    """
 
-    def apply(self, table: PageTable, token_ids: Tensor | None, views: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Write rows and tokens where they belong on the device; returns the views that are left.
+    def __init__(self, table: PageTable, plan: StepPlan, before: _Before | None) -> None:
+        self._table, self._before = table, before
+        self._long = [write for write in plan.writes if len(write.pages) >= _LONG]
+        self._short = _scattered([write for write in plan.writes if len(write.pages) < _LONG], table.tensor.shape[1])
+        self._follow = _following(plan.chunks, before) if before is not None else ()
+        self.arrays: list[Array] = [*(write.pages for write in self._long), *self._short, *self._follow]
+
+    def apply(self, token_ids: Tensor | None, views: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Put rows and tokens in their places on the device. Returns the views that are left.
 
         `views` begin with `arrays` on the device; `token_ids` are the step's.
         """
-        rest = list(views)
-        for write in self.long:
+        rest, table = list(views), self._table.tensor
+        for write in self._long:
             end = write.first + len(write.pages)
-            table.tensor[write.row, write.first : end].copy_(rest.pop(0))
-        if self.short:
+            table[write.row, write.first : end].copy_(rest.pop(0))
+        if self._short:
             index, pages = rest.pop(0), rest.pop(0)
-            table.tensor.view(-1).index_copy_(0, index, pages)
-        if self.follow:
+            table.view(-1).index_copy_(0, index, pages)
+        if self._follow:
             at, rows = rest.pop(0), rest.pop(0)
             assert token_ids is not None
-            assert self.before is not None
-            token_ids.index_copy_(0, at, self.before.drawn.index_select(0, rows).long())
+            assert self._before is not None
+            token_ids.index_copy_(0, at, self._before.drawn.index_select(0, rows).long())
         return rest
 
 
@@ -225,20 +221,10 @@ def _scattered(writes: Sequence[RowWrite], slots: int) -> tuple[Array, ...]:
 
 
 def _following(chunks: Sequence[Chunk], before: _Before) -> tuple[Array, ...]:
-    """Tokens that follow one of the step before, and the rows of its draws that they are; nothing without any."""
+    """Tokens that follow from the step before, and the rows of its draws that they are; nothing without any."""
     pairs, at = [], 0
     for chunk in chunks:
         if chunk.follows is not None and chunk.follows in before.first_rows:
             pairs.append((at, before.first_rows[chunk.follows]))
         at += len(chunk.tokens)
     return tuple(np.array(column, np.int64) for column in zip(*pairs, strict=True))
-
-
-def _first_rows(chunks: Sequence[Chunk]) -> dict[int, int]:
-    """By the number of a chunk that draws, the first row of its draws."""
-    rows, at = {}, 0
-    for i, chunk in enumerate(chunks):
-        if chunk.draw is not None:
-            rows[i] = at
-            at += chunk.draw.drafts + 1
-    return rows

@@ -1,15 +1,15 @@
 """Choosing tokens: from logits of the drawn positions and the plan's draws to token ids on the host.
 
-The maths is in `kernels.sampling`; here rows are grouped by what they need, so that a step of greedy rows is one
-argmax, and drafts are verified. Logits stay on the device: ids, and log probabilities where asked for, cross over.
+`sample` waits for the device. On a GPU `begin` does not. `settings`, what rows ask for, crosses with the step's other
+inputs. Two launches draw and verify all rows, three more where something is filtered. `Draws.finish` reads the ids once
+they have come. Logits stay on the device: ids cross back, and log probabilities where asked for.
 
 A chunk of n tokens with d drafts has d + 1 rows. Row i draws the token after the chunk's token n - 1 - d + i, as if the
-drafts up to there were right; drafts that equal what was drawn at their place, from the first on, are accepted.
+drafts before it were right. Drafts are accepted from the first on as long as they equal what was drawn in their place.
 
 Before a token is chosen a row's logits are changed by its repetition penalty, then by its bias, by its other penalties
 and by its mask. Penalties come from counts that the sequence keeps (`TokenCounts`); a draft counts as generated in the
-rows after it. Masks of
-constrained sequences are packed 32 tokens to a word, one copy to the device for all of them.
+rows after it. Masks of constrained sequences are packed 32 tokens to a word and cross in one copy for all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,33 +21,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from holdfast.kernels.kv import sent
+from holdfast.kernels.kv import Array, sent
 from holdfast.kernels.sampling import Filters, greedy, gumbel_argmax, log_probabilities, row_keys
 from holdfast.replicas.constraints.matcher import Bits, RowMasks
 from holdfast.replicas.plan import Chunk, Draw, Drawn, Sampling, TokenLogprobs
 
 _COLD = 1e-5  # a temperature below is greedy: dividing by it would leave the range of float32
-_NOT_YET = (
-    -1e9
-)  # bias of the tokens that would end a reply too soon: one is drawn only where a mask leaves nothing else
+_NOT_YET = -1e9  # bias of tokens that would end a reply too soon: one is drawn only where a mask leaves nothing else
 
 LogRow: TypeAlias = tuple[float, list[float], list[int]]
 
 
 class RowEdit(NamedTuple):
-    """What is added to some logits of one row: `changes` [n] float32 to those of `tokens` [n] int64, all different."""
+    """Changes to some logits of one row: `values` [n] float32 for `tokens` [n] int64, all different."""
 
     row: int
     tokens: npt.NDArray[np.int64]
-    changes: npt.NDArray[np.float32]
-
-
-class RowScale(NamedTuple):
-    """In one row logits of `tokens` [n] int64, all different, are divided by `penalty`, negative ones multiplied."""
-
-    row: int
-    tokens: npt.NDArray[np.int64]
-    penalty: float
+    values: npt.NDArray[np.float32]
 
 
 @dataclass(slots=True)
@@ -58,9 +48,9 @@ class LogitRows:
     settings: list[Sampling] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    scales: list[RowScale] = field(default_factory=list)
-    biases: list[RowEdit] = field(default_factory=list)
-    penalties: list[RowEdit] = field(default_factory=list)
+    scales: list[RowEdit] = field(default_factory=list)  # repetition penalties: positive logits are divided
+    biases: list[RowEdit] = field(default_factory=list)  # added
+    penalties: list[RowEdit] = field(default_factory=list)  # added
     logprobs: list[int] = field(default_factory=list)
     most_logprobs: int = 0
     masked: list[int] = field(default_factory=list)
@@ -70,21 +60,6 @@ class LogitRows:
     def adjusted(self) -> bool:
         """Whether tokens are chosen from other logits than the model's."""
         return bool(self.scales or self.biases or self.penalties or self.masks)
-
-
-def sample(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[Drawn | None, ...]:
-    """Draw for every chunk from `logits` [R, vocabulary], R the chunks' drawn positions in order.
-
-    The result belongs to `chunks` one by one; None where a chunk draws nothing.
-    """
-    if not logits.shape[0]:
-        return (None,) * len(chunks)
-    rows = group_rows(chunks, logits.shape[1])
-    with torch.inference_mode():
-        tokens = _draw(logits, rows)
-        values = tokens.tolist()
-        logprobs = logprobs_by_row(rows, row_logprobs(logits, tokens, rows)) if rows.logprobs else {}
-    return by_chunk(chunks, values, _accepted(chunks, values), logprobs)
 
 
 def group_rows(chunks: Sequence[Chunk], vocabulary: int) -> LogitRows:
@@ -107,10 +82,8 @@ def group_rows(chunks: Sequence[Chunk], vocabulary: int) -> LogitRows:
             late = _bias(span[early:], sampling.logit_bias, vocabulary)
             not_yet = {**sampling.logit_bias, **dict.fromkeys(sampling.ends, _NOT_YET)}
             rows.biases += [*_bias(span[:early], not_yet, vocabulary), *late]
-        if draw.seen is not None:
-            rows.scales += _scales(chunk, draw, row)
-        if draw.counts is not None:
-            rows.penalties += _penalties(chunk, draw, row)
+        if draw.seen is not None or draw.counts is not None:
+            _count(rows, draw, row, chunk.tokens[len(chunk.tokens) - draw.drafts :].tolist())
         if sampling.logprobs is not None:
             rows.logprobs += span
             rows.most_logprobs = max(rows.most_logprobs, sampling.logprobs)
@@ -126,28 +99,40 @@ def _bias(rows: range, bias: Mapping[int, float], vocabulary: int) -> list[RowEd
     inside = {token: each for token, each in bias.items() if 0 <= token < vocabulary}
     if not inside:
         return []
-    tokens, changes = np.array(list(inside), np.int64), np.array(list(inside.values()), np.float32)
-    return [RowEdit(row, tokens, changes) for row in rows]
+    tokens, values = np.array(list(inside), np.int64), np.array(list(inside.values()), np.float32)
+    return [RowEdit(row, tokens, values) for row in rows]
 
 
-def _scales(chunk: Chunk, draw: Draw, first: int) -> list[RowScale]:
-    """The repetition penalty of a chunk's rows, which begin with row `first`."""
-    assert draw.seen is not None
-    drafts = chunk.tokens[len(chunk.tokens) - draw.drafts :].tolist()
-    seen = enumerate(draw.seen.after(drafts))
-    return [RowScale(first + i, ids.copy(), draw.sampling.repetition_penalty) for i, (ids, _) in seen]
+def _count(rows: LogitRows, draw: Draw, first: int, drafts: list[int]) -> None:
+    """The penalties of a chunk's rows, which begin with row `first`."""
+    sampling = draw.sampling
+    if draw.seen is not None:
+        for i, (ids, _) in enumerate(draw.seen.after(drafts)):
+            penalty = np.full(len(ids), sampling.repetition_penalty, np.float32)
+            rows.scales.append(RowEdit(first + i, ids.copy(), penalty))
+    if draw.counts is not None:
+        for i, (ids, times) in enumerate(draw.counts.after(drafts)):
+            if len(ids):
+                values = -sampling.presence_penalty - sampling.frequency_penalty * times
+                rows.penalties.append(RowEdit(first + i, ids, values.astype(np.float32)))
 
 
-def _penalties(chunk: Chunk, draw: Draw, first: int) -> list[RowEdit]:
-    """What the penalties of a chunk's rows, which begin with row `first`, take from their logits."""
-    assert draw.counts is not None
-    presence, frequency = draw.sampling.presence_penalty, draw.sampling.frequency_penalty
-    drafts = chunk.tokens[len(chunk.tokens) - draw.drafts :].tolist()
-    return [
-        RowEdit(first + i, ids, (-presence - frequency * times).astype(np.float32))
-        for i, (ids, times) in enumerate(draw.counts.after(drafts))
-        if len(ids)
-    ]
+# ---- waiting for the device ----
+
+
+def sample(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[Drawn | None, ...]:
+    """Draw for every chunk from `logits` [R, vocabulary], R the chunks' drawn positions in order.
+
+    The result belongs to `chunks` one by one; None where a chunk draws nothing.
+    """
+    if not logits.shape[0]:
+        return (None,) * len(chunks)
+    rows = group_rows(chunks, logits.shape[1])
+    with torch.inference_mode():
+        tokens = _draw(logits, rows)
+        values = tokens.tolist()
+        logprobs = _logprobs_by_row(rows, _row_logprobs(logits, tokens, rows)) if rows.logprobs else {}
+    return _by_chunk(chunks, values, _accepted(chunks, values), logprobs)
 
 
 def _draw(logits: Tensor, rows: LogitRows) -> Tensor:
@@ -169,47 +154,69 @@ def _draw(logits: Tensor, rows: LogitRows) -> Tensor:
     return greedy(scores).index_copy(0, index, drawn) if some else drawn
 
 
+def _filters(settings: list[Sampling], device: torch.device) -> Filters | None:
+    if not _filtered(settings):
+        return None
+    return Filters(
+        top_k=torch.tensor([[max(0, s.top_k)] for s in settings], device=device),
+        top_p=torch.tensor([[s.top_p] for s in settings], device=device, dtype=torch.float32),
+        min_p=torch.tensor([[s.min_p] for s in settings], device=device, dtype=torch.float32),
+    )
+
+
+def _filtered(settings: list[Sampling]) -> bool:
+    return any(s.top_k > 0 or s.top_p < 1.0 or s.min_p > 0.0 for s in settings)
+
+
+def _accepted(chunks: Sequence[Chunk], values: list[int]) -> list[int]:
+    """How many drafts of each drawing chunk equal what was drawn in their place, from the first on."""
+    counts: list[int] = []
+    row = 0
+    for chunk in chunks:
+        if (draw := chunk.draw) is None:
+            continue
+        right = 0
+        if draw.drafts:
+            for draft, value in zip(chunk.tokens[-draw.drafts :].tolist(), values[row:], strict=False):
+                if draft != value:
+                    break
+                right += 1
+        counts.append(right)
+        row += draw.drafts + 1
+    return counts
+
+
+# ---- changes to logits ----
+
+
 def adjusted(logits: Tensor, rows: LogitRows) -> Tensor:
-    """The logits in float32 after bias, penalties and masks; a new tensor where there are any."""
+    """The logits in float32 after penalties, bias and masks; a new tensor where there are any.
+
+    Raises IndexError for a penalised token beyond the vocabulary.
+    """
     scores = logits.float()
     if rows.scales or rows.biases or rows.penalties:
         scores = scores.clone() if scores is logits else scores
+        flat = scores.view(-1)
         if rows.scales:
-            _scale(scores, rows.scales)
+            places, penalty = _flat(scores, rows.scales)
+            before = flat[places]
+            flat[places] = torch.where(before > 0, before / penalty, before * penalty)
         for edits in (rows.biases, rows.penalties):
-            if edits:
-                _add(scores, edits)
+            if edits:  # no place comes twice, so the order of the sums does not matter
+                flat.scatter_add_(0, *_flat(scores, edits))
     return _masked(scores, rows) if rows.masks else scores
 
 
-def _scale(scores: Tensor, scales: Sequence[RowScale]) -> None:
-    """Apply the repetition penalties of different rows, in place. Raises as `_add`."""
-    places = sent(_places(scores, scales), scores.device)
-    penalties = np.repeat(np.array([each.penalty for each in scales], np.float32), [len(s.tokens) for s in scales])
-    penalty, flat = sent(penalties, scores.device), scores.view(-1)
-    before = flat[places]
-    flat[places] = torch.where(before > 0, before / penalty, before * penalty)
-
-
-def _places(scores: Tensor, edits: Sequence[RowEdit] | Sequence[RowScale]) -> npt.NDArray[np.int64]:
-    """Where in the flat `scores` the tokens of edits of different rows are. Raises IndexError for a token beyond."""
+def _flat(scores: Tensor, edits: Sequence[RowEdit]) -> tuple[Tensor, Tensor]:
+    """Where in the flat `scores` the tokens of edits of different rows are, and their values; on the device."""
     vocabulary = scores.shape[1]
     tokens = np.concatenate([edit.tokens for edit in edits])
     if len(tokens) and tokens.max() >= vocabulary:
         raise IndexError(f"token {tokens.max()} is penalised, but the vocabulary has {vocabulary}")
-    places: npt.NDArray[np.int64] = tokens + np.repeat(
-        np.array([edit.row * vocabulary for edit in edits], np.int64), [len(edit.tokens) for edit in edits]
-    )
-    return places
-
-
-def _add(scores: Tensor, edits: Sequence[RowEdit]) -> None:
-    """Apply edits of different rows, in place. Raises IndexError for a token beyond the vocabulary."""
-    device = scores.device
-    places = _places(scores, edits)
-    changes = np.concatenate([edit.changes for edit in edits])
-    # No place comes twice, so the order of the sums does not matter.
-    scores.view(-1).scatter_add_(0, sent(places, device), sent(changes, device))
+    firsts = np.array([edit.row * vocabulary for edit in edits], np.int64)
+    places = tokens + np.repeat(firsts, [len(edit.tokens) for edit in edits])
+    return sent(places, scores.device), sent(np.concatenate([edit.values for edit in edits]), scores.device)
 
 
 def _masked(scores: Tensor, rows: LogitRows) -> Tensor:
@@ -230,7 +237,7 @@ def _masked(scores: Tensor, rows: LogitRows) -> Tensor:
 
 
 def _unpacked(packed: Bits, device: torch.device) -> Tensor:
-    """Which tokens packed masks forbid, bool [rows, 32 * words]; on a GPU what crosses over is packed."""
+    """Which tokens packed masks forbid, bool [rows, 32 * words]; to a GPU they cross packed."""
     if device.type == "cpu":
         bits = np.unpackbits(~packed.view(np.uint8), axis=1, bitorder="little")
         return torch.from_numpy(bits.view(np.bool_))
@@ -247,47 +254,22 @@ def _indices(numbers: Sequence[int], device: torch.device) -> Tensor:
     return sent(np.array(numbers, np.int64), device)
 
 
-def _filters(settings: list[Sampling], device: torch.device) -> Filters | None:
-    if all(s.top_k <= 0 and s.top_p >= 1.0 and s.min_p <= 0.0 for s in settings):
-        return None
-    return Filters(
-        top_k=torch.tensor([[max(0, s.top_k)] for s in settings], device=device),
-        top_p=torch.tensor([[s.top_p] for s in settings], device=device, dtype=torch.float32),
-        min_p=torch.tensor([[s.min_p] for s in settings], device=device, dtype=torch.float32),
-    )
+# ---- results ----
 
 
-def row_logprobs(logits: Tensor, tokens: Tensor, rows: LogitRows) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the rows that ask for it, the drawn token's log probability and the most likely ones with their ids; all
-    before any setting touched the logits. [rows.logprobs], then twice [rows.logprobs, rows.most_logprobs]."""
+def _row_logprobs(logits: Tensor, tokens: Tensor, rows: LogitRows) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the rows that ask for it, the drawn token's log probability and the most likely ones with their ids, before
+    any setting touched the logits. [rows.logprobs], then twice [rows.logprobs, rows.most_logprobs]."""
     index = _indices(rows.logprobs, logits.device)
     return log_probabilities(logits[index], tokens[index].long(), rows.most_logprobs)
 
 
-def logprobs_by_row(rows: LogitRows, found: tuple[Tensor, Tensor, Tensor]) -> dict[int, LogRow]:
-    """What `row_logprobs` found, on the host."""
+def _logprobs_by_row(rows: LogitRows, found: tuple[Tensor, Tensor, Tensor]) -> dict[int, LogRow]:
+    """What `_row_logprobs` found, on the host."""
     return dict(zip(rows.logprobs, zip(*(each.tolist() for each in found), strict=True), strict=True))
 
 
-def _accepted(chunks: Sequence[Chunk], values: list[int]) -> list[int]:
-    """How many drafts of each drawing chunk equal what was drawn at their place, from the first on."""
-    counts: list[int] = []
-    row = 0
-    for chunk in chunks:
-        if (draw := chunk.draw) is None:
-            continue
-        right = 0
-        if draw.drafts:
-            for draft, value in zip(chunk.tokens[-draw.drafts :].tolist(), values[row:], strict=False):
-                if draft != value:
-                    break
-                right += 1
-        counts.append(right)
-        row += draw.drafts + 1
-    return counts
-
-
-def by_chunk(
+def _by_chunk(
     chunks: Sequence[Chunk], values: list[int], accepted: list[int], logprobs: dict[int, LogRow]
 ) -> tuple[Drawn | None, ...]:
     """Per chunk the accepted drafts and the token after them; `accepted[s]` belongs to the s-th chunk that draws."""
@@ -297,12 +279,10 @@ def by_chunk(
         if (draw := chunk.draw) is None:
             result.append(None)
             continue
-        count = next(rights) + 1
-        kept = tuple(values[row : row + count])
-        wanted = draw.sampling.logprobs
-        logs = (
-            () if wanted is None else tuple(_token_logprobs(kept[i], logprobs[row + i], wanted) for i in range(count))
-        )
+        kept = tuple(values[row : row + next(rights) + 1])
+        logs: tuple[TokenLogprobs, ...] = ()
+        if (wanted := draw.sampling.logprobs) is not None:
+            logs = tuple(_token_logprobs(token, logprobs[row + i], wanted) for i, token in enumerate(kept))
         result.append(Drawn(kept, logs))
         row += draw.drafts + 1
     return tuple(result)
@@ -311,3 +291,107 @@ def by_chunk(
 def _token_logprobs(token: int, row: LogRow, wanted: int) -> TokenLogprobs:
     chosen, values, ids = row
     return TokenLogprobs(token, chosen, tuple(zip(ids[:wanted], values[:wanted], strict=True)))
+
+
+# ---- on a GPU, without waiting ----
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the rows of a step ask for. `arrays`, to be sent to the device, in the order that `begin` takes them:
+
+    first rows [S + 1] int32, drafts [R] int32; where a row is sampled temperatures [R] float32 (0: greedy) and noise
+    keys [R, 2] int32; where one is filtered top_k [R] int32, top_p and min_p [R] float32.
+    """
+
+    rows: LogitRows
+    arrays: tuple[Array, ...]
+
+
+def settings(chunks: Sequence[Chunk], vocabulary: int) -> Settings:
+    """What the chunks of a step draw, of which at least one does."""
+    rows = group_rows(chunks, vocabulary)
+    drawing = [(chunk, chunk.draw.drafts + 1) for chunk in chunks if chunk.draw is not None]
+    first = np.zeros(len(drawing) + 1, np.int32)
+    np.cumsum([count for _, count in drawing], out=first[1:])
+    size = int(first[-1])
+    drafts = np.zeros(size, np.int32)
+    for (chunk, count), at in zip(drawing, first.tolist(), strict=False):
+        if count > 1:
+            drafts[at : at + count - 1] = chunk.tokens[len(chunk.tokens) - count + 1 :]
+    arrays: list[Array] = [first, drafts]
+
+    def per_row(values: Sequence[float], dtype: type, default: float = 0) -> None:
+        arrays.append(np.full(size, default, dtype))
+        arrays[-1][rows.sampled] = values
+
+    if rows.sampled:
+        per_row([s.temperature for s in rows.settings], np.float32)
+        keys = np.zeros((size, 2), np.int32)
+        keys[rows.sampled] = row_keys(rows.seeds, rows.positions)
+        arrays.append(keys)
+    if _filtered(rows.settings):
+        per_row([max(0, s.top_k) for s in rows.settings], np.int32)
+        per_row([s.top_p for s in rows.settings], np.float32, 1)
+        per_row([s.min_p for s in rows.settings], np.float32)
+    return Settings(rows, tuple(arrays))
+
+
+def counts_begin(rows: int) -> int:
+    """Where the accepted counts begin behind so many drawn tokens: aligned as kernels like their pointers."""
+    return -(-rows // 16) * 16
+
+
+@dataclass(slots=True)
+class Draws:
+    """Tokens that are being drawn. `drawn` [R] int32 is on the device, for the step after this one.
+
+    `results` is on the host: drawn tokens, and from `accepted` on a count of accepted drafts for each of `sequences`.
+    Valid once the device has got so far.
+    """
+
+    drawn: Tensor
+    results: Tensor
+    accepted: int
+    sequences: int
+    rows: LogitRows
+    logprobs: tuple[Tensor, Tensor, Tensor] | None
+
+    def finish(self, chunks: Sequence[Chunk]) -> tuple[Drawn | None, ...]:
+        """What was drawn for each chunk."""
+        values = self.results.tolist()
+        tokens, accepted = values[: len(self.drawn)], values[self.accepted : self.accepted + self.sequences]
+        found = _logprobs_by_row(self.rows, self.logprobs) if self.logprobs is not None else {}
+        return _by_chunk(chunks, tokens, accepted, found)
+
+
+@torch.inference_mode()
+def begin(
+    logits: Tensor, asked: Settings, views: Sequence[Tensor], replayed: tuple[Tensor, int] | None = None
+) -> Draws:
+    """Draw from `logits` [R, vocabulary]. `views` are `asked.arrays` on the device.
+
+    `replayed`: greedy draws of a graph as int32, and where accepted counts begin behind them. They are taken where
+    nothing else is asked for.
+    """
+    from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify  # needs Triton
+
+    rows, (first, drafts, *noise) = asked.rows, views
+    sequences = len(first) - 1
+    if replayed is not None and not noise and not rows.adjusted:
+        results, ahead = replayed
+        tokens = results[: len(drafts)]
+    else:
+        scores = adjusted(logits, rows) if rows.adjusted else logits
+        temperatures, keys, *limits = noise or (None, None)
+        cutoff = None
+        if limits and temperatures is not None:
+            hot = torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+            cutoff = cutoffs(scores.float() / hot, *limits)
+        ahead = counts_begin(len(drafts))  # one tensor, so one copy brings both back
+        results = torch.empty(ahead + sequences, dtype=torch.int32, device=logits.device)
+        out = (results[: len(drafts)], results[ahead:])
+        tokens, _ = draw_and_verify(scores, first, drafts, temperatures, keys, cutoff, out)
+    found = _row_logprobs(logits, tokens, rows) if rows.logprobs else None
+    host = torch.empty(results.shape, dtype=results.dtype, pin_memory=results.device.type == "cuda")
+    return Draws(tokens, host.copy_(results, non_blocking=True), ahead, sequences, rows, found)

@@ -1,20 +1,21 @@
-"""What is measured and checked when a model is loaded, in the order it happens. `runner` decides what is done with it.
+"""Loading a model: everything between a configuration and a runner that is ready, in the order it happens.
+
+`load_runner` reads the checkpoint, resolves the configuration, allocates the KV store and makes the runner. On the way
+it measures and checks, over steps without requests:
 
 - Which of float32 and bfloat16 a CPU computes the model in faster (`faster_dtype`).
 - Whether a model of transformers computes the same over paged KV as by itself (`check_model`).
-- How much memory a GPU has left for KV beside the model and the largest step (`largest_step`, `measure`, `cells_left`).
-- Whether steps draw the same in CUDA graphs as without (`plans_to_compare`, `alike`).
+- How much memory a GPU has left for KV beside the model and its largest step (`fill_memory`).
+- Whether steps draw the same in CUDA graphs as without (`check_graphs`).
 - What verifying drafts costs (`measure_cost`).
-
-Nothing here knows requests. What has to run steps is given a runner, or a call.
 """
 
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -45,42 +46,42 @@ log = logging.getLogger(__name__)
 
 # dtype
 _ROWS = (1, 8)  # a decode step, and a verification window
-_MATRICES_BYTES = 64 << 20  # so much of bfloat16 is streamed, beyond most caches
+_MATRICES_BYTES = 64 << 20  # of bfloat16 to stream: more than most caches hold
 _CACHED_BYTES = 1 << 20  # smaller matrices stay in a cache
-_GAIN = 1.2  # what bfloat16 must be faster by
+_GAIN = 1.2  # least speed-up at which bfloat16 is chosen
 # paged KV
 _PROBE = 8  # tokens of the prompt
 _LIKENESS = {torch.float32: 0.9999, torch.bfloat16: 0.98, torch.float16: 0.99, torch.int8: 0.98}
-"""Least cosine between the two ways' logits, by how KV is computed and how it is stored."""
+"""Least cosine between the logits of both ways, by the dtype in which KV is computed and in which it is stored."""
 # graphs
-_GRAPH_TOKENS = 1024  # more take the device longer than the host to launch
+_GRAPH_TOKENS = 1024  # a step of more takes the device longer than the host needs to launch it
 _PARTIALS = 256 << 20  # bytes for partial results of split sequences
 _LAUNCHES = 256 << 20  # bytes for the graphs themselves, and what their forwards compute with
-_CLOSE = 0.25  # how far log probabilities of the same tokens may lie apart, by what 16 bits round
+_CLOSE = 0.25  # largest difference of log probabilities that rounding to 16 bits explains
 # verifying
 _SHAPES = ((1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (8, 4), (8, 8), (8, 16))  # (sequences, tokens of each)
 _CONTEXT = 256  # tokens each sequence has in its cache
-_BUDGET_S = 5.0  # a model so slow that its steps take longer is measured at fewer widths
+_BUDGET_S = 5.0  # after this time no wider step is measured
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedRunner:
-    """A runner, the configuration with nothing left open, and what others need to know of the model."""
+    """A runner, the resolved configuration, and what others need to know of the model."""
 
     config: EngineConfig
     runner: ModelRunner
     eos: frozenset[int]
     vocabulary: int
     tokenizer: PreTrainedTokenizerBase
-    cost: StepCost | None = None  # None: speculation is off, or not measured
-    defaults: Mapping[str, float] = field(default_factory=dict)  # of sampling, as the checkpoint has them
+    cost: StepCost | None = None  # None: speculation is off, or there was no room to measure
+    defaults: Mapping[str, float] = field(default_factory=dict)  # the checkpoint's sampling settings
 
 
 def load_runner(config: EngineConfig) -> LoadedRunner:
-    """Load the configured model and allocate its KV. Sets torch's threads and a CPU's kernels, for the process.
+    """Load the configured model and allocate its KV. Sets torch's threads and a CPU's kernels for the whole process.
 
-    Raises ConfigError, naming the field: a model that is missing, damaged or cannot be served, or settings that do
-    not fit the model or the machine.
+    Raises ConfigError, naming the field: the model is missing, damaged or cannot be served, or settings do not fit the
+    model or the machine.
     """
     info = inspect_model(config.model)
     machine = hardware()
@@ -103,7 +104,7 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
     kv = KVTensors(info.cell, pages, resolved.page_size, dtype, resolved.device, scratch=on_gpu, int8=int8_kv)
     model = _load_model(info, resolved, kv, tokenizer)
     if on_gpu:
-        _choose_ways(model, resolved)
+        _choose_products(model, resolved)
     if profiled:
         resolved = fill_memory(resolved, model, kv, GpuMemory())
     host = HostPages(kv, resolved.host_cells // resolved.page_size) if resolved.host_cells else None
@@ -121,9 +122,9 @@ def hardware() -> Hardware:
 
 
 def _kernels(asked: CpuKernels) -> CpuKernels:
-    """Choose the instructions that kernels on a CPU use in this process, and say what torch computes for want of one.
+    """Choose the instructions of the CPU kernels in this process. The log names kernels that torch replaces.
 
-    Raises ConfigError for what the processor or the installation does not have.
+    Raises ConfigError for instructions that the processor or the installation lacks.
     """
     try:
         level = native.limit(asked)
@@ -143,12 +144,17 @@ def _kernels(asked: CpuKernels) -> CpuKernels:
 
 
 def _load_model(info: ModelInfo, config: EngineConfig, kv: KVTensors, tokenizer: PreTrainedTokenizerBase) -> Model:
-    """Our own decoder where it is wanted and knows the model, else transformers' model, checked against itself."""
+    """Our own decoder where it is allowed and knows the model, else transformers' model, checked against itself."""
     int8 = config.dtype == "int8"
     if config.decoder != "transformers":
         sample = sample_tokens(tokenizer, info.vocabulary) if int8 or config.kv_dtype == "int8" else None
+        kind = Decoder
+        if config.device != "cpu":
+            from holdfast.replicas.model.decoder_gpu import GpuDecoder  # needs Triton
+
+            kind = GpuDecoder
         try:
-            decoder = _decoder(config.device).load(info.path, info.config, kv, config.context_length, sample, int8)
+            decoder = kind.load(info.path, info.config, kv, config.context_length, sample, int8)
         except torch.OutOfMemoryError as error:
             message = f"the weights do not fit on the GPU: use a smaller model or dtype ({error})"
             raise ConfigError(message, "model") from error
@@ -164,19 +170,9 @@ def _load_model(info: ModelInfo, config: EngineConfig, kv: KVTensors, tokenizer:
     return AnyModel(module, kv)
 
 
-def _decoder(device: str) -> type[Decoder]:
-    """Our decoder for a device. The one for a GPU needs Triton, which a torch for CPUs comes without."""
-    if device == "cpu":
-        return Decoder
-    from holdfast.replicas.model.decoder_gpu import GpuDecoder
-
-    return GpuDecoder
-
-
-def _choose_ways(model: Model, config: EngineConfig) -> None:
-    """Time products and let them take the faster way, or torch's where ours fails; or have all keep one order of sums.
-
-    Raises ConfigError where that cannot be had.
+def _choose_products(model: Model, config: EngineConfig) -> None:
+    """Give each product the fastest kernel, or with `batch_invariant` one order of sums. Raises ConfigError where that
+    is impossible.
     """
     from holdfast.kernels.ceilings import Clock
     from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_products
@@ -188,27 +184,11 @@ def _choose_ways(model: Model, config: EngineConfig) -> None:
             model.keep_order(most_rows(config), most_draws(config))
         except STEP_ERRORS as error:
             raise ConfigError(f"batch_invariant cannot be had with this model: {error}", "batch_invariant") from error
-        return
-    if not isinstance(model, GpuDecoder):
-        return
-    try:
-        choose_products(model.matrices, Clock().seconds)
-    except STEP_ERRORS:
-        log.exception("products are left to torch: ours could not be timed")
-
-
-def fill_memory(config: EngineConfig, model: Model, kv: KVTensors, source: "MemorySource") -> EngineConfig:
-    """Give the store what the device has left beside the model and its largest step; the configuration with its cells.
-
-    Raises ConfigError, naming the setting to change, where that is nothing.
-    """
-    runner = _runner(config, model, kv)
-    use = measure(source, kv.data.nbytes, lambda: runner.begin(largest_step(config)).land())
-    reserve = graph_bytes(config, model.vocabulary, kv.dtype.itemsize)
-    cells = cells_left(use, config.gpu_memory, reserve, kv.cell_bytes, kv.page_size)
-    kv.resize(cells // kv.page_size)
-    log.info("%d cells of KV, %.1f GiB", cells, kv.data.nbytes / 2**30)
-    return replace(config, cells=cells)
+    elif isinstance(model, GpuDecoder):
+        try:
+            choose_products(model.matrices, Clock().seconds)
+        except STEP_ERRORS:
+            log.exception("products are left to torch: ours could not be timed")
 
 
 def _runner(config: EngineConfig, model: Model, kv: KVTensors, host: HostPages | None = None) -> ModelRunner:
@@ -221,7 +201,7 @@ def _runner(config: EngineConfig, model: Model, kv: KVTensors, host: HostPages |
 
 
 def _capture(runner: ModelRunner, config: EngineConfig) -> None:
-    """Capture graphs for decoding and verifying. Without them steps are only slower."""
+    """Capture graphs of short steps and check them. Without graphs steps are only slower."""
     from holdfast.replicas.model.runner_gpu import GpuRunner
 
     tokens, shape = graph_tokens(config), runner.model.attention
@@ -229,21 +209,22 @@ def _capture(runner: ModelRunner, config: EngineConfig) -> None:
         return
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     try:
-        captured = runner.capture(gpu_capture(), room_for(tokens, shape, processors), log.info)
+        runner.capture(gpu_capture(), room_for(tokens, shape, processors), log.info)
     except STEP_ERRORS:
         log.exception("steps run without CUDA graphs: they could not be captured")
         return
-    if captured:
-        check_graphs(runner, config)
+    check_graphs(runner, config)
+
+
+# ---- dtype of a CPU ----
 
 
 def faster_dtype(config: Any, checkpoint: DType) -> DType:
     """float32 or bfloat16, for the transformers configuration and the dtype of a checkpoint.
 
-    Only models whose matrices do not stay in a cache are timed, at the sizes of their products, and only where our
-    kernels multiply and the checkpoint is in bfloat16, so that both dtypes hold its numbers. All others stay in
-    float32, the more exact. Takes about a second, on one thread: several threads wait for each other on a busy machine,
-    and then all dtypes look alike.
+    Products of the model's sizes are timed. float32 is more exact, and these stay in it untimed: models whose matrices
+    stay in a cache, checkpoints in another dtype than bfloat16, and processors without our kernels. Takes about a
+    second on one thread: on a busy machine several threads wait for each other, and then all dtypes look alike.
     """
     if checkpoint != "bfloat16":
         return "float32"
@@ -263,7 +244,7 @@ def faster_dtype(config: Any, checkpoint: DType) -> DType:
 
 @torch.inference_mode()
 def _seconds(outputs: int, inputs: int, dtype: torch.dtype) -> float:
-    """Products of `_ROWS` rows each with enough matrices [outputs, inputs] to leave the caches; least of four."""
+    """Products of `_ROWS` rows with more matrices [outputs, inputs] than the caches hold; the least of four."""
     count = max(2, _MATRICES_BYTES // (2 * outputs * inputs))
     matrices = [Matrix(torch.full((outputs, inputs), 0.01, dtype=dtype)) for _ in range(count)]
     batches = [torch.ones(rows, inputs, dtype=dtype) for rows in _ROWS]
@@ -277,16 +258,18 @@ def _seconds(outputs: int, inputs: int, dtype: torch.dtype) -> float:
     return min(taken)
 
 
+# ---- transformers' model over paged KV ----
+
+
 def check_model(module: nn.Module, info: ModelInfo, kv: KVTensors, context_length: int) -> None:
-    """Switch the model to paged attention and compare it with what it computed before. Writes the store's first cells.
+    """Switch a model to paged attention and compare its logits before and after. Writes the store's first cells.
 
-    A short prompt runs twice, once in transformers' own way and once through pages in two steps. A model that keeps
-    state outside its attention, or whose attention is not the usual one, is refused here and does not answer wrongly
-    later. The prompt is shorter than sliding windows are: a window that the model applies in its mask alone, which
-    paged attention does not see, shows in that no layer asks for it.
+    A short prompt runs by transformers alone, then through pages in two steps. A model that keeps state outside its
+    attention, or whose attention is unusual, fails here and does not answer wrongly later. The prompt is shorter than
+    any sliding window. So a window that the model applies in its mask alone, invisible to paged attention, is found by
+    another sign: no layer asks for it.
 
-    Raises ConfigError for a model that cannot be switched or computes something else then, in contexts of up to
-    `context_length` tokens.
+    Raises ConfigError for a model that cannot be switched, or would compute something else in `context_length` tokens.
     """
     name = info.path
     tokens = np.arange(1, 1 + min(_PROBE, kv.cells), dtype=np.int32) % info.vocabulary
@@ -311,7 +294,7 @@ def check_model(module: nn.Module, info: ModelInfo, kv: KVTensors, context_lengt
 
 
 def _paged_logits(model: AnyModel, kv: KVTensors, tokens: TokenIds) -> Tensor:
-    """Logits after the last token, all but that one in a first chunk."""
+    """Logits after the last token; the others are a first chunk."""
     used = -(-len(tokens) // kv.page_size)
     table = PageTable(1, used, kv.page_size, kv.pages, kv.data.device)
     table.write(RowWrite(0, 0, np.arange(used, dtype=np.int32)))
@@ -321,13 +304,16 @@ def _paged_logits(model: AnyModel, kv: KVTensors, tokens: TokenIds) -> Tensor:
     return model.forward(build_batch((Chunk(0, cut, tokens[cut:], Draw(Sampling(), 0)),), table))[0]
 
 
+# ---- a GPU's memory ----
+
+
 def pages_to_measure(config: EngineConfig) -> int:
-    """Pages of the store that the largest step runs over."""
+    """Pages of the store under the largest step."""
     return -(-_prefilled(config) // config.page_size) + 1
 
 
 def largest_step(config: EngineConfig) -> StepPlan:
-    """A step that takes as much memory as any: all the tokens of a prefill, and every other row draws, filtered."""
+    """A step that takes as much memory as any: all tokens of a prefill, and every other row draws with a filter."""
     size = _prefilled(config)
     pages = np.arange(pages_to_measure(config), dtype=np.int32)
     draw = Draw(Sampling(temperature=1.0, top_p=0.9), 0)
@@ -341,29 +327,35 @@ def _prefilled(config: EngineConfig) -> int:
     return min(config.step_tokens, config.context_length)
 
 
-class MemorySource(Protocol):
-    """A device's memory, in bytes."""
+class GpuMemory:
+    """The memory of the current CUDA device, in bytes."""
 
-    def total(self) -> int: ...
+    def total(self) -> int:
+        return int(torch.cuda.mem_get_info()[1])
 
     def others(self) -> int:
-        """What is taken, but not by tensors of this process."""
+        """Used by anything but this process's tensors."""
+        free, total = torch.cuda.mem_get_info()
+        return int(total - free - torch.cuda.memory_reserved())
 
     def taken(self) -> int:
-        """What tensors of this process take now."""
+        """Used by this process's tensors now."""
+        return int(torch.cuda.memory_allocated())
 
-    def reset_peak(self) -> None: ...
+    def reset_peak(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
     def peak(self) -> int:
-        """The most that this process had reserved for tensors since `reset_peak`."""
+        """The most that this process reserved for tensors since `reset_peak`."""
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_reserved())
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes. `weights`: the model; `step`: what its largest step takes besides, at its peak; no KV in either.
-
-    Measured once, while the largest step that the configuration allows runs over a store of a few pages.
-    """
+    """Bytes, without KV. `weights`: the model. `step`: the peak of its largest step, over a store of a few pages."""
 
     total: int
     others: int
@@ -371,11 +363,8 @@ class MemoryUse:
     step: int
 
 
-def measure(source: MemorySource, kv_bytes: int, largest_step: Callable[[], object]) -> MemoryUse:
-    """Run the largest step and see what it takes; `kv_bytes` are those of the store it runs over.
-
-    Raises ConfigError, for `step_tokens`, when there is no memory for it.
-    """
+def measure(source: GpuMemory, kv_bytes: int, largest_step: Callable[[], object]) -> MemoryUse:
+    """Run the largest step over a store of `kv_bytes`. Raises ConfigError, for `step_tokens`, when memory runs out."""
     weights = source.taken() - kv_bytes
     source.reset_peak()
     try:
@@ -390,9 +379,9 @@ def measure(source: MemorySource, kv_bytes: int, largest_step: Callable[[], obje
 
 
 def cells_left(use: MemoryUse, share: float, reserve: int, cell_bytes: int, page_size: int) -> int:
-    """Cells in whole pages that fit into `share` of the memory, with `reserve` bytes kept for graphs.
+    """Cells in whole pages that fit into `share` of the memory beside `reserve` bytes for graphs.
 
-    Raises ConfigError, naming the setting to change, where not a page is left.
+    Raises ConfigError, naming the setting to change, where no page fits.
     """
     allowed = int(use.total * share) - use.others
     left = allowed - use.weights - use.step - reserve
@@ -412,31 +401,25 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-class GpuMemory:
-    """The memory of the current CUDA device."""
+def fill_memory(config: EngineConfig, model: Model, kv: KVTensors, source: GpuMemory) -> EngineConfig:
+    """Give the store the memory that the model and its largest step leave. Returns the configuration with its cells.
 
-    def total(self) -> int:
-        return int(torch.cuda.mem_get_info()[1])
+    Raises ConfigError, naming the setting to change, where nothing is left.
+    """
+    runner = _runner(config, model, kv)
+    use = measure(source, kv.data.nbytes, lambda: runner.begin(largest_step(config)).land())
+    reserve = graph_bytes(config, model.vocabulary, kv.dtype.itemsize)
+    cells = cells_left(use, config.gpu_memory, reserve, kv.cell_bytes, kv.page_size)
+    kv.resize(cells // kv.page_size)
+    log.info("%d cells of KV, %.1f GiB", cells, kv.data.nbytes / 2**30)
+    return replace(config, cells=cells)
 
-    def others(self) -> int:
-        free, total = torch.cuda.mem_get_info()
-        return int(total - free - torch.cuda.memory_reserved())
 
-    def taken(self) -> int:
-        return int(torch.cuda.memory_allocated())
-
-    def reset_peak(self) -> None:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-    def peak(self) -> int:
-        torch.cuda.synchronize()
-        return int(torch.cuda.max_memory_reserved())
+# ---- graphs ----
 
 
 def graph_tokens(config: EngineConfig) -> int:
-    """Tokens of the largest step that is to run in a graph; 0: none."""
+    """Tokens of the largest step that runs in a graph; 0: no graphs."""
     if not config.has("cuda_graphs") or config.device == "cpu":
         return 0
     return min(_GRAPH_TOKENS, most_rows(config))
@@ -453,14 +436,14 @@ def most_rows(config: EngineConfig) -> int:
 
 
 def graph_bytes(config: EngineConfig, vocabulary: int, item: int) -> int:
-    """Memory to keep for graphs; `item`: bytes of one of the model's numbers."""
+    """Memory reserved for graphs; `item`: bytes of one of the model's numbers."""
     tokens = graph_tokens(config)
     logits = item * min(tokens, MOST_DRAWS) * vocabulary  # those that are kept, and those of a forward
     return _PARTIALS + _LAUNCHES + 2 * logits if tokens else 0
 
 
 def check_graphs(runner: "GpuRunner", config: EngineConfig) -> bool:
-    """Keep the graphs if steps draw the same in them as without. Whether they do."""
+    """Drop a runner's graphs unless steps draw the same in them as without. Whether they are kept."""
     graphs, plans = runner.graphs, plans_to_compare(config)
     if graphs is None:
         return False
@@ -483,27 +466,26 @@ def plans_to_compare(config: EngineConfig) -> list[StepPlan]:
     """Steps of single tokens and of windows, each after one that computes their contexts, as far as there is room."""
     plans = []
     for sequences, window, context in ((1, 1, 40), (2, 1, 300), (1, 5, 40), (3, 9, 20)):
-        end = context + window
-        pages = -(-end // config.page_size)
-        if end > config.context_length or sequences * pages * config.page_size > config.cells:
-            continue
-        if sequences > config.max_sequences:
-            continue
-        numbers = np.arange(sequences * pages, dtype=np.int32).reshape(sequences, pages)
-        writes = tuple(RowWrite(row, 0, numbers[row]) for row in range(sequences))
-        tokens = np.arange(1, window + 1, dtype=np.int32)
-        draw = Draw(Sampling(logprobs=0), 0, drafts=window - 1)
-        before = np.arange(1, context + 1, dtype=np.int32)
-        plans.append(StepPlan(tuple(Chunk(row, 0, (before + row) % 50) for row in range(sequences)), writes))
-        plans.append(StepPlan(tuple(Chunk(row, context, tokens, draw) for row in range(sequences))))
+        if writes := _writes(config, sequences, context + window):
+            draw, tokens = Draw(Sampling(logprobs=0), 0, drafts=window - 1), np.arange(1, window + 1, dtype=np.int32)
+            before = np.arange(1, context + 1, dtype=np.int32)
+            plans.append(StepPlan(tuple(Chunk(row, 0, (before + row) % 50) for row in range(sequences)), writes))
+            plans.append(StepPlan(tuple(Chunk(row, context, tokens, draw) for row in range(sequences))))
     return plans
 
 
-def alike(some: Sequence[StepOutput], others: Sequence[StepOutput]) -> bool:
-    """Whether steps drew the same tokens, or others nearly as likely.
+def _writes(config: EngineConfig, sequences: int, length: int) -> tuple[RowWrite, ...]:
+    """Pages for so many sequences of one length; none where they do not fit."""
+    pages = -(-length // config.page_size)
+    fits = sequences <= config.max_sequences and sequences * pages <= config.cells // config.page_size
+    if not fits or length > config.context_length:
+        return ()
+    numbers = np.arange(sequences * pages, dtype=np.int32).reshape(sequences, pages)
+    return tuple(RowWrite(row, 0, numbers[row]) for row in range(sequences))
 
-    What each chunk drew first is compared, by its log probability.
-    """
+
+def alike(some: Sequence[StepOutput], others: Sequence[StepOutput]) -> bool:
+    """Whether steps drew the same tokens, or others nearly as likely: compares log probabilities of first tokens."""
     for a, b in zip(some, others, strict=True):
         for one, other in zip(a.drawn, b.drawn, strict=True):
             if one is None or other is None:  # a chunk that draws nothing
@@ -514,37 +496,28 @@ def alike(some: Sequence[StepOutput], others: Sequence[StepOutput]) -> bool:
     return True
 
 
-def measure_cost(runner: Runner, config: EngineConfig) -> StepCost | None:
-    """Time decode steps of several widths, over pages that hold nothing yet; None where there is no room for it.
+# ---- verifying ----
 
-    Single sequences give the narrow widths, several with windows of drafts the wide ones, as steps have them. The
-    figures are the least of three, since what else runs on the machine only adds; the gate corrects them with every
-    step.
+
+def measure_cost(runner: Runner, config: EngineConfig) -> StepCost | None:
+    """Time decode steps of several widths over pages that hold nothing yet. None where there is no room.
+
+    Single sequences give the narrow widths, several with windows of drafts the wide ones, as in real steps. A figure is
+    the least of three: other load on the machine only adds. The gate corrects the figures with every step.
     """
     rows: list[int] = []
     seconds: list[float] = []
     began = time.perf_counter()
     for sequences, window in _SHAPES:
-        plans = list(_plans_to_time(config, sequences, window))
-        if not plans or (len(rows) >= 2 and time.perf_counter() - began > _BUDGET_S):
+        context = min(_CONTEXT, config.context_length - window)
+        writes = _writes(config, sequences, context + window) if context > 0 else ()
+        if not writes or (len(rows) >= 2 and time.perf_counter() - began > _BUDGET_S):
             break
+        draw = Draw(Sampling(), 0, drafts=window - 1)
+        chunks = tuple(Chunk(row, context, np.ones(window, np.int32), draw) for row in range(sequences))
         rows.append(sequences * window)
-        seconds.append(min([_timed(runner, plan) for plan in plans][1:]))
+        seconds.append(min([_timed(runner, StepPlan(chunks, writes)) for _ in range(4)][1:]))  # the first warms up
     return step_cost(rows, seconds) if len(rows) >= 2 else None
-
-
-def _plans_to_time(config: EngineConfig, sequences: int, window: int) -> Iterator[StepPlan]:
-    """The same step four times, the first to warm up; nothing where cache or context are too small."""
-    context = min(_CONTEXT, config.context_length - window)
-    pages = -(-(context + window) // config.page_size)
-    if context < 1 or sequences * pages > config.cells // config.page_size or sequences > config.max_sequences:
-        return
-    numbers = np.arange(sequences * pages, dtype=np.int32).reshape(sequences, pages)
-    writes = tuple(RowWrite(row, 0, numbers[row]) for row in range(sequences))
-    draw = Draw(Sampling(), 0, drafts=window - 1)
-    chunks = tuple(Chunk(row, context, np.ones(window, np.int32), draw) for row in range(sequences))
-    for _ in range(4):
-        yield StepPlan(chunks, writes)
 
 
 def _timed(runner: Runner, plan: StepPlan) -> float:

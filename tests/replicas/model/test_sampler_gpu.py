@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from holdfast.kernels.kv import Sender
 from holdfast.replicas.constraints.matcher import RowMasks
-from holdfast.replicas.model import sampler_gpu
+from holdfast.replicas.model import sampler
 from holdfast.replicas.model.decoder import STEP_ERRORS
-from holdfast.replicas.model.sampler import sample
 from holdfast.replicas.plan import Chunk, Draw, Sampling
 from holdfast.replicas.types import TokenCounts
 
@@ -44,9 +43,9 @@ class Only:
 
 
 def on_gpu(logits, chunks):
-    asked = sampler_gpu.settings(chunks, logits.shape[1])
+    asked = sampler.settings(chunks, logits.shape[1])
     views = Sender(logits.device).send(asked.arrays)
-    return sampler_gpu.begin(logits, asked, views).finish(chunks)
+    return sampler.begin(logits, asked, views).finish(chunks)
 
 
 @settings(max_examples=15, deadline=None, phases=PHASES)
@@ -70,7 +69,7 @@ def test_tokens_are_those_of_the_cpu(rows, half, seed):
             counts.add(rng.integers(0, VOCABULARY, 9).astype(np.int32))
         chunks.append(Chunk(0, int(rng.integers(0, 99)), tokens, Draw(sampling, seed, drafts, counts, masks)))
         at += drafts + 1
-    got, expected = on_gpu(logits, chunks), sample(logits, chunks)
+    got, expected = on_gpu(logits, chunks), sampler.sample(logits, chunks)
     assert got == expected
 
 
@@ -85,4 +84,4 @@ def test_a_cutoff_is_compared_with_what_it_was_found_in():
 def test_a_setting_that_no_array_holds_is_an_error_of_the_step():
     draw = Draw(Sampling(temperature=1.0, top_k=2**40), 0)
     with pytest.raises(STEP_ERRORS):
-        sampler_gpu.settings([Chunk(0, 0, np.array([5], np.int32), draw)], VOCABULARY)
+        sampler.settings([Chunk(0, 0, np.array([5], np.int32), draw)], VOCABULARY)

@@ -153,11 +153,10 @@ class _Layout:
 
 
 class _WindowFields:
-    """What attention with one window reads but for its narrow items."""
+    """What attention with one window reads, except its narrow items."""
 
     def __init__(self, layout: _Layout, room: GraphRoom) -> None:
-        self.n_narrow = layout.add(torch.int32, 1)
-        self.n_wide = layout.add(torch.int32, 1)
+        self.n_narrow, self.n_wide = layout.add(torch.int32, 1), layout.add(torch.int32, 1)
         self.order = layout.add(torch.int32, 2 * room.tokens)  # a token is in one shared prefix at most
         self.positions = layout.add(torch.int32, room.tokens)
         self.merges = layout.add(torch.int32, room.tokens, 7)
@@ -225,14 +224,30 @@ class CudaGraphs:
         if bucket is None or size > self.room.extra:
             return None
         first, drafts = draws or (_NOBODY, _NOBODY)
-        fields = self._fields
+        fields, tokens = self._fields, bucket.tokens
+        parts: list[tuple[_Field, Array]] = [
+            (fields.token_ids, _filled(layout.token_ids, tokens)),
+            (fields.positions, _filled(layout.positions, tokens)),
+            (fields.cells, _filled(layout.cells, tokens, self._scratch)),
+            (fields.drawn, _filled(layout.drawn, bucket.draws)),
+            # Sequences that only fill the bucket have no rows.
+            (fields.first_rows, _filled(first, bucket.draws + 1, len(layout.drawn))),
+            (fields.drafts, drafts),
+        ]
+        for work, at, narrow in zip(works, fields.windows, fields.narrow, strict=True):
+            parts += [
+                (at.n_narrow, np.array([len(work.narrow)], np.int32)),
+                (at.n_wide, np.array([len(work.wide)], np.int32)),
+                (at.order, work.order),
+                (at.positions, work.positions),
+                (at.merges, _filled(work.merges, tokens)),  # zeros merge nothing; rows of an earlier step would
+                (at.wide, work.wide),
+                (narrow, work.narrow),
+            ]
         extra_places = [fields.extra + offset for offset in offsets]
-        arrays, places = self._inputs(bucket, layout, works)
-        # Sequences that only fill the bucket have no rows.
-        arrays += [_filled(first, bucket.draws + 1, len(layout.drawn)), drafts]
-        places += [fields.first_rows.offset, fields.drafts.offset]
+        places = [*(field.offset for field, _ in parts), *extra_places]
         end = fields.narrow[-1].offset + works[-1].narrow.nbytes
-        sender.send_into(self._static, [*arrays, *extra], [*places, *extra_places], end)
+        sender.send_into(self._static, [*(array for _, array in parts), *extra], places, end)
         sent = (fields.first_rows.view(self._static, len(first)), fields.drafts.view(self._static, len(drafts)))
         return Loaded(bucket, sent, views(self._static, extra, extra_places))
 
@@ -254,26 +269,6 @@ class CudaGraphs:
         size = self._sizes[bisect_left(self._sizes, tokens)]
         bucket = Bucket(size, max(work.narrow_rows for work in works), wide or size > MOST_DRAWS)
         return bucket if bucket in self._replays else None
-
-    def _inputs(
-        self, bucket: Bucket, layout: BatchLayout, works: Sequence[AttentionWork]
-    ) -> tuple[list[Array], list[int]]:
-        """A step's arrays, filled up to the bucket's tokens, and where each goes."""
-        fields, size = self._fields, bucket.tokens
-        arrays: list[Array] = [
-            _filled(layout.token_ids, size),
-            _filled(layout.positions, size),
-            _filled(layout.cells, size, self._scratch),
-            _filled(layout.drawn, bucket.draws),
-        ]
-        places = [fields.token_ids.offset, fields.positions.offset, fields.cells.offset, fields.drawn.offset]
-        for work, at, narrow in zip(works, fields.windows, fields.narrow, strict=True):
-            arrays += [np.array([len(work.narrow)], np.int32), np.array([len(work.wide)], np.int32)]
-            # Rows of zeros merge nothing; those of a larger step before would.
-            arrays += [work.order, work.positions, _filled(work.merges, size), work.wide, work.narrow]
-            places += [at.n_narrow.offset, at.n_wide.offset, at.order.offset, at.positions.offset]
-            places += [at.merges.offset, at.wide.offset, narrow.offset]
-        return arrays, places
 
     def _forward(self, bucket: Bucket) -> Callable[[], None]:
         """The model's forward and greedy draws over the static buffers, as one bucket sees them."""

@@ -173,6 +173,19 @@ SPECULATION = Row(
             ("draft_tokens_accepted", "accepted"),
             ("draft_tokens_withheld", "withheld"),
         ),
+        Panel(
+            "Accepted drafts",
+            "Share of the verified drafts that the model drew as well; no line: nothing was drafted.",
+            Unit.SHARE,
+            (
+                Query(
+                    f"{WHO.rate('holdfast_draft_tokens_accepted_total', 'replica')}"
+                    f" / {WHO.rate('holdfast_draft_tokens_total', 'replica')}",
+                    EACH,
+                ),
+            ),
+            width=16,
+        ),
     ),
 )
 

@@ -76,14 +76,14 @@ class Soak(World):
         session, scope = rng.choice("stuvw"), rng.choice(["", "tenant"])
         more = [rng.randrange(1, 50) for _ in range(rng.randrange(1, 40))]
         match kind[0]:
-            case "turn" | "single" if len(self.terminator) < MOST_LIVE:
+            case "turn" | "single" if len(self.ends) < MOST_LIVE:
                 program = rng.choice("abcdefgh") if kind[0] == "turn" else ""
                 known = self.texts.get(program, words(1, 24))
                 text = known + more if len(known) < 60 else words(rng.randrange(3), 24) + more
                 if program:
                     self.texts[program] = text
                 self.submit(name, text, rng.choice([0, 3, 8, 30]), scope, program=program)
-            case "append" | "query" if len(self.terminator) < MOST_LIVE:
+            case "append" | "query" if len(self.ends) < MOST_LIVE:
                 most = rng.randrange(1, 12) if kind[0] == "query" else 0
                 self.query(name, session, more, most, rng.random() < 0.6, scope)
             case "open" if (scope, session) not in self.histories:

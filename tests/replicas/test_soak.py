@@ -94,8 +94,8 @@ class Soak(World):
                     self.fork(session, child, scope)
             case "close":
                 self.close(session, scope)
-            case "cut" if self.terminator:
-                victim = rng.choice(list(self.terminator))
+            case "cut" if self.ends:
+                victim = rng.choice(list(self.ends))
                 if isinstance(self.commands[victim], Submit):
                     self.cut_short.add(victim)
                     self.give(rng.choice([Abort, Stop])(victim))
@@ -117,13 +117,13 @@ class Soak(World):
 
     def sweep(self) -> None:
         """Forget what has ended, and sessions that are no more."""
-        for name in [name for name, ends in self.terminator.items() if ends]:
+        for name in [name for name, ends in self.ends.items() if ends]:
             end = self.end(name)
             if isinstance(end, Finished) and name in self.prompts and self.random.random() < 0.3:
                 self._compare(name)
             self.outcomes[type(end).__name__] = self.outcomes.get(type(end).__name__, 0) + 1
             self.ended += 1
-            for book in (self.terminator, self.out, self.prompts, self.commands):
+            for book in (self.ends, self.out, self.prompts, self.commands):
                 book.pop(name, None)
             self.cut_short.discard(name)
         open_now = {(each.key.scope, each.key.name) for each in self.engine.programs.sessions}

@@ -1,6 +1,8 @@
 """The engine: takes commands in, runs steps, gives events out. One thread calls it; it never waits and reads no clock.
 
-Whatever happens inside a step, every submitted request ends in exactly one terminal event.
+handle    one command: a request, a notice about a program, the end of a request
+step      plan, begin, land, commit: one step of the batch, or where steps overlap parts of two
+events    tokens and ends, returned by both; every submitted request ends in exactly one terminal event
 """
 
 import logging
@@ -82,17 +84,17 @@ class Engine:
         self._eos = eos
         self._vocabulary = vocabulary
         self._order = request_order(config.order)
-        self._learned = LoadStats()
+        self._load = LoadStats()
         self.stats = EngineStats()
         self._drafter = Drafter(config.speculation, self.stats, cost)
         self._pipeline = Pipeline(runner, config.overlap_steps == "on", self.stats, stopwatch)
         self._numbers = count()
-        self.live: dict[str, Sequence] = {}  # requests that have not ended, by id; `activity` looks at them, too
+        self.live: dict[str, Sequence] = {}  # requests that have not ended, by id; other threads read it, too
         self._arrivals = Arrivals()
         self._prefix_report = PrefixReport()
         self._events: list[Event] = []
-        self._own: dict[str, Origin] = {}  # requests that no client sent and that have not ended, by id
-        self._preambles: dict[str, TokenIds] = {}  # that are kept for all tenants, by the id of their request
+        self._own: dict[str, Origin] = {}  # requests of the server itself that have not ended, by id
+        self._preambles: dict[str, TokenIds] = {}  # shared by all tenants, by the id of their request
         self._uncomputed: list[str] = []
         self.programs = Programs(self.stats, tokens=config.cells)
         self._open_books({})
@@ -111,24 +113,24 @@ class Engine:
         return self.scheduler.busy or self._pipeline.flying or bool(self._uncomputed)
 
     def share(self, preambles: list[TokenIds]) -> None:
-        """What prompts of all tenants may begin with: computed once, before all else, and kept as no tenant's.
+        """Compute these beginnings of prompts once, before all requests, and keep them for all tenants.
 
-        Raises ConfigError, naming the field, where one does not fit the context, or all take more than half the cells.
+        Raises ConfigError if one does not fit the context, or all of them take more than half of the cells.
         """
         config = self.config
         for tokens in preambles:
             if len(tokens) >= config.context_length:
-                told = f"a shared preamble of {len(tokens)} tokens leaves no room in {config.context_length}"
-                raise ConfigError(told, "shared_preambles")
+                message = f"a shared preamble of {len(tokens)} tokens leaves no room in {config.context_length}"
+                raise ConfigError(message, "shared_preambles")
         if 2 * sum(map(len, preambles)) > config.cells or not config.has("prefix_cache"):
-            told = f"shared preambles need the prefix cache, and at most half of {config.cells} cells"
-            raise ConfigError(told, "shared_preambles")
+            message = f"shared preambles need the prefix cache, and at most half of {config.cells} cells"
+            raise ConfigError(message, "shared_preambles")
         self._preambles = {f"{SHARED} {i}": tokens for i, tokens in enumerate(preambles)}
         self._uncomputed = list(self._preambles)
 
     @property
     def due(self) -> float | None:
-        """When a step has to end what its time is over for, though nothing is asked of the engine; None: never."""
+        """When a step has to drop something that expires, though no request waits; None: never."""
         dues = self.scheduler.retention.due, self._sessions.due, self._prefix_report.due
         return min((due for due in dues if due is not None), default=None)
 
@@ -138,7 +140,7 @@ class Engine:
         )
 
     def load(self) -> LoadReport:
-        """What those who place programs are to know. Any thread may ask."""
+        """What a router needs to place programs. Any thread may ask."""
         now = self.occupancy()
         running, waiting = now.turns
         return LoadReport(
@@ -148,13 +150,13 @@ class Engine:
             cells_total=now.cells_total,
             cells_free=now.cells_free,
             cells_pinned=now.cells_pinned,
-            seconds_per_token=self._learned.token_s,
+            seconds_per_token=self._load.token_s,
             prefixes=self._prefix_report.held,
         )
 
     @property
     def contended(self) -> Mapping[str, float]:
-        """Seconds that were served while others waited, by `<class>/<tenant>`; {} where the order does not share them.
+        """Seconds served while others waited, by `<class>/<tenant>`; {} where the order does not share them.
 
         Any thread may ask.
         """
@@ -174,9 +176,9 @@ class Engine:
         return self._sessions.of(scope)
 
     def handle(self, command: Command, now: float, arrived: float | None = None) -> list[Event]:
-        """Take a command in. An unknown id in `Stop` or `Abort` is a request that has just ended: ignored.
+        """Take a command in. An unknown id in `Stop` or `Abort` is ignored: its request has just ended.
 
-        A request's time counts from `arrived`, where it had to wait for the step before this moment.
+        A request's time counts from `arrived`, if it had to wait for the end of a step.
         """
         try:
             self._sessions.expire(now)
@@ -196,7 +198,7 @@ class Engine:
     def step(self, now: float, clock: Stopwatch | None = None) -> list[Event]:
         """Run one step. `clock` gives the time of its end, for the events; without it they carry `now`.
 
-        Where steps overlap its events come with the next call.
+        Where steps overlap, its events come with the next call.
         """
         try:
             self._sessions.expire(now)
@@ -205,7 +207,7 @@ class Engine:
             self._prefix_report.look(self.cache, now)
         except Exception as failure:
             self._start_anew(failure, now)
-        return self._flush(clock() if clock else now)  # what begins now begins after what the step committed
+        return self._flush(clock() if clock else now)  # session operations that begin now come after the commit
 
     def fail_all(self, error: HoldfastError, now: float) -> list[Event]:
         """End every request with `error`: the engine is stopping."""
@@ -244,13 +246,13 @@ class Engine:
             self._events.append(Rejected(request_id, error.info))
 
     def _begin(self, submit: Submit, arrived: float, now: float, session: Session | None = None) -> Sequence | None:
-        """Take a request in; None when it ended at once. Whatever goes wrong here is its own fault, or its end."""
+        """Take a request in. None: it ended at once, with an event. An exception here fails this request alone."""
         request_id = submit.request_id
         try:
             history = session.history if session is not None else NO_TOKENS
             tokens = np.concatenate((history, submit.tokens)) if len(history) else submit.tokens
             began = session.opened if session is not None else arrived
-            # A session's tokens stand behind its history, and are pinned.
+            # The tokens of a session are pinned, so labels decide nothing.
             labels = submit.labels if self.config.has("kv_tags") and session is None else UNLABELLED
             arrival = self._arrivals.of(submit, arrived, began)
             submit = replace(submit, tokens=tokens, program_arrival=arrival, labels=labels)
@@ -299,7 +301,7 @@ class Engine:
         self._sessions.closed(command, session, now, arrived)
 
     def _end(self, command: Stop | Abort, now: float) -> None:
-        """End a request, if there still is one of that id."""
+        """End a request, if it has not ended."""
         request_id = command.request_id
         sequence = self.live.get(request_id)
         if sequence is None:
@@ -315,9 +317,9 @@ class Engine:
     # ---- parts ----
 
     def _seed(self, submit: Submit) -> int:
-        """The seed of a request's noise; where none is given that of the prompt, or a random one.
+        """The seed of a request's noise: the given one, that of the prompt, or a random one.
 
-        Each choice of a request but the first has one of its own, the hash of that and of its number.
+        Each choice of a request after the first has its own: the hash of that seed and of the choice's number.
         """
         sampling = submit.sampling
         if sampling.choice and sampling.temperature > 0:
@@ -334,14 +336,14 @@ class Engine:
         return prompt_seed(submit.tokens[: len(submit.tokens) - submit.n_generated])
 
     def _cache_scope(self, sequence: Sequence) -> str | None:
-        """Where a request's cells are found and kept: with its tenant's, with its program's alone, or nowhere."""
+        """Where a request's cells are found and kept: the tenant's scope, its program's own scope, or none."""
         if self.config.has("prefix_cache"):
             return sequence.submit.cache_scope
         key = sequence.target.key if sequence.target is not None else None
         return key.own_scope if key is not None and (key.kind is Kind.SESSION or self.config.has("sessions")) else None
 
     def _open_books(self, limits: Mapping[str, tuple[CellLimits, float]]) -> None:
-        """`limits`: what tenants may have of the cells, and when they were told."""
+        """New cache, rows and scheduler. `limits`: of tenants on cells, each with the time of the last request."""
         config = self.config
         size = config.page_size
         evicts_to_host = config.host_cells >= size and config.has("prefix_cache")
@@ -359,14 +361,14 @@ class Engine:
             self._order,
             self.stats,
             self._events,
-            self._learned,
+            self._load,
         )
 
     def _start_anew(self, failure: Exception, now: float, coming: str | None = None) -> None:
-        """The last resort, when it is not known any more what is free: new books over the same memory.
+        """The last resort, when nobody knows what is free: new books over the same memory.
 
-        What runs fails, and the request that was `coming` in; what waits goes on, nothing is cached. The device's pages
-        need no care: every row is written again before it is read.
+        Running requests fail, and so does the one that was `coming` in. Waiting requests go on; nothing is cached. Page
+        rows on the device need no care: each is written again before it is read.
         """
         log.error("the engine starts anew", exc_info=failure)
         self._pipeline.forget()
@@ -379,7 +381,7 @@ class Engine:
             waits = sequence.request_id not in told and sequence in before.admission
             goes_on = waits and sequence.request_id not in self._preambles
             if sequence.status is not Status.ENDED and not (goes_on and sequence.preempted):
-                self._order.left(sequence)  # what goes on arrives again below, but for what was preempted
+                self._order.left(sequence)  # a waiting request arrives again below, unless it was preempted
             if goes_on:
                 waiting.append(sequence)
             if waits:
@@ -397,8 +399,8 @@ class Engine:
             self.scheduler.add(sequence, now)
 
     def _flush(self, now: float) -> list[Event]:
-        """Give the events out: requests that ended are forgotten, and the next operations of their sessions begin."""
-        for i, event in enumerate(self._events):  # more may be told meanwhile
+        """Give the events out. Ended requests are forgotten, and the next operations of their sessions begin."""
+        for i, event in enumerate(self._events):  # grows in the loop
             if isinstance(event, Terminal):
                 if (own := self._own.pop(event.request_id, None)) is None:
                     self.stats.ended[type(event).__name__.lower()] += 1
@@ -419,7 +421,7 @@ class Engine:
         return events
 
     def _begin_preambles(self, now: float) -> None:
-        """Before whoever waits for them (`admission`)."""
+        """Submit the shared preambles, before the requests that would use them."""
         while self._uncomputed:
             name = self._uncomputed.pop()
             self._own[name] = origin = Origin.PREAMBLE
@@ -429,7 +431,7 @@ class Engine:
             )
 
     def _is_own(self, event: Event, now: float) -> bool:
-        """Whether it is of a shared preamble, which is pinned for good once it is computed."""
+        """Whether an event is of a shared preamble. A computed preamble is pinned for good."""
         tokens = self._preambles.get(event.request_id)
         if tokens is None:
             return False
@@ -442,7 +444,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class _Flying:
-    """A step that has begun, and what it waits for."""
+    """A step that has begun."""
 
     step: Step
     flight: Flight
@@ -450,15 +452,15 @@ class _Flying:
 
 
 class Pipeline:
-    """Runs steps: one after the other, or each begun while the one before it still runs. At most one is in flight.
+    """Runs steps one after the other, or overlapped: each begins while the one before it still runs.
 
-    Overlapped, a call of `advance` plans a step and begins it, and then takes in what the step before drew: planning,
-    commit and everything that the caller does with events pass while the model computes. Results are one step late and
-    never different. After a step whose tokens are needed first (`Step.open`) the next call only takes them in.
-    What planning need not wait for (`Drafter.catch_up`) is done once a step has begun.
+    Overlapped, `advance` plans and begins a step, and then lands and commits the step before: planning, commit and the
+    handling of events take place while the model computes. Results come one step later and never differ. After a step
+    whose tokens are needed to plan (`Step.open`) the next call only lands it. Work that planning need not wait for
+    (`Drafter.catch_up`) is done once a step has begun.
 
-    This is the supervisor of a step: whatever a model or a kernel raises fails the requests in that step, no others.
-    Raises only BooksError, from the books.
+    This is the supervisor of a step: an exception of a model or a kernel fails the requests in that step alone. Raises
+    only BooksError, from the books.
     """
 
     def __init__(self, runner: Runner, overlap: bool, stats: EngineStats, watch: Stopwatch) -> None:
@@ -471,11 +473,11 @@ class Pipeline:
 
     @property
     def flying(self) -> bool:
-        """Whether a step has begun whose results were not taken in."""
+        """Whether a step is in flight."""
         return self._flying is not None
 
     def advance(self, scheduler: Scheduler, cache: KVCache, now: float, clock: Stopwatch | None) -> None:
-        """Plan and begin a step, take one in. `clock` gives the time of a step's end; without it that is `now`."""
+        """Plan and begin a step, land and commit one. `clock` gives the time of a step's end, else that is `now`."""
         before, self._flying = self._flying, None
         if before is not None and not before.step.open:
             self._land(before, scheduler, now, clock)
@@ -498,7 +500,7 @@ class Pipeline:
         expect_sound(cache)
 
     def forget(self) -> None:
-        """The books are gone, or the engine stops: nobody wants to know what the step in flight draws."""
+        """The books are gone, or the engine stops: drop the results of the step in flight."""
         flying, self._flying = self._flying, None
         if flying is not None:
             try:
@@ -507,7 +509,7 @@ class Pipeline:
                 log.exception("a forgotten step failed")
 
     def _plan(self, scheduler: Scheduler, now: float, before: _Flying | None) -> Step | None:
-        """The next step, None where there is nothing to do."""
+        """The next step. None: there is nothing to do."""
         t0 = self._watch()
         step = scheduler.schedule(now, before.step if before is not None else None)
         self._stats.schedule_s += self._watch() - t0
@@ -551,24 +553,24 @@ class Pipeline:
 
 
 def expect_sound(cache: KVCache) -> None:
-    """Raise BooksError after an operation on the cache broke off: which page is whose is not sure any more."""
+    """Raise BooksError if an operation on the cache broke off: the owners of pages are not certain any more."""
     if not cache.sound:
         raise BooksError("an operation on the cache broke off")
 
 
 class Arrivals:
-    """Routers give a program's arrival in seconds since the epoch, callers in this process maybe by the engine's clock.
+    """Puts arrivals of programs on one clock. Routers give them in seconds since the epoch; other requests give none
+    and get a time of the engine's clock.
 
-    No program begins after its request: one that seems to shows how far that clock is ahead of the engine's at least.
-    Requests that say nothing are put as far ahead: among the others they stand by when they came, and neither kind
-    goes first for ever. Where all times are of the engine's clock none is changed.
+    No program begins after its request: where one seems to, the routers' clock is ahead of the engine's by at least the
+    difference. Requests without an arrival are moved ahead by as much, so that neither kind always goes first.
     """
 
     def __init__(self) -> None:
         self._skew = 0.0  # seconds that the routers' clock is ahead at least
 
     def of(self, submit: Submit, arrived: float, began: float) -> float:
-        """What a request says, or else `began`, which like `arrived`, when it came itself, is by the engine's clock."""
+        """The arrival that a request gives, else `began`. `began` and `arrived` (of the request) are engine times."""
         if not submit.program_arrival:
             return began + self._skew
         self._skew = max(self._skew, submit.program_arrival - arrived)
@@ -576,9 +578,9 @@ class Arrivals:
 
 
 def fitted(submit: Submit, config: EngineConfig, pages: int) -> Submit:
-    """`submit` with `max_tokens` reduced to what its prompt leaves of the context and of its tenant's `pages`.
+    """`submit` with `max_tokens` reduced to the room that its prompt leaves in the context and in its tenant's `pages`.
 
-    One token is left where the prompt leaves none: then the prompt is what does not fit, and `check_submit` says so.
+    Where the prompt leaves none, one token stays: then `check_submit` rejects the prompt.
     """
     pages = min(pages, config.cells // config.page_size)
     # One page is spare: the end of a cached prefix may be copied into a page of its own.
@@ -589,7 +591,7 @@ def fitted(submit: Submit, config: EngineConfig, pages: int) -> Submit:
 
 
 def check_submit(submit: Submit, config: EngineConfig, vocabulary: int | None) -> None:
-    """Raise InvalidRequestError, or ContextLengthError, for a request that could never be served."""
+    """Raise InvalidRequestError or ContextLengthError for a request that can never be served."""
     n_prompt, max_tokens = len(submit.tokens), submit.sampling.max_tokens
     context, page = config.context_length, config.page_size
     if n_prompt == 0:
@@ -599,7 +601,7 @@ def check_submit(submit: Submit, config: EngineConfig, vocabulary: int | None) -
     if submit.sampling.top_k > MOST_TOP_K:
         raise InvalidRequestError(f"top_k must be at most {MOST_TOP_K}: {submit.sampling.top_k}", "top_k")
     if submit.background is not None and (max_tokens or submit.session is not None):
-        raise InvalidRequestError("work ahead draws nothing, and is no operation of a session", "background")
+        raise InvalidRequestError("a background prefill draws no tokens and is no operation of a session", "background")
     if not 0 < submit.weight < math.inf:
         raise InvalidRequestError(f"weight must be positive: {submit.weight}", "weight")
     if n_prompt + min(max_tokens, 1) > context:

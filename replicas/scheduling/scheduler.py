@@ -60,20 +60,20 @@ class Scheduler:
         order: RequestOrder,
         stats: EngineStats,
         events: list[Event],
-        learned: LoadStats,
+        load: LoadStats,
     ) -> None:
         self._config = config
         self._cache = cache
         self._order = order
         self._stats = stats
-        self._learned = learned
+        self._load = load
         self._last_commit = 0.0  # when the last step was over
         self._high_water = int(config.cells * HIGH_WATER) if config.has("chunk_deferral") else config.cells
         self._classes = Classes(BATCH_SHARE)
         self._waiting = waiting = WaitingQueue(order, self._classes)
         self._programs = programs
         self.rows = Rows(cache, pool, programs, keep=config.has("sessions"), share=config.has("prefix_cache"))
-        self.retention = Retention(config, cache, programs, self.rows, waiting, order, learned, stats)
+        self.retention = Retention(config, cache, programs, self.rows, waiting, order, load, stats)
         self._running = Running(cache, programs, self.rows, order, stats, self.retention, tags=config.has("kv_tags"))
         self.drafts = drafter
         self.terminator = Terminator(programs, self._running, waiting, self.drafts, order, stats, events)
@@ -274,7 +274,7 @@ class Scheduler:
 
     def _chunks(self, prefilling: list[Sequence]) -> list[int]:
         """Tokens of each chunk, in order. Batch requests share what foreground requests leave of the step."""
-        config, cost = self._config, self._learned.cost
+        config, cost = self._config, self._load.cost
         seconds = prompt_seconds(config, cost, prefilling[0])
         most = config.step_tokens
         if config.step_ms and not cost.computed(1):  # the cost is not known yet, so time gives no bound
@@ -303,7 +303,7 @@ class Scheduler:
 
     def _prefill_background(self, builder: StepBuilder, ahead: list[Sequence], now: float) -> None:
         """Plan a few tokens of prefills ahead. A prefill without room for more cells ends as far as it came."""
-        left, cost = BACKGROUND_CHUNK, self._learned.cost
+        left, cost = BACKGROUND_CHUNK, self._load.cost
         seconds = prompt_seconds(self._config, cost, ahead[0])
         for sequence in ahead:
             start = sequence.n_computed + sequence.in_flight
@@ -337,7 +337,7 @@ class Scheduler:
         # Beside a load a step may take longer than its forward.
         if seconds > 0 and plan.chunks and not step.loads:
             if plan.prefills:
-                self._learned.prefilled(((c.start, c.start + len(c.tokens)) for c in plan.chunks), seconds)
+                self._load.prefilled(((c.start, c.start + len(c.tokens)) for c in plan.chunks), seconds)
             else:
                 self.drafts.measured(sum(len(chunk.tokens) for chunk in plan.chunks), seconds)
         self._order.serve(step.sequences, plan.chunks, seconds, self._waiting.waiting)
@@ -401,7 +401,7 @@ class Scheduler:
         stats.pages_out += len(step.plan.saves)
         stats.pages_in += len(step.plan.loads)
         reloads.speed = reloads.speed.measured(len(step.plan.loads) * self._config.page_size, output.load_s)
-        self._learned.reload = reloads.speed.cell_s
+        self._load.reload = reloads.speed.cell_s
         for load in step.loads:
             if not load.present or reloads.reach(load.holding) < load.end:
                 continue  # it left, or what was brought back is not sure any more

@@ -91,7 +91,7 @@ def test_the_engine_hears_how_many_turns_an_answer_took():
             last = replace(turn("a", forced=False, ends=True), program_turns=7, answered_turns=5)
             await service.generate(last)
             await settled(service)
-            assert service.engine._learned.turns.mean == 3.0
+            assert service.engine._load.turns.mean == 3.0
 
     asyncio.run(main())
 

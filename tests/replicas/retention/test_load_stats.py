@@ -91,7 +91,7 @@ def test_what_short_prompts_say_of_long_ones_is_put_right_by_the_first_few():
 def test_steps_that_only_decode_say_nothing():
     world = World(speculation=DraftConfig(enabled=False))
     world.step_s = 1.0
-    learned = world.engine._learned
+    learned = world.engine._load
     for i in range(12):
         world.submit(f"short {i}", [i + 1], 8)
         world.run()

@@ -185,7 +185,7 @@ def test_turns_are_counted_anew_after_each_answer():
         for number in range(1, 6):
             name = f"{question}.{number}"
             world.give(TurnEnded(name, "", "p", (), number == 5, 5 * question + number, 5 * question))
-    learned = world.engine._learned.turns
+    learned = world.engine._load.turns
     assert (learned.programs, learned.mean) == (3, 5.0)
     assert learned.eta == pytest.approx(1.0)
 
@@ -195,7 +195,7 @@ def test_a_program_that_ends_after_answers_counts_the_turns_since():
     world.submit("a", words(1, 20), 4, program="p", turns=11, answered=9)
     world.run()
     world.give(ProgramEnded("", "p"))
-    assert world.engine._learned.turns.mean == 3.0
+    assert world.engine._load.turns.mean == 3.0
 
 
 def test_a_program_is_kept_longer_at_the_beginning_of_each_way_to_an_answer():
@@ -215,7 +215,7 @@ def test_a_program_is_kept_longer_at_the_beginning_of_each_way_to_an_answer():
 def test_idle_sessions_wait_for_nobody():
     world = make("infercept", cells=1024)
     engine = world.engine
-    engine._learned._prefill.cost = RestoreCost(b=0.01)
+    engine._load._prefill.cost = RestoreCost(b=0.01)
     world.open("s")
     world.append("h", "s", words(9, 200))
     world.run()
@@ -233,7 +233,7 @@ def two_that_pause() -> World:
         ("", "make"): ToolLatency(1000, 50.0, 0.0, (50.0,)),
     }
     world.give(ToolLatencies(LatencySnapshot(ToolLatency(2000, 25.0, 0.0, (9.0, 50.0)), tools)))
-    world.engine._learned._prefill.cost = RestoreCost(c=5.0)
+    world.engine._load._prefill.cost = RestoreCost(c=5.0)
     turn(world, "early", words(1, 80), began=1.0, tools=("make",))
     turn(world, "late", words(2, 80), began=2.0)
     return world
@@ -294,10 +294,10 @@ def test_under_expected_waste_of_what_is_worth_its_cells_the_latest_gives_way_fi
 def test_under_expected_waste_who_is_away_is_told_by_what_turns_wait_that_have_no_cells():
     """Nobody has waited when the first two pause; then turns have, for long, and for less than the tool takes."""
     world, tools = two_that_pause(), ("make",)
-    world.engine._learned.waited(100.0)
+    world.engine._load.waited(100.0)
     turn(world, "patient", words(4, 20), began=3.0, tools=tools)
     for _ in range(99):
-        world.engine._learned.waited(1.0)
+        world.engine._load.waited(1.0)
     turn(world, "brief", words(5, 20), began=4.0, tools=tools)
     away = {held.program.key.name: held.away - held.since for held in world.engine.scheduler.retention.pins}
     assert away.pop("patient") > 50.0
@@ -309,8 +309,8 @@ def test_under_expected_waste_it_is_counted_how_fast_programs_come_back_to_their
     said = turn(world, "one", words(1, 80))
     world.now += 2.0
     turn(world, "one", [*said, *words(2, 10)], number=1)
-    world.now = world.engine._learned._returns[0][0] + 4.0
-    known = world.engine._learned.conditions(paused=1000, now=world.now)
+    world.now = world.engine._load._returns[0][0] + 4.0
+    known = world.engine._load.conditions(paused=1000, now=world.now)
     assert known.returning == pytest.approx(len(said) / 4.0, abs=0.5), "but for the last token, which has no cell"
     assert known.back_within(8.0) == pytest.approx(2 * len(said), abs=4)
     assert known.back_within(1e9) == 1000
@@ -318,7 +318,7 @@ def test_under_expected_waste_it_is_counted_how_fast_programs_come_back_to_their
 
 def test_under_expected_waste_a_pause_is_looked_at_again_when_somebody_is_short():
     world = two_that_pause()
-    world.engine._learned._prefill.cost = RestoreCost(c=500.0)  # by now everything takes much longer
+    world.engine._load._prefill.cost = RestoreCost(c=500.0)  # by now everything takes much longer
     pins = world.engine.scheduler.retention.pins
     pins.lapses(pause_of(world, "late"), world.now + 9.0)
     flood(world, 100, began=0.5)
@@ -367,7 +367,7 @@ def test_under_expected_waste_who_lost_its_cells_goes_first_where_it_comes_back_
 def test_under_expected_waste_who_has_its_cells_goes_first_unless_a_tier_restores_them_for_less(after, reload, first):
     """And then only where it comes within what the copy takes."""
     world = two_that_pause()
-    world.engine._learned.reload = reload
+    world.engine._load.reload = reload
     world.now += after
     assert goes_first(world) is first
 
@@ -376,7 +376,7 @@ def test_under_expected_waste_who_has_its_cells_goes_first_unless_a_tier_restore
 def test_a_turn_that_waits_while_its_cells_give_way_stands_where_it_stood(monkeypatch, reload, first):
     world = two_that_pause()
     scheduler = world.engine.scheduler
-    world.engine._learned.reload = reload
+    world.engine._load.reload = reload
     world.now += 40.0
     with monkeypatch.context() as held_up:
         held_up.setattr(scheduler.admission, "admit", lambda builder, now: None)
@@ -416,7 +416,7 @@ def test_under_expected_waste_what_has_lapsed_does_not_go_first_while_its_next_t
 
 def test_a_replica_knows_its_pauses_from_their_beginning():
     world = make("expected_waste")
-    pauses = world.engine._learned.pauses
+    pauses = world.engine._load.pauses
     text = turn(world, "p", words(1, 20))
     turn(world, "q", words(2, 20))
     since = {held.program.key.name: held.since for held in world.engine.scheduler.retention.pins}
@@ -577,11 +577,11 @@ def test_the_row_of_a_pinned_program_goes_last():
 def test_new_books_keep_what_was_learned_and_no_pin():
     world = make()
     turn(world, "p", words(1, 20))
-    world.engine._learned.waited(3.0)
+    world.engine._load.waited(3.0)
     world.engine.cache.sound = False
     world.step()
     assert pinned(world) == set()
-    assert world.engine._learned.conditions().wait_s == 3.0
+    assert world.engine._load.conditions().wait_s == 3.0
 
 
 def talkative(n_prompt: int, n: int) -> list[int]:

@@ -155,7 +155,7 @@ def test_beside_those_that_decode_it_has_one_narrow_chunk_and_beside_a_prompt_no
 
 def test_beside_those_that_decode_it_makes_a_step_no_longer_than_prompts_may():
     world = make(step_ms=3000.0, speculation=DraftConfig(enabled=False))
-    world.engine._learned._prefill.cost = RestoreCost(b=1.0)  # a token a second
+    world.engine._load._prefill.cost = RestoreCost(b=1.0)  # a token a second
     for i, name in enumerate("ab"):
         world.ahead(name, words(i, 40), f"program {name}", name)
     world.submit("decodes", words(3, 10), 60)

@@ -141,7 +141,7 @@ def test_prompts_make_a_step_no_longer_than_they_may(prompts, step_ms, pace):
     def run(plan):
         drew = {each.row for each in world.engine.live.values() if each.drawn}
         prompts = [(chunk.start, len(chunk.tokens)) for chunk in plan.chunks if chunk.row not in drew]
-        cost = world.engine._learned.cost
+        cost = world.engine._load.cost
         world.step_s = 0.02 + 0.004 * sum(len(chunk.tokens) for chunk in plan.chunks)
         if len(prompts) < len(plan.chunks):
             added = sum(cost.between(start, start + n) for start, n in prompts)

@@ -1,4 +1,4 @@
-// Attention over the paged KV store on the cores of a CPU: the maths of attention.py, for what attention_c.py plans.
+// Attention over the paged KV store on the cores of a CPU: the maths of attention.py, which plans the work.
 //
 // For a query row at position p, over the positions j that it may see, p - window < j <= p:
 //
@@ -59,9 +59,9 @@ const uint64_t attention_source = SOURCE;
 #else
 
 enum { MAX_DIM = 256, MAX_ROWS = 128, FEW_ROWS = 8, MAX_KEYS = 96, BLOCK_VALUES = 48 * MAX_DIM };
-enum { PART = 384 };  // positions; mirrored by attention_c.py
+enum { PART = 384 };  // positions; mirrored by attention.py
 
-// Mirrored by attention_c.py.
+// Mirrored by attention.py.
 typedef struct {
     int32_t first, count;    // of its tokens in the batch
     int32_t start;           // position of the first; the next ones follow

@@ -1,4 +1,4 @@
-// What a decoder's layer does between its products, on the cores of a CPU: the maths of layer_c.py.
+// What a decoder's layer does between its products, on the cores of a CPU: the maths of layer.py.
 //
 //     norm      y_d = w_d x_d / sqrt(mean_d x_d^2 + eps)                      of rows of dim values
 //     rotate    of the queries and keys of a token, normed before where the model does that, with half = dim / 2:
@@ -129,7 +129,7 @@ void NORM(parallel *team, const void *x, int64_t x_row, const void *weight, void
 
 // ---- rotate ----
 
-// Mirrored by layer_c.py.
+// Mirrored by layer.py.
 typedef struct {
     parallel *team;
     const int64_t *positions, *cells;  // [tokens]

@@ -1,5 +1,4 @@
-// Products with the matrices of a model on the cores of a CPU: the maths of linear.py and int8.py, for what product_c.py
-// packs.
+// Products with the matrices of a model on the cores of a CPU: the maths of linear.py, which packs the weights.
 //
 // For a row x of `inner` values and an output o:
 //
@@ -81,7 +80,7 @@ typedef float weight, quantum;
 enum { LINE = BLOCK * STEP * (int)sizeof(weight) < 64 ? BLOCK * STEP * (int)sizeof(weight) : 64 };
 enum { LINES = BLOCK * STEP * (int)sizeof(weight) / LINE };
 
-// Mirrored by product_c.py.
+// Mirrored by linear.py.
 typedef struct {
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned);  // GOMP_parallel of the team to use
     const weight *weights;  // [blocks][padded / STEP][VECTORS][LANES][STEP]

@@ -41,9 +41,9 @@ from holdfast.replicas.events import (
 )
 from holdfast.replicas.kv.cache import KVCache, PrefixReport
 from holdfast.replicas.kv.host import HostTier
-from holdfast.replicas.kv.limits import SHARED
+from holdfast.replicas.kv.pages import SHARED
 from holdfast.replicas.kv.tags import UNLABELLED
-from holdfast.replicas.plan import Flight, Runner, Sampling
+from holdfast.replicas.plan import Flight, Runner, Sampling, prompt_seed
 from holdfast.replicas.programs import Kind, Programs, Sequence, SequencePool, Session, Status
 from holdfast.replicas.requests import CloseSession, ForkSession
 from holdfast.replicas.retention.policy import LoadStats
@@ -51,7 +51,6 @@ from holdfast.replicas.scheduling.admission import check_cells, pages_of
 from holdfast.replicas.scheduling.batch import BooksError, Step
 from holdfast.replicas.scheduling.queue import request_order
 from holdfast.replicas.scheduling.scheduler import Scheduler
-from holdfast.replicas.seed import prompt_seed
 from holdfast.replicas.sessions import SessionFacts, Sessions, check_room
 from holdfast.replicas.speculation.drafter import Drafter
 from holdfast.replicas.speculation.gate import StepCost
@@ -82,6 +81,9 @@ class Engine:
     ) -> None:
         self.config = config
         self._eos = eos
+        self._shares_prefixes = config.has("prefix_cache")
+        self._keeps_programs = config.has("sessions")
+        self._uses_labels = config.has("kv_tags")
         self._vocabulary = vocabulary
         self._order = request_order(config.order)
         self._load = LoadStats()
@@ -122,7 +124,7 @@ class Engine:
             if len(tokens) >= config.context_length:
                 message = f"a shared preamble of {len(tokens)} tokens leaves no room in {config.context_length}"
                 raise ConfigError(message, "shared_preambles")
-        if 2 * sum(map(len, preambles)) > config.cells or not config.has("prefix_cache"):
+        if 2 * sum(map(len, preambles)) > config.cells or not self._shares_prefixes:
             message = f"shared preambles need the prefix cache, and at most half of {config.cells} cells"
             raise ConfigError(message, "shared_preambles")
         self._preambles = {f"{SHARED} {i}": tokens for i, tokens in enumerate(preambles)}
@@ -253,7 +255,7 @@ class Engine:
             tokens = np.concatenate((history, submit.tokens)) if len(history) else submit.tokens
             began = session.opened if session is not None else arrived
             # The tokens of a session are pinned, so labels decide nothing.
-            labels = submit.labels if self.config.has("kv_tags") and session is None else UNLABELLED
+            labels = submit.labels if self._uses_labels and session is None else UNLABELLED
             arrival = self._arrivals.of(submit, arrived, began)
             submit = replace(submit, tokens=tokens, program_arrival=arrival, labels=labels)
             if submit.cells is not None:
@@ -271,7 +273,7 @@ class Engine:
             sequence = Sequence.of(submit, next(self._numbers), arrived, self._eos, self._seed(submit), of)
             sequence.n_history = len(history)
             sequence.cache_scope = self._cache_scope(sequence)
-            if self.config.has("prefix_cache"):
+            if self._shares_prefixes:
                 for digest in submit.prefixes:
                     self._prefix_report.seen(submit.cache_scope, digest, submit.tokens)
             if session is None:
@@ -337,16 +339,16 @@ class Engine:
 
     def _cache_scope(self, sequence: Sequence) -> str | None:
         """Where a request's cells are found and kept: the tenant's scope, its program's own scope, or none."""
-        if self.config.has("prefix_cache"):
+        if self._shares_prefixes:
             return sequence.submit.cache_scope
         key = sequence.target.key if sequence.target is not None else None
-        return key.own_scope if key is not None and (key.kind is Kind.SESSION or self.config.has("sessions")) else None
+        return key.own_scope if key is not None and (key.kind is Kind.SESSION or self._keeps_programs) else None
 
     def _open_books(self, limits: Mapping[str, tuple[CellLimits, float]]) -> None:
         """New cache, rows and scheduler. `limits`: of tenants on cells, each with the time of the last request."""
         config = self.config
         size = config.page_size
-        evicts_to_host = config.host_cells >= size and config.has("prefix_cache")
+        evicts_to_host = config.host_cells >= size and self._shares_prefixes
         host = HostTier(config.host_cells // size, size) if evicts_to_host else None
         self.cache = KVCache(config.cells // size, size, host, evicted=self.stats.evicted_by_tag)
         for tenant, (asked, heard) in limits.items():

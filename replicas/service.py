@@ -56,10 +56,10 @@ from holdfast.replicas.events import (
     Tokens,
     TurnEnded,
 )
-from holdfast.replicas.kv.limits import SHARED
+from holdfast.replicas.kv.pages import SHARED
 from holdfast.replicas.kv.tags import AHEAD, PRIORITIES, SYSTEM_ROLES, Label, Labels, labels_of
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
-from holdfast.replicas.plan import Sampling, TokenLogprobs
+from holdfast.replicas.plan import Sampling, TokenLogprobs, prompt_seed
 from holdfast.replicas.questions import Questions
 from holdfast.replicas.requests import (
     NO_PROMPT,
@@ -96,7 +96,6 @@ from holdfast.replicas.requests import (
     Work,
 )
 from holdfast.replicas.retention.latency import Called, called
-from holdfast.replicas.seed import prompt_seed
 from holdfast.replicas.sessions import SessionFacts
 from holdfast.replicas.stats import TextStats
 from holdfast.replicas.text.conversation import Constraints, Encoded, TextSide

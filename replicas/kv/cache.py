@@ -15,8 +15,7 @@ import numpy as np
 
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.host import HostTier
-from holdfast.replicas.kv.limits import SHARED
-from holdfast.replicas.kv.pages import NO_MOVES, NO_PAGES, PageCopy, PageIds, PageMoves, PagePool
+from holdfast.replicas.kv.pages import NO_MOVES, NO_PAGES, SHARED, PageCopy, PageIds, PageMoves, PagePool
 from holdfast.replicas.kv.radix import Node, Pin, Prefix, RadixTree, relabel
 from holdfast.replicas.kv.tags import SYSTEM, UNLABELLED, Labels
 from holdfast.replicas.types import CellLimits, TokenIds, common_prefix, tenant_of

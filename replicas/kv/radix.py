@@ -19,8 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.replicas.kv.limits import TenantPages
-from holdfast.replicas.kv.pages import NO_PAGES, PageIds, PagePool
+from holdfast.replicas.kv.pages import NO_PAGES, PageIds, PagePool, TenantPages
 from holdfast.replicas.kv.tags import AHEAD, OTHER, RELEASED, SYSTEM, Label, Labels
 from holdfast.replicas.types import NO_TOKENS, CellLimits, TokenIds, common_prefix, record, tenant_of
 

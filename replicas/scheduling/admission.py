@@ -22,7 +22,7 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ContextLengthError, DeadlineError, ErrorInfo, ErrorKind, OverloadedError
 from holdfast.replicas.events import Event, Rejected, Submit
 from holdfast.replicas.kv.cache import Freed, KVCache
-from holdfast.replicas.kv.limits import SHARED
+from holdfast.replicas.kv.pages import SHARED
 from holdfast.replicas.kv.radix import Prefix
 from holdfast.replicas.programs import ProgramPin, Programs, Sequence, Status
 from holdfast.replicas.requests import GenerateRequest
@@ -102,6 +102,8 @@ class Admission:
         stats: EngineStats,
     ) -> None:
         self._config = config
+        self._max_waiting_tokens = config.max_waiting_tokens
+        self._groups = config.has("grouped_prefill") and config.has("prefix_cache")
         self._cache = cache
         self._programs = programs
         self._running = running
@@ -146,7 +148,7 @@ class Admission:
 
         Raises OverloadedError, and then no other has ended.
         """
-        bounds = Bounds(self._config.max_waiting - queued, self._config.max_waiting_tokens)
+        bounds = Bounds(self._config.max_waiting - queued, self._max_waiting_tokens)
         lower = self._waiting.last_below(sequence.submit.rank)
         leaving = bounds.giving_way(lower, len(self._waiting), self.tokens, sequence.n_prompt)
         if leaving is None:
@@ -429,14 +431,10 @@ class Admission:
         return None
 
     def _find_leader(self, sequence: Sequence, n_cached: int) -> PrefixWait | None:
-        config = self._config
-        if (
-            not (config.has("grouped_prefill") and config.has("prefix_cache"))
-            or len(self._following) >= self._running.rows.total
-        ):
+        if not self._groups or len(self._following) >= self._running.rows.total:
             return None
         # Shared cells are aliased in whole pages, so less than two pages are not worth a step's wait.
-        following = find_leader(sequence, self._running, n_cached, least=2 * config.page_size)
+        following = find_leader(sequence, self._running, n_cached, least=2 * self._config.page_size)
         if following is not None:
             self._stats.prompt_grouped += following.gain * sequence.counted
         return following

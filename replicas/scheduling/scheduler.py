@@ -67,6 +67,7 @@ class Scheduler:
         self._order = order
         self._stats = stats
         self._load = load
+        self._latency_chunk = config.latency_chunk
         self._last_commit = 0.0  # when the last step was over
         self._high_water = int(config.cells * HIGH_WATER) if config.has("chunk_deferral") else config.cells
         self._classes = Classes(BATCH_SHARE)
@@ -278,7 +279,7 @@ class Scheduler:
         seconds = prompt_seconds(config, cost, prefilling[0])
         most = config.step_tokens
         if config.step_ms and not cost.computed(1):  # the cost is not known yet, so time gives no bound
-            most = min(most, config.latency_chunk)
+            most = min(most, self._latency_chunk)
         foreground = [each for each in prefilling if not each.batch or self._classes.due]
         sizes: list[int] = []
         for part in (foreground, prefilling[len(foreground) :]):
@@ -286,7 +287,7 @@ class Scheduler:
             pending = [(each.n_computed + each.in_flight, each.pending) for each in part]
             if not part or left <= 0 or (sizes and tokens_within(seconds, pending[0][0], cost) < 1):
                 continue
-            more = chunk_sizes(pending, latency_limited(part, self._running), config, left, seconds, cost)
+            more = chunk_sizes(pending, latency_limited(part, self._running), self._latency_chunk, left, seconds, cost)
             seconds -= _taken(pending, more, cost)
             sizes += more
         if config.batch_invariant and sizes:  # a prompt's last token alone would be summed like a decoded one
@@ -554,7 +555,7 @@ def tokens_within(seconds: float, start: int, cost: RestoreCost) -> int:
 def chunk_sizes(
     pending: list[tuple[int, int]],
     limited: list[bool],
-    config: EngineConfig,
+    latency_chunk: int,
     step_tokens: int,
     seconds: float = math.inf,
     cost: RestoreCost = _UNKNOWN,
@@ -569,7 +570,7 @@ def chunk_sizes(
     reading the cells before it is left to a later step. The first sequence gets at least one token. A `limited` chunk
     has at most `latency_chunk` tokens.
     """
-    limits = [min(n, config.latency_chunk) if short else n for (_, n), short in zip(pending, limited, strict=True)]
+    limits = [min(n, latency_chunk) if short else n for (_, n), short in zip(pending, limited, strict=True)]
     sizes = [1, *[0] * (len(pending) - 1)]
     room, kept = step_tokens // 4, seconds / 4
     for i in sorted(range(1, len(pending)), key=lambda i: pending[i][1]):

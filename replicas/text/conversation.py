@@ -98,6 +98,7 @@ class TextSide:
             raise ConfigError("the model's tokenizer has no tokenizer.json", "model")
         self.tokenizer = tokenizer
         self.renderer = Renderer(tokenizer, tool_format)
+        self._uses_labels = config.has("kv_tags")
         # Without end where the engine's cells are not known yet.
         characters = _CACHED_CHARACTERS * ((config.cells + config.host_cells) or math.inf)
         self.cache = TokenCache(tokenizer, characters if config.has("tokenize_cache") else 0)
@@ -262,7 +263,7 @@ class TextSide:
 
     def _starts(self, prompt: ChatPrompt, entry: Entry) -> tuple[int, ...]:
         """The tokens at which the messages of a prompt begin."""
-        if not self._config.has("kv_tags"):
+        if not self._uses_labels:
             return ()
         places = (bisect_right(entry.chars, char) - 1 for char in message_starts(prompt.messages, entry.text))
         return tuple(entry.tokens[place] if place >= 0 else 0 for place in places)

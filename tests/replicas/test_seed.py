@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas import seed as seed_file
-from holdfast.replicas.seed import prompt_seed
+from holdfast.replicas import plan as seed_file
+from holdfast.replicas.plan import prompt_seed
 
 
 def fnv1a(message: bytes) -> int:

@@ -8,7 +8,7 @@ from engine_world import World, words
 
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.events import Submit
-from holdfast.replicas.kv.limits import SHARED
+from holdfast.replicas.kv.pages import SHARED
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.service import read_preambles

@@ -12,7 +12,7 @@ from kv_audit import check_cache
 
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.cache import Holding, KVCache
-from holdfast.replicas.kv.limits import FORGOTTEN_S
+from holdfast.replicas.kv.pages import FORGOTTEN_S
 from holdfast.replicas.kv.radix import Pin
 from holdfast.replicas.kv.tags import Label, Labels
 from holdfast.replicas.types import CellLimits

@@ -1,7 +1,6 @@
 """The pure rules of a step: chunk sizes, admission, and who follows whom."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 from engine_world import World, words
@@ -42,7 +41,7 @@ prompts = st.lists(st.tuples(st.integers(1, 10**5), st.booleans()), min_size=1, 
 @given(prompts)
 def test_chunks_are_within_their_bounds_and_the_first_gets_on(prefilling):
     pending, narrow = [list(each) for each in zip(*prefilling, strict=True)]
-    sizes = chunk_sizes(begun(pending), narrow, CONFIG, 4096)
+    sizes = chunk_sizes(begun(pending), narrow, 1024, 4096)
     assert sizes[0] >= 1
     for size, left, slim in zip(sizes, pending, narrow, strict=True):
         assert 0 <= size <= left
@@ -53,7 +52,7 @@ def test_chunks_are_within_their_bounds_and_the_first_gets_on(prefilling):
 @given(prompts)
 def test_a_quarter_of_a_step_goes_to_the_shortest_prompts_and_the_rest_is_spent_in_order(prefilling):
     pending, narrow = [list(each) for each in zip(*prefilling, strict=True)]
-    sizes = chunk_sizes(begun(pending), narrow, CONFIG, 4096)
+    sizes = chunk_sizes(begun(pending), narrow, 1024, 4096)
     wants = [min(left, 1024) if slim else left for left, slim in zip(pending, narrow, strict=True)]
     assert sum(sizes) == min(4096, sum(wants))
     kept, quarter = 1024, [0] * len(wants)
@@ -67,8 +66,8 @@ def test_a_quarter_of_a_step_goes_to_the_shortest_prompts_and_the_rest_is_spent_
 
 
 def test_a_lone_prefill_fills_the_step_and_a_hurried_neighbour_narrows_it():
-    def sizes(n, slim=False, **settings):
-        return chunk_sizes(begun([9000] * n), [slim] * n, replace(CONFIG, **settings), 4096)
+    def sizes(n, slim=False):
+        return chunk_sizes(begun([9000] * n), [slim] * n, 1024, 4096)
 
     assert sizes(1) == [4096]
     assert sizes(1, slim=True) == [1024]
@@ -102,7 +101,7 @@ def test_a_chunk_is_the_longest_that_fits_the_time(start, seconds, cost):
 def test_chunks_are_foretold_to_take_no_longer_than_they_may(prefilling, seconds, cost):
     """Except for one token of the first. No time is left that a sequence which has a chunk could use."""
     pending, narrow = [(start, left) for start, left, _ in prefilling], [slim for _, _, slim in prefilling]
-    sizes = chunk_sizes(pending, narrow, CONFIG, 4096, seconds, cost)
+    sizes = chunk_sizes(pending, narrow, 1024, 4096, seconds, cost)
     spans = [(start, start + n) for (start, _), n in zip(pending, sizes, strict=True)]
     taken = [cost.between(*span) for span in spans]
     enough = seconds * (1 + 1e-6)
@@ -124,10 +123,10 @@ def test_a_chunk_that_would_mostly_read_old_cells_is_left_to_a_later_step():
     cost = RestoreCost(b=0.01, read=1e-5)
     old, young, new = (100_000, 900), (1_000, 900), (0, 40)
     narrow = [False] * 2
-    assert chunk_sizes([new, old], narrow, CONFIG, 4096, 2.0, cost) == [40, 0]
-    assert chunk_sizes([new, old], narrow, CONFIG, 4096, 4.0, cost) == [40, 259]
-    assert chunk_sizes([new, young], narrow, CONFIG, 4096, 2.0, cost) == [40, 158]
-    assert chunk_sizes([old, new], narrow, CONFIG, 4096, 2.0, cost) == [59, 40]
+    assert chunk_sizes([new, old], narrow, 1024, 4096, 2.0, cost) == [40, 0]
+    assert chunk_sizes([new, old], narrow, 1024, 4096, 4.0, cost) == [40, 259]
+    assert chunk_sizes([new, young], narrow, 1024, 4096, 2.0, cost) == [40, 158]
+    assert chunk_sizes([old, new], narrow, 1024, 4096, 2.0, cost) == [59, 40]
 
 
 @given(st.lists(st.integers(2, 90), min_size=2, max_size=6), st.sampled_from([1.0, 40.0, 200.0]), st.integers(1, 3))

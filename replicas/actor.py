@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from holdfast.replicas.activity import activity
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import UnavailableError
-from holdfast.replicas.metrics import ALL, OWNER, Kind, Reading, Value, process_usage
+from holdfast.replicas.metrics import ALL, OWNER, MetricKind, Reading, Value, process_usage
 from holdfast.replicas.metrics import Metric as Definition
 from holdfast.replicas.requests import (
     ModelCard,
@@ -115,7 +115,7 @@ class EngineCollector(Collector):
             family = HistogramMetricFamily(metric.name, metric.help, labels=labels)
             family.add_metric(self._labels, value.cumulative(), value.total)
             return family
-        kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+        kind = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
         found = kind(metric.name.removesuffix("_total"), metric.help, labels=labels)
         for key, number in value.items() if isinstance(value, Mapping) else (("", value),):
             found.add_metric((*self._labels, *((key,) if metric.labels else ())), number)

@@ -18,7 +18,7 @@ from holdfast.replicas.stats import STEP_SECONDS, EngineStats, Histogram, Occupa
 OWNER = ("model", "replica")  # labels of every metric of a replica
 
 
-class Kind(StrEnum):
+class MetricKind(StrEnum):
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
@@ -29,7 +29,7 @@ class Metric:
     """`name` as Prometheus shows it, a counter's with `_total`. `advice` says how to react to an unusual value."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     unit: str  # empty: a plain number
     help: str
     advice: str
@@ -399,7 +399,7 @@ def _parsed(block: str) -> ReplicaMetric:
     name, source = found["name"], found["source"]
     help_text, _, advice = " ".join(text).partition(" > ")
     histogram = source == "stats.step_times"
-    kind = Kind.HISTOGRAM if histogram else Kind.COUNTER if name.endswith("_total") else Kind.GAUGE
+    kind = MetricKind.HISTOGRAM if histogram else MetricKind.COUNTER if name.endswith("_total") else MetricKind.GAUGE
     labels = (found["label"],) if found["label"] else ()
     buckets = STEP_SECONDS if histogram else ()
     return ReplicaMetric(

@@ -11,7 +11,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from holdfast.replicas.metrics import Kind, Metric
+from holdfast.replicas.metrics import Metric, MetricKind
 
 SUFFIXES = ("", "_total", "_bucket", "_sum", "_count", "_info")  # of samples, after their family's name
 
@@ -26,7 +26,7 @@ class Watched(Collector):
     read: Read
 
     def collect(self) -> Iterator[Family]:
-        kind = CounterMetricFamily if self.metric.kind is Kind.COUNTER else GaugeMetricFamily
+        kind = CounterMetricFamily if self.metric.kind is MetricKind.COUNTER else GaugeMetricFamily
         family = kind(self.metric.name.removesuffix("_total"), self.metric.help, labels=self.metric.labels)
         value = self.read()
         for labels, number in value.items() if isinstance(value, Mapping) else (((), value),):

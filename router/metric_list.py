@@ -5,7 +5,7 @@ The label `router` is added to all when they are read. Tenants and models come f
 
 from collections.abc import Mapping
 
-from holdfast.replicas.metrics import Kind, Metric
+from holdfast.replicas.metrics import Metric, MetricKind
 
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
 WAIT_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -18,15 +18,15 @@ WHO = ("tenant", "model")
 
 
 def _counter(name: str, unit: str, help_text: str, advice: str, *labels: str) -> Metric:
-    return Metric(f"holdfast_{name}_total", Kind.COUNTER, unit, help_text, advice, labels)
+    return Metric(f"holdfast_{name}_total", MetricKind.COUNTER, unit, help_text, advice, labels)
 
 
 def _gauge(name: str, unit: str, help_text: str, advice: str, *labels: str) -> Metric:
-    return Metric(f"holdfast_{name}", Kind.GAUGE, unit, help_text, advice, labels)
+    return Metric(f"holdfast_{name}", MetricKind.GAUGE, unit, help_text, advice, labels)
 
 
 def _histogram(name: str, unit: str, help_text: str, advice: str, buckets: tuple[float, ...], *labels: str) -> Metric:
-    return Metric(f"holdfast_{name}", Kind.HISTOGRAM, unit, help_text, advice, labels, buckets)
+    return Metric(f"holdfast_{name}", MetricKind.HISTOGRAM, unit, help_text, advice, labels, buckets)
 
 
 REQUESTS = _counter(

@@ -195,6 +195,38 @@ def test_rooms_of_the_engine_see_down_only() -> None:
     assert wrong == []
 
 
+GLOSSARY: Mapping[str, str] = {
+    "Program": "programs",
+    "ProgramPin": "programs",
+    "Sequence": "programs",
+    "Session": "programs",
+    "GenerateRequest": "requests",
+    "Submit": "events",
+    "StepPlan": "plan",
+    "Step": "scheduling.batch",
+    "Retention": "retention.pins",
+    "RetentionPolicy": "retention.policy",
+    "RequestOrder": "scheduling.queue",
+    "KVCache": "kv.cache",
+    "RadixTree": "kv.radix",
+    "PagePool": "kv.pages",
+    "Drafter": "speculation.drafter",
+    "Engine": "engine",
+}
+"""Nouns of docs/concepts.md and the one module of `replicas` that has a class of this name."""
+
+
+def test_a_word_names_one_class_of_the_engine() -> None:
+    found: dict[str, list[str]] = {}
+    for name, path in modules().items():
+        if name.split(".")[0] in ("kernels", "replicas"):
+            for node in ast.walk(tree(path)):
+                if isinstance(node, ast.ClassDef):
+                    found.setdefault(node.name, []).append(name.removeprefix("replicas."))
+    assert {word: places for word, places in found.items() if len(places) > 1} == {}
+    assert {word: found.get(word) for word in GLOSSARY} == {word: [place] for word, place in GLOSSARY.items()}
+
+
 def test_the_engine_stands_alone() -> None:
     """`kernels` and `replicas`, but for the actor, run on a bare GPU machine."""
     import sys

@@ -74,7 +74,7 @@ class GpuRunner(ModelRunner):
             self.table.note(write)
         draws = any(chunk.draw is not None for chunk in plan.chunks)
         asked = sampler.settings(plan.chunks, self.model.vocabulary) if draws else None
-        beside = _Beside(self.table, plan, before)
+        beside = _Updates(self.table, plan, before)
         if not plan.chunks:
             beside.apply(None, self._sender.send(beside.arrays))
             return GpuFlight((), (begin, _Mark(stream), _Mark(stream)), None, host)
@@ -87,7 +87,7 @@ class GpuRunner(ModelRunner):
         return GpuFlight(plan.chunks, (begin, drawing, _Mark(stream)), drawn, host)
 
     def _forward(
-        self, chunks: tuple[Chunk, ...], beside: "_Beside", settings: Sequence[Array]
+        self, chunks: tuple[Chunk, ...], beside: "_Updates", settings: Sequence[Array]
     ) -> tuple[Tensor, Sequence[Tensor], Replayed | None]:
         """Logits of the drawn tokens, the draws' `settings` on the device, and what a graph computed, if one fits."""
         layout = lay_out(chunks, self.table)
@@ -103,7 +103,7 @@ class GpuRunner(ModelRunner):
         return *self._launch(layout, works, beside, settings), None
 
     def _launch(
-        self, layout: BatchLayout, works: Sequence[AttentionWork], beside: "_Beside", settings: Sequence[Array]
+        self, layout: BatchLayout, works: Sequence[AttentionWork], beside: "_Updates", settings: Sequence[Array]
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """The same without a graph."""
         work_arrays = [array for work in works for array in work.arrays]
@@ -177,7 +177,7 @@ def _first_rows(chunks: Sequence[Chunk]) -> dict[int, int]:
     return rows
 
 
-class _Beside:
+class _Updates:
     """What crosses besides the forward's inputs: row writes, and tokens that follow from the step before.
 
     `arrays`: the pages of long row writes, one array each; slots [n] int64 of the table and pages [n] int32 of the

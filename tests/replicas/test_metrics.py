@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from holdfast.replicas.actor import EngineCollector
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.kv.cache import KVCache
-from holdfast.replicas.metrics import ALL, Kind, process_usage
+from holdfast.replicas.metrics import ALL, MetricKind, process_usage
 from holdfast.replicas.stats import EngineStats, Occupancy, QuestionStats, TextStats
 from holdfast.router import metric_list as router
 from holdfast.router.config import RouterConfig
@@ -77,8 +77,8 @@ def test_values_are_those_of_the_engine():
 @pytest.mark.parametrize("metric", EVERY, ids=lambda metric: metric.name)
 def test_a_metric_is_named_and_explained(metric):
     assert re.fullmatch(r"holdfast_[a-z_]+", metric.name)
-    assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
-    assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
+    assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER)
+    assert bool(metric.buckets) == (metric.kind is MetricKind.HISTOGRAM)
     assert list(metric.buckets) == sorted(set(metric.buckets))
     assert metric.help[0].isupper() or metric.help[0].isdigit()
     assert metric.advice

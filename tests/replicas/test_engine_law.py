@@ -19,15 +19,16 @@ sessions = st.sampled_from("stu")
 lengths = st.integers(1, 24)
 
 
-def history_pages(pins: list[Pin], going: list[Sequence], size: int) -> set[int]:
-    """The pages that hold sessions' histories, looked up one by one."""
-    pages: set[int] = set()
+def history_pages(pins: list[Pin], going: list[Sequence], size: int) -> set[object]:
+    """The pages that hold sessions' histories, looked up one by one, with those that are to be computed again."""
+    pages: set[object] = set()
     held = [(pin.node, pin.length) for pin in pins]
     for sequence in going:
         holding, end = sequence.the_holding, sequence.n_history
         held.append((holding.node, end))
         if end > holding.n_shared:
             pages.update(holding.pages[holding.n_shared // size : -(-end // size)].tolist())
+            pages.update((sequence.number, slot) for slot in range(holding.n_pages, -(-end // size)))
     for node, end in held:
         while node is not None:
             if node.start < end:

@@ -5,8 +5,7 @@
                   '----- somebody came ----'  given up, at once
 
 Flash Queries of "Attention Once Is All You Need". An answer costs the question's own tokens, as any query of a session,
-and is fetched from memory. However many appends come meanwhile, a question is asked once, of what the session has then.
-Here: which questions there are, when they are asked, and what came of it. How one is asked comes in as an argument.
+and a client reads it from memory. After several appends a question is asked once, of the history at that time.
 """
 
 import asyncio
@@ -46,7 +45,7 @@ UsageOf = Callable[[str], Awaitable[Usage | None]]
 
 @dataclass(slots=True)
 class StandingQuestion:
-    """A question, its latest answer and the append that this has seen. `tried`: the append that needs no other try."""
+    """A question and its latest answer. `seen`: the last append it covers; `tried`: the last append asked for."""
 
     question: Question
     answer: Answer | None = None
@@ -54,12 +53,12 @@ class StandingQuestion:
     answered: float = 0.0
     error: ErrorInfo | None = None
     tried: int = 0
-    turn: int = 0  # when it was asked last: of those that are stale the one that waited longest is next
+    turn: int = 0  # when it was asked last: of stale questions the one that waited longest is next
 
 
 @dataclass(slots=True)
 class Board:
-    """The questions of the session that was opened at `opened`; one of the same id later has none of them."""
+    """The questions of the session that was opened at `opened`; a later session of the same id has its own."""
 
     scope: str
     session_id: str
@@ -68,9 +67,9 @@ class Board:
 
 
 class Questions:
-    """All of a replica. Used on one event loop.
+    """All standing questions of a replica. Used on one event loop.
 
-    `ask` runs a request, `find` tells of an open session, and `usage_of` what a request cost that was given up.
+    `ask` runs a request, `find` finds an open session, and `usage_of` tells the cost of a cancelled request.
     """
 
     def __init__(self, ask: Ask, find: Find, usage_of: UsageOf, clock: Callable[[], float] = time.monotonic) -> None:
@@ -80,7 +79,7 @@ class Questions:
         self._usage_of = usage_of
         self._clock = clock
         self._boards: dict[tuple[str, str], Board] = {}
-        self._others = 0  # requests of others that are under way
+        self._others = 0  # clients' requests that run
         self._numbers = count(1)
         self._due = asyncio.Event()
         self._asking: asyncio.Task[AnswerBuilder] | None = None
@@ -88,7 +87,7 @@ class Questions:
 
     @contextmanager
     def others(self) -> Iterator[None]:
-        """Somebody else wants the engine: what is asked ahead is given up, and nothing is while this lasts."""
+        """A client's request runs: cancel the question that is being asked, and ask none until the request ends."""
         self._others += 1
         if self._asking is not None:
             self._asking.cancel()
@@ -100,7 +99,7 @@ class Questions:
                 self._due.set()
 
     def add(self, facts: SessionFacts, scope: str, question: Question) -> None:
-        """Nothing, where it stands already.
+        """Register a question, unless the session has it.
 
         Raises OverloadedError for one too many, InvalidRequestError for an answer that may be too long.
         """
@@ -136,7 +135,7 @@ class Questions:
         self._counted()
 
     def read(self, facts: SessionFacts, scope: str, question_id: str) -> None:
-        """Somebody fetches the answer. Raises UnknownQuestionError."""
+        """A client reads the answer. Raises UnknownQuestionError."""
         board = self._board(facts, scope)
         standing = board.standing.get(question_id) if board else None
         if standing is None:
@@ -174,7 +173,7 @@ class Questions:
                 log.exception("standing questions could not be asked; they are asked again when something changes")
 
     def _stalest(self) -> tuple[Board, StandingQuestion, SessionFacts] | None:
-        """The question to ask next; None where all have seen the latest append of their sessions."""
+        """The question to ask next; None: all answers cover the latest append of their sessions."""
         stale = []
         for board in self._boards.values():
             facts = self._find(board.scope, board.session_id)
@@ -202,7 +201,7 @@ class Questions:
             self._count("given_up", used or Usage())
             return
         standing.tried = facts.appends
-        if (bug := asking.exception()) is not None:  # this worker is the supervisor of what it asks
+        if (bug := asking.exception()) is not None:  # this worker supervises the questions that it asks
             log.error("a standing question failed", exc_info=bug)
             standing.error = EngineError("the question could not be asked").info
             self._count("failed", Usage())

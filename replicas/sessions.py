@@ -41,7 +41,7 @@ from holdfast.replicas.types import TokenIds
 
 @dataclass(frozen=True, slots=True)
 class SessionFacts:
-    """An open session as others see it. Times by the engine's clock; `busy`: an operation waits or runs."""
+    """An open session as other threads see it. Times of the engine's clock; `busy`: an operation waits or runs."""
 
     session_id: str
     opened: float
@@ -63,10 +63,10 @@ class SessionFacts:
 
 
 class Sessions:
-    """At most `most` sessions at once, `most_of_tenant` of one tenant, 0: all of them; each is closed after `idle_s`
-    seconds without an operation.
+    """The open sessions: at most `most`, and `most_of_tenant` of one tenant, 0: all of them. A session is closed after
+    `idle_s` seconds without an operation.
 
-    `events` belongs to the engine; what happens here is added to it. `rows` are those of its present books.
+    `events` and `rows` are the engine's: ends of operations are added to its events, and rows change with its books.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Sessions:
         return len(self._programs.sessions)
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether an operation of this id waits for its turn."""
+        """Whether an operation with this id waits for operations before it."""
         return request_id in self._queued
 
     @property
@@ -93,7 +93,7 @@ class Sessions:
 
     @property
     def promised(self) -> int:
-        """Cells of the room for sessions that operations in flight may come to need."""
+        """Cells that operations in flight may leave in histories."""
         return sum(promised(session) for session in self._open)
 
     @property
@@ -103,7 +103,7 @@ class Sessions:
     # ---- commands; they raise InvalidRequestError and OverloadedError, naming the field ----
 
     def replaced(self, command: OpenSession) -> CloseSession | None:
-        """What is to be done before: a session of another life, which other replicas have had since, has its place."""
+        """The command that closes an older session of the same name; None: there is none."""
         there = self._programs.find(ProgramKey(command.scope, command.session_id, Kind.SESSION))
         if there is None or there.session is None or command.life in ("", there.session.life):
             return None
@@ -115,7 +115,7 @@ class Sessions:
         self._done(command.request_id, accepted, now)
 
     def enqueue(self, command: Submit | ForkSession, now: float, accepted: float) -> Session:
-        """Accept an operation, behind those before it. Its time counts from `accepted`."""
+        """Accept an operation, after those before it. Its time counts from `accepted`."""
         operation = command.turn if isinstance(command, Submit) else command
         session = self._find(command.scope, operation.session_id, operation.life)
         if not (isinstance(operation, SessionTurn) and operation.standing):
@@ -125,8 +125,8 @@ class Sessions:
         return session
 
     def close(self, command: CloseSession, now: float) -> Session:
-        """Forget a session; operations that have not begun are aborted. The caller ends the one that runs, and then
-        calls `closed`.
+        """Forget a session and abort operations that have not begun. The caller ends the running one, then calls
+        `closed`.
         """
         session = self._find(command.scope, command.session_id, command.life)
         self._programs.close_session(session.program)
@@ -135,12 +135,12 @@ class Sessions:
         return session
 
     def closed(self, command: CloseSession, session: Session, now: float, accepted: float) -> None:
-        """Nothing of it runs any more: its cells and row go."""
+        """No operation of the session runs any more: let its cells and row go."""
         self.rows.forget(session.program)
         self._done(command.request_id, accepted, now)
 
     def abort(self, request_id: str, now: float) -> None:
-        """End an operation that waits for its turn."""
+        """Abort an operation that has not begun."""
         session = self._queued.pop(request_id)
         operation = next(each for each in session.queue if each.command.request_id == request_id)
         session.queue.remove(operation)
@@ -149,7 +149,7 @@ class Sessions:
     # ---- operations, in order ----
 
     def next_request(self, session: Session, now: float) -> tuple[Submit, float] | None:
-        """The request to begin now, none while one runs, and when it was accepted. Forks before it are done."""
+        """The request to begin now and when it was accepted; None while one runs. Forks before it are done."""
         while session.running is None and session.queue:
             operation = session.queue.popleft()
             command = operation.command
@@ -161,7 +161,7 @@ class Sessions:
         return None
 
     def ended(self, sequence: Sequence, event: Terminal, now: float) -> Session | None:
-        """An operation has ended, and the next one of the session returned can begin. Only what finished is history."""
+        """An operation has ended. Returns its session, whose next operation may begin. Finished ones are history."""
         submit = sequence.submit
         session = sequence.program.session if sequence.program is not None else None
         if session is None or session.running is not sequence:
@@ -183,7 +183,7 @@ class Sessions:
         return [_facts(session) for session in self._open if session.program.key.scope == scope]
 
     def expire(self, now: float) -> None:
-        """Close the sessions that nobody has used for too long."""
+        """Close sessions that were not used for too long."""
         for session in self._open:
             if session.running is None and now >= session.used + self.idle_s:
                 self._programs.close_session(session.program)
@@ -191,7 +191,7 @@ class Sessions:
 
     @property
     def due(self) -> float | None:
-        """When the next session is to be closed, if nobody uses it before; None: there is none, or all are in use."""
+        """When the next session expires, if it is not used before; None: there is none, or all are in use."""
         used = [session.used for session in self._open if session.running is None]
         return min(used) + self.idle_s if used else None
 
@@ -216,7 +216,7 @@ class Sessions:
         return session
 
     def _is_over(self, session: Session, submit: Submit, accepted: float, now: float) -> bool:
-        """Whether an operation is not to begin: it is part of the history, or that is not what it goes on from."""
+        """Whether an operation must not begin: the history contains it, or is not the one that it continues."""
         past, turn = session.past, submit.turn
         done = next((each for each in past.done if each.name == turn.name), None) if turn.name else None
         if done is None and turn.at in (None, len(past.tokens)):
@@ -262,7 +262,7 @@ class Sessions:
 
 
 def closed_reply(tokens: TokenIds, closing: TokenIds) -> TokenIds:
-    """`tokens` with what of `closing` they do not end with yet: a drawn end token is the first of it."""
+    """`tokens` with the part of `closing` appended that they do not end with; a drawn end token may be its first."""
     there = next((n for n in range(len(closing), 0, -1) if np.array_equal(tokens[-n:], closing[:n])), 0)
     return np.concatenate((tokens, closing[there:])) if len(closing) > there else tokens.copy()
 
@@ -281,14 +281,14 @@ def promised(session: Session) -> int:
 
 
 def to_be_kept(submit: Submit, n_history: int) -> int:
-    """Cells that a session's operation may add to those of its history; `submit` has all the tokens, history first."""
+    """Cells that an operation may add to its session's history. `submit` has all tokens, the history first."""
     if not submit.turn.keep:
         return 0
     return len(submit.tokens) - n_history + submit.sampling.max_tokens + len(submit.closing)
 
 
 def check_room(submit: Submit, n_history: int, room: int) -> None:
-    """Raise OverloadedError for a session's operation that may leave more cells to be kept than the `room` there is."""
+    """Raise OverloadedError for an operation that may add more cells to its history than there is `room` for."""
     more, room = to_be_kept(submit, n_history), max(room, 0)
     if more > room:
         raise OverloadedError(f"the open sessions have room for {room} more cells, not {more}", "session_id")

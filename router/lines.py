@@ -85,7 +85,7 @@ class SlotShares:
         """It waits no longer, and has no slot."""
         self._waiting[payer.priority] -= 1
         if payer.root:
-            self._roots_of(payer.line).leave(payer.root)
+            self._roots_of(payer.line).on_end(payer.root)
 
     def take(self, payer: Payer, now: float, turn: Turn | None = None) -> None:
         """A request has got a slot, with the turn that it waited with, or at once."""
@@ -98,8 +98,8 @@ class SlotShares:
         if not payer.tenant:
             return
         self._count(payer.line, now)
-        self._shares[payer.priority].begin(payer.tenant).weight = payer.weight
-        self._roots_of(payer.line).begin(turn)
+        self._shares[payer.priority].on_start(payer.tenant).weight = payer.weight
+        self._roots_of(payer.line).on_start(turn)
         self._counted[payer.line] = now
 
     def give_back(self, payer: Payer, now: float, seconds: float = 0.0) -> None:
@@ -110,10 +110,10 @@ class SlotShares:
             return
         self._count(payer.line, now)
         shares = self._shares[payer.priority]
-        shares.end(payer.tenant)
+        shares.on_end(payer.tenant)
         if payer.root:
             self._roots_of(payer.line).charge(payer.root, seconds)
-            self._roots_of(payer.line).leave(payer.root)
+            self._roots_of(payer.line).on_end(payer.root)
         if not shares.of(payer.tenant).running:
             del self._counted[payer.line]
 
@@ -166,8 +166,8 @@ class SlotShares:
             return (0.0, 0.0)
         for line in list(self._counted):
             self._count(line, now)
-        self._shares[payer.priority].come(payer.tenant, payer.weight, alone=alone)
-        return self._roots_of(payer.line).come(payer.root) if payer.root else (0.0, 0.0)
+        self._shares[payer.priority].on_arrive(payer.tenant, payer.weight, alone=alone)
+        return self._roots_of(payer.line).on_arrive(payer.root) if payer.root else (0.0, 0.0)
 
     def _count(self, line: Line, now: float) -> None:
         """Charge a tenant for the slots it has had since that was done last."""

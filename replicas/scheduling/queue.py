@@ -152,12 +152,12 @@ class FairOrder(ProgramOrder):
         if sequence.background:
             return
         submit = sequence.submit
-        self._shares[submit.priority].come(submit.scope, submit.weight, alone=alone)
-        sequence.turn = self._roots_of(submit).come(submit.root_program)
+        self._shares[submit.priority].on_arrive(submit.scope, submit.weight, alone=alone)
+        sequence.turn = self._roots_of(submit).on_arrive(submit.root_program)
 
     def left(self, sequence: Sequence) -> None:
         if not sequence.background:
-            self._roots_of(sequence.submit).leave(sequence.submit.root_program)
+            self._roots_of(sequence.submit).on_end(sequence.submit.root_program)
 
     def line(self, sequence: Sequence) -> str:
         return sequence.submit.scope
@@ -173,8 +173,8 @@ class FairOrder(ProgramOrder):
     def begin(self, sequence: Sequence) -> None:
         if not sequence.background:
             submit = sequence.submit
-            self._shares[submit.priority].begin(submit.scope)
-            self._roots_of(submit).begin(sequence.turn)
+            self._shares[submit.priority].on_start(submit.scope)
+            self._roots_of(submit).on_start(sequence.turn)
             self.changes += 1
 
     def serve(
@@ -182,7 +182,7 @@ class FairOrder(ProgramOrder):
     ) -> None:
         self.changes += 1
         for shares in self._shares.values():
-            shares.rest()
+            shares.reset()
         if not chunks:
             return
         each = seconds / sum(len(chunk.tokens) for chunk in chunks)

@@ -1,12 +1,11 @@
-"""Who is next: of the two classes, of tenants by their weights, of a tenant's programs. Pure: no clock, no queue.
+"""Fair sharing between the two classes, between tenants by weight, and between a tenant's programs. No clock, no queue.
 
-    classes    interactive requests first; batch has at least a part of the time where those would take all of it
-    tenants    who was served least for its weight (`Shares`)
-    programs   by root: who began first, until it has had a `quantum` more than the others (`Roots`)
+    classes    interactive requests first; batch gets at least a part of the time (`Classes`)
+    tenants    the tenant that was served least for its weight (`Shares`)
+    programs   the root program that began first, until it has had a quantum more than the others (`Roots`)
+    bounds     where a queue is full, which requests leave it for a new one (`Bounds`)
 
-And where a queue is full, who leaves it for one that comes (`Bounds`).
-
-An engine shares the seconds of its steps so (`queue`), a router the slots of its replicas (`router/lines`).
+An engine shares the seconds of its steps this way (`queue`), a router the slots of its replicas (`router/lines`).
 """
 
 import math
@@ -20,20 +19,20 @@ from holdfast.replicas.types import Priority
 Turn: TypeAlias = tuple[float, float]
 T = TypeVar("T", bound="Sized")
 
-TENANTS = 65_536  # remembered, the one longest without anything forgotten first
+TENANTS = 65_536  # remembered; the one served least recently is forgotten first
 _ROOTS = 4096  # of a tenant
-_MANY = 1000  # requests over which is averaged what one takes
-_ELSEWHERE_S = 10.0  # of what a tenant had at other places, at most so much counts from one of its requests to the next
-_DUE_S = 0.5  # of time, that batch has to be owed before it is given
+_MANY = 1000  # requests over which the time of a request is averaged
+_ELSEWHERE_S = 10.0  # of service elsewhere count between two requests of a tenant, at most
+_DUE_S = 0.5  # seconds that batch must be owed before its turn comes
 BATCH_SHARE = 0.05  # of the time, for batch where interactive requests would take all of it
-QUANTUM_S = 20.0  # of service, within which programs of a tenant are served by when they began
+QUANTUM_S = 20.0  # of service within which the earlier program of a tenant goes first
 
 
 @dataclass(slots=True)
 class Share:
-    """One tenant's: the seconds it was served over its weight, how many of its requests run, and its weight.
+    """One tenant's seconds of service divided by its weight, its running requests, and its weight.
 
-    `elsewhere`: the same of other places, not yet counted.
+    `elsewhere`: service at other places that is not counted yet.
     """
 
     served: float = 0.0
@@ -43,29 +42,28 @@ class Share:
 
 
 class Shares:
-    """Who was served least for its weight comes first: start-time fair queueing (Goyal et al. 1996) of virtual token
-    counters (Sheng et al. 2024).
+    """The tenant that was served least for its weight comes first: start-time fair queueing (Goyal et al. 1996) of
+    virtual token counters (Sheng et al. 2024).
 
-    What runs is charged for in advance with what requests have taken on average, so that places which come free
-    together go to several. The virtual time is the least that any of those who wait has been served; where nobody
-    waits, the most that any of those has whose requests run. Who comes back begins there at least: being away earns
-    nothing, and nobody with a weight waits for ever. And who had all while nobody else wanted any is behind nobody for
-    it.
+    Running requests are charged in advance with the average time of a request, so that slots which become free
+    together go to several tenants. The virtual time is the least service of any waiting tenant; where none waits, the
+    most service of any running one. A tenant that returns begins there at least: absence earns nothing, and no tenant
+    waits for ever. A tenant that had all the time while no other wanted any does not pay for it later.
 
-    What a tenant is served elsewhere counts once a request of it has begun here, up to a bound: so it is overtaken,
-    but not for ever (distributed start-time fair queueing, Wang and Merchant 2007).
+    Service elsewhere counts once a request of the tenant has started here, up to a bound: the tenant is overtaken, but
+    not for ever (distributed start-time fair queueing, Wang and Merchant 2007).
     """
 
     def __init__(self, tenants: int = TENANTS) -> None:
         self._tenants = tenants
         self._shares: OrderedDict[str, Share] = OrderedDict()
-        self._busy: dict[str, Share] = {}  # of those with requests that run
+        self._busy: dict[str, Share] = {}  # tenants with running requests
         self._time = 0.0  # virtual
-        self._begun = 0.0  # requests, the older the less
-        self._spent = 0.0  # seconds on them
+        self._begun = 0.0  # started requests, older ones count less
+        self._spent = 0.0  # seconds of their service
 
     def of(self, tenant: str) -> Share:
-        """The share of a tenant, which is the last now to be forgotten."""
+        """The share of a tenant, marked as used."""
         share = self._shares.get(tenant)
         if share is None:
             share = self._shares[tenant] = Share(self._time)
@@ -74,8 +72,8 @@ class Shares:
         self._shares.move_to_end(tenant)
         return share
 
-    def come(self, tenant: str, weight: float, *, alone: bool) -> None:
-        """A request of a tenant waits from now on; `alone`: no other one of any tenant does."""
+    def on_arrive(self, tenant: str, weight: float, *, alone: bool) -> None:
+        """A request of a tenant begins to wait. `alone`: no other request waits."""
         if alone:
             self._time = max([self._time, *(share.served for share in self._busy.values())])
         share = self.of(tenant)
@@ -84,18 +82,18 @@ class Shares:
 
     @property
     def usual(self) -> float:
-        """Seconds that a request takes on average."""
+        """Average seconds of a request."""
         return self._spent / max(self._begun, 1.0)
 
     def first(self, tenants: Iterable[str]) -> list[int]:
-        """Which of these, who wait, was served least, by its place; several where those were alike. One of them is
-        served next.
+        """Places of the tenants that were served least, of these waiting ones; several if they are equal. The caller
+        serves one of them next.
         """
         usual, served = self.usual, math.inf
         least = math.inf, math.inf
         found: list[int] = []
         for place, tenant in enumerate(tenants):
-            share = self._shares.get(tenant) or self.of(tenant)  # who waits has come lately, so is not to be moved
+            share = self._shares.get(tenant) or self.of(tenant)  # it arrived lately, so it is marked as used
             charged = share.running / share.weight
             standing = (share.served + charged * usual, charged)
             if standing < least:
@@ -106,8 +104,8 @@ class Shares:
         self._time = max(self._time, served)
         return found
 
-    def begin(self, tenant: str) -> Share:
-        """A request of a tenant runs from now on."""
+    def on_start(self, tenant: str) -> Share:
+        """A request of a tenant starts."""
         self._begun += 1
         share = self.runs(tenant)
         share.served += share.elsewhere
@@ -115,26 +113,26 @@ class Shares:
         return share
 
     def runs(self, tenant: str) -> Share:
-        """One more request of a tenant runs, which was counted when it began."""
+        """One more request of a tenant runs that was counted at its start."""
         share = self._busy[tenant] = self.of(tenant)
         share.running += 1
         return share
 
-    def end(self, tenant: str) -> None:
-        """A request of a tenant runs no more."""
+    def on_end(self, tenant: str) -> None:
+        """A request of a tenant has ended."""
         share = self._busy[tenant]
         share.running -= 1
         if not share.running:
             del self._busy[tenant]
 
-    def rest(self) -> None:
-        """Nothing runs, until it is said that something does."""
+    def reset(self) -> None:
+        """No request runs, until `runs` says so again."""
         for share in self._busy.values():
             share.running = 0
         self._busy.clear()
 
     def charge(self, tenant: str, seconds: float) -> None:
-        """A tenant was served for so long."""
+        """Charge a tenant for its service."""
         share = self.of(tenant)
         share.served += seconds / share.weight
         self._spent += seconds
@@ -142,16 +140,16 @@ class Shares:
             self._begun, self._spent = self._begun / 2, self._spent / 2
 
     def elsewhere(self, tenant: str, seconds: float) -> None:
-        """And for so long at another place, where others waited as well. Of who is not known here nothing counts."""
+        """Note service of a tenant at another place, while others waited there. Unknown tenants do not count."""
         share = self._shares.get(tenant)
         if share is not None:
             share.elsewhere = min(share.elsewhere + seconds / share.weight, _ELSEWHERE_S)
 
 
 class Contended:
-    """Seconds that tenants were served while others waited, for other places to count: totals, by `<class>/<tenant>`.
+    """Total seconds that tenants were served while others waited, by `<class>/<tenant>`, for other places to count.
 
-    One thread adds, any may read. Who was longest without any is forgotten first, and begins again at 0.
+    One thread adds, any may read. The tenant served least recently is forgotten first, and begins again at 0.
     """
 
     def __init__(self, tenants: int = TENANTS) -> None:
@@ -171,41 +169,41 @@ class Contended:
 
 @dataclass(slots=True)
 class Root:
-    """A program with its sub-agents: seconds it was served, and how many of its requests wait or run."""
+    """A program with its sub-agents: seconds of service, and requests that wait or run."""
 
     served: float = 0.0
     here: int = 0
 
 
 class Roots:
-    """The programs of one tenant. Those that began first go first, as then their cells are soon free; but one that has
-    had a quantum more than the others waits for them, and of several requests of one program each has its turn with the
-    first of the others' programs, the second with their second: a program that opens ten flows is one.
+    """The programs of one tenant. Earlier programs go first, so that their cells are free soon; but a program that had
+    a quantum more than the others waits for them. The second request of a program takes its turn with the second ones
+    of other programs: ten parallel requests of a program count as one program.
     """
 
     def __init__(self, quantum_s: float = QUANTUM_S, most: int = _ROOTS) -> None:
         self._quantum_s = quantum_s
         self._most = most
         self._roots: OrderedDict[str, Root] = OrderedDict()
-        self._time = 0.0  # virtual: what the latest that began had been served
+        self._time = 0.0  # virtual: the service of the latest program that started
 
-    def come(self, name: str) -> Turn:
-        """A request waits from now on: its turn, the smallest is served next."""
+    def on_arrive(self, name: str) -> Turn:
+        """A request begins to wait. Returns its turn; the smallest turn is served next."""
         root = self._of(name)
         root.served = max(root.served, self._time)
         turn = (root.served // self._quantum_s, float(root.here))
         root.here += 1
         return turn
 
-    def begin(self, turn: Turn) -> None:
-        """The request with this turn begins."""
+    def on_start(self, turn: Turn) -> None:
+        """The request with this turn starts."""
         self._time = max(self._time, turn[0] * self._quantum_s)
 
     def charge(self, name: str, seconds: float) -> None:
         self._of(name).served += seconds
 
-    def leave(self, name: str) -> None:
-        """A request neither waits nor runs any more."""
+    def on_end(self, name: str) -> None:
+        """A request has ended, or left the queue."""
         root = self._of(name)
         root.here = max(0, root.here - 1)
 
@@ -220,8 +218,8 @@ class Roots:
 
 
 class Classes:
-    """Batch goes behind interactive requests. Where those would take all of the time, it is owed `share` of it, and its
-    turn comes when that has become worth it. What it had while nobody else wanted any counts for nothing.
+    """Batch goes behind interactive requests. While those take all of the time, batch is owed `share` of it, and its
+    turn comes when it is owed enough. Service while no interactive request waited does not count.
     """
 
     def __init__(self, share: float) -> None:
@@ -230,7 +228,7 @@ class Classes:
         self.due = False
 
     def serve(self, interactive_s: float, batch_s: float, *, wanted: bool) -> None:
-        """So long was worked for each class; `wanted`: there are requests of batch, waiting or running."""
+        """Charge the seconds of each class. `wanted`: batch requests wait or run."""
         if not wanted:
             self._owed, self.due = 0.0, False
             return
@@ -240,7 +238,7 @@ class Classes:
 
 
 class Sized(Protocol):
-    """Who waits in a queue, with so many tokens in its prompt."""
+    """A request in a queue."""
 
     @property
     def n_prompt(self) -> int: ...
@@ -248,20 +246,20 @@ class Sized(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a queue takes: so many requests, and so many tokens in their prompts. One alone may have any number."""
+    """A queue holds at most `requests` requests and `tokens` tokens in their prompts; a single one may have more."""
 
     requests: int
     tokens: int
 
     def room(self, n: int, tokens: int, more: int) -> bool:
-        """Whether beside `n` requests of so many tokens in all there is a place for one of `more` tokens."""
+        """Whether a request of `more` tokens fits beside `n` requests of `tokens` tokens in all."""
         return n < self.requests and (n == 0 or tokens + more <= self.tokens)
 
     def giving_way(self, lasts: Iterable[T], n: int, tokens: int, more: int) -> list[T] | None:
-        """Which of `lasts`, who might leave in this order, have to, so that there is room for one of `more` tokens;
-        None where all of them would not be enough.
+        """Which of `lasts`, in this order, have to leave so that a request of `more` tokens fits; None: all would
+        not be enough.
 
-        Nobody leaves in vain: without any one of those who do there would be no room.
+        Each of them is needed: if one stayed there would be no room.
         """
         leaving, others = list[T](), iter(lasts)
         while not self.room(n, tokens, more):
@@ -271,7 +269,7 @@ class Bounds:
             leaving.append(last)
             n, tokens = n - 1, tokens - last.n_prompt
         needed = list[T]()
-        for each in reversed(leaving):  # the later it would have left, the sooner it stays
+        for each in reversed(leaving):  # the last to leave is the first to stay
             if self.room(n + 1, tokens + each.n_prompt, more):
                 n, tokens = n + 1, tokens + each.n_prompt
             else:

@@ -20,16 +20,16 @@ class Server:
         self.turns: list[str] = []
 
     def come(self, tenant: str) -> None:
-        self.shares.come(tenant, self.weights[tenant], alone=not any(self.waiting.values()))
+        self.shares.on_arrive(tenant, self.weights[tenant], alone=not any(self.waiting.values()))
         self.waiting[tenant] += 1
 
     def serve(self) -> None:
         waiting = [name for name, n in self.waiting.items() if n]
         tenant = waiting[self.shares.first(waiting)[0]]
-        self.shares.begin(tenant)
+        self.shares.on_start(tenant)
         self.waiting[tenant] -= 1
         self.shares.charge(tenant, self.lengths[tenant])
-        self.shares.end(tenant)
+        self.shares.on_end(tenant)
         self.had[tenant] += self.lengths[tenant]
         self.turns.append(tenant)
 
@@ -86,12 +86,12 @@ def test_idle_time_is_lent_and_not_held_against_who_used_it(alone, length):
 
 def test_one_long_request_without_a_rival_is_not_held_against_its_tenant():
     shares = Shares()
-    shares.come("a", 1.0, alone=True)
+    shares.on_arrive("a", 1.0, alone=True)
     shares.first("a")
-    shares.begin("a")
+    shares.on_start("a")
     shares.charge("a", 1000.0)
-    shares.come("b", 1.0, alone=True)  # while it runs
-    shares.come("a", 1.0, alone=False)
+    shares.on_arrive("b", 1.0, alone=True)  # while it runs
+    shares.on_arrive("a", 1.0, alone=False)
     assert shares.of("b").served == shares.of("a").served == 1000.0
 
 
@@ -138,23 +138,23 @@ def test_what_is_served_elsewhere_counts():
 
 def test_of_several_requests_of_a_program_each_has_its_turn_with_one_of_the_others():
     roots = Roots()
-    flows = [roots.come("many") for _ in range(3)]
+    flows = [roots.on_arrive("many") for _ in range(3)]
     assert flows == [(0.0, 0.0), (0.0, 1.0), (0.0, 2.0)]
-    assert roots.come("one") == flows[0]
-    roots.leave("many")
-    assert roots.come("many") == (0.0, 2.0)
+    assert roots.on_arrive("one") == flows[0]
+    roots.on_end("many")
+    assert roots.on_arrive("many") == (0.0, 2.0)
 
 
 def test_a_program_waits_once_it_has_had_a_quantum_and_who_was_away_has_no_more_than_the_rest_of_one():
     roots = Roots(quantum_s=10.0)
-    old = roots.come("old")
-    roots.begin(old)
+    old = roots.on_arrive("old")
+    roots.on_start(old)
     roots.charge("old", 25.0)
-    roots.leave("old")
-    assert roots.come("old")[0] == 2.0
-    assert roots.come("new")[0] == 0.0
-    roots.begin((2.0, 0.0))  # nobody before it waits
-    assert roots.come("newer")[0] == 2.0
+    roots.on_end("old")
+    assert roots.on_arrive("old")[0] == 2.0
+    assert roots.on_arrive("new")[0] == 0.0
+    roots.on_start((2.0, 0.0))  # nobody before it waits
+    assert roots.on_arrive("newer")[0] == 2.0
 
 
 @settings(max_examples=60, deadline=None)
@@ -203,9 +203,9 @@ def test_the_first_of_those_who_wait_were_served_least_what_they_run_counted_in_
     shares = Shares()
     for act, name, n in acts:
         if act == "come":
-            shares.come(name, weight=1.0 + n, alone=n == 0)
+            shares.on_arrive(name, weight=1.0 + n, alone=n == 0)
         elif act == "begin":
-            shares.begin(name)
+            shares.on_start(name)
         else:
             shares.charge(name, float(n))
     before = shares.of("nobody yet").served

@@ -85,7 +85,7 @@ class ProgramKey(NamedTuple):
 
 
 class Status(Enum):
-    """Where a sequence is in its life; changed by `Sequence.move` alone."""
+    """The state of a sequence, changed only by `Sequence.move`."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -106,8 +106,8 @@ class Sequence:
     tokens   |<---- cached ---->|<- computed ->|<--- pending --->|
              0             n_cached        n_computed         length
 
-    Cells below `n_computed` are filled. Who owns their pages (the tree or this sequence) is written in `holding`,
-    which is None while the sequence waits. `pending` is one token while decoding and more while prefilling.
+    Cells below `n_computed` are filled. `holding` says whether the tree or this sequence owns their pages; it is None
+    while the sequence waits. `pending` is one token while decoding and more while prefilling.
     """
 
     submit: Submit
@@ -130,8 +130,8 @@ class Sequence:
     holding: Holding | None = None
     scheduled: float | None = None
     first_token: float | None = None
-    expected_s: float = 0.0  # until its answer, as was foretold when it came; 0: nothing was
-    n_history: int = 0  # tokens of the session before this operation: they stay pinned whatever becomes of it
+    expected_s: float = 0.0  # until its answer, as forecast on arrival; 0: no forecast
+    n_history: int = 0  # tokens of the session before this operation: they stay pinned however it ends
     n_before: int = 0  # tokens that were computed when it was preempted, while it waits
     cache_scope: str | None = None  # where its cells are found and kept; None: nowhere
     program: Program | None = None  # None: the request stands alone
@@ -233,7 +233,7 @@ class Sequence:
 
     @property
     def the_holding(self) -> Holding:
-        """What a running sequence holds of the cache."""
+        """The holding of a running sequence."""
         assert self.holding is not None, self.request_id
         return self.holding
 
@@ -537,7 +537,7 @@ class Programs:
         program.prefilled = 0, 0
 
     def restart(self) -> None:
-        """The books of cache and rows begin anew: nobody has cells, rows or requests. Sessions keep their history."""
+        """The engine made new books: no program has cells, rows or requests. Sessions keep their history."""
         for program in self:
             program.live, program.row, program.pin, program.first_until = 0, None, None, -math.inf
             program.waiting.clear()
@@ -651,12 +651,12 @@ class Rows:
 
     @property
     def kept(self) -> int:
-        """Rows that programs keep between turns; whoever needs one may take it."""
+        """Rows that programs keep between turns; a sequence without a row may take one."""
         return len(self._kept)
 
     @property
     def taken(self) -> int:
-        """Rows that nobody may take now."""
+        """Rows that no other sequence may take now."""
         return self._pool.taken - len(self._kept)
 
     def begin(self, program: Program | None) -> tuple[int, KeptRow | None] | None:
@@ -726,7 +726,7 @@ class Rows:
 
     @property
     def session_cells(self) -> int:
-        """Cells of all histories. What an operation adds counts once the operation has ended."""
+        """Cells of all histories. Cells that an operation adds count once it has ended."""
         return self._counted()[1] * self._cache.page_size
 
     def session_cells_of(self, tenant: str) -> int:

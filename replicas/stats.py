@@ -90,9 +90,7 @@ class EngineStats:
     yielded: int = 0
     preemptions: int = 0
     failed_steps: int = 0
-    not_begun: dict[str, int] = field(
-        default_factory=_zeros("full", "gave_way", "foreseen", "refused", "dropped", "waited")
-    )
+    not_begun: dict[str, int] = field(default_factory=_zeros(*NOT_BEGUN))
     turns_continued: int = 0
     tokens_continued: int = 0
     tokens_rewritten: int = 0

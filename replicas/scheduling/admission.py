@@ -133,7 +133,7 @@ class Admission:
 
     @property
     def tokens_ahead(self) -> int:
-        """Of these, in work ahead."""
+        """Of these, in background prefills."""
         return self._waiting.tokens_ahead
 
     def push(self, sequence: Sequence) -> None:

@@ -421,7 +421,7 @@ class Running:
         return None
 
     def _count_turn(self, sequence: Sequence, last: KeptRow | None) -> None:
-        """A turn begins: count how much of what its program had is in place, and how much was in vain."""
+        """A turn begins: count the cells of its program that it uses, and those that its prompt no longer matches."""
         n_cached, program = sequence.n_computed, sequence.program
         for tag, n in sequence.submit.labels.tokens(n_cached).items():
             self._stats.hits_by_tag[tag] += n * sequence.counted

@@ -27,7 +27,7 @@ Sequences: TypeAlias = tuple[Sequence, ...]
 Chunks: TypeAlias = tuple[Chunk, ...]
 Line: TypeAlias = tuple[Priority | None, str | None]
 
-_AHEAD: Line = (None, None)  # the line of work ahead, which has no class
+_AHEAD: Line = (None, None)  # the line of background prefills, which have no class
 _NOBODY: Mapping[Priority, int] = {}
 _ASIDE = -1  # the ticket of a sequence that is set aside: it is in no heap
 _SLACK = 64  # invalid entries that may stay in a heap of any size

@@ -165,7 +165,6 @@ _SCALAR = re.compile(
 _SCALAR_BEGUN = re.compile(
     rf"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:(?<=[0-9])[eE][+-]?[0-9]*)?)?\Z|{beginnings(*_CONSTANTS)}"
 )
-_SCALAR_FIRST = re.compile('["0-9tfnTFN-]')
 _COMMA = {"}": re.compile(r',[ \t\r\n]*(?=["}])'), "]": re.compile(r',[ \t\r\n]*(?=["0-9tfnTFN{\[\]-])')}
 _COMMA_BEGUN = re.compile(r",[ \t\r\n]*\Z")
 # What may stand in a string as it is. No text has halves of surrogate pairs in it, only escapes have.

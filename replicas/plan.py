@@ -69,6 +69,22 @@ class RowWrite:
 
 
 @record
+class StateUse:
+    """Where a chunk reads and writes the recurrent state of its sequence (`kernels.linear_state`).
+
+    `source`: the slot that it reads, -1 for the zero state; `target`: the slot that it writes, perhaps the same.
+    `applied`: drafts of the chunk before that were accepted; `source` holds their inputs and has not applied them yet.
+    `marks`: (n, slot): the state after the first n tokens of the chunk is written to this slot, too.
+    The chunk's drafts (`Draw.drafts`) leave the state as it is: their inputs are kept in `target`.
+    """
+
+    source: int
+    target: int
+    applied: int = 0
+    marks: tuple[tuple[int, int], ...] = ()
+
+
+@record
 class Chunk:
     """One sequence's query tokens, at absolute positions [start, start + len(tokens)).
 
@@ -80,6 +96,7 @@ class Chunk:
     tokens: TokenIds
     draw: Draw | None = None  # None: a part of a prompt that is not its last
     follows: int | None = None  # its only token is the one that this chunk of the step before draws (`Draw.plain`)
+    state: StateUse | None = None  # of a model with a recurrent state
 
     @property
     def decodes(self) -> bool:

@@ -23,17 +23,21 @@ from holdfast.cluster.tool_watch import ToolWatch
 from holdfast.replicas import logs
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import HoldfastError
-from holdfast.replicas.events import HandleReleased, ProgramEnded, ProgramExpected, ServedElsewhere, ToolLatencies
 from holdfast.replicas.logs import About, LoggingConfig
 from holdfast.replicas.requests import (
     ChatPrompt,
     Errored,
     GenerateRequest,
+    HandleReleased,
     ModelCard,
     PartialReply,
+    ProgramEnded,
+    ProgramExpected,
     RawPrompt,
+    ServedElsewhere,
     SessionCall,
     SessionState,
+    ToolLatencies,
     Usage,
 )
 from holdfast.replicas.retention.latency import LatencySnapshot

@@ -17,8 +17,22 @@ from typing import TypeAlias
 
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import EngineError, HoldfastError, InvalidRequestError, UnavailableError
-from holdfast.replicas.events import Abort, Command, Event, Failed, Notice, Rejected, Request, Stop, Terminal, Tokens
-from holdfast.replicas.requests import NO_WORK, Started, Usage, Work
+from holdfast.replicas.requests import (
+    NO_WORK,
+    Abort,
+    Command,
+    Event,
+    Failed,
+    Notice,
+    Rejected,
+    Request,
+    Started,
+    Stop,
+    Terminal,
+    Tokens,
+    Usage,
+    Work,
+)
 
 log = logging.getLogger(__name__)
 

@@ -25,12 +25,20 @@ from holdfast.replicas.errors import (
     OverloadedError,
     too_long,
 )
-from holdfast.replicas.events import (
+from holdfast.replicas.kv.cache import KVCache, PrefixReport
+from holdfast.replicas.kv.host import HostTier
+from holdfast.replicas.kv.pages import SHARED
+from holdfast.replicas.kv.tags import UNLABELLED
+from holdfast.replicas.plan import Flight, Runner, Sampling, prompt_seed
+from holdfast.replicas.programs import Kind, Programs, Sequence, SequencePool, Session, Status
+from holdfast.replicas.requests import (
     Abort,
+    CloseSession,
     Command,
     Event,
     Failed,
     Finished,
+    ForkSession,
     Notice,
     OpenSession,
     Rejected,
@@ -39,13 +47,6 @@ from holdfast.replicas.events import (
     Submit,
     Terminal,
 )
-from holdfast.replicas.kv.cache import KVCache, PrefixReport
-from holdfast.replicas.kv.host import HostTier
-from holdfast.replicas.kv.pages import SHARED
-from holdfast.replicas.kv.tags import UNLABELLED
-from holdfast.replicas.plan import Flight, Runner, Sampling, prompt_seed
-from holdfast.replicas.programs import Kind, Programs, Sequence, SequencePool, Session, Status
-from holdfast.replicas.requests import CloseSession, ForkSession
 from holdfast.replicas.retention.policy import LoadStats
 from holdfast.replicas.scheduling.admission import check_cells, pages_of
 from holdfast.replicas.scheduling.batch import BooksError, Step

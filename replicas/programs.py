@@ -22,22 +22,25 @@ import numpy as np
 
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import ErrorInfo
-from holdfast.replicas.events import (
+from holdfast.replicas.kv.cache import Holding, KVCache
+from holdfast.replicas.kv.pages import PageIds, PagePool
+from holdfast.replicas.kv.radix import Node, Pin
+from holdfast.replicas.plan import Draw, Sampling
+from holdfast.replicas.requests import (
     Failed,
     FinishReason,
+    ForkSession,
     HandleReleased,
     Notice,
     ProgramEnded,
     ProgramExpected,
     SessionLog,
     Submit,
+    Timing,
     TurnEnded,
+    Usage,
+    Work,
 )
-from holdfast.replicas.kv.cache import Holding, KVCache
-from holdfast.replicas.kv.pages import PageIds, PagePool
-from holdfast.replicas.kv.radix import Node, Pin
-from holdfast.replicas.plan import Draw, Sampling
-from holdfast.replicas.requests import ForkSession, Timing, Usage, Work
 from holdfast.replicas.retention.latency import ToolPause
 from holdfast.replicas.retention.policy import Pause
 from holdfast.replicas.stats import EngineStats

@@ -21,21 +21,26 @@ from holdfast.replicas.errors import (
     SessionExistsError,
     UnknownSessionError,
 )
-from holdfast.replicas.events import (
-    REMEMBERED,
+from holdfast.replicas.kv.pages import NO_PAGES
+from holdfast.replicas.programs import KeptRow, Kind, Operation, ProgramKey, Programs, Rows, Sequence, Session, Status
+from holdfast.replicas.requests import (
+    LOGGED_OPERATIONS,
     Aborted,
+    CloseSession,
     Event,
     Failed,
     Finished,
+    ForkSession,
     OpenSession,
+    OpRecord,
     Rejected,
     SessionLog,
+    SessionTurn,
     Submit,
     Terminal,
+    Timing,
+    Usage,
 )
-from holdfast.replicas.kv.pages import NO_PAGES
-from holdfast.replicas.programs import KeptRow, Kind, Operation, ProgramKey, Programs, Rows, Sequence, Session, Status
-from holdfast.replicas.requests import CloseSession, ForkSession, OpRecord, SessionTurn, Timing, Usage
 from holdfast.replicas.types import TokenIds
 
 
@@ -173,7 +178,7 @@ class Sessions:
         if isinstance(event, Finished) and turn.keep:
             tokens, past = closed_reply(sequence.tokens, submit.closing), session.past
             named = (OpRecord(turn.name, turn.content, len(tokens)),) if turn.name else ()
-            session.past = SessionLog(past.life, tokens, past.appends + 1, (*past.done, *named)[-REMEMBERED:])
+            session.past = SessionLog(past.life, tokens, past.appends + 1, (*past.done, *named)[-LOGGED_OPERATIONS:])
         return session
 
     # ---- what others see; any thread may ask ----

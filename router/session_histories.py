@@ -19,9 +19,8 @@ from typing import Any
 
 import orjson
 
-from holdfast.replicas.events import REMEMBERED
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import TOKEN, ChatPrompt, History, OpRecord, Question, RawPrompt
+from holdfast.replicas.requests import LOGGED_OPERATIONS, TOKEN, ChatPrompt, History, OpRecord, Question, RawPrompt
 from holdfast.router.config import RouterConfig
 from holdfast.router.seal import Seal
 from holdfast.router.store import Ends, Put, Store
@@ -171,7 +170,7 @@ class SessionHistories:
             questions += tuple(map(_question, told.get("questions", ())))
             if len(tokens) != end * TOKEN:
                 raise ValueError("a part is missing")
-        history = History(record.home.life, 0, bytes(tokens), appends, tuple(done[-REMEMBERED:]))
+        history = History(record.home.life, 0, bytes(tokens), appends, tuple(done[-LOGGED_OPERATIONS:]))
         return Kept(record, history, questions)
 
 

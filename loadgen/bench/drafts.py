@@ -24,9 +24,9 @@ from holdfast.loadgen.traces.history import prompts
 from holdfast.loadgen.traces.model import Program
 from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.events import Submit
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Sequence, Status
+from holdfast.replicas.requests import Submit
 from holdfast.replicas.speculation.drafter import Drafter
 from holdfast.replicas.speculation.ngrams import common_prefix
 from holdfast.replicas.stats import EngineStats

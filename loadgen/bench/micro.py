@@ -27,13 +27,12 @@ from holdfast.loadgen.policies import RETENTION
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig, RetentionConfig
 from holdfast.replicas.constraints.guidance import AVAILABLE
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Finished, OpenSession, Submit, TurnEnded
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.model.description import inspect_model
 from holdfast.replicas.model.weights import load_tokenizer
 from holdfast.replicas.plan import Drawn, Landed, Sampling, StepOutput, StepPlan
 from holdfast.replicas.programs import Sequence
-from holdfast.replicas.requests import ChatPrompt, SessionTurn
+from holdfast.replicas.requests import ChatPrompt, Finished, OpenSession, SessionTurn, Submit, TurnEnded
 from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot, Pauses
 from holdfast.replicas.retention.policy import (
     POLICIES,

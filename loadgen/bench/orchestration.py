@@ -27,7 +27,6 @@ from holdfast.loadgen.policies.fixed import SUTRADHARA_TTL, TTL_S
 from holdfast.loadgen.workloads.words import KINDS, filler
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig, RetentionConfig
 from holdfast.replicas.errors import ConfigError, EngineError, HoldfastError
-from holdfast.replicas.events import HandleReleased, ProgramEnded
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import (
     Answer,
@@ -35,7 +34,9 @@ from holdfast.replicas.requests import (
     ChatPrompt,
     Errored,
     GenerateRequest,
+    HandleReleased,
     PartialPrefill,
+    ProgramEnded,
     TextDelta,
     ToolCall,
     ToolCallDelta,

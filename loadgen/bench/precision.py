@@ -27,10 +27,10 @@ from holdfast.loadgen.pocket.agreement import mixed_tasks
 from holdfast.loadgen.pocket.evaluate import MOST_NEW_TOKENS, Task, judge, parse_calls
 from holdfast.replicas.config import DType, EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Finished, Submit, Tokens
 from holdfast.replicas.model.decoder import PageTable, build_batch
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling
+from holdfast.replicas.requests import Finished, Submit, Tokens
 from holdfast.replicas.types import TokenIds
 
 CELLS = 16384

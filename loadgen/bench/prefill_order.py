@@ -23,8 +23,8 @@ from holdfast.loadgen.simulator.runner import CostRunner
 from holdfast.loadgen.simulator.simulation import Simulation
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Submit, Tokens
 from holdfast.replicas.plan import Landed, Sampling, StepPlan
+from holdfast.replicas.requests import Submit, Tokens
 
 PROFILE = machines.profile("8b-a100")
 BUDGETS = (0, 12.5, 25, 50, 100, 200, 400)  # milliseconds

@@ -29,12 +29,11 @@ from holdfast.kernels import attention as kernels
 from holdfast.loadgen.bench.micro import Figure, restoring
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Finished, OpenSession, Submit
 from holdfast.replicas.model import decoder
 from holdfast.replicas.model.folder import model_folder
 from holdfast.replicas.model.startup import load_runner
 from holdfast.replicas.plan import Flight, Runner, Sampling, StepPlan
-from holdfast.replicas.requests import SessionTurn
+from holdfast.replicas.requests import Finished, OpenSession, SessionTurn, Submit
 
 CONTEXTS = (1024, 65536)
 QUESTION, ANSWER = 32, 16  # tokens

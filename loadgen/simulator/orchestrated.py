@@ -21,10 +21,19 @@ from holdfast.loadgen.simulator.runner import CostRunner
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import EngineError
-from holdfast.replicas.events import Event, Finished, ProgramEnded, Submit, Terminal, Tokens, ToolLatencies, TurnEnded
 from holdfast.replicas.kv.tags import labels_of
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import PartialPrefill
+from holdfast.replicas.requests import (
+    Event,
+    Finished,
+    PartialPrefill,
+    ProgramEnded,
+    Submit,
+    Terminal,
+    Tokens,
+    ToolLatencies,
+    TurnEnded,
+)
 from holdfast.replicas.retention.latency import LatencyBook
 from holdfast.replicas.types import NO_TOKENS, TokenIds, common_prefix
 

@@ -30,8 +30,8 @@ from holdfast.loadgen.table import WIDTH
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import DeadlineError, EngineError, ErrorKind
-from holdfast.replicas.events import Abort, Aborted, Event, Finished, Rejected, Submit, Terminal
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.requests import Abort, Aborted, Event, Finished, Rejected, Submit, Terminal
 from holdfast.replicas.types import Priority
 
 PAGE = 16

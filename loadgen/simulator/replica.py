@@ -19,7 +19,7 @@ from holdfast.loadgen.simulator.runner import Machine
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import EngineError
-from holdfast.replicas.events import Event, Finished, Notice, Rejected, Submit, Terminal, Tokens
+from holdfast.replicas.requests import Event, Finished, Notice, Rejected, Submit, Terminal, Tokens
 from holdfast.replicas.types import TokenIds
 
 

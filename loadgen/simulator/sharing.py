@@ -37,7 +37,7 @@ from holdfast.loadgen.simulator.replica import Replica
 from holdfast.loadgen.simulator.routing import Ours
 from holdfast.loadgen.simulator.simulation import Simulation
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.events import ServedElsewhere
+from holdfast.replicas.requests import ServedElsewhere
 from holdfast.router.elsewhere import Ledger
 
 WITHIN_S = 10.0  # all programs come in this time

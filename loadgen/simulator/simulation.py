@@ -20,8 +20,8 @@ from holdfast.loadgen.simulator.replica import Bulk, Replica
 from holdfast.loadgen.simulator.routing import Asked, Ours, Routing
 from holdfast.loadgen.simulator.runner import CostRunner, Machine
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.events import Finished, Submit, ToolLatencies, TurnEnded
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.requests import Finished, Submit, ToolLatencies, TurnEnded
 from holdfast.replicas.retention.latency import LatencyBook
 from holdfast.replicas.types import TokenIds
 

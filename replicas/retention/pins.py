@@ -21,10 +21,10 @@ from itertools import count
 from typing import Protocol, TypeAlias
 
 from holdfast.replicas.config import EngineConfig, RetentionConfig
-from holdfast.replicas.events import Notice, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
 from holdfast.replicas.kv.cache import Freed, KVCache
 from holdfast.replicas.kv.radix import Pin
 from holdfast.replicas.programs import Kind, Program, ProgramKey, ProgramPin, Programs, Rows, Sequence, give_back
+from holdfast.replicas.requests import Notice, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
 from holdfast.replicas.retention.latency import LatencySnapshot, tool_set
 from holdfast.replicas.retention.policy import Conditions, LoadStats, Pause, retention_policy
 from holdfast.replicas.stats import EngineStats

@@ -20,12 +20,11 @@ import numpy as np
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ContextLengthError, DeadlineError, ErrorInfo, ErrorKind, OverloadedError
-from holdfast.replicas.events import Event, Rejected, Submit
 from holdfast.replicas.kv.cache import Freed, KVCache
 from holdfast.replicas.kv.pages import SHARED
 from holdfast.replicas.kv.radix import Prefix
 from holdfast.replicas.programs import ProgramPin, Programs, Sequence, Status
-from holdfast.replicas.requests import GenerateRequest
+from holdfast.replicas.requests import Event, GenerateRequest, Rejected, Submit
 from holdfast.replicas.scheduling.batch import Running, StepBuilder, Terminator
 from holdfast.replicas.scheduling.queue import Line, RequestOrder, WaitingQueue
 from holdfast.replicas.scheduling.shares import Bounds, Classes

@@ -24,12 +24,12 @@ import numpy as np
 
 from holdfast.replicas.constraints.matcher import RowMasks
 from holdfast.replicas.errors import EngineError, ErrorInfo, ErrorKind, InvalidRequestError
-from holdfast.replicas.events import Aborted, Event, Finished, FinishReason
 from holdfast.replicas.kv.cache import Freed, Holding, KVCache, Reloads
 from holdfast.replicas.kv.pages import NO_MOVES, NO_PAGES, PageCopy, PageIds, PageMoves
 from holdfast.replicas.kv.radix import Pin, Prefix
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, StepPlan
 from holdfast.replicas.programs import KeptRow, Kind, Program, Programs, Rows, Sequence, Status, give_back
+from holdfast.replicas.requests import Aborted, Event, Finished, FinishReason
 from holdfast.replicas.retention.pins import Retention
 from holdfast.replicas.scheduling.queue import Forecast, Key, RequestOrder, WaitingQueue
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter

@@ -15,9 +15,9 @@ from itertools import count
 from typing import Protocol, TypeAlias
 
 from holdfast.replicas.config import made
-from holdfast.replicas.events import Submit
 from holdfast.replicas.plan import Chunk
 from holdfast.replicas.programs import Sequence
+from holdfast.replicas.requests import Submit
 from holdfast.replicas.scheduling.shares import TENANTS, Classes, Contended, Roots, Shares
 from holdfast.replicas.stats import Mean
 from holdfast.replicas.types import RANKS, Priority

@@ -11,20 +11,20 @@ from contextlib import nullcontext
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError
-from holdfast.replicas.events import (
+from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.plan import Chunk, Drawn, StepOutput
+from holdfast.replicas.programs import ProgramKey, Programs, Rows, Sequence, SequencePool, Status
+from holdfast.replicas.requests import (
     Event,
     FinishReason,
     HandleReleased,
     Notice,
     ProgramEnded,
     ServedElsewhere,
+    Started,
     Tokens,
     TurnEnded,
 )
-from holdfast.replicas.kv.cache import KVCache
-from holdfast.replicas.plan import Chunk, Drawn, StepOutput
-from holdfast.replicas.programs import ProgramKey, Programs, Rows, Sequence, SequencePool, Status
-from holdfast.replicas.requests import Started
 from holdfast.replicas.retention.pins import Retention
 from holdfast.replicas.retention.policy import LoadStats, RestoreCost
 from holdfast.replicas.scheduling.admission import Admission

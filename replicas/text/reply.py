@@ -19,9 +19,8 @@ from typing import TypeAlias
 import numpy as np
 
 from holdfast.replicas.constraints.matcher import Matcher
-from holdfast.replicas.events import FinishReason
 from holdfast.replicas.plan import TokenLogprobs
-from holdfast.replicas.requests import LogprobText, ReasoningDelta, ReplyReason, TextDelta, ToolCallDelta
+from holdfast.replicas.requests import FinishReason, LogprobText, ReasoningDelta, ReplyReason, TextDelta, ToolCallDelta
 from holdfast.replicas.text.calls.tracker import CallTracker, Delta, merged
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
 from holdfast.replicas.text.reasoning import ChannelReader, ThinkingReader, TrailingCalls

@@ -16,11 +16,11 @@ from holdfast.loadgen.pocket.tokenizer import WEIGHTS
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.events import Submit, Tokens
 from holdfast.replicas.model.description import inspect_model
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
 from holdfast.replicas.model.weights import eos_ids, load_tokenizer
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.requests import Submit, Tokens
 
 pytest.importorskip("gguf")
 TEXTS = (

@@ -16,8 +16,7 @@ from holdfast.cluster import engine_replica
 from holdfast.cluster.engine_replica import EngineReplica
 from holdfast.replicas import actor
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.events import Notice, ServedElsewhere
-from holdfast.replicas.requests import ModelCard
+from holdfast.replicas.requests import ModelCard, Notice, ServedElsewhere
 from holdfast.router.config import RouterConfig
 from holdfast.router.store import RedisAddress
 

@@ -7,7 +7,7 @@ from pinning import KEEP
 
 from holdfast.replicas.activity import PIN, TURN, activity
 from holdfast.replicas.config import RetentionConfig
-from holdfast.replicas.events import TurnEnded
+from holdfast.replicas.requests import TurnEnded
 
 PROMPT = list(range(5, 45))
 

@@ -18,11 +18,11 @@ from holdfast.kernels import attention, layer, linear, native
 from holdfast.kernels.sampling import gumbel_noise, row_keys
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Submit, Tokens
 from holdfast.replicas.model.decoder import Decoder
 from holdfast.replicas.model.runner import ModelRunner
 from holdfast.replicas.model.startup import load_runner
 from holdfast.replicas.plan import Sampling, TokenLogprobs
+from holdfast.replicas.requests import Submit, Tokens
 
 NEW = 16
 MOVES = defaultdict(lambda: 0.5, float32=1e-4)  # how far a token's log probability may move

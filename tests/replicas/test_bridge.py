@@ -21,9 +21,20 @@ from holdfast.replicas.bridge import Bridge, EngineThread, Mailbox
 from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ErrorKind, InvalidRequestError, UnavailableError
-from holdfast.replicas.events import Abort, Aborted, Command, Event, Failed, Finished, Rejected, Submit, Tokens
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import Timing, Usage
+from holdfast.replicas.requests import (
+    Abort,
+    Aborted,
+    Command,
+    Event,
+    Failed,
+    Finished,
+    Rejected,
+    Submit,
+    Timing,
+    Tokens,
+    Usage,
+)
 
 CONFIG = EngineConfig(cells=2048, page_size=4, max_sequences=32, session_rows=0, context_length=512)
 

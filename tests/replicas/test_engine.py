@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.errors import ErrorKind, UnavailableError
-from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Rejected, Stop, Submit
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.requests import Abort, Aborted, Failed, Finished, Rejected, Stop, Submit
 
 
 def test_a_request_is_completed_and_its_usage_counted():

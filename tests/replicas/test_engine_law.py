@@ -10,9 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from holdfast.loadgen.policies import ORDERS as COMPARED
 from holdfast.replicas.config import ORDERS, DraftConfig
-from holdfast.replicas.events import Abort, Finished, HandleReleased, ProgramEnded, Stop, TurnEnded
 from holdfast.replicas.kv.radix import Pin
 from holdfast.replicas.programs import Kind, Sequence
+from holdfast.replicas.requests import Abort, Finished, HandleReleased, ProgramEnded, Stop, TurnEnded
 from holdfast.replicas.types import CellLimits, Priority
 
 sessions = st.sampled_from("stu")

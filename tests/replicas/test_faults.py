@@ -11,9 +11,9 @@ import pytest
 from engine_world import World, words
 
 from holdfast.replicas.errors import EngineError
-from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Stop
 from holdfast.replicas.plan import StepOutput
 from holdfast.replicas.programs import Sequence
+from holdfast.replicas.requests import Abort, Aborted, Failed, Finished, Stop
 from holdfast.replicas.speculation.drafter import Drafter
 
 INSIDE = {Drafter: ("_state", "_find", "_gate")}  # pieces that supervise themselves, and what may raise in them

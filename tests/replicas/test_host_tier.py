@@ -4,7 +4,7 @@ import pytest
 from engine_world import World, words
 
 from holdfast.replicas.config import DraftConfig
-from holdfast.replicas.events import Abort, Failed
+from holdfast.replicas.requests import Abort, Failed
 
 LONG = words(1, 60)
 

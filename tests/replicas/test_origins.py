@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from engine_world import World, words
 
-from holdfast.replicas.events import Abort, Submit
 from holdfast.replicas.kv.tags import labels_of
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import PartialPrefill
+from holdfast.replicas.requests import Abort, PartialPrefill, Submit
 from holdfast.replicas.types import Origin
 
 PROMPT = words(1, 40)

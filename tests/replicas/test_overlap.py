@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Stop, Submit
 from holdfast.replicas.kv.radix import RadixTree
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.requests import Abort, Aborted, Failed, Finished, Stop, Submit
 
 PLAIN = DraftConfig(enabled=False)
 

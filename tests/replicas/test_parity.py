@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from holdfast.kernels import native
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Finished, Submit, Tokens
 from holdfast.replicas.model.folder import model_folder
 from holdfast.replicas.model.startup import load_runner
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.requests import Finished, Submit, Tokens
 
 NEW = 20
 

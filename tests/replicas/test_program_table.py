@@ -4,10 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.events import Submit
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Kind, Program, ProgramKey, Programs, Sequence
-from holdfast.replicas.requests import PartialPrefill, SessionTurn
+from holdfast.replicas.requests import PartialPrefill, SessionTurn, Submit
 from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.types import NO_TOKENS
 

@@ -8,7 +8,7 @@ from engine_world import World, words
 from fake_runner import VOCABULARY
 
 from holdfast.replicas.config import RetentionConfig
-from holdfast.replicas.events import Abort, Stop
+from holdfast.replicas.requests import Abort, Stop
 
 # As Qwen3's: what was thought before the last question is dropped.
 DROPS_THOUGHTS = jinja2.Template(

@@ -16,7 +16,6 @@ from holdfast.replicas.errors import (
     OverloadedError,
     UnknownQuestionError,
 )
-from holdfast.replicas.events import SessionLog
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.questions import Questions
 from holdfast.replicas.requests import (
@@ -27,6 +26,7 @@ from holdfast.replicas.requests import (
     Question,
     QuestionState,
     RawPrompt,
+    SessionLog,
     TextDelta,
     Timing,
     Usage,

@@ -22,8 +22,8 @@ from holdfast.replicas.activity import activity
 from holdfast.replicas.actor import EngineCollector, told_activity
 from holdfast.replicas.config import RetentionConfig
 from holdfast.replicas.errors import DeadlineError
-from holdfast.replicas.events import Abort, Submit, TurnEnded
 from holdfast.replicas.kv.tags import Hint, Label, labels_of
+from holdfast.replicas.requests import Abort, Submit, TurnEnded
 from holdfast.replicas.stats import Occupancy, QuestionStats, TextStats
 from holdfast.replicas.types import NO_TOKENS, CellLimits
 

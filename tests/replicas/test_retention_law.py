@@ -11,8 +11,8 @@ from pinning import KEEP, QUICK_CONTINUUM
 
 from holdfast.loadgen import policies
 from holdfast.replicas.config import ORDERS, POLICIES, DraftConfig, RetentionConfig
-from holdfast.replicas.events import Abort, Finished, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
 from holdfast.replicas.programs import ProgramKey
+from holdfast.replicas.requests import Abort, Finished, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
 from holdfast.replicas.retention.latency import LatencyBook
 
 programs = st.sampled_from([(scope, program) for scope in ("", "other") for program in "pqrs"])

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import DraftConfig
-from holdfast.replicas.events import ProgramEnded, Submit
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.requests import ProgramEnded, Submit
 from holdfast.replicas.speculation.drafter import TurnMemory
 from holdfast.replicas.types import salted
 

@@ -17,12 +17,13 @@ from waiting import PATIENCE_S, until_async
 from holdfast.replicas.actor import Replica
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import ErrorKind
-from holdfast.replicas.events import Abort, Command
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import (
+    Abort,
     Answer,
     AnswerBuilder,
     ChatPrompt,
+    Command,
     Completed,
     Errored,
     GenerateRequest,

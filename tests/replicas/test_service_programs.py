@@ -9,9 +9,8 @@ from pinning import KEEP
 
 from holdfast.loadgen.policies import RETENTION
 from holdfast.replicas.config import EngineConfig, RetentionConfig
-from holdfast.replicas.events import ProgramEnded, ToolLatencies
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt
+from holdfast.replicas.requests import ChatPrompt, GenerateRequest, ProgramEnded, RawPrompt, ToolLatencies
 from holdfast.replicas.retention.latency import Called, LatencySnapshot, ToolLatency
 from holdfast.replicas.service import Service
 

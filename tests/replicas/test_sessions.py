@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from holdfast.loadgen.policies import ORDERS
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorKind, UnavailableError
-from holdfast.replicas.events import Abort, Aborted, Failed, Finished, Rejected, Stop, Submit
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import SessionTurn
+from holdfast.replicas.requests import Abort, Aborted, Failed, Finished, Rejected, SessionTurn, Stop, Submit
 from holdfast.replicas.sessions import closed_reply
 
 

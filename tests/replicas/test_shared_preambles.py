@@ -7,10 +7,9 @@ import pytest
 from engine_world import World, words
 
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.events import Submit
 from holdfast.replicas.kv.pages import SHARED
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import ChatPrompt
+from holdfast.replicas.requests import ChatPrompt, Submit
 from holdfast.replicas.service import read_preambles
 from holdfast.replicas.types import CellLimits
 

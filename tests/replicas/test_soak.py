@@ -18,9 +18,8 @@ from fake_runner import complete
 from kv_audit import check_cache
 
 from holdfast.replicas.config import DraftConfig, EngineConfig
-from holdfast.replicas.events import Abort, Finished, Stop, Submit
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import Completed, Errored, GenerateRequest, RawPrompt
+from holdfast.replicas.requests import Abort, Completed, Errored, Finished, GenerateRequest, RawPrompt, Stop, Submit
 from holdfast.replicas.service import Service
 
 MINUTES = float(os.environ.get("HOLDFAST_SOAK_MINUTES", "0"))

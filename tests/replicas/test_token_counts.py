@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Submit
 from holdfast.replicas.model.sampler import sample
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.requests import Submit
 from holdfast.replicas.types import TokenCounts
 
 tokens = st.lists(st.integers(0, 200), max_size=100)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.events import Tokens
+from holdfast.replicas.requests import Tokens
 from holdfast.replicas.types import TokenIds, common_prefix, record
 
 

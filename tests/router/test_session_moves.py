@@ -18,8 +18,7 @@ from replicas_in_process import Loop, Replicas, Router, Trap
 
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import UnknownQuestionError
-from holdfast.replicas.events import REMEMBERED
-from holdfast.replicas.requests import History, SessionState
+from holdfast.replicas.requests import LOGGED_OPERATIONS, History, SessionState
 from holdfast.router.config import RouterConfig
 from holdfast.router.programs import ProgramTable
 from holdfast.router.protocol.sessions import question_reply
@@ -283,13 +282,13 @@ def test_a_key_is_done_once_wherever_the_session_is(cluster: Cluster) -> None:
 
 def test_keys_are_remembered_for_the_latest_operations(cluster: Cluster, loop: Loop) -> None:
     cluster.open("s", tokens=[5])
-    for i in range(REMEMBERED + 20):
+    for i in range(LOGGED_OPERATIONS + 20):
         assert cluster.do("s", "append", f"k{i}", tokens=[6]).status_code == 200
     cluster.lose("s")
     n = cluster.state("s")["tokens"]
     kept = loop.run(SessionHistories(cluster.store, RouterConfig()).read("default", "s"))
     assert kept is not None
-    assert len(kept.history.done) == REMEMBERED
+    assert len(kept.history.done) == LOGGED_OPERATIONS
     assert cluster.do("s", "append", "k30", tokens=[6]).json()["tokens"] == 32
     assert cluster.do("s", "append", "k0", tokens=[6]).json()["tokens"] == n + 1  # so long ago that it is not known
 

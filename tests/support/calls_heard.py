@@ -30,8 +30,7 @@ from holdfast.loadgen.chat import ChatClient
 from holdfast.loadgen.orchestrator import CallClosed, Orchestrator, Run, Told
 from holdfast.loadgen.toolbox import Toolbox
 from holdfast.loadgen.workloads.words import KINDS
-from holdfast.replicas.events import Event, Tokens
-from holdfast.replicas.requests import Piece, ToolCallDelta
+from holdfast.replicas.requests import Event, Piece, Tokens, ToolCallDelta
 from holdfast.replicas.service import Service
 
 ENGINE = {"threads": 1, "kv_memory": 0.1}

@@ -12,22 +12,26 @@ from pinned_pages import pinned_pages
 from holdfast.loadgen.policies.plas import Plas
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import (
+from holdfast.replicas.kv.tags import labels_of
+from holdfast.replicas.plan import Sampling
+from holdfast.replicas.programs import Region
+from holdfast.replicas.requests import (
     Abort,
+    CloseSession,
     Command,
     Event,
     Finished,
+    ForkSession,
     Notice,
     OpenSession,
+    PartialPrefill,
+    SessionTurn,
+    Started,
     Stop,
     Submit,
     Terminal,
     Tokens,
 )
-from holdfast.replicas.kv.tags import labels_of
-from holdfast.replicas.plan import Sampling
-from holdfast.replicas.programs import Region
-from holdfast.replicas.requests import CloseSession, ForkSession, PartialPrefill, SessionTurn, Started
 from holdfast.replicas.scheduling.queue import FairOrder
 from holdfast.replicas.types import CellLimits, Priority
 

@@ -8,8 +8,15 @@ from fake_backend import FakeBackend, World
 
 from holdfast.replicas.actor import status_of, told_activity
 from holdfast.replicas.config import DraftConfig, EngineConfig
-from holdfast.replicas.events import HandleReleased
-from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt, SessionCall, SessionState, Usage
+from holdfast.replicas.requests import (
+    ChatPrompt,
+    GenerateRequest,
+    HandleReleased,
+    RawPrompt,
+    SessionCall,
+    SessionState,
+    Usage,
+)
 from holdfast.replicas.service import Service
 from holdfast.replicas.stats import ReplicaStatus
 from holdfast.router.backend import ANYWHERE, Batch, Place

@@ -14,7 +14,6 @@ from kv_audit import check_cache
 
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Finished, Submit, Tokens
 from holdfast.replicas.kv.tensors import CellShape, KVTensors
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
 from holdfast.replicas.model.decoder import Decoder
@@ -23,6 +22,7 @@ from holdfast.replicas.model.description import describe
 from holdfast.replicas.model.graphs import GraphRoom
 from holdfast.replicas.model.runner import ModelRunner
 from holdfast.replicas.model.runner_gpu import GpuRunner
+from holdfast.replicas.requests import Finished, Submit, Tokens
 
 VOCABULARY = 61
 CONTEXT = 128

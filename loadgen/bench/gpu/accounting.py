@@ -11,9 +11,9 @@ import numpy as np
 
 from holdfast.kernels.ceilings import Ceilings
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Finished, Tokens
 from holdfast.replicas.model.description import Description
 from holdfast.replicas.plan import Flight, Runner, StepOutput, StepPlan
+from holdfast.replicas.requests import Finished, Tokens
 from holdfast.replicas.types import TokenIds
 
 

@@ -27,7 +27,6 @@ from holdfast.loadgen.bench.parts import Deadline, Figures, Lines, Report
 from holdfast.loadgen.pocket.tokenizer import WEIGHTS
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Finished, Submit, Tokens
 from holdfast.replicas.kv.tensors import HostPages, KVTensors
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
 from holdfast.replicas.model.description import inspect_model
@@ -36,6 +35,7 @@ from holdfast.replicas.model.runner_gpu import GpuRunner
 from holdfast.replicas.model.startup import LoadedRunner, check_graphs, load_runner
 from holdfast.replicas.model.weights import load_tokenizer
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.requests import Finished, Submit, Tokens
 from holdfast.replicas.types import TokenIds, common_prefix
 
 NEAR = 1e-4

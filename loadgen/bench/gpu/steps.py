@@ -19,7 +19,6 @@ from holdfast.loadgen.bench.gpu.accounting import Bounds, CountingRunner, Totals
 from holdfast.loadgen.bench.parts import Lines
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Finished, Submit
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.pages import PageMoves
 from holdfast.replicas.kv.tensors import HostPages, KVTensors
@@ -32,6 +31,7 @@ from holdfast.replicas.model.runner_gpu import GpuRunner
 from holdfast.replicas.model.startup import check_graphs
 from holdfast.replicas.model.weights import DecoderWeights, allocate
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
+from holdfast.replicas.requests import Finished, Submit
 from holdfast.replicas.types import TokenIds
 
 _HELD_S = 0.04  # the host lays out and launches any step in less, also one of many launches

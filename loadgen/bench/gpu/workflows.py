@@ -27,8 +27,8 @@ from holdfast.loadgen.bench.gpu.peers import Batching, PromptLookup, Way, load_m
 from holdfast.loadgen.bench.gpu.stage import Dialogue, Exchange, Stage
 from holdfast.loadgen.bench.parts import Deadline, Figures, Lines, Report
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Submit
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.requests import Submit
 from holdfast.replicas.types import TokenIds
 
 

@@ -13,11 +13,10 @@ from holdfast.loadgen.bench.ablation import VARIANTS, Variant, chosen
 from holdfast.replicas.config import DraftConfig, EngineConfig, Mechanism
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.events import Submit, Tokens
 from holdfast.replicas.kv.tags import SYSTEM, labels_of
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import ChatPrompt
+from holdfast.replicas.requests import ChatPrompt, Submit, Tokens
 from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.text.conversation import TextSide
 

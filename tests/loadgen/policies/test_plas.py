@@ -5,9 +5,9 @@ from itertools import count
 import numpy as np
 
 from holdfast.loadgen.policies.plas import Plas
-from holdfast.replicas.events import Submit
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Sequence
+from holdfast.replicas.requests import Submit
 
 _numbers = count()
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from holdfast.loadgen.simulator.runner import more_cells
 from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.events import Submit
 from holdfast.replicas.plan import Drawn, Landed, Sampling, StepPlan
+from holdfast.replicas.requests import Submit
 
 
 class BulkWorld(World):

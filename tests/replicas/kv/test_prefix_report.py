@@ -8,9 +8,9 @@ from engine_world import World
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.events import Submit
 from holdfast.replicas.kv.cache import REPORT_S, KVCache, PrefixReport
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.requests import Submit
 from holdfast.replicas.types import TokenIds, common_prefix
 
 

@@ -14,12 +14,11 @@ from tiny_decoder import TinyEngine
 from holdfast.replicas.bridge import Bridge
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import ConfigError, EngineError
-from holdfast.replicas.events import Finished, Stop, Submit, Tokens
 from holdfast.replicas.kv.pages import PageCopy
 from holdfast.replicas.model.folder import model_folder
 from holdfast.replicas.model.startup import load_runner
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
-from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt
+from holdfast.replicas.requests import ChatPrompt, Finished, GenerateRequest, RawPrompt, Stop, Submit, Tokens
 from holdfast.replicas.service import Service
 
 

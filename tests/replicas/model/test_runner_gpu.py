@@ -5,9 +5,9 @@ import pytest
 from tiny_decoder import TinyEngine, prompt
 
 from holdfast.replicas.errors import EngineError
-from holdfast.replicas.events import Submit
 from holdfast.replicas.kv.pages import PageCopy, PageMoves
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
+from holdfast.replicas.requests import Submit
 
 SAMPLINGS = [
     Sampling(max_tokens=4),

@@ -8,10 +8,10 @@ from kv_audit import check_cache
 from pinned_pages import pinned_pages
 
 from holdfast.replicas.config import RetentionConfig
-from holdfast.replicas.events import Submit
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Program, ProgramKey, ProgramPin, Sequence
+from holdfast.replicas.requests import Submit
 from holdfast.replicas.retention.pins import Pins
 from holdfast.replicas.types import Priority
 

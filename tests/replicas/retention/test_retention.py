@@ -9,8 +9,8 @@ from pinning import KEEP
 
 from holdfast.loadgen.policies import RETENTION
 from holdfast.replicas.config import DraftConfig, RetentionConfig
-from holdfast.replicas.events import Abort, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
 from holdfast.replicas.programs import ProgramPin
+from holdfast.replicas.requests import Abort, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
 from holdfast.replicas.retention import pins as pins_module
 from holdfast.replicas.retention.latency import AGES, LatencySnapshot, ToolLatency
 from holdfast.replicas.retention.policy import RestoreCost

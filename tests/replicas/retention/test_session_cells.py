@@ -3,7 +3,7 @@
 from engine_world import World, words
 
 from holdfast.replicas.errors import ErrorKind
-from holdfast.replicas.events import Finished
+from holdfast.replicas.requests import Finished
 
 
 def make(**settings) -> World:

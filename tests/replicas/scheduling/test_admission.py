@@ -8,7 +8,7 @@ from fake_runner import complete
 from pinning import KEEP
 
 from holdfast.replicas.config import RetentionConfig
-from holdfast.replicas.events import TurnEnded
+from holdfast.replicas.requests import TurnEnded
 
 KEEPS = RetentionConfig(KEEP, most_s=9000.0)
 

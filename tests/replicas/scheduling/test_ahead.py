@@ -7,10 +7,19 @@ from pinning import KEEP
 
 from holdfast.replicas.config import DraftConfig, RetentionConfig
 from holdfast.replicas.errors import ErrorKind
-from holdfast.replicas.events import Aborted, Finished, HandleReleased, ProgramEnded, Rejected, Submit, TurnEnded
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Kind, ProgramKey
-from holdfast.replicas.requests import PartialPrefill, SessionTurn
+from holdfast.replicas.requests import (
+    Aborted,
+    Finished,
+    HandleReleased,
+    PartialPrefill,
+    ProgramEnded,
+    Rejected,
+    SessionTurn,
+    Submit,
+    TurnEnded,
+)
 from holdfast.replicas.retention.policy import RestoreCost
 from holdfast.replicas.scheduling import scheduler
 

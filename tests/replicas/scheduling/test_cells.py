@@ -4,7 +4,7 @@ import numpy as np
 from engine_world import World, words
 
 from holdfast.replicas.errors import ErrorKind
-from holdfast.replicas.events import Rejected, TurnEnded
+from holdfast.replicas.requests import Rejected, TurnEnded
 from holdfast.replicas.types import CellLimits
 
 

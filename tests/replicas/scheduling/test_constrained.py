@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import DraftConfig
-from holdfast.replicas.events import Failed, Finished, Submit
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Sequence
+from holdfast.replicas.requests import Failed, Finished, Submit
 from holdfast.replicas.speculation.drafter import MOST_FORCED, NO_DRAFT, Drafter
 from holdfast.replicas.stats import EngineStats
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorKind
-from holdfast.replicas.events import Abort, Aborted, Finished, Rejected
+from holdfast.replicas.requests import Abort, Aborted, Finished, Rejected
 from holdfast.replicas.stats import Mean
 from holdfast.replicas.types import RANKS, Priority
 

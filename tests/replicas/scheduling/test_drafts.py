@@ -6,9 +6,9 @@ from engine_world import World, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.events import Abort, Stop, Submit
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Sequence, Status
+from holdfast.replicas.requests import Abort, Stop, Submit
 from holdfast.replicas.scheduling.batch import StepBuilder
 from holdfast.replicas.speculation import drafter
 

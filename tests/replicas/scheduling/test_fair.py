@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from pinning import KEEP
 
 from holdfast.replicas.config import DraftConfig, RetentionConfig
-from holdfast.replicas.events import Submit, TurnEnded
 from holdfast.replicas.plan import Chunk, Sampling
 from holdfast.replicas.programs import Sequence
+from holdfast.replicas.requests import Submit, TurnEnded
 from holdfast.replicas.scheduling.queue import FairOrder
 from holdfast.replicas.types import Priority
 

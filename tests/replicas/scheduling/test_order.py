@@ -8,9 +8,9 @@ from engine_world import World, words
 
 from holdfast.loadgen.policies import ORDERS as COMPARED
 from holdfast.replicas.config import ORDERS
-from holdfast.replicas.events import Submit
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Sequence
+from holdfast.replicas.requests import Submit
 from holdfast.replicas.scheduling.queue import request_order
 
 _numbers = count()

@@ -8,9 +8,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.events import Submit
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Sequence, Status
+from holdfast.replicas.requests import Submit
 from holdfast.replicas.retention.policy import RestoreCost
 from holdfast.replicas.scheduling.admission import Budget, find_leader
 from holdfast.replicas.scheduling.scheduler import chunk_sizes, tokens_within

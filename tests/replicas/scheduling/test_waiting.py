@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.loadgen.policies.plas import Plas
-from holdfast.replicas.events import Submit
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Sequence
-from holdfast.replicas.requests import SessionTurn
+from holdfast.replicas.requests import SessionTurn, Submit
 from holdfast.replicas.scheduling.queue import ArrivalOrder, ProgramOrder, WaitingQueue
 
 _numbers = count()

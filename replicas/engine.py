@@ -29,7 +29,7 @@ from holdfast.replicas.kv.cache import KVCache, PrefixReport
 from holdfast.replicas.kv.host import HostTier
 from holdfast.replicas.kv.pages import SHARED
 from holdfast.replicas.kv.tags import UNLABELLED
-from holdfast.replicas.plan import Flight, Runner, Sampling, prompt_seed
+from holdfast.replicas.plan import Flight, Runner, Sampling, StepCost, prompt_seed
 from holdfast.replicas.programs import Kind, Programs, Sequence, SequencePool, Session, Status
 from holdfast.replicas.requests import (
     Abort,
@@ -54,7 +54,6 @@ from holdfast.replicas.scheduling.queue import request_order
 from holdfast.replicas.scheduling.scheduler import Scheduler
 from holdfast.replicas.sessions import SessionFacts, Sessions, check_room
 from holdfast.replicas.speculation.drafter import Drafter
-from holdfast.replicas.speculation.gate import StepCost
 from holdfast.replicas.stats import EngineStats, LoadReport, Occupancy
 from holdfast.replicas.types import NO_TOKENS, CellLimits, Origin, TokenIds
 

@@ -5,7 +5,7 @@ The scheduler knows pages and tokens and no tensors; the runner knows tensors an
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -213,6 +213,25 @@ class Landed:
 
     def land(self) -> StepOutput:
         return self.output
+
+
+# ---- what a step costs ----
+
+VERIFY_ROWS = 256  # rows of a step with drafts: with more, steps wait for arithmetic and drafts no longer pay
+
+StepCost: TypeAlias = tuple[float, ...]
+"""Seconds of a decode step by its number of rows, from 0 to `VERIFY_ROWS`."""
+
+
+def step_cost(rows: Sequence[int], seconds: Sequence[float]) -> StepCost:
+    """The cost of every width from a few measured ones (at least two, rising), on straight lines between them.
+
+    A wider step never costs less: where it was measured so, something else delayed the narrower one.
+    """
+    rising = np.minimum.accumulate(np.asarray(seconds)[::-1])[::-1]
+    slope = (rising[-1] - rising[-2]) / (rows[-1] - rows[-2])
+    width = np.arange(VERIFY_ROWS + 1)
+    return tuple((np.interp(width, rows, rising) + slope * np.maximum(width - rows[-1], 0)).tolist())
 
 
 # ---- the seed a prompt gives itself ----

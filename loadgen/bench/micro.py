@@ -30,7 +30,7 @@ from holdfast.replicas.engine import Engine
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.model.description import inspect_model
 from holdfast.replicas.model.weights import load_tokenizer
-from holdfast.replicas.plan import Drawn, Landed, Sampling, StepOutput, StepPlan
+from holdfast.replicas.plan import Drawn, Landed, Sampling, StepOutput, StepPlan, step_cost
 from holdfast.replicas.programs import Sequence
 from holdfast.replicas.requests import ChatPrompt, Finished, OpenSession, SessionTurn, Submit, TurnEnded
 from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot, Pauses
@@ -44,7 +44,6 @@ from holdfast.replicas.retention.policy import (
     retention_policy,
 )
 from holdfast.replicas.speculation.drafter import Drafter
-from holdfast.replicas.speculation.gate import step_cost
 from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.text.conversation import TextSide
 from holdfast.replicas.types import TokenIds

@@ -35,8 +35,7 @@ from holdfast.replicas.model.graphs import MOST_DRAWS, gpu_capture, room_for
 from holdfast.replicas.model.runner import ModelRunner
 from holdfast.replicas.model.smoothing import sample_tokens
 from holdfast.replicas.model.weights import eos_ids, load_model, load_tokenizer, sampling_defaults
-from holdfast.replicas.plan import Chunk, Draw, RowWrite, Runner, Sampling, StepOutput, StepPlan
-from holdfast.replicas.speculation.gate import StepCost, step_cost
+from holdfast.replicas.plan import Chunk, Draw, RowWrite, Runner, Sampling, StepCost, StepOutput, StepPlan, step_cost
 from holdfast.replicas.types import TokenIds
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from typing import Concatenate, ParamSpec
 import numpy as np
 
 from holdfast.replicas.config import DraftConfig
+from holdfast.replicas.plan import VERIFY_ROWS, StepCost
 from holdfast.replicas.programs import Sequence, Status
-from holdfast.replicas.speculation.gate import FREE, StepCost, draft_lengths
 from holdfast.replicas.speculation.ngrams import GAP, NGramIndex, common_prefix
 from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.types import TokenIds, tenant_of
@@ -43,7 +43,12 @@ _BY_MATCH = (0.0, 0.33, 0.51, 0.73, 0.80, 0.87, 0.98)
 """Acceptance by the bit length of the match's length: measured on 32 conversations of an airline agent."""
 _COST_WEIGHT = 0.1  # of one step in what steps take longer than measured
 _DELAYED = 1.5  # a step counts for at most this multiple of its expected time: something else ran meanwhile
+_UNLIKELY = 0.01  # a draft less likely to be right never pays for its row
+_WORTH = 1.02  # least gain over a step without drafts: the best of many estimates is usually too optimistic
 _BLIND = 3  # steps planned without asking for drafts after a step without any, where that lets steps overlap
+
+FREE: StepCost = (1.0,) * (VERIFY_ROWS + 1)
+"""Used where the cost was not measured: rows cost nothing."""
 
 P = ParamSpec("P")
 
@@ -229,6 +234,39 @@ class Drafter:
 def _room(sequence: Sequence) -> int:
     """Drafts that a sequence has room for: so few that the token after them still fits."""
     return len(sequence.buffer) - sequence.length - 1
+
+
+def draft_lengths(
+    acceptances: SequenceOf[float], offered: SequenceOf[int], decoding: int, cost: StepCost, extra_s: float = 0.0
+) -> list[int]:
+    """How many drafts of each sequence to verify, so that the step yields the most tokens a second (Stateful
+    inference, 3.6).
+
+    Sequence i offers `offered[i]` drafts. Its draft n is right with probability acceptance ** n (Leviathan et al. 2023,
+    equation 1). The step has `decoding` rows without drafts; a step of n rows takes `cost[n] + extra_s` seconds. It
+    reads the weights once for all rows, so the most likely drafts of all sequences compete for the rows that pay.
+    """
+    offers: list[tuple[float, int]] = []
+    for i, acceptance in enumerate(acceptances):
+        right, left = acceptance, offered[i]
+        while left and right >= _UNLIKELY:
+            offers.append((-right, i))
+            right *= acceptance
+            left -= 1
+    lengths = [0] * len(offered)
+    room = len(cost) - 1 - decoding
+    if room <= 0:
+        return lengths
+    offers.sort()
+    tokens, taken, best = float(decoding), 0, _WORTH * decoding / (cost[decoding] + extra_s)
+    for n, (right, _) in enumerate(offers[:room], 1):
+        tokens -= right
+        rate = tokens / (cost[decoding + n] + extra_s)
+        if rate > best:
+            taken, best = n, rate
+    for _, i in offers[:taken]:
+        lengths[i] += 1
+    return lengths
 
 
 class TurnMemory:

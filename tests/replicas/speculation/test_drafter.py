@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import DraftConfig
-from holdfast.replicas.plan import Sampling
+from holdfast.replicas.plan import Sampling, StepCost, step_cost
 from holdfast.replicas.programs import Sequence, Status
 from holdfast.replicas.requests import Submit
 from holdfast.replicas.speculation.drafter import Drafter, TurnMemory
-from holdfast.replicas.speculation.gate import StepCost, step_cost
 from holdfast.replicas.speculation.ngrams import GAP, common_prefix
 from holdfast.replicas.stats import EngineStats
 

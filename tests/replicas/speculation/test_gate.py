@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.speculation.gate import FREE, VERIFY_ROWS, StepCost, draft_lengths, step_cost
+from holdfast.replicas.plan import VERIFY_ROWS, StepCost, step_cost
+from holdfast.replicas.speculation.drafter import FREE, draft_lengths
 
 LINEAR = step_cost((1, 101), (1.0, 6.0))  # a row costs 5 % of a step
 DEAR = step_cost((1, 101), (1.0, 101.0))

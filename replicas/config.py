@@ -103,6 +103,9 @@ class EngineConfig:
         "auto"  # auto: as the model computes; int8: one byte a number and a scale a token and head, CPU only
     )
     page_size: int = 16  # cells in a page, the unit in which cells are allocated
+    state_slots: int = (
+        0  # recurrent states of a model with linear layers, running and kept; 0: a share of the KV memory
+    )
 
     max_sequences: int = 64  # rows: sequences in the batch, and those kept between turns
     session_rows: int = (
@@ -201,7 +204,7 @@ class EngineConfig:
         _check(self, _POSITIVE_SHARE, "admission_ceiling", "gpu_memory")
         _check(self, _POSITIVE, "session_idle_s", "queue_timeout_s", "kv_memory", "hung_s")
         _check(self, _NOT_NEGATIVE, "threads", "context_length", "cells", "host_cells", "host_memory", "session_rows")
-        _check(self, _NOT_NEGATIVE, "step_ms", "tenant_sessions")
+        _check(self, _NOT_NEGATIVE, "step_ms", "tenant_sessions", "state_slots")
         _check(self, _FINITE, "kv_memory", "host_memory")  # a number of cells is made of it
 
     @property
@@ -228,11 +231,38 @@ class ModelShape:
     cell_values: int  # numbers in one token's KV: 2 * layers * kv_heads * head_dim
     steady_context: int  # a longer sequence changes what the others of its step compute; at most `context_length`
     head_dim: int
+    state_bytes: int = 0  # of one recurrent state, its slot's window of drafts included; 0: the model has none
 
     def cell_bytes(self, number: int) -> int:
         """Bytes of one token's KV with `number` bytes a number; one byte is int8, which has scales as well."""
         scales = self.cell_values // self.head_dim * SCALE_BYTES
         return self.cell_values * number + (scales if number == 1 else 0)
+
+
+PROGRAM_TOKENS, PROGRAM_STATES = 8192, 4
+"""What a program in the cache is taken to hold where cells and states share memory: its prompt, and the states of a
+running turn, of the last two ends of prompt and reply, and a part of those that programs share."""
+LEAST_SLOTS = 4  # one state is read while another is written, and both for two sequences
+
+
+class Memory(NamedTuple):
+    """What a budget of bytes buys: whole pages of cells, and state slots."""
+
+    cells: int
+    slots: int
+
+
+def split_memory(config: EngineConfig, model: ModelShape, cell_bytes: int, budget: float) -> Memory:
+    """Split a budget between KV cells and recurrent states, as `cells` and `state_slots` ask or by `PROGRAM_TOKENS`."""
+    size, cells, slots = config.page_size, config.cells, config.state_slots
+    if not model.state_bytes:
+        slots = 0
+    elif not slots:
+        program, states = PROGRAM_TOKENS * cell_bytes, PROGRAM_STATES * model.state_bytes
+        share = cells * cell_bytes * states / program if cells else budget * states / (program + states)
+        slots = max(LEAST_SLOTS, int(share / model.state_bytes))
+    cells = cells or int((budget - slots * model.state_bytes) / cell_bytes)
+    return Memory(max(cells, 0) // size * size, slots)
 
 
 def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> EngineConfig:
@@ -257,10 +287,11 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> Engi
         raise ConfigError(f"{why}: set context_length to {model.steady_context} or less", "context_length")
     number = BYTES[hardware.cpu_dtype if dtype == "int8" else dtype]
     size = model.cell_bytes(1 if config.kv_dtype == "int8" else number)
-    cells = config.cells or int(config.kv_memory * 2**30 / size)
-    cells = cells // config.page_size * config.page_size
+    cells, slots = split_memory(config, model, size, config.kv_memory * 2**30)
     if cells < config.page_size:
         raise ConfigError(f"{cells} cells are less than one page of {config.page_size}", "cells")
+    if slots and slots < LEAST_SLOTS:
+        raise ConfigError(f"a model with recurrent states needs at least {LEAST_SLOTS} slots", "state_slots")
     host_cells = config.host_cells or int(config.host_memory * 2**30 / size)
     if config.host_tier and host_cells < config.page_size:
         message = f"{host_cells} cells in host memory are less than one page of {config.page_size}"
@@ -271,6 +302,7 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> Engi
         dtype=dtype,
         context_length=context,
         cells=cells,
+        state_slots=slots,
         host_cells=host_cells // config.page_size * config.page_size,
         threads=config.threads or hardware.cores,
         step_ms=config.step_ms or (_STEP_MS_CPU if device == "cpu" else _STEP_MS_GPU),

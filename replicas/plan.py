@@ -73,14 +73,15 @@ class StateUse:
     """Where a chunk reads and writes the recurrent state of its sequence (`kernels.linear_state`).
 
     `source`: the slot that it reads, -1 for the zero state; `target`: the slot that it writes, perhaps the same.
-    `applied`: drafts of the chunk before that were accepted; `source` holds their inputs and has not applied them yet.
+    `held`: the chunk's last tokens that leave the state as it is, because one of them may be computed again: `target`
+    keeps their inputs. `applied`: how many held tokens of the chunk before count, and are applied first.
     `marks`: (n, slot): the state after the first n tokens of the chunk is written to this slot, too.
-    The chunk's drafts (`Draw.drafts`) leave the state as it is: their inputs are kept in `target`.
     """
 
     source: int
     target: int
     applied: int = 0
+    held: int = 0
     marks: tuple[tuple[int, int], ...] = ()
 
 

@@ -93,7 +93,7 @@ class EngineReplica:
 
     def _how(self) -> LoadReport | None:
         """How it is; None where a step hangs: routers pass it by then, long before Serve has replaced it."""
-        return None if self._service.hung else self._replica.load()
+        return None if self._service.bridge.thread.hung else self._replica.load()
 
     async def _learn(self, latency: LatencySnapshot) -> None:
         self._service.notice(ToolLatencies(latency))

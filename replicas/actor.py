@@ -71,9 +71,9 @@ class Replica:
 
     def check_health(self) -> None:
         """Raises UnavailableError."""
-        if not self.service.alive:
+        if not self.service.bridge.thread.is_alive():
             raise UnavailableError("the engine thread has died")
-        if self.service.hung:
+        if self.service.bridge.thread.hung:
             raise UnavailableError("a step of the engine does not end")
 
 
@@ -105,7 +105,7 @@ class EngineCollector(Collector):
         asked = service.questions.stats
         pages = engine.cache.tree.tenants.counted(engine.stats.served_s, OTHERS)
         cells = {tenant: n * engine.config.page_size for tenant, n in pages.items()}
-        reading = Reading(engine.stats, engine.occupancy(), service.text_stats, process_usage(), asked, cells)
+        reading = Reading(engine.stats, engine.occupancy(), service.text.stats, process_usage(), asked, cells)
         for each in ALL:
             yield self._family(each.metric, each.read(reading))
 

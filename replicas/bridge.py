@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 from holdfast.replicas.engine import Engine
@@ -49,7 +50,7 @@ HANDING_S = 0.001  # time that the engine's thread leaves to the event loop afte
 STREAM_INTERVAL_S = 0.005
 
 
-class EngineThread:
+class EngineThread(threading.Thread):
     """Runs an engine until it is stopped. When it ends, for whatever reason, it ends every request it knows.
 
     On the thread it calls `deliver` with the events of commands and of each step, and finally `ended`.
@@ -62,19 +63,14 @@ class EngineThread:
         ended: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(name="engine", daemon=True)
         self._engine = engine
         self._deliver = deliver
         self._ended = ended
         self._clock = clock
         self._inbox: queue.SimpleQueue[Sent] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._step_began: float | None = None  # start of the running step
         self._longest_s = 0.0  # longest step so far, decaying
-        self.error: BaseException | None = None
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
 
     @property
     def hung(self) -> bool:
@@ -87,9 +83,6 @@ class EngineThread:
         """Commands that the engine has not handled yet."""
         return self._inbox.qsize()
 
-    def start(self) -> None:
-        self._thread.start()
-
     def send(self, command: Command) -> None:
         self._inbox.put((command, self._clock()))
 
@@ -97,16 +90,12 @@ class EngineThread:
         """Ask the thread to end after its current step."""
         self._inbox.put(None)
 
-    def join(self, timeout: float | None = None) -> None:
-        self._thread.join(timeout)
-
-    def _main(self) -> None:
+    def run(self) -> None:
         reason: HoldfastError = UnavailableError("the engine is shutting down")
         try:
             self._loop()
-        except BaseException as error:  # the supervisor of this thread: it keeps the error and fails the requests
+        except BaseException as error:  # the supervisor of this thread
             log.exception("the engine died")
-            self.error = error
             reason = EngineError(f"the engine died: {error}")
         self._deliver(self._end_all(reason))
         self._ended()
@@ -243,7 +232,7 @@ class Bridge:
         self._ended: dict[str, Usage] = {}  # the latest `REMEMBERED`
         self._closed = False
         self._handed = threading.Event()  # readers have received the latest events
-        self.thread = EngineThread(engine, self._deliver, self._thread_ended)
+        self.thread = EngineThread(engine, self._deliver, partial(self._call_on_loop, self._fail_the_rest))
         self.thread.start()
 
     @property
@@ -309,9 +298,6 @@ class Bridge:
         self._call_on_loop(self._dispatch, events)
         if first:
             self._handed.wait(HANDING_S)
-
-    def _thread_ended(self) -> None:
-        self._call_on_loop(self._fail_the_rest)
 
     def _call_on_loop(self, function: Callable[..., None], *arguments: object) -> None:
         try:

@@ -2,7 +2,7 @@
 
     append --> [stale] --engine idle--> asked (kept nowhere) --> [answered, up to this append]
                   ^                        |
-                  '----- somebody came ----'  given up, at once
+                  '---- a client came -----'  given up, at once
 
 Flash Queries of "Attention Once Is All You Need". An answer costs the question's own tokens, as any query of a session,
 and a client reads it from memory. After several appends a question is asked once, of the history at that time.
@@ -11,22 +11,14 @@ and a client reads it from memory. After several appends a question is asked onc
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import count
+from typing import TypeAlias
 
-from holdfast.replicas.errors import EngineError, ErrorInfo, InvalidRequestError, OverloadedError, UnknownQuestionError
-from holdfast.replicas.requests import (
-    Answer,
-    AnswerBuilder,
-    GenerateRequest,
-    Piece,
-    Question,
-    QuestionState,
-    SessionTurn,
-    Usage,
-)
+from holdfast.replicas.errors import EngineError, InvalidRequestError, OverloadedError, UnknownQuestionError
+from holdfast.replicas.requests import Answer, Errored, GenerateRequest, Question, QuestionState, SessionTurn, Usage
 from holdfast.replicas.sessions import SessionFacts
 from holdfast.replicas.stats import QuestionStats
 from holdfast.replicas.types import Origin
@@ -38,32 +30,21 @@ SESSION_QUESTIONS = 8
 TENANT_QUESTIONS = 64  # of all sessions of a tenant
 QUESTION_TOKENS = 256  # most tokens of an answer
 
-Ask = Callable[[GenerateRequest], AsyncGenerator[tuple[Piece, ...], None]]
-Find = Callable[[str, str], SessionFacts | None]
-UsageOf = Callable[[str], Awaitable[Usage | None]]
+# Scope, id and opening time of a session. A later session of the same id has its own questions.
+_Key: TypeAlias = tuple[str, str, float]
 
 
 @dataclass(slots=True)
 class StandingQuestion:
-    """A question and its latest answer. `seen`: the last append it covers; `tried`: the last append asked for."""
+    """A question, its latest answer, and when it was asked. Of the stale questions, the one asked longest ago is next.
 
-    question: Question
-    answer: Answer | None = None
-    seen: int = 0
+    `tried` is the number of the last append that it was asked for, `turn` grows with each time that it is asked.
+    """
+
+    state: QuestionState
     answered: float = 0.0
-    error: ErrorInfo | None = None
     tried: int = 0
-    turn: int = 0  # when it was asked last: of stale questions the one that waited longest is next
-
-
-@dataclass(slots=True)
-class Board:
-    """The questions of the session that was opened at `opened`; a later session of the same id has its own."""
-
-    scope: str
-    session_id: str
-    opened: float
-    standing: dict[str, StandingQuestion] = field(default_factory=dict)
+    turn: int = 0
 
 
 class Questions:
@@ -72,17 +53,22 @@ class Questions:
     `ask` runs a request, `find` finds an open session, and `usage_of` tells the cost of a cancelled request.
     """
 
-    def __init__(self, ask: Ask, find: Find, usage_of: UsageOf, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        ask: Callable[[GenerateRequest], Awaitable[Answer | Errored]],
+        find: Callable[[str, str], SessionFacts | None],
+        usage_of: Callable[[str], Awaitable[Usage | None]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.stats = QuestionStats()
         self._ask = ask
         self._find = find
         self._usage_of = usage_of
         self._clock = clock
-        self._boards: dict[tuple[str, str], Board] = {}
+        self._standing: dict[_Key, dict[str, StandingQuestion]] = {}
         self._others = 0  # clients' requests that run
         self._numbers = count(1)
-        self._due = asyncio.Event()
-        self._asking: asyncio.Task[AnswerBuilder] | None = None
+        self._asking: asyncio.Future[Answer | Errored] | None = None
         self._worker: asyncio.Task[None] | None = None
 
     @contextmanager
@@ -95,8 +81,7 @@ class Questions:
             yield
         finally:
             self._others -= 1
-            if not self._others and self._boards:
-                self._due.set()
+            self._wake()
 
     def add(self, facts: SessionFacts, scope: str, question: Question) -> None:
         """Register a question, unless the session has it.
@@ -105,52 +90,38 @@ class Questions:
         """
         most = question.sampling.max_tokens
         if not 0 < most <= QUESTION_TOKENS:
-            told = f"an answer to a standing question has 1 to {QUESTION_TOKENS} tokens, not {most}"
-            raise InvalidRequestError(told, "max_tokens")
+            message = f"an answer to a standing question has 1 to {QUESTION_TOKENS} tokens, not {most}"
+            raise InvalidRequestError(message, "max_tokens")
         self._sweep()
-        board = self._boards.get((scope, facts.session_id))
-        if board is not None and question.question_id in board.standing:
+        key, of_session = (scope, facts.session_id, facts.opened), self._of(facts, scope)
+        if question.question_id in of_session:
             return
-        n_session = len(board.standing) if board else 0
-        n_tenant = sum(len(each.standing) for each in self._boards.values() if each.scope == scope)
-        if n_session >= SESSION_QUESTIONS:
+        if len(of_session) >= SESSION_QUESTIONS:
             raise OverloadedError(f"a session has at most {SESSION_QUESTIONS} standing questions", "session_id")
-        if n_tenant >= TENANT_QUESTIONS:
+        if sum(len(each) for (owner, *_), each in self._standing.items() if owner == scope) >= TENANT_QUESTIONS:
             raise OverloadedError(f"a tenant has at most {TENANT_QUESTIONS} standing questions", "session_id")
-        if board is None:
-            board = self._boards[scope, facts.session_id] = Board(scope, facts.session_id, facts.opened)
-        board.standing[question.question_id] = StandingQuestion(question)
-        self._counted()
-        self._due.set()
-        if self._worker is None or self._worker.done():
-            self._worker = asyncio.get_running_loop().create_task(self._work())
+        self._standing[key] = of_session | {question.question_id: StandingQuestion(QuestionState(question))}
+        self.stats.standing += 1
+        self._wake()
 
     def remove(self, facts: SessionFacts, scope: str, question_id: str) -> None:
         """Raises UnknownQuestionError."""
-        board = self._board(facts, scope)
-        if board is None or board.standing.pop(question_id, None) is None:
-            raise unknown_question(question_id)
-        if not board.standing:
-            del self._boards[scope, facts.session_id]
-        self._counted()
+        self._one(facts, scope, question_id)
+        del self._of(facts, scope)[question_id]
+        self.stats.standing -= 1
 
     def read(self, facts: SessionFacts, scope: str, question_id: str) -> None:
         """A client reads the answer. Raises UnknownQuestionError."""
-        board = self._board(facts, scope)
-        standing = board.standing.get(question_id) if board else None
-        if standing is None:
-            raise unknown_question(question_id)
-        current = standing.seen == facts.appends
-        self.stats.reads["none" if standing.answer is None else "current" if current else "stale"] += 1
+        state = self._one(facts, scope, question_id).state
+        found = "none" if state.answer is None else "current" if state.seen == facts.appends else "stale"
+        self.stats.reads[found] += 1
 
     def of(self, facts: SessionFacts, scope: str) -> tuple[QuestionState, ...]:
         """The questions of an open session, the oldest first."""
-        board, now = self._board(facts, scope), self._clock()
+        now = self._clock()
         return tuple(
-            QuestionState(
-                each.question, each.answer, each.seen, now - each.answered if each.answer else 0.0, each.error
-            )
-            for each in (board.standing.values() if board else ())
+            replace(each.state, age_s=now - each.answered if each.state.answer else 0.0)
+            for each in self._of(facts, scope).values()
         )
 
     async def close(self) -> None:
@@ -161,90 +132,77 @@ class Questions:
 
     # ---- asking ----
 
+    def _wake(self) -> None:
+        """Ask the stale questions, unless clients' requests run or it is done already."""
+        if self._standing and not self._others and (self._worker is None or self._worker.done()):
+            self._worker = asyncio.get_running_loop().create_task(self._work())
+
     async def _work(self) -> None:
-        while self._boards:
-            await self._due.wait()
-            self._due.clear()
-            try:
-                self._sweep()
-                while not self._others and (found := self._stalest()) is not None:
-                    await self._answer(*found)
-            except Exception:  # the supervisor of this task
-                log.exception("standing questions could not be asked; they are asked again when something changes")
+        self._sweep()
+        while not self._others and (stale := self._stale()):
+            await self._answer(*min(stale, key=lambda each: each[1].turn))
 
-    def _stalest(self) -> tuple[Board, StandingQuestion, SessionFacts] | None:
-        """The question to ask next; None: all answers cover the latest append of their sessions."""
+    def _stale(self) -> list[tuple[str, StandingQuestion, SessionFacts]]:
+        """The questions of idle sessions that were not asked since the latest append, with scope and session."""
         stale = []
-        for board in self._boards.values():
-            facts = self._find(board.scope, board.session_id)
-            if facts is not None and facts.opened == board.opened and not facts.busy:
-                stale += [(board, each, facts) for each in board.standing.values() if each.tried < facts.appends]
-        return min(stale, key=lambda found: found[1].turn, default=None)
+        for key, questions in self._standing.items():
+            facts = self._session(key)
+            if facts is not None and not facts.busy:
+                stale += [(key[0], each, facts) for each in questions.values() if each.tried < facts.appends]
+        return stale
 
-    async def _answer(self, board: Board, standing: StandingQuestion, facts: SessionFacts) -> None:
-        question = standing.question
-        standing.turn = number = next(self._numbers)
+    async def _answer(self, scope: str, standing: StandingQuestion, facts: SessionFacts) -> None:
+        question = standing.state.question
+        standing.turn = next(self._numbers)
         request = GenerateRequest(
-            f"question-{number}",
+            f"question-{standing.turn}",
             question.prompt,
             question.sampling,
             question.stop,
-            board.scope,
-            session=SessionTurn(board.session_id, keep=False, standing=True),
+            scope,
+            session=SessionTurn(facts.session_id, keep=False, standing=True),
             origin=Origin.QUESTION,
         )
-        self._asking = asyncio.ensure_future(self._collected(request))
-        await asyncio.wait({self._asking})
-        asking, self._asking = self._asking, None
+        self._asking = asking = asyncio.ensure_future(self._ask(request))
+        await asyncio.wait({asking})
+        self._asking = None
         if asking.cancelled():
-            used = await self._usage_of(request.request_id)
-            self._count("given_up", used or Usage())
+            self._count("given_up", await self._usage_of(request.request_id) or Usage())
             return
         standing.tried = facts.appends
-        if (bug := asking.exception()) is not None:  # this worker supervises the questions that it asks
+        reply: Answer | Errored
+        if (bug := asking.exception()) is None:
+            reply = asking.result()
+        else:  # this worker supervises the questions that it asks
             log.error("a standing question failed", exc_info=bug)
-            standing.error = EngineError("the question could not be asked").info
-            self._count("failed", Usage())
-            return
-        built = asking.result()
-        answer = built.answer()
-        if answer is None:
-            failed = built.error()
-            standing.error = failed.error
-            self._count("failed", failed.usage)
+            reply = Errored(EngineError("the question could not be asked").info)
+        if isinstance(reply, Errored):
+            standing.state = replace(standing.state, error=reply.error)
         else:
-            standing.answer, standing.seen, standing.answered = answer, facts.appends, self._clock()
-            standing.error = None
-            self._count("answered", answer.usage)
-
-    async def _collected(self, request: GenerateRequest) -> AnswerBuilder:
-        built = AnswerBuilder()
-        async with aclosing(self._ask(request)) as stream:
-            async for pieces in stream:
-                built.add(pieces)
-        return built
+            standing.state, standing.answered = QuestionState(question, reply, facts.appends), self._clock()
+        self._count("failed" if isinstance(reply, Errored) else "answered", reply.usage)
 
     # ---- books ----
 
-    def _board(self, facts: SessionFacts, scope: str) -> Board | None:
-        board = self._boards.get((scope, facts.session_id))
-        return board if board is not None and board.opened == facts.opened else None
+    def _session(self, key: _Key) -> SessionFacts | None:
+        """The session of these questions; None if it is closed."""
+        facts = self._find(*key[:2])
+        return facts if facts is not None and facts.opened == key[2] else None
+
+    def _of(self, facts: SessionFacts, scope: str) -> dict[str, StandingQuestion]:
+        return self._standing.get((scope, facts.session_id, facts.opened), {})
+
+    def _one(self, facts: SessionFacts, scope: str, question_id: str) -> StandingQuestion:
+        found = self._of(facts, scope).get(question_id)
+        if found is None:
+            raise UnknownQuestionError(f"the session has no question {question_id!r}", "question_id")
+        return found
 
     def _sweep(self) -> None:
         """Forget the questions of sessions that are closed."""
-        for key, board in list(self._boards.items()):
-            facts = self._find(*key)
-            if facts is None or facts.opened != board.opened:
-                del self._boards[key]
-        self._counted()
-
-    def _counted(self) -> None:
-        self.stats.standing = sum(len(each.standing) for each in self._boards.values())
+        self._standing = {key: each for key, each in self._standing.items() if each and self._session(key) is not None}
+        self.stats.standing = sum(map(len, self._standing.values()))
 
     def _count(self, outcome: str, usage: Usage) -> None:
         self.stats.asked[outcome] += 1
         self.stats.tokens[outcome] += usage.prompt - usage.cached + usage.completion
-
-
-def unknown_question(question_id: str) -> UnknownQuestionError:
-    return UnknownQuestionError(f"the session has no question {question_id!r}", "question_id")

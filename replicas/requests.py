@@ -14,7 +14,7 @@ from math import inf
 from typing import Any, Literal, TypeAlias
 
 from holdfast.replicas.constraints.matcher import Matcher
-from holdfast.replicas.errors import ErrorInfo
+from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.kv.tags import UNLABELLED, Hint, Labels
 from holdfast.replicas.plan import Sampling, TokenLogprobs
 from holdfast.replicas.retention.latency import Called, LatencySnapshot
@@ -639,6 +639,10 @@ class Aborted:
     request_id: str
     usage: Usage
     timing: Timing
+
+    @property
+    def error(self) -> ErrorInfo:
+        return ErrorInfo(ErrorKind.UNAVAILABLE, "the request was aborted")
 
 
 @dataclass(frozen=True, slots=True)

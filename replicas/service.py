@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -33,7 +33,6 @@ from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import (
     ConfigError,
     ErrorInfo,
-    ErrorKind,
     HoldfastError,
     InvalidRequestError,
     OverloadedError,
@@ -73,7 +72,6 @@ from holdfast.replicas.requests import (
     ReadHistory,
     ReadQuestion,
     RemoveQuestion,
-    ReplyReason,
     ReplyTokens,
     Request,
     SessionCall,
@@ -95,14 +93,11 @@ from holdfast.replicas.requests import (
 )
 from holdfast.replicas.retention.latency import Called, called
 from holdfast.replicas.sessions import SessionFacts
-from holdfast.replicas.stats import TextStats
 from holdfast.replicas.text.conversation import Constraints, Encoded, TextSide
 from holdfast.replicas.text.reply import Reply
 from holdfast.replicas.types import NO_TOKENS, TokenIds
 
 SessionCommandT = TypeVar("SessionCommandT", bound=SessionCommand)
-
-_ABORTED = ErrorInfo(ErrorKind.UNAVAILABLE, "the request was aborted")
 
 
 class Service:
@@ -111,12 +106,12 @@ class Service:
     def __init__(self, engine: Engine, text: TextSide, card: ModelCard) -> None:
         self.engine = engine
         self.card = card
-        self._text = text
-        self._bridge = Bridge(engine)
+        self.text = text
+        self.bridge = Bridge(engine)
         self._compiling = CompilerThreads()
         self._session_operations = count()
         self._n_coming = 0  # requests that are rendered and encoded now
-        self.questions = Questions(self._stream, engine.session, self.used)
+        self.questions = Questions(lambda request: _collected(self._stream(request)), engine.session, self.used)
 
     @classmethod
     def load(cls, config: EngineConfig) -> Self:
@@ -139,57 +134,36 @@ class Service:
         return cls(engine, text, card)
 
     @property
-    def alive(self) -> bool:
-        return self._bridge.thread.alive
-
-    @property
-    def hung(self) -> bool:
-        """Whether the running step is unlikely to end."""
-        return self._bridge.thread.hung
-
-    @property
-    def n_live(self) -> int:
-        return self._bridge.n_live
-
-    @property
-    def text_stats(self) -> TextStats:
-        return self._text.stats
-
-    @property
     def sessions(self) -> SessionService:
         return SessionService(self)
 
     async def close(self) -> None:
         self._compiling.close()
-        self._text.close()
+        self.text.close()
         await self.questions.close()
-        await self._bridge.close()
+        await self.bridge.close()
 
     async def used(self, request_id: str) -> Usage | None:
         """The usage of a request whose client has left. None: unknown here."""
-        used = await self._bridge.used(request_id)
-        echoed = await self._bridge.used(_echo_id(request_id))  # it left while its prompt was computed
+        used = await self.bridge.used(request_id)
+        echoed = await self.bridge.used(_echo_id(request_id))  # it left while its prompt was computed
         return echoed if used is None else used
 
     def notice(self, notice: Notice) -> None:
         """Pass on what the cluster knows about programs and tools."""
-        self._bridge.thread.send(notice)
+        self.bridge.thread.send(notice)
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> list[int]:
         """The prompt's token ids, as `generate` would compute them in this scope. Raises InvalidRequestError."""
-        tokens: list[int] = (await self._text.encoded(prompt, scope)).tokens.tolist()
+        tokens: list[int] = (await self.text.encoded(prompt, scope)).tokens.tolist()
         return tokens
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        return self._text.detokenize(tokens)
+        return self.text.detokenize(tokens)
 
     async def generate(self, request: GenerateRequest) -> Answer | Errored:
         """The complete reply. Cancelling the call aborts the request."""
-        builder = AnswerBuilder()
-        async with aclosing(self.stream(request)) as stream:
-            async for pieces in stream:
-                builder.add(pieces)
-        return builder.answer() or builder.error()
+        return await _collected(self.stream(request))
 
     async def stream(
         self, request: GenerateRequest, partial_reply: PartialReply | None = None
@@ -213,60 +187,57 @@ class Service:
             if request.background is not None:
                 yield (await self._prefill(request),)
                 return
-            with self._coming(request) as foreseen:
+            foreseen = self._check_deadline(request)
+            self._n_coming += 1
+            try:
                 await self._encode(generation)
-                echo = await self._echo(generation) if request.drawn is None else None
+                await self._echo(generation)
                 await self._resolve(generation, foreseen)
-            goes_on, begun = True, False
+            finally:
+                self._n_coming -= 1
+            goes_on = True
             while goes_on:
-                events_of = self._bridge.run(generation.submit, generation.work, generation.reply.may_close)
+                events_of = self.bridge.run(generation.submit, generation.work, generation.reply.may_close)
                 async with aclosing(events_of) as steps:
                     async for events in steps:
                         if request.session is not None and generation.partial.at is None:
-                            generation.partial.at = self.sessions.begun_at(request.request_id)
+                            live = self.engine.live.get(request.request_id)
+                            generation.partial.at = None if live is None else live.n_history
                         for pieces in self._batches(generation, events):
-                            yield pieces if echo is None else _with_echo(pieces, echo, begun=begun)
-                            begun = True
+                            yield pieces
                 goes_on = self._rewrites(generation, events[-1])
         except HoldfastError as error:
             yield (_errored(request, error.info, Usage(work=generation.work)),)
 
-    @contextmanager
-    def _coming(self, request: GenerateRequest) -> Iterator[bool]:
-        """Count the request as coming while it is encoded. Yields whether its deadline was checked.
-
-        Raises DeadlineError early for a request that the engine would refuse after its current step.
-        """
-        foreseen = False
-        if request.foretellable:
-            coming = self._bridge.thread.unread + self._n_coming
-            foreseen = self.engine.scheduler.admission.check_deadline_early(request, request.most_tokens, coming)
-        self._n_coming += 1
-        try:
-            yield foreseen
-        finally:
-            self._n_coming -= 1
-
     # ---- before the engine ----
+
+    def _check_deadline(self, request: GenerateRequest) -> bool:
+        """Whether the deadline was checked already. Raises DeadlineError for a request that the engine would refuse
+        after its current step.
+        """
+        if not request.foretellable:
+            return False
+        coming = self.bridge.thread.unread + self._n_coming
+        return self.engine.scheduler.admission.check_deadline_early(request, request.most_tokens, coming)
 
     async def _encode(self, generation: Generation) -> None:
         request, began = generation.request, time.perf_counter()
         if request.session is None:
-            generation.encoded = await self._text.encoded(request.prompt, request.cache_scope, request.program_id)
+            generation.encoded = await self.text.encoded(request.prompt, request.cache_scope, request.program_id)
         else:
             generation.encoded, generation.closing = await self.sessions.part(request, request.session)
         generation.render_s = time.perf_counter() - began
 
-    async def _echo(self, generation: Generation) -> TextDelta | None:
-        """The prompt, if the reply starts with it.
+    async def _echo(self, generation: Generation) -> None:
+        """Prepare the prompt, if the reply starts with it.
 
         Its log probabilities come from a reply in which every token is forced. Many are verified at once, and the cells
         are in the tree for the request itself.
         """
         request, tokens = generation.request, generation.encoded.tokens
         prompt, wanted = request.prompt, request.sampling.logprobs
-        if not isinstance(prompt, RawPrompt) or not prompt.echo:
-            return None
+        if not isinstance(prompt, RawPrompt) or not prompt.echo or request.drawn is not None:
+            return
         logprobs: list[TokenLogprobs] = []
         if wanted is not None and len(tokens) > 1:
             forced = ForcedTokens(tokens[1:], self.card.vocabulary)
@@ -283,10 +254,11 @@ class Service:
                 root=request.root or request.program_id,
                 cache_salt=request.cache_salt,
             )
-            ended = await _ran(self._bridge, submit, logprobs)
+            ended, logprobs = await _ran(self.bridge, submit)
             generation.work += ended.usage.work
-            _expect_finished(ended, _ABORTED.message)
-        return self._text.echoed(prompt, generation.encoded, None if wanted is None else logprobs)
+            if not isinstance(ended, Finished):
+                raise error_of(ended.error)
+        generation.echo = self.text.echoed(prompt, generation.encoded, None if wanted is None else logprobs)
 
     async def _resolve(self, generation: Generation, foreseen: bool) -> None:
         """Make the engine's command and the reader of the reply."""
@@ -294,21 +266,17 @@ class Service:
         if request.session is not None:
             # `encoded` has the prompt's tokens already, the answer is text, and the session is the program.
             request = replace(request, prompt=NO_PROMPT, program_id="", program_arrival=0.0)
-        limits = await _limits(self._text, self._compiling, request)
-        matcher = self._text.after_thinking(request, encoded, limits.matcher)
-        if (
-            matcher is not None
-            and drawn is not None
-            and drawn.tokens
-            and matcher.advance(drawn.tokens) < len(drawn.tokens)
-        ):
+        limits = await _limits(self.text, self._compiling, request)
+        matcher = self.text.after_thinking(request, encoded, limits.matcher)
+        before = drawn.tokens if drawn is not None else ()
+        if matcher is not None and before and matcher.advance(before) < len(before):
             # The other replica did not use it: the grammar was not compiled in time.
             matcher, limits = None, replace(limits, matcher=None)
-        generation.reply = self._text.reply(request, encoded, limits)
+        generation.reply = self.text.reply(request, encoded, limits)
         generation.submit = replace(
             Submit.of(request),
             tokens=encoded.tokens,
-            sampling=_sampling(request, self.engine, self._text.eos),
+            sampling=_sampling(request, self.engine, self.text.eos),
             within_s=request.within_s if drawn is None else inf,  # a reply that has begun is finished
             matcher=matcher,
             closing=generation.closing,
@@ -323,13 +291,13 @@ class Service:
         """Compute the beginning of a program's next prompt, without drawing anything."""
         if not isinstance(request.prompt, ChatPrompt):
             raise InvalidRequestError("only a chat can be computed ahead", "prompt")
-        encoded = await self._text.beginning(request.prompt, request.cache_scope, request.program_id)
+        encoded = await self.text.beginning(request.prompt, request.cache_scope, request.program_id)
         sampling, labels = Sampling(max_tokens=0), _labels(request, encoded)
         submit = replace(Submit.of(request), tokens=encoded.tokens, sampling=sampling, labels=labels)
-        ended = await _ran(self._bridge, submit)
+        ended, _ = await _ran(self.bridge, submit)
         if isinstance(ended, Finished):
             return Completed(ended.reason, ended.usage, ended.timing)
-        return _errored(request, _ABORTED if isinstance(ended, Aborted) else ended.error, ended.usage)
+        return _errored(request, ended.error, ended.usage)
 
     # ---- after the engine ----
 
@@ -342,21 +310,18 @@ class Service:
         for event in events:
             if isinstance(event, Finished) and any(isinstance(each, ToolCallDelta) and each.closed for each in pieces):
                 generation.partial.over = event.reason == "stop"
-                yield tuple(pieces)
+                yield generation.after_echo(pieces)
                 pieces = []
-            pieces += self._pieces(generation, event)
+            if isinstance(event, Started):
+                pieces.append(event)
+            elif isinstance(event, Tokens):
+                pieces += self._read(generation, event)
+            elif isinstance(event, Finished):
+                pieces += self._complete(generation, event)
+            else:
+                pieces.append(_errored(generation.request, event.error, generation.usage(event)))
         if pieces:
-            yield tuple(pieces)
-
-    def _pieces(self, generation: Generation, event: Event) -> Sequence[Piece]:
-        if isinstance(event, Tokens):
-            return self._read(generation, event)
-        if isinstance(event, Started):
-            return (event,)
-        if isinstance(event, Finished):
-            return self._complete(generation, event)
-        error = _ABORTED if isinstance(event, Aborted) else event.error
-        return (_errored(generation.request, error, generation.usage(event)),)
+            yield generation.after_echo(pieces)
 
     def _read(self, generation: Generation, drawn: Tokens) -> Sequence[Piece]:
         """The text of drawn tokens. If it ends the reply, stop the engine."""
@@ -368,8 +333,8 @@ class Service:
         pieces = reply.feed(drawn.tokens, drawn.logprobs)
         generation.validate_s += time.perf_counter() - began
         if reply.done:
-            self._text.stopped += reply.calls_done
-            self._bridge.thread.send(Stop(drawn.request_id, reply.completion_tokens - generation.submit.n_generated))
+            self.text.stopped += reply.calls_done
+            self.bridge.thread.send(Stop(drawn.request_id, reply.completion_tokens - generation.submit.n_generated))
         return pieces
 
     def _complete(self, generation: Generation, ended: Finished) -> Sequence[Piece]:
@@ -379,16 +344,31 @@ class Service:
             return ()
         tail, reason = reply.finish("stop" if generation.over else ended.reason)
         reply.remember()
-        found, history = Called(), None
+        waits_for, history = Called(), None
         if request.session is not None:
-            history = self.sessions.added(ended)
+            history = None if ended.past is None else self.sessions.history(ended.past, ended.start)
         else:
-            self._text.empty += reply.empty and isinstance(request.prompt, ChatPrompt)
-            found = _called(request, reply, reason)
+            chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
+            self.text.empty += reply.empty and chat is not None
+            tools = chat is not None and bool(chat.tools)
+            cut = reason == "length" or reply.unfinished
+            waits_for = called(
+                reply.calls, "" if tools else reply.content, interface=tools, cut=cut, ends=request.program_end
+            )
             if request.program_id:
-                self.notice(_turn_ended(request, found))
+                self.notice(
+                    TurnEnded(
+                        request.request_id,
+                        request.scope,
+                        request.program_id,
+                        waits_for.tools,
+                        waits_for.last,
+                        request.program_turns + 1,
+                        request.answered_turns,
+                    )
+                )
         usage, timing = generation.usage(ended), generation.timing(ended)
-        return (*tail, Completed(reason, usage, timing, found, reply.stop, history))
+        return (*tail, Completed(reason, usage, timing, waits_for, reply.stop, history))
 
     def _rewrites(self, generation: Generation, ended: Event) -> bool:
         """Whether the generation goes on with a second command, because a call has to be rewritten.
@@ -398,8 +378,8 @@ class Service:
         rewrite = generation.reply.rewrite
         if rewrite is None or not isinstance(ended, Finished):
             return False
-        self._text.rewritten += 1
-        reply = self._text.reply(generation.request, generation.encoded, Constraints(rewrite.matcher))
+        self.text.rewritten += 1
+        reply = self.text.reply(generation.request, generation.encoded, Constraints(rewrite.matcher))
         reply.feed(rewrite.tokens, rewrite.logprobs)  # the client has these pieces
         generation.partial.withdraw(len(rewrite.tokens))
         generation.reply, generation.first = reply, generation.first or ended
@@ -418,6 +398,8 @@ class Generation:
     closing: TokenIds = field(default_factory=lambda: NO_TOKENS)  # ends a reply that a session keeps
     submit: Submit = field(init=False)  # the engine's command
     reply: Reply = field(init=False)  # the reader of its tokens
+    echo: TextDelta | None = None  # the prompt, if the reply starts with it
+    begun: bool = False  # pieces were given out
     work: Work = NO_WORK  # of earlier commands: for the prompt's log probabilities, for a reply to be rewritten
     first: Finished | None = None  # end of the first command, if a second one follows
     over: bool = False  # another replica has drawn the whole reply
@@ -452,16 +434,34 @@ class Generation:
             n_generated=len(drawn),
         )
 
+    def after_echo(self, pieces: list[Piece]) -> tuple[Piece, ...]:
+        """`pieces`, the first of them after the echoed prompt, unless the reply failed."""
+        begun, self.begun = self.begun, True
+        return tuple(pieces) if begun or self.echo is None or isinstance(pieces[-1], Errored) else (self.echo, *pieces)
+
     def usage(self, ended: Terminal) -> Usage:
-        """Usage of the reply as the client has it, without withdrawn tokens."""
+        """Usage of the reply as the client has it, without withdrawn tokens.
+
+        With log probabilities of an echoed prompt all of the prompt was computed, so none counts as cached.
+        """
         first, reply = (self.first or ended).usage, self.reply
-        work = ended.usage.work + self.work
-        return Usage(first.prompt, first.cached, reply.completion_tokens, reply.reasoning_tokens, work)
+        cached = 0 if self.echo is not None and self.echo.logprobs else first.cached
+        return Usage(
+            first.prompt, cached, reply.completion_tokens, reply.reasoning_tokens, ended.usage.work + self.work
+        )
 
     def timing(self, ended: Finished) -> Timing:
         """From the arrival of the first command to the end of the last one."""
         first = (self.first or ended).timing
         return replace(first, finished=ended.timing.finished, render_s=self.render_s, validate_s=self.validate_s)
+
+
+async def _collected(stream: AsyncGenerator[tuple[Piece, ...], None]) -> Answer | Errored:
+    builder = AnswerBuilder()
+    async with aclosing(stream):
+        async for pieces in stream:
+            builder.add(pieces)
+    return builder.answer() or builder.error()
 
 
 async def _limits(text: TextSide, compiling: CompilerThreads, request: GenerateRequest) -> Constraints:
@@ -477,22 +477,15 @@ async def _limits(text: TextSide, compiling: CompilerThreads, request: GenerateR
     return Constraints()
 
 
-async def _ran(bridge: Bridge, command: Request, logprobs: list[TokenLogprobs] | None = None) -> Terminal:
-    """Run a command to its end. Log probabilities are added to `logprobs`."""
+async def _ran(bridge: Bridge, command: Request) -> tuple[Terminal, list[TokenLogprobs]]:
+    """Run a command to its end. Returns its terminal event and the log probabilities of its tokens."""
+    logprobs: list[TokenLogprobs] = []
     async with aclosing(bridge.run(command)) as steps:
         async for events in steps:
-            if logprobs is not None:
-                logprobs += [each for event in events if isinstance(event, Tokens) for each in event.logprobs]
+            logprobs += [each for event in events if isinstance(event, Tokens) for each in event.logprobs]
     ended = events[-1]
     assert isinstance(ended, Terminal)
-    return ended
-
-
-def _expect_finished(ended: Terminal, aborted: str, field: str | None = None) -> Finished:
-    """Raise the error of a command that did not finish."""
-    if isinstance(ended, Finished):
-        return ended
-    raise UnavailableError(aborted, field) if isinstance(ended, Aborted) else error_of(ended.error)
+    return ended, logprobs
 
 
 def _echo_id(request_id: str) -> str:
@@ -531,7 +524,7 @@ class SessionService:
         elif isinstance(call, ReadQuestion):
             questions.read(facts, scope, call.question_id)
         state = self._state(facts, scope)
-        return state if start is None else replace(state, history=self._history(facts.past, start))
+        return state if start is None else replace(state, history=self.history(facts.past, start))
 
     def of(self, scope: str) -> list[SessionState]:
         """A tenant's open sessions."""
@@ -542,37 +535,37 @@ class SessionService:
     async def opening(self, request: GenerateRequest) -> AsyncGenerator[tuple[Piece, ...], None]:
         """The reply to a request that opens its session. If the request fails, the session stays closed."""
         assert request.session is not None
-        turn, name, scope, completed = request.session, request.session.session_id, request.scope, False
+        turn, scope, closes = request.session, request.scope, False
         try:
-            there = self._service.engine.session(scope, name)
-            if there is not None and there.life == turn.life:
-                if not turn.life:
-                    raise SessionExistsError(f"session {name!r} is open already", "session_id")
-                completed = True  # by an earlier attempt
             try:
-                if not completed:
-                    await self._run(OpenSession(scope, name, turn.appends, turn.done, life=turn.life))
+                there = self._service.engine.session(scope, turn.session_id)
+                if there is None or there.life != turn.life:
+                    closes = True
+                    await self._run(OpenSession(scope, turn.session_id, turn.appends, turn.done, life=turn.life))
+                elif not turn.life:  # else opened by an earlier attempt
+                    raise SessionExistsError(f"session {turn.session_id!r} is open already", "session_id")
                 if isinstance(request.prompt, RawPrompt) and not len(request.prompt.content):
-                    now, completed = time.monotonic(), True
-                    history = self._history(SessionLog(turn.life, appends=turn.appends, done=turn.done), 0)
+                    now, closes = time.monotonic(), False
+                    history = self.history(SessionLog(turn.life, appends=turn.appends, done=turn.done), 0)
                     yield (Completed("stop", Usage(), Timing(now, finished=now), history=history),)
                     return
                 async with aclosing(self._service._stream(request)) as stream:
                     async for pieces in stream:
-                        completed = completed or isinstance(pieces[-1], Completed)
+                        closes = closes and not isinstance(pieces[-1], Completed)
                         yield pieces
             except SessionExistsError:
-                completed = True  # the session of another request
+                closes = False  # it is the session of another request
                 raise
             finally:
-                if not completed:
-                    self._service._bridge.thread.send(self._command(CloseSession(scope, name, life=turn.life)))
+                if closes:
+                    command = CloseSession(scope, turn.session_id, life=turn.life)
+                    self._service.bridge.thread.send(self._command(command))
         except HoldfastError as error:
             yield (_errored(request, error.info),)
 
     async def part(self, request: GenerateRequest, turn: SessionTurn) -> tuple[Encoded, TokenIds]:
         """The tokens that an operation adds to its history, and those that close a reply kept in it."""
-        text, prompt, asks = self._service._text, request.prompt, request.sampling.max_tokens > 0
+        text, prompt, asks = self._service.text, request.prompt, request.sampling.max_tokens > 0
         if turn.opens and isinstance(prompt, RawPrompt):
             return await text.encoded(prompt, request.scope), NO_TOKENS
         facts = self._service.engine.session(request.scope, turn.session_id)
@@ -580,14 +573,11 @@ class SessionService:
         closing = text.closing(prompt) if turn.keep and asks else NO_TOKENS
         return Encoded(await text.part(prompt, begins=begins, reply=asks, scope=request.scope)), closing
 
-    def begun_at(self, request_id: str) -> int | None:
-        """Length of the history that a live operation continues; None if it has ended."""
-        sequence = self._service.engine.live.get(request_id)
-        return None if sequence is None else sequence.n_history
-
-    def added(self, ended: Finished) -> History | None:
-        """The part of the history that an operation added."""
-        return None if ended.past is None else self._history(ended.past, ended.start)
+    def history(self, past: SessionLog, start: int) -> History:
+        """A session's history from token `start` on."""
+        tokens = past.tokens[start:].astype("<i4").tobytes()
+        done = tuple(each for each in past.done if each.end > start)
+        return History(past.life, start, tokens, past.appends, done, self._service.engine.session_idle_s)
 
     # ---- parts ----
 
@@ -596,13 +586,11 @@ class SessionService:
 
     async def _run(self, command: OpenSession | ForkSession | CloseSession) -> None:
         with self._service.questions.others():
-            ended = await _ran(self._service._bridge, self._command(command))
-        _expect_finished(ended, "the session was closed meanwhile", "session_id")
-
-    def _history(self, past: SessionLog, start: int) -> History:
-        tokens = past.tokens[start:].astype("<i4").tobytes()
-        done = tuple(each for each in past.done if each.end > start)
-        return History(past.life, start, tokens, past.appends, done, self._service.engine.session_idle_s)
+            ended, _ = await _ran(self._service.bridge, self._command(command))
+        if isinstance(ended, Aborted):
+            raise UnavailableError("the session was closed meanwhile", "session_id")
+        if not isinstance(ended, Finished):
+            raise error_of(ended.error)
 
     def _found(self, scope: str, session_id: str, life: str) -> SessionFacts:
         facts = self._service.engine.session(scope, session_id)
@@ -697,43 +685,11 @@ def _labels(request: GenerateRequest, encoded: Encoded) -> Labels:
     return labels_of(system, encoded.starts[: len(system)], length, rest=label)
 
 
-def _with_echo(pieces: tuple[Piece, ...], echo: TextDelta, *, begun: bool) -> tuple[Piece, ...]:
-    """Put the echoed prompt before the first pieces of a reply, unless it failed.
-
-    If the prompt's log probabilities were requested, all of it was computed, so none counts as cached.
-    """
-    last = pieces[-1]
-    if isinstance(last, Completed) and echo.logprobs:
-        pieces = (*pieces[:-1], replace(last, usage=replace(last.usage, cached=0)))
-    return pieces if begun or isinstance(last, Errored) else (echo, *pieces)
-
-
 def _errored(request: GenerateRequest, error: ErrorInfo, used: Usage = NOTHING_USED) -> Errored:
     """The end of a failed reply. An error in the engine's `prompt` names the client's field instead."""
-    if error.field != "prompt":
-        return Errored(error, used)
-    if isinstance(request.prompt, ChatPrompt):
-        return Errored(replace(error, field="messages"), used)
-    if request.session is None:
-        return Errored(error, used)
-    return Errored(replace(error, field="text" if isinstance(request.prompt.content, str) else "tokens"), used)
-
-
-def _called(request: GenerateRequest, reply: Reply, reason: ReplyReason) -> Called:
-    """The tools that a finished reply called."""
-    tools = isinstance(request.prompt, ChatPrompt) and bool(request.prompt.tools)
-    text = "" if tools else reply.content
-    cut = reason == "length" or reply.unfinished
-    return called(reply.calls, text, interface=tools, cut=cut, ends=request.program_end)
-
-
-def _turn_ended(request: GenerateRequest, found: Called) -> TurnEnded:
-    return TurnEnded(
-        request.request_id,
-        request.scope,
-        request.program_id,
-        found.tools,
-        found.last,
-        turn=request.program_turns + 1,
-        answered_turns=request.answered_turns,
-    )
+    if error.field == "prompt":
+        if isinstance(request.prompt, ChatPrompt):
+            error = replace(error, field="messages")
+        elif request.session is not None:
+            error = replace(error, field="text" if isinstance(request.prompt.content, str) else "tokens")
+    return Errored(error, used)

@@ -99,8 +99,8 @@ def test_one_trace_from_the_caller_to_the_engines_steps(traced: Traced) -> None:
             answer = client.post("/v1/chat/completions", json=body, headers=headers, timeout=60.0).json()
     finally:
         if backend.service is not None:
-            backend.service._bridge.thread.stop()
-            backend.service._bridge.thread.join()
+            backend.service.bridge.thread.stop()
+            backend.service.bridge.thread.join()
     traced.spans()
     assert traced.collector.paths[0] == "/v1/traces"
     spans = traced.collector.by_name()

@@ -316,7 +316,7 @@ def test_a_dead_engine_fails_everybody():
         events = await collect(bridge, submit("a"))
         assert isinstance(events[-1], Failed)
         await bridge.close()
-        assert not bridge.thread.alive
+        assert not bridge.thread.is_alive()
         with pytest.raises(UnavailableError):
             await collect(bridge, submit("b"))
 

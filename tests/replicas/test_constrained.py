@@ -237,7 +237,7 @@ def test_a_schema_that_cannot_be_followed_is_an_error_with_its_field(prompt: Cha
             reply = await service.generate(request("a", prompt))
             assert isinstance(reply, Errored)
             assert (reply.error.kind, reply.error.field) == (ErrorKind.INVALID, field)
-            assert service.n_live == 0
+            assert service.bridge.n_live == 0
 
     asyncio.run(main())
 
@@ -253,7 +253,7 @@ class Held:
         self._release = threading.Event()
         self._tasks: list[asyncio.Task[Any]] = []
         self._service = service
-        self.compiler = service._text._compiler
+        self.compiler = service.text._compiler
         loop, compile = asyncio.get_running_loop(), self.compiler._compile
 
         def held(rule: Any) -> Any:
@@ -318,7 +318,7 @@ def test_who_leaves_is_not_compiled_for_any_more() -> None:
             await asyncio.gather(*waiting, return_exceptions=True)
             assert isinstance(await held.ask("one"), Answer)
             assert held.compiler.compiled == compiler._THREADS + 1
-            assert service.n_live == 0
+            assert service.bridge.n_live == 0
 
     asyncio.run(main())
 
@@ -345,8 +345,8 @@ def test_closing_refuses_those_that_wait_for_a_grammar() -> None:
 
 def with_all_tools(service: Service) -> None:
     """Let the model see both tools, whatever a request declares: then it calls the one that is not."""
-    encoded = service._text.encoded
-    service._text.encoded = lambda prompt, *owner: encoded(replace(prompt, tools=AUTO.tools), *owner)
+    encoded = service.text.encoded
+    service.text.encoded = lambda prompt, *owner: encoded(replace(prompt, tools=AUTO.tools), *owner)
 
 
 LOOSE = tool("search_flights", origin={"type": "string", "maxLength": 20})
@@ -383,7 +383,7 @@ def test_a_call_has_a_declared_name_and_arguments_of_its_schema(
                 assert ([c.name for c in reply.tool_calls], reply.text) == (["search_flights"], None)
                 assert list(json.loads(reply.tool_calls[0].arguments)) == ["origin"]
                 assert reply.reason == "tool_calls"
-                assert service.engine.occupancy().cells_held == service.n_live == 0
+                assert service.engine.occupancy().cells_held == service.bridge.n_live == 0
                 again = await service.generate(request("b", SEEN, **settings))
                 assert said([again]) == said([reply])
         assert said(replies[:1]) * (len(COMPUTED) - 1) == said(replies[1:])
@@ -398,7 +398,7 @@ def test_undeclared_calls_are_text_where_nothing_is_guaranteed() -> None:
             reply = await service.generate(request("a", SEEN))
             assert (reply.tool_calls, reply.reason) == ((), "stop")
             assert '"name": "get_weather"' in reply.text
-            assert service._text.rewritten == 0
+            assert service.text.rewritten == 0
 
     asyncio.run(main())
 
@@ -486,7 +486,7 @@ def test_replies_whose_calls_are_not_held_to_their_schemas_are_counted(monkeypat
                     request(f"{number}", ChatPrompt(USER, [tool("get_weather", city=schema)]))
                 )
                 assert [c.name for c in reply.tool_calls] == ["get_weather"], "names are held to"
-                assert service.text_stats.unguarded == number + 1
+                assert service.text.stats.unguarded == number + 1
             take, taken = GuidedMatcher.take, []
 
             def breaks(matcher: GuidedMatcher, tokens: Any) -> int:
@@ -499,7 +499,7 @@ def test_replies_whose_calls_are_not_held_to_their_schemas_are_counted(monkeypat
             weather = tool("get_weather", city={"type": "string"})
             reply = await service.generate(request("breaks", ChatPrompt(USER, [weather])))
             assert isinstance(reply, Answer)
-            assert (service.text_stats.unguarded, service.engine.stats.unguarded) == (2, 1)
+            assert (service.text.stats.unguarded, service.engine.stats.unguarded) == (2, 1)
 
     asyncio.run(main())
 
@@ -534,7 +534,7 @@ def test_a_new_set_of_many_tools_holds_up_no_stream(monkeypatch: pytest.MonkeyPa
     async def main() -> None:
         async with serving() as service:
             await service.generate(request("warm", REQUIRED))
-            text, work = service._text, Work(monkeypatch)
+            text, work = service.text, Work(monkeypatch)
             try:
                 most = {}
                 for choice in ("required", "auto"):
@@ -566,7 +566,7 @@ def test_a_guarantee_whose_grammar_takes_too_long_is_left_out(monkeypatch: pytes
             try:
                 reply = await service.generate(request("a", SEEN))
                 assert isinstance(reply, Answer)
-                assert service.text_stats.unguarded == 1
+                assert service.text.stats.unguarded == 1
             finally:
                 held.release()
 

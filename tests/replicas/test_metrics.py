@@ -40,7 +40,7 @@ def exposed():
             SimpleNamespace(
                 engine=engine,
                 card=SimpleNamespace(name="m"),
-                text_stats=TextStats(),
+                text=SimpleNamespace(stats=TextStats()),
                 questions=SimpleNamespace(stats=QuestionStats()),
             ),
             "r",

@@ -1,7 +1,7 @@
 """Standing questions on a made-up engine: when they are asked, when they give way, and what is told of them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -19,15 +19,13 @@ from holdfast.replicas.errors import (
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.questions import Questions
 from holdfast.replicas.requests import (
-    Completed,
+    Answer,
     Errored,
     GenerateRequest,
-    Piece,
     Question,
     QuestionState,
     RawPrompt,
     SessionLog,
-    TextDelta,
     Timing,
     Usage,
 )
@@ -46,7 +44,7 @@ class World:
         self.fails = False
         self.questions = Questions(self.ask, lambda *key: self.sessions.get(key), self.drawn, lambda: self.now)
 
-    async def ask(self, request: GenerateRequest) -> AsyncGenerator[tuple[Piece, ...], None]:
+    async def ask(self, request: GenerateRequest) -> Answer | Errored:
         assert request.session is not None
         assert (request.session.keep, request.session.standing) == (False, True)
         assert isinstance(request.prompt, RawPrompt)
@@ -56,9 +54,8 @@ class World:
         if self.asked[-1] == "bug":
             raise ValueError("bug")
         if self.fails:
-            yield (Errored(EngineError("broke").info, Usage(12, 10, 1)),)
-            return
-        yield (TextDelta(f"after {seen}"), Completed("stop", Usage(12, 10, 3), Timing(0.0)))
+            return Errored(EngineError("broke").info, Usage(12, 10, 1))
+        return Answer(f"after {seen}", (), (), "stop", Usage(12, 10, 3), Timing(0.0))
 
     async def drawn(self, request_id: str) -> Usage | None:
         return Usage(12, 10, 2)

@@ -164,7 +164,7 @@ def test_whatever_is_read_while_the_engine_works_is_read_whole_and_within_bounds
         SimpleNamespace(  # type: ignore[arg-type]
             engine=world.engine,
             card=SimpleNamespace(name="m"),
-            text_stats=TextStats(),
+            text=SimpleNamespace(stats=TextStats()),
             questions=SimpleNamespace(stats=QuestionStats()),
         ),
         "r",

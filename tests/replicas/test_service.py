@@ -184,12 +184,12 @@ def test_a_call_does_not_wait_for_the_end_of_its_reply():
 
     async def main():
         async with serving() as service:
-            run = service._bridge.run
+            run = service.bridge.run
 
             async def at_once(*told):
                 yield [event async for events in run(*told) for event in events]
 
-            service._bridge.run = at_once
+            service.bridge.run = at_once
             asked = [{"role": "user", "content": "Check the weather in Oslo."}]
             drawing = PartialReply()
             stream = service.stream(request("a", ChatPrompt(asked, TOOLS), 200), drawing)
@@ -224,7 +224,7 @@ def test_32_streams_at_once_end_and_leave_everything_free():
 def test_leaving_a_stream_aborts_it_within_two_steps():
     async def main():
         async with serving() as service:
-            engine, thread = service.engine, service._bridge.thread
+            engine, thread = service.engine, service.bridge.thread
             drawn: list[int] = []  # when the engine was told
             send = thread.send
 
@@ -241,7 +241,7 @@ def test_leaving_a_stream_aborts_it_within_two_steps():
             assert engine.stats.ended["aborted"] == 1
             assert engine.stats.completion <= drawn[0] + 2 + 1
             assert engine.occupancy().cells_held == 0
-            assert service.n_live == 0
+            assert service.bridge.n_live == 0
 
     asyncio.run(main())
 
@@ -270,7 +270,7 @@ def test_an_answer_that_cannot_come_in_time_is_refused_while_a_step_goes_on():
                     runner.begin = stalled
                     await asyncio.to_thread(held.wait)
                     unread = asyncio.create_task(service.generate(request("c", "x", 1)))
-                    await until_async(lambda: service._bridge.thread.unread == 1)
+                    await until_async(lambda: service.bridge.thread.unread == 1)
                     late = await service.generate(replace(request("d", "x" * 99, 1), within_s=29.0))
                     assert isinstance(late, Errored)
                     assert (late.error.kind, late.usage.prompt) == (ErrorKind.DEADLINE, 0)
@@ -280,7 +280,7 @@ def test_an_answer_that_cannot_come_in_time_is_refused_while_a_step_goes_on():
                         asyncio.create_task(service.generate(each))
                         for each in (replace(turn, within_s=99.0), replace(turn, request_id="f", program_turns=1))
                     ]
-                    await until_async(lambda: service._bridge.thread.unread == 3)
+                    await until_async(lambda: service.bridge.thread.unread == 3)
             finally:
                 goes_on.set()
             await asyncio.gather(running, waiting, unread, *goes_on_too)
@@ -326,9 +326,9 @@ def test_a_chat_reply_without_content_and_calls_is_counted():
             chat = ChatPrompt([{"role": "user", "content": "hello"}])
             told = await service.generate(request("a", chat, 5, ignore_eos=True))
             assert told.text.strip()
-            assert service.text_stats.empty == 0
+            assert service.text.stats.empty == 0
             cut = await service.generate(request("b", chat, 5, (told.text[0],), ignore_eos=True))
-            assert (cut.text, service.text_stats.empty) == ("", 1)
+            assert (cut.text, service.text.stats.empty) == ("", 1)
 
     asyncio.run(main())
 
@@ -457,7 +457,7 @@ def test_who_was_let_in_as_it_came_is_not_refused_once_it_has_been_read():
 
     async def main():
         async with serving(replace(CONFIG, max_sequences=1, session_rows=0)) as service:
-            admission, encoded = service.engine.scheduler.admission, service._text.encoded
+            admission, encoded = service.engine.scheduler.admission, service.text.encoded
             admission.forecast.answer_s = lambda max_tokens, begins, before: 10.0 * (1 + before)
             goes_on = asyncio.Event()
 
@@ -470,7 +470,7 @@ def test_who_was_let_in_as_it_came_is_not_refused_once_it_has_been_read():
                 await until_async(lambda: service.engine.stats.completion)
                 waiting = asyncio.create_task(service.generate(request("b", "x", 1)))
                 await until_async(lambda: service.engine.occupancy().waiting == 1)
-                service._text.encoded = slowly
+                service.text.encoded = slowly
                 let_in = asyncio.create_task(service.generate(replace(request("c", "x", 1), within_s=25.0)))
                 await until_async(lambda: service._n_coming == 1)
                 refused = await service.generate(replace(request("d", "x", 1), within_s=25.0))
@@ -499,7 +499,7 @@ async def left(service: Service, name: str) -> None:
     answer.cancel()
     await asyncio.wait([answer])
     del answer
-    await until_async(lambda: not service.engine.occupancy().running and not service.n_live)
+    await until_async(lambda: not service.engine.occupancy().running and not service.bridge.n_live)
 
 
 async def wrong(service: Service, name: str) -> None:
@@ -534,7 +534,7 @@ def test_what_was_served_leaves_no_cycles(serve):
             with left_in_cycles() as found:
                 for number in range(3):
                     await serve(service, str(number))
-                thread = service._bridge.thread._thread
+                thread = service.bridge.thread
                 await until_async(lambda: "_waiting" in stack_of(thread))  # it has let go of its last step
             return found
 
@@ -562,7 +562,7 @@ def test_the_text_side_shares_nothing_between_salts():
             prompt = ChatPrompt([{"role": "user", "content": "What is the weather in Oslo?"}], tools=TOOLS)
 
             def known() -> tuple[int, int]:
-                text = service._text
+                text = service.text
                 return text.cache.reused, len(text._rules)
 
             for number, salt in enumerate(("", "x", "y"), 1):

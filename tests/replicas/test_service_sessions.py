@@ -82,19 +82,19 @@ def test_a_session_is_fed_asked_forked_and_closed():
             sessions, stats = Client(service), service.engine.stats
             chat = ChatPrompt([{"role": "user", "content": "Here is a log, line by line."}])
             usage = await sessions.open("s", chat)
-            known = (await service._text.part(chat, begins=True, reply=False)).tolist()
+            known = (await service.text.part(chat, begins=True, reply=False)).tolist()
             asked_for = await service.tokenize(chat)
             assert usage.prompt == len(known)
             assert known == asked_for[: len(known)] != asked_for  # a reply begins where it is asked for
             lines = [f"\nline {i}: the temperature is {20 + i}." for i in range(6)]
             await asyncio.gather(*(sessions.append("s", line) for line in lines))
             for line in lines:
-                known += service._text.tokenizer.backend_tokenizer.encode(line, add_special_tokens=False).ids
+                known += service.text.tokenizer.backend_tokenizer.encode(line, add_special_tokens=False).ids
             await sessions.fork("s", "copy")
 
             before = stats.prompt_computed
             first = (await asked(service, "s", "q", "\nLast?", keep=False)).answer()
-            question = service._text.tokenizer.backend_tokenizer.encode("\nLast?", add_special_tokens=False).ids
+            question = service.text.tokenizer.backend_tokenizer.encode("\nLast?", add_special_tokens=False).ids
             assert stats.prompt_computed - before <= len(question) + CONFIG.page_size
             assert first.usage.prompt == len(known) + len(question)
 
@@ -106,7 +106,7 @@ def test_a_session_is_fed_asked_forked_and_closed():
             await sessions.close("s")
             await sessions.close("copy")
             now = service.engine.occupancy()
-            assert (now.sessions, now.rows_taken, now.cells_held, service.n_live) == (0, 0, 0, 0)
+            assert (now.sessions, now.rows_taken, now.cells_held, service.bridge.n_live) == (0, 0, 0, 0)
             assert service.engine.cache.cells.in_use == 0
         finally:
             await service.close()

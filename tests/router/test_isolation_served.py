@@ -45,7 +45,7 @@ def ask(client: httpx.Client, who: str, asked: dict[str, Any]) -> httpx.Response
 
 def work(backend: ServiceBackend) -> tuple[int, ...]:
     """What was computed until now, by whatever would be spared it."""
-    stats, text = backend.service.engine.stats, backend.service._text
+    stats, text = backend.service.engine.stats, backend.service.text
     compiled = text._compiler.compiled
     return stats.prompt_computed, stats.prompt_cached, compiled, text.cache.tokenized
 

@@ -34,7 +34,7 @@ class ScriptedReplica(EngineReplica):
 
 def follow_script(service: Service) -> None:
     """Let the service's model say what `reply` has for it."""
-    text = service._text
+    text = service.text
     usual = text.constraints
 
     def constraints(prompt: ChatPrompt | RawPrompt, scope: str = "") -> Constraints:

@@ -71,8 +71,8 @@ class ServiceBackend(FakeBackend):
     def stop(self) -> None:
         """From any thread, once nothing is asked any more."""
         if self.loaded is not None:
-            self.loaded._bridge.thread.stop()
-            self.loaded._bridge.thread.join()
+            self.loaded.bridge.thread.stop()
+            self.loaded.bridge.thread.join()
 
 
 @contextmanager

@@ -92,12 +92,14 @@ def inflate(
     out: Path,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    layers: int | None = None,
     pad_vocabulary: bool = False,
     seed: int = 0,
 ) -> Path:
     """Write ``source`` (``pocket`` or a folder) in ``shape`` (a name or a config.json) to the new folder ``out``.
 
-    With ``pad_vocabulary`` the shape's vocabulary is kept, its added rows never sampled; otherwise the source's is.
+    With ``layers`` the shape has so many instead of its own. With ``pad_vocabulary`` the shape's vocabulary is kept,
+    its added rows never sampled; otherwise the source's is.
     Returns ``out``. Raises an InflateError before anything is written.
     """
     if dtype not in (torch.float32, torch.bfloat16):
@@ -106,6 +108,10 @@ def inflate(
         )
     small = read_source(source)
     target = resolve_shape(shape, context=small.config.max_position_embeddings)
+    if layers is not None:
+        if layers < 1:
+            raise IncompatibleShapeError("layers must be at least 1")
+        target = replace(target, layers=layers)
     if not pad_vocabulary or target.vocabulary < small.shape.vocabulary:
         target = replace(target, vocabulary=small.shape.vocabulary)
     check_embeds(small.shape, target)
@@ -149,10 +155,21 @@ def target_config(source: Source, target: Shape, scales: Scales, dtype: torch.dt
     }
     if target.family is Family.MISTRAL:
         options["sliding_window"] = None
-    if target.family in (Family.LLAMA, Family.QWEN3):
+    if target.family in (Family.LLAMA, Family.QWEN3, Family.QWEN35):
         options["attention_bias"] = target.attention_bias
     if target.family is Family.LLAMA:
         options["mlp_bias"] = target.mlp_bias
+    rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": scales.theta}
+    if target.linear is not None:
+        rotary["partial_rotary_factor"] = target.rotary
+        options |= {
+            "full_attention_interval": target.interval,
+            "linear_num_key_heads": target.linear.key_heads,
+            "linear_num_value_heads": target.linear.value_heads,
+            "linear_key_head_dim": target.linear.key_dim,
+            "linear_value_head_dim": target.linear.value_dim,
+            "linear_conv_kernel_dim": target.linear.kernel,
+        }
     config = AutoConfig.for_model(
         str(target.family),
         vocab_size=target.vocabulary,
@@ -164,11 +181,11 @@ def target_config(source: Source, target: Shape, scales: Scales, dtype: torch.dt
         head_dim=target.head_dim,
         rms_norm_eps=scales.epsilon,
         tie_word_embeddings=target.tied,
-        rope_parameters={"rope_type": "default", "rope_theta": scales.theta},
+        rope_parameters=rotary,
         dtype=dtype,
         **options,
     )
-    config.architectures = [f"{target.family.capitalize()}ForCausalLM"]
+    config.architectures = [f"{target.family.removesuffix('_text').capitalize()}ForCausalLM"]
     written: dict[str, Any] = config.to_dict()
     return written | {"rope_theta": scales.theta, "torch_dtype": str(dtype).removeprefix("torch.")}
 
@@ -232,6 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", required=True, help=f"{', '.join(SHAPES)}, or a config.json")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--layers", type=int, help="rather than as many as the shape has")
     parser.add_argument("--pad-vocabulary", action="store_true", help="keep the shape's vocabulary size")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
@@ -241,6 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.shape,
             options.out,
             dtype=getattr(torch, options.dtype),
+            layers=options.layers,
             pad_vocabulary=options.pad_vocabulary,
             seed=options.seed,
         )

@@ -1,4 +1,5 @@
-"""Shapes that Pocket can be inflated to: four by name, any other Llama, Mistral, Qwen2 or Qwen3 by its config.json.
+"""Shapes that Pocket can be inflated to: some by name, any other Llama, Mistral, Qwen2, Qwen3 or dense Qwen3.5 by its
+config.json.
 
 Here as well: the tensors that a checkpoint of a shape has, and whether one shape has room for another.
 """
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
+
+from holdfast.kernels.linear_state import LinearShape
 
 
 class InflateError(ValueError):
@@ -33,17 +36,21 @@ class NoRoomError(InflateError):
 
 
 class Family(StrEnum):
-    """Decoder families whose weights carry Llama's names."""
+    """Decoder families whose weights carry Llama's names, as config.json calls them."""
 
     LLAMA = "llama"
     MISTRAL = "mistral"
     QWEN2 = "qwen2"
     QWEN3 = "qwen3"
+    QWEN35 = "qwen3_5_text"  # a hybrid: most layers have linear attention (Gated DeltaNet)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes and options of a decoder that decide what a forward pass costs."""
+    """The sizes and options of a decoder that decide what a forward pass costs.
+
+    Every ``interval``-th layer has attention, the others have linear attention with the heads of ``linear``.
+    """
 
     family: Family
     hidden: int
@@ -56,6 +63,24 @@ class Shape:
     tied: bool
     attention_bias: bool = False
     mlp_bias: bool = False
+    interval: int = 1
+    linear: LinearShape | None = None
+    rotary: float = 1.0  # the part of a head that has rotary positions
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether some layers have linear attention. Then attention has an output gate, too."""
+        return self.family is Family.QWEN35
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """The layers with attention over cached keys and values."""
+        return list(range(self.interval - 1, self.layers, self.interval))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that have rotary positions; they come first."""
+        return int(self.head_dim * self.rotary)
 
     @property
     def group(self) -> int:
@@ -70,12 +95,26 @@ class Shape:
     @property
     def output_bias(self) -> bool:
         """Whether the attention output has a bias."""
-        return self.attention_bias and self.family in (Family.LLAMA, Family.QWEN3)
+        return self.attention_bias and self.family in _BIASED
 
     @property
     def head_norms(self) -> bool:
         """Whether queries and keys are normalized per head."""
-        return self.family is Family.QWEN3
+        return self.family in (Family.QWEN3, Family.QWEN35)
+
+    @property
+    def zero_centred(self) -> bool:
+        """Whether RMS norms multiply by 1 + weight."""
+        return self.family is Family.QWEN35
+
+
+def _qwen35(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, value_heads: int, *, tied: bool
+) -> Shape:
+    """A dense Qwen3.5. Heads are of 256, those of linear attention of 128, with 16 for keys."""
+    linear = LinearShape(16, value_heads, 128, 128, kernel=4)
+    sizes = (Family.QWEN35, hidden, intermediate, layers, heads, kv_heads, 256, 248320, tied)
+    return Shape(*sizes, interval=4, linear=linear, rotary=0.25)
 
 
 SHAPES = {
@@ -83,7 +122,13 @@ SHAPES = {
     "llama-3.2-1b": Shape(Family.LLAMA, 2048, 8192, 16, 32, 8, 64, 128256, tied=True),
     "qwen3-14b": Shape(Family.QWEN3, 5120, 17408, 40, 40, 8, 128, 151936, tied=False),
     "qwen3-0.6b": Shape(Family.QWEN3, 1024, 3072, 28, 16, 8, 128, 151936, tied=True),
+    "qwen3.5-0.8b": _qwen35(1024, 3584, 24, 8, 2, 16, tied=True),
+    "qwen3.5-2b": _qwen35(2048, 6144, 24, 8, 2, 16, tied=True),
+    "qwen3.5-27b": _qwen35(5120, 17408, 64, 24, 4, 48, tied=False),
 }
+
+_BIASED = (Family.LLAMA, Family.QWEN3, Family.QWEN35)
+"""Families whose `attention_bias` adds biases to every projection of attention."""
 
 _ROTARY_SCALINGS = frozenset(("default", "linear", "llama3"))
 """Scalings that only move frequencies: the inflated model has Pocket's rotary positions at the same cost."""
@@ -120,6 +165,9 @@ def read_object(path: Path, failure: type[InflateError]) -> dict[str, Any]:
 
 def shape_of(config: dict[str, Any], *, context: int) -> Shape:
     """The shape a config.json describes. Raises IncompatibleShapeError with what stands in the way."""
+    text = config.get("text_config")
+    if isinstance(text, dict):  # a model of text and images: the text's part
+        config = {"tie_word_embeddings": config.get("tie_word_embeddings", False)} | text
     kind = config.get("model_type")
     if kind not in tuple(Family):
         raise IncompatibleShapeError(f"model_type {kind!r} is not one of {', '.join(Family)}")
@@ -136,17 +184,39 @@ def shape_of(config: dict[str, Any], *, context: int) -> Shape:
         _size(config, "num_hidden_layers"),
         heads,
         kv_heads=_size(config, "num_key_value_heads", heads),
-        head_dim=_size(config, "head_dim", 128 if family is Family.QWEN3 else hidden // heads),
+        head_dim=_size(config, "head_dim", {Family.QWEN3: 128, Family.QWEN35: 256}.get(family, hidden // heads)),
         vocabulary=_size(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias", False)) and family in (Family.LLAMA, Family.QWEN3),
+        attention_bias=bool(config.get("attention_bias", False)) and family in _BIASED,
         mlp_bias=bool(config.get("mlp_bias", False)) and family is Family.LLAMA,
+        **(_hybrid_options(config) if family is Family.QWEN35 else {}),
     )
     if shape.heads % shape.kv_heads:
         raise IncompatibleShapeError(f"{shape.heads} heads cannot share {shape.kv_heads} key-value heads evenly")
-    if shape.head_dim % 2:
-        raise IncompatibleShapeError(f"rotary positions need an even head_dim, not {shape.head_dim}")
+    if shape.rotary_dim % 2:
+        raise IncompatibleShapeError(f"rotary positions need an even number of dimensions, not {shape.rotary_dim}")
     return shape
+
+
+def _hybrid_options(config: dict[str, Any]) -> dict[str, Any]:
+    """What only a hybrid has. Where config.json says nothing, transformers' defaults. Raises IncompatibleShapeError."""
+    interval, layers = _size(config, "full_attention_interval", 4), _size(config, "num_hidden_layers")
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        interval = [*kinds, "full_attention"].index("full_attention") + 1
+        if kinds != ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]:
+            raise IncompatibleShapeError("layers with attention must come at a fixed interval")
+    names = {
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    }
+    linear = LinearShape(*(_size(config, name, default) for name, default in names.items()))
+    rotary = config.get("rope_parameters") or {}
+    part = rotary.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
+    return {"interval": interval, "linear": linear, "rotary": float(part)}
 
 
 def full_config(config: dict[str, Any]) -> Any:
@@ -181,7 +251,8 @@ def _check_options(config: dict[str, Any], family: Family, context: int) -> None
         raise IncompatibleShapeError(
             f"rotary scaling {kind!r} is not supported, only {', '.join(sorted(_ROTARY_SCALINGS))}"
         )
-    if config.get("partial_rotary_factor", rotary.get("partial_rotary_factor", 1.0)) != 1.0:
+    part = config.get("partial_rotary_factor", rotary.get("partial_rotary_factor", 1.0))
+    if part != 1.0 and family is not Family.QWEN35:
         raise IncompatibleShapeError("partial rotary positions are not supported")
     windowed = config.get("use_sliding_window", False) if family is not Family.MISTRAL else True
     window = config.get("sliding_window")
@@ -193,10 +264,16 @@ def check_embeds(source: Shape, target: Shape) -> None:
     """Raise IncompatibleShapeError unless every part of ``source`` has room in ``target``."""
     if target.tied and not source.tied:
         raise IncompatibleShapeError("the source has a head of its own, and the shape ties its head to the embedding")
-    for name in ("hidden", "intermediate", "layers", "heads", "head_dim"):
+    for name in ("hidden", "intermediate", "heads", "rotary_dim"):
         mine, theirs = getattr(source, name), getattr(target, name)
         if theirs < mine:
             raise IncompatibleShapeError(f"the shape's {name} of {theirs} is smaller than the {mine} of the source")
+    if len(target.attention_layers) < source.layers:
+        least = source.layers * target.interval
+        raise IncompatibleShapeError(
+            f"the shape has {len(target.attention_layers)} layers with attention, the source {source.layers}: "
+            f"give it --layers {least}"
+        )
     if target.vocabulary > source.vocabulary and target.hidden == source.hidden:
         raise IncompatibleShapeError("a larger vocabulary needs a larger hidden size, to mark the added rows")
     needed = source.kv_heads * kv_copies(source, target)
@@ -226,19 +303,12 @@ class TensorSpec:
 
 def tensors_of(t: Shape) -> list[TensorSpec]:
     """Every tensor of a checkpoint of this shape, in the order of the layers."""
-    queries, keys = t.heads * t.head_dim, t.kv_heads * t.head_dim
     tensors = [TensorSpec("model.embed_tokens.weight", (t.vocabulary, t.hidden))]
+    attention_layers = set(t.attention_layers)
     for layer in range(t.layers):
         at = f"model.layers.{layer}."
-        rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-        tensors += [TensorSpec(f"{at}self_attn.{name}.weight", (count, t.hidden)) for name, count in rows.items()]
-        tensors.append(TensorSpec(f"{at}self_attn.o_proj.weight", (t.hidden, queries)))
-        if t.qkv_bias:
-            tensors += [TensorSpec(f"{at}self_attn.{name}.bias", (count,)) for name, count in rows.items()]
-        if t.output_bias:
-            tensors.append(TensorSpec(f"{at}self_attn.o_proj.bias", (t.hidden,)))
-        if t.head_norms:
-            tensors += [TensorSpec(f"{at}self_attn.{name}.weight", (t.head_dim,)) for name in ("q_norm", "k_norm")]
+        mixer = _attention_tensors if layer in attention_layers else _linear_tensors
+        tensors += [TensorSpec(f"{at}{name}", size) for name, size in mixer(t).items()]
         sizes = {
             "gate_proj": (t.intermediate, t.hidden),
             "up_proj": (t.intermediate, t.hidden),
@@ -252,3 +322,36 @@ def tensors_of(t: Shape) -> list[TensorSpec]:
         ]
     tensors.append(TensorSpec("model.norm.weight", (t.hidden,)))
     return tensors if t.tied else [*tensors, TensorSpec("lm_head.weight", (t.vocabulary, t.hidden))]
+
+
+def _attention_tensors(t: Shape) -> dict[str, tuple[int, ...]]:
+    queries, keys = t.heads * t.head_dim, t.kv_heads * t.head_dim
+    rows = {"q_proj": queries * (2 if t.hybrid else 1), "k_proj": keys, "v_proj": keys}  # a gate behind each query
+    sizes: dict[str, tuple[int, ...]] = {f"self_attn.{name}.weight": (count, t.hidden) for name, count in rows.items()}
+    sizes["self_attn.o_proj.weight"] = (t.hidden, queries)
+    if t.qkv_bias:
+        sizes |= {f"self_attn.{name}.bias": (count,) for name, count in rows.items()}
+    if t.output_bias:
+        sizes["self_attn.o_proj.bias"] = (t.hidden,)
+    if t.head_norms:
+        sizes |= {f"self_attn.{name}.weight": (t.head_dim,) for name in ("q_norm", "k_norm")}
+    return sizes
+
+
+def _linear_tensors(t: Shape) -> dict[str, tuple[int, ...]]:
+    linear = t.linear
+    if linear is None:
+        raise AssertionError("only a hybrid has layers without attention")
+    values = linear.value_heads * linear.value_dim
+    sizes = {
+        "in_proj_qkv.weight": (linear.channels, t.hidden),
+        "in_proj_z.weight": (values, t.hidden),
+        "in_proj_b.weight": (linear.value_heads, t.hidden),
+        "in_proj_a.weight": (linear.value_heads, t.hidden),
+        "conv1d.weight": (linear.channels, 1, linear.kernel),
+        "A_log": (linear.value_heads,),
+        "dt_bias": (linear.value_heads,),
+        "norm.weight": (linear.value_dim,),
+        "out_proj.weight": (t.hidden, values),
+    }
+    return {f"linear_attn.{name}": size for name, size in sizes.items()}

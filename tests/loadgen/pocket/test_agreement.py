@@ -49,3 +49,23 @@ def test_a_damaged_model_is_found_out(inflated: Path) -> None:
     found = agreement(inflated, WEIGHTS, 2)
     assert found.same < found.count
     assert found.first_difference is not None
+
+
+def test_a_hybrid_writes_the_same(tmp_path: Path) -> None:
+    shape = SHAPE | {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 14,
+        "full_attention_interval": 2,
+        "head_dim": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 2048,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    folder = inflate("pocket", str(tmp_path), tmp_path / "large", dtype=torch.float32, pad_vocabulary=True)
+    found = agreement(folder, WEIGHTS, 3)
+    assert found.same == found.count, found.first_difference

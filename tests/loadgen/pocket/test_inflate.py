@@ -36,6 +36,18 @@ TARGET = {
     "tie_word_embeddings": False,
 }
 
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 9,
+    "full_attention_interval": 4,
+    "head_dim": 32,
+    "rope_parameters": {"partial_rotary_factor": 0.25},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -91,6 +103,17 @@ def logits(folder: Path) -> torch.Tensor:
         {"model_type": "qwen3"},
         {"model_type": "qwen3", "tie_word_embeddings": True},
         {"model_type": "qwen3", "attention_bias": True},
+        HYBRID,
+        HYBRID | {"tie_word_embeddings": True, "attention_bias": True},
+        HYBRID | {"num_attention_heads": 8, "num_key_value_heads": 8, "full_attention_interval": 3, "head_dim": 64},
+        HYBRID | {"layer_types": ["linear_attention", "full_attention"] * 4 + ["linear_attention"]},
+        HYBRID
+        | {
+            "rope_parameters": {"partial_rotary_factor": 0.5},
+            "head_dim": 24,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+        },
     ],
     ids=str,
 )
@@ -99,7 +122,7 @@ def test_logits_are_the_sources(source: Path, tmp_path: Path, changes: dict[str,
     torch.testing.assert_close(logits(out), logits(source), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"model_type": "qwen3"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"model_type": "qwen3"}, HYBRID], ids=str)
 def test_added_vocabulary_is_never_sampled(source: Path, tmp_path: Path, changes: dict[str, object]) -> None:
     shape = target(tmp_path, **changes)
     out = inflate(str(source), shape, tmp_path / "out", dtype=torch.float32, pad_vocabulary=True)
@@ -125,11 +148,16 @@ def test_shards_hold_what_one_file_holds(source: Path, tmp_path: Path, monkeypat
         ({"num_attention_heads": 2, "num_key_value_heads": 2}, "heads"),
         ({"num_key_value_heads": 1}, "key-value"),
         ({"num_key_value_heads": 3}, "evenly"),
-        ({"head_dim": 17}, "even head_dim"),
+        ({"head_dim": 17}, "even number"),
         ({"rope_scaling": {"type": "longrope"}}, "longrope"),
         ({"partial_rotary_factor": 0.5}, "partial"),
         ({"model_type": "mistral", "sliding_window": 64}, "sliding window"),
         ({"model_type": "gpt2"}, "gpt2"),
+        ({"num_hidden_layers": 1}, "--layers 2"),
+        (HYBRID | {"num_hidden_layers": 7}, "--layers 8"),
+        (HYBRID | {"head_dim": 16}, "rotary_dim"),
+        (HYBRID | {"head_dim": 36}, "even number"),
+        (HYBRID | {"layer_types": ["full_attention"] * 2 + ["linear_attention"] * 7}, "fixed interval"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"num_hidden_layers": "many"}, "num_hidden_layers"),
     ],
@@ -141,6 +169,27 @@ def test_incompatible_shapes_are_refused(
     with pytest.raises(IncompatibleShapeError, match=message):
         inflate(str(source), target(tmp_path, **changes), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_layers_may_be_others_than_the_shapes(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert (
+        main([str(source), "--shape", target(tmp_path), "--layers", "5", "--out", str(out), "--dtype", "float32"]) == 0
+    )
+    assert json.loads((out / "config.json").read_text())["num_hidden_layers"] == 5
+    torch.testing.assert_close(logits(out), logits(source), rtol=2e-5, atol=2e-5)
+
+
+def test_a_hybrid_may_stand_in_a_model_of_text_and_images(source: Path, tmp_path: Path) -> None:
+    path = Path(target(tmp_path, **HYBRID))
+    text = json.loads(path.read_text())
+    path.write_text(json.dumps({"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": False}))
+    written = json.loads((inflate(str(source), str(path), tmp_path / "out") / "config.json").read_text())
+    assert written["architectures"] == ["Qwen3_5ForCausalLM"]
+    assert written["layer_types"] == ["linear_attention"] * 3 + ["full_attention"] + ["linear_attention"] * 3 + [
+        "full_attention",
+        "linear_attention",
+    ]
 
 
 def test_a_head_of_its_own_is_not_tied_away(tmp_path: Path) -> None:
@@ -213,6 +262,9 @@ def test_no_room_is_said_before_writing(source: Path, tmp_path: Path, monkeypatc
         ("llama-3.2-1b", 1_235_814_400),
         ("qwen3-14b", 14_768_307_200),
         ("qwen3-0.6b", 596_049_920),
+        ("qwen3.5-0.8b", 752_393_024),
+        ("qwen3.5-2b", 1_881_825_088),
+        ("qwen3.5-27b", 26_895_998_464),
     ],
 )
 def test_named_shapes_have_the_published_number_of_parameters(name: str, parameters: int) -> None:

@@ -88,6 +88,54 @@ def test_an_inflated_folder_with_added_vocabulary(tmp_path: Path) -> None:
     assert field(path, "qwen3.rope.dimension_count") == 128
 
 
+HYBRID = SHAPE | {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 14,
+    "full_attention_interval": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+
+def test_a_hybrid(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    folder = inflate("pocket", str(tmp_path), tmp_path / "large")
+    path = write_gguf(folder, tmp_path / "large.gguf")
+    found, own = tensors(path), load_file(folder / "model.safetensors")
+    assert len(found) == len(own)
+    assert torch.equal(found["blk.1.attn_q.weight"], own["model.layers.1.self_attn.q_proj.weight"])
+    assert torch.equal(found["blk.1.attn_norm.weight"], own["model.layers.1.input_layernorm.weight"].float() + 1)
+    at = "model.layers.0.linear_attn."
+    assert torch.equal(found["blk.0.ssm_norm.weight"], own[f"{at}norm.weight"].float())
+    order = [0, 3, 1, 4, 2, 5]  # three value heads for each of two key heads
+    assert torch.equal(found["blk.0.ssm_a"], -own[f"{at}A_log"].float().exp()[order])
+    assert torch.equal(found["blk.0.ssm_dt.bias"], own[f"{at}dt_bias"].float()[order])
+    assert torch.equal(found["blk.0.ssm_beta.weight"], own[f"{at}in_proj_b.weight"][order])
+    gate = own[f"{at}in_proj_z.weight"].view(6, 16, -1)[order].flatten(0, 1)
+    assert torch.equal(found["blk.0.attn_gate.weight"], gate)
+    mixed = own[f"{at}in_proj_qkv.weight"]
+    values = mixed[64:].view(6, 16, -1)[order].flatten(0, 1)
+    assert torch.equal(found["blk.0.attn_qkv.weight"], torch.cat((mixed[:64], values)))
+    kernel = own[f"{at}conv1d.weight"].float()[:, 0]
+    kernel = torch.cat((kernel[:64], kernel[64:].view(6, 16, -1)[order].flatten(0, 1)))
+    assert torch.equal(found["blk.0.ssm_conv1d.weight"], kernel)
+    for name, value in {
+        "rope.dimension_count": 64,
+        "rope.dimension_sections": [11, 11, 10, 0],
+        "full_attention_interval": 2,
+        "ssm.time_step_rank": 6,
+        "ssm.inner_size": 96,
+    }.items():
+        assert field(path, f"qwen35.{name}") == value
+    assert main([str(folder), "--out", str(tmp_path / "q8.gguf"), "--q8-0"]) == 0
+    kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "q8.gguf").tensors}
+    assert kinds["blk.1.attn_q.weight"] == kinds["blk.1.attn_k.weight"] == "BF16"  # too small for Q8_0
+    assert kinds["blk.1.attn_v.weight"] == kinds["blk.0.attn_qkv.weight"] == "Q8_0"
+
+
 def test_the_tokenizer_is_the_folders(tmp_path: Path) -> None:
     path = write_gguf(WEIGHTS, tmp_path / "p.gguf")
     tokenizer = Tokenizer.from_file(str(WEIGHTS / "tokenizer.json"))

@@ -47,6 +47,11 @@ LAYER_VARIANTS = {
     for way, processor, lanes in (("avx512", "x86_64_v4", 16), ("avx2", "x86_64_v3", 8))
     for dtype, wide in (("float32", 1), ("bfloat16", 0))
 }
+LINEAR_STATE_VARIANTS = {
+    f"{way}_{dtype}": (processor, lanes, f"{_EXACT} -DWIDE={wide}")
+    for way, processor, lanes in (("avx512", "x86_64_v4", 16), ("avx2", "x86_64_v3", 8))
+    for dtype, wide in (("float32", 1), ("bfloat16", 0))
+}
 GLIBC = "2.17"  # or later: as torch's own wheels
 CACHE = Path(__file__).resolve().parent / "build" / "zig-cache"  # the compiler's
 FLAGS = "-O3 -fPIC -ffp-contract=fast -fno-math-errno -fno-sanitize=all -mprefer-vector-width=512"
@@ -104,7 +109,12 @@ class BuildKernel(build_ext):
         return os.path.join(*fullname.split(".")) + ".so"
 
 
-KERNELS = {"attention": VARIANTS, "product": PRODUCT_VARIANTS, "layer": LAYER_VARIANTS}
+KERNELS = {
+    "attention": VARIANTS,
+    "product": PRODUCT_VARIANTS,
+    "layer": LAYER_VARIANTS,
+    "linear_state": LINEAR_STATE_VARIANTS,
+}
 EXTENSIONS = [Extension(f"holdfast.kernels.lib{name}", [f"kernels/{name}_c.c"], optional=True) for name in KERNELS]
 HERE = sys.platform == "linux" and platform.machine() == "x86_64"
 

@@ -12,15 +12,31 @@ chunk reads its state from one slot and writes it to another or the same, so a s
 no copy. Drafts at a chunk's end do not touch the state: their inputs go to the slot's window, and the next chunk of
 the sequence applies those that were accepted first.
 
+On a CPU the kernel in `linear_state_c.c` computes, in float32 and bfloat16. It is built with the package, for x86-64
+on Linux. A token's result depends on its sequence's tokens up to itself and on nothing else, to the last bit: not on
+where a prompt is cut, on drafts, on other sequences in the batch, or on threads. Without the kernel torch computes in
+chunks, which round differently at each border.
+
 Shapes: T tokens of a step, N sequences, C channels of the convolution (q, k and v), K its kernel, h key heads, H value
 heads, k and v the sizes of keys and values, W drafts of a window at most.
 """
 
+import ctypes
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from holdfast.kernels import native
+
+LIBRARY = native.Library("linear_state")
+LANES: dict[native.Level, int] = {"avx512": 16, "avx2": 8}  # float32 values of a vector
+MAX_KEY, MAX_TAPS = 256, 8  # of a key and of the convolution's kernel, mirrored by linear_state_c.c
 
 NO_STATE = -1  # a sequence begins: its state is zero
 
@@ -76,9 +92,10 @@ class StateBatch:
     """Which tokens of a step belong to which states. All int32 on the device.
 
     starts [N + 1]: the first token of each sequence, and T. source, target [N]: the slots that its state is read from
-    (`NO_STATE`: it is zero) and written to. applied [N]: drafts in the source's window that come before its tokens.
-    held [N]: of its tokens the last ones, which are drafts. marks [M, 3]: (sequence, n, slot): its state after the
-    applied drafts and its first n tokens, 0 < n <= its tokens without drafts, is written to this slot, too; sorted.
+    (`NO_STATE`: it is zero) and written to. applied [N]: tokens in the source's window that come before its own.
+    held [N]: how many of its tokens, the last ones, do not change the state and go to the target's window. marks
+    [M, 3]: (sequence, n, slot): its state after the applied tokens and its first n, 0 < n <= those that are not held,
+    is written to this slot, too; sorted.
     No slot is written twice in a step, and none is read that another sequence writes.
     """
 
@@ -92,69 +109,240 @@ class StateBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearWeights:
-    """What the kernel needs of a layer's weights: conv [C, K] (and no bias), a_log and dt_bias [H], float32."""
+    """What the kernel needs of a layer's weights: conv [C, K] (and no bias), a_log and dt_bias [H].
+
+    They are kept in float32. On a CPU `conv` lies in memory as [K, C].
+    """
 
     conv: Tensor
     a_log: Tensor
     dt_bias: Tensor
 
+    def __post_init__(self) -> None:
+        conv = self.conv.float()
+        if conv.device.type == "cpu":
+            conv = conv.T.contiguous().T
+        object.__setattr__(self, "conv", conv)
+        object.__setattr__(self, "a_log", self.a_log.float().contiguous())
+        object.__setattr__(self, "dt_bias", self.dt_bias.float().contiguous())
 
-def gated_delta_reference(
+
+def gated_delta(
     mixed: Tensor, a: Tensor, b: Tensor, weights: LinearWeights, states: LinearStates, layer: int, batch: StateBatch
 ) -> Tensor:
-    """One layer over the tokens of a step, token by token: the outputs [T, H, v]; writes the states.
+    """One layer over the tokens of a step: the outputs [T, H, v] in the dtype of `mixed`; writes the states.
 
-    mixed [T, C]: the projection of queries, keys and values. a, b [T, H]: those of the gates.
+    mixed [T, C]: the projection of queries, keys and values. a, b [T, H]: those of the gates. The kernel raises
+    ValueError for a batch that leads outside of the tokens or slots, and has then written nothing.
     """
-    out = torch.empty(len(mixed), states.shape.value_heads, states.shape.value_dim, dtype=torch.float32)
+    if mixed.device.type == "cpu":
+        function = kernel(native.level(), mixed.dtype, states.shape)
+        if function is not None and states.conv.dtype == mixed.dtype:
+            return _gated_delta_c(function, mixed, a, b, weights, states, layer, batch)
+    return gated_delta_torch(mixed, a, b, weights, states, layer, batch)
+
+
+# ---- the C kernel
+
+
+class _Call(ctypes.Structure):
+    """`Call` in linear_state_c.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("team", "recurrent", "gates", "conv", "window")),
+        *((name, ctypes.c_int64) for name in ("recurrent_slot", "gates_slot", "conv_slot", "window_slot")),
+        *((name, ctypes.c_int64) for name in ("slots", "drafts")),
+        *((name, ctypes.c_int64) for name in ("key_heads", "heads", "key_dim", "value_dim", "kernel", "channels")),
+        *((name, ctypes.c_void_p) for name in ("taps", "a_log", "dt_bias")),
+        *((name, ctypes.c_void_p) for name in ("starts", "source", "target", "applied", "held", "marks")),
+        *((name, ctypes.c_int64) for name in ("sequences", "n_marks")),
+        *((name, ctypes.c_void_p) for name in ("mixed", "a", "b")),
+        *((name, ctypes.c_int64) for name in ("tokens", "mixed_row", "a_row", "b_row")),
+        *((name, ctypes.c_void_p) for name in ("out", "left")),
+        *((name, ctypes.c_int64) for name in ("threads", "wrong", "parts", "columns", "next")),
+    ]
+
+
+@functools.cache
+def kernel(level: native.Level, dtype: torch.dtype, shape: LinearShape) -> Callable[..., None] | None:
+    """The C function for this dtype and these heads at the highest usable level; None: torch computes."""
+    names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+    if dtype not in names or LIBRARY.missing or shape.key_dim > MAX_KEY or shape.kernel > MAX_TAPS:
+        return None
+    for each in native.levels_below(level):
+        lanes = LANES.get(each, 0)
+        if lanes and shape.key_dim % lanes == shape.value_dim % lanes == 0:
+            return LIBRARY.function(f"{each}_{names[dtype]}", ctypes.c_void_p)
+    return None
+
+
+def _gated_delta_c(
+    function: Callable[..., None],
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    weights: LinearWeights,
+    states: LinearStates,
+    layer: int,
+    batch: StateBatch,
+) -> Tensor:
+    shape, tokens, sequences = states.shape, len(mixed), len(batch.source)
+    if not 0 <= layer < len(states.recurrent):
+        raise IndexError(f"layer {layer} of {len(states.recurrent)}")
+    if mixed.shape[1] != shape.channels or a.shape != b.shape or a.shape != (tokens, shape.value_heads):
+        sizes = f"mixed {tuple(mixed.shape)}, a {tuple(a.shape)} and b {tuple(b.shape)}"
+        raise ValueError(f"{sizes} do not fit {shape.channels} channels and {shape.value_heads} heads")
+    mixed, a, b = (each if each.stride(1) == 1 else each.contiguous() for each in (mixed, a.float(), b.float()))
+    slots = [each[layer] for each in (states.recurrent, states.gates, states.conv, states.window)]
+    marks = batch.marks.contiguous()
+    out = torch.empty(tokens, shape.value_heads, shape.value_dim, dtype=mixed.dtype)
+    left = torch.empty(sequences, dtype=torch.int32)
+    call = _Call(
+        native.team(),
+        *(each.data_ptr() for each in slots),
+        *(each.stride(0) for each in slots),
+        states.slots,
+        states.window.shape[2],
+        shape.key_heads,
+        shape.value_heads,
+        shape.key_dim,
+        shape.value_dim,
+        shape.kernel,
+        shape.channels,
+        *(each.data_ptr() for each in (weights.conv, weights.a_log, weights.dt_bias)),
+        *(each.data_ptr() for each in (batch.starts, batch.source, batch.target, batch.applied, batch.held, marks)),
+        sequences,
+        len(marks),
+        *(each.data_ptr() for each in (mixed, a, b)),
+        tokens,
+        *(each.stride(0) for each in (mixed, a, b)),
+        out.data_ptr(),
+        left.data_ptr(),
+        torch.get_num_threads(),
+    )
+    function(ctypes.addressof(call))
+    if call.wrong:
+        raise ValueError(f"a batch over {tokens} tokens and {states.slots} slots that leads outside of them")
+    return out
+
+
+# ---- torch
+
+_CHUNK = 64  # tokens
+_Rule: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""S and the outputs [n, H, v] after n tokens, of q and k [n, H, k], v [n, H, v], g and beta [n, H], and S before."""
+
+
+def gated_delta_torch(
+    mixed: Tensor, a: Tensor, b: Tensor, weights: LinearWeights, states: LinearStates, layer: int, batch: StateBatch
+) -> Tensor:
+    """`gated_delta` without a kernel of ours, on any device."""
+    return _by_rule(_chunked, torch.float32, mixed, a, b, weights, states, layer, batch)
+
+
+def gated_delta_reference(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    weights: LinearWeights,
+    states: LinearStates,
+    layer: int,
+    batch: StateBatch,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """`gated_delta` token by token, computed in `dtype`."""
+    return _by_rule(_token_by_token, dtype, mixed, a, b, weights, states, layer, batch)
+
+
+def _by_rule(
+    rule: _Rule,
+    dtype: torch.dtype,
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    weights: LinearWeights,
+    states: LinearStates,
+    layer: int,
+    batch: StateBatch,
+) -> Tensor:
+    """Sequence by sequence; a rule computes what lies between the tokens after which a state is written."""
+    shape, before = states.shape, states.shape.kernel - 1
+    recurrent, conv, window, gates = (each[layer] for each in states.tensors)
+    out = mixed.new_empty(len(mixed), shape.value_heads, shape.value_dim)
     starts, marks = batch.starts.tolist(), batch.marks.tolist()
-    writes: list[tuple[int, Tensor, Tensor]] = []
-    windows: list[tuple[int, Tensor, Tensor]] = []
+    writes: list[tuple[Tensor, Tensor]] = []
     sequences = zip(*(x.tolist() for x in (batch.source, batch.target, batch.applied, batch.held)), strict=True)
     for number, (source, target, applied, held) in enumerate(sequences):
-        first, end = starts[number : number + 2]
-        state = states.recurrent[layer, max(source, 0)].clone()
-        last = states.conv[layer, max(source, 0)].clone()
+        own = slice(*starts[number : number + 2])
+        state, last = recurrent[source].to(dtype), conv[source]
         if source == NO_STATE:
-            state.zero_()
-            last.zero_()
-        before = states.window[layer, max(source, 0), :applied]
-        gates = states.gates[layer, max(source, 0), :applied]
-        inputs = torch.cat((last, before, mixed[first:end].to(last.dtype)))
-        a_all = torch.cat((gates[:, 0], a[first:end].float()))
-        b_all = torch.cat((gates[:, 1], b[first:end].float()))
-        kept = len(a_all) - held
-        ends = {applied + n: slot for of, n, slot in marks if of == number} | {kept: target}
-        for token in range(len(a_all)):
-            if token in ends and token:
-                writes.append((ends[token], state.clone(), inputs[token : token + len(last)].clone()))
-            taps = inputs[token : token + len(last) + 1].float()
-            state, o = _token(taps, a_all[token], b_all[token], weights, states.shape, state)
-            if token >= applied:
-                out[first + token - applied] = o
-        if kept == len(a_all):
-            writes.append((target, state.clone(), inputs[kept:].clone()))
-        windows.append((target, mixed[end - held : end], torch.stack((a[end - held : end], b[end - held : end]), 1)))
-    for slot, recurrent, last in writes:
-        states.recurrent[layer, slot], states.conv[layer, slot] = recurrent, last
-    for slot, drafts, gates in windows:
-        states.window[layer, slot, : len(drafts)] = drafts.to(states.window.dtype)
-        states.gates[layer, slot, : len(gates)] = gates.float()
-    return out.to(mixed.dtype)
+            state, last = torch.zeros_like(state), torch.zeros_like(last)
+        inputs = torch.cat((last, window[source, :applied], mixed[own].to(conv.dtype)))
+        both = torch.cat((gates[source, :applied], torch.stack((a[own], b[own]), 1).to(gates.dtype)))
+        tokens = _prepared(inputs, both, weights, shape, dtype)
+        kept = len(both) - held
+        ends = [(applied + n, slot) for of, n, slot in marks if of == number] + [(kept, target)]
+        cuts = sorted({0, len(both), *(n for n, _ in ends)})
+        found, after = [out.new_empty(0, *out.shape[1:])], {0: state}
+        for begin, end in pairwise(cuts):
+            q, k, v, g, beta = (each[begin:end] for each in tokens)
+            state, o = rule(q, k, v, g, beta, state)
+            after[end] = state
+            found.append(o.to(out.dtype))
+        out[own] = torch.cat(found)[applied:]
+        for n, slot in ends:
+            writes += ((recurrent[slot], after[n]), (conv[slot], inputs[n : n + before]))
+        writes += ((window[target, :held], inputs[len(inputs) - held :]), (gates[target, :held], both[kept:]))
+    for to, value in writes:  # all were read
+        to.copy_(value)
+    return out
 
 
-def _token(
-    taps: Tensor, a: Tensor, b: Tensor, weights: LinearWeights, shape: LinearShape, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The state after one token, and its output [H, v]. taps [K, C]: the convolution's inputs, its own last."""
-    x = F.silu((taps * weights.conv.float().T).sum(0))
-    keys = shape.key_heads * shape.key_dim
-    group = shape.value_heads // shape.key_heads
-    q, k = (each.view(shape.key_heads, -1).repeat_interleave(group, 0) for each in (x[:keys], x[keys : 2 * keys]))
+def _prepared(
+    inputs: Tensor, gates: Tensor, weights: LinearWeights, shape: LinearShape, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q and k [n, H, k], v [n, H, v], g and beta [n, H]. inputs [K - 1 + n, C]: the convolution's; gates [n, 2, H]."""
+    n, heads, group = len(gates), shape.key_heads, shape.value_heads // shape.key_heads
+    x = inputs.new_zeros(n, shape.channels, dtype=dtype)
+    for tap, weight in enumerate(weights.conv.to(dtype).T):
+        x += inputs[tap : tap + n] * weight
+    keys = heads * shape.key_dim
+    q, k, v = torch.split(F.silu(x), [keys, keys, shape.value_heads * shape.value_dim], 1)
+    q, k = (each.reshape(n, heads, -1).repeat_interleave(group, 1) for each in (q, k))
     q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (q, k))
-    v = x[2 * keys :].view(shape.value_heads, -1)
-    decay = torch.exp(-weights.a_log.float().exp() * F.softplus(a + weights.dt_bias.float()))
-    state = state * decay[:, None, None]
-    delta = (v - (state * k[:, :, None]).sum(1)) * torch.sigmoid(b)[:, None]
-    state = state + k[:, :, None] * delta[:, None]
-    return state, (state * q[:, :, None]).sum(1) * shape.key_dim**-0.5
+    a, b = gates.to(dtype).unbind(1)
+    g = -weights.a_log.to(dtype).exp() * F.softplus(a + weights.dt_bias.to(dtype))
+    return q * shape.key_dim**-0.5, k, v.reshape(n, shape.value_heads, -1), g, torch.sigmoid(b)
+
+
+def _token_by_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(v)
+    for t in range(len(q)):
+        state = state * g[t].exp()[:, None, None]
+        delta = (v[t] - (state * k[t, :, :, None]).sum(1)) * beta[t, :, None]
+        state = state + k[t, :, :, None] * delta[:, None]
+        out[t] = (state * q[t, :, :, None]).sum(1)
+    return state, out
+
+
+def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The rule for chunks of tokens at once (Yang et al., arXiv 2406.06484, section 3; with gates 2412.06464, 3.3).
+
+    With c the sum of g from the chunk's beginning, and D_ij = e^(c_i - c_j) for j <= i, the values U that the chunk
+    writes solve (I + tril(diag(beta) K K^T * D, -1)) U = diag(beta) (V - diag(e^c) K S).
+    """
+    out = torch.empty_like(v)
+    for begin in range(0, len(q), _CHUNK):
+        some = slice(begin, begin + _CHUNK)
+        # [H, n, ...]
+        qs, ks, vs = (each[some].transpose(0, 1) for each in (q, k, v))
+        c = g[some].T.cumsum(1)
+        grown = c.exp()[:, :, None]
+        decay = (c[:, :, None] - c[:, None]).tril().exp().tril()
+        betas = beta[some].T[:, :, None]
+        system = (ks @ ks.mT * decay * betas).tril(-1)
+        right = betas * (vs - grown * (ks @ state))
+        u = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        out[some] = (grown * (qs @ state) + (qs @ ks.mT * decay) @ u).transpose(0, 1)
+        state = grown[:, -1:] * state + (ks * (c[:, -1:] - c).exp()[:, :, None]).mT @ u
+    return state, out

@@ -7,9 +7,9 @@ import pytest
 import torch
 from c_kernels import ABLE
 
-from holdfast.kernels import attention, layer, linear, native
+from holdfast.kernels import attention, layer, linear, linear_state, native
 
-LIBRARIES = {"attention": attention, "product": linear, "layer": layer}
+LIBRARIES = {"attention": attention, "product": linear, "layer": layer, "linear_state": linear_state}
 
 
 @pytest.fixture(autouse=True)

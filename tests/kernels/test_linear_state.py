@@ -1,0 +1,294 @@
+"""Gated DeltaNet on a CPU, at each level of the kernel and by torch: against float64, and however it is cut."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from c_kernels import ABLE, Emulated, use_level
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from holdfast.kernels import linear_state
+from holdfast.kernels.linear_state import (
+    NO_STATE,
+    LinearShape,
+    LinearStates,
+    LinearWeights,
+    StateBatch,
+    gated_delta,
+    gated_delta_reference,
+)
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}  # relative to the largest value
+LEVELS = (*(linear_state.LANES if ABLE else ()), "torch")
+FIXTURE = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHAPES = (
+    LinearShape(1, 1, 16, 16, 4),
+    LinearShape(2, 4, 32, 48, 4),
+    LinearShape(1, 3, 48, 16, 2),
+    LinearShape(2, 2, 16, 160, 3),
+    LinearShape(1, 2, 128, 128, 4),
+)
+DRAFTS = 4  # of a window at most
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+    return Emulated("linear_state", tmp_path_factory)
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    use_level(request.param, linear_state, request, monkeypatch)
+    name: str = request.param
+    return name
+
+
+def int32(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def weights_of(shape: LinearShape) -> LinearWeights:
+    heads = shape.value_heads
+    return LinearWeights(0.5 * torch.randn(shape.channels, shape.kernel), 4 * torch.rand(heads) - 1, torch.randn(heads))
+
+
+def tokens_of(shape: LinearShape, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs of so many tokens: mixed, a and b."""
+    widths = (shape.channels, shape.value_heads, shape.value_heads)
+    mixed, a, b = (2 * torch.randn(count, width) for width in widths)
+    return mixed.to(dtype), a.to(dtype), b.to(dtype)
+
+
+def filled(shape: LinearShape, slots: int, dtype: torch.dtype, layers: int = 1) -> LinearStates:
+    """States of another life in every slot."""
+    states = LinearStates(shape, layers, slots, DRAFTS, dtype, "cpu")
+    for each in states.tensors:
+        each.normal_()
+    return states
+
+
+def copied(states: LinearStates, dtype: torch.dtype | None = None) -> LinearStates:
+    """The same states, in their own dtypes or all in one."""
+    layers, slots = states.recurrent.shape[:2]
+    made = LinearStates(states.shape, layers, slots, DRAFTS, states.conv.dtype, "cpu")
+    made.recurrent, made.conv, made.window, made.gates = (
+        each.to(dtype or each.dtype).clone() for each in states.tensors
+    )
+    return made
+
+
+def off(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The greatest error, relative to the largest value."""
+    return float((found.double() - exact.double()).abs().max() / exact.double().abs().max().clamp_min(1e-30))
+
+
+@dataclass(eq=False)
+class Conversation:
+    """One sequence: the inputs that its state keeps, the slot, and the drafts in the slot's window."""
+
+    history: list[torch.Tensor]
+    slot: int
+    drafts: list[torch.Tensor]
+
+
+@dataclass
+class World:
+    """Conversations over slots, with everything at random: `draw` an integer from 0 to n."""
+
+    shape: LinearShape
+    dtype: torch.dtype
+    slots: int
+    weights: LinearWeights = field(init=False)
+    states: LinearStates = field(init=False)
+    running: list[Conversation] = field(default_factory=list)
+    marks: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # slot: the inputs that its state keeps
+
+    def __post_init__(self) -> None:
+        self.weights, self.states = weights_of(self.shape), filled(self.shape, self.slots, self.dtype, layers=2)
+
+    def one_pass(self, history: list[torch.Tensor]) -> tuple[torch.Tensor, LinearStates]:
+        """The outputs and the state after all of these inputs in one chunk."""
+        states = filled(self.shape, 1, self.dtype)
+        batch = StateBatch(int32(0, len(history[0])), int32(NO_STATE), int32(0), int32(0), int32(0), int32().view(0, 3))
+        return gated_delta(*history, self.weights, states, 0, batch), states
+
+    def step(self, draw, close) -> None:
+        """One call with some conversations, old and new; `close` compares what must be the same."""
+        free = [s for s in range(self.slots) if s not in self.marks and all(s != each.slot for each in self.running)]
+        draws = {each: draw(len(free)) for each in ("new", "fork")}
+        empty = [each[:0] for each in tokens_of(self.shape, 1, self.dtype)]
+        beginning = [Conversation(list(empty), NO_STATE, empty) for _ in range(draws["new"] % 3)]
+        forks = [Conversation(list(kept), slot, empty) for slot, kept in list(self.marks.items())[: draws["fork"] % 3]]
+        going = [each for each in self.running if draw(3)]
+        inputs, starts, uses, marks, expected = [], [0], [], [], []
+        for each in (*going, *beginning, *forks):
+            if each.slot in self.marks or each.slot == NO_STATE or (free and draw(1)):
+                if not free:
+                    continue
+                target = free.pop()
+            else:
+                target = each.slot
+            applied = draw(len(each.drafts[0]))
+            own = 1 + draw((0, 2, 7, 40)[draw(3)])
+            held = draw(min(own, DRAFTS))
+            number, source = len(uses), each.slot
+            new = tokens_of(self.shape, own, self.dtype)
+            before = [torch.cat((x, y[:applied])) for x, y in zip(each.history, each.drafts, strict=True)]
+            whole = [torch.cat(pair) for pair in zip(before, new, strict=True)]
+            kept = len(whole[0]) - held
+            for n in sorted({1 + draw(own - held - 1) for _ in range(draw(2))} if own > held else ()):
+                if free:
+                    marks.append((number, n, free.pop()))
+                    self.marks[marks[-1][2]] = [x[: len(before[0]) + n] for x in whole]
+            inputs.append(new)
+            starts.append(starts[-1] + own)
+            uses.append((source, target, applied, held))
+            expected.append((whole, own))
+            each.history, each.slot = [x[:kept] for x in whole], target
+            each.drafts = [x[kept:] for x in whole]
+            if each not in self.running:
+                self.running.append(each)
+        if not uses:
+            return
+        batch = StateBatch(
+            int32(*starts), *(int32(*x) for x in zip(*uses, strict=True)), int32(*sum(marks, ())).view(-1, 3)
+        )
+        mixed, a, b = (torch.cat(each) for each in zip(*inputs, strict=True))
+        before_call = copied(self.states)
+        out = gated_delta(mixed, a, b, self.weights, self.states, 1, batch)
+        assert out.dtype == self.dtype
+        for (whole, own), begin, end in zip(expected, starts, starts[1:], strict=False):
+            close(out[begin:end], self.one_pass(whole)[0][-own:])
+        written = {use[1] for use in uses} | {slot for *_, slot in marks}
+        others = torch.tensor([slot not in written for slot in range(self.slots)])
+        for now, was in zip(self.states.tensors, before_call.tensors, strict=True):
+            assert torch.equal(now[0], was[0])
+            assert torch.equal(now[1, others], was[1, others])
+        for slot, history in [*((each.slot, each.history) for each in self.running), *self.marks.items()]:
+            if slot in written and len(history[0]):
+                _, states = self.one_pass(history)
+                close(self.states.recurrent[1, slot], states.recurrent[0, 0])
+                assert torch.equal(self.states.conv[1, slot], states.conv[0, 0])
+        for each in self.running:
+            held = len(each.drafts[0])
+            assert torch.equal(self.states.window[1, each.slot, :held], each.drafts[0])
+            assert torch.equal(self.states.gates[1, each.slot, :held], torch.stack(each.drafts[1:], 1).float())
+
+
+@FIXTURE
+@given(
+    shape=st.sampled_from(SHAPES[:-1]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    threads=st.integers(1, 2),
+    seed=st.integers(0, 99),
+    data=st.data(),
+)
+def test_any_cut_of_conversations_is_one_pass(level, shape, dtype, threads, seed, data):
+    """Chunks, drafts of which any number is accepted, marks and forks, in and out of place, in any company."""
+    torch.manual_seed(seed)
+    torch.set_num_threads(threads)
+
+    def close(found, exact):
+        assert off(found, exact) < TOLERANCE[dtype] if level == "torch" else torch.equal(found, exact)
+
+    world = World(shape, dtype, slots=12)
+    for _ in range(5):
+        world.step(lambda most: data.draw(st.integers(0, most)), close)
+
+
+@FIXTURE
+@given(
+    shape=st.sampled_from(SHAPES),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    lengths=st.lists(st.integers(1, 100), min_size=1, max_size=4),
+    strided=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_it_is_its_reference(level, shape, dtype, lengths, strided, seed):
+    """With drafts applied and held, a mark at a chunk's end, and a chunk that begins."""
+    torch.manual_seed(seed)
+    count, total = len(lengths), sum(lengths)
+    states, weights = filled(shape, 3 * count, dtype), weights_of(shape)
+    mixed, a, b = tokens_of(shape, total, dtype)
+    if strided:
+        a, mixed, b = torch.cat((a, mixed, b), 1).split([each.shape[1] for each in (a, mixed, b)], 1)
+    held = [min(length, seed % (DRAFTS + 1)) for length in lengths]
+    marks = [(i, n - h, 2 * count + i) for i, (n, h) in enumerate(zip(lengths, held, strict=True)) if n > h]
+    batch = StateBatch(
+        int32(*(sum(lengths[:i]) for i in range(count + 1))),
+        int32(NO_STATE, *range(1, count)),
+        int32(*range(count, 2 * count)),
+        int32(0, *(i % (DRAFTS + 1) for i in range(1, count))),
+        int32(*held),
+        int32(*sum(marks, ())).view(-1, 3),
+    )
+    exact = copied(states, torch.float64)
+    expected = gated_delta_reference(mixed.double(), a, b, weights, exact, 0, batch, torch.float64)
+    out = gated_delta(mixed, a, b, weights, states, 0, batch)
+    assert off(out, expected) < TOLERANCE[dtype]
+    for found, wanted in zip(states.tensors, exact.tensors, strict=True):
+        assert off(found, wanted) < TOLERANCE[torch.float32]
+    for _, _, slot in marks:
+        assert torch.equal(states.recurrent[0, slot], states.recurrent[0, slot - count])
+
+
+@pytest.mark.parametrize("level", LEVELS[:-1], indirect=True)
+def test_a_long_prompt_loses_nothing_to_rounding(level):
+    torch.manual_seed(0)
+    shape = LinearShape(1, 1, 128, 128, 4)
+    states, weights, tokens = filled(shape, 1, torch.float32), weights_of(shape), tokens_of(shape, 2000, torch.float32)
+    batch = StateBatch(int32(0, 2000), int32(NO_STATE), int32(0), int32(0), int32(0), int32().view(0, 3))
+    exact = copied(states, torch.float64)
+    expected = gated_delta_reference(*(x.double() for x in tokens), weights, exact, 0, batch, torch.float64)
+    assert off(gated_delta(*tokens, weights, states, 0, batch), expected) < 2e-6
+    assert off(states.recurrent, exact.recurrent) < 2e-6
+
+
+@pytest.mark.parametrize("gate", [-200.0, -30.0, 30.0, 200.0, float("nan")])
+def test_gates_of_any_size(level, gate):
+    """A gate may be as large as it likes; what is not a number stays with its own sequence."""
+    torch.manual_seed(0)
+    shape = SHAPES[1]
+    states, weights = filled(shape, 2, torch.float32), weights_of(shape)
+    mixed, a, b = tokens_of(shape, 6, torch.float32)
+    a[:3], b[:3] = gate, -gate
+    exact = copied(states, torch.float64)
+    batch = StateBatch(int32(0, 3, 6), int32(0, 1), int32(0, 1), int32(0, 0), int32(0, 0), int32().view(0, 3))
+    expected = gated_delta_reference(mixed.double(), a, b, weights, exact, 0, batch, torch.float64)
+    out = gated_delta(mixed, a, b, weights, states, 0, batch)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert off(out.nan_to_num(), expected.nan_to_num()) < TOLERANCE[torch.float32]
+    assert off(states.recurrent.nan_to_num(), exact.recurrent.nan_to_num()) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("level", LEVELS[:-1], indirect=True)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"starts": int32(0, 2, 5)},
+        {"source": int32(0, 3)},
+        {"source": int32(-2, 1)},
+        {"source": int32(-1, 1)},
+        {"target": int32(0, -1)},
+        {"applied": int32(DRAFTS + 1, 0)},
+        {"held": int32(0, DRAFTS + 1)},
+        {"marks": int32(0, 3, 2).view(1, 3)},
+        {"marks": int32(0, 1, 3).view(1, 3)},
+        {"marks": int32(1, 1, 2, 0, 1, 2).view(2, 3)},
+    ],
+)
+def test_a_batch_that_leads_outside_is_refused(level, wrong):
+    shape = SHAPES[0]
+    states, weights, tokens = filled(shape, 3, torch.float32), weights_of(shape), tokens_of(shape, 9, torch.float32)
+    fits = {"starts": int32(0, 2, 9), "source": int32(0, 1), "target": int32(0, 1), "applied": int32(1, 0)}
+    fits |= {"held": int32(0, 2), "marks": int32(0, 2, 2).view(1, 3)}
+    before = copied(states)
+    with pytest.raises(ValueError, match="leads outside"):
+        gated_delta(*tokens, weights, states, 0, StateBatch(**(fits | wrong)))
+    assert all(torch.equal(x, y) for x, y in zip(states.tensors, before.tensors, strict=True))
+    with pytest.raises(ValueError, match="do not fit"):
+        gated_delta(tokens[0], tokens[1][:8], tokens[2], weights, states, 0, StateBatch(**fits))
+    with pytest.raises(IndexError, match="layer 1 of 1"):
+        gated_delta(*tokens, weights, states, 1, StateBatch(**fits))
+    gated_delta(*tokens, weights, states, 0, StateBatch(**fits))

@@ -26,21 +26,14 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import groupby
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from holdfast.replicas.requests import TextDelta, ToolCall, ToolCallDelta
 from holdfast.replicas.text.calls.formats import TAGS, TagForm, ToolFormat
-from holdfast.replicas.text.calls.values import (
-    MOST_NESTED,
-    NUMBER,
-    TEXT,
-    Kinds,
-    argument_schema,
-    kinds_of,
-)
+from holdfast.replicas.text.calls.values import MOST_NESTED, NUMBER, TEXT, Kinds, argument_schema, kind_of, kinds_of
 
 T = TypeVar("T")
 Scan: TypeAlias = Generator[None, None, T]
@@ -89,7 +82,7 @@ class Text:
         return self.text[self.at - length : self.at]
 
     def run(self, plain: re.Pattern[str], put: Callable[[str], None]) -> Scan[None]:
-        """Characters that `plain` matches, in pieces as they come."""
+        """Read characters that `plain` matches, in pieces as they come."""
         while True:
             if found := plain.match(self.text, self.at):
                 self.at = found.end()
@@ -97,18 +90,6 @@ class Text:
             if self.at < len(self.text) or self.over:
                 return
             yield
-
-    def collect(self, plain: re.Pattern[str], put: Callable[[str], None]) -> Scan[str]:
-        """As `run`; all of it is the result."""
-        taken = ""
-
-        def both(piece: str) -> None:
-            nonlocal taken
-            taken += piece
-            put(piece)
-
-        yield from self.run(plain, both)
-        return taken
 
     def match(self, pattern: re.Pattern[str], begun: re.Pattern[str]) -> Scan[re.Match[str] | None]:
         """Read what `pattern` matches. Waits while what is there matches `begun`, up to its end.
@@ -123,17 +104,6 @@ class Text:
         elif undecided:
             raise MismatchError(self.take(len(undecided[0])))
         return found
-
-    def word(self, *words: str, put: Callable[[str], None]) -> Scan[str]:
-        """One of `words`, none of which begins with another. Its characters go to `put` as they come."""
-        read = ""
-        while read not in words:
-            char = yield from self.peek()
-            if not char or not any(word.startswith(read + char) for word in words):
-                raise MismatchError
-            read += char
-            put(self.take())
-        return read
 
 
 def beginnings(*texts: str) -> str:
@@ -210,16 +180,14 @@ def json_value(text: Text, put: Put) -> Scan[None]:
         elif char == '"' and want in ("value", "element", "key"):
             yield from json_string(text, hand)
             want = "colon" if want == "key" else "next"
-        elif want in ("value", "element"):
-            scalar = yield from text.match(_SCALAR, _SCALAR_BEGUN)
+        else:
+            scalar = (yield from text.match(_SCALAR, _SCALAR_BEGUN)) if want in ("value", "element") else None
             if not scalar:
                 raise MismatchError
             word = scalar[0]
             infinite = scalar["number"] and math.isinf(float(word))
             hand(word, f'"{word}"' if infinite else _CONSTANTS.get(word, word))
             want = "next"
-        else:
-            raise MismatchError
         if want == "next" and not closers:
             return
 
@@ -239,13 +207,12 @@ def json_string(text: Text, put: Put) -> Scan[None]:
             written = escape[0]
             valid = r"\ufffd" if escape["half"] else "'" if escape["quote"] else written
             put(written, valid if escape.lastgroup else "\\" + written)
-        elif char and char != '"':
-            put(text.take(), json.dumps(char)[1:-1])
-        elif char:
-            put(text.take(), char)
-            return
-        else:
+        elif not char:
             raise MismatchError
+        else:
+            put(text.take(), char if char == '"' else json.dumps(char)[1:-1])
+            if char == '"':
+                return
 
 
 def value_alone(text: Text, put: Put) -> Scan[None]:
@@ -269,36 +236,14 @@ def whole_value(text: str) -> str | None:
 
 
 def whole_object(text: str) -> str | None:
-    """`text` as valid JSON; None where it is not one object with nothing but white space around it."""
-    return whole_value(text) if text.lstrip("".join(SPACE)).startswith("{") else None
+    """As `whole_value`, of objects only."""
+    return whole_value(text) if text.lstrip(" \t\r\n").startswith("{") else None
 
 
 # ---- arguments that are not written in JSON ----
 
 _FINITE = re.compile(NUMBER)
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _KIND_OF_FIRST = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null"}
-
-
-def _kind_of_json(value: str) -> str:
-    """The kind of a value that is written in JSON; "" of a number beyond the range of a float."""
-    if (kind := _KIND_OF_FIRST.get(value[0])) is not None:
-        return kind
-    if value.lstrip("-").isdigit():
-        return "integer"
-    number = float(value)
-    return "" if math.isinf(number) else "integer" if number.is_integer() else "number"
-
-
-def _is_bounded(value: str, kind: str) -> bool:
-    """Whether grammars allow a value of JSON whose schema says nothing."""
-    if kind in ("integer", "number"):
-        return _FINITE.fullmatch(value) is not None
-    depth = deepest = 0
-    for char in _STRING.sub("", value):
-        depth += (char in "[{") - (char in "]}")
-        deepest = max(deepest, depth)
-    return deepest <= MOST_NESTED
 
 
 def as_json(text: str, kinds: Kinds) -> str:
@@ -306,16 +251,24 @@ def as_json(text: str, kinds: Kinds) -> str:
 
     Where a string is allowed, a number of more digits than grammars allow is one, and so is a value nested deeper.
     """
-    value = whole_value(text) if kinds != TEXT else None
-    if value is not None:
-        kind = _kind_of_json(value)
-        if "string" in kinds:
-            fits = kind in kinds and kind != "string" and _is_bounded(value, kind)
-        else:
+    written = whole_value(text) if kinds != TEXT else None
+    if written is not None:
+        value = json.loads(written)
+        kind = kind_of(value)
+        if "string" not in kinds:
             fits = kind == "string" or kind in kinds or (kind == "number" and "integer" in kinds)
+        elif kind in ("integer", "number"):
+            fits = kind in kinds and _FINITE.fullmatch(written) is not None
+        else:
+            fits = kind in kinds and kind != "string" and _depth(value) <= MOST_NESTED
         if fits:
-            return value
+            return written
     return json.dumps(text, ensure_ascii=False)
+
+
+def _depth(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(_depth, inner), default=0) if isinstance(value, dict | list) else 0
 
 
 class TagValue:
@@ -369,17 +322,17 @@ _PYTHON_NAMES = {"true": True, "false": False, "null": None, "none": None}  # JS
 _NUMBER = re.compile(r"(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")  # as JSON has them
 
 
-def keyword_arguments(source: str, names: Mapping[str, str]) -> str | None:
+def _keyword_arguments(source: str, keywords: Mapping[str, str]) -> str | None:
     """The keyword arguments of the Python call `source` as a JSON object; None unless all are literals.
 
-    `names` maps the keywords in `source` to those that the model wrote.
+    `keywords` maps those in `source` to the ones that the model wrote.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
             call = ast.parse(source, mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
             return None
-        text = _members((names.get(str(k.arg), str(k.arg)), _literal(k.value, source)) for k in call.keywords)
+        text = _members((keywords.get(str(k.arg), str(k.arg)), _literal(k.value, source)) for k in call.keywords)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
     # Python does not join the halves of surrogate pairs that are written as escapes.
@@ -400,8 +353,8 @@ def _literal(node: ast.expr | None, source: str) -> str:
         case ast.List() | ast.Tuple():
             return f"[{', '.join(_literal(element, source) for element in node.elts)}]"
         case ast.Dict() if all(isinstance(key, ast.Constant) and isinstance(key.value, str) for key in node.keys):
-            keys = (key.value for key in node.keys if isinstance(key, ast.Constant))
-            return _members((str(key), _literal(value, source)) for key, value in zip(keys, node.values, strict=True))
+            keys = (str(key.value) for key in node.keys if isinstance(key, ast.Constant))
+            return _members((key, _literal(value, source)) for key, value in zip(keys, node.values, strict=True))
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number) as operand):
             return json.dumps(-number) if number != math.inf else "-" + _literal(operand, source)
     raise ValueError("not a literal of JSON")
@@ -514,39 +467,55 @@ class CallTracker(Text):
         """Whether text that has not been read yet may close a call that has begun before it."""
         return bool(self.call.begun or self.n_sent) and any(closer in coming for closer in self._closers)
 
+    def read(self, *parts: str | tuple[str, ...] | re.Pattern[str]) -> Scan[str]:
+        """Read and hold markup: words, one of several words, and characters of a pattern, possibly none.
+
+        Returns the last word of several, or the last name: the characters of a pattern other than SP.
+        """
+        found = ""
+        for part in parts:
+            read = ""
+            words = (part,) if isinstance(part, str) else part
+            while read not in words if isinstance(words, tuple) else True:
+                char = yield from self.peek()
+                if isinstance(words, re.Pattern):
+                    if not char or not words.match(char):
+                        break
+                elif not char or not any(word.startswith(read + char) for word in words):
+                    raise MismatchError
+                read += self.take()
+                self.hold(char)
+            if part is not SP and words is part:
+                found = read
+        return found
+
     def say(self, text: str) -> None:
-        """Text outside of calls."""
-        self._held.append(text)
-        self.release()
-
-    def hold(self, text: str) -> None:
-        """Text that may belong to a call and has just been read."""
-        if not self._held:
-            self._held_from = self.position - len(text)
-        self._held.append(text)
-
-    def markup(self, text: str) -> None:
-        """Text of a call outside of its arguments: held until the call is sent, then dropped."""
-        if not self.call.sent:
-            self.hold(text)
-
-    def release(self) -> None:
-        """What is held is text, or ends the reply if it follows a closed call."""
-        text = "".join(self._held)
-        self._held.clear()
+        """Text outside of calls, which ends the reply if it follows a closed call. Nothing is held."""
         if self.stopped or not text:
             return
         if self._after_call and self._early_stop:
             self._grace -= len(text)
             self.stopped = self._grace < 0 or not text.isspace()
-            return
-        body = text.rstrip()
-        if not body:
+        elif body := text.rstrip():
+            self._emit(TextDelta(self._gap + body))
+            self._gap = text[len(body) :]
+            self._said, self._after_call = True, False
+        else:
             self._gap += text
+
+    def hold(self, text: str) -> None:
+        """Text that may belong to a call and has just been read. Between arguments that are sent it is markup."""
+        if self.call.sent and not self.call.complete:
             return
-        self._emit(TextDelta(self._gap + body))
-        self._gap = text[len(body) :]
-        self._said, self._after_call = True, False
+        if not self._held:
+            self._held_from = self.position - len(text)
+        self._held.append(text)
+
+    def release(self) -> None:
+        """What is held is text."""
+        text = "".join(self._held)
+        self._held.clear()
+        self.say(text)
 
     def begin_call(self, expected: str | None = None) -> None:
         """A call may have begun, and not only what stands between calls."""
@@ -629,16 +598,18 @@ class CallTracker(Text):
         self.call = _OpenCall()
         self.release()
 
-    def _emit(self, *deltas: Delta) -> None:
+    def _emit(self, delta: Delta) -> None:
         if self._arguments:
             self._deltas.append(ToolCallDelta(self.n_sent - 1, arguments="".join(self._arguments)))
             self._arguments.clear()
-        self._deltas += deltas
+        self._deltas.append(delta)
 
     def _taken(self) -> list[Delta]:
-        self._emit()
-        taken, self._deltas = merged(self._deltas), []
-        return taken
+        taken, self._deltas = self._deltas, []
+        if self._arguments:
+            taken.append(ToolCallDelta(self.n_sent - 1, arguments="".join(self._arguments)))
+            self._arguments.clear()
+        return merged(taken) if len(taken) > 1 else taken
 
     def _send_call(self) -> None:
         """From here on it is a call: what is held belongs to it, and what has been read of its arguments goes out."""
@@ -673,21 +644,17 @@ class CallTracker(Text):
 
 def merged(deltas: list[Delta]) -> list[Delta]:
     """The same stream with neighbours of one kind in one piece."""
-    if len(deltas) < 2:
-        return deltas
     result: list[Delta] = []
-    for _, run in groupby(deltas, lambda delta: -1 if isinstance(delta, TextDelta) else delta.index):
-        first, *others = run
-        if not others:
-            result.append(first)
-        elif isinstance(first, TextDelta):
-            texts = [first, *(each for each in others if isinstance(each, TextDelta))]
-            logprobs = tuple(entry for each in texts for entry in each.logprobs)
-            result.append(TextDelta("".join(each.text for each in texts), logprobs))
+    for index, group in groupby(deltas, lambda delta: -1 if isinstance(delta, TextDelta) else delta.index):
+        run: list[Any] = list(group)
+        if len(run) == 1:
+            result += run
+        elif index < 0:
+            logprobs = tuple(entry for each in run for entry in each.logprobs)
+            result.append(TextDelta("".join(each.text for each in run), logprobs))
         else:
-            calls = [first, *(each for each in others if isinstance(each, ToolCallDelta))]
-            arguments = "".join(each.arguments for each in calls)
-            result.append(ToolCallDelta(first.index, first.call_id, first.name, arguments, calls[-1].closed))
+            arguments = "".join(each.arguments for each in run)
+            result.append(replace(run[0], arguments=arguments, closed=run[-1].closed))
     return result
 
 
@@ -711,28 +678,33 @@ class Reader:
 
     def read(self, t: CallTracker) -> Scan[None]:
         """A whole reply."""
+        block: Block | None = None
         if self.bare:
             yield from t.run(SP, t.say)
-            if block := self.bare.get((yield from t.peek())):
-                yield from _attempt(block, t)
+            block = self.bare.get((yield from t.peek()))
         prose, marker, begun = _prose_patterns(tuple(self.marked))
         while True:
+            try:
+                if block is not None:
+                    yield from block(t)
+            except MismatchError as error:  # it only looked like a call
+                t.break_off(error.undecided, ended=not (yield from t.peek()))
             yield from t.run(prose, t.say)
             if not (yield from t.peek()):
-                break
+                return
             t.opener = ""
             try:
                 found = yield from t.match(marker, begun)
             except MismatchError as error:
                 t.hold(error.undecided)
-                break
+                return
             if found:
                 t.opener, t.opened = found[0], t.position - len(found[0])
                 t.hold(found[0])
                 t.begin_call()
-                yield from _attempt(self.marked[found[0]], t)
             else:
                 t.say(t.take())
+            block = self.marked[found[0]] if found else None
 
 
 @cache
@@ -742,72 +714,49 @@ def _prose_patterns(markers: tuple[str, ...]) -> tuple[re.Pattern[str], re.Patte
     return re.compile(f"[^{first}]+"), re.compile("|".join(map(re.escape, markers))), re.compile(beginnings(*markers))
 
 
-def _attempt(block: Block, t: CallTracker) -> Scan[None]:
-    """Calls, or what looked like some."""
-    try:
-        yield from block(t)
-    except MismatchError as error:
-        t.break_off(error.undecided, ended=not (yield from t.peek()))
-
-
 NAME = re.compile("[a-zA-Z0-9_.:/-]+")
+"""A name, an id or a type."""
 
 
-def _read(t: CallTracker, *parts: str | re.Pattern[str]) -> Scan[str]:
-    """Markup: words, white space (SP) and a name or an id (NAME), both possibly empty. Returns the name."""
-    name = ""
-    for part in parts:
-        if isinstance(part, str):
-            yield from t.word(part, put=t.hold)
-        elif part is SP:
-            yield from t.run(part, t.hold)
-        else:
-            name = yield from t.collect(part, t.hold)
-    return name
+def _section(marker: str, call: Block, opener: str, closer: str) -> Mapping[str, Block]:
+    """Calls between `marker` and `closer`, each read by `call` behind its `opener`; at least one.
 
+    Some models leave out `marker`.
+    """
 
-def _section(t: CallTracker, call: Block, opener: str, closer: str, opened: bool) -> Scan[None]:
-    """Calls with white space between them, each read by `call` behind its `opener`, up to `closer`; at least one."""
-    words: tuple[str, ...] = (opener,)
-    while True:
-        if not opened:
-            yield from _read(t, SP)
-            if (yield from t.word(*words, put=t.hold)) == closer:
+    def section(t: CallTracker) -> Scan[None]:
+        words: tuple[str, ...] = (opener,)
+        word = t.opener
+        while word != closer:
+            if word == opener:
+                yield from call(t)
                 t.end_markup()
-                return
-            t.begin_call()
-        yield from call(t)
+                words = (opener, closer)
+            word = yield from t.read(SP, words)
+            if word == opener:
+                t.begin_call()
         t.end_markup()
-        words, opened = (opener, closer), False
 
-
-def _sections(marker: str, call: Block, opener: str, closer: str) -> Mapping[str, Block]:
-    """Calls between `marker` and `closer`, and those of models that leave out `marker`, each behind its `opener`."""
-    section = partial(_section, call=call, opener=opener, closer=closer)
-    return {marker: partial(section, opened=False), opener: partial(section, opened=True)}
+    return dict.fromkeys((marker, opener), section)
 
 
 def _list(t: CallTracker, call: Block) -> Scan[None]:
     """Calls in brackets, each read by `call`, with commas between and perhaps one behind; at least one."""
-    yield from _read(t, "[", SP)
+    yield from t.read("[", SP)
     if (yield from t.peek()) == "]":
         raise MismatchError
     while (yield from t.peek()) != "]":
         yield from call(t)
         yield from _comma(t, "]")
-    t.hold(t.take())
+    yield from t.read("]")
     t.end_markup()
 
 
 def _comma(t: CallTracker, end: str) -> Scan[None]:
     """Between two members of a list or an object, or behind the last one: a comma, or nothing before `end`."""
-    yield from _read(t, SP)
-    char = yield from t.peek()
-    if char == ",":
-        t.hold(t.take())
-        yield from _read(t, SP)
-    elif char != end:
-        raise MismatchError
+    yield from t.read(SP)
+    if (yield from t.peek()) != end:
+        yield from t.read(",", SP)
 
 
 def _held_json(t: CallTracker, scan: Callable[[Text, Put], Scan[None]]) -> Scan[str]:
@@ -840,42 +789,36 @@ def _arguments(t: CallTracker) -> Scan[None]:
     t.set_arguments(arguments)
 
 
-_ARGUMENTS = frozenset({"arguments", "parameters"})
-_KEYS = _ARGUMENTS | {"name", "id", "type"}
+_ARGUMENTS = ("arguments", "parameters")
 
 
 def _object(t: CallTracker) -> Scan[None]:
-    """One call as a JSON object, its keys in any order.
+    """One call as a JSON object, its keys in any order. Ids and types are ignored.
 
     Any key that calls do not have ends it, the first one included, so that an answer in JSON is not held back. Skipping
     its value instead would lose the arguments of a call with a misspelled key.
     """
     if (yield from t.peek()) == "{":
         t.begin_call()
-    yield from _read(t, "{", SP)
+    yield from t.read("{", SP)
     while (yield from t.peek()) != "}":
         key = json.loads((yield from _held_json(t, json_string)))
-        if key not in _KEYS:
+        if key not in ("name", "id", "type", *_ARGUMENTS):
             raise MismatchError
-        yield from _read(t, SP, ":", SP)
-        yield from _member(t, key)
+        yield from t.read(SP, ":", SP)
+        call = t.call
+        if key == "name" and call.name is None:
+            t.name_call(json.loads((yield from _held_json(t, json_string))))
+        elif key in _ARGUMENTS and not call.complete:
+            yield from _arguments(t)
+        elif key in ("id", "type") and (yield from t.peek()) not in ("{", "["):
+            value = yield from _held_json(t, json_value)
+            call.odd = call.odd or key == "id" or value != '"function"'
+        else:
+            raise MismatchError
         yield from _comma(t, "}")
-    t.hold(t.take())
+    yield from t.read("}")
     t.close_call()
-
-
-def _member(t: CallTracker, key: str) -> Scan[None]:
-    """One value of a call object. Names and arguments occur once; ids and types are ignored, and are scalars."""
-    call = t.call
-    if key == "name" and call.name is None:
-        t.name_call(json.loads((yield from _held_json(t, json_string))))
-    elif key in _ARGUMENTS and not call.complete:
-        yield from _arguments(t)
-    elif key == "name" or key in _ARGUMENTS or (yield from t.peek()) in ("{", "["):
-        raise MismatchError
-    else:
-        value = yield from _held_json(t, json_value)
-        call.odd = call.odd or key == "id" or value != '"function"'
 
 
 def _named(t: CallTracker, name: str, written_id: str = "") -> Scan[None]:
@@ -889,25 +832,28 @@ def _named(t: CallTracker, name: str, written_id: str = "") -> Scan[None]:
 
 def _tagged(t: CallTracker, form: TagForm, close: str) -> Scan[None]:
     """A call in `form`, from its name up to and with `close`."""
-    name = yield from _read(t, SP, NAME)
+    name = yield from t.read(SP, NAME)
     if not name:
         raise MismatchError
-    yield from _read(t, *filter(None, [form.named]), SP)
+    yield from t.read(form.named, SP)
     t.name_call(name)
+    parameters = t.schemas.get(name, {})
     keys: set[str] = set()
-    while (yield from t.word(form.key, close, put=t.markup)) == form.key:
-        key = yield from t.collect(re.compile(f"[^{re.escape(form.value[0])}]+"), t.markup)
+    while (yield from t.read((form.key, close))) == form.key:
+        key = yield from t.read(re.compile(f"[^{re.escape(form.value[0])}]+"))
         for part in form.value.split("\n"):
-            yield from t.run(SP, t.markup)
-            tag = yield from t.word(part, *filter(None, [form.json]), put=t.markup)
+            tag = yield from t.read(SP, (part, form.json) if form.json else (part,))
         if key in keys:
             raise MismatchError
         t.argument("", f"{', ' if keys else '{'}{json.dumps(key, ensure_ascii=False)}: ")
         if not keys:
             t.begin_arguments(streamed=True)
         keys.add(key)
-        yield from _tag_value(t, form, key, {form.value: True, form.json: False}.get(tag))
-        yield from t.run(SP, t.markup)
+        kinds = kinds_of(argument_schema(parameters, key), parameters)
+        if form.json:  # the tag says whether its value is a string, which counts where the schema allows both
+            kinds = (kinds - TEXT if tag == form.json else kinds & TEXT) or kinds
+        yield from _tag_value(t, form, TagValue(kinds))
+        yield from t.read(SP)
     t.argument("", "}" if keys else "{}")
     t.call.complete = True
     t.close_call()
@@ -916,27 +862,25 @@ def _tagged(t: CallTracker, form: TagForm, close: str) -> Scan[None]:
 _IN_TAG = re.compile(r"[^<\n]+")
 
 
-def _tag_value(t: CallTracker, form: TagForm, key: str, is_string: bool | None) -> Scan[None]:
-    """A value up to and with its end. `is_string` is what its tag says, which counts where the schema allows both."""
-    parameters = t.schemas.get(t.call.name or "", {})
-    kinds = kinds_of(argument_schema(parameters, key), parameters)
-    if form.json and is_string is not None:
-        kinds = (kinds & TEXT if is_string else kinds - TEXT) or kinds
-    value = TagValue(kinds)
-    t.argument("", value.feed(""))
+def _tag_value(t: CallTracker, form: TagForm, value: TagValue) -> Scan[None]:
+    """A value up to and with its end."""
+
+    def put(written: str) -> None:
+        t.argument(written, value.feed(written))
+
     ends = ("\n" + form.end, form.end) if form.line else (form.end,)
     end, begun = re.compile("|".join(map(re.escape, ends))), re.compile(beginnings(*ends))
+    put("")
     if form.line and (yield from t.peek()) == "\n":
-        t.markup(t.take())
-    while True:
-        yield from t.run(_IN_TAG, lambda written: t.argument(written, value.feed(written)))
-        if not (yield from t.peek()):
+        t.hold(t.take())
+    found = None
+    while not found:
+        yield from t.run(_IN_TAG, put)
+        if not (char := (yield from t.peek())):
             raise MismatchError
-        if found := (yield from t.match(end, begun)):
-            break
-        written = t.take()
-        t.argument(written, value.feed(written))
-    t.markup(found[0])
+        if char in ("<", "\n") and not (found := (yield from t.match(end, begun))):
+            put(t.take())
+    t.hold(found[0])
     t.argument("", value.end())
 
 
@@ -945,27 +889,24 @@ def _tag_value(t: CallTracker, form: TagForm, key: str, is_string: bool | None) 
 
 def _objects(t: CallTracker, close: str) -> Scan[None]:
     """Calls as objects, with white space between them, up to and with `close`; at least one."""
-    yield from _read(t, SP)
+    yield from t.read(SP)
     called = False
     while not called or (yield from t.peek()) == "{":
         yield from _object(t)
-        yield from _read(t, SP)
+        yield from t.read(SP)
         called = True
-    yield from _read(t, close)
+    yield from t.read(close)
     t.end_markup()
 
 
 def _deepseek_call(t: CallTracker) -> Scan[None]:
     """``name<｜tool▁sep｜>{...}``, or a type in place of the name, and then the name and a block of JSON."""
-    name = yield from _read(t, NAME, "<｜tool▁sep｜>", SP)
-    block = (yield from t.peek()) != "{"
-    if block:
-        name = yield from _read(t, NAME, SP, "```json", SP)
+    name = yield from t.read(NAME, "<｜tool▁sep｜>", SP)
+    fence = "" if (yield from t.peek()) == "{" else "```"
+    if fence:
+        name = yield from t.read(NAME, SP, "```json", SP)
     yield from _named(t, name)
-    yield from _read(t, SP)
-    if block:
-        yield from _read(t, "```", SP)
-    yield from _read(t, "<｜tool▁call▁end｜>")
+    yield from t.read(SP, fence, SP, "<｜tool▁call▁end｜>")
 
 
 _KIMI_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
@@ -973,32 +914,32 @@ _KIMI_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 
 def _kimi_call(t: CallTracker) -> Scan[None]:
     """``functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>``; the id is what the template writes."""
-    written = yield from _read(t, SP, NAME, SP, "<|tool_call_argument_begin|>", SP)
+    written = yield from t.read(SP, NAME, SP, "<|tool_call_argument_begin|>", SP)
     found = _KIMI_ID.fullmatch(written)
     yield from _named(t, found[1] if found else "", written)
-    yield from _read(t, SP, "<|tool_call_end|>")
+    yield from t.read(SP, "<|tool_call_end|>")
 
 
-def _harmony(t: CallTracker, opener: str) -> Scan[None]:
+def _harmony(t: CallTracker) -> Scan[None]:
     """``<|channel|>commentary to=functions.name`` or ``to=functions.name<|channel|>commentary``, perhaps behind
     ``<|start|>assistant``, and a message of JSON up to ``<|call|>``. That ends a reply; a message that follows may be a
     call as well.
     """
+    opener = t.opener
     while True:
         if opener == "<|start|>":
-            yield from _read(t, "assistant")
+            yield from t.read("assistant")
             if (yield from t.peek()) == "<":
-                yield from _read(t, opener := "<|channel|>")
+                yield from t.read(opener := "<|channel|>")
         if opener == "<|channel|>":
-            yield from _read(t, NAME)
-        name = (yield from _read(t, SP, "to=", NAME)).removeprefix("functions.")
+            yield from t.read(NAME)
+        name = (yield from t.read(SP, "to=", NAME)).removeprefix("functions.")
         if opener != "<|channel|>":
-            yield from _read(t, "<|channel|>", NAME)
+            yield from t.read("<|channel|>", NAME)
         word = ""
         while word != "<|message|>":  # before it may stand the type of the content
-            yield from _read(t, SP, NAME, SP)
-            word = yield from t.word("<|constrain|>", "<|message|>", put=t.hold)
-        yield from _read(t, SP)
+            word = yield from t.read(SP, NAME, SP, ("<|constrain|>", "<|message|>"))
+        yield from t.read(SP)
         char = yield from t.peek()
         if name and (char == "<" or not (char or t.cut)):  # an empty message: no arguments
             t.name_call(name)
@@ -1006,8 +947,7 @@ def _harmony(t: CallTracker, opener: str) -> Scan[None]:
             t.close_call()
         else:
             yield from _named(t, name)
-        yield from _read(t, SP)
-        opener = yield from t.word("<|call|>", "<|start|>", put=t.hold)
+        opener = yield from t.read(SP, ("<|call|>", "<|start|>"))
         if opener == "<|call|>":
             t.end_markup()
             return
@@ -1019,91 +959,92 @@ _BETWEEN_OBJECTS = re.compile(r"[ \t\r\n;,]+")
 
 def _llama3(t: CallTracker) -> Scan[None]:
     """``{"name": ..., "parameters": ...}``, more after ``;`` or a comma."""
-    yield from _read(t, SP)
+    yield from t.read(SP)
     while True:
         yield from _object(t)
-        yield from t.run(_BETWEEN_OBJECTS, t.hold)
+        yield from t.read(_BETWEEN_OBJECTS)
         if (yield from t.peek()) != "{":
             raise MismatchError  # what stands between calls is text where none follows
 
 
 def _llama3_function(t: CallTracker) -> Scan[None]:
     """``<function=name>{...}</function>``."""
-    name = yield from _read(t, NAME, ">", SP)
-    yield from _named(t, name)
-    yield from _read(t, SP, "</function>")
+    yield from _named(t, (yield from t.read(NAME, ">", SP)))
+    yield from t.read(SP, "</function>")
     t.end_markup()
 
 
 def _mistral(t: CallTracker) -> Scan[None]:
     """``[TOOL_CALLS][{...}, ...]``, or ``[TOOL_CALLS]name{...}`` with ``[CALL_ID]id`` and ``[ARGS]`` in between."""
-    yield from _read(t, SP)
+    yield from t.read(SP)
     if (yield from t.peek()) == "[":
         yield from _list(t, _object)
         return
-    name = yield from _read(t, NAME)
+    name = yield from t.read(NAME)
     while (yield from t.peek()) == "[":
-        if (yield from t.word("[CALL_ID]", "[ARGS]", put=t.hold)) == "[CALL_ID]":
-            yield from _read(t, NAME)
-    yield from _read(t, SP)
+        if (yield from t.read(("[CALL_ID]", "[ARGS]"))) == "[CALL_ID]":
+            yield from t.read(NAME)
+    yield from t.read(SP)
     yield from _named(t, name)
 
 
 def _pythonic(t: CallTracker) -> Scan[None]:
-    """``[f(a=1), g(b="x")]``; a list without a call in it is no call."""
-    return _list(t, _python_call)
-
-
-def _pythonic_marked(t: CallTracker) -> Scan[None]:
-    """``<|python_start|>[f(a=1), g(b="x")]<|python_end|>``."""
-    yield from _read(t, SP)
-    yield from _pythonic(t)
-    yield from _read(t, SP, "<|python_end|>")
-    t.end_markup()
+    """``[f(a=1), g(b="x")]``, perhaps in ``<|python_start|>...<|python_end|>``; a list without a call is no call."""
+    yield from t.read(SP)
+    yield from _list(t, _python_call)
+    if t.opener:
+        yield from t.read(SP, "<|python_end|>")
+        t.end_markup()
 
 
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _PYTHON_NAME = re.compile(r"[\w.-]+")
 _IN_PYTHON_STRING = re.compile(r"""[^'"\\]+""")
+_PLAIN_PYTHON = re.compile(r"""[^'"(),=\[\]{}]+""")
 
 
 def _python_call(t: CallTracker) -> Scan[None]:
     """One call up to its closing parenthesis; only then it is known to be one."""
     if (yield from t.peek()):
         t.begin_call()
-    name = yield from t.collect(_PYTHON_NAME, t.hold)
+    name = yield from t.read(_PYTHON_NAME)
     if not name or (yield from t.peek()) != "(":
         raise MismatchError
     t.begin_call(name)
     source: list[str] = []
-    closers: list[str] = []
-    stand_ins: dict[str, str] = {}  # by the keyword that each stands for
+    closers: list[str] = []  # of the open brackets
+    stand_ins: dict[str, str] = {}  # for keywords: Python refuses some names, and changes others
     begun = 0  # where the argument at hand begins in `source`; -1: its name is read
+    quote = ""  # of the string that is open
 
     def put(text: str) -> None:
         source.append(text)
         t.hold(text)
 
     while not source or closers:
+        yield from t.run(_IN_PYTHON_STRING if quote else _PLAIN_PYTHON, put)
         char = yield from t.peek()
-        if char in ("'", '"'):
-            yield from _python_string(t, put)
-            continue
-        if not char:
+        if quote and char == "\\":
+            put(t.take())
+        if not (yield from t.peek()):
             raise MismatchError
-        if char in _BRACKETS:
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in ("'", '"'):
+            quote = char
+        elif char in _BRACKETS:
             closers.append(_BRACKETS[char])
         elif char in (")", "]", "}") and closers.pop() != char:
             raise MismatchError
-        if char == "=" and len(closers) == 1 and begun >= 0:
+        elif char == "=" and len(closers) == 1 and begun >= 0:
             keyword = "".join(source[begun:]).strip()
-            if keyword.isidentifier():  # Python refuses some names, and changes others
+            if keyword.isidentifier():
                 source[begun:] = [stand_ins.setdefault(keyword, f"_{len(stand_ins)}")]
             begun = -1
         put(t.take())
-        if len(closers) == 1 and char in ("(", ","):
+        if len(closers) == 1 and not quote and char in ("(", ","):
             begun = len(source)
-    arguments = keyword_arguments("f" + "".join(source), {stand_in: word for word, stand_in in stand_ins.items()})
+    arguments = _keyword_arguments("f" + "".join(source), {stand_in: word for word, stand_in in stand_ins.items()})
     if arguments is None:
         raise MismatchError
     t.set_arguments(arguments)
@@ -1111,28 +1052,14 @@ def _python_call(t: CallTracker) -> Scan[None]:
     t.close_call()
 
 
-def _python_string(t: CallTracker, put: Callable[[str], None]) -> Scan[None]:
-    """A string in single or double quotes."""
-    quote = t.take()
-    put(quote)
-    while True:
-        yield from t.run(_IN_PYTHON_STRING, put)
-        char = yield from t.peek()
-        if char == "\\":
-            put(t.take())
-        if not (yield from t.peek()):
-            raise MismatchError
-        put(t.take())
-        if char == quote:
-            return
-
-
-def _tags(format: ToolFormat) -> Block:
+def _tags(format: ToolFormat, marker: str, closer: str) -> Reader:
     form = TAGS[format]
-    return partial(_tagged, form=form, close=form.close)
+    if not form.open:
+        return Reader({marker: partial(_tagged, form=form, close=closer)}, closers=b">")
+    return Reader(_section(marker, partial(_tagged, form=form, close=form.close), form.open, closer), closers=b">")
 
 
-_DEEPSEEK = Reader(_sections("<｜tool▁calls▁begin｜>", _deepseek_call, "<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>"))
+_DEEPSEEK = Reader(_section("<｜tool▁calls▁begin｜>", _deepseek_call, "<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>"))
 _LLAMA3 = Reader({"<|python_tag|>": _llama3, "<function=": _llama3_function}, bare={"{": _llama3})
 
 READERS: Mapping[ToolFormat, Reader] = {
@@ -1140,27 +1067,17 @@ READERS: Mapping[ToolFormat, Reader] = {
     ToolFormat.LLAMA3: _LLAMA3,
     ToolFormat.LLAMA3_FUNCTION: _LLAMA3,
     ToolFormat.MISTRAL: Reader({"[TOOL_CALLS]": _mistral}),
-    ToolFormat.PYTHONIC: Reader({"<|python_start|>": _pythonic_marked}, bare={"[": _pythonic}, closers=b")"),
+    ToolFormat.PYTHONIC: Reader({"<|python_start|>": _pythonic}, bare={"[": _pythonic}, closers=b")"),
     ToolFormat.LLAMA4: Reader({"<|python_start|>": partial(_objects, close="<|python_end|>")}, bare={"{": _llama3}),
     ToolFormat.DEEPSEEK_V3: _DEEPSEEK,
     ToolFormat.DEEPSEEK_V31: _DEEPSEEK,
     ToolFormat.KIMI_K2: Reader(
-        _sections("<|tool_calls_section_begin|>", _kimi_call, "<|tool_call_begin|>", "<|tool_calls_section_end|>")
+        _section("<|tool_calls_section_begin|>", _kimi_call, "<|tool_call_begin|>", "<|tool_calls_section_end|>")
     ),
     ToolFormat.MINIMAX: Reader({"<tool_calls>": partial(_objects, close="</tool_calls>")}),
-    ToolFormat.GLM: Reader(
-        {"<tool_call>": partial(_tagged, form=TAGS[ToolFormat.GLM], close="</tool_call>")}, closers=b">"
-    ),
-    **{
-        format: Reader(_sections(marker, _tags(format), TAGS[format].open, closer), closers=b">")
-        for format, marker, closer in (
-            (ToolFormat.QWEN3_CODER, "<tool_call>", "</tool_call>"),
-            (ToolFormat.MINIMAX_M2, "<minimax:tool_call>", "</minimax:tool_call>"),
-            (ToolFormat.DEEPSEEK_V32, "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
-        )
-    },
-    ToolFormat.HARMONY: Reader(
-        {marker: partial(_harmony, opener=marker) for marker in ("<|channel|>", "<|start|>")},
-        bare={"t": partial(_harmony, opener="")},
-    ),
+    ToolFormat.GLM: _tags(ToolFormat.GLM, "<tool_call>", "</tool_call>"),
+    ToolFormat.QWEN3_CODER: _tags(ToolFormat.QWEN3_CODER, "<tool_call>", "</tool_call>"),
+    ToolFormat.MINIMAX_M2: _tags(ToolFormat.MINIMAX_M2, "<minimax:tool_call>", "</minimax:tool_call>"),
+    ToolFormat.DEEPSEEK_V32: _tags(ToolFormat.DEEPSEEK_V32, "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+    ToolFormat.HARMONY: Reader({"<|channel|>": _harmony, "<|start|>": _harmony}, bare={"t": _harmony}),
 }

@@ -122,7 +122,7 @@ def _plain(schema: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         values = [schema["const"]] if "const" in schema else schema["enum"]
         by_kind: dict[str, list[Any]] = {}
         for value in values:
-            if (kind := _kind(value)) in kinds or (kind == "integer" and "number" in kinds):
+            if (kind := kind_of(value)) in kinds or (kind == "integer" and "number" in kinds):
                 by_kind.setdefault("number" if isinstance(value, float) else kind, []).append(value)
         return [_of_kind(kind, {**said, "enum": values}) for kind, values in by_kind.items()]
     return [_of_kind(kind, said) for kind in kinds if not (kind == "integer" and "number" in kinds)]
@@ -166,7 +166,7 @@ def _both(one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]
         listed = set(map(_text_of, other["enum"]))
         both["enum"] = [value for value in one["enum"] if _text_of(value) in listed]
     if kind == "integer" and "enum" in both:
-        both["enum"] = [int(value) for value in both["enum"] if _kind(value) == "integer"]
+        both["enum"] = [int(value) for value in both["enum"] if kind_of(value) == "integer"]
     for key, least in (("minLength", max), ("maxLength", min), ("minimum", max), ("maximum", min)):
         limits = [each[key] for each in (one, other) if isinstance(each.get(key), (int, float))]
         if len(limits) == 2:
@@ -198,7 +198,7 @@ def kinds_of(schema: Any, root: Mapping[str, Any]) -> Kinds:
     return found | ({"integer"} if "number" in found else set()) or ANYTHING
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     for kind, types in (("string", str), ("boolean", bool), ("null", type(None)), ("object", dict), ("array", list)):
         if isinstance(value, types):
             return kind

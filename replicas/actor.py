@@ -13,18 +13,26 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from holdfast.replicas.activity import activity
 from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.metrics import ALL, OWNER, MetricKind, Reading, Value, process_usage
 from holdfast.replicas.metrics import Metric as Definition
-from holdfast.replicas.requests import (
-    ModelCard,
-    SessionCall,
-    SessionState,
-)
+from holdfast.replicas.programs import Kind, Status
+from holdfast.replicas.requests import ModelCard, SessionCall, SessionState
 from holdfast.replicas.service import Service
-from holdfast.replicas.stats import OTHERS, Histogram, LoadReport, ReplicaStatus, replica_status
+from holdfast.replicas.stats import (
+    DECODE,
+    OTHERS,
+    PREFILL,
+    QUEUE,
+    Histogram,
+    LoadReport,
+    PinRow,
+    ReplicaStatus,
+    TurnRow,
+    replica_status,
+)
 
 
 class Replica:
@@ -88,8 +96,27 @@ def told_activity(service: Service, replica_id: str, scope: str | None) -> bytes
     A router passes the bytes on unchanged, because parsing a thousand rows would cost too much there.
     """
     status = status_of(service, replica_id).row if scope is None else None
-    found = activity(service.engine, scope, time.monotonic())
-    return orjson.dumps({"replica": replica_id, "status": status, "turns": found.turns, "pins": found.pins})
+    turns, pins = activity(service.engine, scope, time.monotonic())
+    return orjson.dumps({"replica": replica_id, "status": status, "turns": turns, "pins": pins})
+
+
+def activity(engine: Engine, scope: str | None, now: float) -> tuple[list[TurnRow], list[PinRow]]:
+    """The live requests and the pins of one tenant, or of all if `scope` is None. Any thread may call it.
+
+    The engine runs meanwhile, so each row is consistent in itself, but rows may be of different moments.
+    """
+    turns, pins = list[TurnRow](), list[PinRow]()
+    for each in list(engine.live.values()):
+        if scope in (None, each.submit.scope) and not each.background:
+            drawn, computed = each.length - each.n_prompt, min(each.n_computed, each.n_prompt)
+            phase = QUEUE if each.status is Status.WAITING else DECODE if drawn else PREFILL
+            turns.append((each.request_id, phase, each.n_prompt, each.n_cached, computed, drawn))
+    for pin in engine.scheduler.retention.pins:
+        if scope in (None, pin.scope) and pin.program.key.kind is not Kind.HANDLE:
+            since, worth, until = pin.since, min(pin.lapse, pin.deadline), pin.deadline
+            seconds = round(now - since, 3), round(worth - now, 3), round(until - now, 3)
+            pins.append((pin.program.key.name, pin.pin.length, *seconds))
+    return turns, pins
 
 
 class EngineCollector(Collector):
@@ -100,12 +127,12 @@ class EngineCollector(Collector):
         self._labels = (service.card.name, replica)
 
     def collect(self) -> Iterator[Metric]:
-        engine = self._service.engine
-        service = self._service
-        asked = service.questions.stats
+        service, engine = self._service, self._service.engine
         pages = engine.cache.tree.tenants.counted(engine.stats.served_s, OTHERS)
         cells = {tenant: n * engine.config.page_size for tenant, n in pages.items()}
-        reading = Reading(engine.stats, engine.occupancy(), service.text.stats, process_usage(), asked, cells)
+        reading = Reading(
+            engine.stats, engine.occupancy(), service.text.stats, process_usage(), service.questions.stats, cells
+        )
         for each in ALL:
             yield self._family(each.metric, each.read(reading))
 

@@ -11,7 +11,7 @@ class ErrorKind(StrEnum):
     """Kinds of errors by the reaction they ask of a client."""
 
     INVALID = "invalid_request"  # malformed or impossible: change the request
-    NO_SESSION = "session_not_found"  # never opened, closed, or unused for too long
+    NO_SESSION = "session_not_found"  # never opened, closed, unused for too long, or of another tenant
     NO_QUESTION = "question_not_found"
     SESSION_EXISTS = "session_exists"
     SESSION_LOST = "session_lost"  # its replica is gone, and its history was not stored: open it again
@@ -61,38 +61,26 @@ class InvalidRequestError(HoldfastError):
 
 
 class UnknownSessionError(InvalidRequestError):
-    """The session is unknown, closed, or belongs to another tenant."""
-
     kind = ErrorKind.NO_SESSION
 
 
 class UnknownQuestionError(InvalidRequestError):
-    """The session has no such standing question."""
-
     kind = ErrorKind.NO_QUESTION
 
 
 class SessionExistsError(InvalidRequestError):
-    """A session of this id is open already."""
-
     kind = ErrorKind.SESSION_EXISTS
 
 
 class SessionLostError(HoldfastError):
-    """The replica that had the session is gone."""
-
     kind = ErrorKind.SESSION_LOST
 
 
 class SessionChangedError(InvalidRequestError):
-    """A partly executed operation does not continue the session's present history."""
-
     kind = ErrorKind.SESSION_CHANGED
 
 
 class OperationDoneError(InvalidRequestError):
-    """An operation of this name is part of the session, and its answer is not stored."""
-
     kind = ErrorKind.OPERATION_DONE
 
 
@@ -114,19 +102,15 @@ class OverloadedError(HoldfastError):
 
 
 class DeadlineError(OverloadedError):
-    """The answer cannot be ready within the request's deadline."""
-
     kind = ErrorKind.DEADLINE
 
 
 class UnavailableError(HoldfastError):
-    """The engine is stopping or has died."""
-
     kind = ErrorKind.UNAVAILABLE
 
 
 class EngineError(HoldfastError):
-    """A step failed; the requests in it fail, the engine goes on."""
+    """A step failed. The requests in it fail, and the engine goes on."""
 
     kind = ErrorKind.INTERNAL
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -53,46 +52,37 @@ def fields(**named: Any) -> dict[str, Any]:
     return {"fields": {name: value for name, value in named.items() if value not in (None, "")}}
 
 
-class TextFormatter(logging.Formatter):
-    """`2026-11-21T17:20:03.123Z WARNING router holdfast.router.turns: message request_id=… outcome=…`."""
+class LineFormatter(logging.Formatter):
+    """One line: time, level, process, logger, message, then the request and further fields, as text or JSON.
 
-    def __init__(self, process: str) -> None:
+    `2026-11-21T17:20:03.123Z WARNING router holdfast.router.turns: message request_id=… outcome=…`
+    """
+
+    def __init__(self, process: str, format: Format) -> None:
         super().__init__()
         self._process = process
+        self._json = format == "json"
 
     def format(self, record: logging.LogRecord) -> str:
-        fields_text = "".join(f" {name}={_word(value)}" for name, value in _fields_of(record).items())
-        text = f"{_time(record)} {record.levelname} {self._process} {record.name}: {record.getMessage()}{fields_text}"
-        exception = _exception(self, record)
-        return f"{text}\n{exception}" if exception else text
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, process, logger, message, the request, further fields, `exception`."""
-
-    def __init__(self, process: str) -> None:
-        super().__init__()
-        self._process = process
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": _time(record),
-            "level": record.levelname.lower(),
-            "process": self._process,
-            "logger": record.name,
-            "message": record.getMessage(),
-            **_fields_of(record),
-        }
-        if exception := _exception(self, record):
-            line["exception"] = exception
-        return json.dumps(line, default=str)
+        moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        about = {name: value for name, value in asdict(_about.get() or About()).items() if value}
+        further: dict[str, Any] = about | getattr(record, "fields", {})
+        exception = self.formatException(record.exc_info) if record.exc_info else ""
+        message = record.getMessage()
+        if not self._json:
+            fields_text = "".join(f" {name}={_word(value)}" for name, value in further.items())
+            line = f"{moment} {record.levelname} {self._process} {record.name}: {message}{fields_text}"
+            return f"{line}\n{exception}" if exception else line
+        own = {"time": moment, "level": record.levelname.lower(), "process": self._process, "logger": record.name}
+        end = {"exception": exception} if exception else {}
+        return json.dumps({**own, "message": message, **further, **end}, default=str)
 
 
 def configure(config: LoggingConfig, process: str) -> None:
     """Send this process's lines to the target of `config`. A second call replaces the first. Raises OSError."""
     # Trap: in a replica `sys.stderr` is Serve's logger, which delays lines, and drops them if it is configured quiet.
     handler = logging.FileHandler(config.file) if config.file else logging.StreamHandler(sys.__stderr__)
-    handler.setFormatter(JsonFormatter(process) if config.format == "json" else TextFormatter(process))
+    handler.setFormatter(LineFormatter(process, config.format))
     root = logging.getLogger(ROOT)
     for before in root.handlers[:]:
         root.removeHandler(before)
@@ -100,21 +90,6 @@ def configure(config: LoggingConfig, process: str) -> None:
     root.addHandler(handler)
     root.setLevel(config.level.upper())
     root.propagate = False  # Ray's handlers would repeat each line
-
-
-def _fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    about = {name: value for name, value in asdict(_about.get() or About()).items() if value}
-    further: Mapping[str, Any] = getattr(record, "fields", {})
-    return {**about, **further}
-
-
-def _time(record: logging.LogRecord) -> str:
-    moment = datetime.fromtimestamp(record.created, UTC)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def _exception(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    return formatter.formatException(record.exc_info) if record.exc_info else ""
 
 
 def _word(value: Any) -> str:

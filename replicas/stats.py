@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 from holdfast.replicas.kv.tags import OTHER, TAGS
 from holdfast.replicas.types import Origin
@@ -228,3 +228,12 @@ class ReplicaStatus:
 
 def replica_status(replica_id: str, model: str, device: str, stats: EngineStats, now: Occupancy) -> ReplicaStatus:
     return ReplicaStatus(replica_id, model, device, now, {name: getattr(stats, name) for name in _TOTALS})
+
+
+# Rows of a replica's activity: there may be a thousand of them a second, so they are tuples in these columns.
+TURN = ("request", "phase", "prompt", "cached", "computed", "drawn")  # tokens; the cached ones count as computed
+PIN = ("program", "cells", "since_s", "worth_s", "until_s")  # worth keeping for, and dropped after at the latest
+QUEUE, PREFILL, DECODE = "queue", "prefill", "decode"  # phases
+
+TurnRow: TypeAlias = tuple[str, str, int, int, int, int]
+PinRow: TypeAlias = tuple[str, int, float, float, float]

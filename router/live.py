@@ -16,8 +16,8 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from holdfast.replicas import activity
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError
+from holdfast.replicas.stats import PIN, TURN
 from holdfast.router.backend import Backend
 from holdfast.router.guard import Guard
 from holdfast.router.http import VERSION, json_response
@@ -73,7 +73,7 @@ class Live:
             "operator": whole,
             "number": self._reports.number,
             "left_out": len(ended) == MOST_TURNS,
-            "fields": {"live": LIVE, "ended": ENDED, "turns": activity.TURN, "pins": activity.PIN},
+            "fields": {"live": LIVE, "ended": ENDED, "turns": TURN, "pins": PIN},
             "live": [(each.program, each.request_id, each.arrived) for each in live],
             "ended": [each.row for each in reversed(ended)],
             "tenants": [{"name": name, **asdict(totals.get(name) or Totals())} for name in names],

@@ -61,7 +61,6 @@ ROOMS: Mapping[str, set[str]] = {
     "sessions": BASE | {"requests", "kv", "programs"},
     "engine": BASE | ENGINE_ROOMS | {"config", "requests", "plan", "stats", "sessions"},
     "bridge": BASE | {"engine", "requests"},
-    "activity": {"engine", "programs"},
     "questions": BASE | {"requests", "sessions", "stats"},
 }
 

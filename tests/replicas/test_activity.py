@@ -5,9 +5,10 @@ import json
 from engine_world import World
 from pinning import KEEP
 
-from holdfast.replicas.activity import PIN, TURN, activity
+from holdfast.replicas.actor import activity
 from holdfast.replicas.config import RetentionConfig
 from holdfast.replicas.requests import TurnEnded
+from holdfast.replicas.stats import PIN, TURN
 
 PROMPT = list(range(5, 45))
 
@@ -15,9 +16,9 @@ PROMPT = list(range(5, 45))
 def rows(world: World, scope: str | None = None) -> tuple[dict[str, dict[str, object]], dict[str, dict[str, object]]]:
     """Turns by request and pins by program, their fields named."""
     found = activity(world.engine, scope, world.now)
-    json.dumps([found.turns, found.pins])  # plain data, however an engine counts
-    turns = [dict(zip(TURN, row, strict=True)) for row in found.turns]
-    pins = [dict(zip(PIN, row, strict=True)) for row in found.pins]
+    json.dumps(found)  # plain data, however an engine counts
+    turns = [dict(zip(TURN, row, strict=True)) for row in found[0]]
+    pins = [dict(zip(PIN, row, strict=True)) for row in found[1]]
     return {str(each["request"]): each for each in turns}, {str(each["program"]): each for each in pins}
 
 

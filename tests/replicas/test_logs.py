@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas import logs
-from holdfast.replicas.logs import About, JsonFormatter, LoggingConfig, TextFormatter
+from holdfast.replicas.logs import About, LineFormatter, LoggingConfig
 
 log = logging.getLogger("holdfast.somewhere")
 
@@ -111,8 +111,8 @@ def test_an_exception_is_part_of_its_line(lines: Path) -> None:
 @given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), st.text() | st.integers() | st.none()))
 def test_a_line_is_one_line_whatever_is_in_it(told: dict[str, object]) -> None:
     kept = {name: value for name, value in told.items() if value not in (None, "")}
-    line = JsonFormatter("p").format(record(**told))
+    line = LineFormatter("p", "json").format(record(**told))
     assert len(line.splitlines()) == 1
     assert {name: json.loads(line)[name] for name in kept} == kept
-    text = TextFormatter("p").format(record(**told))
+    text = LineFormatter("p", "text").format(record(**told))
     assert len(text.splitlines()) == 1

@@ -18,8 +18,7 @@ from engine_world import World, words
 from pinning import KEEP
 
 from holdfast import replicas
-from holdfast.replicas.activity import activity
-from holdfast.replicas.actor import EngineCollector, told_activity
+from holdfast.replicas.actor import EngineCollector, activity, told_activity
 from holdfast.replicas.config import RetentionConfig
 from holdfast.replicas.errors import DeadlineError
 from holdfast.replicas.kv.tags import Hint, Label, labels_of

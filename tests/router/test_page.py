@@ -13,10 +13,9 @@ from fake_backend import HELLO, FakeBackend, FakeTurns, World, called
 from service_backend import ServiceBackend, engine_served
 from starlette.requests import Request
 
-from holdfast.replicas.activity import PIN
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.requests import ToolCallDelta, Usage, Work
-from holdfast.replicas.stats import EngineStats, Occupancy, replica_status
+from holdfast.replicas.stats import PIN, EngineStats, Occupancy, replica_status
 from holdfast.router.metrics import Outcome
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 

@@ -17,10 +17,9 @@ HEAD = "| metric | type, unit | labels | what, and what to do about it |\n|---|-
 
 def tables() -> str:
     """Markdown of all groups, the router's first."""
-    engine = {title: [each.metric for each in group] for title, group in replica.GROUPS.items()}
     parts = (
         *_section("Router", "All with `router`, the id of the process.", router.GROUPS),
-        *_section("Replica", "All with `model` and `replica`.", engine),
+        *_section("Replica", "All with `model` and `replica`.", replica.GROUPS),
     )
     return "\n\n".join(parts)
 

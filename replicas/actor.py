@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import UnavailableError
-from holdfast.replicas.metrics import ALL, OWNER, MetricKind, Reading, Value, process_usage
+from holdfast.replicas.metrics import ALL, OWNER, MetricKind, Reading, process_usage
 from holdfast.replicas.metrics import Metric as Definition
 from holdfast.replicas.programs import Kind, Status
 from holdfast.replicas.requests import ModelCard, SessionCall, SessionState
@@ -133,10 +133,10 @@ class EngineCollector(Collector):
         reading = Reading(
             engine.stats, engine.occupancy(), service.text.stats, process_usage(), service.questions.stats, cells
         )
-        for each in ALL:
-            yield self._family(each.metric, each.read(reading))
+        for metric in ALL:
+            yield self._family(metric, reading.value(metric))
 
-    def _family(self, metric: Definition, value: Value) -> Metric:
+    def _family(self, metric: Definition, value: float | Mapping[str, float] | Histogram) -> Metric:
         labels = (*OWNER, *metric.labels)
         if isinstance(value, Histogram):
             family = HistogramMetricFamily(metric.name, metric.help, labels=labels)

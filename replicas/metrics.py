@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from operator import attrgetter
 from pathlib import Path
-from typing import TypeAlias
 
 from holdfast.replicas.stats import STEP_SECONDS, EngineStats, Histogram, Occupancy, QuestionStats, TextStats
 
@@ -35,9 +34,10 @@ class Metric:
     advice: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()  # of a histogram
+    source: str = ""  # of a replica's metric: the attribute of `Reading` with its value, by label if it has one
 
 
-# Blocks of: name{label} (unit) = attribute of `Reading` with the value, by label if there is one; help; > advice
+# Blocks of: name{label} (unit) = source; help; > advice
 _TABLE = """
 # Requests
 
@@ -376,44 +376,27 @@ class Reading:
     def unguarded(self) -> int:
         return self.text.unguarded + self.stats.unguarded
 
-
-Value: TypeAlias = float | Mapping[str, float] | Histogram
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaMetric:
-    """A metric and the attribute of `Reading` with its value, by label if it has a label."""
-
-    metric: Metric
-    source: str
-
-    def read(self, reading: Reading) -> Value:
-        value: Value = attrgetter(self.source)(reading)
+    def value(self, metric: Metric) -> float | Mapping[str, float] | Histogram:
+        value: float | Mapping[str, float] | Histogram = attrgetter(metric.source)(self)
         return dict(value) if isinstance(value, Mapping) else value  # a copy: the engine's thread may add keys
 
 
-def _parsed(block: str) -> ReplicaMetric:
+def _parsed(block: str) -> Metric:
     head, *text = block.splitlines()
     found = re.fullmatch(r"(?P<name>\w+)(\{(?P<label>\w+)\})?( \((?P<unit>.+)\))? = (?P<source>[\w.]+)", head)
     assert found is not None, head
-    name, source = found["name"], found["source"]
+    name, label = found["name"], found["label"]
     help_text, _, advice = " ".join(text).partition(" > ")
-    histogram = source == "stats.step_times"
-    kind = MetricKind.HISTOGRAM if histogram else MetricKind.COUNTER if name.endswith("_total") else MetricKind.GAUGE
-    labels = (found["label"],) if found["label"] else ()
-    buckets = STEP_SECONDS if histogram else ()
-    return ReplicaMetric(
-        Metric(f"holdfast_{name}", kind, found["unit"] or "", help_text, advice, labels, buckets), source
-    )
+    buckets = STEP_SECONDS if found["source"] == "stats.step_times" else ()
+    kind = MetricKind.HISTOGRAM if buckets else MetricKind.COUNTER if name.endswith("_total") else MetricKind.GAUGE
+    labels = (label,) if label else ()
+    return Metric(f"holdfast_{name}", kind, found["unit"] or "", help_text, advice, labels, buckets, found["source"])
 
 
-def _groups() -> Mapping[str, tuple[ReplicaMetric, ...]]:
-    groups: dict[str, tuple[ReplicaMetric, ...]] = {}
-    for section in re.split(r"^# ", _TABLE, flags=re.MULTILINE)[1:]:
-        title, *blocks = section.strip().split("\n\n")
-        groups[title] = tuple(map(_parsed, blocks))
-    return groups
+def _group(section: str) -> tuple[str, tuple[Metric, ...]]:
+    title, *blocks = section.strip().split("\n\n")
+    return title, tuple(map(_parsed, blocks))
 
 
-GROUPS = _groups()
+GROUPS: Mapping[str, tuple[Metric, ...]] = dict(map(_group, re.split(r"^# ", _TABLE, flags=re.MULTILINE)[1:]))
 ALL = tuple(each for group in GROUPS.values() for each in group)

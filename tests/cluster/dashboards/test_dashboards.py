@@ -14,7 +14,7 @@ from holdfast.replicas import metrics as replica
 from holdfast.router import metric_list as router
 
 FOLDER = Path(__file__).parents[3] / "helm" / "holdfast" / "files" / "dashboards"
-METRICS = {each.metric.name: each.metric for each in replica.ALL} | {each.name: each for each in router.ALL}
+METRICS = {each.name: each for each in replica.ALL} | {each.name: each for each in router.ALL}
 PANELS = [(board, panel) for board in BOARDS for row in board.rows for panel in row.panels]
 EACH_PANEL = pytest.mark.parametrize(("board", "panel"), PANELS, ids=[f"{b.name}: {p.title}" for b, p in PANELS])
 
@@ -62,7 +62,7 @@ def test_a_panel_asks_for_metrics_and_labels_that_exist(board: Board, panel: Pan
     for query in panel.queries:
         for name, labels in re.findall(r"(holdfast_\w+)\{([^}]*)\}", query.expression):
             metric = METRICS[re.sub(r"_(bucket|sum|count)$", "", name)]
-            owner = {"model", "replica"} if metric in {each.metric for each in replica.ALL} else {"router"}
+            owner = {"model", "replica"} if metric in set(replica.ALL) else {"router"}
             known = {"job", *owner, *metric.labels}
             assert set(re.findall(r"(\w+)=~", labels)) <= known, query.expression
             assert set(re.findall(r"\$(\w+)", labels)) <= {each.name for each in board.variables}

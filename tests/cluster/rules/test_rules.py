@@ -23,7 +23,7 @@ from holdfast.router.metrics import Meter, RouterMetrics
 ROOT = Path(__file__).parents[3]
 RAY = Path(ray.__file__).parent
 FOLDER = ROOT / "helm" / "holdfast" / "files" / "rules"
-METRICS = {each.metric.name: each.metric for each in replica.ALL} | {each.name: each for each in router.ALL}
+METRICS = {each.name: each for each in replica.ALL} | {each.name: each for each in router.ALL}
 SUFFIXES = re.compile(r"_(bucket|sum|count)$")
 
 
@@ -103,7 +103,7 @@ def test_what_an_alert_counts_is_0_before_the_first_of_it(rule: Any) -> None:
     Meter(metrics, "chat").asks("pocket")
     shown = asyncio.run(metrics.exposition())
     for name, labels in COUNTED.findall(rule.expression):
-        if name in {each.metric.name for each in replica.ALL}:
+        if name in {each.name for each in replica.ALL}:
             assert not METRICS[name].labels, "of a replica's metrics the labels are there from the start"
             continue
         wanted = [name + "{", *re.findall(r'\w+="[^"]*"', labels)]

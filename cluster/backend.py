@@ -213,7 +213,7 @@ class ServeBackend:
     async def status(self) -> Sequence[ReplicaStatus]:
         with own_request(), suppress(TimeoutError):
             told = await from_each(self._handle.broadcast("status"), STATUS_S)
-            return [each for each in told if isinstance(each, ReplicaStatus)]
+            return [each for each in told if isinstance(each, dict)]
         return []
 
     async def activity(self, scope: str | None) -> Sequence[bytes]:

@@ -95,7 +95,7 @@ def told_activity(service: Service, replica_id: str, scope: str | None) -> bytes
 
     A router passes the bytes on unchanged, because parsing a thousand rows would cost too much there.
     """
-    status = status_of(service, replica_id).row if scope is None else None
+    status = status_of(service, replica_id) if scope is None else None
     turns, pins = activity(service.engine, scope, time.monotonic())
     return orjson.dumps({"replica": replica_id, "status": status, "turns": turns, "pins": pins})
 

@@ -208,26 +208,13 @@ _TOTALS = (
     *("pin_hits", "pin_misses", "preemptions", "failed_steps"),
 )
 
-
-@dataclass(frozen=True, slots=True)
-class ReplicaStatus:
-    """A replica as monitoring tools see it: resources in use, and totals since the start."""
-
-    replica_id: str
-    model: str
-    device: str
-    occupancy: Occupancy
-    totals: Mapping[str, int]
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """Everything as one flat mapping, for JSON."""
-        names = {"replica_id": self.replica_id, "model": self.model, "device": self.device}
-        return {**names, **self.totals, **asdict(self.occupancy)}
+ReplicaStatus: TypeAlias = dict[str, Any]
 
 
 def replica_status(replica_id: str, model: str, device: str, stats: EngineStats, now: Occupancy) -> ReplicaStatus:
-    return ReplicaStatus(replica_id, model, device, now, {name: getattr(stats, name) for name in _TOTALS})
+    """A replica as monitoring tools see it: resources in use, and totals since the start."""
+    totals = {name: getattr(stats, name) for name in _TOTALS}
+    return {"replica_id": replica_id, "model": model, "device": device, **totals, **asdict(now)}
 
 
 # Rows of a replica's activity: there may be a thousand of them a second, so they are tuples in these columns.

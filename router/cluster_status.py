@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from typing import Any
 
 import orjson
@@ -61,7 +62,7 @@ class ClusterStatus:
             "time": now,
             "up_s": now - self._started,
             "store": "degraded" if self._degraded() else "ok",
-            "replicas": [each.row for each in sorted(replicas, key=lambda each: each.replica_id)],
+            "replicas": sorted(replicas, key=itemgetter("replica_id")),
             "tenants": list(self._tenant_rows(live)),
             "at_tools": sum(program.paused is not None and key not in running for key, program in programs),
             "programs": list(_program_rows(running, dict(programs[:limit]), limit, now)),

@@ -236,7 +236,7 @@ class Crowd(FakeBackend):
 
     async def activity(self, scope: str | None) -> list[bytes]:
         now = Occupancy(3, 1, 4, 65536, 32768, 22000, 10768, pins=MANY, cells_pinned=16000)
-        status = replica_status("r1", "pocket", "cpu", EngineStats(completion=1, prompt_computed=9), now).row
+        status = replica_status("r1", "pocket", "cpu", EngineStats(completion=1, prompt_computed=9), now)
         pins = [(f"default/{name}", 16, 3.0, 20.0, 40.0) for name in self.kept]
         assert len(pins[0]) == len(PIN)
         status = None if scope is not None else status

@@ -89,7 +89,7 @@ class Crowd(FakeBackend):
     def __init__(self, programs: int) -> None:
         super().__init__()
         now = Occupancy(3, 1, 4, 65536, 32768, 22000, 10768, pins=programs, cells_pinned=16000)
-        status = replica_status("r1", "pocket", "cpu", EngineStats(), now).row
+        status = replica_status("r1", "pocket", "cpu", EngineStats(), now)
         turns = [(f"request-{number:024}", "decode", 200, 150, 200, 7) for number in range(programs)]
         pins = [(f"default/agent-{number}", 217, 3.0, 20.0, 40.0) for number in range(programs)]
         self._told = json.dumps({"replica": "r1", "status": status, "turns": turns, "pins": pins}).encode()

@@ -113,7 +113,7 @@ class Questions:
     def read(self, facts: SessionFacts, scope: str, question_id: str) -> None:
         """A client reads the answer. Raises UnknownQuestionError."""
         state = self._one(facts, scope, question_id).state
-        found = "none" if state.answer is None else "current" if state.seen == facts.appends else "stale"
+        found = "none" if state.answer is None else "current" if state.seen == facts.past.appends else "stale"
         self.stats.reads[found] += 1
 
     def of(self, facts: SessionFacts, scope: str) -> tuple[QuestionState, ...]:
@@ -148,7 +148,7 @@ class Questions:
         for key, questions in self._standing.items():
             facts = self._session(key)
             if facts is not None and not facts.busy:
-                stale += [(key[0], each, facts) for each in questions.values() if each.tried < facts.appends]
+                stale += [(key[0], each, facts) for each in questions.values() if each.tried < facts.past.appends]
         return stale
 
     async def _answer(self, scope: str, standing: StandingQuestion, facts: SessionFacts) -> None:
@@ -169,7 +169,7 @@ class Questions:
         if asking.cancelled():
             self._count("given_up", await self._usage_of(request.request_id) or Usage())
             return
-        standing.tried = facts.appends
+        standing.tried = facts.past.appends
         reply: Answer | Errored
         if (bug := asking.exception()) is None:
             reply = asking.result()
@@ -179,7 +179,7 @@ class Questions:
         if isinstance(reply, Errored):
             standing.state = replace(standing.state, error=reply.error)
         else:
-            standing.state, standing.answered = QuestionState(question, reply, facts.appends), self._clock()
+            standing.state, standing.answered = QuestionState(question, reply, facts.past.appends), self._clock()
         self._count("failed" if isinstance(reply, Errored) else "answered", reply.usage)
 
     # ---- books ----

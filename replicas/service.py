@@ -510,7 +510,9 @@ class SessionService:
         facts, start = self._found(scope, call.session_id, call.life), None
         if isinstance(call, ForkSession):
             child = engine.session(scope, call.child_id)
-            if child is None or not call.child_life or child.life != call.child_life:  # not done by an earlier attempt
+            if (
+                child is None or not call.child_life or child.past.life != call.child_life
+            ):  # not done by an earlier attempt
                 await self._run(call)
             facts, start = self._found(scope, call.child_id, call.child_life), 0
         elif isinstance(call, ReadHistory):
@@ -539,7 +541,7 @@ class SessionService:
         try:
             try:
                 there = self._service.engine.session(scope, turn.session_id)
-                if there is None or there.life != turn.life:
+                if there is None or there.past.life != turn.life:
                     closes = True
                     await self._run(OpenSession(scope, turn.session_id, turn.appends, turn.done, life=turn.life))
                 elif not turn.life:  # else opened by an earlier attempt
@@ -569,7 +571,7 @@ class SessionService:
         if turn.opens and isinstance(prompt, RawPrompt):
             return await text.encoded(prompt, request.scope), NO_TOKENS
         facts = self._service.engine.session(request.scope, turn.session_id)
-        begins = facts is not None and not facts.tokens and (turn.opens or not facts.busy)
+        begins = facts is not None and not len(facts.past.tokens) and (turn.opens or not facts.busy)
         closing = text.closing(prompt) if turn.keep and asks else NO_TOKENS
         return Encoded(await text.part(prompt, begins=begins, reply=asks, scope=request.scope)), closing
 
@@ -594,7 +596,7 @@ class SessionService:
 
     def _found(self, scope: str, session_id: str, life: str) -> SessionFacts:
         facts = self._service.engine.session(scope, session_id)
-        if facts is None or life not in ("", facts.life):
+        if facts is None or life not in ("", facts.past.life):
             raise UnknownSessionError(f"session {session_id!r} is not open", "session_id")
         return facts
 
@@ -602,8 +604,8 @@ class SessionService:
         now, idle_s = time.monotonic(), self._service.engine.session_idle_s
         return SessionState(
             facts.session_id,
-            facts.tokens,
-            facts.appends,
+            len(facts.past.tokens),
+            facts.past.appends,
             now - facts.opened,
             idle_s if facts.busy else max(facts.used + idle_s - now, 0.0),
             facts.busy,

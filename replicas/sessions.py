@@ -54,18 +54,6 @@ class SessionFacts:
     past: SessionLog
     busy: bool
 
-    @property
-    def life(self) -> str:
-        return self.past.life
-
-    @property
-    def tokens(self) -> int:
-        return len(self.past.tokens)
-
-    @property
-    def appends(self) -> int:
-        return self.past.appends
-
 
 class Sessions:
     """The open sessions: at most `most`, and `most_of_tenant` of one tenant, 0: all of them. A session is closed after
@@ -98,8 +86,11 @@ class Sessions:
 
     @property
     def promised(self) -> int:
-        """Cells that operations in flight may leave in histories."""
-        return sum(promised(session) for session in self._open)
+        """Cells that running operations may add to histories."""
+        running = (session.running for session in self._open)
+        return sum(
+            to_be_kept(each.submit, each.n_history) for each in running if each and each.status is not Status.ENDED
+        )
 
     @property
     def _open(self) -> list[Session]:
@@ -116,7 +107,7 @@ class Sessions:
 
     def open(self, command: OpenSession, now: float, accepted: float) -> None:
         past = SessionLog(command.life, appends=command.appends, done=command.done)
-        self._open_one(ProgramKey(command.scope, command.session_id, Kind.SESSION), now, past)
+        self._open_one(command.scope, command.session_id, now, past)
         self._done(command.request_id, accepted, now)
 
     def enqueue(self, command: Submit | ForkSession, now: float, accepted: float) -> Session:
@@ -167,16 +158,15 @@ class Sessions:
 
     def ended(self, sequence: Sequence, event: Terminal, now: float) -> Session | None:
         """An operation has ended. Returns its session, whose next operation may begin. Finished ones are history."""
-        submit = sequence.submit
         session = sequence.program.session if sequence.program is not None else None
         if session is None or session.running is not sequence:
             return None
         session.running = None
-        turn = submit.turn
+        turn = sequence.submit.turn
         if not turn.standing:
             session.used = now
         if isinstance(event, Finished) and turn.keep:
-            tokens, past = closed_reply(sequence.tokens, submit.closing), session.past
+            tokens, past = closed_reply(sequence.tokens, sequence.submit.closing), session.past
             named = (OpRecord(turn.name, turn.content, len(tokens)),) if turn.name else ()
             session.past = SessionLog(past.life, tokens, past.appends + 1, (*past.done, *named)[-LOGGED_OPERATIONS:])
         return session
@@ -185,7 +175,11 @@ class Sessions:
 
     def of(self, scope: str) -> list[SessionFacts]:
         """The open sessions of a tenant."""
-        return [_facts(session) for session in self._open if session.program.key.scope == scope]
+        return [
+            SessionFacts(each.program.key.name, each.opened, each.used, each.past, bool(each.running or each.queue))
+            for each in self._open
+            if each.program.key.scope == scope
+        ]
 
     def expire(self, now: float) -> None:
         """Close sessions that were not used for too long."""
@@ -240,22 +234,22 @@ class Sessions:
         self._events.append(Rejected(submit.request_id, error.info))
         return True
 
-    def _open_one(self, key: ProgramKey, now: float, past: SessionLog) -> Session:
-        there = self._programs.sessions
-        if not key.name:
+    def _open_one(self, scope: str, name: str, now: float, past: SessionLog) -> Session:
+        there, key = self._programs.sessions, ProgramKey(scope, name, Kind.SESSION)
+        if not name:
             raise InvalidRequestError("a session needs an id", "session_id")
         if self._programs.find(key) is not None:
-            raise SessionExistsError(f"session {key.name!r} is open already", "session_id")
+            raise SessionExistsError(f"session {name!r} is open already", "session_id")
         if len(there) >= self._most:
             raise OverloadedError(f"{self._most} sessions are open already", "session_id")
-        if sum(other.key.scope == key.scope for other in there) >= self._most_of_tenant:
+        if sum(other.key.scope == scope for other in there) >= self._most_of_tenant:
             raise OverloadedError(f"a tenant has at most {self._most_of_tenant} sessions open", "session_id")
         return self._programs.open_session(key, now, past)
 
     def _fork(self, session: Session, command: ForkSession, accepted: float, now: float) -> None:
         try:
             past = replace(session.past, life=command.child_life, done=())
-            child = self._open_one(ProgramKey(command.scope, command.child_id, Kind.SESSION), now, past)
+            child = self._open_one(command.scope, command.child_id, now, past)
         except HoldfastError as error:
             self._events.append(Rejected(command.request_id, error.info))
             return
@@ -272,19 +266,6 @@ def closed_reply(tokens: TokenIds, closing: TokenIds) -> TokenIds:
     return np.concatenate((tokens, closing[there:])) if len(closing) > there else tokens.copy()
 
 
-def _facts(session: Session) -> SessionFacts:
-    busy = session.running is not None or bool(session.queue)
-    return SessionFacts(session.program.key.name, session.opened, session.used, session.past, busy)
-
-
-def promised(session: Session) -> int:
-    """Cells that the operation which has begun may leave to be kept, beyond the history before it."""
-    running = session.running
-    if running is None or running.status is Status.ENDED:
-        return 0
-    return to_be_kept(running.submit, running.n_history)
-
-
 def to_be_kept(submit: Submit, n_history: int) -> int:
     """Cells that an operation may add to its session's history. `submit` has all tokens, the history first."""
     if not submit.turn.keep:
@@ -294,6 +275,6 @@ def to_be_kept(submit: Submit, n_history: int) -> int:
 
 def check_room(submit: Submit, n_history: int, room: int) -> None:
     """Raise OverloadedError for an operation that may add more cells to its history than there is `room` for."""
-    more, room = to_be_kept(submit, n_history), max(room, 0)
-    if more > room:
-        raise OverloadedError(f"the open sessions have room for {room} more cells, not {more}", "session_id")
+    more = to_be_kept(submit, n_history)
+    if more > max(room, 0):
+        raise OverloadedError(f"the open sessions have room for {max(room, 0)} more cells, not {more}", "session_id")

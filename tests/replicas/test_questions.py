@@ -49,7 +49,7 @@ class World:
         assert (request.session.keep, request.session.standing) == (False, True)
         assert isinstance(request.prompt, RawPrompt)
         self.asked.append(str(request.prompt.content))
-        seen = self.sessions[request.scope, request.session.session_id].appends
+        seen = self.sessions[request.scope, request.session.session_id].past.appends
         await self.go_on.wait()
         if self.asked[-1] == "bug":
             raise ValueError("bug")
@@ -65,7 +65,7 @@ class World:
 
     def append(self, session: str = "s") -> None:
         facts = self.sessions["t", session]
-        self.sessions["t", session] = replace(facts, past=replace(facts.past, appends=facts.appends + 1))
+        self.sessions["t", session] = replace(facts, past=replace(facts.past, appends=facts.past.appends + 1))
 
     def of(self, session: str = "s") -> tuple[QuestionState, ...]:
         return self.questions.of(self.sessions["t", session], "t")
@@ -159,7 +159,7 @@ def test_a_failure_is_told_with_the_last_answer_and_not_tried_again_before_the_n
         world.fails = True
         for n in (2, 2):
             with world.questions.others():
-                if world.sessions["t", "s"].appends < n:
+                if world.sessions["t", "s"].past.appends < n:
                     world.append()
             await turns()
         (state,) = world.of()

@@ -15,7 +15,7 @@ from holdfast.cluster import checks, config, model_files, ports, redis, sizing
 from holdfast.cluster.config import Settings
 from holdfast.cluster.doctor import Check, Finding, State, fail, findings, ok, warn
 from holdfast.cluster.machine_facts import GIB, Facts, Gpu, writable
-from holdfast.replicas.config import BYTES
+from holdfast.replicas.config import BYTES, Memory
 from holdfast.replicas.errors import ConfigError, HoldfastError
 
 PYTHON = (3, 11)
@@ -62,12 +62,23 @@ def engine_bytes(settings: Settings, on_gpu: bool) -> float:
     number = BYTES.get(engine.dtype, 2 if on_gpu else 4)
     weights, cells = shape.weight_bytes(number), 0.0
     if not on_gpu:
-        cell = shape.cell_bytes(1 if engine.kv_dtype == "int8" else number)
-        cells = engine.cells * cell if engine.cells else engine.kv_memory * GIB
+        held = _held_bytes(settings, shape, number, _on_cpu(settings, shape, number))
+        cells = held if engine.cells else engine.kv_memory * GIB
     taken = weights + cells
     if engine.dtype == "int8":  # read whole in the other dtype first, before cells are written to
         taken = max(weights, shape.int8_bytes(number) + cells)
     return (BESIDE_GPU if on_gpu else EACH) + taken + engine.host_memory * GIB
+
+
+def _held_bytes(settings: Settings, shape: sizing.Shape, number: int, held: Memory) -> int:
+    """Bytes of an engine's cells and recurrent states."""
+    engine = settings.engine
+    cell = shape.cell_bytes(1 if engine.kv_dtype == "int8" else number)
+    return held.cells * cell + held.slots * shape.state_bytes(number, sizing.drafts(engine))
+
+
+def _on_cpu(settings: Settings, shape: sizing.Shape, number: int) -> Memory:
+    return shape.split(settings.engine, number, settings.engine.kv_memory * GIB)
 
 
 def router_bytes(settings: Settings) -> int:
@@ -253,7 +264,10 @@ def memory(settings: Settings, facts: Facts) -> Iterator[Finding]:
     if on_gpu and facts.gpus:
         taken = facts.gpus[:count]  # Ray gives them out in their order
         fullest = min(taken, key=lambda gpu: gpu.free)
-        yield _on_gpu(settings, shape.weight_bytes(number), shape.cell_bytes(number), fullest)
+        yield _on_gpu(settings, shape, number, fullest)
+    elif shape.linear is not None:
+        held, state = _on_cpu(settings, shape, number), shape.state_bytes(number, sizing.drafts(engine))
+        yield ok("states", f"{sizing.states_told(held, state)} in the cache, and {held.cells:,} cells")
     beside = RAY + PROXY + settings.redis.memory_mb * 2**20
     need = count * engine_bytes(settings, on_gpu) + settings.server.routers * router_bytes(settings) + beside
     smaller = "a smaller engine.kv_memory, engine.host_memory or model, or engine.dtype: bfloat16"
@@ -261,17 +275,22 @@ def memory(settings: Settings, facts: Facts) -> Iterator[Finding]:
     yield _fits("memory", need, facts.memory_free, mend)
 
 
-def _on_gpu(settings: Settings, weights: int, cell: int, gpu: Gpu) -> Finding:
-    """Weights and cells on the fullest GPU: so many cells, or what is left for them."""
-    engine = settings.engine
+def _on_gpu(settings: Settings, shape: sizing.Shape, number: int, gpu: Gpu) -> Finding:
+    """Weights, cells and states on the fullest GPU: so many cells, or what is left for them."""
+    engine, weights = settings.engine, shape.weight_bytes(number)
     if engine.cells:
         mend = "fewer engine.cells, or leave them out: then they get what is left"
-        return _fits("memory of a GPU", weights + engine.cells * cell + EACH, gpu.free, mend)
+        cells = _held_bytes(settings, shape, number, shape.split(engine, number, 0))
+        return _fits("memory of a GPU", weights + cells + EACH, gpu.free, mend)
     left = engine.gpu_memory * gpu.memory - (gpu.memory - gpu.free) - weights - EACH
-    if left < cell * engine.page_size:
+    held = shape.split(engine, number, left)
+    if not held.cells:
         found = f"{weights / GIB:.1f} GiB of weights leave no room on {gpu.name}, {gpu.free / GIB:.1f} GiB free"
         return fail("memory of a GPU", found, "a smaller model, a GPU with more, or end what else is on it: nvidia-smi")
-    return ok("memory of a GPU", f"{weights / GIB:.1f} GiB of weights leave room for about {int(left / cell):,} cells")
+    found = f"{weights / GIB:.1f} GiB of weights leave room for about {held.cells:,} cells"
+    if held.slots:
+        found += f" and {sizing.states_told(held, shape.state_bytes(number, sizing.drafts(engine)))}"
+    return ok("memory of a GPU", found)
 
 
 def _fits(what: str, need: float, free: float, mend: str) -> Finding:

@@ -242,6 +242,25 @@ def test_memory_of_a_gpu(engine: EngineConfig, gpu: Gpu, state: State, word: str
     assert of_the_host.state is State.OK
 
 
+def test_states_are_counted(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 8, "num_attention_heads": 8, "hidden_size": 1024, "intermediate_size": 3584}
+    linear = {"num_key_heads": 16, "num_value_heads": 16, "key_head_dim": 128, "value_head_dim": 128}
+    shape |= {"vocab_size": 32768, "num_key_value_heads": 2, "head_dim": 256, "layer_types": ["linear_attention"] * 8}
+    shape["layer_types"][3::4] = ["full_attention"] * 2
+    shape |= {f"linear_{name}": size for name, size in linear.items()} | {"linear_conv_kernel_dim": 4}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    engine = EngineConfig(model=str(tmp_path), device="cpu", dtype="bfloat16", cells=1000, state_slots=40)
+    told, _ = doctor_checks.memory(settings(engine=engine), WELL)
+    one([told], State.OK, "40 states of 7 MiB for about 10 programs")
+    plain = doctor_checks.engine_bytes(settings(engine=replace(engine, state_slots=10)), on_gpu=False)
+    state = 6 * (16 * 128 * 128 * 4 + 16 * 16 * 2 * 4 + 6144 * 19 * 2)
+    assert doctor_checks.engine_bytes(settings(engine=engine), on_gpu=False) - plain == 30 * state
+    on_gpu, _ = doctor_checks.memory(
+        settings(engine=replace(engine, device="auto", cells=0)), replace(WITH_GPU, gpus=(H100,))
+    )
+    one([on_gpu], State.OK, "40 states")
+
+
 @pytest.mark.parametrize(("count", "state"), [(1, State.OK), (2, State.FAIL)])
 def test_a_gpu_that_no_replica_is_given_may_be_full(count: int, state: State) -> None:
     facts = replace(WITH_GPU, gpus=(H100, replace(H100, free=2 * GIB)), torch_gpus=2)

@@ -4,12 +4,12 @@ Thinking models write ``<think>...</think>`` first; the prompt may have opened t
 writes messages in channels, OpenAI's Harmony format (`ChannelReader`). Reasoning is neither content nor calls, and no
 stop string counts in it. `TrailingCalls` finds calls at the end of the thinking: a reply that ends there meant them.
 `AfterThinking` lets a grammar of the content wait for the end of the thinking.
-
-Not here: the tokens that end a reply and leave no text.
 """
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from copy import copy
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import numpy as np
@@ -55,14 +55,6 @@ class ThinkingReader:
     def feed(self, text: str) -> tuple[str, str]:
         """The reasoning and the content that `text` settles."""
         self._text.add(text)
-        return self._taken()
-
-    def flush(self) -> tuple[str, str]:
-        """The reply is over: a block that is still open is all reasoning."""
-        self._text.over = True
-        return self._taken()
-
-    def _taken(self) -> tuple[str, str]:
         before = self._text.position
         next(self._scan, None)
         reasoning, content = "".join(self._reasoning), "".join(self._content)
@@ -71,6 +63,11 @@ class ThinkingReader:
         self.skipped += self._text.position - before - len(content)
         return reasoning, content
 
+    def flush(self) -> tuple[str, str]:
+        """The reply is over: a block that is still open is all reasoning."""
+        self._text.over = True
+        return self.feed("")
+
     def _read(self, t: Text) -> Scan[None]:
         inside = False  # of the block, behind its opener
         try:
@@ -78,7 +75,11 @@ class ThinkingReader:
             self.begun = bool((yield from t.match(_OPENED, _OPENED_BEGUN))) or self.begun
             inside = self.begun
             if inside:
-                yield from self._block(t)
+                yield from t.run(_SPACE, lambda _: None)
+                yield from t.run(_THOUGHT, self._reasoning.append)
+                while (found := (yield from t.match(_BREAK, _CLOSER_BEGUN))) and not found["closer"]:
+                    self._reasoning.append(found[0])
+                    yield from t.run(_THOUGHT, self._reasoning.append)
         except MismatchError as end:
             if self.begun:
                 self._reasoning.append(end.undecided.rstrip() if inside else end.undecided.strip())
@@ -86,19 +87,9 @@ class ThinkingReader:
                 self._content.append(end.undecided)
             return
         self.over = True
-        if self.begun:
+        if inside:
             yield from t.run(_SPACE, lambda _: None)
         yield from t.run(_ANY, self._content.append)
-
-    def _block(self, t: Text) -> Scan[None]:
-        """Reasoning up to and with the closer, without white space before and behind it."""
-        yield from t.run(_SPACE, lambda _: None)
-        while True:
-            yield from t.run(_THOUGHT, self._reasoning.append)
-            found = yield from t.match(_BREAK, _CLOSER_BEGUN)
-            if not found or found["closer"]:
-                return
-            self._reasoning.append(found[0])
 
 
 # ---- channels ----
@@ -116,7 +107,6 @@ _END = "<|end|>"
 _STARTED = "<|start|>assistant"
 _CHANNEL = "<|channel|>"
 _ADDRESS = " to="
-_FIRST_STARTS = (_CHANNEL, _ADDRESS, _STARTED, "<|message|>")  # of the header of the first message
 _BETWEEN = "\n\n"  # where one message of a kind follows another
 
 _HEADER = re.compile(
@@ -143,11 +133,12 @@ class ChannelReader:
         self.skipped = 0
         self.begun = False
         self._kind = _Kind.NONE
-        self._out: dict[_Kind, list[str]] = {}  # what a piece has settled
+        self._reasoning: list[str] = []
+        self._content: list[str] = []  # and calls, in their order
         self._held = ""  # what may be the beginning of a header
         self._said: set[_Kind] = set()  # kinds of which there was text
         self._follows = False  # the message is not the first one of its kind, and nothing of it was said
-        self._quoted = self._escaped = False  # inside of a string, in a call
+        self._quoted = ""  # in a call: the quote inside a string, a backslash behind one
 
     @property
     def over(self) -> bool:
@@ -156,8 +147,8 @@ class ChannelReader:
 
     def feed(self, text: str) -> tuple[str, str]:
         """The reasoning and the content that `text` settles."""
-        read = len(self._held) + len(text)
         text, self._held = self._held + text, ""
+        read = len(text)
         while text:
             at = self._plain(text)
             self._say(text[:at])
@@ -169,7 +160,7 @@ class ChannelReader:
                 break
             if length:
                 self._open(text[space : space + length].removeprefix(_END))
-            elif text:
+            else:
                 self._no_header(text[: space + 1])
             text = text[space + (length or 1) :]
         return self._taken(read - len(self._held))
@@ -192,10 +183,11 @@ class ChannelReader:
 
     def _taken(self, read: int) -> tuple[str, str]:
         """The reasoning and the content of `read` characters."""
-        out, self._out = self._out, {}
-        content = "".join(out.get(_Kind.CONTENT, ()))  # calls stand in it, in their order
+        reasoning, content = "".join(self._reasoning), "".join(self._content)
+        self._reasoning.clear()
+        self._content.clear()
         self.skipped += read - len(content)
-        return "".join(out.get(_Kind.THOUGHT, ())), content
+        return reasoning, content
 
     def _plain(self, text: str) -> int:
         """How many characters of `text` begin no header."""
@@ -204,14 +196,14 @@ class ChannelReader:
         if self._kind is not _Kind.CALL:
             return found if (found := text.find("<")) >= 0 else len(text)
         for at, char in enumerate(text):
-            if self._escaped:
-                self._escaped = False
+            if self._quoted == "\\":
+                self._quoted = '"'
             elif self._quoted:
-                self._escaped, self._quoted = char == "\\", char != '"'
+                self._quoted = {'"': "", "\\": char}.get(char, '"')
             elif char == "<":
                 return at
-            else:
-                self._quoted = char == '"'
+            elif char == '"':
+                self._quoted = char
         return len(text)
 
     def _space(self, text: str) -> int:
@@ -226,10 +218,10 @@ class ChannelReader:
         None: that cannot be told yet.
         """
         header = text.removeprefix(_END)
-        starts: tuple[str, ...] = (_STARTED,) if text.startswith(_END) else (_STARTED, _CHANNEL)
+        starts = [_STARTED] if text.startswith(_END) else [_STARTED, _CHANNEL]
         if self._kind is _Kind.NONE:
-            starts = _FIRST_STARTS
-        if (found := _HEADER.match(header[:_LONGEST_HEADER])) and header.startswith(starts):
+            starts = [_STARTED, _CHANNEL, _ADDRESS, "<|message|>"]
+        if (found := _HEADER.match(header[:_LONGEST_HEADER])) and header.startswith(tuple(starts)):
             return len(text) - len(header) + found.end()
         may = any(start.startswith(header) or header.startswith(start) for start in starts) or _END.startswith(text)
         if may and len(header) < _LONGEST_HEADER and _HEADER_BEGUN.fullmatch(header):
@@ -243,7 +235,7 @@ class ChannelReader:
 
     def _open(self, header: str) -> None:
         """A message begins."""
-        self._quoted = self._escaped = False
+        self._quoted = ""
         if _ADDRESS in header:
             self._kind = _Kind.CALL
             self._say(header)
@@ -260,13 +252,10 @@ class ChannelReader:
         self._say(text)
 
     def _say(self, text: str) -> None:
-        if not text:
-            return
-        kind = _Kind.CONTENT if self._kind is _Kind.CALL else self._kind
-        if self._kind is not _Kind.CALL:
+        if text and self._kind is not _Kind.CALL:
             text, self._follows = _BETWEEN * self._follows + text, False
-            self._said.add(kind)
-        self._out.setdefault(kind, []).append(text)
+            self._said.add(self._kind)
+        (self._reasoning if self._kind is _Kind.THOUGHT else self._content).append(text)
 
 
 # ---- calls and grammars behind the thinking ----
@@ -300,10 +289,10 @@ class TrailingCalls:
                 self._calls = self._tracker()
                 self._calls.feed(found["marker"])
                 self._held, thought = found[0], text[found.end() :]
-            elif self._goes_on(self._calls.feed(thought[0])):
+            elif _goes_on(self._calls.feed(thought[0])):
                 self._held, thought = self._held + thought[0], thought[1:]
             else:  # the character may begin a marker
-                settled, self._held, self._calls = settled + self._held, "", None
+                settled += self.release()
         return settled
 
     def release(self) -> str:
@@ -314,16 +303,17 @@ class TrailingCalls:
     def take(self) -> str:
         """The calls at the end of the reasoning; "" if it does not end with whole calls."""
         calls = self._calls
-        if calls is None or not self._goes_on(calls.finish()) or not 0 < calls.n_sent == len(calls.calls):
+        if calls is None or not _goes_on(calls.finish()) or not 0 < calls.n_sent == len(calls.calls):
             return ""
         return self.release().lstrip()
 
-    @staticmethod
-    def _goes_on(deltas: Sequence[Delta]) -> bool:
-        """Whether nothing but calls and white space has been read."""
-        return not any(isinstance(delta, TextDelta) and delta.text.strip() for delta in deltas)
+
+def _goes_on(deltas: Sequence[Delta]) -> bool:
+    """Whether nothing but calls and white space has been read."""
+    return not any(isinstance(delta, TextDelta) and delta.text.strip() for delta in deltas)
 
 
+@dataclass(slots=True, eq=False)
 class AfterThinking:
     """The `Matcher` of a reply whose content follows `inner`. `inner` reads nothing of the thinking.
 
@@ -332,106 +322,96 @@ class AfterThinking:
     not end with one of `ends`: these are given where content must follow.
     """
 
-    __slots__ = ("_closer", "_ends", "_first", "_inner", "_inside", "_opener", "_space")
+    inner: Matcher
+    opener: int
+    closer: int
+    inside: bool
+    ends: frozenset[int]
+    space: Callable[[int], bool]
+    first: bool = field(init=False)  # the opener may come
 
-    def __init__(
-        self,
-        inner: Matcher,
-        opener: int,
-        closer: int,
-        inside: bool,
-        ends: frozenset[int] = frozenset(),
-        space: Callable[[int], bool] = lambda _: False,
-    ) -> None:
-        self._inner, self._opener, self._closer, self._space = inner, opener, closer, space
-        self._ends = frozenset(end for end in ends if end < inner.words * 32)  # others are forbidden anyway
-        self._inside = inside
-        self._first = not inside  # the opener may come
+    def __post_init__(self) -> None:
+        self.ends = frozenset(end for end in self.ends if end < self.words * 32)  # others are forbidden anyway
+        self.first = not self.inside
 
     @property
     def words(self) -> int:
-        return self._inner.words
+        return self.inner.words
 
     @property
     def binding(self) -> bool:
-        if self._inside or self._first:
-            return bool(self._ends) or (self._first and self._inner.binding)
-        return self._inner.binding
+        return (bool(self.ends) and (self.inside or self.first)) or (not self.inside and self.inner.binding)
 
     @property
     def finished(self) -> bool:
-        return not self._inside and self._inner.finished
+        return not self.inside and self.inner.finished
 
     @property
     def failed(self) -> bool:
-        return self._inner.failed
+        return self.inner.failed
 
     @property
     def given_up(self) -> bool:
-        return self._inner.given_up
+        return self.inner.given_up
 
     def copy(self) -> "AfterThinking":
-        other = AfterThinking(self._inner.copy(), self._opener, self._closer, self._inside, self._ends, self._space)
-        other._first = self._first
+        other = copy(self)
+        other.inner = self.inner.copy()
         return other
 
     def advance(self, tokens: Sequence[int]) -> int:
         begin, end = self._block(tokens)
         content = [*tokens[:begin], *tokens[end:]]
         if begin < end:
-            self._inside = tokens[end - 1] != self._closer
-        if content or begin < end:
-            self._first = self._first and begin == end and all(map(self._space, tokens))
-        taken = self._inner.advance(content) if content else 0
+            self.inside = tokens[end - 1] != self.closer
+        self.first = self.first and begin == end and all(map(self.space, tokens))
+        taken = self.inner.advance(content) if content else 0
         return taken if taken < begin else taken + end - begin
 
     def accepts(self, tokens: Sequence[int]) -> int:
         begin, end = self._block(tokens)
-        taken = self._inner.accepts([*tokens[:begin], *tokens[end:]])
-        if taken < begin:
-            return taken
-        ended = self._end(tokens[begin:end])
-        return begin + ended if ended < end - begin else taken + end - begin
+        taken = self.inner.accepts([*tokens[:begin], *tokens[end:]])
+        ended = self._end(tokens, begin, end)
+        return taken if taken < begin else ended if ended < end else taken + end - begin
 
     def forced(self) -> list[int]:
-        return [] if self._inside or self._first else self._inner.forced()
+        return [] if self.inside or self.first else self.inner.forced()
 
     def fill(self, drafts: Sequence[int], out: Bits) -> None:
         begin, end = self._block(drafts)
-        opened = begin < end and self._first
-        goes_on = end == len(drafts) and (drafts[-1] != self._closer if begin < end else self._inside)
-        ended = begin + self._end(drafts[begin:end])
+        opened = begin < end and self.first
+        goes_on = end == len(drafts) and (drafts[-1] != self.closer if begin < end else self.inside)
+        ended = self._end(drafts, begin, end)
         if not goes_on and ended == end:
-            self._inner.fill([*drafts[:begin], *drafts[end:]], out[end - begin :])
+            self.inner.fill([*drafts[:begin], *drafts[end:]], out[end - begin :])
         inside = out[begin + opened : end + goes_on]  # the rows of tokens in the block
         inside[:] = -1
-        for token in self._ends:
+        for token in self.ends:
             _allow(inside, token, False)
         if ended < end:
             out[ended + 1 :] = -1
         if opened:
-            self._inner.fill(drafts[:begin], out[: begin + 1])
-        if self._first:
+            self.inner.fill(drafts[:begin], out[: begin + 1])
+        if self.first:
             spaces = begin if opened else self._spaces(drafts)
-            _allow(out[: spaces + 1], self._opener, True)
+            _allow(out[: spaces + 1], self.opener, True)
 
     def _block(self, tokens: Sequence[int]) -> tuple[int, int]:
         """Where the block begins and ends in `tokens`, its markers included; both 0 if there is none."""
         begin = 0
-        if not self._inside:
-            begin = self._spaces(tokens) if self._first else len(tokens)
-            if begin == len(tokens) or tokens[begin] != self._opener:
+        if not self.inside:
+            begin = self._spaces(tokens) if self.first else len(tokens)
+            if begin == len(tokens) or tokens[begin] != self.opener:
                 return 0, 0
-        closers = (at + 1 for at in range(begin, len(tokens)) if tokens[at] == self._closer)
-        return begin, next(closers, len(tokens))
+        return begin, next((at + 1 for at in range(begin, len(tokens)) if tokens[at] == self.closer), len(tokens))
 
     def _spaces(self, tokens: Sequence[int]) -> int:
         """How many of `tokens` are white space at the beginning."""
-        return next((at for at, token in enumerate(tokens) if not self._space(token)), len(tokens))
+        return next((at for at, token in enumerate(tokens) if not self.space(token)), len(tokens))
 
-    def _end(self, thought: Sequence[int]) -> int:
-        """The place of the first of `ends` in the block; the block's length if there is none."""
-        return next((i for i, token in enumerate(thought) if token in self._ends), len(thought))
+    def _end(self, tokens: Sequence[int], begin: int, end: int) -> int:
+        """The place of the first of `ends` in the block between `begin` and `end`; `end` if there is none."""
+        return next((at for at in range(begin, end) if tokens[at] in self.ends), end)
 
 
 def _allow(masks: Bits, token: int, allowed: bool) -> None:

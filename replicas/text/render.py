@@ -7,8 +7,6 @@ the messages around it and on the template, so a conversation that continues ren
 Text from a client that looks like a control token must stay text. A mark, a character that no text of the conversation
 contains, is put behind the first character of each such text. So the template's own control tokens are the only ones
 in the rendered text; `encode` takes the marks out again.
-
-Not here: whether a conversation makes sense (the router's validation, and the template's own complaints).
 """
 
 import inspect
@@ -16,10 +14,11 @@ import json
 import math
 import re
 import sys
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,7 +29,7 @@ from jinja2 import TemplateError
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt
 from holdfast.replicas.text.calls.formats import ToolFormat, detect_format, hermes_may_be_told
-from holdfast.replicas.text.encode import LONG, AddedTokens, read_added_tokens
+from holdfast.replicas.text.encode import LONG, read_added_tokens
 
 Message = dict[str, Any]
 
@@ -54,7 +53,6 @@ _HEAD = 48  # characters by which a message is found in a prompt
 _NEAR = 65_536  # characters behind the message before it in which it is looked for
 _MOST_NESTED = 100  # levels of arguments that templates write; Jinja and `json` give up at some hundreds
 _BETWEEN = "\n\n"  # messages that are joined
-_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,7 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, tool_format: str = "") -> None:
         self._tokenizer = tokenizer
-        self._added: AddedTokens = read_added_tokens(tokenizer.backend_tokenizer)
+        self._control = read_added_tokens(tokenizer.backend_tokenizer).control_word
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) - {"kwargs"}
         template = tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template else ""
         may_tell = bool(template) and hermes_may_be_told(template, tool_format)
@@ -151,21 +149,19 @@ class Renderer:
         Some templates go over all messages for each of them. How often is measured in conversations of several kinds,
         each in three sizes: the second difference of a polynomial in the size leaves the part of the square.
         """
-        return min(self._most_of(kind) for kind in range(len(list(_conversations(1)))))
+        return min(map(self._most_of, zip(*(_conversations(times * _LEAST) for times in (1, 2, 4)), strict=True)))
 
-    def _most_of(self, kind: int) -> float:
-        """In conversations of this kind; inf too if the template takes none of them."""
-        lines, parts = [], 0
-        for times in (1, 2, 4):
-            prompt = list(_conversations(times * _LEAST))[kind]
-            parts = _parts(prompt)
+    def _most_of(self, sizes: Sequence[ChatPrompt]) -> float:
+        """In conversations of one kind; inf too if the template takes none of them."""
+        lines = []
+        for prompt in sizes:
             work = partial(self._apply, *self._adapted(prompt.messages, prompt.tools), prompt.template_kwargs, True)
             try:
                 work()  # what is done only once
                 lines.append(_lines(work))
             except _REFUSALS:
                 return math.inf
-        squares = (lines[2] - 3 * lines[1] + 2 * lines[0]) * 16 / 6  # in the largest
+        parts, squares = _parts(sizes[-1]), (lines[2] - 3 * lines[1] + 2 * lines[0]) * 16 / 6  # in the largest
         return parts * math.sqrt(_MOST_LINES / squares) if squares > parts else math.inf
 
     @cached_property
@@ -203,12 +199,9 @@ class Renderer:
 
     def _check(self, prompt: ChatPrompt) -> None:
         if not self._tokenizer.chat_template:
-            helps = (
-                "use /v1/completions, serve the instruct version of the model, or set engine.chat_template to a file"
-            )
-            raise InvalidRequestError(f"the model has no chat template: {helps}", "messages")
-        reserved = self._reserved.intersection(prompt.template_kwargs)
-        if reserved:
+            helps = "use /v1/completions, serve the instruct version of the model, or set engine.chat_template"
+            raise InvalidRequestError(f"the model has no chat template: {helps} to a file", "messages")
+        if reserved := self._reserved.intersection(prompt.template_kwargs):
             raise InvalidRequestError(f"chat_template_kwargs must not name {min(reserved)}", "chat_template_kwargs")
         parts = _parts(prompt)
         if parts > _FEW and parts > self.most_parts:
@@ -233,11 +226,10 @@ class Renderer:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], kwargs: Mapping[str, Any], reply: bool = True
     ) -> Rendered:
         adapted, tools = self._adapted(messages, tools)
-        mark = ""
-        word = self._added.control_word
+        mark, word = "", self._control
         values = [*chain.from_iterable(message.values() for message in adapted), tools, kwargs]
         texts = [value if isinstance(value, str) else _checked_json(value) for value in values]
-        if word is not None and any(word.search(text) for text in texts):
+        if word is not None and any(map(word.search, texts)):
             mark = next((char for char in map(chr, chain(*_MARKS)) if not any(char in text for text in texts)), "")
             if not mark:
                 raise InvalidRequestError("the messages use too many private characters", "messages")
@@ -257,16 +249,16 @@ class Renderer:
 
     def _refused_field(self, prompt: ChatPrompt, refusal: TemplateRefusalError) -> str:
         """The first message after which the template complains as it does of all; "messages" if that is the first."""
-        least, most = 1, len(prompt.messages)
-        while least < most:
-            middle = (least + most) // 2
+
+        def refuses(count: int) -> bool:
             try:
-                self._rendered(prompt.messages[:middle], prompt.tools, prompt.template_kwargs)
-                refused = False
+                self._rendered(prompt.messages[:count], prompt.tools, prompt.template_kwargs)
             except TemplateRefusalError as other:
-                refused = other.message == refusal.message
-            least, most = (least, middle) if refused else (middle + 1, most)
-        return f"messages.{most - 1}" if most > 1 else "messages"
+                return other.message == refusal.message
+            return False
+
+        first = bisect_left(range(1, len(prompt.messages)), True, key=refuses)
+        return f"messages.{first}" if first else "messages"
 
     def _apply(self, messages: list[Message], tools: Sequence[Any], kwargs: Mapping[str, Any], reply: bool) -> str:
         return str(
@@ -288,56 +280,47 @@ def normalised(messages: Sequence[Mapping[str, Any]], parse_arguments: bool = Tr
     """
     if not messages:
         raise InvalidRequestError("messages must not be empty", "messages")
-    result = [_message(message, index, parse_arguments) for index, message in enumerate(messages)]
+    result = [_message(message, f"messages.{index}", parse_arguments) for index, message in enumerate(messages)]
     for index, message in enumerate(result):
-        calls = message.get("tool_calls", ())
-        if len(calls) < 2:
+        if len(calls := message.get("tool_calls", ())) < 2:
             continue
-        end = index + 1
-        while end < len(result) and result[end]["role"] == "tool":
-            end += 1
+        answers = list(takewhile(lambda each: each["role"] == "tool", result[index + 1 :]))
         places = {call.get("id"): place for place, call in reversed([*enumerate(calls)])}
         # Most templates show no ids.
-        result[index + 1 : end] = sorted(
-            result[index + 1 : end], key=lambda answer: places.get(answer.get("tool_call_id"), len(calls))
-        )
+        answers.sort(key=lambda answer: places.get(answer.get("tool_call_id"), len(calls)))
+        result[index + 1 : index + 1 + len(answers)] = answers
     return result
 
 
-def _message(message: Mapping[str, Any], index: int, parse_arguments: bool) -> Message:
+def _message(message: Mapping[str, Any], field: str, parse_arguments: bool) -> Message:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidRequestError("a message must be an object with a role", f"messages.{index}.role")
+        raise InvalidRequestError("a message must be an object with a role", f"{field}.role")
     result = {key: value for key, value in message.items() if value is not None}
     if result["role"] == "developer":
         result["role"] = "system"
-    content = message.get("content")
-    content = "" if content is None else content
+    content = result.setdefault("content", "")
     if not isinstance(content, str):
         if not isinstance(content, Sequence):
-            raise InvalidRequestError("content must be a string or a list of parts", f"messages.{index}.content")
-        content = "\n".join(_part(part, index) for part in content)
-    result["content"] = content
-    calls = result.pop("tool_calls", None)
-    if calls:
-        result["tool_calls"] = [_tool_call(call, index, parse_arguments) for call in calls]
+            raise InvalidRequestError("content must be a string or a list of parts", f"{field}.content")
+        result["content"] = "\n".join(_part(part, field) for part in content)
+    if calls := result.pop("tool_calls", None):
+        result["tool_calls"] = [_tool_call(call, field, parse_arguments) for call in calls]
     return result
 
 
-def _part(part: Any, index: int) -> str:
+def _part(part: Any, field: str) -> str:
     """The text of a part of a message's content."""
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str):
-        return str(part["text"])
+    part = {"type": "text", "text": part} if isinstance(part, str) else part
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    why = f"content parts of type {kind!r} are not supported, only text"
-    raise InvalidRequestError(why, f"messages.{index}.content")
+    if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+        raise InvalidRequestError(f"content parts of type {kind!r} are not supported, only text", f"{field}.content")
+    return str(part["text"])
 
 
-def _tool_call(call: Any, index: int, parse_arguments: bool) -> dict[str, Any]:
+def _tool_call(call: Any, field: str, parse_arguments: bool) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidRequestError("a tool call needs a function with a name", f"messages.{index}.tool_calls")
+        raise InvalidRequestError("a tool call needs a function with a name", f"{field}.tool_calls")
     arguments = _arguments(function.get("arguments"), parse_arguments)
     return {**call, "function": {**function, "arguments": arguments}}
 
@@ -390,7 +373,17 @@ def _with_tools_as_text(messages: Sequence[Message], tools: Sequence[Mapping[str
     """`messages` for a template without tools: `tools` at the end of the first system message, calls and results as
     text in Hermes' format. Results still have the role `tool`; see `adapted`.
     """
-    result = list(map(_as_text, messages))
+    result = []
+    for message in messages:
+        content = message["content"]
+        if message["role"] == "tool":
+            message = {"role": "tool", "content": f"<tool_response>\n{content}\n</tool_response>"}
+        elif "tool_calls" in message:
+            calls = [{key: call["function"][key] for key in ("name", "arguments")} for call in message["tool_calls"]]
+            texts = [content] * bool(content) + [f"<tool_call>\n{_as_json(call)}\n</tool_call>" for call in calls]
+            message = {**message, "content": "\n".join(texts)}
+            del message["tool_calls"]
+        result.append(message)
     if tools:
         description = _TOOLS.format("\n".join(map(_as_json, tools)))
         if result[0]["role"] == "system":
@@ -398,17 +391,6 @@ def _with_tools_as_text(messages: Sequence[Message], tools: Sequence[Mapping[str
         else:
             result.insert(0, {"role": "system", "content": description})
     return result
-
-
-def _as_text(message: Message) -> Message:
-    if message["role"] == "tool":
-        return {"role": "tool", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    if "tool_calls" not in message:
-        return message
-    calls = [{key: call["function"][key] for key in ("name", "arguments")} for call in message["tool_calls"]]
-    texts = [message["content"]] * bool(message["content"])
-    texts += [f"<tool_call>\n{_as_json(call)}\n</tool_call>" for call in calls]
-    return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": "\n".join(texts)}
 
 
 def adapted(messages: Sequence[Message], rules: TemplateRules) -> list[Message]:
@@ -546,12 +528,10 @@ def continuations(prompt: ChatPrompt) -> list[ChatPrompt]:
     If calls are open, one of their results comes next, else after an assistant's message, or none, a user's. After any
     other message the assistant writes: that is the prompt as it is.
     """
-    messages, answered, calls = prompt.messages, set[object](), list[Mapping[str, Any]]()
-    for message in reversed(messages):
-        if message.get("role") != "tool":
-            calls = list(message.get("tool_calls") or ())
-            break
-        answered.add(message.get("tool_call_id"))
+    messages = prompt.messages
+    results = list(takewhile(lambda each: each.get("role") == "tool", reversed(messages)))
+    answered = {result.get("tool_call_id") for result in results}
+    calls = (messages[-1 - len(results)].get("tool_calls") or ()) if len(results) < len(messages) else ()
     missing = [call for call in calls if call.get("id") not in answered]
     if not missing and messages and messages[-1].get("role") in ("user", "tool"):
         return [prompt]
@@ -576,33 +556,31 @@ def message_starts(messages: Sequence[Mapping[str, Any]], text: str) -> list[int
     starts: list[int] = []
     place, silent, far = 0, 0, True
     for message in messages:
-        head = _head(message)
+        said, head = _said(message)
         found = text.find(head, place, len(text) if far else place + len(head) + _NEAR) if head else -1
-        if found < 0:
+        if found >= 0:
+            far = message.get("role") in ("system", "developer")
+            starts += [found] * (silent + 1)
+            place, silent = found + (len(said) * text.startswith(said, found) if said else len(head)), 0
+        elif head and not far:
+            break
+        else:
             silent += 1
-            if head and not far:
-                break
-            continue
-        far = message.get("role") in ("system", "developer")
-        starts += [found] * (silent + 1)
-        content = message.get("content")
-        whole = content.strip() if isinstance(content, str) else ""
-        place, silent = found + (len(whole) if text.startswith(whole, found) else 0) + (0 if whole else len(head)), 0
     return starts + [len(text)] * (len(messages) - len(starts))
 
 
-def _head(message: Mapping[str, Any]) -> str:
-    """What a message says first, as a template may write it; "" where that cannot be told."""
+def _said(message: Mapping[str, Any]) -> tuple[str, str]:
+    """What a message says if that is one text, and how it begins, as a template may write it; "" if that is unknown."""
     content = message.get("content")
+    said = content.strip() if isinstance(content, str) else ""
     if isinstance(content, Sequence) and not isinstance(content, str) and content:
-        first = content[0]
-        content = first.get("text") if isinstance(first, Mapping) else first
+        content = content[0].get("text") if isinstance(content[0], Mapping) else content[0]
     if isinstance(content, str) and (head := content.strip()[:_HEAD].rstrip()):
-        return head
+        return said, head
     calls = message.get("tool_calls") or ()
     function = calls[0].get("function") if calls and isinstance(calls[0], Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
-    return name if isinstance(name, str) else ""
+    return said, name if isinstance(name, str) else ""
 
 
 def _said_before(messages: Sequence[Mapping[str, Any]]) -> list[Message]:

@@ -350,7 +350,13 @@ class Engine:
         size = config.page_size
         evicts_to_host = config.host_cells >= size and self._shares_prefixes
         host = HostTier(config.host_cells // size, size) if evicts_to_host else None
-        self.cache = KVCache(config.cells // size, size, host, evicted=self.stats.evicted_by_tag)
+        self.cache = KVCache(
+            config.cells // size,
+            size,
+            host,
+            evicted=self.stats.evicted_by_tag,
+            state_slots=config.state_slots,
+        )
         for tenant, (asked, heard) in limits.items():
             self.cache.limit(tenant, asked, heard)
         self._pool = SequencePool(config.max_sequences, config.session_rows)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.replicas.constraints.matcher import RowMasks
-from holdfast.replicas.kv.pages import NO_MOVES, PageCopy, PageIds, PageMoves
+from holdfast.replicas.kv.pages import NO_MOVES, PageCopy, PageIds, PageMoves, StateUse
 from holdfast.replicas.types import TokenCounts, TokenIds, record
 
 
@@ -69,23 +69,6 @@ class RowWrite:
 
 
 @record
-class StateUse:
-    """Where a chunk reads and writes the recurrent state of its sequence (`kernels.linear_state`).
-
-    `source`: the slot that it reads, -1 for the zero state; `target`: the slot that it writes, perhaps the same.
-    `held`: the chunk's last tokens that leave the state as it is, because one of them may be computed again: `target`
-    keeps their inputs. `applied`: how many held tokens of the chunk before count, and are applied first.
-    `marks`: (n, slot): the state after the first n tokens of the chunk is written to this slot, too.
-    """
-
-    source: int
-    target: int
-    applied: int = 0
-    held: int = 0
-    marks: tuple[tuple[int, int], ...] = ()
-
-
-@record
 class Chunk:
     """One sequence's query tokens, at absolute positions [start, start + len(tokens)).
 
@@ -117,6 +100,12 @@ class StepPlan:
     copies: tuple[PageCopy, ...] = ()
     saves: PageMoves = NO_MOVES
     loads: PageMoves = NO_MOVES
+
+    @property
+    def states_written(self) -> set[int]:
+        """The state slots that it writes."""
+        uses = [chunk.state for chunk in self.chunks if chunk.state is not None]
+        return {use.target for use in uses} | {slot for use in uses for _, slot in use.marks}
 
     @property
     def moves(self) -> bool:

@@ -17,6 +17,7 @@ from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.host import HostTier
 from holdfast.replicas.kv.pages import NO_MOVES, NO_PAGES, SHARED, PageCopy, PageIds, PageMoves, PagePool
 from holdfast.replicas.kv.radix import Node, Pin, Prefix, RadixTree, relabel
+from holdfast.replicas.kv.states import RunningState, States, deepest
 from holdfast.replicas.kv.tags import SYSTEM, UNLABELLED, Labels
 from holdfast.replicas.types import CellLimits, TokenIds, common_prefix, tenant_of
 
@@ -57,6 +58,7 @@ class Holding:
     duplicates: PageIds = field(default_factory=lambda: NO_PAGES, repr=False)
     labels: Labels = UNLABELLED  # of its tokens, including the reply
     who: str = ""  # the program it computes for
+    state: RunningState | None = None  # of a model with recurrent states
 
     @property
     def pages(self) -> PageIds:
@@ -67,6 +69,11 @@ class Holding:
     def own(self) -> PageIds:
         """The part of the row that this sequence writes; a view."""
         return self.row[self.n_shared // self.page_size : self.n_pages]
+
+    def mark(self, position: int) -> None:
+        """Keep the recurrent state, if there is one, at the last end of a page up to `position`."""
+        if self.state is not None and self.scope is not None:
+            self.state.mark(position - position % self.page_size)
 
     @property
     def capacity(self) -> int:
@@ -225,6 +232,8 @@ class KVCache:
     `cells` counts cells by state. `sound`: no method has raised. One that did may have left the books half changed, and
     the cache has to be replaced. With a `host` tier, evicted cells go there, and `Reloads` brings them back.
     `share`: the part of all pages that labels may raise above others. `evicted`: cells by tag, counted on.
+    `state_slots`: recurrent states beside the pages, of a model that has them; 0: it has none. With states a prefix is
+    continued from a checkpoint only, and each running sequence has a slot of its own.
     """
 
     def __init__(
@@ -234,11 +243,13 @@ class KVCache:
         host: HostTier | None = None,
         share: float = RAISED_SHARE,
         evicted: dict[str, int] | None = None,
+        state_slots: int = 0,
     ) -> None:
         if n_pages < 1 or page_size < 1:
             raise ValueError(f"a cache needs pages and cells, not {n_pages} of {page_size}")
         self.pool = PagePool(n_pages, page_size)
         self.tree = RadixTree(self.pool, share, evicted)
+        self.states = States(self.tree, state_slots) if state_slots else None
         self.cells = CellCounts(self.pool, self.tree)
         self.page_size = page_size
         self.sound = True
@@ -267,6 +278,8 @@ class KVCache:
 
         At least one token is left to compute, for its logits. If the prefix ends inside a page, the cells in that page
         are copied to a fresh one; without a free page the prefix is cut to whole pages. Never fails.
+        With states there is a slot to take (`States.available`), and the prefix ends at a checkpoint. Where more is
+        cached than that, others share it: the state is kept there once it is computed.
         Without a scope (None) nothing is found, shared or kept: all pages are freed at the end.
         Without `reuse` nothing is aliased, so that everything but its own pages can be evicted for it.
         `continues`: the program that saved the prefix goes on. Then the last page is taken out of the tree and written
@@ -279,10 +292,11 @@ class KVCache:
         root, reuse = self.tree.root(scope or ""), reuse and scope is not None
         tenant = tenant_of(scope or "") if tenant is None else tenant
         if prefix is None or not reuse:
-            prefix = self.tree.walk(root, tokens[: -1 if reuse else 0])
+            prefix = _usable(self, scope, tokens[: -1 if reuse else 0])
         row = np.empty(self.pool.pages_for(len(tokens)) + 8, dtype=np.int32)  # while nothing has changed yet
         copies: tuple[PageCopy, ...] = ()
-        taken = self.tree.take_last_page(prefix) if continues else None
+        taken = self.tree.take_last_page(prefix) if continues and self.states is None else None
+        state = None
         if taken is not None:
             node, page = taken
             self.tree.lease(node, now)
@@ -290,7 +304,7 @@ class KVCache:
             row[prefix.length // self.page_size] = page[0]
             n_shared = node.end
         else:
-            node, prefix, fresh = self._alias(root, prefix, tokens, now, tenant)
+            node, prefix, fresh, state = self._alias(scope, prefix, tokens, now, tenant)
             self.tree.fill(row, node)
             n_shared = prefix.length
             if len(fresh):
@@ -303,6 +317,9 @@ class KVCache:
         holding = Holding(
             scope, node, prefix.length, n_shared, self.page_size, row, n_pages, tenant, labels=labels, who=who
         )
+        holding.state = state
+        if reuse and state is not None:
+            holding.mark(self.tree.walk(root, tokens[:-1]).length)
         self._live.add(holding)
         return Acquired(holding, copies)
 
@@ -347,6 +364,8 @@ class KVCache:
         node = self._save(prefix, tokens[:length], holding)
         self.tree.lease(node, now, held=holding.node)
         holding.node, holding.n_shared = node, length
+        if self.states is not None and holding.state is not None:
+            self.states.keep(holding.state, holding.node.root, tokens, length)
 
     @_change
     def finish(
@@ -358,6 +377,7 @@ class KVCache:
         """
         self._expect(holding, tokens, n_computed)
         if holding.scope is None or n_computed <= holding.n_shared:
+            self._end_state(holding, tokens, n_computed)
             self._drop(holding)
             if not pin or holding.scope is None:
                 return None
@@ -371,6 +391,7 @@ class KVCache:
         if prefix.length < n_computed:
             node = self._save(prefix, tokens[:n_computed], holding)
         self.tree.lease(node, now, held=holding.node)
+        self._end_state(holding, tokens, n_computed)
         if not (pin and node.end == n_computed):
             self.tree.release(node)
         _free(self, holding, holding.row[first:known], holding.row[kept : holding.n_pages], holding.duplicates)
@@ -397,6 +418,8 @@ class KVCache:
         if pin not in self._pins:
             raise EngineError("this pin has been given back")
         self._pins.remove(pin)
+        if self.states is not None and pin.checkpoint is not None:
+            self.states.checkpoints.unpin(pin.checkpoint)
         if pin.soft:
             self.tree.unpin_soft(pin.node)
         self.tree.release(pin.node)
@@ -414,6 +437,8 @@ class KVCache:
         node, below = prefix.node, prefix.node.end > prefix.length
         while node.parent is not None and not (node.leases or below or node.by != who or node.tag == SYSTEM):
             self.tree.queue.demote(node)
+            if self.states is not None:
+                self.states.checkpoints.demote(node)
             node = node.parent
             below = len(node.children) > 1
 
@@ -446,8 +471,7 @@ class KVCache:
 
     def find(self, scope: str | None, tokens: TokenIds) -> Prefix | None:
         """The prefix that `acquire` would find now; None in a scope without cells. Changes nothing."""
-        root = self.tree.roots.get(scope) if scope is not None else None
-        return self.tree.walk(root, tokens[:-1]) if root is not None else None
+        return _usable(self, scope, tokens[:-1]) if scope is not None and scope in self.tree.roots else None
 
     def contains(self, holding: Holding, pin: Pin) -> bool:
         """Whether the shared cells of the holding include those of the pin."""
@@ -480,26 +504,47 @@ class KVCache:
     # ---- parts ----
 
     def _alias(
-        self, root: Node, prefix: Prefix, tokens: TokenIds, now: float, tenant: str
-    ) -> tuple[Node, Prefix, PageIds]:
-        """Lease `prefix`, with a fresh page if it ends inside one; without a free page, lease its whole pages."""
-        node = self.tree.lease_at(prefix, now)
-        tail = prefix.length % self.page_size
-        fresh = self._take(1, tenant) if tail else NO_PAGES
-        if fresh is not None:
-            return node, prefix, fresh
-        self.tree.release(node)
-        prefix = self.tree.walk(root, tokens[: prefix.length - tail])
-        return self.tree.lease_at(prefix, now), prefix, NO_PAGES
+        self, scope: str | None, prefix: Prefix, tokens: TokenIds, now: float, tenant: str
+    ) -> tuple[Node, Prefix, PageIds, RunningState | None]:
+        """Lease `prefix`, with a fresh page if it ends inside one; without a free page, lease its whole pages.
+
+        With states a slot is taken first, and the prefix ends at a checkpoint.
+        """
+        while True:
+            state = self.states.begin(prefix) if self.states is not None else None
+            if self.states is not None and state is None:
+                prefix = _usable(self, scope, tokens[: prefix.length])
+                continue
+            node = self.tree.lease_at(prefix, now)
+            tail = prefix.length % self.page_size
+            fresh = self._take(1, tenant) if tail else NO_PAGES
+            if fresh is not None:
+                return node, prefix, fresh, state
+            self.tree.release(node)
+            if self.states is not None and state is not None:
+                self.states.end(state)
+            prefix = _usable(self, scope, tokens[: prefix.length - tail])
+
+    def _end_state(self, holding: Holding, tokens: TokenIds | None = None, n_computed: int = 0) -> None:
+        """Give the states of a holding that ends to the nodes at their ends among `tokens`, and the others back."""
+        state, holding.state = holding.state, None
+        if self.states is not None and state is not None:
+            if tokens is not None and holding.scope is not None:
+                self.states.keep(state, holding.node.root, tokens, n_computed, last=True)
+            self.states.end(state)
 
     def _drop(self, holding: Holding) -> None:
         self._live.remove(holding)
+        self._end_state(holding)
         self.tree.release(holding.node)
         _free(self, holding, holding.own, holding.duplicates)
 
     def _pin(self, node: Node, soft: bool) -> Pin:
         """A pin with the caller's lease on `node`."""
         pin = Pin(node, node.end, soft)
+        if self.states is not None and (checkpoint := deepest(node)) is not None:
+            pin.checkpoint = checkpoint
+            self.states.checkpoints.pin(checkpoint)
         if soft:
             self.tree.pin_soft(node)
         self._pins.add(pin)
@@ -552,6 +597,12 @@ class KVCache:
             raise EngineError("this holding has ended")
         if tokens is not None and n_computed > min(holding.capacity, len(tokens)):
             raise EngineError(f"{n_computed} computed tokens, but cells for {holding.capacity}")
+
+
+def _usable(cache: KVCache, scope: str | None, tokens: TokenIds) -> Prefix:
+    """The cached prefix of `tokens` that a sequence can go on from; with states it ends at a checkpoint."""
+    prefix = cache.tree.walk(cache.tree.root(scope or ""), tokens)
+    return prefix if cache.states is None else cache.states.usable(scope, prefix, tokens)
 
 
 def _free(cache: KVCache, holding: Holding, *pages: PageIds) -> None:

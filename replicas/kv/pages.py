@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.replicas.types import CellLimits
+from holdfast.replicas.types import CellLimits, record
 
 PageIds: TypeAlias = npt.NDArray[np.int32]
 
@@ -52,6 +52,24 @@ class PageMoves:
 
 
 NO_MOVES = PageMoves(NO_PAGES, NO_PAGES)
+NO_SLOT = -1
+
+
+@record
+class StateUse:
+    """Where a chunk reads and writes the recurrent state of its sequence (`kernels.linear_state`).
+
+    `source`: the slot that it reads, -1 for the zero state; `target`: the slot that it writes, perhaps the same.
+    `held`: the chunk's last tokens that leave the state as it is, because one of them may be computed again: `target`
+    keeps their inputs. `applied`: how many held tokens of the chunk before count, and are applied first.
+    `marks`: (n, slot): the state after the first n tokens of the chunk is written to this slot, too.
+    """
+
+    source: int
+    target: int
+    applied: int = 0
+    held: int = 0
+    marks: tuple[tuple[int, int], ...] = ()
 
 
 class PagePool:

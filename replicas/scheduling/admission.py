@@ -434,9 +434,24 @@ class Admission:
             return None
         # Shared cells are aliased in whole pages, so less than two pages are not worth a step's wait.
         following = find_leader(sequence, self._running, n_cached, least=2 * self._config.page_size)
+        if following is not None and not keeps_state(following):
+            return None
         if following is not None:
             self._stats.prompt_grouped += following.gain * sequence.counted
         return following
+
+
+def keeps_state(following: PrefixWait) -> bool:
+    """Whether the leader will leave its state where the shared tokens end; a model without states needs none."""
+    holding = following.leader.the_holding
+    state = holding.state
+    if state is None:
+        return True
+    end = following.shared - following.shared % holding.page_size
+    if end <= max(state.at, following.shared - following.gain):
+        return False
+    holding.mark(end)
+    return True
 
 
 def check_cells(submit: Submit, cache: KVCache) -> None:

@@ -17,7 +17,7 @@ import logging
 from bisect import insort
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -25,8 +25,9 @@ import numpy as np
 from holdfast.replicas.constraints.matcher import RowMasks
 from holdfast.replicas.errors import EngineError, ErrorInfo, ErrorKind, InvalidRequestError
 from holdfast.replicas.kv.cache import Freed, Holding, KVCache, Reloads
-from holdfast.replicas.kv.pages import NO_MOVES, NO_PAGES, PageCopy, PageIds, PageMoves
+from holdfast.replicas.kv.pages import NO_MOVES, NO_PAGES, SHARED, PageCopy, PageIds, PageMoves
 from holdfast.replicas.kv.radix import Pin, Prefix
+from holdfast.replicas.kv.states import States
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, StepPlan
 from holdfast.replicas.programs import KeptRow, Kind, Program, Programs, Rows, Sequence, Status, give_back
 from holdfast.replicas.requests import Aborted, Event, Finished, FinishReason
@@ -38,6 +39,7 @@ from holdfast.replicas.types import TokenCounts, TokenIds, common_prefix, record
 
 log = logging.getLogger(__name__)
 
+GENERATION_PROMPT = 8  # tokens at a prompt's end that the next turn's prompt may not have, such as an opened <think>
 NO_ROOM = ErrorInfo(ErrorKind.OVERLOADED, "the KV cache has no room for this request, even alone")
 
 
@@ -145,6 +147,16 @@ class StepBuilder:
             i = self.sequences.index(sequence)
             del self.sequences[i], self.chunks[i]
 
+    def use_states(self, states: States) -> None:
+        """Plan what each chunk does with its sequence's recurrent state. Nothing planned is taken back after that.
+
+        A chunk that draws leaves its last token and its drafts out of the state: they may be computed again.
+        """
+        for i, (sequence, chunk) in enumerate(zip(self.sequences, self.chunks, strict=True)):
+            held = chunk.draw.drafts + 1 if chunk.draw is not None else 0
+            if (state := sequence.the_holding.state) is not None:
+                self.chunks[i] = replace(chunk, state=states.advance(state, chunk.start, len(chunk.tokens), held))
+
     def step(self, saves: PageMoves, now: float, *, undrafted: bool) -> Step:
         """The step. `saves` are the copies of what was evicted for it. `undrafted`: the next step needs no drafts."""
         copies = tuple(copy for some in self.copies.values() for copy in some)
@@ -251,11 +263,12 @@ class Running:
         return [s for s in self.in_order() if s.decoding is decoding and not (s.in_flight and s.closing)]
 
     def start(self, builder: StepBuilder, sequence: Sequence, prefix: Prefix | None, now: float) -> bool:
-        """Give a waiting sequence a row and its cached `prefix`. False: no row is free.
+        """Give a waiting sequence a row and its cached `prefix`. False: no row is free, or no slot for its state.
 
         A kept row shows the pages of its program's last turn already: only what differs is written.
         """
-        begun = self.rows.begin(sequence.program)
+        states = self._cache.states
+        begun = self.rows.begin(sequence.program) if states is None or states.available else None
         if begun is None:
             return False
         row, last = begun
@@ -277,6 +290,7 @@ class Running:
             raise
         holding = sequence.holding = acquired.holding
         sequence.row, sequence.n_computed = row, holding.n_cached
+        mark_prompt(sequence, holding)
         reach = self.reloads.begin(holding, sequence.tokens) if sequence.reuse else 0
         self._stats.tokens_recomputed += max(sequence.n_before - max(holding.n_cached, reach), 0)
         sequence.n_before = 0
@@ -430,6 +444,22 @@ class Running:
             self._stats.tokens_continued += n_cached
         if program is not None:
             self._stats.tokens_rewritten += program.rewritten(sequence.tokens, n_cached)
+
+
+def mark_prompt(sequence: Sequence, holding: Holding) -> None:
+    """Keep the state near the prompt's end. The next turn may leave this one there: a thinking model's does.
+
+    A prefill ahead of a turn leaves its state where it ends. Tenants alias a shared preamble in whole pages.
+    """
+    if not sequence.background:
+        shared = sequence.cache_scope == SHARED
+        holding.mark(sequence.n_prompt - (0 if shared else GENERATION_PROMPT))
+
+
+def lost_state(sequence: Sequence) -> bool:
+    """Whether its recurrent state is ahead of its tokens: a planned step applied one that was refused since."""
+    state = sequence.holding.state if sequence.holding is not None else None
+    return state is not None and state.at > sequence.n_computed
 
 
 class Terminator:

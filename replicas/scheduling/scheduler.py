@@ -28,7 +28,7 @@ from holdfast.replicas.requests import (
 from holdfast.replicas.retention.pins import Retention
 from holdfast.replicas.retention.policy import LoadStats, RestoreCost
 from holdfast.replicas.scheduling.admission import Admission
-from holdfast.replicas.scheduling.batch import NO_ROOM, Running, Step, StepBuilder, Terminator, as_if_over
+from holdfast.replicas.scheduling.batch import NO_ROOM, Running, Step, StepBuilder, Terminator, as_if_over, lost_state
 from holdfast.replicas.scheduling.queue import RequestOrder, WaitingQueue
 from holdfast.replicas.scheduling.shares import BATCH_SHARE, Classes
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter
@@ -70,6 +70,8 @@ class Scheduler:
         self._latency_chunk = config.latency_chunk
         self._last_commit = 0.0  # when the last step was over
         self._high_water = int(config.cells * HIGH_WATER) if config.has("chunk_deferral") else config.cells
+        # With a recurrent state, as many as its window holds beside the last token; a grammar may force more.
+        self._most_drafts = config.speculation.max_draft if config.state_slots else _UNBOUNDED
         self._classes = Classes(BATCH_SHARE)
         self._waiting = waiting = WaitingQueue(order, self._classes)
         self._programs = programs
@@ -146,6 +148,8 @@ class Scheduler:
         With a step `flying`, which must be `open`, the plan is for the time after it; it may be empty.
         """
         builder = StepBuilder()
+        if self._cache.states is not None:
+            self._cache.states.slots.begin_step()
         with as_if_over(flying) if flying is not None else nullcontext():
             self.terminator.events += self.admission.expire(now)
             self.retention.expire(now)
@@ -159,6 +163,8 @@ class Scheduler:
         reloads = self._running.reloads
         # The host's books may have begun anew since a load was planned: a later save may have its pages.
         builder.loads = [load for load in builder.loads if reloads.reach(load.holding) >= load.end]
+        if self._cache.states is not None:
+            builder.use_states(self._cache.states)
         return builder.step(reloads.saves(), now, undrafted=self.drafts.silent)
 
     def _make_progress(self, builder: StepBuilder, now: float) -> None:
@@ -199,7 +205,10 @@ class Scheduler:
         return preempted
 
     def _decode_one(self, builder: StepBuilder, sequence: Sequence, now: float) -> bool:
-        drafts, end = self.drafts.propose(sequence), sequence.length + (sequence.awaited is not None)
+        drafts, end = (
+            self.drafts.propose(sequence)[: self._most_drafts],
+            sequence.length + (sequence.awaited is not None),
+        )
         if self._running.grow(builder, sequence, end + len(drafts)):
             builder.compute(sequence, 1, drafts)
             return False
@@ -259,7 +268,7 @@ class Scheduler:
                     continue
                 # What a grammar forces after the prompt is computed with the prompt's end.
                 whole = size == sequence.pending
-                drafts = self.drafts.propose(sequence) if whole else NO_DRAFT
+                drafts = self.drafts.propose(sequence)[: self._most_drafts] if whole else NO_DRAFT
                 end = sequence.n_computed + sequence.in_flight + size
                 grown = self._running.grow_dropping_pins(builder, sequence, end + len(drafts))
                 while not grown and self.admission.preempt_batch(builder, sequence, now):
@@ -360,6 +369,8 @@ class Scheduler:
                 continue
             if reason is not None:
                 self.terminator.finish(sequence, reason, now)
+            elif drawn is not None and lost_state(sequence):
+                self.terminator.preempt(None, sequence, now)
 
     def _share(self, step: Step, seconds: float) -> None:
         """Charge a step's seconds to tenants and classes: its sequences share them by their tokens."""
@@ -386,6 +397,8 @@ class Scheduler:
         self._stats.failed_steps += 1
         if step.plan.moves:
             self._running.reloads.lose()
+        if self._cache.states is not None:
+            self._cache.states.checkpoints.lose(step.plan.states_written)
         for _, sequence in step.present():
             self.terminator.fail(sequence, error.info, now)
         written = {write.row for write in step.plan.writes}

@@ -50,6 +50,7 @@ class EngineMachine(RuleBasedStateMachine):
         host_cells=st.sampled_from([0, 64, 512]),
         overlap=st.sampled_from(["off", "on"]),
         step_ms=st.sampled_from([0.0, 1e-3, 1e3]),
+        state_slots=st.sampled_from([0, 4, 7, 30]),
     )
     def start(
         self,
@@ -64,6 +65,7 @@ class EngineMachine(RuleBasedStateMachine):
         host_cells,
         overlap,
         step_ms,
+        state_slots,
     ) -> None:
         self.world = World(
             page_size=page_size,
@@ -78,9 +80,10 @@ class EngineMachine(RuleBasedStateMachine):
             without=(*(() if keeps else ("sessions",)), *(() if shares else ("prefix_cache",))),
             session_idle_s=40.0,
             order=order,
-            host_cells=host_cells if shares else 0,
+            host_cells=host_cells if shares and not state_slots else 0,
             overlap_steps=overlap,
             step_ms=step_ms,
+            state_slots=state_slots,
         )
         self.world.runner.eager = lambda n: n % 3 == 0
         self.world.step_s = 0.9

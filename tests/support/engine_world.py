@@ -180,6 +180,7 @@ class World:
 
     def check(self) -> None:
         """Nothing is lost: cells and rows are free, or with somebody."""
+        assert not self.runner.wrong, self.runner.wrong[0]
         check_cache(self.engine.cache)
         now, pool = self.engine.occupancy(), self.engine._pool
         assert now.cells_free + now.cells_tree + now.cells_held == now.cells_total

@@ -1,6 +1,7 @@
 """A runner without a model: cells remember what was written to them, and the next token is a hash of what is read.
 
-So a wrong page, a stale cell or a missing copy changes the output, as it would with a real model.
+So a wrong page, a stale cell or a missing copy changes the output, as it would with a real model. A recurrent state is
+the tokens that were applied to it, and has to be those that the cells have.
 """
 
 import zlib
@@ -50,6 +51,8 @@ class FakeFlight:
                 self.done = self.runner._follow(self.plan, self.beside)
             except Exception as failure:
                 self.done = failure
+                if isinstance(failure, AssertionError):  # for the engine a failed step like any other
+                    self.runner.wrong.append(failure)
 
     def land(self) -> StepOutput:
         assert not self.landed, "a step lands once"
@@ -69,6 +72,7 @@ class FakeRunner:
         self.host = np.full((host_pages, page_size, 2), -1, np.int64)
         self.cells = np.full((pages, page_size, 2), -1, np.int64)  # token, position
         self.table = np.full((rows, pages + 1), -1, np.int32)
+        self.wrong: list[AssertionError] = []  # plans that no correct engine makes
         self.plans: list[StepPlan] = []  # computed
         self.begun_plans: list[StepPlan] = []
         self.flights: list[FakeFlight] = []  # that have not landed
@@ -76,6 +80,8 @@ class FakeRunner:
         self.eager: Callable[[int], bool] = lambda n: False
         self.fail: Callable[[StepPlan], bool] = lambda plan: False
         self.fail_moves: Callable[[StepPlan], bool] = lambda plan: False
+        # By slot: the tokens applied to the state, and those held back behind them; None: nobody knows.
+        self.states: dict[int, tuple[list[int], list[int]] | None] = {-1: ([], [])}
         self._drawn: tuple[Drawn | None, ...] = ()
         self._lost: set[tuple[int, int]] = set()  # row and end of the chunks of the step before, if that failed
 
@@ -116,6 +122,7 @@ class FakeRunner:
         for write in plan.writes:
             self.table[write.row, write.first : write.first + len(write.pages)] = write.pages
         if self.fail(plan):
+            self.states |= dict.fromkeys(plan.states_written)
             raise RuntimeError("injected")
         # A load is done by the end of the step and not before, so what reads it in this step reads garbage.
         self.cells[plan.loads.device] = -1
@@ -123,10 +130,35 @@ class FakeRunner:
             for i, token in enumerate(chunk.tokens):
                 page, cell = self._place(chunk.row, chunk.start + i)
                 self.cells[page, cell] = (token, chunk.start + i)
+        self._advance(plan)
         drawn = tuple(self._draw(chunk) for chunk in plan.chunks)
         if moved:
             self.cells[plan.loads.device] = self.host[plan.loads.host]
         return StepOutput(drawn, moved=moved, load_s=0.001 * len(plan.loads))
+
+    def _advance(self, plan: StepPlan) -> None:
+        """Read all states of a step, then write them."""
+        written: dict[int, tuple[list[int], list[int]]] = {}
+        for chunk in plan.chunks:
+            if (use := chunk.state) is None:
+                continue
+            state = self.states[use.source]
+            assert state is not None, f"slot {use.source} has a state that a failed step was to write"
+            applied, held = state
+            assert use.applied <= len(held)
+            seen = [*applied, *held[: use.applied]]
+            assert len(seen) == chunk.start, f"a chunk from {chunk.start} on goes on from a state at {len(seen)}"
+            assert seen == self.read(chunk.row, chunk.start), "the state is of other tokens than the cells"
+            tokens = chunk.tokens.tolist()
+            last = len(tokens) - use.held
+            for n, slot in [*use.marks, (last, use.target)]:
+                assert slot not in written, f"slot {slot} is written twice"
+                assert 0 < n <= last or (slot == use.target and n >= 0)
+                written[slot] = ([*seen, *tokens[:n]], tokens[last:] if slot == use.target else [])
+        for chunk in plan.chunks:
+            if chunk.state is not None and (source := chunk.state.source) in written:
+                assert source == chunk.state.target, f"slot {source} is read and written by another"
+        self.states |= written
 
     def _draw(self, chunk: Chunk) -> Drawn | None:
         if chunk.draw is None:

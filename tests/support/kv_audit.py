@@ -6,14 +6,17 @@ from collections.abc import Collection
 import numpy as np
 
 from holdfast.replicas.kv.cache import Holding, KVCache
-from holdfast.replicas.kv.pages import PagePool
+from holdfast.replicas.kv.pages import NO_SLOT, PagePool
 from holdfast.replicas.kv.radix import Node, Pin, RadixTree
+from holdfast.replicas.kv.states import States
 from holdfast.replicas.types import tenant_of
 
 
 def check_cache(cache: KVCache) -> None:
     """Recount the cache, and its host tier."""
     audit(cache.pool, cache.tree, cache._live, cache._pins)
+    if cache.states is not None:
+        audit_states(cache.states, cache.tree, cache._live, cache._pins)
     if (host := cache.host) is not None:
         audit(host.pool, host.tree, (), host._pins)
         assert host.pool.used == host.tree.pages, "free + tree != total"
@@ -58,6 +61,27 @@ def audit(pool: PagePool, tree: RadixTree, holdings: Collection[Holding], pins: 
         leaf = not node.children
         assert node.leases == 0 or node not in tree.queue, "a leased node could be evicted"
         assert node.leases > 0 or not leaf or node in tree.queue, "an idle leaf could not be evicted"
+
+
+def audit_states(states: States, tree: RadixTree, holdings: Collection[Holding], pins: Collection[Pin]) -> None:
+    """Recount the state slots: each is free, or has as many owners as there are."""
+    kept = [node for root in tree.roots.values() for node in _below(root) if node.checkpoint != NO_SLOT]
+    owned = Counter(node.checkpoint for node in kept)
+    assert set(owned.values()) <= {1}, "a slot is the checkpoint of two nodes"
+    written: Counter[int] = Counter()
+    for state in [each.state for each in holdings if each.state is not None]:
+        written.update([state.slot, *(slot for _, slot in state.kept)])
+        owned.update([state.source] if state.source not in (NO_SLOT, state.slot) else [])
+    assert set(written.values()) <= {1}, "a slot has two writers"
+    assert not set(written) & {node.checkpoint for node in kept}, "a checkpoint has a writer"
+    owned.update(written)
+    slots = states.slots
+    owned.update(slots._read)
+    assert slots._owners == [owned[slot] for slot in range(slots.total)], "owners of slots are miscounted"
+    assert sorted(slots._free) == [slot for slot in range(slots.total) if not owned[slot]]
+    assert set(states.checkpoints._values) == set(kept), "checkpoints are miscounted"
+    pinned = Counter(pin.checkpoint for pin in pins if pin.checkpoint is not None)
+    assert states.checkpoints._pinned == pinned, "pins of checkpoints are miscounted"
 
 
 def _below(root: Node) -> list[Node]:

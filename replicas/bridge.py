@@ -171,46 +171,37 @@ class Mailbox:
         self._urgent = urgent
         self._events: list[Event] = []
         self._due = 0.0  # when the reader may get the next list
-        self._ended = False
+        self._ready = asyncio.Event()  # there is a list that is due
         self._timer: asyncio.TimerHandle | None = None
-        self._reader: asyncio.Future[None] | None = None
+        self._ended = False
 
     def put(self, events: list[Event]) -> None:
         """Add events. Those after a terminal event are dropped."""
         if self._ended:
             return
         self._events += events
-        self._ended = isinstance(self._events[-1], Terminal)
-        if any(isinstance(event, Tokens) and self._urgent(event.tokens) for event in events):
+        self._ended = isinstance(events[-1], Terminal)
+        if self._ended or any(isinstance(event, Tokens) and self._urgent(event.tokens) for event in events):
             self._due = 0.0
-        if self._reader is None:
-            return
-        if self._ended or self._loop.time() >= self._due:
-            self._wake()
-        elif self._timer is None:
-            self._timer = self._loop.call_at(self._due, self._wake)
+        self._wake()
 
     async def take(self) -> list[Event]:
         """Wait for the events since the last call, at least one. One reader at a time."""
-        if not (self._ended or (self._events and self._loop.time() >= self._due)):
-            self._reader = self._loop.create_future()
-            if self._events:
-                self._timer = self._loop.call_at(self._due, self._wake)
-            try:
-                await self._reader
-            finally:
-                self._reader = None
-                if self._timer is not None:
-                    self._timer.cancel()
-                    self._timer = None
+        await self._ready.wait()
         events, self._events = self._events, []
         if not isinstance(events[-1], Started):  # the first tokens do not wait
             self._due = self._loop.time() + self._interval
+        self._ready.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         return events
 
     def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        if self._loop.time() >= self._due:
+            self._ready.set()
+        elif self._timer is None:
+            self._timer = self._loop.call_at(self._due, self._ready.set)
 
 
 @dataclass(slots=True, eq=False)
@@ -234,11 +225,6 @@ class Bridge:
         self._handed = threading.Event()  # readers have received the latest events
         self.thread = EngineThread(engine, self._deliver, partial(self._call_on_loop, self._fail_the_rest))
         self.thread.start()
-
-    @property
-    def n_live(self) -> int:
-        """Requests without a terminal event so far."""
-        return len(self._live)
 
     async def run(
         self, request: Request, before: Work = NO_WORK, urgent: Urgent = lambda tokens: False

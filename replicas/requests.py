@@ -9,8 +9,9 @@ A reply is a stream of `ReasoningDelta`, `TextDelta` and `ToolCallDelta` pieces,
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from math import inf
+from operator import add
 from typing import Any, Literal, TypeAlias
 
 from holdfast.replicas.constraints.matcher import Matcher
@@ -43,13 +44,7 @@ class Work:
     accepted: int = 0  # of `drafted`
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(
-            self.computed + other.computed,
-            self.cached + other.cached,
-            self.drawn + other.drawn,
-            self.drafted + other.drafted,
-            self.accepted + other.accepted,
-        )
+        return Work(*map(add, astuple(self), astuple(other)))
 
 
 NO_WORK = Work()
@@ -413,18 +408,16 @@ class SessionState:
 
 
 @dataclass(frozen=True, slots=True)
-class OfSession:
-    """Concerns this session; with a `life` only the session opened with the same life."""
+class SessionCommand:
+    """Concerns this session; with a `life` only the session opened with the same life.
+
+    The engine executes `OpenSession`, `ForkSession` and `CloseSession` in order with the session's operations. The
+    service sets their `request_id`.
+    """
 
     scope: str
     session_id: str
     life: str = field(default="", kw_only=True)
-
-
-@dataclass(frozen=True, slots=True)
-class SessionCommand(OfSession):
-    """Executed by the engine, in order with the session's operations. The service sets `request_id`."""
-
     request_id: str = field(default="", kw_only=True)
 
 
@@ -442,39 +435,26 @@ class CloseSession(SessionCommand):
 
 
 @dataclass(frozen=True, slots=True)
-class DescribeSession(OfSession):
-    pass
+class DescribeSession(SessionCommand):
+    """Returns the history from token `start` on as well, if given. Counts as a read of the answer to `question_id`."""
+
+    start: int | None = None
+    question_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class ReadHistory(OfSession):
-    """Returns the history from token `start` on."""
-
-    start: int
-
-
-@dataclass(frozen=True, slots=True)
-class AddQuestion(OfSession):
+class AddQuestion(SessionCommand):
     """Does nothing if the question stands already."""
 
     question: Question
 
 
 @dataclass(frozen=True, slots=True)
-class RemoveQuestion(OfSession):
+class RemoveQuestion(SessionCommand):
     question_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReadQuestion(OfSession):
-    """Like `DescribeSession`, and counted as a read of the answer."""
-
-    question_id: str
-
-
-SessionCall: TypeAlias = (
-    DescribeSession | ReadHistory | ForkSession | CloseSession | AddQuestion | RemoveQuestion | ReadQuestion
-)
+SessionCall: TypeAlias = DescribeSession | ForkSession | CloseSession | AddQuestion | RemoveQuestion
 """A router's call about a session, besides generating. It returns the session's state, for a fork the child's."""
 
 
@@ -736,9 +716,7 @@ class AnswerBuilder:
         self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._logprobs: list[LogprobText] = []
-        self._calls: dict[int, ToolCallDelta] = {}
-        self._arguments: dict[int, list[str]] = {}
-        self._closed: set[int] = set()
+        self._calls: dict[int, list[ToolCallDelta]] = {}
 
     def add(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
@@ -748,34 +726,23 @@ class AnswerBuilder:
             elif isinstance(piece, ReasoningDelta):
                 self._reasoning.append(piece.text)
             elif isinstance(piece, ToolCallDelta):
-                self._calls.setdefault(piece.index, piece)
-                self._arguments.setdefault(piece.index, []).append(piece.arguments)
-                if piece.closed:
-                    self._closed.add(piece.index)
+                self._calls.setdefault(piece.index, []).append(piece)
             elif not isinstance(piece, Started):
                 self.terminal = piece
 
     def answer(self) -> Answer | None:
         """The answer; None if the reply has not completed."""
-        if not isinstance(self.terminal, Completed):
+        end = self.terminal
+        if not isinstance(end, Completed):
             return None
-        calls = tuple(
-            ToolCall(first.call_id or "", first.name or "", "".join(self._arguments[index]), index in self._closed)
-            for index, first in sorted(self._calls.items())
-        )
-        text = "".join(self._texts)
-        return Answer(
-            text=None if calls and not text else text,
-            tool_calls=calls,
-            logprobs=tuple(self._logprobs),
-            reason=self.terminal.reason,
-            usage=self.terminal.usage,
-            timing=self.terminal.timing,
-            called=self.terminal.called,
-            reasoning="".join(self._reasoning),
-            stop=self.terminal.stop,
-            history=self.terminal.history,
-        )
+        text, reasoning, calls = "".join(self._texts), "".join(self._reasoning), list[ToolCall]()
+        for _, (first, *rest) in sorted(self._calls.items()):
+            arguments = "".join(each.arguments for each in (first, *rest))
+            closed = any(each.closed for each in (first, *rest))
+            calls.append(ToolCall(first.call_id or "", first.name or "", arguments, closed))
+        shown = None if calls and not text else text
+        reply = (shown, tuple(calls), tuple(self._logprobs), end.reason, end.usage, end.timing)
+        return Answer(*reply, end.called, reasoning, end.stop, end.history)
 
     def error(self) -> Errored:
         """The error that ended the reply. Raises ValueError if it completed or has not ended."""

@@ -21,7 +21,7 @@ from functools import partial
 from itertools import count
 from math import inf
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
 import numpy as np
 
@@ -69,13 +69,10 @@ from holdfast.replicas.requests import (
     PartialReply,
     Piece,
     RawPrompt,
-    ReadHistory,
-    ReadQuestion,
     RemoveQuestion,
     ReplyTokens,
     Request,
     SessionCall,
-    SessionCommand,
     SessionLog,
     SessionState,
     SessionTurn,
@@ -96,8 +93,6 @@ from holdfast.replicas.sessions import SessionFacts
 from holdfast.replicas.text.conversation import Constraints, Encoded, TextSide
 from holdfast.replicas.text.reply import Reply
 from holdfast.replicas.types import NO_TOKENS, TokenIds
-
-SessionCommandT = TypeVar("SessionCommandT", bound=SessionCommand)
 
 
 class Service:
@@ -510,21 +505,20 @@ class SessionService:
         facts, start = self._found(scope, call.session_id, call.life), None
         if isinstance(call, ForkSession):
             child = engine.session(scope, call.child_id)
-            if (
-                child is None or not call.child_life or child.past.life != call.child_life
-            ):  # not done by an earlier attempt
+            repeated = child is not None and child.past.life == call.child_life != ""
+            if not repeated:
                 await self._run(call)
             facts, start = self._found(scope, call.child_id, call.child_life), 0
-        elif isinstance(call, ReadHistory):
-            start = call.start
         elif isinstance(call, CloseSession):
             await self._run(call)
         elif isinstance(call, AddQuestion):
             questions.add(facts, scope, call.question)
         elif isinstance(call, RemoveQuestion):
             questions.remove(facts, scope, call.question_id)
-        elif isinstance(call, ReadQuestion):
-            questions.read(facts, scope, call.question_id)
+        else:
+            start = call.start
+            if call.question_id:
+                questions.read(facts, scope, call.question_id)
         state = self._state(facts, scope)
         return state if start is None else replace(state, history=self.history(facts.past, start))
 
@@ -560,8 +554,8 @@ class SessionService:
                 raise
             finally:
                 if closes:
-                    command = CloseSession(scope, turn.session_id, life=turn.life)
-                    self._service.bridge.thread.send(self._command(command))
+                    command = CloseSession(scope, turn.session_id, life=turn.life, request_id=self._command_id())
+                    self._service.bridge.thread.send(command)
         except HoldfastError as error:
             yield (_errored(request, error.info),)
 
@@ -583,12 +577,12 @@ class SessionService:
 
     # ---- parts ----
 
-    def _command(self, command: SessionCommandT) -> SessionCommandT:
-        return replace(command, request_id=f"session-operation-{next(self._service._session_operations)}")
+    def _command_id(self) -> str:
+        return f"session-operation-{next(self._service._session_operations)}"
 
     async def _run(self, command: OpenSession | ForkSession | CloseSession) -> None:
         with self._service.questions.others():
-            ended, _ = await _ran(self._service.bridge, self._command(command))
+            ended, _ = await _ran(self._service.bridge, replace(command, request_id=self._command_id()))
         if isinstance(ended, Aborted):
             raise UnavailableError("the session was closed meanwhile", "session_id")
         if not isinstance(ended, Finished):

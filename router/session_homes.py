@@ -50,7 +50,6 @@ from holdfast.replicas.requests import (
     PartialReply,
     Question,
     RawPrompt,
-    ReadHistory,
     RemoveQuestion,
     SessionCall,
     SessionState,
@@ -322,7 +321,7 @@ class SessionHomes:
         """As much of the history as its home has behind the first `start` tokens, and the questions that stand."""
         if told.start <= start:  # all of it where it begins
             return told.after(start), ()
-        call = ReadHistory(found.tenant, found.session_id, start, life=told.life)
+        call = DescribeSession(found.tenant, found.session_id, start, life=told.life)
         try:
             state = await self._backend.session(call, found.program, found.home.replica_id)
         except UnknownSessionError as error:  # another has its place by now

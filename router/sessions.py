@@ -25,7 +25,6 @@ from holdfast.replicas.requests import (
     DescribeSession,
     ForkSession,
     ModelCard,
-    ReadQuestion,
     RemoveQuestion,
     SessionState,
 )
@@ -237,7 +236,7 @@ class SessionEndpoints:
         """The latest answer, with what it has seen."""
         async with self._guard.entered(request) as tenant:
             named = request.path_params
-            call = ReadQuestion(tenant.name, named["session_id"], named["question_id"])
+            call = DescribeSession(tenant.name, named["session_id"], question_id=named["question_id"])
             state = await self._homes.ask(tenant, call)
             return json_response(question_reply(state, named["question_id"]))
 

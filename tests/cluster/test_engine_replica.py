@@ -34,8 +34,9 @@ class Driven(actor.Replica):
         self.heard = Counter[str]()
         card = ModelCard("pocket", 128, 100)
         engine = self.world.engine
+        bridge = SimpleNamespace(thread=SimpleNamespace(hung=False))
         self.service: Any = SimpleNamespace(
-            engine=engine, notice=self.take, card=card, hung=False, close=lambda: asyncio.sleep(0)
+            engine=engine, notice=self.take, card=card, bridge=bridge, close=lambda: asyncio.sleep(0)
         )
 
     def take(self, notice: Notice) -> None:

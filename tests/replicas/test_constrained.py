@@ -237,7 +237,7 @@ def test_a_schema_that_cannot_be_followed_is_an_error_with_its_field(prompt: Cha
             reply = await service.generate(request("a", prompt))
             assert isinstance(reply, Errored)
             assert (reply.error.kind, reply.error.field) == (ErrorKind.INVALID, field)
-            assert service.bridge.n_live == 0
+            assert len(service.bridge._live) == 0
 
     asyncio.run(main())
 
@@ -318,7 +318,7 @@ def test_who_leaves_is_not_compiled_for_any_more() -> None:
             await asyncio.gather(*waiting, return_exceptions=True)
             assert isinstance(await held.ask("one"), Answer)
             assert held.compiler.compiled == compiler._THREADS + 1
-            assert service.bridge.n_live == 0
+            assert len(service.bridge._live) == 0
 
     asyncio.run(main())
 
@@ -383,7 +383,7 @@ def test_a_call_has_a_declared_name_and_arguments_of_its_schema(
                 assert ([c.name for c in reply.tool_calls], reply.text) == (["search_flights"], None)
                 assert list(json.loads(reply.tool_calls[0].arguments)) == ["origin"]
                 assert reply.reason == "tool_calls"
-                assert service.engine.occupancy().cells_held == service.bridge.n_live == 0
+                assert service.engine.occupancy().cells_held == len(service.bridge._live) == 0
                 again = await service.generate(request("b", SEEN, **settings))
                 assert said([again]) == said([reply])
         assert said(replies[:1]) * (len(COMPUTED) - 1) == said(replies[1:])

@@ -241,7 +241,7 @@ def test_leaving_a_stream_aborts_it_within_two_steps():
             assert engine.stats.ended["aborted"] == 1
             assert engine.stats.completion <= drawn[0] + 2 + 1
             assert engine.occupancy().cells_held == 0
-            assert service.bridge.n_live == 0
+            assert len(service.bridge._live) == 0
 
     asyncio.run(main())
 
@@ -499,7 +499,7 @@ async def left(service: Service, name: str) -> None:
     answer.cancel()
     await asyncio.wait([answer])
     del answer
-    await until_async(lambda: not service.engine.occupancy().running and not service.bridge.n_live)
+    await until_async(lambda: not service.engine.occupancy().running and not len(service.bridge._live))
 
 
 async def wrong(service: Service, name: str) -> None:

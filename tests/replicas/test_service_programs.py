@@ -121,6 +121,6 @@ def test_notices_that_nobody_hears_any_more_end_nothing():
         async with serving() as service:
             await service.close()
             service.notice(ProgramEnded("", "p"))
-            assert service.bridge.n_live == 0
+            assert len(service.bridge._live) == 0
 
     asyncio.run(main())

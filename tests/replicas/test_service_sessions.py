@@ -106,7 +106,7 @@ def test_a_session_is_fed_asked_forked_and_closed():
             await sessions.close("s")
             await sessions.close("copy")
             now = service.engine.occupancy()
-            assert (now.sessions, now.rows_taken, now.cells_held, service.bridge.n_live) == (0, 0, 0, 0)
+            assert (now.sessions, now.rows_taken, now.cells_held, len(service.bridge._live)) == (0, 0, 0, 0)
             assert service.engine.cache.cells.in_use == 0
         finally:
             await service.close()

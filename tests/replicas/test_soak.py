@@ -191,7 +191,13 @@ def test_the_service_under_clients_that_leave_gives_everything_back():
             assert outcomes.count("Completed") > 0
             await service.generate(GenerateRequest("last", RawPrompt([5, 6, 7]), Sampling(max_tokens=1)))
             now = service.engine.occupancy()
-            assert (now.running, now.waiting, now.rows_taken, now.cells_held, service.bridge.n_live) == (0, 0, 0, 0, 0)
+            assert (now.running, now.waiting, now.rows_taken, now.cells_held, len(service.bridge._live)) == (
+                0,
+                0,
+                0,
+                0,
+                0,
+            )
             check_cache(service.engine.cache)
         finally:
             await service.close()

@@ -335,7 +335,6 @@ class ProgramPin:
     deadline: float
     number: int
     priority: Priority = Priority.INTERACTIVE
-    live: bool = True  # until it is dropped
     paused: Pause | None = None  # what the turn called, once it is known
     lapse: float = math.inf
     away: float = math.inf

@@ -7,14 +7,14 @@ comes first (`SlotShares`).
 """
 
 import heapq
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from holdfast.replicas.errors import OverloadedError
-from holdfast.replicas.scheduling.shares import BATCH_SHARE, TENANTS, Bounds, Classes, Contended, Roots, Shares, Turn
+from holdfast.replicas.scheduling.shares import BATCH_SHARE, Bounds, Classes, FairShares, Roots, Turn
 from holdfast.replicas.types import Priority
 
 T = TypeVar("T")
@@ -67,10 +67,8 @@ class SlotShares:
 
     def __init__(self, batch_share: float = BATCH_SHARE) -> None:
         self._classes = Classes(batch_share)
-        self._shares = {each: Shares() for each in Priority}
-        self._roots: OrderedDict[Line, Roots] = OrderedDict()
+        self._fair = FairShares()
         self._counted: dict[Line, float] = {}  # until when, of those that have slots
-        self._contended = Contended()
         self._looked = 0.0  # when the classes were told last
         self._running: Counter[Priority] = Counter()  # slots
         self._waiting: Counter[Priority] = Counter()  # requests
@@ -98,7 +96,7 @@ class SlotShares:
         if not payer.tenant:
             return
         self._count(payer.line, now)
-        self._shares[payer.priority].on_start(payer.tenant).weight = payer.weight
+        self._fair.of_class[payer.priority].on_start(payer.tenant).weight = payer.weight
         self._roots_of(payer.line).on_start(turn)
         self._counted[payer.line] = now
 
@@ -109,7 +107,7 @@ class SlotShares:
         if not payer.tenant:
             return
         self._count(payer.line, now)
-        shares = self._shares[payer.priority]
+        shares = self._fair.of_class[payer.priority]
         shares.on_end(payer.tenant)
         if payer.root:
             self._roots_of(payer.line).charge(payer.root, seconds)
@@ -127,7 +125,7 @@ class SlotShares:
             return nobody
         for line in lines:
             self._count(line, now)
-        shares = self._shares[lines[0].priority]
+        shares = self._fair.of_class[lines[0].priority]
         return lines[shares.first([line.tenant for line in lines])[0]]
 
     def crowds(self, waiting: Mapping[Line, int], payer: Payer) -> Line | None:
@@ -138,7 +136,7 @@ class SlotShares:
         batch = {line: n for line, n in waiting.items() if line.priority is Priority.BATCH}
         if payer.priority is Priority.INTERACTIVE and batch:
             return max(batch, key=batch.__getitem__)
-        shares = self._shares[payer.priority]
+        shares = self._fair.of_class[payer.priority]
         counts = {
             line: n / shares.of(line.tenant).weight
             for line, n in waiting.items()
@@ -151,22 +149,19 @@ class SlotShares:
 
     def learn(self, elsewhere: Mapping[str, float]) -> None:
         """So many seconds more tenants had slots of other routers, by the names that `contended` has."""
-        for name, seconds in elsewhere.items():
-            priority, _, tenant = name.partition("/")
-            if priority in tuple(Priority):
-                self._shares[Priority(priority)].elsewhere(tenant, seconds)
+        self._fair.learn(elsewhere)
 
     @property
     def contended(self) -> Mapping[str, float]:
         """Seconds of slots while others waited, by class and tenant, for other routers to count."""
-        return self._contended.told()
+        return self._fair.contended
 
     def _come(self, payer: Payer, now: float, *, alone: bool) -> Turn:
         if not payer.tenant:
             return (0.0, 0.0)
         for line in list(self._counted):
             self._count(line, now)
-        self._shares[payer.priority].on_arrive(payer.tenant, payer.weight, alone=alone)
+        self._fair.of_class[payer.priority].on_arrive(payer.tenant, payer.weight, alone=alone)
         return self._roots_of(payer.line).on_arrive(payer.root) if payer.root else (0.0, 0.0)
 
     def _count(self, line: Line, now: float) -> None:
@@ -174,11 +169,8 @@ class SlotShares:
         since = self._counted.get(line)
         if since is None or since == now:
             return
-        shares = self._shares[line.priority]
-        seconds = shares.of(line.tenant).running * (now - since)
-        shares.charge(line.tenant, seconds)
-        if self._waiting[line.priority]:
-            self._contended.add(line.priority, line.tenant, seconds)
+        seconds = self._fair.of_class[line.priority].of(line.tenant).running * (now - since)
+        self._fair.charge(line.priority, line.tenant, seconds, contended=self._waiting[line.priority] > 0)
         self._counted[line] = now
 
     def _tell_classes(self, now: float) -> None:
@@ -189,13 +181,7 @@ class SlotShares:
         self._classes.serve(seconds * (1.0 - part) if slots else 0.0, seconds * part, wanted=wanted)
 
     def _roots_of(self, line: Line) -> Roots:
-        roots = self._roots.get(line)
-        if roots is None:
-            roots = self._roots[line] = Roots()
-            if len(self._roots) > TENANTS:
-                self._roots.popitem(last=False)
-        self._roots.move_to_end(line)
-        return roots
+        return self._fair.roots(line.priority, line.tenant)
 
 
 class Lines(Generic[T]):

@@ -1,9 +1,10 @@
 """Autellix's order of requests: the program that was served least comes first."""
 
+import heapq
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from holdfast.replicas.programs import ProgramKey, Sequence
+from holdfast.replicas.programs import ProgramKey, Sequence, Status
 from holdfast.replicas.scheduling.queue import Chunks, Key, RequestOrder, Sequences
 from holdfast.replicas.types import Priority
 
@@ -35,6 +36,7 @@ class Plas(RequestOrder):
         self._programs = programs
         self._of_programs: OrderedDict[ProgramKey, float] = OrderedDict()
         self.attained: dict[Sequence, float] = {}  # service that counts against each request that waits or runs
+        self._due: list[tuple[float, int, Sequence]] = []  # a heap: when requests have waited too long
 
     def key(self, sequence: Sequence) -> Key:
         attained = self.attained.get(sequence, 0.0)
@@ -42,7 +44,9 @@ class Plas(RequestOrder):
 
     def arrive(self, sequence: Sequence, *, alone: bool = False) -> None:
         program = ProgramKey.of(sequence.submit)
-        self.attained[sequence] = self._of_programs.get(program, 0.0) if program is not None else 0.0
+        attained = self.attained[sequence] = self._of_programs.get(program, 0.0) if program is not None else 0.0
+        if attained >= self._ends[0]:
+            heapq.heappush(self._due, (sequence.arrived + self._patience * attained, sequence.number, sequence))
 
     def left(self, sequence: Sequence) -> None:
         self.attained.pop(sequence, None)
@@ -61,9 +65,9 @@ class Plas(RequestOrder):
             if len(self._of_programs) > self._programs:
                 self._of_programs.popitem(last=False)
 
-    def due(self, sequence: Sequence) -> float | None:
-        attained = self.attained.get(sequence, 0.0)
-        return None if attained < self._ends[0] else sequence.arrived + self._patience * attained
-
-    def promote(self, sequence: Sequence) -> None:
-        self.attained[sequence] = 0.0
+    def promote(self, now: float) -> Iterator[Sequence]:
+        while self._due and self._due[0][0] <= now:
+            sequence = heapq.heappop(self._due)[2]
+            if sequence in self.attained and sequence.status is Status.WAITING and not sequence.preempted:
+                self.attained[sequence] = 0.0
+                yield sequence

@@ -31,7 +31,7 @@ from holdfast.replicas.kv.states import States
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, StepPlan
 from holdfast.replicas.programs import KeptRow, Kind, Program, Programs, Rows, Sequence, Status, give_back
 from holdfast.replicas.requests import Aborted, Event, Finished, FinishReason
-from holdfast.replicas.retention.pins import Retention
+from holdfast.replicas.scheduling.pins import Retention
 from holdfast.replicas.scheduling.queue import Forecast, Key, RequestOrder, WaitingQueue
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter
 from holdfast.replicas.stats import EngineStats

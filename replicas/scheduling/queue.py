@@ -1,27 +1,31 @@
 """The orders of requests, the queue of requests that wait for admission, and how long they wait (`Forecast`).
 
-An order is a small policy that `engine.order` names. The smallest key is served first. `key` orders the running
-requests, of which the last is preempted when cells run out. `waiting` orders the waiting ones, after those that were
-preempted. Both compare requests of one class; batch comes after interactive. The first running request is therefore
-never preempted, so one always makes progress: keys change between steps only and have to settle. Orders that share
-among tenants keep a line of waiting requests for each (`line`, `first`). Not here: which request fits (`admission`).
+    order      key of a running request       key of a waiting one             line     rank of a paused program
+    request    its arrival                    the same                         one      after all requests
+    program    its program's arrival          programs with pins first         one      its arrival
+    fair       as `program`                   its program's turn, then that    tenant   its tenant's service, arrival
+
+`engine.order` names one. The smallest key is served first; the last running request is preempted when cells run out.
+Keys compare requests of one class: batch comes after interactive, and preempted requests come before both. The first
+running request is never preempted, so one always makes progress: keys change between steps only and have to settle.
+Not here: which request fits (`admission`).
 """
 
-import heapq
 from abc import abstractmethod
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from itertools import count
-from typing import Protocol, TypeAlias
+from bisect import bisect_left, insort
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import count, takewhile
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from holdfast.replicas.config import made
 from holdfast.replicas.plan import Chunk
 from holdfast.replicas.programs import Sequence
-from holdfast.replicas.requests import Submit
-from holdfast.replicas.scheduling.shares import TENANTS, Classes, Contended, Roots, Shares
+from holdfast.replicas.scheduling.shares import TENANTS, Classes, FairShares
 from holdfast.replicas.stats import Mean
 from holdfast.replicas.types import RANKS, Priority
 
+T = TypeVar("T")
 Key: TypeAlias = tuple[float, ...]
 Sequences: TypeAlias = tuple[Sequence, ...]
 Chunks: TypeAlias = tuple[Chunk, ...]
@@ -29,8 +33,6 @@ Line: TypeAlias = tuple[Priority | None, str | None]
 
 _AHEAD: Line = (None, None)  # the line of background prefills, which have no class
 _NOBODY: Mapping[Priority, int] = {}
-_ASIDE = -1  # the ticket of a sequence that is set aside: it is in no heap
-_SLACK = 64  # invalid entries that may stay in a heap of any size
 _ON_TIME = 0.95  # of the answers come by their forecast
 _STRIDE = 0.05  # by which the correction grows after a forecast that was too short
 _MOST = 4.0  # times a forecast, at most
@@ -41,9 +43,6 @@ class RequestOrder(Protocol):
 
     settled: bool = True
     """The key of a running request never changes."""
-
-    by_arrival: bool = True
-    """Paused programs of a class are ranked by arrival (`pin_rank`). False: only those of a class and a tenant are."""
 
     changes: int = 0
     """Counts events after which `first` may choose another line."""
@@ -57,10 +56,6 @@ class RequestOrder(Protocol):
         """The place of a waiting request in its line. It may change only with an event of that request."""
         return self.key(sequence)
 
-    def arrive(self, sequence: Sequence, *, alone: bool = False) -> None:
-        """A request has come in; its key is asked for next. `alone`: no other one of its class waits."""
-        return
-
     def line(self, sequence: Sequence) -> str:
         """The line in which it waits. It stays the same while the request waits."""
         return ""
@@ -68,6 +63,10 @@ class RequestOrder(Protocol):
     def first(self, heads: Sequences) -> Sequence:
         """The one to serve next of `heads`, each the first of its line."""
         return heads[0] if len(heads) == 1 else min(heads, key=self.waiting)
+
+    def arrive(self, sequence: Sequence, *, alone: bool = False) -> None:
+        """A request has come in; its key is asked for next. `alone`: no other one of its class waits."""
+        return
 
     def begin(self, sequence: Sequence) -> None:
         """It has been given a row and runs from the next step on."""
@@ -83,6 +82,21 @@ class RequestOrder(Protocol):
         """A step of these, each with its chunk, took `seconds`, while so many of each class were `waiting`."""
         return
 
+    def promote(self, now: float) -> Iterable[Sequence]:
+        """Called before each step. Returns waiting requests whose key has changed with the time."""
+        return ()
+
+    def rank(self, sequence: Sequence) -> Key:
+        """The place among paused programs of a request that needs the cells pinned for them."""
+        return (0.0,)
+
+    def pin_rank(self, scope: str, arrival: float, priority: Priority = Priority.INTERACTIVE) -> Key:
+        """The place of a paused program: its cells are given to smaller ones only. The last number is the `arrival`.
+
+        Paused programs of one class and tenant are ranked by arrival.
+        """
+        return (1.0, arrival)
+
     def learn(self, elsewhere: Mapping[str, float]) -> None:
         """Other replicas served so many seconds more, by the names of `contended`."""
         return
@@ -92,21 +106,12 @@ class RequestOrder(Protocol):
         """Seconds that were served while others waited, by class and tenant, for other replicas to count."""
         return {}
 
-    def due(self, sequence: Sequence) -> float | None:
-        """When `promote` is called for a waiting request that was never started; None: never."""
-        return None
 
-    def promote(self, sequence: Sequence) -> None:
-        """The time that `due` named has come: the key may change now."""
-        return
+class ArrivalOrder(RequestOrder):
+    """First come, first served by request: the baseline of request-driven servers."""
 
-    def rank(self, sequence: Sequence) -> Key:
-        """The place among paused programs of a request that needs the cells pinned for them."""
-        return (0.0,)
-
-    def pin_rank(self, scope: str, arrival: float, priority: Priority = Priority.INTERACTIVE) -> Key:
-        """The place of a paused program: its cells are given to smaller ones only. The last number is the `arrival`."""
-        return (1.0, arrival)
+    def key(self, sequence: Sequence) -> Key:
+        return (sequence.arrived, sequence.number)
 
 
 class ProgramOrder(RequestOrder):
@@ -119,45 +124,41 @@ class ProgramOrder(RequestOrder):
         return (0.0 if sequence.pinned else 1.0, *self.key(sequence))
 
     def rank(self, sequence: Sequence) -> Key:
-        return (sequence.submit.program_arrival,)
+        submit = sequence.submit
+        return self.pin_rank(submit.scope, submit.program_arrival, submit.priority)
 
     def pin_rank(self, scope: str, arrival: float, priority: Priority = Priority.INTERACTIVE) -> Key:
         return (arrival,)
 
 
-class ArrivalOrder(RequestOrder):
-    """First come, first served by request: the baseline of request-driven servers."""
-
-    def key(self, sequence: Sequence) -> Key:
-        return (sequence.arrived, sequence.number)
-
-
 class FairOrder(ProgramOrder):
     """The tenant that was served least for its weight comes first (`Shares`), its programs in turn (`Roots`).
 
-    A step's seconds are charged to its sequences by their tokens, each class by itself. Running requests are ordered
-    as in `ProgramOrder`. Background work takes what is left and is not charged.
+    A step's seconds are charged to its sequences by their tokens, each class by itself. Background work takes what is
+    left and is not charged.
     """
-
-    by_arrival = False
 
     def __init__(self, tenants: int = TENANTS) -> None:
         super().__init__()
-        self._tenants = tenants
-        self._shares = {each: Shares(tenants) for each in Priority}  # by cache scope
-        self._roots: OrderedDict[tuple[Priority, str], Roots] = OrderedDict()
-        self._contended = Contended(tenants)
+        self._fair = FairShares(tenants)  # tenants are cache scopes
 
     def arrive(self, sequence: Sequence, *, alone: bool = False) -> None:
-        if sequence.background:
-            return
-        submit = sequence.submit
-        self._shares[submit.priority].on_arrive(submit.scope, submit.weight, alone=alone)
-        sequence.turn = self._roots_of(submit).on_arrive(submit.root_program)
+        if not sequence.background:
+            submit = sequence.submit
+            self._fair.of_class[submit.priority].on_arrive(submit.scope, submit.weight, alone=alone)
+            sequence.turn = self._fair.roots(submit.priority, submit.scope).on_arrive(submit.root_program)
+
+    def begin(self, sequence: Sequence) -> None:
+        if not sequence.background:
+            submit = sequence.submit
+            self._fair.of_class[submit.priority].on_start(submit.scope)
+            self._fair.roots(submit.priority, submit.scope).on_start(sequence.turn)
+            self.changes += 1
 
     def left(self, sequence: Sequence) -> None:
         if not sequence.background:
-            self._roots_of(sequence.submit).on_end(sequence.submit.root_program)
+            submit = sequence.submit
+            self._fair.roots(submit.priority, submit.scope).on_end(submit.root_program)
 
     def line(self, sequence: Sequence) -> str:
         return sequence.submit.scope
@@ -166,64 +167,35 @@ class FairOrder(ProgramOrder):
         return (*sequence.turn, *super().waiting(sequence))
 
     def first(self, heads: Sequences) -> Sequence:
-        shares = self._shares[heads[0].submit.priority]
-        first = shares.first([head.submit.scope for head in heads])
-        return heads[first[0]] if len(first) == 1 else min((heads[place] for place in first), key=self.waiting)
-
-    def begin(self, sequence: Sequence) -> None:
-        if not sequence.background:
-            submit = sequence.submit
-            self._shares[submit.priority].on_start(submit.scope)
-            self._roots_of(submit).on_start(sequence.turn)
-            self.changes += 1
+        first = self._fair.of_class[heads[0].submit.priority].first([head.submit.scope for head in heads])
+        return min((heads[place] for place in first), key=self.waiting)
 
     def serve(
         self, sequences: Sequences, chunks: Chunks, seconds: float, waiting: Mapping[Priority, int] = _NOBODY
     ) -> None:
         self.changes += 1
-        for shares in self._shares.values():
+        for shares in self._fair.of_class.values():
             shares.reset()
-        if not chunks:
-            return
-        each = seconds / sum(len(chunk.tokens) for chunk in chunks)
+        total = sum(len(chunk.tokens) for chunk in chunks)
         for sequence, chunk in zip(sequences, chunks, strict=True):
             if sequence.background:
                 continue
-            submit, had = sequence.submit, each * len(chunk.tokens)
-            shares = self._shares[submit.priority]
-            shares.runs(submit.scope)
-            shares.charge(submit.scope, had)
-            self._roots_of(submit).charge(submit.root_program, had)
-            if waiting.get(submit.priority):
-                self._contended.add(submit.priority, submit.scope, had)
+            submit, had = sequence.submit, seconds / total * len(chunk.tokens)
+            priority, contended = submit.priority, waiting.get(submit.priority, 0) > 0
+            self._fair.of_class[priority].runs(submit.scope)
+            self._fair.charge(priority, submit.scope, had, contended=contended)
+            self._fair.roots(priority, submit.scope).charge(submit.root_program, had)
+
+    def pin_rank(self, scope: str, arrival: float, priority: Priority = Priority.INTERACTIVE) -> Key:
+        return (self._fair.of_class[priority].of(scope).served, arrival)
 
     def learn(self, elsewhere: Mapping[str, float]) -> None:
         self.changes += 1
-        for name, seconds in elsewhere.items():
-            priority, _, tenant = name.partition("/")
-            if priority in tuple(Priority):
-                self._shares[Priority(priority)].elsewhere(tenant, seconds)
+        self._fair.learn(elsewhere)
 
     @property
     def contended(self) -> Mapping[str, float]:
-        return self._contended.told()
-
-    def rank(self, sequence: Sequence) -> Key:
-        submit = sequence.submit
-        return self.pin_rank(submit.scope, submit.program_arrival, submit.priority)
-
-    def pin_rank(self, scope: str, arrival: float, priority: Priority = Priority.INTERACTIVE) -> Key:
-        return (self._shares[priority].of(scope).served, arrival)
-
-    def _roots_of(self, submit: Submit) -> Roots:
-        key = submit.priority, submit.scope
-        roots = self._roots.get(key)
-        if roots is None:
-            roots = self._roots[key] = Roots()
-            if len(self._roots) > self._tenants:
-                self._roots.popitem(last=False)
-        self._roots.move_to_end(key)
-        return roots
+        return self._fair.contended
 
 
 ORDERS: Mapping[str, Callable[[], RequestOrder]] = {
@@ -239,64 +211,109 @@ def request_order(name: str) -> RequestOrder:
     return made(name, ORDERS, RequestOrder, "order")
 
 
-Ticket: TypeAlias = int
+class Sorted(Generic[T]):
+    """Values by their keys, the smallest first; equal keys in the order in which they were put.
+
+    An operation costs a binary search, and moves the references behind the place.
+    """
+
+    __slots__ = ("_entries", "_keys", "_numbers")
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Key, int, T]] = []
+        self._keys: dict[T, tuple[Key, int]] = {}
+        self._numbers = count()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[T]:
+        """Of the values there are now. Any thread may ask."""
+        return iter([value for *_, value in self._entries.copy()])
+
+    def __reversed__(self) -> Iterator[T]:
+        return (value for *_, value in reversed(self._entries))
+
+    @property
+    def first(self) -> T:
+        return self._entries[0][2]
+
+    @property
+    def least(self) -> Key | None:
+        """The smallest key; None: there is no value."""
+        return self._entries[0][0] if self._entries else None
+
+    def up_to(self, key: Key) -> list[T]:
+        """The values of the smallest keys, `key` included."""
+        return [value for *_, value in takewhile(lambda entry: entry[0] <= key, self._entries)]
+
+    def put(self, value: T, key: Key) -> None:
+        """Enter a value, or give it another key."""
+        self.discard(value)
+        self._keys[value] = place = key, next(self._numbers)
+        insort(self._entries, (*place, value))
+
+    def discard(self, value: T) -> None:
+        place = self._keys.pop(value, None)
+        if place is not None:
+            del self._entries[bisect_left(self._entries, place)]
 
 
 class WaitingQueue:
-    """Waiting sequences, in heaps with lazy deletion: each operation costs O(log n), and the length is exact.
-
-    `classes` says whose turn it is where both classes wait.
-    """
+    """Waiting sequences, in lines. `classes` says whose turn it is where both classes wait."""
 
     def __init__(self, order: RequestOrder, classes: Classes | None = None) -> None:
         self._order = order
         self._classes = classes or Classes(0.0)
         self.waiting: Counter[Priority] = Counter()  # how many of each class, without background prefills
-        self._tickets = count()  # breaks ties first-in first-out, so sequences are never compared
-        self._first: Sequence | None = None  # the head, if it is known
-        self._changes = (0, False)  # of the order and the classes, when the head was found
-        self._passed = 0  # how many lines were passed over when the head was found
-        self._heads: dict[Line, Sequence] | None = None  # of all lines, if they are known
-        self._lines = _Lines(self._waits)
-        self._due: list[tuple[float, int, Sequence]] = []  # when sequences that wait too long are promoted
-        self._arrivals: deque[tuple[float, Sequence]] = deque()  # and since when each waits
-        self._unseen: list[Sequence] = []  # operations of sessions that no step has seen yet
-        self._entries: dict[str, tuple[Ticket, Sequence]] = {}  # by request id, with the valid ticket
         self.tokens = 0  # in the prompts of all that wait
         self.tokens_ahead = 0  # of these, in background prefills
+        self._in: dict[Sequence, Line | None] = {}  # the line of each; None: it is set aside
+        self._lines: dict[Line, Sorted[Sequence]] = {}
+        self._since: OrderedDict[Sequence, float] = OrderedDict()  # when the waiting time of each began
+        self._unseen: dict[Sequence, None] = {}  # operations of sessions that no step has seen yet
+        self._changes = 0
+        self._head: Sequence | None = None  # as of `_found_at`
+        self._found_at: tuple[int, int, bool, int] | None = None
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._in)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Every waiting sequence, in no particular order."""
+        return iter(self._in)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._in
 
     @property
     def ahead(self) -> int:
         """How many background prefills wait."""
-        return len(self._entries) - sum(self.waiting[each] for each in Priority)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        """Every waiting sequence, in no particular order."""
-        return (sequence for _, sequence in self._entries.values())
-
-    def __contains__(self, sequence: Sequence) -> bool:
-        entry = self._entries.get(sequence.request_id)
-        return entry is not None and entry[1] is sequence
+        return len(self._in) - sum(self.waiting[each] for each in Priority)
 
     def push(self, sequence: Sequence) -> None:
         """Enter a sequence. Its waiting time counts from its arrival; for an operation of a session from the next
         `promote`, because it may have waited for others of its session before.
         """
-        if not sequence.preempted:  # a request that has started is neither timed out nor promoted
+        if not sequence.preempted:  # a request that has started is not timed out
             self._order.arrive(sequence, alone=not self.waiting[sequence.submit.priority])
             if sequence.submit.session is not None:
-                self._unseen.append(sequence)
+                self._unseen[sequence] = None
             else:
-                self._arrivals.append((sequence.arrived, sequence))
-            due = self._order.due(sequence)
-            if due is not None:
-                heapq.heappush(self._due, (due, sequence.number, sequence))
+                self._since[sequence] = sequence.arrived
         if sequence.program is not None:
             sequence.program.waiting.append(sequence)
+        self._count(sequence, 1)
         self._place(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        self._take_out(sequence)
+        del self._in[sequence]
+        self._since.pop(sequence, None)
+        self._unseen.pop(sequence, None)
+        self._count(sequence, -1)
+        if sequence.program is not None:
+            sequence.program.waiting.remove(sequence)
 
     def head(self, passed: Collection[Line] = ()) -> Sequence | None:
         """The next sequence to be admitted; it stays in the queue.
@@ -304,33 +321,24 @@ class WaitingQueue:
         It is the first among the heads of all lines of the class whose turn it is, except the lines that are `passed`.
         Background prefills come where no other request waits.
         """
-        changes = self._order.changes, self._classes.due
-        if self._changes != changes or self._passed != len(passed):
-            self._changes, self._passed, self._first = changes, len(passed), None
-        if self._first is None and self._entries:
-            if self._heads is None:
-                self._heads = self._lines.heads()
-            heads = self._heads.copy()
-            for line in passed:
-                heads.pop(line, None)
-            ahead = heads.pop(_AHEAD, None)
-            first, other = Priority.INTERACTIVE, Priority.BATCH
-            if self.waiting[other]:
-                due = self._classes.due and any(line[0] is other for line in heads)
-                if due or not any(line[0] is first for line in heads):
-                    first = other
-                heads = {line: head for line, head in heads.items() if line[0] is first}
-            if not heads:
-                self._first = ahead
-            elif (first, None) in heads:
-                self._first = heads[first, None]
-            else:
-                self._first = self._order.first(tuple(heads.values()))
-        return self._first
+        at = self._changes, self._order.changes, self._classes.due, len(passed)
+        if self._found_at != at:
+            self._found_at, self._head = at, self._find_head(passed)
+        return self._head
+
+    def _find_head(self, passed: Collection[Line]) -> Sequence | None:
+        heads = {name: line.first for name, line in self._lines.items() if name not in passed}
+        ahead = heads.pop(_AHEAD, None)
+        for turn in (Priority.BATCH, Priority.INTERACTIVE) if self._classes.due else Priority:
+            if (preempted := heads.get((turn, None))) is not None:
+                return preempted
+            if of_class := tuple([head for name, head in heads.items() if name[0] is turn]):
+                return self._order.first(of_class)
+        return ahead
 
     def line_of(self, sequence: Sequence) -> Line | None:
         """The line in which a sequence waits; None if tenants share it."""
-        line = _line(self._order, sequence)
+        line = self._line(sequence)
         return line if line[1] else None
 
     def set_aside(self, passed: Collection[Line] = ()) -> Sequence:
@@ -338,9 +346,7 @@ class WaitingQueue:
         sequence = self.head(passed)
         if sequence is None:
             raise IndexError("nobody is waiting")
-        self._lines.pop(_line(self._order, sequence))
-        self._first = self._heads = None
-        self._entries[sequence.request_id] = (_ASIDE, sequence)
+        self._take_out(sequence)
         return sequence
 
     def put_back(self, sequence: Sequence) -> None:
@@ -350,25 +356,16 @@ class WaitingQueue:
 
     def reorder(self, sequence: Sequence) -> None:
         """The order's key of a sequence has changed: give it its new place, unless it has gone."""
-        if sequence in self and self._entries[sequence.request_id][0] != _ASIDE:
+        if self._in.get(sequence) is not None:
             self._place(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
-        del self._entries[sequence.request_id]
-        self._count(sequence, -1)
-        self._first = self._heads = None
-        if sequence.program is not None:
-            sequence.program.waiting.remove(sequence)
-
     def promote(self, now: float) -> None:
-        """Promote sequences that wait too long by `now`, the beginning of a step."""
-        self._arrivals.extend((now, sequence) for sequence in self._unseen)
+        """A step begins at `now`: operations of sessions begin to wait, and the order may promote requests."""
+        for sequence in self._unseen:
+            self._since[sequence] = now
         self._unseen.clear()
-        while self._due and self._due[0][0] <= now:
-            sequence = heapq.heappop(self._due)[2]
-            if sequence in self and not sequence.preempted:
-                self._order.promote(sequence)
-                self.reorder(sequence)
+        for sequence in self._order.promote(now):
+            self.reorder(sequence)
 
     def before(self, sequence: Sequence) -> int:
         """How many would be admitted before a sequence that arrives now. Looks at all waiting sequences.
@@ -391,92 +388,41 @@ class WaitingQueue:
         """How many sequences of this class or a higher one wait. Any thread may ask."""
         return len(self) if rank == len(RANKS) else sum(self.waiting[each] for each in RANKS[: rank + 1])
 
-    def last_below(self, rank: int) -> Iterator[Sequence]:
+    def last_below(self, rank: int) -> list[Sequence]:
         """Sequences of lower classes that never started, the last of the lowest class first. They stay in the queue."""
         lower = [each for each in self if not each.preempted and each.submit.rank > rank]
-        yield from sorted(lower, key=lambda each: (each.submit.rank, self._order.waiting(each)), reverse=True)
+        return sorted(lower, key=lambda each: (each.submit.rank, self._order.waiting(each)), reverse=True)
 
     def expired(self, before: float) -> list[Sequence]:
         """Remove and return the sequences that have waited since before `before` and never started."""
-        late = []
-        while self._arrivals:
-            since, sequence = self._arrivals[0]
-            waits = sequence in self and not sequence.preempted
-            if waits and since >= before:
-                break
-            self._arrivals.popleft()
-            if waits:
-                self.remove(sequence)
-                late.append(sequence)
+        late = [sequence for sequence, _ in takewhile(lambda each: each[1] < before, self._since.items())]
+        for sequence in late:
+            self.remove(sequence)
         return late
+
+    def _line(self, sequence: Sequence) -> Line:
+        """Preempted sequences have a line of their own, before others of their class: part of their work is done."""
+        if sequence.background:
+            return _AHEAD
+        return sequence.submit.priority, None if sequence.preempted else self._order.line(sequence)
+
+    def _place(self, sequence: Sequence) -> None:
+        name = self._in[sequence] = self._line(sequence)
+        self._lines.setdefault(name, Sorted()).put(sequence, self._order.waiting(sequence))
+        self._changes += 1
+
+    def _take_out(self, sequence: Sequence) -> None:
+        name, self._in[sequence] = self._in[sequence], None
+        if name is not None:
+            self._lines[name].discard(sequence)
+            if not self._lines[name]:
+                del self._lines[name]
+            self._changes += 1
 
     def _count(self, sequence: Sequence, by: int) -> None:
         self.tokens += by * sequence.n_prompt
         self.tokens_ahead += by * sequence.n_prompt * sequence.background
         self.waiting[sequence.submit.priority] += by * (not sequence.background)
-
-    def _place(self, sequence: Sequence) -> None:
-        ticket = next(self._tickets)
-        self._first = self._heads = None
-        if sequence.request_id not in self._entries:
-            self._count(sequence, 1)
-        self._entries[sequence.request_id] = (ticket, sequence)
-        most = 2 * len(self._entries) + _SLACK
-        self._lines.push(_line(self._order, sequence), self._order.waiting(sequence), ticket, sequence, most)
-        if len(self._arrivals) > most:
-            self._arrivals = deque(entry for entry in self._arrivals if entry[1] in self and not entry[1].preempted)
-        if len(self._unseen) > most:
-            self._unseen = [each for each in self._unseen if each in self]
-        if len(self._due) > most:
-            self._due = [entry for entry in self._due if entry[2] in self]
-            heapq.heapify(self._due)
-
-    def _waits(self, ticket: Ticket, sequence: Sequence) -> bool:
-        entry = self._entries.get(sequence.request_id)
-        return entry is not None and entry[0] == ticket
-
-
-def _line(order: RequestOrder, sequence: Sequence) -> Line:
-    """Preempted sequences have a line of their own, before all others of their class: part of their work is done."""
-    if sequence.background:
-        return _AHEAD
-    return sequence.submit.priority, None if sequence.preempted else order.line(sequence)
-
-
-class _Lines:
-    """Lines of waiting sequences by name, each a heap with lazy deletion: entries that `counts` rejects are skipped."""
-
-    def __init__(self, counts: Callable[[Ticket, Sequence], bool]) -> None:
-        self._counts = counts
-        self._heaps: dict[Line, list[tuple[Key, Ticket, Sequence]]] = {}
-
-    def __len__(self) -> int:
-        """Entries, with those that do not count."""
-        return sum(map(len, self._heaps.values()))
-
-    def push(self, line: Line, key: Key, ticket: Ticket, sequence: Sequence, most: int) -> None:
-        """Enter a sequence; a line of more than `most` entries drops those that do not count."""
-        heap = self._heaps.setdefault(line, [])
-        heapq.heappush(heap, (key, ticket, sequence))
-        if len(heap) > most:
-            heap[:] = [entry for entry in heap if self._counts(*entry[1:])]
-            heapq.heapify(heap)
-
-    def heads(self) -> dict[Line, Sequence]:
-        """The first of each line that has any."""
-        found = {}
-        for line, heap in list(self._heaps.items()):
-            while heap and not self._counts(heap[0][1], heap[0][2]):
-                heapq.heappop(heap)
-            if heap:
-                found[line] = heap[0][2]
-            else:
-                del self._heaps[line]
-        return found
-
-    def pop(self, line: Line) -> None:
-        """Take the first of a line out."""
-        heapq.heappop(self._heaps[line])
 
 
 class Forecast:
@@ -497,8 +443,6 @@ class Forecast:
         self._tokens = Mean()  # that an answer has
         self._since: float | None = None  # the latest start while requests wait
         self.correction = 1.0
-
-    # ---- learning ----
 
     def started(self, n: int, waiting: int, now: float) -> None:
         """A step begins with `n` new requests, and `waiting` others still wait."""
@@ -524,8 +468,6 @@ class Forecast:
             step = _STRIDE * (_ON_TIME if late else _ON_TIME - 1)
             self.correction = min(max(self.correction + step, 1.0), _MOST)
 
-    # ---- foretelling ----
-
     @property
     def gap_s(self) -> float:
         """Between two starts while requests wait; 0: not known yet."""
@@ -540,5 +482,4 @@ class Forecast:
 
     def answer_s(self, max_tokens: float, begins: bool, before: int) -> float:
         """From arrival to the answer, or with `begins` to its first token, behind `before` others; not corrected."""
-        waiting_s = (before + 1) * self.gap_s if before else 0.0
-        return waiting_s + self.serving_s(max_tokens, begins)
+        return (before + 1 if before else 0) * self.gap_s + self.serving_s(max_tokens, begins)

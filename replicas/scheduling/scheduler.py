@@ -25,10 +25,10 @@ from holdfast.replicas.requests import (
     Tokens,
     TurnEnded,
 )
-from holdfast.replicas.retention.pins import Retention
 from holdfast.replicas.retention.policy import LoadStats, RestoreCost
 from holdfast.replicas.scheduling.admission import Admission
 from holdfast.replicas.scheduling.batch import NO_ROOM, Running, Step, StepBuilder, Terminator, as_if_over, lost_state
+from holdfast.replicas.scheduling.pins import Retention
 from holdfast.replicas.scheduling.queue import RequestOrder, WaitingQueue
 from holdfast.replicas.scheduling.shares import BATCH_SHARE, Classes
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter

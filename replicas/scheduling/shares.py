@@ -5,18 +5,21 @@
     programs   the root program that began first, until it has had a quantum more than the others (`Roots`)
     bounds     where a queue is full, which requests leave it for a new one (`Bounds`)
 
-An engine shares the seconds of its steps this way (`queue`), a router the slots of its replicas (`router/lines`).
+`FairShares` has the tenants and programs of all classes. An engine shares the seconds of its steps this way (`queue`),
+a router the slots of its replicas (`router/lines`).
 """
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
 from holdfast.replicas.types import Priority
 
 Turn: TypeAlias = tuple[float, float]
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 T = TypeVar("T", bound="Sized")
 
 TENANTS = 65_536  # remembered; the one served least recently is forgotten first
@@ -26,6 +29,25 @@ _ELSEWHERE_S = 10.0  # of service elsewhere count between two requests of a tena
 _DUE_S = 0.5  # seconds that batch must be owed before its turn comes
 BATCH_SHARE = 0.05  # of the time, for batch where interactive requests would take all of it
 QUANTUM_S = 20.0  # of service within which the earlier program of a tenant goes first
+
+
+class LatestUsed(OrderedDict[K, V]):
+    """The values of the `most` keys used last."""
+
+    def __init__(self, most: int, make: Callable[[], V]) -> None:
+        super().__init__()
+        self._most = most
+        self._make = make
+
+    def use(self, key: K) -> V:
+        """The value of a key, made if there is none. The key used least recently may be forgotten for it."""
+        value = self.get(key)
+        if value is None:
+            value = self[key] = self._make()
+            if len(self) > self._most:
+                self.popitem(last=False)
+        self.move_to_end(key)
+        return value
 
 
 @dataclass(slots=True)
@@ -55,8 +77,7 @@ class Shares:
     """
 
     def __init__(self, tenants: int = TENANTS) -> None:
-        self._tenants = tenants
-        self._shares: OrderedDict[str, Share] = OrderedDict()
+        self._shares: LatestUsed[str, Share] = LatestUsed(tenants, lambda: Share(self._time))
         self._busy: dict[str, Share] = {}  # tenants with running requests
         self._time = 0.0  # virtual
         self._begun = 0.0  # started requests, older ones count less
@@ -64,13 +85,7 @@ class Shares:
 
     def of(self, tenant: str) -> Share:
         """The share of a tenant, marked as used."""
-        share = self._shares.get(tenant)
-        if share is None:
-            share = self._shares[tenant] = Share(self._time)
-            if len(self._shares) > self._tenants:
-                self._shares.popitem(last=False)
-        self._shares.move_to_end(tenant)
-        return share
+        return self._shares.use(tenant)
 
     def on_arrive(self, tenant: str, weight: float, *, alone: bool) -> None:
         """A request of a tenant begins to wait. `alone`: no other request waits."""
@@ -146,27 +161,6 @@ class Shares:
             share.elsewhere = min(share.elsewhere + seconds / share.weight, _ELSEWHERE_S)
 
 
-class Contended:
-    """Total seconds that tenants were served while others waited, by `<class>/<tenant>`, for other places to count.
-
-    One thread adds, any may read. The tenant served least recently is forgotten first, and begins again at 0.
-    """
-
-    def __init__(self, tenants: int = TENANTS) -> None:
-        self._most = len(Priority) * tenants
-        self._seconds: OrderedDict[str, float] = OrderedDict()
-
-    def add(self, priority: Priority, tenant: str, seconds: float) -> None:
-        name = f"{priority}/{tenant}"
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-        self._seconds.move_to_end(name)
-        if len(self._seconds) > self._most:
-            self._seconds.popitem(last=False)
-
-    def told(self) -> Mapping[str, float]:
-        return self._seconds.copy()
-
-
 @dataclass(slots=True)
 class Root:
     """A program with its sub-agents: seconds of service, and requests that wait or run."""
@@ -183,38 +177,65 @@ class Roots:
 
     def __init__(self, quantum_s: float = QUANTUM_S, most: int = _ROOTS) -> None:
         self._quantum_s = quantum_s
-        self._most = most
-        self._roots: OrderedDict[str, Root] = OrderedDict()
+        self._roots: LatestUsed[str, Root] = LatestUsed(most, lambda: Root(self._time))
         self._time = 0.0  # virtual: the service of the latest program that started
 
     def on_arrive(self, name: str) -> Turn:
         """A request begins to wait. Returns its turn; the smallest turn is served next."""
-        root = self._of(name)
+        root = self._roots.use(name)
         root.served = max(root.served, self._time)
-        turn = (root.served // self._quantum_s, float(root.here))
         root.here += 1
-        return turn
+        return root.served // self._quantum_s, root.here - 1.0
 
     def on_start(self, turn: Turn) -> None:
         """The request with this turn starts."""
         self._time = max(self._time, turn[0] * self._quantum_s)
 
     def charge(self, name: str, seconds: float) -> None:
-        self._of(name).served += seconds
+        self._roots.use(name).served += seconds
 
     def on_end(self, name: str) -> None:
         """A request has ended, or left the queue."""
-        root = self._of(name)
+        root = self._roots.use(name)
         root.here = max(0, root.here - 1)
 
-    def _of(self, name: str) -> Root:
-        root = self._roots.get(name)
-        if root is None:
-            root = self._roots[name] = Root(self._time)
-            if len(self._roots) > self._most:
-                self._roots.popitem(last=False)
-        self._roots.move_to_end(name)
-        return root
+
+class FairShares:
+    """The tenants of each class and the programs of each tenant, and what other places are to count.
+
+    One thread writes; any may read `contended`.
+    """
+
+    def __init__(self, tenants: int = TENANTS) -> None:
+        self.of_class = {each: Shares(tenants) for each in Priority}
+        self._roots: LatestUsed[tuple[Priority, str], Roots] = LatestUsed(tenants, Roots)
+        self._contended: OrderedDict[str, float] = OrderedDict()
+        self._most = len(Priority) * tenants
+
+    def roots(self, priority: Priority, tenant: str) -> Roots:
+        return self._roots.use((priority, tenant))
+
+    def charge(self, priority: Priority, tenant: str, seconds: float, *, contended: bool) -> None:
+        """Charge a tenant for its service. `contended`: others of the class waited meanwhile."""
+        self.of_class[priority].charge(tenant, seconds)
+        if contended:
+            name = f"{priority}/{tenant}"
+            self._contended[name] = self._contended.get(name, 0.0) + seconds
+            self._contended.move_to_end(name)
+            if len(self._contended) > self._most:
+                self._contended.popitem(last=False)
+
+    @property
+    def contended(self) -> Mapping[str, float]:
+        """Seconds of contended service by `<class>/<tenant>`. A tenant that was forgotten begins again at 0."""
+        return self._contended.copy()
+
+    def learn(self, elsewhere: Mapping[str, float]) -> None:
+        """Count seconds of contended service at other places, by the names of `contended`."""
+        for name, seconds in elsewhere.items():
+            priority, _, tenant = name.partition("/")
+            if priority in tuple(Priority):
+                self.of_class[Priority(priority)].elsewhere(tenant, seconds)
 
 
 class Classes:

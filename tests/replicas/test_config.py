@@ -104,7 +104,7 @@ class Asks(RequestOrder):
         (request_order, f"{__name__}:Missing", "order", "Missing"),
         (request_order, f"{__name__}:Abstract", "order", "abstract"),
         (request_order, f"{__name__}:Asks", "order", "levels"),
-        (request_order, f"{__name__}:Whole", "order", "it has no settled, by_arrival, changes, key"),
+        (request_order, f"{__name__}:Whole", "order", "it has no settled, changes, key"),
         (retention_policy, f"{__name__}:Half", "retention.policy", "it has no first_within"),
         (retention_policy, "broken_policy:Class", "retention.policy", "SyntaxError"),
     ],

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.scheduling.shares import Classes, Contended, Roots, Shares
+from holdfast.replicas.scheduling.shares import Classes, FairShares, Roots, Shares
 from holdfast.replicas.types import Priority
 
 LONGEST = 5.0
@@ -181,15 +181,16 @@ def test_batch_that_nobody_keeps_from_running_is_owed_nothing_and_owes_nothing()
 
 @given(st.lists(st.tuples(st.sampled_from(Priority), st.integers(0, 5)), max_size=40), st.integers(1, 3))
 def test_what_others_are_told_is_of_those_served_last_and_no_more(served, tenants):
-    contended = Contended(tenants)
+    fair = FairShares(tenants)
     last: dict[str, float] = {}
     for priority, number in served:
-        contended.add(priority, f"t{number}", 1.5)
+        fair.charge(priority, "alone", 1.0, contended=False)
+        fair.charge(priority, f"t{number}", 1.5, contended=True)
         name = f"{priority}/t{number}"
         last[name] = last.pop(name, 0.0) + 1.5
         if len(last) > 2 * tenants:
             del last[next(iter(last))]
-        assert contended.told() == last
+        assert fair.contended == last
 
 
 NAMES = "abcd"

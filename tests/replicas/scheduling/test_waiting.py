@@ -116,14 +116,6 @@ def test_an_operation_of_a_session_waits_from_the_first_step_that_finds_it():
     assert [s.request_id for s in queue.expired(before=5.5)] == ["operation"]
 
 
-def test_operations_that_are_cancelled_between_two_steps_are_let_go():
-    queue = WaitingQueue(ProgramOrder())
-    for i in range(1000):
-        queue.push(sequence := waiting(f"r{i}", session="s"))
-        queue.remove(sequence)
-    assert len(queue._unseen) < 200
-
-
 def test_a_sequence_that_is_set_aside_is_no_head_but_still_waits():
     queue = WaitingQueue(ProgramOrder())
     first, second = waiting("first", 1.0), waiting("second", 2.0)
@@ -196,11 +188,6 @@ def test_no_operation_looks_at_more_than_one_of_ten_thousand():
         queue.expired(before=0.0)
         queue.promote(1e9)
         assert order.asked == before + 1
-    for sequence in sequences[1::2]:
-        queue.remove(sequence)
-    for i in range(200):
-        queue.push(waiting(f"new{i}"))
-    assert len(queue._lines) < 1000, "what was cancelled is let go"
 
 
 @given(
@@ -241,9 +228,10 @@ def test_any_use_agrees_with_a_sorted_list(operations):
 def test_who_has_ended_is_let_go_though_somebody_came_before():
     queue = WaitingQueue(ProgramOrder())
     queue.push(waiting("late", began=1e6))
-    for i in range(1000):
-        queue.push(sequence := waiting(f"r{i}", arrived=float(i)))
+    for i in range(100):
+        queue.push(sequence := waiting(f"r{i}", arrived=float(i), session="s" if i % 2 else ""))
         assert queue.head() is sequence
         queue.remove(sequence)
-    assert len(queue._arrivals) < 200
+    assert len(queue._since) == len(queue._lines) == 1
+    assert not queue._unseen
     assert [sequence.request_id for sequence in queue.expired(before=1.0)] == ["late"]

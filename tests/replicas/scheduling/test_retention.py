@@ -11,9 +11,9 @@ from holdfast.loadgen.policies import RETENTION
 from holdfast.replicas.config import DraftConfig, RetentionConfig
 from holdfast.replicas.programs import ProgramPin
 from holdfast.replicas.requests import Abort, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
-from holdfast.replicas.retention import pins as pins_module
 from holdfast.replicas.retention.latency import AGES, LatencySnapshot, ToolLatency
 from holdfast.replicas.retention.policy import RestoreCost
+from holdfast.replicas.scheduling import pins as pins_module
 from holdfast.replicas.types import CellLimits
 
 

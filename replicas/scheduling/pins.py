@@ -10,85 +10,51 @@
                            them in order: those away for long first, then the latest. Where nothing runs, any
 
 `Pins` is the index of the pins: deadlines, order, limits. `Retention` decides, as the engine reports what happens to
-programs. Not here: for how long (`policy`), the histories of sessions and the rows that programs keep (`programs`).
+programs. Not here: for how long (`retention/policy`), sessions' histories and the rows that programs keep (`programs`).
 """
 
-import heapq
 import math
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
-from typing import Protocol, TypeAlias
 
 from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.kv.cache import Freed, KVCache
 from holdfast.replicas.kv.radix import Pin
 from holdfast.replicas.programs import Kind, Program, ProgramKey, ProgramPin, Programs, Rows, Sequence, give_back
-from holdfast.replicas.requests import Notice, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
+from holdfast.replicas.requests import Notice, ProgramExpected, ToolLatencies, TurnEnded
 from holdfast.replicas.retention.latency import LatencySnapshot, tool_set
 from holdfast.replicas.retention.policy import Conditions, LoadStats, Pause, retention_policy
+from holdfast.replicas.scheduling.queue import Key, RequestOrder, Sorted, WaitingQueue
 from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.types import Priority
 
-_LOOKED_AT = 16  # pins past their deadline whose turn waits that are checked in one step
-_SLACK = 64  # entries of dropped pins that may stay in a heap of any size
 SETTLE_S = 1.0  # how long the cells of a turn are kept until its tools are known: far longer than a report takes
-
-Rank: TypeAlias = tuple[float, ...]
-
-
-class Queue(Protocol):
-    """What pins ask of the queue."""
-
-    def __len__(self) -> int: ...
-
-    def reorder(self, sequence: Sequence) -> None:
-        """The program of a waiting request got or lost its pin, so the request's place may change."""
-        ...
-
-
-class Ranking(Protocol):
-    """What retention asks of the order: whose pins give way to whom."""
-
-    by_arrival: bool
-    """Whether arrival orders all pins of a class; else only those of one class and tenant."""
-
-    def rank(self, sequence: Sequence) -> Rank:
-        """The rank of a sequence that needs cells among the pins."""
-        ...
-
-    def pin_rank(self, scope: str, arrival: float, priority: Priority = Priority.INTERACTIVE) -> Rank:
-        """The rank of a program's pin: it gives way to smaller ranks only. The last number is the `arrival`."""
-        ...
 
 
 class Pins:
     """All pins, at most one of each program, within the limits on the cells of a tenant and of all.
 
     Waiting turns of a program know whether it has a pin, or kept its place when that gave way; the order places them by
-    that. `by_arrival`: as of `Ranking`.
+    that.
     """
 
-    def __init__(self, config: RetentionConfig, cache: KVCache, queue: Queue, *, by_arrival: bool = True) -> None:
+    def __init__(self, config: RetentionConfig, cache: KVCache, queue: WaitingQueue) -> None:
         cells = cache.pool.total * cache.page_size
         self._most = int(cells * config.share)
         self._most_of_tenant = int(cells * config.tenant_share)
         self._cache = cache
         self._queue = queue
-        self._n = 0
-        self._due = _Heap()  # by deadline
-        self._by_arrival = by_arrival
         self._numbers = count()
-        self._lines: dict[tuple[Priority, str], list[tuple[float, int, ProgramPin]]] = {}  # each by `place`
-        self._lapsing = _Heap()  # by when they lapse
-        self._overdue: dict[ProgramPin, None] = {}  # past their deadline, for a turn of theirs waits
+        self._due: Sorted[ProgramPin] = Sorted()  # all, by deadline
+        self._lapsing: Sorted[ProgramPin] = Sorted()  # by when they lapse
+        self._ranked: dict[tuple[Priority, str], Sorted[ProgramPin]] = {}  # by class and tenant, each by `place`
 
     def __len__(self) -> int:
-        return self._n
+        return len(self._due)
 
     def __iter__(self) -> Iterator[ProgramPin]:
         """The pins there are now. Any thread may ask."""
-        return iter([pin for line in list(self._lines.values()) for *_, pin in line.copy()])
+        return iter(self._due)
 
     @property
     def cells(self) -> int:
@@ -98,35 +64,27 @@ class Pins:
     def cells_of(self, tenant: str) -> int:
         return self._cache.cells.soft_pinned_of(tenant)
 
-    def behind(self, to: Rank | None, rank: Callable[[ProgramPin], Rank]) -> Iterator[ProgramPin]:
-        """Pins of a greater `rank` than `to`; None: all. Looks at one more of each line."""
-        for line in self._lines.values():
-            for *_, pin in reversed(line):
+    @property
+    def due(self) -> float | None:
+        """The earliest deadline; None: there is no pin."""
+        least = self._due.least
+        return least[0] if least is not None else None
+
+    def expired(self, now: float) -> list[ProgramPin]:
+        """Pins past their deadline whose program has no waiting turn. Drops none."""
+        return [pin for pin in self._due.up_to((now,)) if not pin.awaited]
+
+    def lapsed(self, now: float) -> list[ProgramPin]:
+        """Pins that have lapsed, the first one first."""
+        return self._lapsing.up_to((now,))
+
+    def behind(self, to: Key | None, rank: Callable[[ProgramPin], Key]) -> Iterator[ProgramPin]:
+        """Pins of a greater `rank` than `to`; None: all. Looks at one more of each class and tenant."""
+        for ranked in self._ranked.values():
+            for pin in reversed(ranked):
                 if to is not None and rank(pin) <= to:
                     break
                 yield pin
-
-    def lapses(self, pin: ProgramPin, when: float) -> None:
-        """From `when` on a pin is worth less than the cells that it holds."""
-        pin.lapse = when
-        self._lapsing.push(when, pin)
-        self._lapsing.trim(2 * len(self))
-
-    def lapsed(self, now: float, may: Callable[[ProgramPin], bool] = lambda _: True) -> ProgramPin | None:
-        """The pin that lapsed first, of those that `may` go; None: none has lapsed by `now`."""
-        passed, found = [], None
-        while found is None and (top := self._lapsing.top()) is not None and top[0] <= now:
-            when, pin = top
-            if pin.lapse != when:
-                self._lapsing.pop()  # it lapses at another time now
-            elif not may(pin):
-                passed.append(top)
-                self._lapsing.pop()
-            else:
-                found = pin
-        for each in passed:
-            self._lapsing.push(*each)
-        return found
 
     def add(self, sequence: Sequence, pin: Pin, now: float, deadline: float) -> int:
         """Enter the `pin` on what `sequence` left in the tree, in place of what its program had pinned before.
@@ -144,86 +102,48 @@ class Pins:
         program.pin = each = ProgramPin(
             program, target, pin, arrival, submit.request_id, turn, run_turn, now, deadline, number, submit.priority
         )
-        self._n += 1
         if target is not program:
             target.handles.append(program)
-        self._due.push(deadline, each)
-        insort(self._lines.setdefault(self._line(each), []), (*each.place, each))
+        self._due.put(each, (deadline,))
+        self._ranked.setdefault((each.priority, each.scope), Sorted()).put(each, each.place)
         self._mark(program, pinned=True)
         return self._keep_within_limits(each.scope)
 
     def until(self, pin: ProgramPin, deadline: float) -> None:
         """Give a pin another deadline."""
         pin.deadline = deadline
-        self._overdue.pop(pin, None)
-        self._due.push(deadline, pin)
-        self._due.trim(2 * len(self))
+        self._due.put(pin, (deadline,))
+
+    def lapses(self, pin: ProgramPin, when: float) -> None:
+        """From `when` on a pin is worth less than the cells that it holds."""
+        pin.lapse = when
+        self._lapsing.put(pin, (when,))
 
     def drop(self, pin: ProgramPin, *, place: float | None = None) -> None:
         """Give a pin's cells back. `place`: turns of its program that wait, or arrive until then, keep their place."""
-        program, pin.live = pin.program, False
+        program, of = pin.program, (pin.priority, pin.scope)
         program.pin = None
-        self._n -= 1
         if pin.target is not program:
             pin.target.handles.remove(program)
-        line = self._lines[self._line(pin)]
-        del line[bisect_left(line, pin.place)]
-        if not line:
-            del self._lines[self._line(pin)]
-        self._overdue.pop(pin, None)
-        self._due.trim(len(self))
-        self._lapsing.trim(len(self))
+        for pins in (self._due, self._lapsing, self._ranked[of]):
+            pins.discard(pin)
+        if not self._ranked[of]:
+            del self._ranked[of]
         give_back(self._cache.unpin, pin.pin)
         if place is None:
             self._mark(program, pinned=False)
         else:
             program.first_until = place
 
-    @property
-    def due(self) -> float | None:
-        """When `expired` may find a pin next; None: never. Pins kept for turns that wait do not count."""
-        if self._overdue and not len(self._queue):  # the turns that they were kept for were aborted
-            return min(pin.deadline for pin in self._overdue)
-        while (top := self._due.top()) is not None and top[0] != top[1].deadline:
-            self._due.pop()  # it has another deadline now
-        return top[0] if top is not None else None
-
-    def expired(self, now: float) -> list[ProgramPin]:
-        """Pins past their deadline whose program has no waiting turn. Drops none.
-
-        A pin kept for a turn that was then aborted is found a few steps later: a step checks a bounded number.
-        """
-        found: dict[ProgramPin, None] = {}
-        for pin in list(self._overdue)[:_LOOKED_AT] if self._overdue else ():
-            del self._overdue[pin]
-            if pin.awaited:
-                self._overdue[pin] = None  # behind the others
-            else:
-                found[pin] = None
-        while (top := self._due.top()) is not None and top[0] <= now:
-            self._due.pop()
-            deadline, pin = top
-            if pin.deadline != deadline or pin in self._overdue or pin in found:
-                continue  # it has another deadline now, or the same again
-            if pin.awaited:
-                self._overdue[pin] = None
-            else:
-                found[pin] = None
-        return list(found)
-
     def _keep_within_limits(self, tenant: str) -> int:
         """Drop pins until the rest is within the limits: the latest first, those whose cells no other pin keeps."""
         before = len(self)
         while self.cells_of(tenant) > min(self._most_of_tenant, self._cache.cells.may_pin(tenant)):
             own = (pin for pin in self if pin.scope == tenant)
-            self.drop(max(own, key=lambda pin: (_keeps_alone(pin), pin.arrival, -pin.number)))
+            self.drop(max(own, key=lambda pin: (_keeps_alone(pin), *pin.place)))
         while self.cells > self._most:
-            self.drop(max(self, key=lambda pin: (_keeps_alone(pin), pin.batch, pin.arrival, -pin.number)))
+            self.drop(max(self, key=lambda pin: (_keeps_alone(pin), pin.batch, *pin.place)))
         return before - len(self)
-
-    def _line(self, pin: ProgramPin) -> tuple[Priority, str]:
-        """Pins of one line never change their order."""
-        return pin.priority, "" if self._by_arrival else pin.scope
 
     def _mark(self, program: Program, *, pinned: bool) -> None:
         for sequence in program.waiting:
@@ -236,30 +156,6 @@ def _keeps_alone(pin: ProgramPin) -> bool:
     return any(node.soft == 1 and node.owned for node in pin.pin.node.path())
 
 
-class _Heap:
-    """A heap of pins by a key; skips dropped pins."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, ProgramPin]] = []
-        self._numbers = count()
-
-    def push(self, key: float, pin: ProgramPin) -> None:
-        heapq.heappush(self._heap, (key, next(self._numbers), pin))
-
-    def top(self) -> tuple[float, ProgramPin] | None:
-        while self._heap and not self._heap[0][2].live:
-            heapq.heappop(self._heap)
-        return (self._heap[0][0], self._heap[0][2]) if self._heap else None
-
-    def pop(self) -> None:
-        heapq.heappop(self._heap)
-
-    def trim(self, live: int) -> None:
-        if len(self._heap) > 2 * live + _SLACK:
-            self._heap = [entry for entry in self._heap if entry[2].live]
-            heapq.heapify(self._heap)
-
-
 class Retention:
     """Decides which cells stay pinned for programs between their turns, and which give way."""
 
@@ -269,14 +165,14 @@ class Retention:
         cache: KVCache,
         programs: Programs,
         rows: Rows,
-        queue: Queue,
-        ranking: Ranking,
+        queue: WaitingQueue,
+        order: RequestOrder,
         load: LoadStats,
         stats: EngineStats,
     ) -> None:
-        self.pins = Pins(config.retention, cache, queue, by_arrival=ranking.by_arrival)
-        self._ranking = ranking
-        self._config = config.retention
+        self.pins = Pins(config.retention, cache, queue)
+        self._order = order
+        self._most_s = config.retention.most_s
         self._policy = retention_policy(config.retention.policy)
         self._active = config.retention.policy != "none" and (config.has("prefix_cache") or config.has("sessions"))
         self._load = load
@@ -291,15 +187,14 @@ class Retention:
     def arrived(self, sequence: Sequence) -> None:
         """A request comes in, before it is put in the queue."""
         program = sequence.program
-        pin = program.pin if program is not None else None
-        if pin is not None:
-            sequence.pinned = sequence.arrived <= self._first_until(pin, lost=False)
-        elif program is not None:
-            sequence.pinned = sequence.arrived <= program.first_until
+        if program is None:
+            return
+        pin = program.pin
+        until = self._first_until(pin, lost=False) if pin is not None else program.first_until
+        sequence.pinned = sequence.arrived <= until
         if sequence.background:
             return
-        if program is not None:
-            self._end_pause(program, sequence.arrived, returned=True)
+        self._end_pause(program, sequence.arrived, returned=True)
         if sequence.submit.program_turns and self._active:
             if pin is not None:
                 self._stats.pin_hits += 1
@@ -312,9 +207,9 @@ class Retention:
 
         A prefill ahead of a turn leaves it where it is, for that turn.
         """
-        program = sequence.program
         if sequence.background:
             return False
+        program = sequence.program
         pin = program.pin if program is not None else None
         if program is not None:
             program.first_until = -math.inf
@@ -326,7 +221,7 @@ class Retention:
 
     def found(self, sequence: Sequence) -> None:
         """A turn has its cached prefix: handles whose cells are a part of that are not needed any more."""
-        for handle in list(sequence.program.handles) if sequence.program is not None else ():
+        for handle in sequence.program.handles.copy() if sequence.program is not None else ():
             if handle.pin is not None and self._cache.contains(sequence.the_holding, handle.pin.pin):
                 self.pins.drop(handle.pin)
 
@@ -365,17 +260,15 @@ class Retention:
                 self._turn_ended(notice, pin)
         elif isinstance(notice, ProgramExpected):
             if pin is not None:
-                self.pins.until(pin, max(pin.deadline, now + min(notice.seconds, self._config.most_s)))
-        else:
+                self.pins.until(pin, max(pin.deadline, now + min(notice.seconds, self._most_s)))
+        else:  # the program has ended, or the handle is released
             self._end_pause(program, now, returned=False)
             program.first_until = -math.inf
-            if pin is not None:
-                if isinstance(notice, ProgramEnded):
-                    self._load.turns.ended(pin.run_turn)
-                self.pins.drop(pin)
-            for handle in list(program.handles):
-                if handle.pin is not None:
-                    self.pins.drop(handle.pin)
+            if pin is not None and program.key.kind is Kind.PROGRAM:
+                self._load.turns.ended(pin.run_turn)
+            for each in (program, *program.handles):
+                if each.pin is not None:
+                    self.pins.drop(each.pin)
 
     def _end_pause(self, program: Program, now: float, *, returned: bool) -> None:
         if program.pause is not None:
@@ -389,25 +282,23 @@ class Retention:
         """
         if pin.request_id != ended.request_id and not (ended.last and pin.turn <= ended.turn):
             return
-        pin.paused = Pause(ended.scope, tool_set(ended.tools), pin.pin.length, pin.run_turn)
+        pause = pin.paused = Pause(ended.scope, tool_set(ended.tools), pin.pin.length, pin.run_turn)
         if ended.last:
             self.pins.drop(pin)
             return
         if not pin.awaited:
             self._end_pause(pin.program, pin.since, returned=False)
-            pin.program.pause = self._load.pauses.began(ended.scope, pin.paused.tools, pin.since)
+            pin.program.pause = self._load.pauses.began(pause.tenant, pause.tools, pin.since)
         known = self._known
-        ttl = self._policy.ttl(pin.paused, *known)
-        if self._policy.yielding:
-            self._stats.pins += 1
-            self.pins.until(pin, pin.since + self._config.most_s)
-            self.pins.lapses(pin, pin.since + ttl)
-            pin.away = pin.since + self._policy.away(pin.paused, *known)
-        elif ttl > 0.0:
-            self._stats.pins += 1
-            self.pins.until(pin, pin.since + min(ttl, self._config.most_s))
-        else:
+        ttl = self._policy.ttl(pause, *known)
+        if not self._policy.yielding and ttl <= 0.0:
             self.pins.drop(pin)
+            return
+        self._stats.pins += 1
+        self.pins.until(pin, pin.since + (self._most_s if self._policy.yielding else min(ttl, self._most_s)))
+        if self._policy.yielding:
+            self.pins.lapses(pin, pin.since + ttl)
+            pin.away = pin.since + self._policy.away(pause, *known)
 
     @property
     def _known(self) -> tuple[LatencySnapshot, Conditions]:
@@ -455,14 +346,14 @@ class Retention:
         Each of them is needed. Drops none; pins that were considered count in `freed`.
         """
         chosen: list[ProgramPin] = []
-        for pin in () if enough(freed) else self._giving_way(to, besides, whose):
+        giving_way = self._giving_way(to, besides, whose)
+        while not enough(freed):
+            pin = next(giving_way, None)
+            if pin is None:
+                return None
             if pin.pin not in freed:
                 chosen.append(pin)
                 freed.add(pin.pin)
-                if enough(freed):
-                    break
-        if not enough(freed):
-            return None
         for pin in chosen[-2::-1]:  # without the last pin it was not enough
             freed.remove(pin.pin)
             if enough(freed):
@@ -478,27 +369,6 @@ class Retention:
             keeps_place = self._policy.yielding and pin.target is pin.program
             self.pins.drop(pin, place=min(self._first_until(pin, lost=True), pin.away) if keeps_place else None)
 
-    def _giving_way(
-        self, to: Sequence | None, besides: Program | None, whose: Callable[[str], bool]
-    ) -> Iterator[ProgramPin]:
-        """The pins that may be dropped, in order."""
-        told: set[ProgramPin] = set()
-
-        def may(pin: ProgramPin) -> bool:
-            return pin not in told and pin.target is not besides and whose(pin.scope)
-
-        while (pin := self._lapsed(lambda pin: may(pin) and not pin.awaited)) is not None:
-            told.add(pin)
-            yield pin
-        rank = (to.batch, *self._ranking.rank(to)) if to is not None else None
-        yield from sorted(filter(may, self.pins.behind(rank, self._rank)), key=self._yields, reverse=True)
-
-    def _first_until(self, pin: ProgramPin, *, lost: bool) -> float:
-        """Until when an arriving turn goes before turns of programs without cells. `lost`: its cells are gone."""
-        if pin.paused is None:
-            return math.inf
-        return pin.since + self._policy.first_within(pin.paused, self._known[1], lost=lost)
-
     def make_room_below(self, mark: int, to: Sequence) -> bool:
         """Whether fewer than `mark` cells are in use, after dropping pins behind `to` as far as needed.
 
@@ -511,20 +381,40 @@ class Retention:
         self.drop(found or ())
         return found is not None
 
-    def _lapsed(self, may: Callable[[ProgramPin], bool]) -> ProgramPin | None:
-        """A pin that has lapsed, and by the present state would lapse."""
-        while (pin := self.pins.lapsed(self._now, may)) is not None:
+    def _giving_way(
+        self, to: Sequence | None, besides: Program | None, whose: Callable[[str], bool]
+    ) -> Iterator[ProgramPin]:
+        """The pins that may be dropped, in order."""
+        lapsed = set()
+        for pin in self.pins.lapsed(self._now):
+            if pin.awaited or pin.target is besides or not whose(pin.scope):
+                continue
             assert pin.paused is not None, "a pin lapses only after its turn has ended"
             lapse = pin.since + self._policy.ttl(pin.paused, *self._known)
             if lapse <= self._now:
-                return pin
-            self.pins.lapses(pin, lapse)
-        return None
+                lapsed.add(pin)
+                yield pin
+            else:  # by the present state it is worth its cells
+                self.pins.lapses(pin, lapse)
+        rank = (to.batch, *self._order.rank(to)) if to is not None else None
+        behind = [
+            pin
+            for pin in self.pins.behind(rank, self._rank)
+            if pin not in lapsed and pin.target is not besides and whose(pin.scope)
+        ]
+        yield from sorted(behind, key=self._last, reverse=True)
 
-    def _yields(self, pin: ProgramPin) -> Rank:
+    def _first_until(self, pin: ProgramPin, *, lost: bool) -> float:
+        """Until when an arriving turn goes before turns of programs without cells. `lost`: its cells are gone."""
+        if pin.paused is None:
+            return math.inf
+        return pin.since + self._policy.first_within(pin.paused, self._known[1], lost=lost)
+
+    def _rank(self, pin: ProgramPin) -> Key:
+        return (pin.batch, *self._order.pin_rank(pin.scope, pin.arrival, pin.priority))
+
+    def _last(self, pin: ProgramPin) -> Key:
         """The greatest is dropped first: of pins that differ by arrival alone the longest away, or else the latest."""
         *tenant, arrival = self._rank(pin)
-        return (*tenant, 1.0, -pin.away) if pin.away <= self._now else (*tenant, 0.0, arrival)
-
-    def _rank(self, pin: ProgramPin) -> Rank:
-        return (pin.batch, *self._ranking.pin_rank(pin.scope, pin.arrival, pin.priority))
+        away = (1.0, -pin.away) if pin.away <= self._now else (0.0, arrival)
+        return (*tenant, *away, *pin.place)

@@ -12,7 +12,8 @@ from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Program, ProgramKey, ProgramPin, Sequence
 from holdfast.replicas.requests import Submit
-from holdfast.replicas.retention.pins import Pins
+from holdfast.replicas.scheduling.pins import Pins
+from holdfast.replicas.scheduling.queue import ProgramOrder, WaitingQueue
 from holdfast.replicas.types import Priority
 
 names = st.sampled_from("abcdefgh")
@@ -27,30 +28,17 @@ def priority_of(name: str) -> Priority:
     return Priority.BATCH if name in "dh" else Priority.INTERACTIVE
 
 
-class Queue:
-    """A queue in which turns of some programs wait."""
-
-    def __init__(self, programs: dict[str, Program]) -> None:
-        self._programs = programs
-
-    def __len__(self) -> int:
-        return sum(len(program.waiting) for program in self._programs.values())
-
-    def reorder(self, sequence: Sequence) -> None:
-        assert sequence in sequence.program.waiting
-
-
 class Book:
     """Pins of a cache that has one text of each of two tenants, in pages of 4."""
 
-    def __init__(self, *, by_arrival: bool = True) -> None:
+    def __init__(self) -> None:
         self.cache = KVCache(64, 4)
         for tenant in "tu":
             holding = self.cache.acquire(tenant, TOKENS, 0.0).holding
             self.cache.grow(holding, len(TOKENS))
             self.cache.finish(holding, TOKENS, len(TOKENS), 0.0)
         self.programs: dict[str, Program] = {}
-        self.pins = Pins(RetentionConfig(), self.cache, Queue(self.programs), by_arrival=by_arrival)
+        self.pins = Pins(RetentionConfig(), self.cache, WaitingQueue(ProgramOrder()))
 
     def program(self, name: str) -> Program:
         return self.programs.setdefault(name, Program(key_of(name)))
@@ -81,7 +69,7 @@ class PinsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = Book(by_arrival=self.by_arrival)
+        self.book = Book()
         self.served = {"t": 0, "u": 0}
         self.pins = self.book.pins
         self.model: dict[str, ProgramPin] = {}
@@ -147,13 +135,11 @@ class PinsMachine(RuleBasedStateMachine):
         if pin is not None:
             self.pins.lapses(pin, self.now + age)
 
-    @rule(besides=names)
-    def lapsed(self, besides: str) -> None:
-        for spared in (None, besides):
-            rest = [pin for name, pin in self.model.items() if name != spared and pin.lapse <= self.now]
-            found = self.pins.lapsed(self.now, lambda pin, spared=spared: pin.program.key.name != spared)
-            assert (found is None) == (not rest)
-            assert found is None or (found in rest and found.lapse == min(pin.lapse for pin in rest))
+    @rule()
+    def lapsed(self) -> None:
+        found = self.pins.lapsed(self.now)
+        assert [pin.lapse for pin in found] == sorted(pin.lapse for pin in found)
+        assert set(found) == {pin for pin in self.model.values() if pin.lapse <= self.now}
 
     @rule()
     def count(self) -> None:
@@ -162,6 +148,7 @@ class PinsMachine(RuleBasedStateMachine):
             assert self.pins.cells_of(tenant) == 4 * pinned
         assert self.pins.cells == self.pins.cells_of("t") + self.pins.cells_of("u")
         check_cache(self.book.cache)
+        assert self.pins.due == min((pin.deadline for pin in self.model.values()), default=None)
         for name, program in self.book.programs.items():
             assert all(waiting.pinned is (name in self.model) for waiting in program.waiting)
 
@@ -183,26 +170,16 @@ def test_pins_that_come_and_go_leave_nothing_behind():
         book.pins.until(pin, 2e9)
         book.pins.lapses(pin, 2e9)
         book.pins.drop(pin)
-    assert len(book.pins._due._heap) < 200
-    assert not book.pins._lines
-    assert len(book.pins._lapsing._heap) < 200
+    assert [len(each) for each in (book.pins._due, book.pins._ranked, book.pins._lapsing)] == [0, 0, 0]
     assert book.pins.expired(3e9) == []
     assert book.pins.cells == 0
 
 
 def test_a_program_whose_turn_waits_is_looked_at_again():
     book = Book()
-    for i in range(100):
+    for i in range(10):
         book.add(str(i), float(i), 1.0)
         book.program(str(i)).waiting.append(book.turn(str(i)))
     assert book.pins.expired(2.0) == []
-    for program in book.programs.values():
-        program.waiting.clear()
-    steps, gone = 0, 0
-    while len(book.pins):
-        for pin in book.pins.expired(2.0):
-            book.pins.drop(pin)
-            gone += 1
-        steps += 1
-    assert gone == 100
-    assert steps <= 10, "a bounded part of them a step, and none forgotten"
+    book.program("3").waiting.clear()
+    assert book.pins.expired(2.0) == [book.program("3").pin]

@@ -1,10 +1,11 @@
 """The small operators of a decoder's layer: RMSNorm, the gated activation, and rotary embedding with the KV store.
 
-Maths, for a row x of d values, its weight w, and half = d / 2:
+Maths, for a row x of d values, its weight w, and half of the values that turn (all d, or the first ones of a head):
 
     norm      y_i = w_i x_i / sqrt(mean x^2 + eps)                            Zhang and Sennrich 2019
+              y_i silu(z_i) behind a linear layer, with a gate z
     rotate    y_i = x_i cos_i - x_{i+half} sin_i,  y_{i+half} = x_{i+half} cos_i + x_i sin_i     Su et al. 2021,
-              in the order of pairs that Hugging Face checkpoints use
+              in the order of pairs that Hugging Face checkpoints use;  y_i = x_i from 2 half on
     gate      y = silu(gate) up,  silu(z) = z / (1 + e^-z)
 
 Here: the norm and the rotation on a CPU, and the references of all. Each is some ten small operators in torch, which
@@ -37,7 +38,7 @@ class _Turn(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("team", "positions", "cells", "cos", "sin")),
-        *((name, ctypes.c_int64) for name in ("tokens", "heads", "kv_heads", "dim")),
+        *((name, ctypes.c_int64) for name in ("tokens", "heads", "kv_heads", "dim", "half")),
         *((name, ctypes.c_int64) for name in ("qkv_row", "cell_stride", "head_stride")),
         ("eps", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("threads", "int8")),
@@ -45,14 +46,18 @@ class _Turn(ctypes.Structure):
 
 
 @functools.cache
-def kernel(what: str, level: native.Level, dtype: torch.dtype, dim: int = 0) -> Callable[..., None] | None:
-    """The function `what` ("norm", or "rotate" of heads of `dim`) at the highest usable level; None: torch computes."""
-    usable = (each for each in native.levels_below(level) if each in LANES and dim % (2 * LANES[each]) == 0)
-    found = next(usable, None)
+def kernel(
+    what: str, level: native.Level, dtype: torch.dtype, dim: int = 0, half: int = 0
+) -> Callable[..., None] | None:
+    """The function `what` at the highest usable level: "norm", or "rotate" of heads of `dim`, twice `half` of which
+    turn. None: torch computes.
+    """
+    levels = (each for each in native.levels_below(level) if each in LANES)
+    found = next((each for each in levels if not dim % LANES[each] and not half % LANES[each]), None)
     if found is None or dtype not in _DTYPES or LIBRARY.missing:
         return None
     pointer, long = ctypes.c_void_p, ctypes.c_int64
-    norm = [pointer, pointer, long, pointer, pointer, long, long, ctypes.c_float, ctypes.c_int32]
+    norm = [pointer, pointer, long, pointer, pointer, long, long, pointer, long, long, ctypes.c_float, ctypes.c_int32]
     return LIBRARY.function(f"{what}_{found}_{_DTYPES[dtype]}", *(norm if what == "norm" else [pointer] * 6))
 
 
@@ -60,16 +65,33 @@ def kernel(what: str, level: native.Level, dtype: torch.dtype, dim: int = 0) -> 
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The norm of each row of x [T, D], a new tensor; `weight` [D] in x's dtype."""
+    """The norm of each row of x [T, D], a new tensor; `weight` [D] float32."""
+    return _norm(x, weight, eps, None, 1)
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """norm(x) silu(gate) for each head: a new tensor [T, H d]. x [T, H, d] in one piece, `gate` [T, H d], `weight` [d]
+    float32.
+    """
+    tokens, heads, dim = x.shape
+    return _norm(x.view(-1, dim), weight, eps, gate, heads).view(tokens, heads * dim)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor | None, heads: int) -> Tensor:
     norm = kernel("norm", native.level(), x.dtype) if x.device.type == "cpu" else None
-    if norm is None or x.stride(1) != 1 or weight.dtype != x.dtype:
-        return functional.rms_norm(x, weight.shape, weight, eps)
+    gated = gate is not None and gate.dtype == x.dtype and gate.stride(1) == 1
+    if norm is None or x.stride(1) != 1 or weight.dtype != torch.float32 or gated != (gate is not None):
+        y = functional.rms_norm(x.float(), weight.shape, weight.float(), eps)
+        return (y if gate is None else y * functional.silu(gate.float()).reshape(y.shape)).to(x.dtype)
     y = torch.empty(x.shape, dtype=x.dtype)
     norm(
         native.team(),
         x.data_ptr(),
         x.stride(0),
         weight.data_ptr(),
+        None if gate is None else gate.data_ptr(),
+        0 if gate is None else gate.stride(0),
+        heads,
         y.data_ptr(),
         x.shape[0],
         x.shape[1],
@@ -83,17 +105,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, d] turned by its tokens' `cos`, `sin` [T, 1, d / 2]."""
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    """x [T, heads, d] turned by its tokens' `cos`, `sin` [T, 1, half]; values from 2 half on stay as they are."""
+    half = cos.shape[-1]
+    low, high, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
 
 
 @dataclass(slots=True)
 class Rotation:
     """What the layers of a forward share: its tokens' positions and cells, and the angles of all positions.
 
-    `cos`, `sin` [context, d / 2] float32; `positions`, `cells` [T] int64; `kv`: the paged store. `heads`: of queries.
-    Cells must differ from each other. Raises IndexError for positions or cells that do not exist.
+    `cos`, `sin` [context, half] float32, twice `half` at most d; `positions`, `cells` [T] int64; `kv`: the paged store.
+    `heads`: of queries. Cells must differ from each other. Raises IndexError for positions or cells that do not exist.
     """
 
     cos: Tensor
@@ -131,7 +154,8 @@ class Rotation:
             self.heads,
             kv.shape[4],
             dim,
-            (self.heads + 2 * kv.shape[4]) * dim,
+            self.cos.shape[1],
+            0,  # the row of `qkv`, which may differ from layer to layer
             kv.stride(3) * kv.itemsize,
             kv.stride(4) * kv.itemsize,
             self.eps,
@@ -142,20 +166,21 @@ class Rotation:
     def rotate_and_store(self, qkv: Tensor, layer: int, norms: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Turn queries and keys in place, store keys and values of `layer`; returns the queries, a view [T, heads, d].
 
-        `qkv` [T, heads + 2 kv_heads, d] in one piece, in the store's dtype unless that is int8; `norms`: weights [d] of
-        queries and keys, which are normed before. Raises ValueError for other shapes.
+        `qkv` [T, heads + 2 kv_heads, d], a token's in one piece, in the store's dtype unless that is int8; `norms`:
+        weights [d] float32 of queries and keys, which are normed before. Raises ValueError for other shapes.
         """
         kv, heads = self.kv, self.heads
         kv_heads, dim = kv.shape[4], head_dim(kv)
-        if qkv.shape != (len(self.positions), heads + 2 * kv_heads, dim) or not qkv.is_contiguous():
+        if qkv.shape != (len(self.positions), heads + 2 * kv_heads, dim) or qkv.stride()[1:] != (dim, 1):
             raise ValueError(f"{tuple(qkv.shape)} with {heads} heads does not fit the store {tuple(kv.shape)}")
-        rotate = kernel("rotate", native.level(), qkv.dtype, dim)
+        rotate = kernel("rotate", native.level(), qkv.dtype, dim, self.cos.shape[1])
         if rotate is None or self._turn is None or kv.dtype not in (qkv.dtype, torch.int8):
             self._in_torch(qkv, layer, norms)
         else:
             of_layer = kv.data_ptr() + layer * kv.stride(0) * kv.itemsize
             q_norm, k_norm = (norm.data_ptr() for norm in norms) if norms is not None else (None, None)
             values = of_layer + kv.stride(1) * kv.itemsize
+            self._turn.qkv_row = qkv.stride(0)
             rotate(ctypes.addressof(self._turn), qkv.data_ptr(), q_norm, k_norm, of_layer, values)
         return qkv[:, :heads]
 
@@ -164,7 +189,7 @@ class Rotation:
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
         if norms is not None:
             for x, weight in zip((q, k), norms, strict=True):
-                x.copy_(functional.rms_norm(x, weight.shape, weight, self.eps))
+                x.copy_(functional.rms_norm(x.float(), weight.shape, weight.float(), self.eps))
         cos, sin = (table[self.positions][:, None] for table in (self.cos, self.sin))
         qk = qkv[:, : heads + kv_heads]
         qk.copy_(rotated(qk.float(), cos, sin))
@@ -212,11 +237,17 @@ def rotate_and_store_reference(
             x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w.double()
             for x, w in zip((q, k), norms, strict=True)
         )
-    c, s = (table[positions].double()[:, None] for table in (cos, sin))
-    q, k = (torch.cat((low * c - high * s, high * c + low * s), -1) for low, high in (x.chunk(2, -1) for x in (q, k)))
+    angles = [table[positions].double()[:, None] for table in (cos, sin)]
+    q, k = (rotated(x, *angles) for x in (q, k))
     stored = kv[layer].flatten(1, 2)
     stored[0, cells], stored[1, cells] = k.to(kv.dtype), v.to(kv.dtype)
     return q.to(qkv.dtype)
+
+
+def gated_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`gated_norm` in float64."""
+    normed = add_norm_reference(x.double(), None, weight, eps)
+    return (normed.flatten(1) * functional.silu(gate.double())).to(x.dtype)
 
 
 def silu_and_mul_reference(gate_up: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 // What a decoder's layer does between its products, on the cores of a CPU: the maths of layer.py.
 //
 //     norm      y_d = w_d x_d / sqrt(mean_d x_d^2 + eps)                      of rows of dim values
-//     rotate    of the queries and keys of a token, normed before where the model does that, with half = dim / 2:
+//               y_d silu(z_d)                                                 where the rows have a gate z
+//     rotate    of the queries and keys of a token, normed before where the model does that:
 //                   y_i        = x_i cos_i - x_{i + half} sin_i
-//                   y_{i+half} = x_{i + half} cos_i + x_i sin_i               for i < half
+//                   y_{i+half} = x_{i + half} cos_i + x_i sin_i               for i < half; from 2 half on y_i = x_i
 //               They stay where they are; keys and values go to the token's cell of the store besides, in bytes where
 //               it is in int8 (kv.py): s = max |x| / 127, q = round(x / s), and s behind them.
 //
@@ -77,6 +78,15 @@ INLINE void put_rest(value *p, vf x, int64_t left) {
     memcpy(p, rest, left * sizeof(value));
 }
 
+// The same of a norm's weights, which are float32.
+INLINE vf weights(const float *p) { return *(const vf_at *)p; }
+
+INLINE vf weights_rest(const float *p, int64_t left) {
+    float rest[LANES] = {0};
+    memcpy(rest, p, left * sizeof(float));
+    return weights(rest);
+}
+
 // 1 / sqrt(mean x^2 + eps) of a row.
 INLINE float scale_of(const value *x, int64_t dim, float eps) {
     vf sums[4] = {{0}, {0}, {0}, {0}};
@@ -96,12 +106,31 @@ INLINE float scale_of(const value *x, int64_t dim, float eps) {
     return 1.f / __builtin_sqrtf(total / dim + eps);
 }
 
+// 2^x in [-126, 126], and their values beyond. Relative error 1e-7.
+INLINE vf exp2_of(vf x) {
+    const vf most = (vf){0} + 126.f;
+    const vi high = x > most, low = x < -most;
+    x = (vf)((high & (vi)most) | (low & (vi)-most) | (~(high | low) & (vi)x));
+    vf shifted = x + 12583039.f;  // 1.5 * 2^23 + 127: the rounded exponent ends up in the last bits, biased
+    vf f = x - (shifted - 12583039.f);
+    vf p = 1.5345811e-4f * f + 1.3399931e-3f;
+    p = p * f + 9.6184890e-3f;
+    p = p * f + 5.5503288e-2f;
+    p = p * f + 2.4022647e-1f;
+    p = p * f + 6.9314721e-1f;
+    p = p * f + 1.f;
+    return p * (vf)((vi)shifted << 23);
+}
+
+INLINE vf silu(vf x) { return x / (1.f + exp2_of(x * -1.44269504f)); }
+
 // ---- norm ----
 
 typedef struct {
-    const value *x, *weight;
+    const value *x, *gate;  // gate: of `heads` rows beside each other, or null
+    const float *weight;
     value *y;
-    int64_t x_row, rows, dim, next;
+    int64_t x_row, gate_row, heads, rows, dim, next;
     float eps;
 } Norm;
 
@@ -112,17 +141,25 @@ static void norm_rows(void *argument) {
         if (row >= job->rows) return;
         const value *x = job->x + row * job->x_row;
         value *y = job->y + row * job->dim;
+        const value *z = job->gate ? job->gate + row / job->heads * job->gate_row + row % job->heads * job->dim : 0;
         const float scale = scale_of(x, job->dim, job->eps);
         int64_t d = 0;
-        for (; d + LANES <= job->dim; d += LANES) put(y + d, get(x + d) * scale * get(job->weight + d));
+        for (; d + LANES <= job->dim; d += LANES) {
+            const vf normed = get(x + d) * scale * weights(job->weight + d);
+            put(y + d, z ? normed * silu(get(z + d)) : normed);
+        }
         const int64_t left = job->dim - d;
-        if (left) put_rest(y + d, get_rest(x + d, left) * scale * get_rest(job->weight + d, left), left);
+        if (left) {
+            const vf normed = get_rest(x + d, left) * scale * weights_rest(job->weight + d, left);
+            put_rest(y + d, z ? normed * silu(get_rest(z + d, left)) : normed, left);
+        }
     }
 }
 
-void NORM(parallel *team, const void *x, int64_t x_row, const void *weight, void *y, int64_t rows, int64_t dim, float eps,
-          int32_t threads) {
-    Norm job = {.x = x, .weight = weight, .y = y, .x_row = x_row, .rows = rows, .dim = dim, .eps = eps};
+void NORM(parallel *team, const void *x, int64_t x_row, const void *weight, const void *gate, int64_t gate_row,
+          int64_t heads, void *y, int64_t rows, int64_t dim, float eps, int32_t threads) {
+    Norm job = {.x = x, .gate = gate, .weight = weight, .y = y, .x_row = x_row, .gate_row = gate_row, .heads = heads,
+                .rows = rows, .dim = dim, .eps = eps};
     if (threads > 1 && rows > 1 && rows * dim > SHARE) team(norm_rows, &job, threads, 0);
     else norm_rows(&job);
 }
@@ -133,8 +170,8 @@ void NORM(parallel *team, const void *x, int64_t x_row, const void *weight, void
 typedef struct {
     parallel *team;
     const int64_t *positions, *cells;  // [tokens]
-    const float *cos, *sin;            // [context][dim / 2]
-    int64_t tokens, heads, kv_heads, dim, qkv_row;
+    const float *cos, *sin;            // [context][half]
+    int64_t tokens, heads, kv_heads, dim, half, qkv_row;
     int64_t cell_stride, head_stride;  // in bytes
     float eps;
     int32_t threads, int8;  // whether the store is in int8
@@ -144,18 +181,20 @@ typedef struct {
     const Turn *turn;
     value *qkv;
     char *keys, *values;  // of the layer
-    const value *q_norm, *k_norm;
+    const float *q_norm, *k_norm;
     int64_t next;
 } Job;
 
-INLINE void rotate_head(value *x, const float *cos, const float *sin, const value *weight, int64_t dim, float eps) {
-    const int64_t half = dim / 2;
-    const float scale = weight ? scale_of(x, dim, eps) : 1.f;
+INLINE void rotate_head(value *x, const float *cos, const float *sin, const float *weight, const Turn *turn) {
+    const int64_t half = turn->half, dim = turn->dim;
+    const float scale = weight ? scale_of(x, dim, turn->eps) : 1.f;
+    if (weight)
+        for (int64_t i = 2 * half; i < dim; i += LANES) put(x + i, get(x + i) * (scale * weights(weight + i)));
     for (int64_t i = 0; i < half; i += LANES) {
         vf low = get(x + i), high = get(x + i + half);
         if (weight) {
-            low *= scale * get(weight + i);
-            high *= scale * get(weight + i + half);
+            low *= scale * weights(weight + i);
+            high *= scale * weights(weight + i + half);
         }
         const vf c = *(const vf_at *)(cos + i), s = *(const vf_at *)(sin + i);
         put(x + i, low * c - high * s);
@@ -195,17 +234,17 @@ INLINE void keep(const Turn *turn, char *place, const value *x) {
 static void rotate_tokens(void *argument) {
     Job *job = argument;
     const Turn *turn = job->turn;
-    const int64_t dim = turn->dim, half = dim / 2;
+    const int64_t dim = turn->dim, half = turn->half;
     for (;;) {
         const int64_t token = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
         if (token >= turn->tokens) return;
         const float *cos = turn->cos + turn->positions[token] * half, *sin = turn->sin + turn->positions[token] * half;
         value *x = job->qkv + token * turn->qkv_row;
-        for (int64_t h = 0; h < turn->heads; h++, x += dim) rotate_head(x, cos, sin, job->q_norm, dim, turn->eps);
+        for (int64_t h = 0; h < turn->heads; h++, x += dim) rotate_head(x, cos, sin, job->q_norm, turn);
         char *key = job->keys + turn->cells[token] * turn->cell_stride;
         char *val = job->values + turn->cells[token] * turn->cell_stride;
         for (int64_t h = 0; h < turn->kv_heads; h++, x += dim) {
-            rotate_head(x, cos, sin, job->k_norm, dim, turn->eps);
+            rotate_head(x, cos, sin, job->k_norm, turn);
             keep(turn, key + h * turn->head_stride, x);
             keep(turn, val + h * turn->head_stride, x + turn->kv_heads * dim);
         }
@@ -214,7 +253,7 @@ static void rotate_tokens(void *argument) {
 
 void ROTATE(const Turn *turn, void *qkv, const void *q_norm, const void *k_norm, void *keys, void *values) {
     Job job = {.turn = turn, .qkv = qkv, .keys = keys, .values = values, .q_norm = q_norm, .k_norm = k_norm};
-    if (turn->threads > 1 && turn->tokens > 1 && turn->tokens * turn->qkv_row > SHARE)
+    if (turn->threads > 1 && turn->tokens > 1 && turn->tokens * (turn->heads + 2 * turn->kv_heads) * turn->dim > SHARE)
         turn->team(rotate_tokens, &job, turn->threads, 0);
     else rotate_tokens(&job);
 }

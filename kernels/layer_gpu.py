@@ -1,10 +1,11 @@
 """The small operators of a decoder's layer on a GPU, one launch each: RMSNorm with the residual's sum, the gated
-activation, and rotary embedding with the store of keys and values. Maths and references: `layer`.
+activation, rotary embedding with the store of keys and values, and the gates behind a mixer. Maths and references:
+`layer`.
 
 Shapes: T tokens. Norm: x, residual [T, D], w [D], r = x + residual written back. Activation: [T, 2 I], the gate's half
 first, to [T, I]. Rotation: the fused projection [T, heads + 2 kv_heads, head_dim] of queries, keys, values. Heads may
-be normed before (Qwen3). Queries are turned in place; keys and values go to their cells of the paged store (`kv`).
-Everything is float32 in between.
+be normed before (Qwen3), and the first values of a head may turn alone. Queries are turned in place; keys and values go
+to their cells of the paged store (`kv`). Everything is float32 in between.
 """
 
 import torch
@@ -84,6 +85,59 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
+def _gated_norm(  # type: ignore[no-untyped-def]
+    x, gate, weight, out, eps, gate_row, HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, TILE)
+    real = at < DIM
+    row = (token * HEADS + head) * DIM + at
+    value = tl.load(x + row, mask=real, other=0.0).to(tl.float32)
+    z = tl.load(gate + token * gate_row + head * DIM + at, mask=real, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value) / DIM + eps)
+    normed = value * scale * tl.load(weight + at, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + row, (normed * z / (1.0 + tl.exp(-z))).to(out.dtype.element_ty), mask=real)
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """norm(x) silu(gate) for each head, a new tensor [T, H d]: x [T, H, d] in one piece, gate [T, H d], weight [d].
+
+    Raises ValueError for shapes that do not fit.
+    """
+    tokens, heads, dim = x.shape
+    if not x.is_contiguous() or gate.shape != (tokens, heads * dim) or gate.stride(1) != 1 or weight.shape != (dim,):
+        raise ValueError(f"{tuple(x.shape)}, gate {tuple(gate.shape)} and weight {tuple(weight.shape)} do not fit")
+    out = torch.empty(tokens, heads * dim, dtype=x.dtype, device=x.device)
+    if tokens:
+        tile = triton.next_power_of_2(dim)
+        sizes = {"HEADS": heads, "DIM": dim, "TILE": tile, "num_warps": max(1, min(8, tile // 128))}
+        _gated_norm[(tokens, heads)](x, gate, weight, out, eps, gate.stride(0), **sizes)
+    return out
+
+
+@triton.jit
+def _sigmoid_gate(x, gate, x_row, gate_row, WIDTH: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    real = at < WIDTH
+    z = tl.load(gate + token * gate_row + at, mask=real, other=0.0).to(tl.float32)
+    place = x + token * x_row + at
+    value = tl.load(place, mask=real, other=0.0).to(tl.float32)
+    tl.store(place, (value / (1.0 + tl.exp(-z))).to(x.dtype.element_ty), mask=real)
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """x sigmoid(gate), both [T, D], in place. Raises ValueError for shapes that differ."""
+    if x.shape != gate.shape or x.stride(1) != 1 or gate.stride(1) != 1:
+        raise ValueError(f"{tuple(x.shape)} and its gate {tuple(gate.shape)} differ")
+    if len(x):
+        tokens, width = x.shape
+        grid = (tokens, triton.cdiv(width, _TILE))
+        _sigmoid_gate[grid](x, gate, x.stride(0), gate.stride(0), WIDTH=width, TILE=_TILE)
+    return x
+
+
+@triton.jit
 def _rotate_and_store(  # type: ignore[no-untyped-def]
     qkv,
     cos,
@@ -101,23 +155,47 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     head_stride,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,  # half of the head size
+    DIM: tl.constexpr,  # the head size
+    HALF: tl.constexpr,  # half of the values that turn
     HALF_TILE: tl.constexpr,
+    REST_TILE: tl.constexpr,  # for the values that do not turn; 0: all of them turn
     HEADS_TILE: tl.constexpr,
     NORM: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_TILE + tl.arange(0, HEADS_TILE)
     dims = tl.arange(0, HALF_TILE)
-    real = (head < HEADS + 2 * KV_HEADS)[:, None] & (dims < HALF)[None, :]
-    at = qkv + token * token_stride + head[:, None] * (2 * HALF) + dims[None, :]
+    there = (head < HEADS + 2 * KV_HEADS)[:, None]
+    real = there & (dims < HALF)[None, :]
+    begin = qkv + token * token_stride + head[:, None] * DIM
+    at = begin + dims[None, :]
     low = tl.load(at, mask=real, other=0.0).to(tl.float32)
     high = tl.load(at + HALF, mask=real, other=0.0).to(tl.float32)
     is_query = (head < HEADS)[:, None]
     is_value = (head >= HEADS + KV_HEADS)[:, None]
     turned_low, turned_high = low, high
+    cell = tl.load(cells + token) * cell_stride
+    k_head, v_head = head - HEADS, head - HEADS - KV_HEADS
+    k_begin = keys + cell + k_head[:, None] * head_stride
+    v_begin = values + cell + v_head[:, None] * head_stride
+    is_key = (head >= HEADS)[:, None] & (head < HEADS + KV_HEADS)[:, None]
     if NORM:
-        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF) + eps)[:, None]
+        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
+    if REST_TILE > 0:
+        others = 2 * HALF + tl.arange(0, REST_TILE)
+        kept = there & (others < DIM)[None, :]
+        rest = tl.load(begin + others[None, :], mask=kept, other=0.0).to(tl.float32)
+        if NORM:
+            squares += tl.sum(rest * rest, 1)
+            q_rest = tl.load(q_weight + others, mask=others < DIM, other=0.0).to(tl.float32)[None, :]
+            k_rest = tl.load(k_weight + others, mask=others < DIM, other=0.0).to(tl.float32)[None, :]
+            normed = rest * tl.rsqrt(squares / DIM + eps)[:, None] * tl.where(is_query, q_rest, k_rest)
+            rest = tl.where(is_value, rest, normed)
+            tl.store(begin + others[None, :], rest.to(qkv.dtype.element_ty), mask=kept & is_query)
+        tl.store(k_begin + others[None, :], rest.to(keys.dtype.element_ty), mask=kept & is_key)
+        tl.store(v_begin + others[None, :], rest.to(values.dtype.element_ty), mask=kept & is_value)
+    if NORM:
+        scale = tl.rsqrt(squares / DIM + eps)[:, None]
         inside = dims < HALF
         q_low = tl.load(q_weight + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
         q_high = tl.load(q_weight + HALF + dims, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -132,11 +210,8 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     out_high = tl.where(is_value, high, turned_high * c + turned_low * s)
     tl.store(at, out_low.to(qkv.dtype.element_ty), mask=real & is_query)
     tl.store(at + HALF, out_high.to(qkv.dtype.element_ty), mask=real & is_query)
-    cell = tl.load(cells + token) * cell_stride
-    k_head, v_head = head - HEADS, head - HEADS - KV_HEADS
-    k_at = keys + cell + k_head[:, None] * head_stride + dims[None, :]
-    v_at = values + cell + v_head[:, None] * head_stride + dims[None, :]
-    is_key = (head >= HEADS)[:, None] & (head < HEADS + KV_HEADS)[:, None]
+    k_at = k_begin + dims[None, :]
+    v_at = v_begin + dims[None, :]
     tl.store(k_at, out_low.to(keys.dtype.element_ty), mask=real & is_key)
     tl.store(k_at + HALF, out_high.to(keys.dtype.element_ty), mask=real & is_key)
     tl.store(v_at, out_low.to(values.dtype.element_ty), mask=real & is_value)
@@ -157,13 +232,13 @@ def rotate_and_store(
 ) -> Tensor:
     """Turn queries in place and store keys and values; returns the queries, a view [T, heads, head_dim] of `qkv`.
 
-    `qkv` [T, heads + 2 kv_heads, head_dim], heads in one piece; `cos`, `sin` [context, head_dim / 2]; `positions`,
+    `qkv` [T, heads + 2 kv_heads, head_dim], heads in one piece; `cos`, `sin` [context, half]; `positions`,
     `cells` [T] int64; `kv` the paged store; `norms`: weights [head_dim] of queries and keys. Cells must differ from
     each other and lie in the store; nothing checks that on the device. Raises ValueError for other shapes or strides.
     """
     tokens, total, dim = qkv.shape
-    kv_heads = kv.shape[4]
-    if total != heads + 2 * kv_heads or dim != kv.shape[5] or dim % 2 or cos.shape[1] * 2 != dim:
+    kv_heads, half = kv.shape[4], cos.shape[1]
+    if total != heads + 2 * kv_heads or dim != kv.shape[5] or dim % 2 or cos.shape[1] * 2 > dim:
         raise ValueError(f"{tuple(qkv.shape)} with {heads} heads does not fit the store {tuple(kv.shape)}")
     if qkv.stride()[1:] != (dim, 1) or kv.stride(5) != 1 or kv.stride(2) != kv.shape[3] * kv.stride(3):
         raise ValueError(f"strides {qkv.stride()} of the tokens or {kv.stride()} of the store cannot be used in place")
@@ -187,8 +262,10 @@ def rotate_and_store(
             kv.stride(4),
             HEADS=heads,
             KV_HEADS=kv_heads,
-            HALF=dim // 2,
-            HALF_TILE=triton.next_power_of_2(dim // 2),
+            DIM=dim,
+            HALF=half,
+            HALF_TILE=triton.next_power_of_2(half),
+            REST_TILE=triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0,
             HEADS_TILE=_HEADS_TILE,
             NORM=norms is not None,
             num_warps=4,

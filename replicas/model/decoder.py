@@ -1,10 +1,11 @@
 """From a plan's chunks to the tensors of one forward, and our own decoder, which makes logits of them.
 
-`lay_out` goes over the chunks once, in numpy: which token has which position and which cell of the KV store, and which
-outputs are drawn from. A `Model` takes these tensors (`ForwardBatch`) and returns logits. `Decoder` is the one for
-every `description.Description`; `decoder_gpu` has its forward on a GPU, `any_model` runs everything else.
+`lay_out` goes over the chunks once, in numpy: which token has which position and which cell of the KV store, which
+chunk reads and writes which states, and which outputs are drawn from. A `Model` takes these tensors (`ForwardBatch`)
+and returns logits. `Decoder` is the one for every `description.Description`; `decoder_gpu` has its forward on a GPU,
+`any_model` runs everything else.
 
-Shapes: T tokens, D hidden, H heads, K KV heads, d head size, R drawn tokens.
+Shapes: T tokens, D hidden, H heads, K KV heads, d head size, R drawn tokens. Of linear layers see `linear_state`.
 """
 
 from collections.abc import Sequence
@@ -20,15 +21,31 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from holdfast.kernels.attention import paged_attention
 from holdfast.kernels.attention_plan import AttentionWork, attention_work
 from holdfast.kernels.kv import PagedBatch, PageRuns
-from holdfast.kernels.layer import Rotation, rms_norm
+from holdfast.kernels.layer import Rotation, gated_norm, rms_norm
 from holdfast.kernels.linear import GatedMatrix, Matrix
+from holdfast.kernels.linear_state import LinearStates, LinearWeights, StateBatch, gated_delta_reference
 from holdfast.replicas.kv.tensors import KVTensors
-from holdfast.replicas.model.description import Description, describe, head_dim, rope_type
+from holdfast.replicas.model.description import (
+    Attention,
+    Description,
+    GatedDeltaNet,
+    Mixer,
+    describe,
+    head_dim,
+    rope_type,
+)
 from holdfast.replicas.model.smoothing import smooth
-from holdfast.replicas.model.weights import DecoderWeights, LayerWeights, has_safetensors, read_weights
+from holdfast.replicas.model.weights import (
+    AttentionWeights,
+    DecoderWeights,
+    LayerWeights,
+    has_safetensors,
+    read_weights,
+)
 from holdfast.replicas.plan import Chunk, RowWrite
 
 Int64s = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
 
 
 class PageTable:
@@ -80,12 +97,14 @@ class ForwardBatch:
     """Inputs of one forward, all on the device.
 
     token_ids [1, T] and position_ids [1, T] int64; drawn [R] int64: the tokens whose output is drawn from, maybe none.
+    `states`: which chunk has which states, of a model with linear layers.
     """
 
     token_ids: Tensor
     position_ids: Tensor
     drawn: Tensor
     pages: PagedBatch
+    states: StateBatch | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +112,7 @@ class BatchLayout:
     """A forward's tokens on the host. token_ids, positions, cells [T] and drawn [R] are int64.
 
     `rows`, `starts`, `lengths`: page table row, first position and tokens of each chunk; `decodes`: see `Chunk`.
+    `states`: the fields of a `StateBatch`; none of a model without linear layers.
     """
 
     token_ids: Int64s
@@ -103,16 +123,18 @@ class BatchLayout:
     starts: list[int]
     lengths: list[int]
     decodes: list[bool]
+    states: tuple[Int32s, ...] = ()
 
     @property
-    def arrays(self) -> tuple[Int64s, ...]:
+    def arrays(self) -> tuple[Int64s | Int32s, ...]:
         """What the device needs."""
-        return self.token_ids, self.positions, self.cells, self.drawn
+        return self.token_ids, self.positions, self.cells, self.drawn, *self.states
 
     def batch(self, table: PageTable, views: Sequence[Tensor]) -> ForwardBatch:
         """The batch over `views`, which are `arrays` on the table's device."""
-        token_ids, positions, cells, drawn = views
-        return ForwardBatch(token_ids[None], positions[None], drawn, self.paged(table, cells))
+        token_ids, positions, cells, drawn, *states = views
+        used = StateBatch(*states) if states else None
+        return ForwardBatch(token_ids[None], positions[None], drawn, self.paged(table, cells), used)
 
     def paged(self, table: PageTable, cells: Tensor) -> PagedBatch:
         """Where the tokens lie, as attention reads it; `cells` are on the table's device."""
@@ -142,7 +164,19 @@ def lay_out(chunks: tuple[Chunk, ...], table: PageTable) -> BatchLayout:
         ]
         drawn = np.array(indices, dtype=np.int64)
     tokens = np.concatenate([chunk.tokens for chunk in chunks], dtype=np.int64)
-    return BatchLayout(tokens, positions, cells, drawn, rows, starts, lengths, decodes)
+    return BatchLayout(tokens, positions, cells, drawn, rows, starts, lengths, decodes, _states(chunks, ends))
+
+
+def _states(chunks: tuple[Chunk, ...], ends: Int64s) -> tuple[Int32s, ...]:
+    """The fields of a `StateBatch`, in its order; none where the chunks have no states."""
+    uses = [chunk.state for chunk in chunks if chunk.state is not None]
+    if len(uses) != len(chunks):
+        return ()
+    held = [chunk.draw.drafts if chunk.draw is not None else 0 for chunk in chunks]
+    marks = [(i, n, slot) for i, use in enumerate(uses) for n, slot in use.marks]
+    of_each = ([use.source for use in uses], [use.target for use in uses], [use.applied for use in uses], held)
+    columns = (np.array(column, np.int32) for column in of_each)
+    return (np.append(0, ends).astype(np.int32), *columns, np.array(marks, np.int32).reshape(-1, 3))
 
 
 def build_batch(chunks: tuple[Chunk, ...], table: PageTable) -> ForwardBatch:
@@ -187,47 +221,66 @@ class Model(Protocol):
 
 
 def rotary_table(config: Any, positions: int, device: str) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for every position, float32 [positions, d / 2], scaling of the context included."""
-    kind = rope_type(config)
+    """Cosines and sines for every position, float32 [positions, half of the values that turn], with the context's
+    scaling. Of text alone the three positions of an mrope are equal, so it is the same as one.
+    """
+    text = config.get_text_config(decoder=True)
+    kind = rope_type(text)
     if kind == "default":
-        dim = head_dim(config)
+        dim = int(head_dim(text) * text.rope_parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
-        inverse, factor = 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
+        inverse, factor = 1.0 / (text.rope_parameters["rope_theta"] ** exponents), 1.0
     else:
-        inverse, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device(device))
+        inverse, factor = ROPE_INIT_FUNCTIONS[kind](text, torch.device(device))
     angles = torch.outer(torch.arange(positions, device=device).float(), inverse)
     return angles.cos() * factor, angles.sin() * factor
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """One layer's weights, ready to multiply with."""
+class AttentionLayer:
+    """The mixer of a layer with attention: its weights, ready to multiply with, and its place in the KV store."""
 
-    input_norm: Tensor
+    index: int  # among the layers with attention
+    mixer: Attention
     qkv: Matrix
     norms: tuple[Tensor, Tensor] | None  # of queries and keys
     out: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaLayer:
+    """The mixer of a linear layer."""
+
+    index: int  # among the linear layers
+    mixer: GatedDeltaNet
+    qkvz: Matrix
+    ab: Matrix
+    kernel: LinearWeights
+    norm: Tensor
+    out: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer."""
+
+    input_norm: Tensor
+    mixer: AttentionLayer | DeltaLayer
     post_norm: Tensor
     gate_up: GatedMatrix
     down: Matrix
-    window: int | None
 
-    @classmethod
-    def of(cls, weights: LayerWeights, window: int | None, int8: bool, leave: bool) -> "Layer":
-        return cls(
-            input_norm=weights.input_norm,
-            qkv=Matrix(weights.qkv, weights.qkv_bias, int8, leave),
-            norms=None if weights.q_norm is None or weights.k_norm is None else (weights.q_norm, weights.k_norm),
-            out=Matrix(weights.out, None, int8, leave),
-            post_norm=weights.post_norm,
-            gate_up=GatedMatrix(weights.gate_up, int8, leave),
-            down=Matrix(weights.down, None, int8, leave),
-            window=window,
-        )
+    @property
+    def matrices(self) -> list[Matrix | GatedMatrix]:
+        mixer = self.mixer
+        first = [mixer.qkv] if isinstance(mixer, AttentionLayer) else [mixer.qkvz, mixer.ab]
+        return [*first, mixer.out, self.gate_up, self.down]
 
 
 class Decoder:
-    """A `Model`: layers of attention and a feed-forward. Query, key and value are one product, gate and up another."""
+    """A `Model`: layers of a mixer and a feed-forward. What has the same input is one product: query, key and value,
+    or gate and up.
+    """
 
     leave = False  # weights stay as they are, for kernels that read them so
 
@@ -238,20 +291,42 @@ class Decoder:
         rotary: tuple[Tensor, Tensor],
         kv: KVTensors,
         int8: bool = False,
+        states: LinearStates | None = None,
     ) -> None:
-        """Takes over `weights` and empties its layers: on a CPU each is packed in turn, or becomes `int8`."""
-        windows = [layer.mixer.window for layer in description.layers]
-        self.layers = [Layer.of(weights.layers.pop(0), window, int8, self.leave) for window in windows]
+        """Takes over `weights` and empties its layers: on a CPU each is packed in turn, or becomes `int8`.
+
+        `states`: of a model with linear layers.
+        """
+        self.layers: list[Layer] = []
         self.vocabulary = description.vocabulary
-        self._mixer = description.attention
+        self._attention = description.attention
         self._eps = description.eps
-        self._windows = tuple(sorted({window or 0 for window in windows}))
+        self._windows = tuple(sorted({mixer.window or 0 for mixer in description.attentions}))
         self._embedding, self._norm = weights.embedding, weights.norm
+        for described in description.layers:
+            self._take(weights.layers.pop(0), described.mixer, int8)
         self._head = Matrix(weights.head, None, int8, self.leave)
-        angles = torch.float32 if kv.data.device.type == "cpu" else self._norm.dtype
+        angles = torch.float32 if kv.data.device.type == "cpu" else weights.embedding.dtype
         self._cos, self._sin = (table.to(angles) for table in rotary)
-        self._kv = kv
-        self._scale = self._mixer.head_dim**-0.5
+        self._kv, self._states = kv, states
+        self._scale = self._attention.head_dim**-0.5
+
+    def _take(self, weights: LayerWeights, described: Mixer, int8: bool) -> None:
+        """Make the next layer of its weights."""
+        index = sum(type(each.mixer.mixer) is type(described) for each in self.layers)
+        of, leave = weights.mixer, self.leave
+        out = Matrix(of.out, None, int8, leave)
+        mixer: AttentionLayer | DeltaLayer
+        if isinstance(of, AttentionWeights):
+            assert isinstance(described, Attention)
+            norms = None if of.q_norm is None or of.k_norm is None else (of.q_norm, of.k_norm)
+            mixer = AttentionLayer(index, described, Matrix(of.qkv, of.qkv_bias, int8, leave), norms, out)
+        else:
+            assert isinstance(described, GatedDeltaNet)
+            qkvz, ab = Matrix(of.qkvz, None, int8, leave), Matrix(of.ab, None, False, leave)
+            mixer = DeltaLayer(index, described, qkvz, ab, of.kernel, of.norm, out)
+        gate_up, down = GatedMatrix(weights.gate_up, int8, leave), Matrix(weights.down, None, int8, leave)
+        self.layers.append(Layer(weights.input_norm, mixer, weights.post_norm, gate_up, down))
 
     @classmethod
     def load(
@@ -262,6 +337,7 @@ class Decoder:
         context_length: int,
         sample: Tensor | None = None,
         int8: bool = False,
+        states: LinearStates | None = None,
     ) -> "Decoder | None":
         """Read a checkpoint. None where its family, options or files are not this decoder's. Raises ConfigError.
 
@@ -275,40 +351,56 @@ class Decoder:
         rotary = rotary_table(config, context_length, device)
         if sample is not None:
             smooth(weights, description, rotary, sample, kv.dtype, products=int8, keys=kv.data.dtype == torch.int8)
-        return cls(description, weights, rotary, kv, int8)
+        return cls(description, weights, rotary, kv, int8, states)
 
     @property
     def matrices(self) -> list[Matrix | GatedMatrix]:
         """All that the forward multiplies with, the head last."""
-        layers = [each for layer in self.layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        return [*layers, self._head]
+        return [*(each for layer in self.layers for each in layer.matrices), self._head]
 
     @property
     def attention(self) -> AttentionShape:
-        return AttentionShape(self._mixer.heads, self._mixer.kv_heads, self._mixer.head_dim, self._windows)
+        heads = self._attention
+        return AttentionShape(heads.heads, heads.kv_heads, heads.head_dim, self._windows)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Logits [R, vocabulary] of the batch's drawn tokens; stores the KV of all its tokens."""
-        eps = self._eps
-        rotation = Rotation(
-            self._cos, self._sin, batch.position_ids[0], batch.pages.cells, self._kv.data, self._mixer.heads, eps
-        )
+        """Logits [R, vocabulary] of the batch's drawn tokens; stores the KV of all its tokens, and the states."""
+        eps, heads = self._eps, self._attention.heads
+        rotation = Rotation(self._cos, self._sin, batch.position_ids[0], batch.pages.cells, self._kv.data, heads, eps)
         x = self._embedding[batch.token_ids[0]]  # [T, D]
-        for index, layer in enumerate(self.layers):
-            h = rms_norm(x, layer.input_norm, eps)
-            x = layer.out(self._attend(index, layer, h, rotation, batch), plus=x)  # [T, D]
+        for layer in self.layers:
+            mixer, h = layer.mixer, rms_norm(x, layer.input_norm, eps)
+            if isinstance(mixer, AttentionLayer):
+                mixed = self._attend(mixer, h, rotation, batch)
+            else:
+                mixed = self._recur(mixer, h, batch)
+            x = mixer.out(mixed, plus=x)  # [T, D]
             h = rms_norm(x, layer.post_norm, eps)
             x = layer.down(layer.gate_up(h), plus=x)
         drawn = rms_norm(x[batch.drawn], self._norm, eps)  # [R, D]
         return self._head(drawn)
 
-    def _attend(self, index: int, layer: Layer, h: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
+    def _attend(self, layer: AttentionLayer, h: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
         """Attention of one layer before its output projection: [T, H d]."""
-        qkv = layer.qkv(h).view(len(h), -1, self._mixer.head_dim)  # [T, H + 2 K, d]
-        q = rotation.rotate_and_store(qkv, index, layer.norms)
-        out = paged_attention(q, self._kv.data, index, batch.pages, self._scale, layer.window)
-        return out.view(len(h), -1)
+        mixer = layer.mixer
+        gate, qkv = mixer.split(layer.qkv(h))
+        q = rotation.rotate_and_store(qkv, layer.index, layer.norms)
+        out = paged_attention(q, self._kv.data, layer.index, batch.pages, self._scale, mixer.window).flatten(1)
+        return out if gate is None else out.mul_(gate.sigmoid())
+
+    def _recur(self, layer: DeltaLayer, h: Tensor, batch: ForwardBatch) -> Tensor:
+        """The delta rule of one linear layer before its output projection: [T, H v]."""
+        out, z = self._delta(layer, h, batch)
+        return gated_norm(out, z, layer.norm, self._eps)
+
+    def _delta(self, layer: DeltaLayer, h: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """What the states of a linear layer answer, [T, H, v], and the gates of that, [T, H v]."""
+        if self._states is None or batch.states is None:
+            raise ValueError("a step of a model with linear layers has no states")
+        mixed, z = layer.mixer.split(layer.qkvz(h))
+        a, b = layer.ab(h).chunk(2, dim=1)
+        return gated_delta_reference(mixed, a, b, layer.kernel, self._states, layer.index, batch.states), z
 
 
 def _of_triton() -> tuple[type[Exception], ...]:

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from holdfast.kernels.attention_gpu import attend_gpu
-from holdfast.kernels.layer_gpu import add_norm, rotate_and_store, silu_and_mul
+from holdfast.kernels.layer_gpu import add_norm, gated_norm, rotate_and_store, sigmoid_gate, silu_and_mul
 from holdfast.kernels.linear import GatedMatrix, Matrix, Route
 from holdfast.kernels.stream_gpu import MOST_ORDERED, MOST_ROWS, streamed, streamed_tall
-from holdfast.replicas.model.decoder import AttentionShape, Decoder, ForwardBatch, Layer
+from holdfast.replicas.model.decoder import AttentionLayer, AttentionShape, Decoder, DeltaLayer, ForwardBatch
 
 log = logging.getLogger(__name__)
 
@@ -62,23 +62,33 @@ class GpuDecoder(Decoder):
         residual = self._embedding[batch.token_ids[0]]  # [T, D]
         eps = self._eps
         change: Tensor | None = None
-        for index, layer in enumerate(self.layers):
+        for layer in self.layers:
             h = _normed(change, residual, layer.input_norm, eps)
-            h = layer.out(self._attend_on_gpu(index, layer, layer.qkv(h), batch))
+            mixer = layer.mixer
+            if isinstance(mixer, AttentionLayer):
+                h = self._attend_on_gpu(mixer, h, batch)
+            else:
+                h = self._recur_on_gpu(mixer, h, batch)
+            h = mixer.out(h)
             h = _normed(h, residual, layer.post_norm, eps)
             change = layer.down(silu_and_mul(layer.gate_up.both(h)))
         assert change is not None  # a model has layers
         drawn = residual[batch.drawn]
         return self._head(_normed(change[batch.drawn], drawn, self._norm, eps))
 
-    def _attend_on_gpu(self, index: int, layer: Layer, qkv: Tensor, batch: ForwardBatch) -> Tensor:
+    def _attend_on_gpu(self, layer: AttentionLayer, h: Tensor, batch: ForwardBatch) -> Tensor:
         """Attention of one layer between its projections: [T, H d]."""
-        mixer, pages = self._mixer, batch.pages
-        heads = qkv.view(len(qkv), -1, mixer.head_dim)  # [T, H + 2 K, d]
-        table = (self._cos, self._sin, batch.position_ids[0])
-        q = rotate_and_store(heads, mixer.heads, *table, self._kv.data, index, pages.cells, layer.norms, self._eps)
-        out = attend_gpu(q, self._kv.data, index, pages, self._scale, layer.window or 0, 0.0)
-        return out.view(len(qkv), mixer.heads * mixer.head_dim)
+        mixer, pages = layer.mixer, batch.pages
+        gate, qkv = mixer.split(layer.qkv(h))
+        table, store = (self._cos, self._sin, batch.position_ids[0]), (self._kv.data, layer.index)
+        q = rotate_and_store(qkv, mixer.heads, *table, *store, pages.cells, layer.norms, self._eps)
+        out = attend_gpu(q, *store, pages, self._scale, mixer.window or 0, 0.0).flatten(1)
+        return out if gate is None else sigmoid_gate(out, gate)
+
+    def _recur_on_gpu(self, layer: DeltaLayer, h: Tensor, batch: ForwardBatch) -> Tensor:
+        """The delta rule of one linear layer between its projections: [T, H v]."""
+        out, z = self._delta(layer, h, batch)
+        return gated_norm(out, z, layer.norm, self._eps)
 
 
 def _normed(change: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:

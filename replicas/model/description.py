@@ -1,17 +1,19 @@
 """What a checkpoint's configuration says, read offline as data.
 
-`inspect_model` reads the numbers that every model needs: its KV cell, context, vocabulary and dtype. `describe` makes
-the `Description` that our own decoder runs: layers of a mixer and a feed-forward. A family of models that differs only
-in options is a row of `FAMILIES`. Any other model runs through `any_model`.
+`inspect_model` reads the numbers that every model needs: its KV cell, state, context, vocabulary and dtype. `describe`
+makes the `Description` that our own decoder runs: layers of a mixer and a feed-forward. A family of models that differs
+only in options is a row of `FAMILIES`. Any other model runs through `any_model`.
 """
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
 from transformers import AutoConfig
 
+from holdfast.kernels.linear_state import LinearShape
 from holdfast.replicas.config import BYTES, DType, ModelShape
 from holdfast.replicas.kv.tensors import CellShape
 from holdfast.replicas.model.folder import cannot_serve, model_folder
@@ -35,6 +37,7 @@ class Attention:
     window: int | None
     bias: bool  # of queries, keys and values
     qk_norm: bool
+    gate: bool = False  # a product of its own decides how much of each output passes: out * sigmoid(gate)
 
     @property
     def q_width(self) -> int:
@@ -43,6 +46,40 @@ class Attention:
     @property
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
+
+    @property
+    def qkv_width(self) -> int:
+        """Outputs of the fused product: gates, if there are any, queries, keys, values."""
+        return (1 + self.gate) * self.q_width + 2 * self.kv_width
+
+    def split(self, product: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Gates [T, heads head_dim], if there are any, and queries, keys, values [T, heads + 2 kv_heads, head_dim]."""
+        gate, qkv = product[:, : self.gate * self.q_width], product[:, self.gate * self.q_width :]
+        return gate if self.gate else None, qkv.view(len(qkv), -1, self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaNet:
+    """A mixer: linear attention with a recurrent state (`kernels.linear_state`), each head normed and gated."""
+
+    shape: LinearShape
+    by_key_head: bool = False  # in the checkpoint the parts of q, k, v and z of one key head stand together
+
+    @property
+    def v_width(self) -> int:
+        return self.shape.value_heads * self.shape.value_dim
+
+    @property
+    def qkvz_width(self) -> int:
+        """Outputs of the fused product: queries, keys, values, gates."""
+        return self.shape.channels + self.v_width
+
+    def split(self, product: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries, keys, values [T, channels], and gates [T, value_heads value_dim]."""
+        return product[:, : self.shape.channels], product[:, self.shape.channels :]
+
+
+Mixer: TypeAlias = Attention | GatedDeltaNet
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,75 +91,144 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class LayerDescription:
-    mixer: Attention
+    mixer: Mixer
     feed_forward: FeedForward
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A model that our decoder runs. All layers have attention with the same heads: they share one KV store."""
+    """A model that our decoder runs.
+
+    Its attention layers have the same heads and share one KV store; its linear layers have the same heads and share
+    the states.
+    """
 
     layers: tuple[LayerDescription, ...]
     hidden: int
     vocabulary: int
     eps: float
     tied: bool  # the embedding is the head, too
+    centred: bool = False  # a norm's weight w in the checkpoint stands for 1 + w; not so of a linear layer's own norm
+    skipped: tuple[str, ...] = ()  # beginnings of the names of weights that are not read
+
+    @property
+    def attentions(self) -> list[Attention]:
+        """The mixers that use the KV store, in its order."""
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
 
     @property
     def attention(self) -> Attention:
-        """The first layer's. Others differ in the window alone."""
-        return self.layers[0].mixer
+        """The first of them. Others differ in the window alone."""
+        return self.attentions[0]
 
     @property
     def cell(self) -> CellShape:
-        return CellShape(len(self.layers), self.attention.kv_heads, self.attention.head_dim)
+        return CellShape(len(self.attentions), self.attention.kv_heads, self.attention.head_dim)
+
+    @property
+    def state(self) -> LinearShape | None:
+        """The heads of the linear layers; None where there are none."""
+        return next((layer.mixer.shape for layer in self.layers if isinstance(layer.mixer, GatedDeltaNet)), None)
+
+    @property
+    def linear_layers(self) -> int:
+        """How many layers have a state."""
+        return len(self.layers) - len(self.attentions)
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a family's layers differ from Llama's. `windows`: which layers have the configuration's sliding window."""
+    """How a family's layers differ from Llama's; what each option means says the mixer that has it."""
 
     bias: bool = False
     qk_norm: bool = False
-    windows: Literal["none", "all", "by type"] = "none"
+    gate: bool = False
+    centred: bool = False
+    partial_rotary: bool = False  # it knows `partial_rotary_factor`
+    by_key_head: bool = False
+    mixers: Literal["full", "window", "by type"] = "full"  # the window in all layers, or as `layer_types` says
+    skipped: tuple[str, ...] = ()
 
 
+_NOT_TEXT = ("model.visual.", "mtp.")  # the vision tower, and layers that predict further tokens
+_QWEN3_5 = Family(qk_norm=True, gate=True, centred=True, partial_rotary=True, mixers="by type", skipped=_NOT_TEXT)
 FAMILIES = {
     "llama": Family(),
-    "mistral": Family(windows="all"),
-    "qwen2": Family(bias=True, windows="by type"),
-    "qwen3": Family(qk_norm=True, windows="by type"),
+    "mistral": Family(mixers="window"),
+    "qwen2": Family(bias=True, mixers="by type"),
+    "qwen3": Family(qk_norm=True, mixers="by type"),
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_next": replace(_QWEN3_5, by_key_head=True),
 }
+"""The families that our decoder runs, by `model_type`. Of those with a vision tower it runs the text."""
 
 
 def describe(config: Any) -> Description | None:
     """The description of a transformers configuration; None where our decoder would not compute the same."""
     family = FAMILIES.get(config.model_type)
-    if family is None or config.hidden_act != "silu":
+    if family is None or why_not(config):
         return None
-    if getattr(config, "mlp_bias", False) or getattr(config, "attention_bias", False):
-        return None
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope_type(config) not in ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return None
-    layers: int = config.num_hidden_layers
-    windows: tuple[int | None, ...] = (None,)
-    if family.windows == "all":
-        windows = (config.sliding_window,)
-    elif family.windows == "by type":
-        kinds = config.layer_types
-        windows = tuple(config.sliding_window if kind == "sliding_attention" else None for kind in kinds)
-    heads, inner = config.num_attention_heads, FeedForward(config.intermediate_size)
-    mixers = (
-        Attention(heads, config.num_key_value_heads, head_dim(config), window, family.bias, family.qk_norm)
-        for window in (windows * layers)[:layers]
-    )
+    text = config.get_text_config(decoder=True)
+    layers: int = text.num_hidden_layers
+    kinds = text.layer_types if family.mixers == "by type" else ["full_attention"] * layers
+    heads, kv_heads, window = text.num_attention_heads, text.num_key_value_heads, None
+    if family.mixers == "window":
+        window = text.sliding_window
+    full = Attention(heads, kv_heads, head_dim(text), window, family.bias, family.qk_norm, family.gate)
+    mixers: dict[str, Mixer] = {"full_attention": full}
+    if "sliding_attention" in kinds:
+        mixers["sliding_attention"] = replace(full, window=text.sliding_window)
+    if "linear_attention" in kinds:
+        mixers["linear_attention"] = GatedDeltaNet(_linear_shape(text), family.by_key_head)
+    feed_forward = FeedForward(text.intermediate_size)
     return Description(
-        tuple(LayerDescription(mixer, inner) for mixer in mixers),
-        hidden=config.hidden_size,
-        vocabulary=config.vocab_size,
-        eps=config.rms_norm_eps,
+        tuple(LayerDescription(mixers[kind], feed_forward) for kind in kinds),
+        hidden=text.hidden_size,
+        vocabulary=text.vocab_size,
+        eps=text.rms_norm_eps,
         tied=bool(config.tie_word_embeddings),
+        centred=family.centred,
+        skipped=family.skipped,
+    )
+
+
+def why_not(config: Any) -> str:
+    """The option of a configuration of a known family that our decoder does not compute; "": there is none."""
+    text, family = config.get_text_config(decoder=True), FAMILIES[config.model_type]
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = set(getattr(text, "layer_types", None) or ()) if family.mixers == "by type" else set()
+    if text.hidden_act != "silu":
+        return f"the activation {text.hidden_act}"
+    if getattr(text, "mlp_bias", False) or getattr(text, "attention_bias", False):
+        return "projections with a bias"
+    if rope_type(text) not in ROPE_TYPES:
+        return f"rotary positions of type {rope_type(text)}"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0 and not family.partial_rotary:
+        return "rotary positions over a part of each head"
+    if others := kinds - _KV_LAYERS - ({"linear_attention"} if family.gate else set()):
+        return f"layers of type {min(others)}"
+    if kinds == {"linear_attention"}:
+        return "linear layers alone"
+    if _has_experts(text):
+        return "layers with experts"
+    return ""
+
+
+def _has_experts(text: Any) -> bool:
+    """Whether a layer of a Qwen3-Next has experts in place of a dense feed-forward."""
+    dense = set(getattr(text, "mlp_only_layers", None) or ())
+    step = getattr(text, "decoder_sparse_step", 0) if getattr(text, "num_experts", 0) else 0
+    return step > 0 and any(i not in dense and (i + 1) % step == 0 for i in range(text.num_hidden_layers))
+
+
+def _linear_shape(text: Any) -> LinearShape:
+    return LinearShape(
+        text.linear_num_key_heads,
+        text.linear_num_value_heads,
+        text.linear_key_head_dim,
+        text.linear_value_head_dim,
+        text.linear_conv_kernel_dim,
     )
 
 
@@ -140,13 +246,17 @@ def rope_type(config: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A checkpoint's folder, which holds its tokenizer too, its transformers configuration, and numbers from that."""
+    """A checkpoint's folder, which holds its tokenizer too, its transformers configuration, and numbers from that.
+
+    `description`: of a model that our decoder runs; None: transformers' model runs.
+    """
 
     path: str
     config: Any
     cell: CellShape
     shape: ModelShape
     vocabulary: int
+    description: Description | None
 
 
 def inspect_model(name: str) -> ModelInfo:
@@ -162,17 +272,21 @@ def inspect_model(name: str) -> ModelInfo:
     if getattr(config, "is_encoder_decoder", False):
         raise cannot_serve(name, "it is an encoder-decoder, and only causal language models are served")
     text = config.get_text_config(decoder=True)
-    other = set(getattr(text, "layer_types", None) or ()) - _KV_LAYERS
-    if other:
-        raise cannot_serve(name, f"it has layers without a plain KV cache: {', '.join(sorted(other))}")
     try:
+        described = describe(config)
         kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        cell = CellShape(text.num_hidden_layers, kv_heads, head_dim(text))
+        cell = described.cell if described else CellShape(text.num_hidden_layers, kv_heads, head_dim(text))
         context, vocabulary = _context(text), int(text.vocab_size)
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise cannot_serve(name, f"its configuration lacks a number of a transformer's shape ({error})") from error
-    shape = ModelShape(context, _dtype_name(config), cell.values, _steady_context(text, context), cell.head_dim)
-    return ModelInfo(path, config, cell, shape, vocabulary)
+    other = set(getattr(text, "layer_types", None) or ()) - _KV_LAYERS
+    if other and described is None:
+        why = f"it has layers without a plain KV cache: {', '.join(sorted(other))}"
+        known = f", and our decoder does not compute {why_not(config)}" if config.model_type in FAMILIES else ""
+        raise cannot_serve(name, why + known)
+    dtype = _dtype_name(config, text)
+    shape = ModelShape(context, dtype, cell.values, _steady_context(text, context), cell.head_dim)
+    return ModelInfo(path, config, cell, shape, vocabulary, described)
 
 
 def sliding_window(config: Any) -> int:
@@ -189,8 +303,9 @@ def first_lines(error: BaseException) -> str:
     return " ".join(line.strip() for line in str(error).splitlines()[:2]) or type(error).__name__
 
 
-def _dtype_name(config: Any) -> DType:
-    name = str(getattr(config, "dtype", None) or torch.float32).removeprefix("torch.")
+def _dtype_name(config: Any, text: Any) -> DType:
+    dtype = getattr(config, "dtype", None) or getattr(text, "dtype", None) or torch.float32
+    name = str(dtype).removeprefix("torch.")
     return name if name in BYTES else "bfloat16"  # type: ignore[return-value]
 
 

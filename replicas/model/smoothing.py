@@ -4,7 +4,8 @@ Some channels of a trained model's activations are 20 to 100 times the others, t
 in int8 has one step for all. So a sample of text is run through the layers before they are quantised, and the columns
 of each product are divided by powers of two that go into its weight (`kernels.linear.even_out`). No operation is added:
 the division goes into what makes a column, which is a norm's weight, the rows of a value or the rows of `up`. The float
-model stays the same to the last bit. Heads that share a key and value share factors.
+model stays the same to the last bit. Heads that share a key and value share factors, and so do all heads of a linear
+layer, which share a norm.
 
 Channels of a key differ as well, most of all in models with a bias, and a store in int8 has one step for a token's key.
 They are divided by powers of two that go into the queries: q_d f_d . k_d / f_d. Both channels of a rotated pair have
@@ -14,13 +15,14 @@ with alpha = 1.
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.kernels.layer import rotated
+from holdfast.kernels.layer import gated_norm, rms_norm, rotated
 from holdfast.kernels.linear import even_out
-from holdfast.replicas.model.description import Attention, Description
-from holdfast.replicas.model.weights import DecoderWeights, LayerWeights
+from holdfast.kernels.linear_state import NO_STATE, LinearStates, StateBatch, gated_delta_reference
+from holdfast.replicas.model.description import Attention, Description, GatedDeltaNet
+from holdfast.replicas.model.weights import AttentionWeights, DecoderWeights, DeltaWeights
 
 _SAMPLE = """You can call functions. Answer in the user's language, and be brief.
 {"name": "find_flights", "description": "Direct flights on a day", "parameters": {"type": "object", "properties":
@@ -59,36 +61,69 @@ def smooth(
     `sample` [n]: token ids, computed in `dtype`.
     """
     positions = torch.arange(len(sample)).clamp_max(len(rotary[0]) - 1)
-    cos, sin = (table[positions].to(dtype)[:, None] for table in rotary)  # [n, 1, d / 2]
+    angles = [table[positions].to(dtype)[:, None] for table in rotary]  # [n, 1, half]
     x = weights.embedding[sample].to(dtype)
-
-    def normed(x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, (x.shape[-1],), weight.to(dtype), description.eps)
-
+    eps = description.eps
     for layer, described in zip(weights.layers, description.layers, strict=True):
-        mixer = described.mixer
-        first = normed(x, layer.input_norm)
-        bias = None if layer.qkv_bias is None else layer.qkv_bias.to(dtype)
-        qkv = linear(first, layer.qkv.to(dtype), bias).view(len(x), -1, mixer.head_dim)
-        q, k, v = torch.split(qkv, [mixer.heads, mixer.kv_heads, mixer.kv_heads], dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = normed(q, layer.q_norm), normed(k, layer.k_norm)
-        turned = rotated(k, cos, sin)
-        attended = _attend(rotated(q, cos, sin), turned, v, mixer.window).flatten(1)  # [n, heads * d]
-        x = x + linear(attended, layer.out.to(dtype))
-        second = normed(x, layer.post_norm)
+        first = rms_norm(x, layer.input_norm, eps)
+        mixer = layer.mixer
+        if isinstance(mixer, AttentionWeights):
+            assert isinstance(described.mixer, Attention)
+            mixed, turned = _attended(mixer, described.mixer, first, angles, eps)  # [n, heads * d]
+            inputs = [mixer.qkv]
+            if keys:
+                _move_keys(mixer, described.mixer, turned.abs().amax(0), angles[0].shape[-1])
+        else:
+            assert isinstance(described.mixer, GatedDeltaNet)
+            mixed = _recurred(mixer, described.mixer, first, eps)  # [n, heads * value_dim]
+            inputs = [mixer.qkvz, mixer.ab]
+        x = x + linear(mixed, mixer.out.to(dtype))
+        second = rms_norm(x, layer.post_norm, eps)
         gate, up = linear(second, layer.gate_up.to(dtype)).chunk(2, dim=-1)
         inner = silu(gate) * up
         x = x + linear(inner, layer.down.to(dtype))
-        if keys:
-            _move_keys(layer, mixer, _columns(turned))
         if products:
-            _move(even_out(_columns(first), layer.qkv), layer.input_norm, layer.qkv)
+            _move(even_out(_columns(first), torch.cat(inputs)), layer.input_norm, *inputs)
             _move(even_out(_columns(second), layer.gate_up), layer.post_norm, layer.gate_up)
             factors = even_out(_columns(inner), layer.down)
             layer.gate_up[described.feed_forward.inner :] /= factors.to(layer.gate_up.dtype)[:, None]
             layer.down *= factors.to(layer.down.dtype)
-            _move_heads(layer, mixer, _columns(attended))
+            if isinstance(mixer, AttentionWeights):
+                assert isinstance(described.mixer, Attention)
+                _move_heads(mixer, described.mixer, _columns(mixed))
+            else:
+                size = len(mixer.norm)
+                largest = mixer.out.abs().amax(0).view(-1, size).amax(0)[None]  # [1, value_dim]
+                factors = even_out(_columns(mixed).view(-1, size).amax(0), largest)
+                _move(factors, mixer.norm)
+                mixer.out *= factors.repeat(mixer.out.shape[1] // size).to(mixer.out.dtype)
+
+
+def _attended(
+    weights: AttentionWeights, mixer: Attention, x: Tensor, angles: list[Tensor], eps: float
+) -> tuple[Tensor, Tensor]:
+    """Attention before its output projection, [n, heads d], and the turned keys [n, kv_heads, d]."""
+    bias = None if weights.qkv_bias is None else weights.qkv_bias.to(x.dtype)
+    gate, qkv = mixer.split(linear(x, weights.qkv.to(x.dtype), bias))
+    q, k, v = torch.split(qkv, [mixer.heads, mixer.kv_heads, mixer.kv_heads], dim=1)
+    if weights.q_norm is not None and weights.k_norm is not None:
+        q, k = (
+            rms_norm(part.reshape(-1, mixer.head_dim), norm, eps).view(part.shape)
+            for part, norm in ((q, weights.q_norm), (k, weights.k_norm))
+        )
+    turned = rotated(k, *angles)
+    out = _attend(rotated(q, *angles), turned, v, mixer.window).flatten(1)
+    return out if gate is None else out * gate.sigmoid(), turned
+
+
+def _recurred(weights: DeltaWeights, mixer: GatedDeltaNet, x: Tensor, eps: float) -> Tensor:
+    """The delta rule before its output projection, [n, value_heads value_dim]."""
+    mixed, z = mixer.split(linear(x, weights.qkvz.to(x.dtype)))
+    a, b = linear(x, weights.ab.to(x.dtype)).chunk(2, dim=1)
+    states = LinearStates(mixer.shape, 1, 1, 0, x.dtype, "cpu")
+    one, none = torch.zeros(1, dtype=torch.int32), torch.zeros(0, 3, dtype=torch.int32)
+    batch = StateBatch(torch.tensor([0, len(x)], dtype=torch.int32), one + NO_STATE, one, one, one, none)
+    return gated_norm(gated_delta_reference(mixed, a, b, weights.kernel, states, 0, batch), z, weights.norm, eps)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
@@ -106,25 +141,31 @@ def _columns(x: Tensor) -> Tensor:
     return x.abs().amax(0)
 
 
-def _move(factors: Tensor, norm: Tensor, weight: Tensor) -> None:
+def _move(factors: Tensor, norm: Tensor, *weights: Tensor) -> None:
     norm /= factors.to(norm.dtype)
-    weight *= factors.to(weight.dtype)
+    for weight in weights:
+        weight *= factors.to(weight.dtype)
 
 
-def _move_keys(layer: LayerWeights, mixer: Attention, columns: Tensor) -> None:
-    """Move factors from keys, the largest of whose channels are `columns` [kv_heads, d], to their queries."""
-    pairs = columns.view(mixer.kv_heads, 2, -1).amax(1)  # [kv_heads, d / 2]
-    if layer.k_norm is not None and layer.q_norm is not None:  # one for all heads
-        factors = _even(pairs.amax(0)).repeat(2)
-        layer.k_norm /= factors.to(layer.k_norm.dtype)
-        layer.q_norm *= factors.to(layer.q_norm.dtype)
+def _move_keys(weights: AttentionWeights, mixer: Attention, columns: Tensor, half: int) -> None:
+    """Move factors from keys, the largest of whose channels are `columns` [kv_heads, d], to their queries. Channels i
+    and half + i turn together.
+    """
+    low, high, rest = torch.split(columns, [half, half, mixer.head_dim - 2 * half], dim=1)
+    pairs = torch.maximum(low, high)
+    channels = torch.cat((pairs, pairs, rest), dim=1)
+    if weights.k_norm is not None and weights.q_norm is not None:  # one for all heads
+        factors = _even(channels.amax(0))
+        weights.k_norm /= factors
+        weights.q_norm *= factors
         return
-    factors = torch.stack([_even(each).repeat(2) for each in pairs])  # [kv_heads, d]
+    factors = torch.stack([_even(each) for each in channels])  # [kv_heads, d]
     of_queries = factors.repeat_interleave(mixer.heads // mixer.kv_heads, 0).flatten()
-    both = torch.cat((of_queries, 1 / factors.flatten())).to(layer.qkv.dtype)  # powers of two: exact
-    layer.qkv[: len(both)] *= both[:, None]
-    if layer.qkv_bias is not None:
-        layer.qkv_bias[: len(both)] *= both
+    both = torch.cat((of_queries, 1 / factors.flatten())).to(weights.qkv.dtype)  # powers of two: exact
+    first = mixer.gate * mixer.q_width
+    weights.qkv[first : first + len(both)] *= both[:, None]
+    if weights.qkv_bias is not None:
+        weights.qkv_bias[first : first + len(both)] *= both
 
 
 def _even(columns: Tensor) -> Tensor:
@@ -132,13 +173,13 @@ def _even(columns: Tensor) -> Tensor:
     return even_out(columns.float().square(), torch.ones(1, len(columns)))
 
 
-def _move_heads(layer: LayerWeights, mixer: Attention, columns: Tensor) -> None:
+def _move_heads(weights: AttentionWeights, mixer: Attention, columns: Tensor) -> None:
     """Move factors from the values to the output projection [hidden, heads * d]. Columns of a group share a value's."""
     grouped = (mixer.kv_heads, mixer.heads // mixer.kv_heads, mixer.head_dim)
-    largest = layer.out.abs().amax(0).view(grouped).amax(1).flatten()[None]  # [1, kv_heads * d]
-    factors = even_out(columns.view(grouped).amax(1).flatten(), largest).to(layer.out.dtype)
-    layer.qkv[-mixer.kv_width :] /= factors[:, None]
-    if layer.qkv_bias is not None:
-        layer.qkv_bias[-mixer.kv_width :] /= factors
+    largest = weights.out.abs().amax(0).view(grouped).amax(1).flatten()[None]  # [1, kv_heads * d]
+    factors = even_out(columns.view(grouped).amax(1).flatten(), largest).to(weights.out.dtype)
+    weights.qkv[-mixer.kv_width :] /= factors[:, None]
+    if weights.qkv_bias is not None:
+        weights.qkv_bias[-mixer.kv_width :] /= factors
     spread = factors.view(mixer.kv_heads, 1, mixer.head_dim).expand(grouped)
-    layer.out *= spread.reshape(-1)
+    weights.out *= spread.reshape(-1)

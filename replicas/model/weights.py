@@ -6,6 +6,7 @@ ignored: it would change the output.
 """
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,10 +20,21 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from holdfast.kernels.linear_state import LinearWeights
 from holdfast.replicas.config import DType
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.model.description import LOADING_ERRORS, Description, LayerDescription, ModelInfo, first_lines
+from holdfast.replicas.model.description import (
+    LOADING_ERRORS,
+    Attention,
+    Description,
+    GatedDeltaNet,
+    LayerDescription,
+    ModelInfo,
+    first_lines,
+)
 from holdfast.replicas.model.folder import cannot_serve, read_chat_template
+
+log = logging.getLogger(__name__)
 
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"  # of a checkpoint in several files
@@ -87,7 +99,7 @@ def eos_ids(info: ModelInfo) -> frozenset[int]:
         except _ERRORS as error:
             raise cannot_serve(info.path, f"its generation_config.json does not load ({first_lines(error)})") from error
     found: set[int] = set()
-    for source in (settings, info.config):
+    for source in (settings, info.config, info.config.get_text_config(decoder=True)):
         ids = getattr(source, "eos_token_id", None)
         listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
         if not all(type(each) is int for each in listed):
@@ -125,15 +137,36 @@ def load_model(info: ModelInfo, dtype: DType, device: str) -> nn.Module:
 
 
 @dataclass(slots=True)
-class LayerWeights:
-    """One layer. qkv [(heads + 2 kv_heads) head_dim, hidden], gate_up [2 inner, hidden]; norms are vectors."""
+class AttentionWeights:
+    """qkv [gates, if there are any, queries, keys, values; hidden], out [hidden, heads head_dim]."""
 
-    input_norm: Tensor
     qkv: Tensor
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
     out: Tensor
+
+
+@dataclass(slots=True)
+class DeltaWeights:
+    """qkvz [queries, keys, values, gates; hidden], ab [2 value heads, hidden], out [hidden, value_heads value_dim].
+
+    `ab` is apart, because it stays as it is where products are in int8 or FP8. `kernel`: of the convolution and decay.
+    """
+
+    qkvz: Tensor
+    ab: Tensor
+    kernel: LinearWeights
+    norm: Tensor  # [value_dim]
+    out: Tensor
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One layer. gate_up [2 inner, hidden]. All norms are vectors in float32, by which the normed row is multiplied."""
+
+    input_norm: Tensor
+    mixer: AttentionWeights | DeltaWeights
     post_norm: Tensor
     gate_up: Tensor
     down: Tensor
@@ -175,74 +208,156 @@ def allocate(description: Description, dtype: torch.dtype, device: str) -> Decod
     def empty(*size: int) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
-    def layer(each: LayerDescription) -> LayerWeights:
-        mixer, inner = each.mixer, each.feed_forward.inner
-        qkv_width = mixer.q_width + 2 * mixer.kv_width
-        return LayerWeights(
-            input_norm=empty(hidden),
-            qkv=empty(qkv_width, hidden),
-            qkv_bias=empty(qkv_width) if mixer.bias else None,
-            q_norm=empty(mixer.head_dim) if mixer.qk_norm else None,
-            k_norm=empty(mixer.head_dim) if mixer.qk_norm else None,
+    def floats(*size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.float32, device=device)
+
+    def attention(mixer: Attention) -> AttentionWeights:
+        return AttentionWeights(
+            qkv=empty(mixer.qkv_width, hidden),
+            qkv_bias=empty(mixer.qkv_width) if mixer.bias else None,
+            q_norm=floats(mixer.head_dim) if mixer.qk_norm else None,
+            k_norm=floats(mixer.head_dim) if mixer.qk_norm else None,
             out=empty(hidden, mixer.q_width),
-            post_norm=empty(hidden),
-            gate_up=empty(2 * inner, hidden),
-            down=empty(hidden, inner),
+        )
+
+    def delta(mixer: GatedDeltaNet) -> DeltaWeights:
+        shape, heads = mixer.shape, mixer.shape.value_heads
+        return DeltaWeights(
+            qkvz=empty(mixer.qkvz_width, hidden),
+            ab=empty(2 * heads, hidden),
+            kernel=LinearWeights(floats(shape.channels, shape.kernel), floats(heads), floats(heads)),
+            norm=floats(shape.value_dim),
+            out=empty(hidden, mixer.v_width),
+        )
+
+    def layer(each: LayerDescription) -> LayerWeights:
+        return LayerWeights(
+            input_norm=floats(hidden),
+            mixer=attention(each.mixer) if isinstance(each.mixer, Attention) else delta(each.mixer),
+            post_norm=floats(hidden),
+            gate_up=empty(2 * each.feed_forward.inner, hidden),
+            down=empty(hidden, each.feed_forward.inner),
         )
 
     embedding = empty(vocabulary, hidden)
     head = embedding if description.tied else empty(vocabulary, hidden)
-    return DecoderWeights(embedding, [layer(each) for each in description.layers], empty(hidden), head)
+    return DecoderWeights(embedding, [layer(each) for each in description.layers], floats(hidden), head)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor of a checkpoint goes: into `target`, its rows in the order `rows`, and `plus` added to it."""
+
+    target: Tensor
+    rows: Tensor | None = None
+    plus: float = 0.0
+
+    def fitted(self, tensor: Tensor) -> Tensor:
+        """The tensor in the order, dtype and device of its target."""
+        ordered = tensor if self.rows is None else tensor[self.rows]
+        return ordered.to(self.target) + self.plus if self.plus else ordered.to(self.target)
 
 
 def _fill(weights: DecoderWeights, path: str, description: Description) -> None:
-    slots = _slots(weights, description)
-    missing = set(slots)
+    places = _places(weights, description)
+    missing, skipped = set(places), 0
     with torch.no_grad():
-        for name, tensor in _tensors(Path(path)):
+        for file_name, tensor in _tensors(Path(path)):
+            name = file_name.replace("model.language_model.", "model.", 1)
             if name.endswith("rotary_emb.inv_freq"):
                 continue
+            if name.startswith(description.skipped):
+                skipped += 1
+                continue
             slot = _EMBEDDING if name == _HEAD and description.tied else name  # of tied ones a file has either or both
-            target = slots.get(slot)
-            if target is None:
+            place = places.get(slot)
+            if place is None:
                 raise cannot_serve(path, f"unknown weight {name}")
-            if target.shape != tensor.shape:
-                sizes = f"{tuple(tensor.shape)}, not {tuple(target.shape)}"
+            if place.target.shape != tensor.shape:
+                sizes = f"{tuple(tensor.shape)}, not {tuple(place.target.shape)}"
                 raise cannot_serve(path, f"weight {name} is {sizes}")
             if slot in missing:
-                target.copy_(tensor)
+                place.target.copy_(place.fitted(tensor) if place.plus or place.rows is not None else tensor)
                 missing.discard(slot)
-            elif not torch.equal(target, tensor.to(target)):
+            elif not torch.equal(place.target, place.fitted(tensor)):
                 why = f"two different weights for {slot} (tie_word_embeddings is {str(description.tied).lower()})"
                 raise cannot_serve(path, f"its files have {why}")
     if missing:
         raise cannot_serve(path, f"its files lack {len(missing)} weights, {min(missing)} among them")
+    if skipped:
+        log.info("%d weights are not used: %s", skipped, " and ".join(f"{each}*" for each in description.skipped))
 
 
-def _slots(weights: DecoderWeights, description: Description) -> dict[str, Tensor]:
+def _places(weights: DecoderWeights, description: Description) -> dict[str, _Place]:
     """Where each tensor of the checkpoint goes, by its name: our tensors, and views into our fused matrices."""
-    slots = {_EMBEDDING: weights.embedding, "model.norm.weight": weights.norm}
+    centred = 1.0 if description.centred else 0.0
+    places = {_EMBEDDING: _Place(weights.embedding), "model.norm.weight": _Place(weights.norm, plus=centred)}
     if not description.tied:
-        slots[_HEAD] = weights.head
+        places[_HEAD] = _Place(weights.head)
     for i, (layer, described) in enumerate(zip(weights.layers, description.layers, strict=True)):
-        at, mixer = f"model.layers.{i}.", described.mixer
         gate, up = layer.gate_up.chunk(2)
         named = {
-            "input_layernorm.weight": layer.input_norm,
-            "post_attention_layernorm.weight": layer.post_norm,
-            "self_attn.o_proj.weight": layer.out,
-            "self_attn.q_norm.weight": layer.q_norm,
-            "self_attn.k_norm.weight": layer.k_norm,
-            "mlp.gate_proj.weight": gate,
-            "mlp.up_proj.weight": up,
-            "mlp.down_proj.weight": layer.down,
+            "input_layernorm.weight": _Place(layer.input_norm, plus=centred),
+            "post_attention_layernorm.weight": _Place(layer.post_norm, plus=centred),
+            "mlp.gate_proj.weight": _Place(gate),
+            "mlp.up_proj.weight": _Place(up),
+            "mlp.down_proj.weight": _Place(layer.down),
         }
-        for kind, fused in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
-            if fused is not None:
-                parts = torch.split(fused, [mixer.q_width, mixer.kv_width, mixer.kv_width])
-                named |= {f"self_attn.{name}_proj.{kind}": part for name, part in zip("qkv", parts, strict=True)}
-        slots |= {at + name: tensor for name, tensor in named.items() if tensor is not None}
-    return slots
+        if isinstance(layer.mixer, AttentionWeights):
+            assert isinstance(described.mixer, Attention)
+            named |= _attention_places(layer.mixer, described.mixer, centred)
+        else:
+            assert isinstance(described.mixer, GatedDeltaNet)
+            named |= _delta_places(layer.mixer, described.mixer)
+        places |= {f"model.layers.{i}.{name}": place for name, place in named.items()}
+    return places
+
+
+def _attention_places(weights: AttentionWeights, mixer: Attention, centred: float) -> dict[str, _Place]:
+    named = {"self_attn.o_proj.weight": _Place(weights.out)}
+    for name, norm in (("q_norm", weights.q_norm), ("k_norm", weights.k_norm)):
+        if norm is not None:
+            named[f"self_attn.{name}.weight"] = _Place(norm, plus=centred)
+    widths = [(1 + mixer.gate) * mixer.q_width, mixer.kv_width, mixer.kv_width]
+    order = None
+    if mixer.gate:  # the checkpoint has each head's query and gate together, we have all gates before all queries
+        order = torch.arange(widths[0]).view(mixer.heads, 2, mixer.head_dim).transpose(0, 1).flip(0).flatten()
+    for kind, fused in (("weight", weights.qkv), ("bias", weights.qkv_bias)):
+        if fused is not None:
+            for name, part in zip("qkv", torch.split(fused, widths), strict=True):
+                named[f"self_attn.{name}_proj.{kind}"] = _Place(part, order if name == "q" else None)
+    return named
+
+
+def _delta_places(weights: DeltaWeights, mixer: GatedDeltaNet) -> dict[str, _Place]:
+    shape, kernel = mixer.shape, weights.kernel
+    named = {
+        "conv1d.weight": _Place(kernel.conv[:, None]),
+        "A_log": _Place(kernel.a_log),
+        "dt_bias": _Place(kernel.dt_bias),
+        "norm.weight": _Place(weights.norm),
+        "out_proj.weight": _Place(weights.out),
+    }
+    if mixer.by_key_head:
+        group = shape.value_heads // shape.key_heads
+        values = group * shape.value_dim
+        named["in_proj_qkvz.weight"] = _Place(
+            weights.qkvz, _joined(shape.key_heads, [shape.key_dim, shape.key_dim, values, values])
+        )
+        b_then_a = _joined(shape.key_heads, [group, group])
+        named["in_proj_ba.weight"] = _Place(weights.ab, b_then_a.roll(shape.value_heads))
+    else:
+        qkv, z = torch.split(weights.qkvz, [shape.channels, mixer.v_width])
+        a, b = weights.ab.chunk(2)
+        parts = {"qkv": qkv, "z": z, "a": a, "b": b}
+        named |= {f"in_proj_{name}.weight": _Place(part) for name, part in parts.items()}
+    return {f"linear_attn.{name}": place for name, place in named.items()}
+
+
+def _joined(heads: int, widths: list[int]) -> Tensor:
+    """The order that puts the parts of all heads together, where the checkpoint has all parts of a head together."""
+    rows = torch.arange(heads * sum(widths)).view(heads, -1)
+    return torch.cat([part.flatten() for part in torch.split(rows, widths, dim=1)])
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""The norm and the rotation on a CPU, at each level of the kernel and by torch, against float64."""
+"""The norms and the rotation on a CPU, at each level of the kernel and by torch, against float64."""
 
 import pytest
 import torch
@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from holdfast.kernels import layer
 from holdfast.kernels.kv import in_bytes, in_numbers
-from holdfast.kernels.layer import Rotation, add_norm_reference, rms_norm, rotate_and_store_reference
+from holdfast.kernels.layer import (
+    Rotation,
+    add_norm_reference,
+    gated_norm,
+    gated_norm_reference,
+    rms_norm,
+    rotate_and_store_reference,
+)
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}  # relative to the largest value
 LEVELS = (*(layer.LANES if ABLE else ()), "torch")
@@ -43,7 +50,7 @@ def off(found: torch.Tensor, exact: torch.Tensor) -> float:
 def test_a_norm_is_its_reference(level, rows, width, dtype, threads, seed):
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
-    x, weight = torch.randn(rows, 2 * width).to(dtype)[:, :width], torch.randn(width).to(dtype)
+    x, weight = torch.randn(rows, 2 * width).to(dtype)[:, :width], torch.randn(width)
     found = rms_norm(x, weight, 1e-6)
     assert found.dtype == dtype
     assert off(found, add_norm_reference(x.double(), None, weight.double(), 1e-6)) < TOLERANCE[dtype]
@@ -53,8 +60,30 @@ def test_a_norm_is_its_reference(level, rows, width, dtype, threads, seed):
 @FIXTURE
 @given(
     tokens=st.integers(1, 40),
+    heads=st.integers(1, 5),
+    dim=st.sampled_from([4, 8, 24, 128]),
+    size=st.sampled_from([0.1, 1.0, 60.0]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    threads=st.integers(1, 2),
+    seed=st.integers(0, 99),
+)
+def test_a_gated_norm_is_its_reference(level, tokens, heads, dim, size, dtype, threads, seed):
+    torch.manual_seed(seed)
+    torch.set_num_threads(threads)
+    x, weight = torch.randn(tokens, heads, dim).to(dtype), torch.randn(dim)
+    gate = (size * torch.randn(tokens, 2 * heads * dim)).to(dtype)[:, heads * dim :]
+    found = gated_norm(x, gate, weight, 1e-6)
+    assert found.dtype == dtype
+    assert off(found, gated_norm_reference(x.double(), gate.double(), weight.double(), 1e-6)) < TOLERANCE[dtype]
+    assert torch.equal(gated_norm(x[-1:], gate[-1:], weight, 1e-6)[0], found[-1])
+
+
+@FIXTURE
+@given(
+    tokens=st.integers(1, 40),
     heads=st.tuples(st.integers(1, 9), st.integers(1, 3)),
-    dim=st.sampled_from([6, 16, 48, 64, 96]),
+    dim=st.sampled_from([(6, 3), (16, 8), (48, 24), (64, 32), (96, 48), (96, 16), (64, 8), (256, 32), (40, 5)]),
+    behind=st.integers(0, 2),
     normed=st.booleans(),
     dtype=st.sampled_from(list(TOLERANCE)),
     heads_first=st.booleans(),
@@ -63,16 +92,19 @@ def test_a_norm_is_its_reference(level, rows, width, dtype, threads, seed):
     seed=st.integers(0, 99),
 )
 def test_queries_and_keys_turn_and_keys_and_values_reach_their_cells_and_no_others(
-    level, tokens, heads, dim, normed, dtype, heads_first, int8, threads, seed
+    level, tokens, heads, dim, behind, normed, dtype, heads_first, int8, threads, seed
 ):
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
     queries, kv_heads = heads
-    qkv = torch.randn(tokens, queries + 2 * kv_heads, dim).to(dtype)
-    angles = 7 * torch.rand(50, dim // 2)
+    dim, half = dim
+    whole = torch.randn(tokens, queries + 2 * kv_heads + behind, dim).to(dtype)
+    qkv, rest = torch.split(whole, [queries + 2 * kv_heads, behind], dim=1)
+    rest_before = rest.clone()
+    angles = 7 * torch.rand(50, half)
     cos, sin = angles.cos(), angles.sin()
     positions, cells = torch.randint(0, 50, (tokens,)), torch.randperm(48)[:tokens]
-    norms = (torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)) if normed else None
+    norms = (torch.randn(dim), torch.randn(dim)) if normed else None
     kv = torch.randn(2, 2, 6, 8, kv_heads, dim).to(dtype)
     exact = kv.double()
     if int8:
@@ -93,6 +125,7 @@ def test_queries_and_keys_turn_and_keys_and_values_reach_their_cells_and_no_othe
     others = torch.ones(48, dtype=torch.bool).index_fill(0, cells, False)
     assert torch.equal(kv.flatten(2, 3)[:, :, others], before.flatten(2, 3)[:, :, others])
     assert torch.equal(kv[0], before[0])
+    assert torch.equal(rest, rest_before)
 
 
 def test_shapes_that_do_not_fit_are_refused():

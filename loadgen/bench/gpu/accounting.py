@@ -11,7 +11,7 @@ import numpy as np
 
 from holdfast.kernels.ceilings import Ceilings
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.model.description import Description
+from holdfast.replicas.model.description import Attention, Description
 from holdfast.replicas.plan import Flight, Runner, StepOutput, StepPlan
 from holdfast.replicas.requests import Finished, Tokens
 from holdfast.replicas.types import TokenIds
@@ -34,7 +34,7 @@ class Bounds:
     def flops(self, tokens: int, cached: int = 0) -> float:
         """Multiplications and additions of `tokens` after `cached` ones, attention with its causal mask; no head."""
         pairs = tokens * cached + tokens * (tokens + 1) / 2
-        return 2.0 * tokens * self._layers + 4.0 * pairs * sum(layer.mixer.q_width for layer in self.shape.layers)
+        return 2.0 * tokens * self._layers + 4.0 * pairs * sum(mixer.q_width for mixer in self.shape.attentions)
 
     def compute_s(self, tokens: int, cached: int = 0) -> float:
         """Seconds for these operations."""
@@ -55,7 +55,10 @@ def matrix_sizes(shape: Description) -> list[tuple[int, int]]:
     sizes = []
     for layer in shape.layers:
         mixer, inner = layer.mixer, layer.feed_forward.inner
-        sizes += [(mixer.q_width + 2 * mixer.kv_width, shape.hidden), (shape.hidden, mixer.q_width)]
+        if isinstance(mixer, Attention):
+            sizes += [(mixer.qkv_width, shape.hidden), (shape.hidden, mixer.q_width)]
+        else:
+            sizes += [(mixer.qkvz_width + 2 * mixer.shape.value_heads, shape.hidden), (shape.hidden, mixer.v_width)]
         sizes += [(2 * inner, shape.hidden), (shape.hidden, inner)]
     return sizes
 

@@ -29,7 +29,7 @@ from holdfast.replicas.model.description import Description, describe
 from holdfast.replicas.model.graphs import gpu_capture, room_for
 from holdfast.replicas.model.runner_gpu import GpuRunner
 from holdfast.replicas.model.startup import check_graphs
-from holdfast.replicas.model.weights import DecoderWeights, allocate
+from holdfast.replicas.model.weights import AttentionWeights, DecoderWeights, allocate
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 from holdfast.replicas.requests import Finished, Submit
 from holdfast.replicas.types import TokenIds
@@ -182,11 +182,18 @@ def random_weights(shape: Description, dtype: torch.dtype, device: str) -> Decod
     weights = allocate(shape, dtype, device)
     generator = torch.Generator(device).manual_seed(0)
     norms = [weights.norm, *(norm for layer in weights.layers for norm in (layer.input_norm, layer.post_norm))]
-    for norm in norms:
-        norm.fill_(1.0)
     matrices = [weights.embedding, weights.head]
     for layer in weights.layers:
-        matrices += [layer.qkv, layer.out, layer.gate_up, layer.down]
+        mixer = layer.mixer
+        matrices += [mixer.out, layer.gate_up, layer.down]
+        if isinstance(mixer, AttentionWeights):
+            matrices.append(mixer.qkv)
+            norms += [norm for norm in (mixer.q_norm, mixer.k_norm) if norm is not None]
+        else:
+            matrices += [mixer.qkvz, mixer.ab, mixer.kernel.conv]
+            norms += [mixer.norm, mixer.kernel.a_log, mixer.kernel.dt_bias]
+    for norm in norms:
+        norm.fill_(1.0)
     for matrix in matrices:
         matrix.normal_(std=0.02, generator=generator)
     return weights

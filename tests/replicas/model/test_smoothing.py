@@ -7,12 +7,13 @@ import torch
 import transformers as tf
 
 from holdfast.kernels.linear import even_out
+from holdfast.kernels.linear_state import LinearStates
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.decoder import Decoder, PageTable, build_batch, rotary_table
 from holdfast.replicas.model.description import describe, inspect_model
 from holdfast.replicas.model.smoothing import sample_tokens, smooth
-from holdfast.replicas.model.weights import DecoderWeights, load_tokenizer, read_weights
-from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling
+from holdfast.replicas.model.weights import AttentionWeights, DecoderWeights, load_tokenizer, read_weights
+from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StateUse
 
 VOCABULARY = 61
 _SIZES = {
@@ -31,6 +32,16 @@ CONFIGS = {
         **_SIZES, use_sliding_window=True, sliding_window=12, layer_types=["sliding_attention", "full_attention"]
     ),
     "qwen3": lambda: tf.Qwen3Config(**_SIZES, head_dim=16),
+    "qwen3_5_text": lambda: tf.Qwen3_5TextConfig(
+        **_SIZES,
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention"],
+        linear_key_head_dim=16,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    ),
 }
 TOKENS = torch.randint(0, VOCABULARY, (90,), generator=torch.Generator().manual_seed(1))
 
@@ -47,22 +58,29 @@ def model(family: str, outliers: float) -> tuple[tf.PreTrainedConfig, DecoderWei
             if weight.dim() == 2:
                 weight.normal_(std=weight.shape[1] ** -0.5)
             elif "norm" in name:
-                weight.normal_(1.0, 0.1)
+                weight.normal_(0.0 if family == "qwen3_5_text" and "linear_attn" not in name else 1.0, 0.1)
     with TemporaryDirectory() as folder:
         module.save_pretrained(folder)
         weights = read_weights(folder, describe(config), torch.float32, "cpu")
     for layer in weights.layers:
-        for norm, weight in ((layer.input_norm, layer.qkv), (layer.post_norm, layer.gate_up)):
+        mixer = layer.mixer
+        inputs = [mixer.qkv] if isinstance(mixer, AttentionWeights) else [mixer.qkvz, mixer.ab]
+        for norm, weights_of in ((layer.input_norm, inputs), (layer.post_norm, [layer.gate_up])):
             norm[[3, 17, 30]] *= outliers
-            weight[:, [3, 17, 30]] /= outliers
+            for weight in weights_of:
+                weight[:, [3, 17, 30]] /= outliers
         layer.gate_up[96 + 5] *= outliers  # of the second half, up
         layer.down[:, 5] /= outliers
-        channels = torch.tensor([6, 14])  # of 16: a pair that is turned together
-        if layer.k_norm is not None:
-            layer.k_norm[channels] *= outliers
-            layer.q_norm[channels] /= outliers
+        if not isinstance(mixer, AttentionWeights):
+            mixer.norm[3] *= outliers
+            mixer.out.view(len(mixer.out), 4, 8)[:, :, 3] /= outliers
+            continue
+        channels = torch.tensor([6, 14])  # of 16: a pair that is turned together, or two that are not turned
+        if mixer.k_norm is not None:
+            mixer.k_norm[channels] *= outliers
+            mixer.q_norm[channels] /= outliers
         else:
-            heads = layer.qkv.view(8, 16, -1)
+            heads = mixer.qkv.view(8, 16, -1)
             heads[4:6, channels] *= outliers
             heads[:4, channels] /= outliers
     return config, weights
@@ -73,10 +91,12 @@ def logits(
 ) -> torch.Tensor:
     shape = describe(config)
     kv = KVTensors(shape.cell, 8, 16, torch.float32, int8=int8_kv)
-    decoder = Decoder(shape, weights, rotary_table(config, 256, "cpu"), kv, int8)
+    states = LinearStates(shape.state, shape.linear_layers, 1, 100, torch.float32, "cpu") if shape.state else None
+    decoder = Decoder(shape, weights, rotary_table(config, 256, "cpu"), kv, int8, states)
     table = PageTable(1, 8, 16, 8, kv.data.device)
     table.write(RowWrite(0, 0, torch.arange(8, dtype=torch.int32).numpy()))
-    chunk = Chunk(0, 0, TOKENS.int().numpy(), Draw(Sampling(), 0, drafts=len(TOKENS) - 1))
+    use = StateUse(-1, 0) if states else None
+    chunk = Chunk(0, 0, TOKENS.int().numpy(), Draw(Sampling(), 0, drafts=len(TOKENS) - 1), state=use)
     return decoder.forward(build_batch((chunk,), table))
 
 
@@ -89,12 +109,11 @@ def smoothed(family: str, outliers: float) -> tuple[tf.PreTrainedConfig, Decoder
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_float_model_stays_as_it_was_to_the_last_bit(family):
     before, after = model(family, 40.0), smoothed(family, 40.0)
-    changed = [
-        not torch.equal(getattr(a, name), getattr(b, name))
-        for a, b in zip(before[1].layers, after[1].layers, strict=True)
-        for name in ("input_norm", "qkv", "out", "post_norm", "gate_up", "down")
-    ]
-    assert all(changed)
+    for a, b in zip(before[1].layers, after[1].layers, strict=True):
+        for name in ("input_norm", "post_norm", "gate_up", "down"):
+            assert not torch.equal(getattr(a, name), getattr(b, name))
+        for name in ("qkv", "out") if isinstance(a.mixer, AttentionWeights) else ("qkvz", "ab", "norm", "out"):
+            assert not torch.equal(getattr(a.mixer, name), getattr(b.mixer, name))
     assert torch.equal(logits(*before), logits(*after))
 
 
@@ -107,7 +126,7 @@ def test_int8_is_as_near_as_without_outliers(family, what):
         return ((logits(config, weights, **{what: True}) - exact).norm() / exact.norm()).item()
 
     without, planted, mended = off(*model(family, 1.0)), off(*model(family, 64.0)), off(*smoothed(family, 64.0))
-    assert without < 0.05
+    assert without < 0.07
     assert planted > 3 * without
     assert mended < 1.5 * without
 

@@ -1,0 +1,250 @@
+"""Models whose layers are mostly linear: greedy tokens are transformers' own, however a prompt is cut, whatever else is
+in the step, with drafts that are accepted or not, and from states that marks kept.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.kernels.linear_state import NO_STATE, LinearStates
+from holdfast.replicas.kv.tensors import KVTensors
+from holdfast.replicas.model.decoder import Decoder
+from holdfast.replicas.model.description import describe
+from holdfast.replicas.model.runner import ModelRunner
+from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StateUse, StepPlan
+
+VOCABULARY, PAGE, CONTEXT, SLOTS, WINDOW = 97, 4, 160, 24, 4
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "max_position_embeddings": 256,
+}
+_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+
+
+def _nested() -> tf.PreTrainedConfig:
+    config = tf.Qwen3_5Config(text_config=_SIZES, vision_config=_VISION, tie_word_embeddings=True)
+    config.text_config.rope_parameters |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    return config
+
+
+CONFIGS: dict[str, tuple[Callable[[], tf.PreTrainedConfig], type]] = {
+    "Qwen3_5ForCausalLM": (lambda: tf.Qwen3_5TextConfig(**_SIZES), tf.Qwen3_5ForCausalLM),
+    "Qwen3_5ForConditionalGeneration": (_nested, tf.Qwen3_5ForConditionalGeneration),
+    "Qwen3NextForCausalLM": (lambda: tf.Qwen3NextConfig(**_SIZES, num_experts=0), tf.Qwen3NextForCausalLM),
+    "Qwen3NextForCausalLM, layers named": (
+        lambda: tf.Qwen3NextConfig(**_SIZES, num_experts=4, mlp_only_layers=[0, 1, 2, 3]),
+        tf.Qwen3NextForCausalLM,
+    ),
+}
+_FOLDERS = TemporaryDirectory(prefix="hybrids")
+
+
+@cache
+def checkpoint(name: str) -> tuple[Path, tf.PreTrainedConfig, torch.nn.Module]:
+    """A saved random model. Weights are spread so that attention and states matter."""
+    torch.manual_seed(3)
+    make, kind = CONFIGS[name]
+    config = make()
+    config._attn_implementation = "eager"
+    model = kind._from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for weight_name, weight in model.named_parameters():
+            if weight_name.endswith("conv1d.weight"):
+                weight.normal_(std=0.5)
+            elif weight.dim() == 2:
+                weight.normal_(std=0.25)
+            else:
+                weight.add_(torch.randn_like(weight) * 0.1)
+    folder = Path(_FOLDERS.name) / name
+    model.save_pretrained(folder)
+    return folder, config, model
+
+
+@cache
+def answers(name: str, prompt: tuple[int, ...], new: int) -> list[int]:
+    """The greedy tokens of transformers."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        out = checkpoint(name)[2].generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None
+        )
+    return out[0, len(prompt) :].tolist()
+
+
+def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(0, VOCABULARY, length).tolist())
+
+
+@dataclass(slots=True)
+class Stream:
+    """A sequence, and where its state is: in `source`, which holds drafts of which `applied` were accepted."""
+
+    row: int
+    tokens: list[int]
+    slot: int
+    source: int = NO_STATE
+    applied: int = 0
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+
+
+class Loop:
+    """Drives a runner by hand. Every stream has a slot; the slots above those are for marks."""
+
+    def __init__(self, name: str, dtype: torch.dtype = torch.float32, **settings: object) -> None:
+        folder, config, _ = checkpoint(name)
+        described = describe(config)
+        assert described is not None
+        assert described.state is not None
+        self.kv = KVTensors(described.cell, 400, PAGE, dtype, **settings)
+        if self.kv.data.dtype.is_floating_point:
+            self.kv.data.fill_(torch.nan)  # whatever is read before it is written shows
+        self.states = LinearStates(described.state, described.linear_layers, SLOTS, WINDOW, dtype, "cpu")
+        for tensor in self.states.tensors:
+            tensor.fill_(torch.nan)
+        decoder = Decoder.load(str(folder), config, self.kv, CONTEXT, states=self.states)
+        assert decoder is not None
+        self.runner = ModelRunner(decoder, self.kv, 16, CONTEXT)
+        self._free = np.random.default_rng(0).permutation(400).tolist()
+        self.streams: list[Stream] = []
+
+    def stream(self, prompt: tuple[int, ...], **settings: object) -> Stream:
+        number = len(self.streams)
+        self.streams.append(Stream(number, list(prompt), number, **settings))  # type: ignore[arg-type]
+        return self.streams[-1]
+
+    def step(
+        self,
+        streams: list[Stream],
+        most: int = CONTEXT,
+        drafts: dict[int, list[int]] | None = None,
+        marks: dict[int, tuple[tuple[int, int], ...]] | None = None,
+    ) -> None:
+        """A chunk of at most `most` tokens of each stream; `drafts` and `marks` by row."""
+        chunks, writes = [], []
+        for stream in streams:
+            end = min(len(stream.tokens), stream.computed + most)
+            last = end == len(stream.tokens)
+            guessed = (drafts or {}).get(stream.row, []) if last else []
+            tokens = np.array(stream.tokens[stream.computed : end] + guessed, np.int32)
+            have = len(stream.pages)
+            while len(stream.pages) * PAGE < stream.computed + len(tokens):
+                stream.pages.append(self._free.pop())
+            writes.append(RowWrite(stream.row, have, np.array(stream.pages[have:], np.int32)))
+            draw = Draw(Sampling(), 0, len(guessed)) if last else None
+            use = StateUse(stream.source, stream.slot, stream.applied, (marks or {}).get(stream.row, ()))
+            chunks.append(Chunk(stream.row, stream.computed, tokens, draw, state=use))
+        output = self.runner.begin(StepPlan(tuple(chunks), tuple(writes))).land()
+        for stream, chunk, drawn in zip(streams, chunks, output.drawn, strict=True):
+            stream.source = stream.slot
+            if drawn is None:
+                stream.computed += len(chunk.tokens)
+                stream.applied = 0
+            else:
+                stream.computed = len(stream.tokens) + len(drawn.tokens) - 1
+                stream.applied = len(drawn.tokens) - 1
+                stream.tokens += drawn.tokens
+
+    def generate(self, prompts: list[tuple[int, ...]], new: int, most: int = CONTEXT) -> list[list[int]]:
+        streams = [self.stream(prompt) for prompt in prompts]
+        while waiting := [s for s, prompt in zip(streams, prompts, strict=True) if len(s.tokens) < len(prompt) + new]:
+            self.step(waiting, most)
+        return [stream.tokens[len(prompt) :] for stream, prompt in zip(streams, prompts, strict=True)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_tokens_are_transformers_own(name):
+    prompt = prompt_of(40)
+    assert len(set(answers(name, prompt, 20))) > 5
+    assert Loop(name).generate([prompt], 20) == [answers(name, prompt, 20)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 16])
+def test_a_prompt_in_chunks_is_answered_alike(name, most):
+    prompt = prompt_of(40)
+    assert Loop(name).generate([prompt], 8, most) == [answers(name, prompt, 20)[:8]]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("most", [5, CONTEXT])
+def test_a_batch_of_mixed_lengths_is_answered_as_each_alone(name, most):
+    prompts = [prompt_of(length, length) for length in (1, 2, 3, 5, 17, 40, 64, 99)]
+    assert Loop(name).generate(prompts, 10, most) == [answers(name, prompt, 10) for prompt in prompts]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    name=st.sampled_from(list(CONFIGS)),
+    right=st.lists(st.integers(0, WINDOW), min_size=8, max_size=20),
+    wrong=st.lists(st.integers(0, WINDOW), min_size=8, max_size=20),
+    length=st.integers(1, 12),
+    most=st.sampled_from([1, 5, CONTEXT]),
+)
+def test_drafts_change_no_token(name, right, wrong, length, most):
+    """Windows of `right` tokens that are accepted and wrong ones behind them, in two streams of one batch."""
+    prompts = [prompt_of(length, 1), prompt_of(9, 2)]
+    expected = [answers(name, prompt, 40) for prompt in prompts]
+    loop = Loop(name)
+    streams = [loop.stream(prompt) for prompt in prompts]
+    for n_right, n_wrong in zip(right, wrong, strict=False):
+        drafts = {}
+        for stream, prompt, tokens in zip(streams, prompts, expected, strict=True):
+            at = len(stream.tokens) - len(prompt)
+            good = tokens[at : at + n_right]
+            bad = [(token + 1) % VOCABULARY for token in tokens[at + n_right : at + n_right + n_wrong]]
+            drafts[stream.row] = (good + bad)[:WINDOW]
+        loop.step([each for each in streams if len(each.tokens) < 50], most, drafts)
+    for stream, prompt, tokens in zip(streams, prompts, expected, strict=True):
+        made = stream.tokens[len(prompt) :]
+        assert made == (tokens + answers(name, prompt, 60))[: len(made)] if len(made) <= 40 else True
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("most", [16, CONTEXT])
+def test_another_row_goes_on_from_states_that_marks_kept(name, most):
+    """A second sequence with the same beginning reads a mark's state and writes another slot: the mark stays."""
+    prompt, loop = prompt_of(40), Loop(name)
+    first = loop.stream(prompt)
+    loop.step([first], most=16, marks={first.row: ((3, 20), (16, 21))})
+    while len(first.tokens) == len(prompt):
+        loop.step([first], most)
+    for cut, slot in ((3, 20), (16, 21), (16, 21)):
+        tokens = prompt[:cut] + prompt_of(12, cut)
+        # Pages of the first one up to the cut: here cuts need not be those of pages, so the row takes a copy.
+        other = loop.stream(tokens, source=slot, computed=cut)
+        other.pages = [loop._free.pop() for _ in range(-(-cut // PAGE))]
+        for mine, theirs in zip(other.pages, first.pages, strict=False):
+            loop.kv.copy_page(theirs, mine, PAGE)
+        loop.runner.begin(StepPlan((), (RowWrite(other.row, 0, np.array(other.pages, np.int32)),))).land()
+        while len(other.tokens) < len(tokens) + 6:
+            loop.step([other], most)
+        assert other.tokens[len(tokens) :] == answers(name, tokens, 6)
+
+
+def test_weights_without_use_are_skipped_and_the_log_says_so(caplog, tmp_path):
+    folder, config, _ = checkpoint("Qwen3_5ForConditionalGeneration")
+    described = describe(config)
+    kv = KVTensors(described.cell, 4, PAGE, torch.float32)
+    with caplog.at_level("INFO"):
+        Decoder.load(str(folder), config, kv, 16)
+    assert any("model.visual.*" in each.getMessage() for each in caplog.records)

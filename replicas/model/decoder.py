@@ -172,10 +172,8 @@ def _states(chunks: tuple[Chunk, ...], ends: Int64s) -> tuple[Int32s, ...]:
     uses = [chunk.state for chunk in chunks if chunk.state is not None]
     if len(uses) != len(chunks):
         return ()
-    held = [chunk.draw.drafts if chunk.draw is not None else 0 for chunk in chunks]
     marks = [(i, n, slot) for i, use in enumerate(uses) for n, slot in use.marks]
-    of_each = ([use.source for use in uses], [use.target for use in uses], [use.applied for use in uses], held)
-    columns = (np.array(column, np.int32) for column in of_each)
+    columns = np.array([(use.source, use.target, use.applied, use.held) for use in uses], np.int32).T
     return (np.append(0, ends).astype(np.int32), *columns, np.array(marks, np.int32).reshape(-1, 3))
 
 

@@ -24,18 +24,40 @@ from transformers import PreTrainedTokenizerBase
 
 from holdfast.kernels import attention, layer, linear, native
 from holdfast.kernels.linear import Matrix, variant_for
-from holdfast.replicas.config import CpuKernels, DType, EngineConfig, Hardware, resolve
+from holdfast.kernels.linear_state import NO_STATE, LinearStates
+from holdfast.replicas.config import (
+    BYTES,
+    LEAST_SLOTS,
+    CpuKernels,
+    DType,
+    EngineConfig,
+    Hardware,
+    ModelShape,
+    resolve,
+    split_memory,
+)
 from holdfast.replicas.errors import ConfigError, EngineError
 from holdfast.replicas.kv.tensors import HostPages, KVTensors
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
 from holdfast.replicas.model.decoder import STEP_ERRORS, Decoder, Model, PageTable, build_batch
-from holdfast.replicas.model.description import ModelInfo, inspect_model, sliding_window
+from holdfast.replicas.model.description import Description, ModelInfo, inspect_model, sliding_window
 from holdfast.replicas.model.folder import cannot_serve, served_name
 from holdfast.replicas.model.graphs import MOST_DRAWS, gpu_capture, room_for
 from holdfast.replicas.model.runner import ModelRunner
 from holdfast.replicas.model.smoothing import sample_tokens
 from holdfast.replicas.model.weights import eos_ids, load_model, load_tokenizer, sampling_defaults
-from holdfast.replicas.plan import Chunk, Draw, RowWrite, Runner, Sampling, StepCost, StepOutput, StepPlan, step_cost
+from holdfast.replicas.plan import (
+    Chunk,
+    Draw,
+    RowWrite,
+    Runner,
+    Sampling,
+    StateUse,
+    StepCost,
+    StepOutput,
+    StepPlan,
+    step_cost,
+)
 from holdfast.replicas.types import TokenIds
 
 if TYPE_CHECKING:
@@ -90,7 +112,8 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
         config = replace(config, cpu_kernels=_kernels(config.cpu_kernels))
     if on_cpu and config.dtype in ("auto", "int8"):
         machine = replace(machine, cpu_dtype=faster_dtype(info.config, info.shape.checkpoint_dtype))
-    resolved = resolve(config, machine, info.shape)
+    shape = _with_states(info, config, machine.cpu_dtype if on_cpu else info.shape.checkpoint_dtype)
+    resolved = resolve(config, machine, shape)
     resolved = replace(resolved, served_name=config.served_name or served_name(config.model))
     if resolved.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch sees no GPU", "device")
@@ -101,11 +124,16 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
     pages = pages_to_measure(resolved) if profiled else resolved.cells // resolved.page_size
     int8_kv = resolved.kv_dtype == "int8"
     kv = KVTensors(info.cell, pages, resolved.page_size, dtype, resolved.device, scratch=on_gpu, int8=int8_kv)
-    model = _load_model(info, resolved, kv, tokenizer)
+    states = None
+    if info.description is not None:
+        slots = LEAST_SLOTS if profiled else resolved.state_slots
+        states = make_states(info.description, resolved, slots, dtype, resolved.device)
+    model = _load_model(info, resolved, kv, tokenizer, states)
     if on_gpu:
         _choose_products(model, resolved)
     if profiled:
-        resolved = fill_memory(resolved, model, kv, GpuMemory())
+        resolved = replace(resolved, state_slots=config.state_slots)
+        resolved = fill_memory(resolved, model, kv, GpuMemory(), shape, states)
     host = HostPages(kv, resolved.host_cells // resolved.page_size) if resolved.host_cells else None
     runner = _runner(resolved, model, kv, host)
     if on_gpu:
@@ -113,6 +141,28 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
     cost = measure_cost(runner, resolved) if resolved.speculation.enabled else None
     defaults = sampling_defaults(info.path)
     return LoadedRunner(resolved, runner, eos_ids(info), info.vocabulary, tokenizer, cost, defaults)
+
+
+def make_states(
+    description: Description, config: EngineConfig, slots: int, dtype: torch.dtype, device: str
+) -> LinearStates | None:
+    """Slots for the states of the linear layers; None where there are none.
+
+    A slot's window holds the longest window of drafts, and the token before them: it may be computed again.
+    """
+    if description.state is None:
+        return None
+    window = 1 + (config.speculation.max_draft if config.speculation.enabled else 0)
+    return LinearStates(description.state, description.linear_layers, slots, window, dtype, device)
+
+
+def _with_states(info: ModelInfo, config: EngineConfig, default: DType) -> ModelShape:
+    """The model's sizes, with the bytes of a state. `default`: the dtype where `config` names none."""
+    if info.description is None:
+        return info.shape
+    dtype = getattr(torch, config.dtype if config.dtype in BYTES else default)
+    states = make_states(info.description, config, 1, dtype, "meta")
+    return replace(info.shape, state_bytes=states.slot_bytes if states is not None else 0)
 
 
 def hardware() -> Hardware:
@@ -142,7 +192,13 @@ def _kernels(asked: CpuKernels) -> CpuKernels:
     return level
 
 
-def _load_model(info: ModelInfo, config: EngineConfig, kv: KVTensors, tokenizer: PreTrainedTokenizerBase) -> Model:
+def _load_model(
+    info: ModelInfo,
+    config: EngineConfig,
+    kv: KVTensors,
+    tokenizer: PreTrainedTokenizerBase,
+    states: LinearStates | None = None,
+) -> Model:
     """Our own decoder where it is allowed and knows the model, else transformers' model, checked against itself."""
     int8 = config.dtype == "int8"
     if config.decoder != "transformers":
@@ -153,7 +209,7 @@ def _load_model(info: ModelInfo, config: EngineConfig, kv: KVTensors, tokenizer:
 
             kind = GpuDecoder
         try:
-            decoder = kind.load(info.path, info.config, kv, config.context_length, sample, int8)
+            decoder = kind.load(info.path, info.config, kv, config.context_length, sample, int8, states)
         except torch.OutOfMemoryError as error:
             message = f"the weights do not fit on the GPU: use a smaller model or dtype ({error})"
             raise ConfigError(message, "model") from error
@@ -161,6 +217,9 @@ def _load_model(info: ModelInfo, config: EngineConfig, kv: KVTensors, tokenizer:
             return decoder
         if config.decoder == "own":
             raise ConfigError(f"our decoder does not know {info.config.model_type} with these options", "decoder")
+    if states is not None:
+        why = "a model with linear layers runs on our own decoder, which reads safetensors files"
+        raise ConfigError(f"{why}: set decoder to auto", "decoder")
     if int8:
         why = "is set to transformers" if config.decoder == "transformers" else "does not know this model"
         raise ConfigError(f"int8 products are those of our own decoder, and decoder {why}: set another dtype", "dtype")
@@ -311,15 +370,27 @@ def pages_to_measure(config: EngineConfig) -> int:
     return -(-_prefilled(config) // config.page_size) + 1
 
 
-def largest_step(config: EngineConfig) -> StepPlan:
-    """A step that takes as much memory as any: all tokens of a prefill, and every other row draws with a filter."""
+def largest_step(config: EngineConfig, slots: int = 0) -> StepPlan:
+    """A step that takes as much memory as any: all tokens of a prefill, and every other row draws with a filter.
+
+    `slots`: how many states there are. Rows may share them here: what they compute is not used.
+    """
     size = _prefilled(config)
     pages = np.arange(pages_to_measure(config), dtype=np.int32)
     draw = Draw(Sampling(temperature=1.0, top_p=0.9), 0)
     others = range(1, config.max_sequences)
     writes = (RowWrite(0, 0, pages[:-1]), *(RowWrite(row, 0, pages[-1:]) for row in others))
-    prefill = Chunk(0, 0, np.ones(size, np.int32), draw)
-    return StepPlan((prefill, *(Chunk(row, 0, np.ones(1, np.int32), draw) for row in others)), writes)
+    prefill = Chunk(0, 0, np.ones(size, np.int32), draw, state=_state(0, slots))
+    each = (Chunk(row, 0, np.ones(1, np.int32), draw, state=_state(row, slots)) for row in others)
+    return StepPlan((prefill, *each), writes)
+
+
+def _state(row: int, slots: int, window: int = 0, begins: bool = True) -> StateUse | None:
+    """The state of a row in a step of our own: its slot has the row's number, among `slots`; 0: the model has none.
+
+    `window`: tokens of the chunk that leave the state as it is. It `begins`, or goes on after one such token.
+    """
+    return StateUse(NO_STATE if begins else row % slots, row % slots, int(not begins), window) if slots else None
 
 
 def _prefilled(config: EngineConfig) -> int:
@@ -377,16 +448,15 @@ def measure(source: GpuMemory, kv_bytes: int, largest_step: Callable[[], object]
     return MemoryUse(source.total(), source.others(), weights, step)
 
 
-def cells_left(use: MemoryUse, share: float, reserve: int, cell_bytes: int, page_size: int) -> int:
-    """Cells in whole pages that fit into `share` of the memory beside `reserve` bytes for graphs.
+def bytes_left(use: MemoryUse, share: float, reserve: int, least: int) -> int:
+    """Bytes for KV and states that fit into `share` of the memory beside `reserve` bytes for graphs.
 
-    Raises ConfigError, naming the setting to change, where no page fits.
+    Raises ConfigError, naming the setting to change, where they are fewer than `least`.
     """
     allowed = int(use.total * share) - use.others
     left = allowed - use.weights - use.step - reserve
-    pages = left // (cell_bytes * page_size)
-    if pages >= 1:
-        return pages * page_size
+    if left >= least:
+        return left
     of_it = f"of {_gib(use.total)}, {_gib(use.others)} are taken by others and gpu_memory allows {share:g}"
     if use.weights >= use.total - use.others:
         raise ConfigError(f"the weights take {_gib(use.weights)}; {of_it}: use a smaller model or dtype", "model")
@@ -400,18 +470,34 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def fill_memory(config: EngineConfig, model: Model, kv: KVTensors, source: GpuMemory) -> EngineConfig:
-    """Give the store the memory that the model and its largest step leave. Returns the configuration with its cells.
+def fill_memory(
+    config: EngineConfig,
+    model: Model,
+    kv: KVTensors,
+    source: GpuMemory,
+    shape: ModelShape,
+    states: LinearStates | None = None,
+) -> EngineConfig:
+    """Give the store and the states the memory that the model and its largest step leave. Returns the configuration
+    with its cells and slots.
 
-    Raises ConfigError, naming the setting to change, where nothing is left.
+    `config.state_slots`: as asked for. Raises ConfigError, naming the setting to change, where nothing is left.
     """
     runner = _runner(config, model, kv)
-    use = measure(source, kv.data.nbytes, lambda: runner.begin(largest_step(config)).land())
+    slots = states.slots if states is not None else 0
+    taken = kv.data.nbytes + slots * shape.state_bytes
+    use = measure(source, taken, lambda: runner.begin(largest_step(config, slots)).land())
     reserve = graph_bytes(config, model.vocabulary, kv.dtype.itemsize)
-    cells = cells_left(use, config.gpu_memory, reserve, kv.cell_bytes, kv.page_size)
+    least = kv.cell_bytes * kv.page_size + slots * shape.state_bytes
+    left = bytes_left(use, config.gpu_memory, reserve, least)
+    cells, slots = split_memory(replace(config, cells=0), shape, kv.cell_bytes, left)
+    if cells < kv.page_size:
+        raise ConfigError(f"{slots} states of {_gib(shape.state_bytes)} leave no memory for KV", "state_slots")
     kv.resize(cells // kv.page_size)
-    log.info("%d cells of KV, %.1f GiB", cells, kv.data.nbytes / 2**30)
-    return replace(config, cells=cells)
+    if states is not None:
+        states.resize(slots)
+    log.info("%d cells of KV, %.1f GiB, and %d states", cells, kv.data.nbytes / 2**30, slots)
+    return replace(config, cells=cells, state_slots=slots)
 
 
 # ---- graphs ----
@@ -468,8 +554,10 @@ def plans_to_compare(config: EngineConfig) -> list[StepPlan]:
         if writes := _writes(config, sequences, context + window):
             draw, tokens = Draw(Sampling(logprobs=0), 0, drafts=window - 1), np.arange(1, window + 1, dtype=np.int32)
             before = np.arange(1, context + 1, dtype=np.int32)
-            plans.append(StepPlan(tuple(Chunk(row, 0, (before + row) % 50) for row in range(sequences)), writes))
-            plans.append(StepPlan(tuple(Chunk(row, context, tokens, draw) for row in range(sequences))))
+            rows, slots = range(sequences), config.state_slots
+            first = (Chunk(row, 0, (before + row) % 50, state=_state(row, slots, 1)) for row in rows)
+            then = (Chunk(row, context, tokens, draw, state=_state(row, slots, window, begins=False)) for row in rows)
+            plans += [StepPlan(tuple(first), writes), StepPlan(tuple(then))]
     return plans
 
 
@@ -513,7 +601,11 @@ def measure_cost(runner: Runner, config: EngineConfig) -> StepCost | None:
         if not writes or (len(rows) >= 2 and time.perf_counter() - began > _BUDGET_S):
             break
         draw = Draw(Sampling(), 0, drafts=window - 1)
-        chunks = tuple(Chunk(row, context, np.ones(window, np.int32), draw) for row in range(sequences))
+        tokens = np.ones(window, np.int32)
+        chunks = tuple(
+            Chunk(row, context, tokens, draw, state=_state(row, config.state_slots, window, begins=False))
+            for row in range(sequences)
+        )
         rows.append(sequences * window)
         seconds.append(min([_timed(runner, StepPlan(chunks, writes)) for _ in range(4)][1:]))  # the first warms up
     return step_cost(rows, seconds) if len(rows) >= 2 else None

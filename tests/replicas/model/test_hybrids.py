@@ -108,9 +108,11 @@ class Stream:
 
 
 class Loop:
-    """Drives a runner by hand. Every stream has a slot; the slots above those are for marks."""
+    """Drives a runner by hand. Every stream has a slot; the slots above those are for marks. `held`: how many tokens
+    before the drafts leave the state as it is.
+    """
 
-    def __init__(self, name: str, dtype: torch.dtype = torch.float32, **settings: object) -> None:
+    def __init__(self, name: str, dtype: torch.dtype = torch.float32, held: int = 1, **settings: object) -> None:
         folder, config, _ = checkpoint(name)
         described = describe(config)
         assert described is not None
@@ -118,12 +120,13 @@ class Loop:
         self.kv = KVTensors(described.cell, 400, PAGE, dtype, **settings)
         if self.kv.data.dtype.is_floating_point:
             self.kv.data.fill_(torch.nan)  # whatever is read before it is written shows
-        self.states = LinearStates(described.state, described.linear_layers, SLOTS, WINDOW, dtype, "cpu")
+        self.states = LinearStates(described.state, described.linear_layers, SLOTS, WINDOW + 1, dtype, "cpu")
         for tensor in self.states.tensors:
             tensor.fill_(torch.nan)
         decoder = Decoder.load(str(folder), config, self.kv, CONTEXT, states=self.states)
         assert decoder is not None
         self.runner = ModelRunner(decoder, self.kv, 16, CONTEXT)
+        self.held = held
         self._free = np.random.default_rng(0).permutation(400).tolist()
         self.streams: list[Stream] = []
 
@@ -151,7 +154,8 @@ class Loop:
                 stream.pages.append(self._free.pop())
             writes.append(RowWrite(stream.row, have, np.array(stream.pages[have:], np.int32)))
             draw = Draw(Sampling(), 0, len(guessed)) if last else None
-            use = StateUse(stream.source, stream.slot, stream.applied, (marks or {}).get(stream.row, ()))
+            held = len(guessed) + self.held if last else 0
+            use = StateUse(stream.source, stream.slot, stream.applied, held, (marks or {}).get(stream.row, ()))
             chunks.append(Chunk(stream.row, stream.computed, tokens, draw, state=use))
         output = self.runner.begin(StepPlan(tuple(chunks), tuple(writes))).land()
         for stream, chunk, drawn in zip(streams, chunks, output.drawn, strict=True):
@@ -161,7 +165,7 @@ class Loop:
                 stream.applied = 0
             else:
                 stream.computed = len(stream.tokens) + len(drawn.tokens) - 1
-                stream.applied = len(drawn.tokens) - 1
+                stream.applied = len(drawn.tokens) - 1 + self.held
                 stream.tokens += drawn.tokens
 
     def generate(self, prompts: list[tuple[int, ...]], new: int, most: int = CONTEXT) -> list[list[int]]:
@@ -199,12 +203,13 @@ def test_a_batch_of_mixed_lengths_is_answered_as_each_alone(name, most):
     wrong=st.lists(st.integers(0, WINDOW), min_size=8, max_size=20),
     length=st.integers(1, 12),
     most=st.sampled_from([1, 5, CONTEXT]),
+    held=st.integers(0, 1),
 )
-def test_drafts_change_no_token(name, right, wrong, length, most):
+def test_drafts_change_no_token(name, right, wrong, length, most, held):
     """Windows of `right` tokens that are accepted and wrong ones behind them, in two streams of one batch."""
     prompts = [prompt_of(length, 1), prompt_of(9, 2)]
     expected = [answers(name, prompt, 40) for prompt in prompts]
-    loop = Loop(name)
+    loop = Loop(name, held=held)
     streams = [loop.stream(prompt) for prompt in prompts]
     for n_right, n_wrong in zip(right, wrong, strict=False):
         drafts = {}

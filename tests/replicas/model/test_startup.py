@@ -9,13 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_decoder import ROOM, TinyEngine, decoder, replayed
 
-from holdfast.replicas.config import DraftConfig, EngineConfig
+from holdfast.kernels.linear_state import LinearShape, LinearStates
+from holdfast.replicas.config import DraftConfig, EngineConfig, ModelShape, split_memory
 from holdfast.replicas.errors import ConfigError, EngineError
 from holdfast.replicas.model import startup
 from holdfast.replicas.model.decoder import Decoder
 from holdfast.replicas.model.startup import (
     MemoryUse,
-    cells_left,
+    bytes_left,
     fill_memory,
     graph_bytes,
     graph_tokens,
@@ -85,8 +86,7 @@ def test_the_store_gets_what_weights_and_the_largest_step_leave():
     memory = Fake()
     use = measure(memory, GIB // 4, memory.largest_step)
     assert use == MemoryUse(80 * GIB, GIB, 16 * GIB, 3 * GIB)
-    cells = cells_left(use, 0.9, GIB, 131072, 16)
-    assert cells == int((72 - 1 - 16 - 3 - 1) * GIB / 131072)
+    assert bytes_left(use, 0.9, GIB, 131072) == (72 - 1 - 16 - 3 - 1) * GIB
 
 
 @pytest.mark.parametrize("kind", [EngineError, RuntimeError])
@@ -111,7 +111,7 @@ def test_a_largest_step_without_room_says_which_setting_to_lower(kind):
 )
 def test_what_does_not_fit_names_what_to_change(weights, step, share, field):
     with pytest.raises(ConfigError) as raised:
-        cells_left(MemoryUse(80 * GIB, GIB, weights * GIB, step * GIB), share, GIB, 131072, 16)
+        bytes_left(MemoryUse(80 * GIB, GIB, weights * GIB, step * GIB), share, GIB, 131072)
     assert raised.value.field == field
     assert field in str(raised.value) or field == "model"
 
@@ -119,17 +119,14 @@ def test_what_does_not_fit_names_what_to_change(weights, step, share, field):
 sizes = st.integers(0, 30 * GIB)
 
 
-@given(sizes, sizes, sizes, st.floats(0.1, 1.0), sizes, st.integers(1, 1 << 20), st.integers(1, 64))
-def test_what_is_given_out_fits_and_one_page_more_would_not(others, weights, step, share, reserve, cell, page):
+@given(sizes, sizes, sizes, st.floats(0.1, 1.0), sizes, st.integers(1, 1 << 30))
+def test_what_is_given_out_fits_and_is_enough_for_the_least(others, weights, step, share, reserve, least):
     use = MemoryUse(80 * GIB, others, weights, step)
     room = int(use.total * share) - others - weights - step - reserve
     try:
-        cells = cells_left(use, share, reserve, cell, page)
+        assert bytes_left(use, share, reserve, least) == room >= least
     except ConfigError:
-        assert room < cell * page
-        return
-    assert cells % page == 0
-    assert cells * cell <= room < (cells + page) * cell
+        assert room < least
 
 
 CONFIG = EngineConfig(
@@ -138,10 +135,10 @@ CONFIG = EngineConfig(
 
 
 class Small:
-    """A device of 10 MB; a model of 2, and steps that take 1 more."""
+    """A device of 10 MB; a model of 2, and steps that take 1 more. `beside`: what is filled besides the store."""
 
-    def __init__(self, kv) -> None:
-        self.kv, self.steps = kv, 0
+    def __init__(self, kv, beside=0) -> None:
+        self.kv, self.beside, self.steps = kv, beside, 0
 
     def total(self) -> int:
         return 10_000_000
@@ -150,23 +147,49 @@ class Small:
         return 500_000
 
     def taken(self) -> int:
-        return 2_000_000 + self.kv.data.nbytes
+        return 2_000_000 + self.kv.data.nbytes + self.beside
 
     def reset_peak(self) -> None:
         self.steps += 1
 
     def peak(self) -> int:
-        return 3_000_000 + self.kv.data.nbytes
+        return 3_000_000 + self.kv.data.nbytes + self.beside
 
 
 def test_the_store_is_filled_and_the_configuration_says_so():
     model, kv = decoder(Decoder, pages_to_measure(CONFIG), 4)
     source = Small(kv)
-    filled = fill_memory(CONFIG, model, kv, source)
+    filled = fill_memory(CONFIG, model, kv, source, ModelShape(128, "float32", 0, 128, 8))
     assert source.steps == 1
     assert filled.cells == kv.cells == (9_000_000 - 500_000 - 3_000_000) // (4 * kv.cell_bytes) * 4
     assert kv.data.shape[2:4] == (kv.pages + 1, 4)
     assert filled == replace(CONFIG, cells=filled.cells)
+
+
+def test_states_get_their_share_of_the_memory():
+    """In the configuration's proportions, or as many as asked for: together with the store they fill what is left."""
+    model, kv = decoder(Decoder, pages_to_measure(CONFIG), 4)
+    for asked in (0, 20):
+        states = LinearStates(LinearShape(1, 1, 16, 16, 4), 2, 4, 1, torch.float32, "cpu")
+        shape = ModelShape(128, "float32", 0, 128, 8, state_bytes=states.slot_bytes)
+        config = replace(CONFIG, state_slots=asked)
+        source = Small(kv, beside=4 * shape.state_bytes)
+        filled = fill_memory(config, model, kv, source, shape, states)
+        left = 9_000_000 - 500_000 - 3_000_000
+        assert states.slots == filled.state_slots == states.recurrent.shape[1]
+        expected = split_memory(replace(config, cells=0), shape, kv.cell_bytes, left)
+        assert (filled.cells, filled.state_slots) == expected
+        assert filled.state_slots == asked or not asked
+        assert left - 4 * kv.cell_bytes < kv.cells * kv.cell_bytes + states.slots * states.slot_bytes <= left
+
+
+def test_states_that_leave_no_room_for_the_store_are_refused():
+    model, kv = decoder(Decoder, pages_to_measure(CONFIG), 4)
+    states = LinearStates(LinearShape(1, 1, 16, 16, 4), 2, 4, 1, torch.float32, "cpu")
+    shape = ModelShape(128, "float32", 0, 128, 8, state_bytes=states.slot_bytes)
+    with pytest.raises(ConfigError) as raised:
+        fill_memory(replace(CONFIG, state_slots=10**6), model, kv, Small(kv, 4 * shape.state_bytes), shape, states)
+    assert raised.value.field == "state_slots"
 
 
 def test_the_largest_step_is_as_large_as_any():

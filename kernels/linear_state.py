@@ -77,6 +77,12 @@ class LinearStates:
         self.window = torch.zeros(layers, slots, window, shape.channels, dtype=dtype, device=device)
         self.gates = torch.zeros(layers, slots, window, 2, shape.value_heads, dtype=torch.float32, device=device)
 
+    def resize(self, slots: int) -> None:
+        """Start again with `slots` slots: what they held is gone."""
+        (layers, _, window, _), dtype, device = self.window.shape, self.window.dtype, self.window.device
+        self.recurrent = self.conv = self.window = self.gates = torch.empty(0)  # given back before more is asked for
+        LinearStates.__init__(self, self.shape, layers, slots, window, dtype, device)
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.recurrent, self.conv, self.window, self.gates

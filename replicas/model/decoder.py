@@ -23,7 +23,7 @@ from holdfast.kernels.attention_plan import AttentionWork, attention_work
 from holdfast.kernels.kv import PagedBatch, PageRuns
 from holdfast.kernels.layer import Rotation, gated_norm, rms_norm
 from holdfast.kernels.linear import GatedMatrix, Matrix
-from holdfast.kernels.linear_state import LinearStates, LinearWeights, StateBatch, gated_delta_reference
+from holdfast.kernels.linear_state import LinearStates, LinearWeights, StateBatch, gated_delta
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.description import (
     Attention,
@@ -173,7 +173,8 @@ def _states(chunks: tuple[Chunk, ...], ends: Int64s) -> tuple[Int32s, ...]:
     if len(uses) != len(chunks):
         return ()
     marks = [(i, n, slot) for i, use in enumerate(uses) for n, slot in use.marks]
-    columns = np.array([(use.source, use.target, use.applied, use.held) for use in uses], np.int32).T
+    each = np.array([(use.source, use.target, use.applied, use.held) for use in uses], np.int32)
+    columns = np.ascontiguousarray(each.T)
     return (np.append(0, ends).astype(np.int32), *columns, np.array(marks, np.int32).reshape(-1, 3))
 
 
@@ -306,7 +307,7 @@ class Decoder:
         self._head = Matrix(weights.head, None, int8, self.leave)
         angles = torch.float32 if kv.data.device.type == "cpu" else weights.embedding.dtype
         self._cos, self._sin = (table.to(angles) for table in rotary)
-        self._kv, self._states = kv, states
+        self._kv, self.states = kv, states
         self._scale = self._attention.head_dim**-0.5
 
     def _take(self, weights: LayerWeights, described: Mixer, int8: bool) -> None:
@@ -394,11 +395,11 @@ class Decoder:
 
     def _delta(self, layer: DeltaLayer, h: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """What the states of a linear layer answer, [T, H, v], and the gates of that, [T, H v]."""
-        if self._states is None or batch.states is None:
+        if self.states is None or batch.states is None:
             raise ValueError("a step of a model with linear layers has no states")
         mixed, z = layer.mixer.split(layer.qkvz(h))
         a, b = layer.ab(h).chunk(2, dim=1)
-        return gated_delta_reference(mixed, a, b, layer.kernel, self._states, layer.index, batch.states), z
+        return gated_delta(mixed, a, b, layer.kernel, self.states, layer.index, batch.states), z
 
 
 def _of_triton() -> tuple[type[Exception], ...]:

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from holdfast.kernels.layer import gated_norm, rms_norm, rotated
 from holdfast.kernels.linear import even_out
-from holdfast.kernels.linear_state import NO_STATE, LinearStates, StateBatch, gated_delta_reference
+from holdfast.kernels.linear_state import NO_STATE, LinearStates, StateBatch, gated_delta
 from holdfast.replicas.model.description import Attention, Description, GatedDeltaNet
 from holdfast.replicas.model.weights import AttentionWeights, DecoderWeights, DeltaWeights
 
@@ -123,7 +123,7 @@ def _recurred(weights: DeltaWeights, mixer: GatedDeltaNet, x: Tensor, eps: float
     states = LinearStates(mixer.shape, 1, 1, 0, x.dtype, "cpu")
     one, none = torch.zeros(1, dtype=torch.int32), torch.zeros(0, 3, dtype=torch.int32)
     batch = StateBatch(torch.tensor([0, len(x)], dtype=torch.int32), one + NO_STATE, one, one, one, none)
-    return gated_norm(gated_delta_reference(mixed, a, b, weights.kernel, states, 0, batch), z, weights.norm, eps)
+    return gated_norm(gated_delta(mixed, a, b, weights.kernel, states, 0, batch), z, weights.norm, eps)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

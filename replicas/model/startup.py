@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.kernels import attention, layer, linear, native
+from holdfast.kernels import attention, layer, linear, linear_state, native
 from holdfast.kernels.linear import Matrix, variant_for
 from holdfast.kernels.linear_state import NO_STATE, LinearStates
 from holdfast.replicas.config import (
@@ -179,7 +179,12 @@ def _kernels(asked: CpuKernels) -> CpuKernels:
         level = native.limit(asked)
     except ValueError as error:
         raise ConfigError(f"cpu_kernels: {error}", "cpu_kernels") from error
-    libraries = {"attention": attention, "products": linear, "norms and rotary embedding": layer}
+    libraries = {
+        "attention": attention,
+        "products": linear,
+        "norms and rotary embedding": layer,
+        "linear layers": linear_state,
+    }
     for what, kernel in libraries.items():
         missing = kernel.LIBRARY.missing
         if missing and asked not in ("auto", "torch"):

@@ -3,23 +3,27 @@ in the step, with drafts that are accepted or not, and from states that marks ke
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.kernels.linear_state import NO_STATE, LinearStates
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.decoder import Decoder
-from holdfast.replicas.model.description import describe
+from holdfast.replicas.model.description import describe, inspect_model
 from holdfast.replicas.model.runner import ModelRunner
+from holdfast.replicas.model.startup import load_runner
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StateUse, StepPlan
 
 VOCABULARY, PAGE, CONTEXT, SLOTS, WINDOW = 97, 4, 160, 24, 4
@@ -253,3 +257,55 @@ def test_weights_without_use_are_skipped_and_the_log_says_so(caplog, tmp_path):
     with caplog.at_level("INFO"):
         Decoder.load(str(folder), config, kv, 16)
     assert any("model.visual.*" in each.getMessage() for each in caplog.records)
+
+
+@cache
+def served(name: str) -> Path:
+    """The checkpoint, with a tokenizer beside it."""
+    folder = checkpoint(name)[0]
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(97)}, unk_token="0"))
+    tf.PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(folder)
+    return folder
+
+
+def config_of(name: str, **settings: object) -> EngineConfig:
+    return EngineConfig(
+        model=str(served(name)), threads=1, cells=512, max_sequences=4, session_rows=1, state_slots=8, **settings
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"dtype": "int8"}, {"kv_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_checkpoint_is_loaded_with_its_states_and_its_steps_are_measured(name, settings):
+    loaded = load_runner(config_of(name, **settings))
+    assert loaded.config.state_slots == 8
+    assert loaded.cost is not None
+    assert loaded.runner.kv.shape.layers == 1
+    prompt = prompt_of(40)
+    draw = Draw(Sampling(), 0)
+    chunk = Chunk(1, 0, np.array(prompt, np.int32), draw, state=StateUse(NO_STATE, 7, held=1))
+    writes = (RowWrite(1, 0, np.arange(3, dtype=np.int32)),)
+    (drawn,) = loaded.runner.begin(StepPlan((chunk,), writes)).land().drawn
+    if not settings:
+        assert list(drawn.tokens) == answers(name, prompt, 1)
+
+
+def test_slots_take_their_share_of_the_memory():
+    found = load_runner(replace(config_of("Qwen3_5ForCausalLM"), cells=0, state_slots=0, kv_memory=0.01))
+    states = found.runner.model.states
+    assert states.slots == found.config.state_slots > 8
+    used = states.slots * states.slot_bytes + found.runner.kv.data.nbytes
+    assert 0.99 * 0.01 * 2**30 < used <= 0.01 * 2**30
+
+
+def test_transformers_cannot_serve_one():
+    with pytest.raises(ConfigError) as raised:
+        load_runner(config_of("Qwen3_5ForCausalLM", decoder="transformers"))
+    assert raised.value.field == "decoder"
+
+
+def test_experts_are_refused_by_name(tmp_path):
+    tf.Qwen3NextConfig(**_SIZES, num_experts=4).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="layers with experts") as raised:
+        inspect_model(str(tmp_path))
+    assert raised.value.field == "model"

@@ -75,7 +75,8 @@ def model(family: str, outliers: float) -> tuple[tf.PreTrainedConfig, DecoderWei
             mixer.norm[3] *= outliers
             mixer.out.view(len(mixer.out), 4, 8)[:, :, 3] /= outliers
             continue
-        channels = torch.tensor([6, 14])  # of 16: a pair that is turned together, or two that are not turned
+        # Of 16: a pair that is turned together; where 8 of them turn, such a pair, and one that does not turn.
+        channels = torch.tensor([2, 6, 14] if family == "qwen3_5_text" else [6, 14])
         if mixer.k_norm is not None:
             mixer.k_norm[channels] *= outliers
             mixer.q_norm[channels] /= outliers

@@ -37,6 +37,7 @@ from holdfast.replicas.config import (
     split_memory,
 )
 from holdfast.replicas.errors import ConfigError, EngineError
+from holdfast.replicas.kv.pages import StateUse
 from holdfast.replicas.kv.tensors import HostPages, KVTensors
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
 from holdfast.replicas.model.decoder import STEP_ERRORS, Decoder, Model, PageTable, build_batch
@@ -52,7 +53,6 @@ from holdfast.replicas.plan import (
     RowWrite,
     Runner,
     Sampling,
-    StateUse,
     StepCost,
     StepOutput,
     StepPlan,

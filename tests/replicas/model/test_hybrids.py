@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from holdfast.kernels.linear_state import NO_STATE, LinearStates
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.kv.pages import StateUse
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.decoder import Decoder
 from holdfast.replicas.model.description import describe, inspect_model
 from holdfast.replicas.model.runner import ModelRunner
 from holdfast.replicas.model.startup import load_runner
-from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StateUse, StepPlan
+from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 
 VOCABULARY, PAGE, CONTEXT, SLOTS, WINDOW = 97, 4, 160, 24, 4
 _SIZES = {

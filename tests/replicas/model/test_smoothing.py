@@ -8,12 +8,13 @@ import transformers as tf
 
 from holdfast.kernels.linear import even_out
 from holdfast.kernels.linear_state import LinearStates
+from holdfast.replicas.kv.pages import StateUse
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.decoder import Decoder, PageTable, build_batch, rotary_table
 from holdfast.replicas.model.description import describe, inspect_model
 from holdfast.replicas.model.smoothing import sample_tokens, smooth
 from holdfast.replicas.model.weights import AttentionWeights, DecoderWeights, load_tokenizer, read_weights
-from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StateUse
+from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling
 
 VOCABULARY = 61
 _SIZES = {

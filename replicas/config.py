@@ -208,6 +208,11 @@ class EngineConfig:
         _check(self, _FINITE, "kv_memory", "host_memory")  # a number of cells is made of it
 
     @property
+    def host_slots(self) -> int:
+        """Recurrent states in host memory, resolved: as many for each cell as on the device."""
+        return -(-self.state_slots * self.host_cells // self.cells) if self.cells else 0
+
+    @property
     def host_tier(self) -> str:
         """The field that asks for a second tier in host memory; empty: there is none."""
         return "host_cells" if self.host_cells else "host_memory" if self.host_memory else ""
@@ -292,7 +297,8 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> Engi
         raise ConfigError(f"{cells} cells are less than one page of {config.page_size}", "cells")
     if slots and slots < LEAST_SLOTS:
         raise ConfigError(f"a model with recurrent states needs at least {LEAST_SLOTS} slots", "state_slots")
-    host_cells = config.host_cells or int(config.host_memory * 2**30 / size)
+    held = size + slots * model.state_bytes / cells  # bytes of a cell and of its share in states
+    host_cells = config.host_cells or int(config.host_memory * 2**30 / held)
     if config.host_tier and host_cells < config.page_size:
         message = f"{host_cells} cells in host memory are less than one page of {config.page_size}"
         raise ConfigError(message, config.host_tier)

@@ -349,7 +349,7 @@ class Engine:
         config = self.config
         size = config.page_size
         evicts_to_host = config.host_cells >= size and self._shares_prefixes
-        host = HostTier(config.host_cells // size, size) if evicts_to_host else None
+        host = HostTier(config.host_cells // size, size, config.host_slots) if evicts_to_host else None
         self.cache = KVCache(
             config.cells // size,
             size,

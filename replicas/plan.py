@@ -100,17 +100,19 @@ class StepPlan:
     copies: tuple[PageCopy, ...] = ()
     saves: PageMoves = NO_MOVES
     loads: PageMoves = NO_MOVES
+    state_saves: PageMoves = NO_MOVES  # of slots instead of pages
+    state_loads: PageMoves = NO_MOVES
 
     @property
     def states_written(self) -> set[int]:
-        """The state slots that it writes."""
+        """The state slots that its chunks write."""
         uses = [chunk.state for chunk in self.chunks if chunk.state is not None]
         return {use.target for use in uses} | {slot for use in uses for _, slot in use.marks}
 
     @property
     def moves(self) -> bool:
-        """Whether pages go from one tier to the other."""
-        return len(self.saves) > 0 or len(self.loads) > 0
+        """Whether pages or states go from one tier to the other."""
+        return len(self.saves) > 0 or len(self.loads) > 0 or len(self.state_saves) > 0
 
     @property
     def busy(self) -> bool:

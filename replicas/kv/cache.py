@@ -70,6 +70,13 @@ class Holding:
         """The part of the row that this sequence writes; a view."""
         return self.row[self.n_shared // self.page_size : self.n_pages]
 
+    def contains(self, pin: Pin) -> bool:
+        """Whether its shared cells include those of the pin."""
+        node: Node | None = self.node
+        while node is not None and node is not pin.node:
+            node = node.parent
+        return node is not None
+
     def mark(self, position: int) -> None:
         """Keep the recurrent state, if there is one, at the last end of a page up to `position`."""
         if self.state is not None and self.scope is not None:
@@ -254,6 +261,8 @@ class KVCache:
         self.page_size = page_size
         self.sound = True
         self.host = host
+        if self.states is not None and host is not None:
+            self.states.checkpoints.leaving = host.save
         self._live: set[Holding] = set()
         self._pins: set[Pin] = set()
         self._evicted_pages = 0
@@ -473,13 +482,6 @@ class KVCache:
         """The prefix that `acquire` would find now; None in a scope without cells. Changes nothing."""
         return _usable(self, scope, tokens[:-1]) if scope is not None and scope in self.tree.roots else None
 
-    def contains(self, holding: Holding, pin: Pin) -> bool:
-        """Whether the shared cells of the holding include those of the pin."""
-        node: Node | None = holding.node
-        while node is not None and node is not pin.node:
-            node = node.parent
-        return node is not None
-
     def peek(self, scope: str | None, tokens: TokenIds) -> int:
         """Tokens that `acquire` would find cached now, always less than `len(tokens)`. Changes nothing."""
         prefix = self.find(scope, tokens)
@@ -678,6 +680,12 @@ class Reloads:
         slots = slice(start // holding.page_size, -(-end // holding.page_size))
         return PageMoves(holding.pages[slots].copy(), self._host.pages(self._pins[holding])[slots])
 
+    def load_state(self, holding: Holding) -> tuple[int, int]:
+        """The copy that reloads the state at `reach`: the sequence's own slot, and one of the host."""
+        assert self._host is not None
+        assert holding.state is not None
+        return holding.state.slot, self._host.slot(self._pins[holding])
+
     def loaded(self, holding: Holding, end: int) -> None:
         """The cells up to `end` were reloaded."""
         if end >= self.reach(holding):
@@ -692,6 +700,10 @@ class Reloads:
     def saves(self) -> PageMoves:
         """The copies of cells evicted since the last call. The step that is being planned has to begin with them."""
         return self._host.saves() if self._host is not None else NO_MOVES
+
+    def state_saves(self) -> PageMoves:
+        """The same for recurrent states."""
+        return self._host.state_saves() if self._host is not None else NO_MOVES
 
     def lose(self) -> None:
         """Copies between the tiers failed: forget everything in host memory."""

@@ -11,8 +11,9 @@ import math
 
 import numpy as np
 
-from holdfast.replicas.kv.pages import NO_MOVES, PageIds, PageMoves, PagePool
+from holdfast.replicas.kv.pages import NO_MOVES, NO_SLOT, PageIds, PageMoves, PagePool
 from holdfast.replicas.kv.radix import Node, Pin, Prefix, RadixTree
+from holdfast.replicas.kv.states import States
 from holdfast.replicas.kv.tags import Label
 from holdfast.replicas.types import TokenIds
 
@@ -22,10 +23,11 @@ log = logging.getLogger(__name__)
 class HostTier:
     """`n_pages` pages of host memory, each as large as a page of the device. No sequence writes to one."""
 
-    def __init__(self, n_pages: int, page_size: int) -> None:
+    def __init__(self, n_pages: int, page_size: int, state_slots: int = 0) -> None:
         self.page_size = page_size
         self._time = 0.0  # of the last use: a count
         self._n_pages = n_pages
+        self._state_slots = state_slots
         self.clear()
 
     def clear(self) -> None:
@@ -34,14 +36,16 @@ class HostTier:
         self.tree = RadixTree(self.pool)
         self._pins: set[Pin] = set()
         self._saves: dict[int, int] = {}  # host page -> device page, of the step in the making
+        self._states = States(self.tree, self._state_slots) if self._state_slots else None
+        self._state_saves: dict[int, int] = {}  # host slot -> device slot
 
     # ---- out ----
 
     def save(self, leaf: Node) -> None:
-        """A leaf of the device's tree is about to be cut or evicted: keep the path to its end.
+        """A leaf of the device's tree is about to be cut or evicted: keep the path to its end, and its checkpoint.
 
-        The oldest paths make room. Of a path larger than the tier the beginning is kept. Never fails: after an error
-        the tier is emptied.
+        The same for any node whose checkpoint alone is about to be evicted. The oldest paths make room. Of a path
+        larger than the tier the beginning is kept. Never fails: after an error the tier is emptied.
         """
         try:
             self._save(leaf)
@@ -51,20 +55,33 @@ class HostTier:
 
     def saves(self) -> PageMoves:
         """The copies for everything saved since the last call. A step has to begin with them."""
-        if not self._saves:
-            return NO_MOVES
-        moves = PageMoves(np.array([*self._saves.values()], np.int32), np.array([*self._saves], np.int32))
+        moves = _moves(self._saves)
         self._saves.clear()
+        return moves
+
+    def state_saves(self) -> PageMoves:
+        """The same for recurrent states, by slot."""
+        moves = _moves(self._state_saves)
+        self._state_saves.clear()
         return moves
 
     # ---- in ----
 
     def pin(self, scope: str, tokens: TokenIds) -> Pin:
-        """Protect the longest prefix of `tokens` in host memory, possibly empty."""
+        """Protect the longest prefix of `tokens` in host memory, possibly empty; with states up to a checkpoint."""
         prefix = self.tree.walk(self.tree.root(scope), tokens)
-        pin = Pin(self.tree.lease_at(prefix, self._tick()), prefix.length)
+        if self._states is not None:
+            prefix = self._states.usable(scope, prefix, tokens)
+            if prefix.checkpoint is not None:
+                self._states.slots.retain(prefix.checkpoint.checkpoint)
+                self._states.checkpoints.use(prefix.checkpoint)
+        pin = Pin(self.tree.lease_at(prefix, self._tick()), prefix.length, checkpoint=prefix.checkpoint)
         self._pins.add(pin)
         return pin
+
+    def slot(self, pin: Pin) -> int:
+        """The host slot of the state at a pin's end."""
+        return pin.checkpoint.checkpoint if pin.checkpoint is not None else NO_SLOT
 
     def pages(self, pin: Pin) -> PageIds:
         """The host pages that a pin protects, by page slot."""
@@ -78,6 +95,8 @@ class HostTier:
         """Give a pin back, unless it is void."""
         if pin in self._pins:
             self._pins.remove(pin)
+            if self._states is not None and pin.checkpoint is not None:
+                self._states.slots.release(pin.checkpoint.checkpoint)
             self.tree.release(pin.node)
 
     # ---- parts ----
@@ -90,7 +109,18 @@ class HostTier:
             self.tree.lease(node, self._tick())
         else:
             node = self._add(leaf, tokens, prefix)
+        if self._states is not None and leaf.checkpoint != NO_SLOT and node.end >= len(tokens):
+            self._save_state(self._states, leaf, Prefix(node, len(tokens)))
         self.tree.release(node)
+
+    def _save_state(self, states: States, leaf: Node, prefix: Prefix) -> None:
+        """Keep the checkpoint of `leaf` at the end of its path, unless it is there, or all slots are being read."""
+        if (node := self.tree.node_at(prefix)).checkpoint == NO_SLOT:
+            slot = states.take()
+            if slot is None:
+                return
+            self._state_saves[slot] = leaf.checkpoint
+            states.checkpoints.keep(node, slot)
 
     def _add(self, leaf: Node, tokens: TokenIds, prefix: Prefix) -> Node:
         """Keep what lies beyond `prefix` of the path to `leaf`, as far as there is room; a leased node at its end."""
@@ -124,3 +154,8 @@ class HostTier:
     def _tick(self) -> float:
         self._time += 1.0
         return self._time
+
+
+def _moves(saves: dict[int, int]) -> PageMoves:
+    """`saves`: from where on the device, by where to on the host."""
+    return PageMoves(np.array([*saves.values()], np.int32), np.array([*saves], np.int32)) if saves else NO_MOVES

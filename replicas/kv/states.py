@@ -12,7 +12,7 @@ and the checkpoint stays for others. `cache` is the only user.
 import heapq
 from bisect import insort
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -105,6 +105,7 @@ class Checkpoints:
         self._numbers = count()
         self._clock = 0.0
         self._pinned: Counter[Node] = Counter()
+        self.leaving: Callable[[Node], None] = lambda node: None  # told of one that will be evicted
 
     def __len__(self) -> int:
         return len(self._values)
@@ -155,6 +156,7 @@ class Checkpoints:
             return False
         self._clock = max(self._clock, self._values[node])
         self.evicted += 1
+        self.leaving(node)
         self.drop(node)
         return True
 
@@ -205,6 +207,13 @@ class States:
         """Whether a sequence would get a slot."""
         return self.slots.free > 0 or self.checkpoints.next() is not None
 
+    def take(self, worth: float | None = None) -> int | None:
+        """A slot, if need be that of another checkpoint: with a `worth` one that is worth less."""
+        slot = self.slots.take()
+        while slot is None and self.checkpoints.evict(worth):
+            slot = self.slots.take()
+        return slot
+
     def usable(self, scope: str | None, prefix: Prefix, tokens: TokenIds) -> Prefix:
         """The part of a cached prefix of `tokens` that a sequence can go on from: up to the deepest checkpoint.
 
@@ -225,11 +234,11 @@ class States:
         """
         checkpoint = prefix.checkpoint
         if checkpoint is None:
-            slot = self._take()
+            slot = self.take()
             assert slot is not None, "no state slot is free"
             return RunningState(slot)
         self.slots.retain(checkpoint.checkpoint)
-        slot = self._take()
+        slot = self.take()
         if slot is None:
             self.slots.release(checkpoint.checkpoint)
             self.checkpoints.drop(checkpoint)
@@ -246,7 +255,7 @@ class States:
         marks: list[tuple[int, int]] = []
         while state.marks and state.marks[0] <= end:
             position = state.marks.pop(0)
-            if position > start and (slot := self._take(worth=position - last)) is not None:
+            if position > start and (slot := self.take(worth=position - last)) is not None:
                 marks.append((position - start, slot))
                 state.kept.append((position, slot))
                 last = position
@@ -255,6 +264,13 @@ class States:
             self.slots.release_once_read(state.source)
         state.source, state.at = state.slot, end
         return use
+
+    def landed(self, state: RunningState, at: int) -> None:
+        """The state after `at` tokens was copied into the sequence's own slot."""
+        if state.source not in (NO_SLOT, state.slot):
+            self.slots.release(state.source)
+        state.source, state.at = state.slot, at
+        state.marks = [position for position in state.marks if position > at]
 
     def keep(self, state: RunningState, root: Node, tokens: TokenIds, n_computed: int, *, last: bool = False) -> None:
         """Give states at positions up to `n_computed` to nodes below `root` that end there, which are in the tree.
@@ -277,13 +293,6 @@ class States:
         for slot in (state.slot, source, *(slot for _, slot in state.kept)):
             if slot != NO_SLOT:
                 self.slots.release(slot)
-
-    def _take(self, worth: float | None = None) -> int | None:
-        """A slot, if need be that of another checkpoint: with a `worth` one that is worth less."""
-        slot = self.slots.take()
-        while slot is None and self.checkpoints.evict(worth):
-            slot = self.slots.take()
-        return slot
 
 
 def deepest(node: Node | None) -> Node | None:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from holdfast.kernels.kv import SCALE, copy_cells, sent, store_kv
+from holdfast.kernels.linear_state import LinearStates
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.kv.pages import PageIds, PageMoves
+from holdfast.replicas.kv.pages import NO_MOVES, PageIds, PageMoves
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +135,37 @@ class Moved:
     load_s: float = 0.0
 
 
+class HostStates:
+    """The second tier's memory for recurrent states: for each of `states.tensors` that lasts, [slots, layers, ...].
+
+    A slot is some 20 to 150 MB in as many pieces as there are layers, copied in the stream of the step.
+    """
+
+    def __init__(self, states: LinearStates, slots: int) -> None:
+        """Allocate. Raises ConfigError where there is not that much memory."""
+        self._device = (states.recurrent, states.conv)
+        pinned = states.recurrent.device.type == "cuda"
+        try:
+            self._host = [
+                torch.zeros(slots, each.shape[0], *each.shape[2:], dtype=each.dtype, pin_memory=pinned)
+                for each in self._device
+            ]
+        except RuntimeError as error:
+            wanted = states.slot_bytes * slots / 2**30
+            message = f"no memory for {wanted:.2f} GiB of recurrent states on the host: {error}"
+            raise ConfigError(message, "host_memory") from error
+
+    def save(self, moves: PageMoves) -> None:
+        for device, host in zip(moves.device.tolist(), moves.host.tolist(), strict=True):
+            for there, here in zip(self._device, self._host, strict=True):
+                here[host].copy_(there[:, device], non_blocking=True)
+
+    def load(self, moves: PageMoves) -> None:
+        for device, host in zip(moves.device.tolist(), moves.host.tolist(), strict=True):
+            for there, here in zip(self._device, self._host, strict=True):
+                there[:, device].copy_(here[host], non_blocking=True)
+
+
 class HostPages:
     """The second tier's memory: `pages` pages on the host, pinned where the store is on a GPU.
 
@@ -152,9 +184,10 @@ class HostPages:
     told by `wait`.
     """
 
-    def __init__(self, kv: KVTensors, pages: int, staged: int = STAGED) -> None:
+    def __init__(self, kv: KVTensors, pages: int, staged: int = STAGED, states: HostStates | None = None) -> None:
         """Allocate, for a `kv` that is not resized any more. Raises ConfigError where there is not that much memory."""
         device, dtype = kv.data.device, kv.data.dtype
+        self.states = states
         self._pages = kv.data.movedim(2, 0)  # of the store, as they are ordered here
         page, page_bytes = self._pages.shape[1:], kv.page_size * kv.cell_bytes
         cuda = device.type == "cuda"
@@ -170,13 +203,17 @@ class HostPages:
         self._loads = False
         self._failed = False
 
-    def save(self, moves: PageMoves) -> None:
-        """Copy pages out; from here on the store's pages may be written over."""
+    def save(self, moves: PageMoves, states: PageMoves = NO_MOVES) -> None:
+        """Copy pages and states out; from here on those on the device may be written over."""
         if len(moves):
             self._try(f"copying {len(moves)} pages of KV to the host", lambda: self._save(moves))
+        if len(states) and (host := self.states) is not None:
+            self._try(f"copying {len(states)} recurrent states to the host", lambda: host.save(states))
 
-    def load(self, moves: PageMoves) -> None:
-        """Begin to copy pages in; they are there after `wait`."""
+    def load(self, moves: PageMoves, states: PageMoves = NO_MOVES) -> None:
+        """Begin to copy pages and states in; they are there after `wait`."""
+        if len(states) and (host := self.states) is not None:
+            self._try(f"copying {len(states)} recurrent states from the host", lambda: host.load(states))
         self._loads = len(moves) > 0
         if self._loads:
             what = f"copying {len(moves)} pages of KV from the host"

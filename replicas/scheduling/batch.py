@@ -51,6 +51,7 @@ class Load:
     holding: Holding
     end: int
     moves: PageMoves
+    state: tuple[int, int] | None = None  # the slots on the device and on the host of the state at `end`
 
     @property
     def present(self) -> bool:
@@ -157,14 +158,16 @@ class StepBuilder:
             if (state := sequence.the_holding.state) is not None:
                 self.chunks[i] = replace(chunk, state=states.advance(state, chunk.start, len(chunk.tokens), held))
 
-    def step(self, saves: PageMoves, now: float, *, undrafted: bool) -> Step:
-        """The step. `saves` are the copies of what was evicted for it. `undrafted`: the next step needs no drafts."""
+    def step(self, reloads: Reloads, now: float, *, undrafted: bool) -> Step:
+        """The step, with the copies of what was evicted for it. `undrafted`: the next step needs no drafts."""
         copies = tuple(copy for some in self.copies.values() for copy in some)
         loads = NO_MOVES
         if self.loads:
             device = np.concatenate([load.moves.device for load in self.loads])
             loads = PageMoves(device, np.concatenate([load.moves.host for load in self.loads]))
-        plan = StepPlan(tuple(self.chunks), tuple(self.writes), copies, saves, loads)
+        states = np.array([load.state for load in self.loads if load.state is not None], np.int32).reshape(-1, 2)
+        moves = reloads.saves(), loads, reloads.state_saves(), PageMoves(states[:, 0], states[:, 1])
+        plan = StepPlan(tuple(self.chunks), tuple(self.writes), copies, *moves)
         free = (undrafted or all(chunk.draw is None for chunk in self.chunks)) and plan.plain
         holdings = tuple([sequence.holding for sequence in self.sequences])
         return Step(plan, tuple(self.sequences), tuple(self.loads), holdings, now, free)
@@ -365,11 +368,14 @@ class Running:
         reach = self.reloads.reach(sequence.the_holding)
         if reach <= sequence.n_computed:
             return False
-        size = self._cache.page_size
+        size, holding = self._cache.page_size, sequence.the_holding
         end = min(reach, (sequence.n_computed + max(most, size)) // size * size)
+        if holding.state is not None:  # there is no state to go on from before the end
+            end = reach
         if self.grow_dropping_pins(builder, sequence, end):
-            moves = self.reloads.load(sequence.the_holding, sequence.n_computed, end)
-            builder.loads.append(Load(sequence, sequence.the_holding, end, moves))
+            moves = self.reloads.load(holding, sequence.n_computed, end)
+            state = self.reloads.load_state(holding) if holding.state is not None else None
+            builder.loads.append(Load(sequence, holding, end, moves, state))
         return True
 
     def publish(self, sequence: Sequence, now: float) -> None:

@@ -222,7 +222,7 @@ class Retention:
     def found(self, sequence: Sequence) -> None:
         """A turn has its cached prefix: handles whose cells are a part of that are not needed any more."""
         for handle in sequence.program.handles.copy() if sequence.program is not None else ():
-            if handle.pin is not None and self._cache.contains(sequence.the_holding, handle.pin.pin):
+            if handle.pin is not None and sequence.the_holding.contains(handle.pin.pin):
                 self.pins.drop(handle.pin)
 
     def wants(self, sequence: Sequence) -> bool:

@@ -165,7 +165,7 @@ class Scheduler:
         builder.loads = [load for load in builder.loads if reloads.reach(load.holding) >= load.end]
         if self._cache.states is not None:
             builder.use_states(self._cache.states)
-        return builder.step(reloads.saves(), now, undrafted=self.drafts.silent)
+        return builder.step(reloads, now, undrafted=self.drafts.silent)
 
     def _make_progress(self, builder: StepBuilder, now: float) -> None:
         """Where every sequence is short of cells, and no step is in flight that would free some, free some.
@@ -395,10 +395,10 @@ class Scheduler:
         Sequences that got pages in it without a chunk start again: nobody knows whether their rows were written.
         """
         self._stats.failed_steps += 1
-        if step.plan.moves:
-            self._running.reloads.lose()
         if self._cache.states is not None:
             self._cache.states.checkpoints.lose(step.plan.states_written)
+        if step.plan.moves or self._cache.states is not None:  # a state that it was to write may be on its way already
+            self._running.reloads.lose()
         for _, sequence in step.present():
             self.terminator.fail(sequence, error.info, now)
         written = {write.row for write in step.plan.writes}
@@ -423,6 +423,8 @@ class Scheduler:
             try:
                 stats.tokens_reloaded += load.end - sequence.n_computed
                 sequence.n_computed = load.end
+                if self._cache.states is not None and load.holding.state is not None:
+                    self._cache.states.landed(load.holding.state, load.end)
                 if not sequence.preempted:
                     more = min(load.end, sequence.n_prompt) - sequence.n_cached
                     sequence.n_cached += more

@@ -80,7 +80,7 @@ class EngineMachine(RuleBasedStateMachine):
             without=(*(() if keeps else ("sessions",)), *(() if shares else ("prefix_cache",))),
             session_idle_s=40.0,
             order=order,
-            host_cells=host_cells if shares and not state_slots else 0,
+            host_cells=host_cells if shares else 0,
             overlap_steps=overlap,
             step_ms=step_ms,
             state_slots=state_slots,

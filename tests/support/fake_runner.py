@@ -82,6 +82,7 @@ class FakeRunner:
         self.fail_moves: Callable[[StepPlan], bool] = lambda plan: False
         # By slot: the tokens applied to the state, and those held back behind them; None: nobody knows.
         self.states: dict[int, tuple[list[int], list[int]] | None] = {-1: ([], [])}
+        self.host_states: dict[int, tuple[list[int], list[int]] | None] = {}
         self._drawn: tuple[Drawn | None, ...] = ()
         self._lost: set[tuple[int, int]] = set()  # row and end of the chunks of the step before, if that failed
 
@@ -117,6 +118,8 @@ class FakeRunner:
         moved = not (plan.moves and self.fail_moves(plan))
         if moved:
             self.host[plan.saves.host] = self.cells[plan.saves.device]
+            for device, host in zip(plan.state_saves.device.tolist(), plan.state_saves.host.tolist(), strict=True):
+                self.host_states[host] = self.states[device]
         for copy in plan.copies:
             self.cells[copy.target, : copy.cells] = self.cells[copy.source, : copy.cells]
         for write in plan.writes:
@@ -130,10 +133,13 @@ class FakeRunner:
             for i, token in enumerate(chunk.tokens):
                 page, cell = self._place(chunk.row, chunk.start + i)
                 self.cells[page, cell] = (token, chunk.start + i)
+        self.states |= dict.fromkeys(plan.state_loads.device.tolist())
         self._advance(plan)
         drawn = tuple(self._draw(chunk) for chunk in plan.chunks)
         if moved:
             self.cells[plan.loads.device] = self.host[plan.loads.host]
+            for device, host in zip(plan.state_loads.device.tolist(), plan.state_loads.host.tolist(), strict=True):
+                self.states[device] = self.host_states[host]
         return StepOutput(drawn, moved=moved, load_s=0.001 * len(plan.loads))
 
     def _advance(self, plan: StepPlan) -> None:

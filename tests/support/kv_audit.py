@@ -20,6 +20,8 @@ def check_cache(cache: KVCache) -> None:
     if (host := cache.host) is not None:
         audit(host.pool, host.tree, (), host._pins)
         assert host.pool.used == host.tree.pages, "free + tree != total"
+        if host._states is not None:
+            audit_states(host._states, host.tree, (), (), host._pins)
 
 
 def audit(pool: PagePool, tree: RadixTree, holdings: Collection[Holding], pins: Collection[Pin]) -> None:
@@ -63,8 +65,14 @@ def audit(pool: PagePool, tree: RadixTree, holdings: Collection[Holding], pins: 
         assert node.leases > 0 or not leaf or node in tree.queue, "an idle leaf could not be evicted"
 
 
-def audit_states(states: States, tree: RadixTree, holdings: Collection[Holding], pins: Collection[Pin]) -> None:
-    """Recount the state slots: each is free, or has as many owners as there are."""
+def audit_states(
+    states: States,
+    tree: RadixTree,
+    holdings: Collection[Holding],
+    pins: Collection[Pin],
+    loads: Collection[Pin] = (),
+) -> None:
+    """Recount the state slots: each is free, or has as many owners as there are. `loads`: pins that will be read."""
     kept = [node for root in tree.roots.values() for node in _below(root) if node.checkpoint != NO_SLOT]
     owned = Counter(node.checkpoint for node in kept)
     assert set(owned.values()) <= {1}, "a slot is the checkpoint of two nodes"
@@ -77,6 +85,7 @@ def audit_states(states: States, tree: RadixTree, holdings: Collection[Holding],
     owned.update(written)
     slots = states.slots
     owned.update(slots._read)
+    owned.update(pin.checkpoint.checkpoint for pin in loads if pin.checkpoint is not None)
     assert slots._owners == [owned[slot] for slot in range(slots.total)], "owners of slots are miscounted"
     assert sorted(slots._free) == [slot for slot in range(slots.total) if not owned[slot]]
     assert set(states.checkpoints._values) == set(kept), "checkpoints are miscounted"

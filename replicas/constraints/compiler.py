@@ -26,12 +26,14 @@ from weakref import WeakValueDictionary
 from holdfast.replicas.constraints import trial
 from holdfast.replicas.constraints.grammar import (
     ANY_OBJECT,
+    SHOWN,
     CallForm,
     Forms,
     Path,
     ReplyRule,
     Schema,
     forms_of,
+    malformed,
     names_alone,
     reply_grammar,
     schema_grammar,
@@ -100,7 +102,7 @@ class Compiler:
     def prepare(self) -> None:
         """Take from the first request the seconds of reading a large vocabulary, and the start of a process."""
         if AVAILABLE:
-            self._read()
+            self._calls()
             complaint('start: "a"', _PART_S)
 
     @property
@@ -120,6 +122,8 @@ class Compiler:
         key = (scope, rule.key, rule.fields)
         with self._lock:
             making = self._known.get(key)
+            if making is not None and making.done() and not making.exception() and _used_up(making.result()):
+                making = None
             new = making is None and not _on_event_loop()
             if new:
                 making = self._known[key] = Future()
@@ -152,36 +156,50 @@ class Compiler:
         """A matcher of a text in which no call of the tools `names` begins. None: the model writes no calls, or its
         tokens are not bytes of text. Raises NotCompiledError on an event loop's thread before the vocabulary is read.
         """
-        if "_model" not in self.__dict__ and _on_event_loop():
+        if "_watch" not in self.__dict__ and _on_event_loop():
             raise NotCompiledError("tool_choice", None)
-        vocabulary, _, watch = self._read()
+        vocabulary, _ = self._read()
+        watch = self._calls()
         return CallBan(watch, names) if watch is not None and vocabulary.exact else None
 
-    def _read(self) -> tuple[Vocabulary, Forms | None, CallWatch | None]:
+    def _read(self) -> tuple[Vocabulary, Forms | None]:
         with self._reading:
             return self._model
 
+    def _calls(self) -> CallWatch | None:
+        with self._reading:
+            return self._watch
+
     @cached_property
-    def _model(self) -> tuple[Vocabulary, Forms | None, CallWatch | None]:
+    def _model(self) -> tuple[Vocabulary, Forms | None]:
         vocabulary = self._make_vocabulary()
-        forms = forms_of(self._tool_format, vocabulary.knows)
-        return vocabulary, forms, CallWatch.of(forms, vocabulary) if forms is not None else None
+        return vocabulary, forms_of(self._tool_format, vocabulary.knows)
+
+    @cached_property
+    def _watch(self) -> CallWatch | None:
+        vocabulary, forms = self._model
+        return CallWatch(forms, vocabulary) if forms is not None else None
 
     def _compile(self, rule: ReplyRule) -> Matcher:
         cause = field_of(rule)
         if not AVAILABLE:
             raise InvalidRequestError(f"'{cause}' needs the package llguidance, which is not installed", cause)
-        vocabulary, forms, watch = self._read()
+        vocabulary, forms = self._read()
         if not vocabulary.exact:
             raise InvalidRequestError(f"'{cause}' is not supported: the model's tokens are not bytes of text", cause)
         if rule.calls == "required" and forms is None:
             why = "the model's format of calls is not known; set engine.tool_format or engine.chat_template"
             raise InvalidRequestError(f"'tool_choice': {why}", "tool_choice")
         matcher, loose = _followed(vocabulary, forms, rule)
-        if not rule.in_text or forms is None or watch is None:
+        watch = self._calls() if rule.in_text else None
+        if forms is None or watch is None:
             return matcher
         over = forms.over_when_complete(rule.parallel)
         return CallGuard(matcher, watch, frozenset(tool.name for tool in rule.tools), rule.strict, over, loose)
+
+
+def _used_up(found: Matcher | ErrorInfo) -> bool:
+    return isinstance(found, (GuidedMatcher, CallGuard)) and found.used_up
 
 
 def _followed(vocabulary: Vocabulary, forms: Forms | None, rule: ReplyRule) -> tuple[GuidedMatcher, bool]:
@@ -271,8 +289,8 @@ def _fitting(schema: Schema, form: CallForm | None, free: bool, of: str, why: st
         why = why or _complaint(schema, form, free)
         if not why:
             return schema
-        path, why = _culprit(schema, why, until)
-        if schema.strict:
+        path, part, why = _culprit(schema, why, until)
+        if schema.strict or (malformed(part) and not free):
             place = ".".join(map(str, path))
             where = f" at {place!r}" if place else ""
             raise InvalidRequestError(f"Invalid schema{of} in '{schema.field}'{where}: {why}", schema.field)
@@ -290,8 +308,11 @@ def _complaint(schema: Schema, form: CallForm | None = None, free: bool = False)
         return str(error)
 
 
-def _culprit(schema: Schema, why: str, until: float) -> tuple[Path, str]:
-    """The innermost part of `schema` that cannot be followed, and why."""
+def _culprit(schema: Schema, why: str, until: float) -> tuple[Path, Any, str]:
+    """The place of the innermost part of `schema` that cannot be followed, that part, and why it cannot.
+
+    A pattern is named where the part could be followed without it.
+    """
     path: Path = ()
     part: Any = schema.content
     inner = list(subschemas(part))
@@ -300,7 +321,12 @@ def _culprit(schema: Schema, why: str, until: float) -> tuple[Path, str]:
         if isinstance(node, Mapping) and (complains := _complaint(schema.part(node))):
             path, part, why = (*path, *place), node, complains
             inner = list(subschemas(part))
-    return path, why
+    pattern = part.get("pattern")
+    if isinstance(pattern, str) and "the pattern" not in why:
+        rest = {key: said for key, said in part.items() if key != "pattern"}
+        if time.monotonic() < until and not _complaint(schema.part(rest)):
+            why = f"the pattern {pattern[:SHOWN]!r} cannot be followed: {why}"
+    return path, part, why
 
 
 def _without(schema: Schema, path: Path, until: float) -> Schema:

@@ -34,6 +34,7 @@ from holdfast.replicas.text.calls.values import (
     family,
 )
 
+SHOWN = 40  # characters of a pattern in an error
 DEEPEST = 32  # schemas inside of schemas that are read here
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
@@ -92,6 +93,17 @@ def without_annotations(schema: Any, depth: int = DEEPEST) -> Any:
         return schema
     read = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
     return with_subschemas(read, lambda _, inner: without_annotations(inner, depth - 1))
+
+
+def malformed(node: Any) -> str:
+    """What is wrong with a schema itself, whatever can be followed; "" for nothing."""
+    if not isinstance(node, Mapping):
+        return ""
+    if isinstance(node.get("required"), str):
+        return "'required' must be a list of names"
+    if "const" in node and "enum" in node and not alternatives({key: node[key] for key in ("const", "enum")}, {}):
+        return "'const' is none of the values of 'enum'"
+    return ""
 
 
 # ---- what a request asks for ----
@@ -552,6 +564,8 @@ def _bound(node: Any, depth: int = DEEPEST, whole: bool = True) -> Any:
     """`node` bounded. Not `whole`: other schemas hold for the same value, and may describe what this one does not."""
     if node is True or node == {}:
         return {"$ref": f"#/$defs/{_ANY}{_DEEPEST_ANY}"} if whole else node
+    if wrong := malformed(node):
+        raise ValueError(wrong)
     if not isinstance(node, Mapping) or not depth or "const" in node or "enum" in node:
         return node
 
@@ -630,6 +644,8 @@ def value(g: Grammar, schema: Schema, node: Any, dialect: Dialect = JSON) -> str
         raise ValueError("nothing is allowed for a value that must be there")
     if node is True or not isinstance(node, Mapping) or not node:
         return _anything(g, dialect)
+    if wrong := malformed(node):
+        raise ValueError(wrong)
     said = json.dumps(node, default=dict)
     refers = '"$ref"' in said
     key = (dialect.name, schema.strict, said, refers and json.dumps(schema.content, default=dict))
@@ -701,7 +717,9 @@ def _object(g: Grammar, schema: Schema, said: Mapping[str, Any], dialect: Dialec
     others = said.get("additionalProperties", True)
     if not isinstance(properties, Mapping) or not isinstance(required, Sequence):
         return ""
-    if not properties.keys() >= set(map(str, required)) or not isinstance(others, (bool, Mapping)):
+    if not all(isinstance(key, str) and key in properties for key in required) or not isinstance(
+        others, (bool, Mapping)
+    ):
         return ""
     colon, items = g.terminal("COLON"), list[Member]()
     for key, part in properties.items():
@@ -922,7 +940,8 @@ def _in_text(schema: Schema, texts: Options, rest: Options) -> tuple[list[str], 
     lengths, listed = dict[str, None](), dict[str, None]()
     for each in texts:
         if schema.strict and (unfit := sorted(each.keys() - {"type", "enum", "minLength", "maxLength"})):
-            raise ValueError(f"{unfit[0]} of a text cannot be followed in tags")
+            what = f"the pattern {str(each['pattern'])[:SHOWN]!r}" if "pattern" in each else unfit[0]
+            raise ValueError(f"{what} of a text cannot be followed in tags")
         times = _times(each, "minLength", "maxLength")
         if schema.strict and not times:
             raise ValueError("no text has the length that is asked for")

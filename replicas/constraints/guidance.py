@@ -1,11 +1,13 @@
-"""Matchers over llguidance: of a reply that follows a grammar, and of free text in which calls do, or have no place.
+"""Matchers over llguidance: `GuidedMatcher` follows a grammar, `CallGuard` holds the calls in free text to one, and
+`CallBan` keeps calls out.
 
-llguidance works masks out as they are asked for, keeps a matcher's state in this process, and can go back, which drafts
-need. Not here: the text of grammars (`grammar`), and when one is compiled (`compiler`).
+llguidance computes masks on demand, keeps a matcher's state in this process, and can go back, which drafts need. Not
+here: the text of grammars (`grammar`), and when one is compiled (`compiler`).
 """
 
+import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -13,18 +15,18 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from holdfast.replicas.constraints.grammar import CallForm, Forms
+from holdfast.replicas.constraints.grammar import SHOWN, Forms
 from holdfast.replicas.constraints.matcher import Bits, Matcher
 from holdfast.replicas.text.decode import Pieces
 
 try:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-except ImportError:  # the engine runs without it, and says so to requests that need it
+except ImportError:  # the engine runs without it, and requests that need it are refused
     AVAILABLE = False
 else:
     AVAILABLE = True
 
-# A schema may be hostile, and masks are worked out on the engine's thread. With these limits a mask takes a few
+# A schema may be hostile, and masks are computed on the engine's thread. With these limits a mask takes a few
 # milliseconds, with llguidance's own hundreds. A reply whose grammar needs more fails.
 LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 20_000,
@@ -33,30 +35,30 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 _SENTINEL = "\x02"  # put before a text where tokenizers add a space to the first word
-_PLACE = re.compile(r"at \d+\(\d+\): (failed to compile JSON schema: )?")
+_GRAMMAR = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?|( in regex /.*/|: +\(.*\))$")
 
 
 class GrammarError(Exception):
-    """A grammar that llguidance does not take, in its words but without what it shows of the grammar."""
+    """llguidance refuses a grammar. The message is llguidance's, without the text of the grammar."""
 
     def __init__(self, error: str) -> None:
         first, *lines = error.splitlines() or [""]
         why = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        pattern = lines[0].strip() if why else ""
-        super().__init__(f"the pattern {pattern!r} cannot be read: {why[0]}" if why else _PLACE.sub("", first, count=1))
+        pattern = lines[0].strip()[:SHOWN] if why else ""
+        super().__init__(f"the pattern {pattern!r} cannot be read: {why[0]}" if why else _GRAMMAR.sub("", first))
 
 
 class Vocabulary:
     """The tokens of `tokenizer` (transformers) as a grammar sees them: the bytes of each, and which spell a text.
 
-    Markers of tool calls are text: the grammar spells them, as the reader of calls does. The `control` ids are none,
-    and nothing but the end of a reply may use them. `eos`: ids that end it. llguidance takes it as a tokenizer.
+    Markers of tool calls are text: the grammar spells them, as the reader of calls does. The `control` ids have no
+    text, and only the end of a reply may use them. The `eos` ids end it. llguidance takes this as its tokenizer.
     """
 
     bos_token_id = None
 
     def __init__(self, tokenizer: Any, control: frozenset[int], eos: frozenset[int]) -> None:
-        # A copy of its own: the text side changes settings of the other one while it tokenizes.
+        # A copy: the text side changes settings of the other one while it tokenizes.
         self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._backend.no_padding()
         self._backend.no_truncation()
@@ -84,17 +86,17 @@ class Vocabulary:
         return text.encode() in self._ids
 
     def content(self, token: int) -> bytes:
-        """Its bytes; none where the vocabulary lacks it, as models may have rows of output without a token."""
+        """The bytes of a token; none for a row of the model's output that has no token."""
         return self.tokens[token] if token < len(self.tokens) else b""
 
     def known(self, tokens: Sequence[int]) -> Sequence[int]:
-        """`tokens` up to the first that the vocabulary lacks, at which llguidance fails."""
+        """`tokens` up to the first one that the vocabulary lacks, at which llguidance fails."""
         if max(tokens, default=0) < len(self.tokens):
             return tokens
         return tokens[: next(i for i, token in enumerate(tokens) if token >= len(self.tokens))]
 
     def encode_bytes(self, text: bytes) -> Sequence[int] | None:
-        """Tokens that spell `text`; None where there are none, as when it ends inside of a character."""
+        """Tokens that spell `text`; None if there are none, for example inside of a character."""
         try:
             return self.encode(text.decode()) or (None if text else [])
         except UnicodeDecodeError:
@@ -107,7 +109,8 @@ class Vocabulary:
         GrammarError.
         """
         inner = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0, limits=self._limits)
-        # The first masks walk the whole vocabulary: they are worked out before copies need them.
+        unforced = inner.deep_copy()
+        # The first masks walk the whole vocabulary: they are computed before copies need them.
         if not inner.is_error():
             inner.compute_bitmask()
             if inner.try_consume_tokens(list(self.encode("a"))[:1]):
@@ -115,7 +118,9 @@ class Vocabulary:
                 inner.rollback(1)
         if inner.is_error():
             raise GrammarError(inner.get_error())
-        return GuidedMatcher(inner, self.words)
+        while tokens := unforced.compute_ff_tokens():
+            unforced.consume_tokens(tokens)
+        return GuidedMatcher(_Compiled(self, inner.deep_copy(), unforced), inner)
 
     @cached_property
     def _tokenizer(self) -> "LLTokenizer":
@@ -126,22 +131,20 @@ class Vocabulary:
         return LLParserLimits(**LIMITS)
 
     def _encode(self, text: str) -> Sequence[int]:
-        """Tokens whose bytes are exactly `text`'s, as the model's tokenizer cuts it wherever that is possible."""
+        """Tokens whose bytes are exactly those of `text`, cut as the model's tokenizer does where possible."""
         content = text.encode()
-        ids = self._backend.encode(text, add_special_tokens=False).ids
-        if self._spells(ids, content):
-            return ids
-        ids = self._backend.encode(_SENTINEL + text, add_special_tokens=False).ids
-        for start in range(1, len(ids)):
-            if self._spells(ids[start:], content):
-                return ids[start:]
+        for before in ("", _SENTINEL):
+            ids = self._backend.encode(before + text, add_special_tokens=False).ids
+            for start in range(len(before), max(len(ids), 1) if before else 1):
+                if self._spells(ids[start:], content):
+                    return ids[start:]
         return self._greedy(content)
 
     def _spells(self, ids: Sequence[int], content: bytes) -> bool:
         return not self.control.intersection(ids) and b"".join(self.tokens[token] for token in ids) == content
 
     def _greedy(self, content: bytes) -> Sequence[int]:
-        """The longest token each time; empty where a byte has none."""
+        """The longest token each time; empty if a byte has none."""
         ids: list[int] = []
         at = 0
         while at < len(content):
@@ -154,35 +157,62 @@ class Vocabulary:
         return ids
 
 
-_SPARE = 16  # matchers of one grammar that are kept for its next calls
 _UNCUT = 4096  # forced texts that are remembered of a grammar
-_SHORT = 1024  # tokens of a call whose matcher is kept: a matcher grows with what it reads
+_REFUEL = 64  # tokens that are read between masks; each takes tens of the lexer's fuel, some take hundreds
+
+
+@dataclass(slots=True, eq=False)
+class _Compiled:
+    """What all matchers of one grammar share.
+
+    Trap: llguidance's copies share one lexer, with its states, its fuel and its errors. Only a mask refills the fuel,
+    and a call in free text is read without masks. llguidance has no need of the lexer for a mask of a forced token or
+    for a mask that it has made before, so a mask of a copy of `unforced` is made: it stands behind the tokens with
+    which all begin, and never had one.
+    """
+
+    vocabulary: Vocabulary
+    beginning: Any
+    unforced: Any
+    uncut: set[bytes] = field(default_factory=set)  # forced bytes with which no token begins
+    unfuelled: int = 0  # tokens that were read since the last refill
+
+    def refuel(self) -> Any:
+        """Refill the lexer's fuel. Returns a matcher; an error in it is an error of the lexer, and so of them all."""
+        self.unfuelled = 0
+        matcher = self.unforced.deep_copy()
+        matcher.compute_bitmask()
+        return matcher
+
+    def pieces(self, tokens: Sequence[int]) -> Iterator[Sequence[int]]:
+        """`tokens` in pieces, with fuel enough for each."""
+        for at in range(0, len(tokens), _REFUEL):
+            piece = tokens[at : at + _REFUEL]
+            self.unfuelled += len(piece)
+            if self.unfuelled > _REFUEL:
+                self.refuel()
+                self.unfuelled = len(piece)
+            yield piece
 
 
 class GuidedMatcher(Matcher):
     """A reply that follows a grammar from its first token on.
 
     Trap: a token that may not follow breaks llguidance's matcher for good, unless it is asked about first, which takes
-    half as long again as to read it. As a rule tokens may follow, so they are read; where one may not, everything is
+    half as long again as to read it. Most tokens may follow, so they are read at once; after a refusal everything is
     read anew.
-
-    Trap: what llguidance allocates for a copy and frees with it takes longer than to read a short call. So matchers of
-    calls are put back and used again.
     """
 
-    __slots__ = ("_inner", "_pristine", "_read", "_spare", "_uncut", "_words")
+    __slots__ = ("_compiled", "_inner", "_read")
 
-    def __init__(self, inner: Any, words: int, pristine: Any = None, uncut: set[bytes] | None = None) -> None:
+    def __init__(self, compiled: _Compiled, inner: Any, read: Sequence[int] = ()) -> None:
+        self._compiled = compiled
         self._inner = inner
-        self._pristine = pristine if pristine is not None else inner.deep_copy()  # at the grammar's beginning
-        self._read: list[int] = []  # since then
-        self._uncut = uncut if uncut is not None else set()  # bytes that were forced, and no token with them
-        self._spare: list[GuidedMatcher] = []
-        self._words = words
+        self._read = list(read)
 
     @property
     def words(self) -> int:
-        return self._words
+        return self._compiled.vocabulary.words
 
     @property
     def binding(self) -> bool:
@@ -201,23 +231,13 @@ class GuidedMatcher(Matcher):
     def failed(self) -> bool:
         return bool(self._inner.is_error())
 
+    @property
+    def used_up(self) -> bool:
+        """The lexer has reached a limit, with this reply or another one: the grammar has to be compiled again."""
+        return bool(self._compiled.refuel().is_error())
+
     def copy(self) -> "GuidedMatcher":
-        other = GuidedMatcher(self._inner.deep_copy(), self._words, self._pristine, self._uncut)
-        other._read = self._read[:]
-        return other
-
-    def checkout(self) -> "GuidedMatcher":
-        """A copy of a matcher at the beginning of its grammar, or one that was put back. Any thread may call it."""
-        try:
-            return self._spare.pop()
-        except IndexError:
-            return self.copy()
-
-    def put_back(self, other: "GuidedMatcher") -> None:
-        """Take back a matcher from `checkout`, or a copy of one. Nobody may use it any more."""
-        if len(other._read) <= _SHORT and len(self._spare) < _SPARE and not other.failed and other._inner.reset():
-            other._read.clear()
-            self._spare.append(other)
+        return GuidedMatcher(self._compiled, self._inner.deep_copy(), self._read)
 
     def advance(self, tokens: Sequence[int]) -> int:
         stand = self.take(tokens)
@@ -226,14 +246,23 @@ class GuidedMatcher(Matcher):
         return stand if self.finished and not self.failed else len(tokens)
 
     def take(self, tokens: Sequence[int]) -> int:
-        """Advance by those of `tokens` that may follow; how many these are."""
+        """Advance by those of `tokens` that may follow; returns their number."""
         if self._inner.is_error():
             return 0
-        taken = len(tokens)
-        if not self._inner.consume_tokens(tokens):
-            self._inner = self._pristine.deep_copy()
-            self._inner.consume_tokens(self._read)
-            taken = int(self._inner.try_consume_tokens(tokens))
+        tokens = self._compiled.vocabulary.known(tokens)
+        taken, pieces = len(tokens), self._compiled.pieces
+        if not all(map(self._inner.consume_tokens, pieces(tokens))):
+            self._inner = self._compiled.refuel()
+            if self._inner.is_error():
+                return 0
+            self._inner = self._compiled.beginning.deep_copy()
+            for piece in pieces(self._read):
+                self._inner.consume_tokens(piece)
+            taken = 0
+            for piece in pieces(tokens):
+                taken += (more := int(self._inner.try_consume_tokens(piece)))
+                if more < len(piece):
+                    break
         self._read += tokens[:taken]
         return taken
 
@@ -246,22 +275,25 @@ class GuidedMatcher(Matcher):
         return complete
 
     def accepts(self, tokens: Sequence[int]) -> int:
-        return int(self._inner.validate_tokens(tokens))
+        tokens = self._compiled.vocabulary.known(tokens)
+        if len(tokens) > _REFUEL:
+            return self.copy().take(tokens)
+        return sum(int(self._inner.validate_tokens(piece)) for piece in self._compiled.pieces(tokens))
 
     def forced(self) -> list[int]:
         """Cutting forced bytes into tokens takes longer than everything else. Bytes that once made no token of this
         grammar are not asked about again; as a rule that is one byte with which several tokens begin.
         """
-        text = self._inner.compute_ff_bytes()
-        if not text or text in self._uncut:
+        text, uncut = self._inner.compute_ff_bytes(), self._compiled.uncut
+        if not text or text in uncut:
             return []
         tokens = list(self._inner.compute_ff_tokens())
-        if not tokens and len(self._uncut) < _UNCUT:
-            self._uncut.add(text)
+        if not tokens and len(uncut) < _UNCUT:
+            uncut.add(text)
         return tokens
 
     def fill(self, drafts: Sequence[int], out: Bits) -> None:
-        inner, width = self._inner, self._words * 4
+        inner, width = self._inner, self.words * 4
         place, stride = out.ctypes.data, out.strides[0]
         taken = 0
         for row in range(len(drafts) + 1):
@@ -280,49 +312,38 @@ _BETWEEN = b" \t\r\n;,"  # what may stand before a bare call
 _LONGEST_BEGINNING = 256  # bytes within which a bare call comes to its arguments
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class CallWatch:
-    """How calls begin, for one model.
+    """How calls begin, for one model. `suspects`: the tokens in which an opener may begin."""
 
-    `suspects`: the tokens in which an opener may begin. `frame`: a bare call, up to its arguments. `begun`: the
-    beginning of an opener that stands in the prompt.
-    """
-
-    vocabulary: Vocabulary
-    openers: tuple[bytes, ...]
-    suspects: frozenset[int]
-    bare: CallForm | None
-    frame: re.Pattern[bytes] | None
-    begun: bytes = b""
-    _completing: dict[bytes, Sequence[int]] = field(default_factory=dict)  # by the text before them
-
-    @classmethod
-    def of(cls, forms: Forms, vocabulary: Vocabulary) -> "CallWatch":
-        openers = tuple({form.opener.encode() for form in forms.triggered})
-        firsts = {opener[:1] for opener in openers}
-        suspects = frozenset(
+    def __init__(self, forms: Forms, vocabulary: Vocabulary) -> None:
+        self.vocabulary, self.bare = vocabulary, forms.bare
+        self.begun = forms.begun.encode()  # the beginning of an opener, at the end of the prompt
+        self.openers = tuple({form.opener.encode() for form in forms.triggered})
+        self._frame = re.compile(self.bare.frame.encode()) if self.bare is not None else None
+        firsts = {opener[:1] for opener in self.openers}
+        self.suspects = frozenset(
             token
             for token, content in enumerate(vocabulary.tokens)
-            if any(first in content for first in firsts) and begins(content, openers)
+            if any(first in content for first in firsts) and begins(content, self.openers)
         )
-        frame = re.compile(forms.bare.frame.encode()) if forms.bare is not None else None
-        return cls(vocabulary, openers, suspects, forms.bare, frame, forms.begun.encode())
+        self._completing: dict[bytes, Sequence[int]] = {}
 
     def opened(self, text: bytes) -> int:
-        """Where the first opener in `text` begins; -1 where there is none."""
+        """Where the first opener in `text` begins; -1 if there is none."""
         return min((place for opener in self.openers if (place := text.find(opener)) >= 0), default=-1)
 
     def completing(self, before: bytes) -> Sequence[int]:
-        """The tokens with which an opener is complete behind `before`, the beginning of one."""
-        if (found := self._completing.get(before)) is None:
-            tokens = enumerate(self.vocabulary.tokens)
-            found = [token for token, content in tokens if self.opened(before + content) >= 0]
-            self._completing[before] = found
-        return found
+        """The tokens that complete an opener behind `before`, the beginning of one."""
+        if before not in self._completing:
+            self._completing[before] = self.tokens_where(lambda content: self.opened(before + content) >= 0)
+        return self._completing[before]
+
+    def tokens_where(self, holds: Callable[[bytes], bool]) -> Sequence[int]:
+        return [token for token, content in enumerate(self.vocabulary.tokens) if holds(content)]
 
     def bare_call(self, text: bytes, names: frozenset[str]) -> tuple[str, int] | None:
         """The name of a bare call of one of `names`, and where its arguments begin. None: `text` is not there yet."""
-        found = self.frame.match(text) if self.frame is not None else None
+        found = self._frame.match(text) if self._frame is not None else None
         name = found[1].decode(errors="replace") if found is not None else ""
         return (name, found.end()) if found is not None and name in names else None
 
@@ -338,21 +359,18 @@ def begins(text: bytes, openers: Sequence[bytes]) -> bool:
 
 
 def beginning(text: bytes, openers: Sequence[bytes]) -> bytes:
-    """The longest end of `text` that one of `openers` goes on from."""
+    """The longest end of `text` that is the beginning of one of `openers`, and not all of it."""
     longest = max(map(len, openers), default=1) - 1
-    for length in range(min(longest, len(text)), 0, -1):
-        end = text[-length:]
-        if any(opener.startswith(end) and end != opener for opener in openers):
-            return end
-    return b""
+    ends = (text[-length:] for length in range(min(longest, len(text)), 0, -1))
+    return next((end for end in ends if any(each.startswith(end) and end != each for each in openers)), b"")
 
 
 class _FreeText(Matcher):
-    """Free text, whose next token is drawn under a mask once one was refused.
+    """Free text. A token that is refused is drawn again, under a mask.
 
     While nothing of a call has begun it only looks for openers, a set look-up for most tokens. Nothing is masked, and
-    steps overlap and draft as if there were no matcher. A bare call has no opener. It begins where the text has spelled
-    a declared name and the key of its arguments; up to there it may be an answer in JSON.
+    steps overlap and draft as if there were no matcher. A bare call has no opener: it begins where the text has spelled
+    a declared name and the key of its arguments. Up to there it may be an answer in JSON.
     """
 
     __slots__ = ("_names", "_refused", "_start", "_tail", "_watch")
@@ -361,7 +379,7 @@ class _FreeText(Matcher):
         self._watch = watch
         self._names = names  # of the declared tools
         self._refused = False
-        self._tail = watch.begun  # the text's last bytes, where an opener may go on from them
+        self._tail = watch.begun  # the text's last bytes, if an opener may go on from them
         self._start: bytes | None = b"" if watch.bare is not None and names else None  # the text, if it may be bare
 
     @property
@@ -376,7 +394,7 @@ class _FreeText(Matcher):
         return self.copy().advance(tokens)
 
     def fill(self, drafts: Sequence[int], out: Bits) -> None:
-        ahead: _FreeText = self.copy() if drafts else self  # type: ignore[assignment]
+        ahead = self.copy() if drafts else self
         for row in range(len(drafts) + 1):
             out[row] = -1
             if ahead._refused:
@@ -384,6 +402,9 @@ class _FreeText(Matcher):
             if row < len(drafts) and not ahead.advance(drafts[row : row + 1]):
                 out[row + 1 :] = -1
                 return
+
+    def copy(self) -> "_FreeText":
+        return copy.copy(self)
 
     def _mask(self, out: Bits) -> None:
         """The mask [1, words] of the token that is drawn in place of a refused one; all of its bits are set."""
@@ -397,6 +418,17 @@ class _FreeText(Matcher):
         """The reply up to `content`, while it may be a bare call."""
         return ((self._start or b"") + content).lstrip(_BETWEEN)
 
+    def _bare_call(self, content: bytes) -> tuple[str, int] | None:
+        """The bare call that has come to its arguments with `content`."""
+        return None if self._start is None else self._watch.bare_call(self._bare_text(content), self._names)
+
+    def _go_on(self, content: bytes) -> None:
+        """Take in a piece of text that neither completes an opener nor begins a bare call."""
+        self._tail = beginning(self._tail + content, self._watch.openers)
+        if self._start is not None:
+            text = self._bare_text(content)
+            self._start = text if self._watch.may_be_bare(text) else None
+
 
 class CallGuard(_FreeText):
     """Free text in which calls are whole: they follow `calls`, a matcher of nothing but calls.
@@ -404,11 +436,11 @@ class CallGuard(_FreeText):
         text ... opener | name, arguments, markup | text ... opener | ...
         watched           follows the grammar       watched
 
-    Inside of a call tokens are drawn freely as well. One that the grammar refuses is drawn again, and from then on
-    tokens are drawn under masks until the call has closed. So a model that writes whole calls pays for reading them,
-    and writes what it would have written.
+    Inside a call tokens are drawn freely as well. One that the grammar refuses is drawn again, and from then on tokens
+    are drawn under masks until the call has closed. So a model that writes whole calls pays only for reading them, and
+    its text is unchanged.
 
-    A grammar that grows beyond its limits is given up, and the reply goes on without; where it `must` be followed, the
+    A grammar that grows beyond its limits is given up, and the reply goes on without it; if it `must` be followed, the
     guard has failed. `over`: calls end as soon as they may (`Forms.over_when_complete`). `loose`: some tool is not held
     to all of its schema.
     """
@@ -425,17 +457,15 @@ class CallGuard(_FreeText):
         loose: bool = False,
     ) -> None:
         super().__init__(watch, names)
-        self.calls = calls
-        self.loose = loose
-        self._over = over
-        self._must = must
+        self.calls, self.loose = calls, loose
+        self._must, self._over = must, over
         self._inner: GuidedMatcher | None = None  # of the call that has begun
         self._failed = False
         self._forced: list[int] = []
 
     @property
     def bare(self) -> bool:
-        """Calls may have no opener: then one is known for a call only with its arguments."""
+        """Calls may have no opener: such a call is only recognised at its arguments."""
         return self._watch.bare is not None
 
     @property
@@ -446,11 +476,13 @@ class CallGuard(_FreeText):
     def given_up(self) -> bool:
         return self._failed and not self._must
 
+    @property
+    def used_up(self) -> bool:
+        return self.calls.used_up
+
     def copy(self) -> "CallGuard":
-        other = CallGuard(self.calls, self._watch, self._names, self._must, self._over, self.loose)
-        other._refused, other._tail, other._start = self._refused, self._tail, self._start
+        other = copy.copy(self)
         other._inner = self._inner and self._inner.copy()
-        other._failed, other._forced = self._failed, self._forced
         return other
 
     def advance(self, tokens: Sequence[int]) -> int:
@@ -461,7 +493,7 @@ class CallGuard(_FreeText):
 
     def accepts(self, tokens: Sequence[int]) -> int:
         if self._inner is not None:  # asking a matcher takes a fraction of what a copy's steps take
-            stand = self._inner.accepts(self._watch.vocabulary.known(tokens))
+            stand = self._inner.accepts(tokens)
             if stand == len(tokens) or not (self._inner.failed or self._inner.completes(tokens[:stand])):
                 return stand
         elif self._failed or self._is_plain(tokens):
@@ -496,7 +528,7 @@ class CallGuard(_FreeText):
         """How many of `tokens` the call goes on with. None: its first one is refused, or the text is free again."""
         if self._refused:  # under masks one by one: none binds any more behind the token that completes the call
             tokens = tokens[:1]
-        taken = inner.take(self._watch.vocabulary.known(tokens))
+        taken = inner.take(tokens)
         if taken:
             self._settle(inner)
         elif inner.failed or inner.complete:
@@ -506,28 +538,20 @@ class CallGuard(_FreeText):
         return taken
 
     def _look(self, content: bytes) -> bool:
-        """Take in a piece of free text, in which a call may begin; False where it goes on as no call does."""
-        before, text = self._tail, self._tail + content
-        if self._start is not None and (stands := self._look_for_bare(content)) is not None:
-            return stands
-        place = self._watch.opened(text)
-        if place < 0:
-            self._tail = beginning(text, self._watch.openers)
-            return True
-        return self._begin(text[place:], before[place:])
-
-    def _look_for_bare(self, content: bytes) -> bool | None:
-        """Once the text has come to the arguments of a bare call, whether they may begin so; None before."""
-        before, text = self._bare_text(b""), self._bare_text(content)
-        self._start = text if self._watch.may_be_bare(text) else None
-        found = self._watch.bare_call(text, self._names)
-        if found is None or self._watch.bare is None:
-            return None
-        name, end = found
-        begun, rest = self._watch.bare.until_arguments(name).encode(), text[end:]
-        if not rest and text[end - 1 : end] != b" ":  # the space may still come
-            begun = begun.rstrip()
-        return self._begin(begun + rest, before)
+        """Take in a piece of free text, in which a call may begin; False if it goes on as no call does."""
+        before, watch = self._tail, self._watch
+        if (found := self._bare_call(content)) is not None and watch.bare is not None:
+            name, end = found
+            text, before = self._bare_text(content), self._bare_text(b"")
+            begun, rest = watch.bare.until_arguments(name).encode(), text[end:]
+            if not rest and text[end - 1 : end] != b" ":  # the space may still come
+                begun = begun.rstrip()
+            return self._begin(begun + rest, before)
+        text = before + content
+        if (place := watch.opened(text)) >= 0:
+            return self._begin(text[place:], before[place:])
+        self._go_on(content)
+        return True
 
     def _begin(self, text: bytes, before: bytes) -> bool:
         """Whether a call may begin with `text`. If it may not, the call is followed from `before` on."""
@@ -541,7 +565,7 @@ class CallGuard(_FreeText):
 
     def _open(self, text: bytes) -> bool:
         """Whether a call may begin with `text`; from here on it is followed."""
-        ids, inner = self._watch.vocabulary.encode_bytes(text), self.calls.checkout()
+        ids, inner = self._watch.vocabulary.encode_bytes(text), self.calls.copy()
         if ids is None or inner.take(ids) < len(ids):
             return False
         self._inner, self._tail, self._start = inner, b"", None
@@ -559,7 +583,6 @@ class CallGuard(_FreeText):
         """The calls are over, or cannot be followed any more: the text is free again."""
         bare = self._watch.bare
         self._failed = self._failed or inner.failed
-        self.calls.put_back(inner)
         self._inner, self._refused = None, False
         self._start = b"" if bare is not None and not bare.head else None
 
@@ -573,37 +596,22 @@ class CallBan(_FreeText):
 
     __slots__ = ()
 
-    def copy(self) -> "CallBan":
-        other = CallBan(self._watch, self._names)
-        other._refused, other._tail, other._start = self._refused, self._tail, self._start
-        return other
-
     def advance(self, tokens: Sequence[int]) -> int:
         if self._is_plain(tokens):
             self._refused = self._refused and not tokens
             return len(tokens)
         for stand, token in enumerate(tokens):
             content = self._watch.vocabulary.content(token)
-            if self._watch.opened(self._tail + content) >= 0 or self._is_bare_call(content):
-                self._refused = True
+            self._refused = self._watch.opened(self._tail + content) >= 0 or self._bare_call(content) is not None
+            if self._refused:
                 return stand
-            self._refused = False
-            self._tail = beginning(self._tail + content, self._watch.openers)
-            if self._start is not None:
-                text = self._bare_text(content)
-                self._start = text if self._watch.may_be_bare(text) else None
+            self._go_on(content)
         return len(tokens)
 
     def forced(self) -> list[int]:
         return []
 
-    def _is_bare_call(self, content: bytes) -> bool:
-        return self._start is not None and self._watch.bare_call(self._bare_text(content), self._names) is not None
-
     def _mask(self, out: Bits) -> None:
-        tokens = [*self._watch.completing(self._tail)]
-        if self._start is not None:
-            known = enumerate(self._watch.vocabulary.tokens)
-            tokens += (token for token, content in known if self._is_bare_call(content))
-        at = np.array(tokens, np.int64)
+        bare = [] if self._start is None else self._watch.tokens_where(lambda content: bool(self._bare_call(content)))
+        at = np.array([*self._watch.completing(self._tail), *bare], np.int64)
         np.bitwise_and.at(out[0].view(np.uint32), at // 32, ~(np.uint32(1) << (at % 32).astype(np.uint32)))

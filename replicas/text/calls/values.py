@@ -119,7 +119,9 @@ def _plain(schema: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     named = [types] if isinstance(types, str) else types if isinstance(types, (list, tuple)) else []
     kinds = [kind for kind in dict.fromkeys(map(str, named)) if kind in ANYTHING]
     if "const" in schema or "enum" in schema:
-        values = [schema["const"]] if "const" in schema else schema["enum"]
+        values = schema.get("enum", [schema.get("const")])
+        if "const" in schema:  # both hold
+            values = [value for value in values if _text_of(value) == _text_of(schema["const"])]
         by_kind: dict[str, list[Any]] = {}
         for value in values:
             if (kind := kind_of(value)) in kinds or (kind == "integer" and "number" in kinds):

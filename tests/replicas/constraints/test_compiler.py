@@ -19,7 +19,7 @@ from waiting import until_async
 from holdfast.replicas.constraints import compiler as compiling
 from holdfast.replicas.constraints.compiler import Compiler, CompilerThreads, NotCompiledError
 from holdfast.replicas.constraints.grammar import ReplyRule, Schema, reply_rule
-from holdfast.replicas.constraints.guidance import CallGuard, GrammarError, Vocabulary
+from holdfast.replicas.constraints.guidance import LIMITS, CallGuard, GrammarError, Vocabulary
 from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.errors import InvalidRequestError, OverloadedError, UnavailableError
 from holdfast.replicas.requests import ChatPrompt, JsonOutput
@@ -216,6 +216,26 @@ def test_a_schema_of_any_depth_is_followed_or_refused(hermes: Compiler) -> None:
         assert (guard.accepts(ids), guard.accepts(wrong) < len(wrong)) == (len(ids), True)
 
 
+def test_a_grammar_whose_lexer_is_used_up_is_compiled_again(hermes: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replies share a lexer, which grows with them. One that has reached its limit fails no later request."""
+    monkeypatch.setitem(LIMITS, "max_lexer_states", 120)
+    text = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 300}}}
+    for fields in ({"output": JsonOutput(text, strict=True)}, {"tools": [tool("f", text, strict=True)]}):
+        rule = asks(**fields)
+        assert rule is not None
+        first = hermes.matcher(rule)
+        held = first.calls if isinstance(first, CallGuard) else first
+        ids = hermes.vocabulary.encode(
+            ('<tool_call>\n{"name": "f", "arguments": ' if "tools" in fields else "") + '{"a": "'
+        )
+        assert held.copy().accepts(ids) == len(ids)
+        assert held.copy().accepts([*ids, *hermes.vocabulary.encode("xy" * 150)]) < len(ids) + 150
+        second = hermes.matcher(rule)
+        again = second.calls if isinstance(second, CallGuard) else second
+        assert again.accepts(ids) == len(ids)
+    assert hermes.compiled == 4
+
+
 def test_matchers_of_one_grammar_are_independent(hermes: Compiler) -> None:
     rule = asks(tools=[tool("f")], tool_choice="required")
     assert rule is not None
@@ -313,6 +333,58 @@ def test_an_error_says_where_a_strict_pattern_is_and_what_is_wrong_with_it(
     error = refused(hermes, tools=[tool("f", schema, strict=True)])
     assert error.message.startswith(f"Invalid schema for function 'f' in '{field}' {place}: the pattern")
     assert (error.field, error.message.rpartition(": ")[2]) == (field, why)
+
+
+def test_an_error_shows_the_beginning_of_a_pattern(hermes: Compiler) -> None:
+    for pattern, why in (("b" * 60 + "(?=x)", "read: look-around"), (r"\bfoo" + "b" * 60, "followed: lookarounds")):
+        schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
+        error = refused(hermes, output=JsonOutput(schema, strict=True))
+        assert f"at 'properties.a': the pattern {pattern[:40]!r} cannot be {why}" in error.message, error.message
+        assert "b" * 41 not in error.message
+    coder = Compiler(lambda: hermes.vocabulary, ToolFormat.QWEN3_CODER, 2)
+    long = {"type": "object", "properties": {"a": {"type": "string", "pattern": "a" * 60}}}
+    error = refused(coder, tools=[tool("f", long, strict=True)])
+    assert f"argument 'a': the pattern {'a' * 40!r} of a text cannot be followed in tags" in error.message
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        ({"type": "object", "properties": {"a": {}, "b": {}}, "required": "ab"}, "'required' must be a list of names"),
+        ({"type": "object", "patternProperties": {"^x": {}}, "required": "x"}, "'required' must be a list of names"),
+        ({"const": "a", "enum": ["b", 1]}, "'const' is none of the values of 'enum'"),
+        ({"const": {"a": 1}, "enum": [{"a": 2}], "title": "x"}, "'const' is none of the values of 'enum'"),
+    ],
+)
+def test_a_malformed_schema_is_refused_at_its_place_by_whoever_asks_for_it(
+    hermes: Compiler, part: Any, why: str
+) -> None:
+    schema = {"type": "object", "properties": {"list": {"type": "array", "items": part}}}
+    for strict in (True, False):
+        message = refused(hermes, output=JsonOutput(schema, strict=strict)).message
+        assert message.endswith(f"at 'properties.list.items': {why}"), message
+        error = refused(hermes, tools=[tool("f", schema, strict)], tool_choice="required")
+        assert (error.field, error.message.rpartition(": ")[2]) == ("tools.0.function.parameters", why)
+    free = asks(tools=[tool("f", schema), tool("g")])
+    assert free is not None
+    matcher = hermes.matcher(free)
+    assert isinstance(matcher, CallGuard)
+    assert matcher.loose, "nobody has asked for it"
+
+
+def test_const_and_enum_both_hold(hermes: Compiler) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1, "enum": ["b", 1.0, 2]}}, "required": ["a"]}
+    for fields, frame in (
+        ({"output": JsonOutput(schema)}, "%s"),
+        ({"tools": [tool("f", schema)]}, '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'),
+    ):
+        rule = asks(**fields)
+        assert rule is not None
+        matcher = hermes.matcher(rule)
+        held = matcher.calls if isinstance(matcher, CallGuard) else matcher
+        for text, right in (("1.0", True), ("2", False), ('"b"', False)):
+            ids = hermes.vocabulary.encode(frame % f'{{"a": {text}}}')
+            assert (held.accepts(ids) == len(ids)) is right, text
 
 
 def test_tools_that_are_too_large_together_name_a_field(hermes: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,16 @@
 """The entrance to the text side of one model: prompts to token ids, and token ids to the pieces of a reply.
 
-Used from one asyncio thread. Not here: the engine, and anything of HTTP.
+Used from one asyncio thread.
 """
 
 import json
 import logging
 import marshal
 import math
-import threading
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from hashlib import blake2b
 from operator import index
 from typing import Any
@@ -84,6 +82,14 @@ class Constraints:
 FREE = Constraints()
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A prompt without its messages. Equal to those that ask alike: of one scope, with the same tools."""
+
+    key: Hashable
+    prompt: ChatPrompt = field(compare=False)
+
+
 class TextSide:
     """Rendering, tokenizing and reading replies for one model.
 
@@ -94,18 +100,18 @@ class TextSide:
     def __init__(
         self, tokenizer: Any, config: EngineConfig, tool_format: str = "", eos: frozenset[int] = frozenset()
     ) -> None:
-        if getattr(tokenizer, "backend_tokenizer", None) is None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
             raise ConfigError("the model's tokenizer has no tokenizer.json", "model")
-        self.tokenizer = tokenizer
+        self.tokenizer, self._config = tokenizer, config
         self.renderer = Renderer(tokenizer, tool_format)
-        self._uses_labels = config.has("kv_tags")
         # Without end where the engine's cells are not known yet.
         characters = _CACHED_CHARACTERS * ((config.cells + config.host_cells) or math.inf)
         self.cache = TokenCache(tokenizer, characters if config.has("tokenize_cache") else 0)
-        self._long = LongTexts(tokenizer.backend_tokenizer, self.cache.added, config.context_length)
-        self.pieces = Pieces(tokenizer.backend_tokenizer)
-        self.vocabulary = len(tokenizer)
         added = self.cache.added
+        self._long = LongTexts(backend, added, config.context_length)
+        self.pieces = Pieces(backend)
+        self.vocabulary = len(tokenizer)
         template = tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template else ""
         self.tool_format = self.renderer.tool_format
         if self.renderer.tools_as_text:
@@ -121,11 +127,8 @@ class TextSide:
         self._channels = self.tool_format is ToolFormat.HARMONY
         self._thinks = CLOSER in template and not self._channels
         self._think_ids = {text: added.ids[text] for text in (OPENER, CLOSER) if text in added.ids}
-        self._config = config
-        self.eos = eos | {added.ids[text] for text in ENDS.get(self.tool_format, ()) if text in added.ids}
-        self.eos |= {tokenizer.eos_token_id} - {None}
-        self._rules: OrderedDict[Hashable, ReplyRule | None] = OrderedDict()  # of prompts with tools
-        self._rules_lock = threading.Lock()
+        ends = {added.ids[text] for text in ENDS.get(self.tool_format, ()) if text in added.ids}
+        self.eos = eos | ends | ({tokenizer.eos_token_id} - {None})
         self._compiler = Compiler(
             lambda: Vocabulary(tokenizer, frozenset(self._hidden - self._markers), frozenset(self.eos)),
             self.tool_format,
@@ -137,6 +140,7 @@ class TextSide:
         self._guarantee: Guarantee = config.tools_guarantee if AVAILABLE else "off"
         if self._guarantee != config.tools_guarantee:
             log.warning("calls are not guaranteed: the package llguidance is not installed")
+        self._rule = lru_cache(MOST_GRAMMARS)(self._rule_of)
 
     def prepare(self) -> None:
         """Do now what the first request with tools would wait for: seconds, with many tokens.
@@ -185,16 +189,13 @@ class TextSide:
 
         Its text is kept, so that only the end of the prompt that comes is tokenized. Raises as `encoded`.
         """
-        rendered = [await self._rendered(each, scope) for each in continuations(prompt)]
-        begun = self.cache.begin(_shared(rendered), rendered[0].mark, scope, program)
-        return self._sure(prompt, len(rendered) > 1, begun, await self._tokenized(begun))
+        begun = self._common([await self._rendered(each, scope) for each in continuations(prompt)], scope, program)
+        return self._sure(prompt, begun, await self._tokenized(begun))
 
     def preamble(self, prompt: ChatPrompt, scope: str) -> TokenIds:
         """The tokens of `beginning`, at once. Raises InvalidRequestError."""
-        rendered = [self.renderer.render(each) for each in continuations(prompt)]
-        begun = self.cache.begin(_shared(rendered), rendered[0].mark, scope)
-        entry = self.cache.tokenize(begun, self.cache.encoder)
-        return self._sure(prompt, len(rendered) > 1, begun, entry).tokens
+        begun = self._common([self.renderer.render(each) for each in continuations(prompt)], scope)
+        return self._sure(prompt, begun, self.cache.tokenize(begun, self.cache.encoder)).tokens
 
     def encode(self, prompt: ChatPrompt | RawPrompt, scope: str = "", program: str = "") -> Encoded:
         """The prompt's token ids; those of an earlier turn of its `program` are as they were.
@@ -248,11 +249,16 @@ class TextSide:
         work, length = partial(self.cache.tokenize, begun), len(begun.rest)
         return await self._long.run(work, length, begun.scope) if length >= LONG else work(self.cache.encoder)
 
-    def _sure(self, prompt: ChatPrompt, continues: bool, begun: Begun, entry: Entry) -> Encoded:
+    def _common(self, rendered: Sequence[Rendered], scope: str, program: str = "") -> Begun:
+        """What all of these begin with, to be tokenized."""
+        text = rendered[0].text[: common_start(rendered[0].text, rendered[-1].text)]
+        return self.cache.begin(text, rendered[0].mark, scope, program)
+
+    def _sure(self, prompt: ChatPrompt, begun: Begun, entry: Entry) -> Encoded:
         """The tokens of a text that stay the same whatever comes behind it, if something does."""
         text = begun.text
         tokens = self.cache.end(begun, entry)
-        if continues:
+        if len(continuations(prompt)) > 1:
             for each in UNKNOWN:
                 more = self.cache.begin(text + each, begun.mark, begun.scope, begun.program)
                 tokens = tokens[: common_prefix(tokens, self.cache.tokenize(more, self.cache.encoder).ids)]
@@ -263,7 +269,7 @@ class TextSide:
 
     def _starts(self, prompt: ChatPrompt, entry: Entry) -> tuple[int, ...]:
         """The tokens at which the messages of a prompt begin."""
-        if not self._uses_labels:
+        if not self._config.has("kv_tags"):
             return ()
         places = (bisect_right(entry.chars, char) - 1 for char in message_starts(prompt.messages, entry.text))
         return tuple(entry.tokens[place] if place >= 0 else 0 for place in places)
@@ -287,10 +293,14 @@ class TextSide:
         """
         if not isinstance(prompt, ChatPrompt):
             return FREE
-        rule = self._rule(_callable(prompt), scope)
+        form = prompt.output and (_digest([prompt.output.schema]), prompt.output.strict)
+        asked = replace(_callable(prompt), messages=())
+        key = (scope, prompt.tool_choice, prompt.forced_tool, prompt.parallel_tool_calls, form, _digest(asked.tools))
+        rule = self._rule(_Asked(key, asked))
         if rule is None and prompt.tools and prompt.tool_choice == "none" and self._writes_calls:
-            functions = (tool.get("function", tool) for tool in prompt.tools)
-            return Constraints(self._compiler.without_calls(frozenset(str(each.get("name")) for each in functions)))
+            return Constraints(
+                self._compiler.without_calls(frozenset(str(each.get("name")) for each in _functions(prompt)))
+            )
         if rule is None:
             return FREE
         try:
@@ -303,26 +313,13 @@ class TextSide:
             return Constraints(matcher)
         return Constraints(matcher, matcher.calls if matcher.bare else None, matcher.loose)
 
-    def _rule(self, prompt: ChatPrompt, scope: str) -> ReplyRule | None:
-        """What `prompt` asks for. The turns of an agent ask alike, so it is read once: reading 14 tools takes half a
+    def _rule_of(self, asked: _Asked) -> ReplyRule | None:
+        """What a prompt asks for. The turns of an agent ask alike, so it is read once: reading 14 tools takes half a
         millisecond. Many tools are read away from the event loop: NotCompiledError there.
         """
-        if not prompt.tools:
-            return reply_rule(prompt, self._guarantee, self._writes_calls)
-        form = prompt.output and (_digest([prompt.output.schema]), prompt.output.strict)
-        key = (scope, prompt.tool_choice, prompt.forced_tool, prompt.parallel_tool_calls, form, _digest(prompt.tools))
-        with self._rules_lock:
-            if key in self._rules:
-                self._rules.move_to_end(key)
-                return self._rules[key]
-        if len(prompt.tools) >= _MANY_TOOLS:
-            leave_event_loop(prompt)
-        rule = reply_rule(prompt, self._guarantee, self._writes_calls)
-        with self._rules_lock:
-            self._rules[key] = rule
-            if len(self._rules) > MOST_GRAMMARS:
-                self._rules.popitem(last=False)
-        return rule
+        if len(asked.prompt.tools) >= _MANY_TOOLS:
+            leave_event_loop(asked.prompt)
+        return reply_rule(asked.prompt, self._guarantee, self._writes_calls)
 
     def after_thinking(self, request: GenerateRequest, encoded: Encoded, matcher: Matcher | None) -> Matcher | None:
         """`matcher` of the reply's content as one of the whole reply, thinking included."""
@@ -394,11 +391,6 @@ class TextSide:
         return thinking_reader(encoded.text)
 
 
-def _shared(rendered: Sequence[Rendered]) -> str:
-    """What all of these begin with."""
-    return rendered[0].text[: common_start(rendered[0].text, rendered[-1].text)]
-
-
 def _text_ids(text: str, encoder: Encoder) -> TokenIds:
     """int32 ids of plain text, with what the model expects around it."""
     _check_text(text)
@@ -446,5 +438,9 @@ def _declared(prompt: ChatPrompt | RawPrompt) -> Mapping[str, Mapping[str, Any]]
     """The tools the model may call, by name, with the schemas of their arguments."""
     if not isinstance(prompt, ChatPrompt) or prompt.tool_choice == "none":
         return {}
-    functions = (tool.get("function", tool) for tool in _callable(prompt).tools)
+    functions = _functions(_callable(prompt))
     return {f["name"]: f.get("parameters") or {} for f in functions if isinstance(f.get("name"), str)}
+
+
+def _functions(prompt: ChatPrompt) -> Sequence[Mapping[str, Any]]:
+    return [tool.get("function", tool) for tool in prompt.tools]

@@ -15,7 +15,7 @@ import math
 import re
 import sys
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, takewhile
@@ -46,7 +46,6 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)  # by a template
 _COMPLAINT = 300  # characters of a template's complaint that are passed on
 _FEW = 256  # messages, calls and tools that no template needs long for
-_LEAST = 4  # of them in the smallest conversation that a template is measured with
 _MOST_LINES = 1 << 22  # of the template and Jinja, run for pairs of messages: about half a second
 _TEMPLATES = ("<template>", str(Path(jinja2.__file__).parent))  # files of these lines
 _HEAD = 48  # characters by which a message is found in a prompt
@@ -149,20 +148,17 @@ class Renderer:
         Some templates go over all messages for each of them. How often is measured in conversations of several kinds,
         each in three sizes: the second difference of a polynomial in the size leaves the part of the square.
         """
-        return min(map(self._most_of, zip(*(_conversations(times * _LEAST) for times in (1, 2, 4)), strict=True)))
-
-    def _most_of(self, sizes: Sequence[ChatPrompt]) -> float:
-        """In conversations of one kind; inf too if the template takes none of them."""
-        lines = []
-        for prompt in sizes:
-            work = partial(self._apply, *self._adapted(prompt.messages, prompt.tools), prompt.template_kwargs, True)
+        most = math.inf
+        for sizes in zip(*map(_conversations, (4, 4, 8, 16)), strict=True):
             try:
-                work()  # what is done only once
-                lines.append(_lines(work))
+                work = [partial(self._apply, *self._adapted(each.messages, each.tools), {}, True) for each in sizes]
+                _, small, middle, large = map(_lines, work)  # the first runs what is run only once
             except _REFUSALS:
-                return math.inf
-        parts, squares = _parts(sizes[-1]), (lines[2] - 3 * lines[1] + 2 * lines[0]) * 16 / 6  # in the largest
-        return parts * math.sqrt(_MOST_LINES / squares) if squares > parts else math.inf
+                continue  # nobody can send such a conversation
+            parts, squares = _parts(sizes[-1]), (large - 3 * middle + 2 * small) * 16 / 6  # in the largest
+            if squares > parts:
+                most = min(most, parts * math.sqrt(_MOST_LINES / squares))
+        return most
 
     @cached_property
     def _rules(self) -> TemplateRules:
@@ -203,8 +199,7 @@ class Renderer:
             raise InvalidRequestError(f"the model has no chat template: {helps} to a file", "messages")
         if reserved := self._reserved.intersection(prompt.template_kwargs):
             raise InvalidRequestError(f"chat_template_kwargs must not name {min(reserved)}", "chat_template_kwargs")
-        parts = _parts(prompt)
-        if parts > _FEW and parts > self.most_parts:
+        if (parts := _parts(prompt)) > _FEW and parts > self.most_parts:
             limit = f"{parts} messages, calls and tools are more than the {self.most_parts:.0f} that the chat template"
             raise InvalidRequestError(f"{limit} can be given: it goes over them again for each of them", "messages")
 
@@ -480,38 +475,32 @@ def _called(arguments: Any) -> list[Message]:
     return [{"role": "user", "content": "user-1"}, {"role": "assistant", "content": "", "tool_calls": calls}]
 
 
-def _conversations(n: int) -> Iterator[ChatPrompt]:
-    """One of each kind that agents and others have, with and without tools; all grow by `n`."""
+def _conversations(n: int) -> list[ChatPrompt]:
+    """One of each kind that agents and others have; all grow by `n`."""
     user, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     function = {"name": "f", "arguments": '{"x": "y"}'}
     calls = [{"id": f"{i:09}", "type": "function", "function": function} for i in range(n)]
-    asks = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls]
+    asks = [{"role": "assistant", "content": "", "tool_calls": [call], _REASONING: "d"} for call in calls]
     results = [{"role": "tool", "tool_call_id": call["id"], "name": "f", "content": "c"} for call in calls]
-    thought = [{**ask, _REASONING: "d"} for ask in asks]
     schema = {"type": "object", "properties": {"x": {"type": "string"}}}
     tools = [{"type": "function", "function": {"name": "f", "description": "e", "parameters": schema}}] * n
-    talks: list[list[Any]] = [[user, said] * n, [{"role": "system", "content": "s"}, user] * n]
-    talks += [list(chain([user], *zip(each, results, strict=True))) for each in (asks, thought)]
-    talks.append([user, {"role": "assistant", "content": "", "tool_calls": calls}, *results])
-    for talk in talks:
-        yield ChatPrompt(talk, tools)
-        yield ChatPrompt(talk)
+    turns = chain.from_iterable(zip(asks, results, strict=True))
+    together = {"role": "assistant", "content": "", "tool_calls": calls}
+    talks: list[list[Any]] = [[user, said] * n, [user, *turns], [user, together, *results]]
+    return [ChatPrompt(talk, tools) for talk in talks]
 
 
 def _lines(work: Callable[[], object]) -> int:
     """How many lines of templates and of Jinja `work` runs."""
     lines = 0
 
-    def line(frame: FrameType, event: str, about: object) -> Any:
+    def trace(frame: FrameType, event: str, about: object) -> Any:
         nonlocal lines
         lines += event == "line"
-        return line
-
-    def call(frame: FrameType, event: str, about: object) -> Any:
-        return line if frame.f_code.co_filename.startswith(_TEMPLATES) else None
+        return trace if frame.f_code.co_filename.startswith(_TEMPLATES) else None
 
     before = sys.gettrace()
-    sys.settrace(call)
+    sys.settrace(trace)
     try:
         work()
     finally:

@@ -1,7 +1,8 @@
 """Tool calls in a streamed reply: text in, text and calls out, in every format, however the text is cut into pieces.
 
 Source: Stateful Inference, section 3.7. Each format is read by one incremental state machine, written as a generator
-that reads from a `CallTracker` as if the whole text were there and pauses where the text ends. What a client sees:
+that reads from a `CallTracker` as if the whole text were there and pauses where the text ends. A new format is a
+function and a row of `READERS`, at the end. What a client sees:
 
 - A call is sent once its name is known to be declared and its arguments have begun: first its id and name, then its
   arguments as the model writes them. A call that has closed is in `calls` and is never taken back.
@@ -13,11 +14,7 @@ that reads from a `CallTracker` as if the whole text were there and pauses where
 - White space between calls and one line end before the first call are markup: chat templates write them again.
 - After a closed call another may begin within `GRACE` characters of white space. Any other text ends the reply
   (`stopped`), and so does a call that repeats the one before it: the model would repeat itself to its last token.
-
-A marker in prose is prose: only the text after a marker decides whether it began a call.
-
-The file in order: a text that comes in pieces; JSON as models write it; arguments that are not JSON; `CallTracker`;
-the parts that formats are made of; the formats, ending in `READERS`. A new format is a function and a row there.
+- A marker in prose is prose: only the text after a marker decides whether it began a call.
 """
 
 import ast
@@ -289,16 +286,15 @@ class TagValue:
         """What goes out with `piece`. The quote of a value that can only be a string goes out before any piece."""
         self._is_string = self._is_string or not self._may_be_other(piece)
         self._written.append(piece)
-        return self._escaped() if self._is_string else ""
+        if not self._is_string:
+            return ""
+        escaped = self._quote + json.dumps("".join(self._written), ensure_ascii=False)[1:-1]
+        self._written, self._quote = [], ""
+        return escaped
 
     def end(self) -> str:
         """The rest."""
-        return f'{self._escaped()}"' if self._is_string else as_json("".join(self._written), self._kinds)
-
-    def _escaped(self) -> str:
-        text, quote = "".join(self._written), self._quote
-        self._written, self._quote = [], ""
-        return quote + json.dumps(text, ensure_ascii=False)[1:-1]
+        return f'{self.feed("")}"' if self._is_string else as_json("".join(self._written), self._kinds)
 
     def _may_be_other(self, piece: str) -> bool:
         """Whether the value may still be something else than a string when `piece` comes next."""

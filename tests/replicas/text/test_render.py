@@ -247,9 +247,9 @@ def test_a_template_that_goes_over_all_of_it_for_each_part_takes_no_more_than_so
     monkeypatch.setattr(render, "_FEW", 4)
     renderer = Renderer(qwen_like, "none")
     worst = 0
-    for kind in range(len(list(render._conversations(1)))):
-        one, two = (render._parts(list(render._conversations(n))[kind]) for n in (1, 2))
-        most = list(render._conversations(1 + int((renderer.most_parts - one) // (two - one))))[kind]
+    for kind, (first, second) in enumerate(zip(render._conversations(1), render._conversations(2), strict=True)):
+        one, two = render._parts(first), render._parts(second)
+        most = render._conversations(1 + int((renderer.most_parts - one) // (two - one)))[kind]
         worst = max(worst, render._lines(lambda prompt=most: renderer.render(prompt)))
     assert allowed / 4 < worst < 2 * allowed
     with pytest.raises(InvalidRequestError, match="messages, calls and tools") as refused:

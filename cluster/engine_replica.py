@@ -1,4 +1,4 @@
-"""One engine as Serve deploys it: `replicas.actor` behind a class that only its own process has to load.
+"""One engine as Serve deploys it: `replicas.service` with its identity, health and reports.
 
 The process that builds the application and the one with the router import this file; torch and transformers, which
 take seconds to import, come in with the constructor.
@@ -22,7 +22,7 @@ from holdfast.cluster.early import HELD_S, EarlySender
 from holdfast.cluster.tool_watch import ToolWatch
 from holdfast.replicas import logs
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.errors import HoldfastError
+from holdfast.replicas.errors import HoldfastError, UnavailableError
 from holdfast.replicas.logs import About, LoggingConfig
 from holdfast.replicas.requests import (
     ChatPrompt,
@@ -51,14 +51,13 @@ from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 from holdfast.router.tracing import TracingConfig
 
 if TYPE_CHECKING:
-    from holdfast.replicas.actor import Replica
     from holdfast.replicas.service import Service
 
 log = getLogger(__name__)
 
 
 class EngineReplica:
-    """A replica that says with each answer which one it is. Serve awaits the constructor on the loop it uses."""
+    """A replica that names itself in each answer. Serve awaits the constructor on the loop it uses."""
 
     async def __init__(  # type: ignore[misc]
         self,
@@ -69,22 +68,20 @@ class EngineReplica:
         tracing_config: TracingConfig | None = None,
         report_s: float = 1.0,
     ) -> None:
-        from holdfast.replicas.actor import Replica
+        from holdfast.replicas.service import Service
 
         serve_replica.install()
         self._id = serve.get_replica_context().replica_id.unique_id
         logs.configure(logging or LoggingConfig(), f"replica {self._id}")
         self._spans = tracing.start(tracing_config or TracingConfig(), f"replica {self._id}")
         self._early = EarlySender(ray.util.get_node_ip_address())
-        self._replica: Replica = Replica(config, self._id)
-        self._service = self._replica.service
+        self._service = Service.load(config)
         # Said by who has the files: a router runs where they are not.
         folder = checks.model_folder(config.model)
-        self._fingerprint = await asyncio.to_thread(checks.fingerprint, folder, config, version("holdfast"))
-        card, load = self._replica.card, self._replica.load()
-        log.info(
-            "the engine is ready", extra=logs.fields(model=card.name, device=config.device, cells=load.cells_total)
-        )
+        fingerprint = await asyncio.to_thread(checks.fingerprint, folder, config, version("holdfast"))
+        self._card = card = replace(self._service.card, replica_id=self._id, fingerprint=fingerprint)
+        cells = self._service.engine.load().cells_total
+        log.info("the engine is ready", extra=logs.fields(model=card.name, device=config.device, cells=cells))
         # Nothing is kept in this store: a replica needs no memory of its own while Redis is away.
         self._store = RedisStore(redis, MemoryStore(1, 1), router.store_timeout_s, router.store_retry_s)
         self._tools = ToolWatch(self._store, router.tool_latency_s, self._learn)
@@ -93,7 +90,7 @@ class EngineReplica:
 
     def _how(self) -> LoadReport | None:
         """How it is; None where a step hangs: routers pass it by then, long before Serve has replaced it."""
-        return None if self._service.bridge.thread.hung else self._replica.load()
+        return None if self._service.bridge.thread.hung else self._service.engine.load()
 
     async def _learn(self, latency: LatencySnapshot) -> None:
         self._service.notice(ToolLatencies(latency))
@@ -134,12 +131,12 @@ class EngineReplica:
     async def session(self, call: SessionCall) -> SessionState | Errored:
         """Errors as data: an exception would come out of Ray as another one."""
         try:
-            return await self._replica.session(call)
+            return replace(await self._service.sessions.call(call), replica_id=self._id)
         except HoldfastError as error:
             return Errored(error.info)
 
     async def sessions(self, scope: str) -> list[SessionState]:
-        return self._replica.sessions(scope)
+        return [replace(state, replica_id=self._id) for state in self._service.sessions.of(scope)]
 
     async def end_program(self, scope: str, program_id: str) -> None:
         self._service.notice(ProgramEnded(scope, program_id))
@@ -158,25 +155,34 @@ class EngineReplica:
         return await self._service.detokenize(tokens)
 
     async def card(self) -> ModelCard:
-        return replace(self._replica.card, fingerprint=self._fingerprint)
+        return self._card
 
     async def metrics(self, only: str | None = None) -> tuple[str, str]:
         """Its id and what it counts; nothing of that where `only` another one is asked."""
-        return self._id, self._replica.metrics() if only in (None, self._id) else ""
+        from holdfast.replicas.reports import exposition
+
+        return self._id, exposition(self._service, self._id) if only in (None, self._id) else ""
 
     async def status(self) -> ReplicaStatus:
-        return self._replica.status()
+        from holdfast.replicas.reports import status_of
+
+        return status_of(self._service, self._id)
 
     async def activity(self, scope: str | None) -> bytes:
-        from holdfast.replicas.actor import told_activity
+        from holdfast.replicas.reports import told_activity
 
         return told_activity(self._service, self._id, scope)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        return self._replica.record_autoscaling_stats()
+        """Serve polls it for `cluster.autoscaling`."""
+        return self._service.engine.occupancy().demand
 
     async def check_health(self) -> None:
-        self._replica.check_health()
+        thread = self._service.bridge.thread
+        if not thread.is_alive():
+            raise UnavailableError("the engine thread has died")
+        if thread.hung:
+            raise UnavailableError("a step of the engine does not end")
 
     async def __del__(self) -> None:  # Serve awaits it once requests have drained
         await self._reporter.close()

@@ -1,6 +1,6 @@
 """The metrics of a replica: one table of names, help and sources, in the order of docs/metrics.md.
 
-`actor` exposes them to Prometheus. The router has a list of its own of the same `Metric` type.
+`reports` exposes them to Prometheus. The router has a list of its own of the same `Metric` type.
 """
 
 import os

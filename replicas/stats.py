@@ -162,6 +162,17 @@ class Occupancy:
         """Tokens in the prompts of the waiting requests of `turns`."""
         return max(0, self.tokens_waiting - self.tokens_ahead)
 
+    @property
+    def demand(self) -> dict[str, float]:
+        """The replica's work, and what would be lost with it: the input of autoscaling."""
+        return {
+            "requests": sum(self.turns),
+            "waiting_tokens": self.turns_tokens,
+            "cell_pressure": (self.cells_held + self.cells_pinned) / self.cells_total,
+            "pinned_programs": self.pins,
+            "pinned_cells": self.cells_pinned,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:

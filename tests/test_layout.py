@@ -179,7 +179,7 @@ def test_rooms_of_the_engine_see_down_only() -> None:
     assert not may_see("plan", "programs")
     assert not may_see("text.calls.tracker", "constraints.grammar")
     assert may_see("text.conversation", "constraints.grammar")
-    everything = {"service", "actor"}
+    everything = {"service", "reports"}
     parts = {name.removeprefix("replicas."): name for name in modules() if name.startswith("replicas.")}
     assert sorted(part for part in parts if not room_of(part) and part not in everything) == []
     wrong = [
@@ -224,13 +224,13 @@ def test_a_word_names_one_class_of_the_engine() -> None:
 
 
 def test_the_engine_stands_alone() -> None:
-    """`kernels` and `replicas`, but for the actor, run on a bare GPU machine."""
+    """`kernels` and `replicas`, but for the reports, run on a bare GPU machine."""
     import sys
 
     wrong = [
         (name, target)
         for name, path in modules().items()
-        if name.split(".")[0] in ("kernels", "replicas") and name != "replicas.actor"
+        if name.split(".")[0] in ("kernels", "replicas") and name != "replicas.reports"
         for target in imported(path)
         if (top := target.split(".")[0]) != "holdfast"
         and top not in ENGINE

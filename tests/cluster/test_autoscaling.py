@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from holdfast.cluster import scale_down
 from holdfast.cluster.autoscaling import Demand, wanted
-from holdfast.replicas.actor import Replica
 from holdfast.replicas.stats import Occupancy
 
 TARGETS = {"ongoing_requests": 32, "waiting_tokens": 1000, "cell_pressure": 0.8, "pinned_programs": 64}
@@ -93,16 +92,14 @@ def test_a_replica_says_what_the_policy_asks_for() -> None:
         running=5, waiting=3, rows_taken=5, tokens_waiting=700, cells_held=50, cells_pinned=30, cells_total=100, pins=4,
         cells_free=10, cells_tree=40, ahead_running=2, ahead_waiting=1, tokens_ahead=400,
     )  # fmt: skip
-    engine = SimpleNamespace(service=SimpleNamespace(engine=SimpleNamespace(occupancy=lambda: occupancy)))
-    told = Replica.record_autoscaling_stats(engine)  # type: ignore
-    assert told == {
+    assert occupancy.demand == {
         "requests": 5,
         "waiting_tokens": 300,
         "cell_pressure": 0.8,
         "pinned_programs": 4,
         "pinned_cells": 30,
     }
-    assert told.keys() == IDLE.keys()
+    assert occupancy.demand.keys() == IDLE.keys()
 
 
 def test_serve_stops_the_replica_with_the_least_to_lose(tmp_path: Path) -> None:

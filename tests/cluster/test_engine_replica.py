@@ -14,9 +14,9 @@ from waiting import until_async
 
 from holdfast.cluster import engine_replica
 from holdfast.cluster.engine_replica import EngineReplica
-from holdfast.replicas import actor
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.requests import ModelCard, Notice, ServedElsewhere
+from holdfast.replicas.service import Service
 from holdfast.router.config import RouterConfig
 from holdfast.router.store import RedisAddress
 
@@ -24,22 +24,21 @@ LOOK_S = 0.01
 PATIENT = 60.0
 
 
-class Driven(actor.Replica):
+class Driven:
     """Steps of one sequence, a second each, that are taken when a test says so."""
 
-    def __init__(self, config: EngineConfig, replica_id: str) -> None:
-        self._id = replica_id
+    def __init__(self, config: EngineConfig) -> None:
         self.world = World(order="fair", max_sequences=1, queue_timeout_s=1e9)  # type: ignore[no-untyped-call]
         self.world.step_s = 1.0
         self.heard = Counter[str]()
-        card = ModelCard("pocket", 128, 100)
-        engine = self.world.engine
-        bridge = SimpleNamespace(thread=SimpleNamespace(hung=False))
-        self.service: Any = SimpleNamespace(
-            engine=engine, notice=self.take, card=card, bridge=bridge, close=lambda: asyncio.sleep(0)
-        )
+        self.engine = self.world.engine
+        self.card = ModelCard("pocket", 128, 100)
+        self.bridge: Any = SimpleNamespace(thread=SimpleNamespace(hung=False))
 
-    def take(self, notice: Notice) -> None:
+    async def close(self) -> None:
+        pass
+
+    def notice(self, notice: Notice) -> None:
         if isinstance(notice, ServedElsewhere):
             self.heard.update(notice.seconds)
         self.world.give(notice)
@@ -66,7 +65,7 @@ class Outside(EngineReplica):
 @pytest.fixture
 def redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisServer]:
     """It runs, and what is Serve's and Ray's is left out."""
-    monkeypatch.setattr(actor, "Replica", Driven)
+    monkeypatch.setattr(Service, "load", Driven)
     monkeypatch.setattr(engine_replica.serve_replica, "install", lambda: None)
     monkeypatch.setattr(engine_replica.logs, "configure", lambda *_: None)
     monkeypatch.setattr(engine_replica.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
@@ -84,7 +83,7 @@ def test_a_tenant_that_another_engine_serves_gives_way_at_this_one(redis: RedisS
         made = [Outside.__new__(Outside) for _ in range(2)]
         for each in made:
             await each.__init__(EngineConfig(), address, RouterConfig(), report_s=LOOK_S)  # type: ignore[misc]
-        here, there = drivens = [each._replica for each in made]
+        here, there = drivens = [each._service for each in made]
         assert isinstance(here, Driven)
         assert isinstance(there, Driven)
         for each in drivens:

@@ -5,8 +5,8 @@ import json
 from engine_world import World
 from pinning import KEEP
 
-from holdfast.replicas.actor import activity
 from holdfast.replicas.config import RetentionConfig
+from holdfast.replicas.reports import activity
 from holdfast.replicas.requests import TurnEnded
 from holdfast.replicas.stats import PIN, TURN
 

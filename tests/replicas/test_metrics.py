@@ -9,10 +9,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast.replicas.actor import EngineCollector
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.metrics import ALL, MetricKind, process_usage
+from holdfast.replicas.reports import EngineCollector
 from holdfast.replicas.stats import EngineStats, Occupancy, QuestionStats, TextStats
 from holdfast.router import metric_list as router
 from holdfast.router.config import RouterConfig

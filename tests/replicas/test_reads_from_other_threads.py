@@ -18,10 +18,10 @@ from engine_world import World, words
 from pinning import KEEP
 
 from holdfast import replicas
-from holdfast.replicas.actor import EngineCollector, activity, told_activity
 from holdfast.replicas.config import RetentionConfig
 from holdfast.replicas.errors import DeadlineError
 from holdfast.replicas.kv.tags import Hint, Label, labels_of
+from holdfast.replicas.reports import EngineCollector, activity, told_activity
 from holdfast.replicas.requests import Abort, Submit, TurnEnded
 from holdfast.replicas.stats import Occupancy, QuestionStats, TextStats
 from holdfast.replicas.types import NO_TOKENS, CellLimits
@@ -110,7 +110,7 @@ def read_all(world: Busy, collector: EngineCollector) -> list[Callable[[], objec
         lambda: counts(engine.load().prefixes),
         lambda: [counts([each]) for each in (engine.load().running, engine.load().waiting, engine.load().cells_free)],
         lambda: counts(engine.contended),
-        lambda: [counts([each.tokens, each.appends]) for tenant in TENANTS for each in engine.sessions(tenant)],
+        lambda: [counts([len(each.past.tokens), each.past.appends]) for tenant in TENANTS for each in engine.sessions(tenant)],
         lambda: [engine.session(tenant, "u") for tenant in TENANTS],
         lambda: activity(engine, None, world.now),
         lambda: activity(engine, "t1", world.now),

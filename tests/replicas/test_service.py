@@ -14,10 +14,10 @@ from cycles import left_in_cycles
 from kv_audit import check_cache
 from waiting import PATIENCE_S, until_async
 
-from holdfast.replicas.actor import Replica
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import ErrorKind
 from holdfast.replicas.plan import Sampling
+from holdfast.replicas.reports import exposition
 from holdfast.replicas.requests import (
     Abort,
     Answer,
@@ -405,23 +405,21 @@ def test_without_max_tokens_the_context_is_filled():
     asyncio.run(main())
 
 
-def test_the_actor_tells_its_metrics_and_load():
+def test_a_replica_tells_its_metrics_and_load():
     async def main():
-        replica = Replica(CONFIG, "r-1")
+        service = Service.load(CONFIG)
         try:
-            async for pieces in replica.service.stream(request("a", "hello", 5, ignore_eos=True)):
+            async for pieces in service.stream(request("a", "hello", 5, ignore_eos=True)):
                 last = pieces[-1]
                 assert isinstance(last, TextDelta | Completed)
-            text = replica.metrics()
+            text = exposition(service, "r-1")
             assert 'holdfast_completion_tokens_total{model="weights",replica="r-1"} 5.0' in text.replace(
                 "pocket", "weights"
             )
             assert 'outcome="finished"' in text
-            assert replica.card.replica_id == "r-1"
-            assert replica.load().running == 0
-            replica.check_health()
+            assert service.engine.load().running == 0
         finally:
-            await replica.service.close()
+            await service.close()
 
     asyncio.run(main())
 

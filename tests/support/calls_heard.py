@@ -100,7 +100,7 @@ class NotingReplica(EngineReplica):
 
     async def __init__(self, *told: Any) -> None:  # type: ignore[misc]
         await super().__init__(*told)
-        watch(self._replica.service, lambda closed: note(astuple(closed)))
+        watch(self._service, lambda closed: note(astuple(closed)))
 
 
 def noted(notes: Path) -> dict[str, Closed]:

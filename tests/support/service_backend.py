@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from fake_backend import FakeBackend, World
 
-from holdfast.replicas.actor import status_of, told_activity
 from holdfast.replicas.config import DraftConfig, EngineConfig
+from holdfast.replicas.reports import status_of, told_activity
 from holdfast.replicas.requests import (
     ChatPrompt,
     GenerateRequest,

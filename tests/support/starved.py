@@ -18,7 +18,7 @@ from holdfast.cluster.engine_replica import EngineReplica
 class StarvedReplica(EngineReplica):
     async def __init__(self, *told: Any) -> None:  # type: ignore[misc]
         await super().__init__(*told)
-        runner: Any = self._replica.service.engine._pipeline._runner
+        runner: Any = self._service.engine._pipeline._runner
         file = Path(os.environ["HOLDFAST_TEST_STARVED"])
         for name in ("run", "begin"):
             if hasattr(runner, name):

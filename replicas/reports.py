@@ -1,11 +1,10 @@
-"""One replica as an actor: the service, its identity, health, metrics and status.
+"""What one replica reports to those who watch it: metrics, status, and the present requests and pins.
 
-The only file of this folder that knows prometheus_client. `cluster/engine_replica.py` makes a Serve deployment of it.
+The only file of this folder that knows prometheus_client and orjson.
 """
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import orjson
 from prometheus_client import CollectorRegistry
@@ -13,13 +12,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.metrics import ALL, OWNER, MetricKind, Reading, process_usage
 from holdfast.replicas.metrics import Metric as Definition
 from holdfast.replicas.programs import Kind, Status
-from holdfast.replicas.requests import ModelCard, SessionCall, SessionState
 from holdfast.replicas.service import Service
 from holdfast.replicas.stats import (
     DECODE,
@@ -27,62 +23,11 @@ from holdfast.replicas.stats import (
     PREFILL,
     QUEUE,
     Histogram,
-    LoadReport,
     PinRow,
     ReplicaStatus,
     TurnRow,
     replica_status,
 )
-
-
-class Replica:
-    """A service and its reports: identity, health, load, metrics. Create it on the event loop that uses it."""
-
-    def __init__(self, config: EngineConfig, replica_id: str) -> None:
-        self._id = replica_id
-        self.service = Service.load(config)
-        self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(self.service, self._id))
-
-    async def session(self, call: SessionCall) -> SessionState:
-        """Execute a session call. Raises a HoldfastError."""
-        return replace(await self.service.sessions.call(call), replica_id=self._id)
-
-    def sessions(self, scope: str) -> list[SessionState]:
-        """A tenant's open sessions."""
-        return [replace(state, replica_id=self._id) for state in self.service.sessions.of(scope)]
-
-    @property
-    def card(self) -> ModelCard:
-        return replace(self.service.card, replica_id=self._id)
-
-    def metrics(self) -> str:
-        """The engine's metrics in Prometheus' text format. Every sample has this replica's label."""
-        return generate_latest(self._registry).decode()
-
-    def status(self) -> ReplicaStatus:
-        return status_of(self.service, self._id)
-
-    def load(self) -> LoadReport:
-        return self.service.engine.load()
-
-    def record_autoscaling_stats(self) -> dict[str, float]:
-        """The replica's work, and what would be lost with it. Serve polls it for `cluster.autoscaling`."""
-        now = self.service.engine.occupancy()
-        return {
-            "requests": sum(now.turns),
-            "waiting_tokens": now.turns_tokens,
-            "cell_pressure": (now.cells_held + now.cells_pinned) / now.cells_total,
-            "pinned_programs": now.pins,
-            "pinned_cells": now.cells_pinned,
-        }
-
-    def check_health(self) -> None:
-        """Raises UnavailableError."""
-        if not self.service.bridge.thread.is_alive():
-            raise UnavailableError("the engine thread has died")
-        if self.service.bridge.thread.hung:
-            raise UnavailableError("a step of the engine does not end")
 
 
 def status_of(service: Service, replica_id: str) -> ReplicaStatus:
@@ -117,6 +62,13 @@ def activity(engine: Engine, scope: str | None, now: float) -> tuple[list[TurnRo
             seconds = round(now - since, 3), round(worth - now, 3), round(until - now, 3)
             pins.append((pin.program.key.name, pin.pin.length, *seconds))
     return turns, pins
+
+
+def exposition(service: Service, replica_id: str) -> str:
+    """The engine's metrics in Prometheus' text format. Every sample has this replica's label."""
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(service, replica_id))
+    return generate_latest(registry).decode()
 
 
 class EngineCollector(Collector):

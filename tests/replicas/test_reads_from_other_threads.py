@@ -110,7 +110,7 @@ def read_all(world: Busy, collector: EngineCollector) -> list[Callable[[], objec
         lambda: counts(engine.load().prefixes),
         lambda: [counts([each]) for each in (engine.load().running, engine.load().waiting, engine.load().cells_free)],
         lambda: counts(engine.contended),
-        lambda: [counts([len(each.past.tokens), each.past.appends]) for tenant in TENANTS for each in engine.sessions(tenant)],
+        lambda: [counts([len(e.past.tokens), e.past.appends]) for tenant in TENANTS for e in engine.sessions(tenant)],
         lambda: [engine.session(tenant, "u") for tenant in TENANTS],
         lambda: activity(engine, None, world.now),
         lambda: activity(engine, "t1", world.now),

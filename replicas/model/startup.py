@@ -38,7 +38,7 @@ from holdfast.replicas.config import (
 )
 from holdfast.replicas.errors import ConfigError, EngineError
 from holdfast.replicas.kv.pages import StateUse
-from holdfast.replicas.kv.tensors import HostPages, KVTensors
+from holdfast.replicas.kv.tensors import HostPages, HostStates, KVTensors
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
 from holdfast.replicas.model.decoder import STEP_ERRORS, Decoder, Model, PageTable, build_batch
 from holdfast.replicas.model.description import Description, ModelInfo, inspect_model, sliding_window
@@ -134,7 +134,10 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
     if profiled:
         resolved = replace(resolved, state_slots=config.state_slots)
         resolved = fill_memory(resolved, model, kv, GpuMemory(), shape, states)
-    host = HostPages(kv, resolved.host_cells // resolved.page_size) if resolved.host_cells else None
+    host = None
+    if resolved.host_cells:
+        host_states = HostStates(states, resolved.host_slots) if states is not None else None
+        host = HostPages(kv, resolved.host_cells // resolved.page_size, states=host_states)
     runner = _runner(resolved, model, kv, host)
     if on_gpu:
         _capture(runner, resolved)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, count, cycle
 from pathlib import Path
 from statistics import median
@@ -37,7 +37,6 @@ from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot, Pa
 from holdfast.replicas.retention.policy import (
     POLICIES,
     Conditions,
-    LocalPauses,
     Pause,
     RestoreCost,
     RetentionPolicy,
@@ -156,7 +155,7 @@ def retention() -> Iterator[Figure]:
         book.record("", tool, seconds)
         pause = pauses.began("", tool, float(call))
         if call % 4:
-            pauses.ended(pause, call + seconds, returned=True)
+            pause.end(call + seconds, returned=True)
     known = book.snapshot()
     ended = Pause("", "tool0", 20_000)
     cost = RestoreCost(1e-9, 1e-4, 0.02)
@@ -164,7 +163,8 @@ def retention() -> Iterator[Figure]:
     for name in (*POLICIES, *RETENTION):
         policy = retention_policy(RETENTION.get(name, name))
         asked = range(_ROUNDS * 200)
-        news = iter([(replace(known), replace(conditions, local=LocalPauses(pauses, _CALLS))) for _ in asked])
+        local = partial(pauses.known, now=_CALLS)
+        news = iter([(replace(known), replace(conditions, local=cache(local))) for _ in asked])
         seconds = _best(partial(_ask, policy, ended, news), 200)
         yield Figure(f"how long a turn's cells are kept, {name}", seconds * 1e6, "us", 200)
 

@@ -13,18 +13,19 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+V = TypeVar("V")
+ToolKey: TypeAlias = tuple[str, str]  # tenant and set of tools
 
 RECENT = 256  # latest durations kept for the distribution; mean and variance are of all
 AGES = np.concatenate(([0.0], np.geomspace(0.02, 3600.0, 47)))  # seconds: the resolution of a pause, in steps of 30 %
 MAX_NAME = 64  # characters of a tool's name; the rest is cut
 MAX_KEY = 256  # characters of the key of a set of tools
-ToolKey: TypeAlias = tuple[str, str]  # tenant and set of tools
 
-_AGES: list[float] = AGES.tolist()
 _BLOCK = re.compile(r"```bash[ \t]*\n(.*?)```", re.DOTALL)
 _JOINED = re.compile(r"&&|\|\|")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
@@ -139,47 +140,48 @@ class Tally:
         return self._latency
 
 
-class LatencyBook:
-    """The statistics of one process, of at most `most` sets of tools.
+class _Sets(OrderedDict[ToolKey, V]):
+    """Values of at most `most` sets of tools, the least recently used first.
 
     Beyond that the tenant with the most sets loses its least recently used one: a tenant that invents names without end
     pushes out only its own.
     """
 
-    def __init__(self, most: int = 4096) -> None:
+    def __init__(self, most: int) -> None:
+        super().__init__()
         self._most = most
+
+    def keep(self, key: ToolKey, value: V) -> V:
+        self[key] = value
+        self.move_to_end(key)
+        if len(self) > self._most:
+            ((tenant, _),) = Counter(each for each, _ in self).most_common(1)
+            del self[next(key for key in self if key[0] == tenant)]
+        return value
+
+
+class LatencyBook:
+    """The statistics of one process, of at most `most` sets of tools."""
+
+    def __init__(self, most: int = 4096) -> None:
         self._overall = Tally()
-        self._tools: dict[ToolKey, Tally] = {}
-        self._sets: dict[str, dict[ToolKey, None]] = {}  # by tenant, the least recently used first
+        self._tools: _Sets[Tally] = _Sets(most)
 
     def record(self, tenant: str, tools: str, seconds: float) -> None:
         """Add an interval. A negative one, of clocks that disagree, counts as 0; one without a tool counts overall."""
-        if not math.isfinite(seconds):
-            return
-        seconds = max(seconds, 0.0)
-        self._overall.add(seconds)
-        if not tools:
-            return
-        key = (tenant, tools)
-        tally = self._tools.get(key) or Tally()
-        tally.add(seconds)
-        self.put(key, tally)
+        if math.isfinite(seconds):
+            seconds = max(seconds, 0.0)
+            self._overall.add(seconds)
+            if tools:
+                key = tenant, tools
+                self._tools.keep(key, self._tools.get(key) or Tally()).add(seconds)
 
     def put(self, key: ToolKey | None, tally: Tally) -> None:
         """Continue from another process's statistics of a set of tools; None: of all."""
         if key is None:
             self._overall = tally
-            return
-        self._tools[key] = tally
-        sets = self._sets.setdefault(key[0], {})
-        sets.pop(key, None)
-        sets[key] = None  # the last one
-        if len(self._tools) > self._most:
-            most = max(self._sets.values(), key=len)
-            gone = next(iter(most))
-            del most[gone], self._tools[gone]
-            if not most:
-                del self._sets[gone[0]]
+        else:
+            self._tools.keep(key, tally)
 
     def snapshot(self) -> LatencySnapshot:
         return LatencySnapshot(self._overall.latency(), {key: tally.latency() for key, tally in self._tools.items()})
@@ -201,99 +203,47 @@ class SurvivalCounts:
     count: int
 
     @classmethod
-    def of(cls, tool: ToolLatency) -> "SurvivalCounts":
-        """From statistics of pauses that are over."""
-        by_age = np.zeros((2, len(AGES)))
-        by_age[0] = np.asarray(tool.recent).searchsorted(AGES, side="right")
-        return cls(by_age, len(tool.recent), tool.count)
+    def of(cls, over: Sequence[float], lasting: Sequence[float] = (), count: int | None = None) -> "SurvivalCounts":
+        """From durations of pauses that are over, and of those that last, both in ascending order."""
+        by_age = np.array([np.searchsorted(each, AGES, side="right") for each in (over, lasting)], np.float64)
+        return cls(by_age, len(over) + len(lasting), len(over) if count is None else count)
 
 
 @dataclass(slots=True, eq=False)
 class ToolPause:
-    """One pause of a set of tools, and since when. Once it has ended, `age` is the index of the first age reached.
+    """One pause: since when, and until when. One that was given up on (not `returned`) lasted at least that long."""
 
-    `kind`: 0 for a pause that is over, 1 for one that was given up on.
-    """
-
-    key: ToolKey
     since: float
-    kind: int = 0
-    age: int = 0
+    until: float = math.inf
+    returned: bool = False
 
-
-class _Latest:
-    """The last `RECENT` pauses that began: those that last, one by one, and the others as counts."""
-
-    __slots__ = ("_counts", "_lasting", "_pauses")
-
-    def __init__(self) -> None:
-        self._pauses: deque[ToolPause] = deque()
-        self._lasting: dict[ToolPause, None] = {}
-        self._counts = np.zeros((2, len(AGES) + 1))  # by kind and age
-
-    def began(self, pause: ToolPause) -> None:
-        if len(self._pauses) == RECENT:
-            oldest = self._pauses.popleft()
-            if oldest in self._lasting:
-                del self._lasting[oldest]
-            else:
-                self._counts[oldest.kind, oldest.age] -= 1
-        self._pauses.append(pause)
-        self._lasting[pause] = None
-
-    def ended(self, pause: ToolPause) -> None:
-        """A pause that is no longer among the latest does not count."""
-        if pause in self._lasting:
-            del self._lasting[pause]
-            self._counts[pause.kind, pause.age] += 1
-
-    def known(self, now: float) -> SurvivalCounts:
-        counts = self._counts
-        if self._lasting:
-            counts = counts.copy()
-            ages = AGES.searchsorted([now - pause.since for pause in self._lasting])
-            counts[1] += np.bincount(ages, minlength=len(AGES) + 1)
-        sums = counts.cumsum(axis=1)
-        return SurvivalCounts(sums[:, :-1], len(self._pauses), int(sums[0, -1]))
+    def end(self, now: float, *, returned: bool) -> None:
+        self.until, self.returned = now, returned
 
 
 class Pauses:
     """A replica's latest pauses, over or not: the last `RECENT` that began of each set of tools, and of all.
 
     The latest by beginning, not by end, are a fair sample of all lengths. A program that never comes back is a pause
-    that lasts until it is no longer among the latest. Of more than `most` sets the tenant that has the most loses the
-    one that it has not called for longest.
+    that lasts until it is no longer among the latest.
     """
 
     def __init__(self, most: int = 256) -> None:
-        self._most = most
-        self._all = _Latest()
-        self._sets: OrderedDict[ToolKey, _Latest] = OrderedDict()
+        self._all: deque[ToolPause] = deque(maxlen=RECENT)
+        self._sets: _Sets[deque[ToolPause]] = _Sets(most)
 
     def began(self, tenant: str, tools: str, now: float) -> ToolPause:
         """Without a tool it counts among all only, as in a `LatencyBook`."""
-        pause = ToolPause((tenant, tools), now)
-        self._all.began(pause)
+        pause = ToolPause(now)
+        self._all.append(pause)
         if tools:
-            latest = self._sets.get(pause.key)
-            if latest is None:
-                latest = self._sets[pause.key] = _Latest()
-            latest.began(pause)
-            self._sets.move_to_end(pause.key)
-        if len(self._sets) > self._most:
-            ((most, _),) = Counter(each for each, _ in self._sets).most_common(1)
-            del self._sets[next(key for key in self._sets if key[0] == most)]
+            key = tenant, tools
+            self._sets.keep(key, self._sets.get(key) or deque(maxlen=RECENT)).append(pause)
         return pause
-
-    def ended(self, pause: ToolPause, now: float, *, returned: bool) -> None:
-        """`returned`: the next turn has come. Else none will, and the pause counts as longer than it has lasted."""
-        pause.kind, pause.age = 0 if returned else 1, bisect_left(_AGES, max(now - pause.since, 0.0))
-        self._all.ended(pause)
-        latest = self._sets.get(pause.key)
-        if latest is not None:
-            latest.ended(pause)
 
     def known(self, key: ToolKey | None, now: float) -> SurvivalCounts:
         """The counts of a set of tools; None: of all."""
-        latest = self._all if key is None else self._sets.get(key)
-        return latest.known(now) if latest is not None else SurvivalCounts.of(UNKNOWN)
+        pauses = self._all if key is None else self._sets.get(key, ())
+        over = sorted(max(each.until - each.since, 0.0) for each in pauses if each.returned)
+        lasting = sorted(min(each.until, now) - each.since for each in pauses if not each.returned)
+        return SurvivalCounts.of(over, lasting)

@@ -8,10 +8,10 @@ these are in `loadgen/policies`. Not here: how long tools take (`latency`), whic
 
 import math
 from abc import abstractmethod
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from itertools import combinations
 from typing import ClassVar, Protocol, TypeAlias
 
@@ -19,17 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.replicas.config import made
-from holdfast.replicas.retention.latency import (
-    AGES,
-    UNKNOWN,
-    LatencySnapshot,
-    Pauses,
-    SurvivalCounts,
-    ToolKey,
-    ToolLatency,
-)
+from holdfast.replicas.retention.latency import AGES, LatencySnapshot, Pauses, SurvivalCounts, ToolKey, ToolLatency
 
 Array: TypeAlias = npt.NDArray[np.float64]
+LocalCounts: TypeAlias = Callable[[ToolKey | None], SurvivalCounts]  # of a set of tools; None: of all
 Span: TypeAlias = tuple[int, int]  # positions of a sequence: the first one, and the one after the last
 
 
@@ -80,7 +73,7 @@ class Conditions:
     `wait_s` is the mean queue delay of follow-up turns without pinned cells. `mean_turns` is the mean number of turns
     from a question to its answer, `eta` how well the number of turns so far predicts the number that is left (0 to 1).
     `others` counts the cells of running sequences, `paused` the cells kept for programs between turns; of these,
-    `returning` cells a second are asked for again. `local` are the replica's own latest pauses.
+    `returning` cells a second are asked for again. `local` has the replica's own latest pauses.
     """
 
     wait_s: float = 0.0
@@ -90,7 +83,7 @@ class Conditions:
     paused: int = 0
     returning: float = 0.0
     restore: RestoreCost = field(default_factory=RestoreCost)
-    local: "LocalPauses | None" = None
+    local: LocalCounts | None = None
 
     def back_within(self, seconds: float) -> int:
         """Cells of paused programs that are expected to be asked for again within that time."""
@@ -133,30 +126,22 @@ class NoRetention(RetentionPolicy):
 class Continuum(RetentionPolicy):
     """Continuum, section 4.3: the t with the largest P(back within t) * (wait * eta + cost to restore) - t."""
 
-    TRUSTED: ClassVar[int] = (
-        100  # calls up to which a tool counts as the average tool, all tools as unknown (the paper)
-    )
+    TRUSTED: ClassVar[int] = 100  # calls up to which a tool counts as the average one, and all as unknown (the paper)
 
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
         benefit = conditions.wait_s * conditions.eta + conditions.restore.seconds(pause.cells)
         if latency.overall.count <= self.TRUSTED:
             # The paper's case of unknown tools: exponential intervals with a mean of 1 s.
             return math.log(benefit) if benefit > 1.0 else 0.0
-        tool = latency.of(pause.tenant, pause.tools) if pause.tools else UNKNOWN
+        tool = latency.of(pause.tenant, pause.tools)
         return best_time(tool if tool.count > self.TRUSTED else latency.overall, benefit)
 
 
 def best_time(tool: ToolLatency, benefit: float) -> float:
     """argmax over t in {0} and the recent durations of P(duration <= t) * benefit - t; the smallest of equals."""
-    best, most = 0.0, 0.0
-    for i in range(bisect_left(tool.recent, benefit) - 1, -1, -1):
-        returned = (i + 1) / len(tool.recent) * benefit
-        if returned < most:
-            break  # no shorter one can gain as much
-        gain = returned - tool.recent[i]
-        if gain >= most and gain > 0.0:
-            best, most = tool.recent[i], gain
-    return best
+    n = len(tool.recent)
+    gain, shortest = max(((i / n * benefit - t, -t) for i, t in enumerate(tool.recent, 1)), default=(0.0, 0.0))
+    return -shortest if gain > 0.0 else 0.0
 
 
 class InferCept(RetentionPolicy):
@@ -214,7 +199,7 @@ class ExpectedWaste(RetentionPolicy):
     AWAY_WAITS: ClassVar[float] = 2.0  # 1 to 5 measure alike (docs/decisions.md)
 
     def __init__(self) -> None:
-        self._known: tuple[LatencySnapshot, LocalPauses | None] = (LatencySnapshot(), None)  # source of `_pauses`
+        self._known: tuple[LatencySnapshot, LocalCounts | None] = (LatencySnapshot(), None)  # source of `_pauses`
         self._pauses: dict[ToolKey, ExpectedPause] = {}
 
     def ttl(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
@@ -230,16 +215,18 @@ class ExpectedWaste(RetentionPolicy):
         cheap = swap_waste(pause, conditions) < discard_waste(pause, conditions, returning=True)
         return break_even_s(pause, conditions, returning=True) if lost or cheap else math.inf
 
-    def _expected(self, of: Pause, latency: LatencySnapshot, local: "LocalPauses | None") -> "ExpectedPause":
+    def _expected(self, of: Pause, latency: LatencySnapshot, local: LocalCounts | None) -> "ExpectedPause":
         if self._known[0] is not latency or self._known[1] is not local:
             self._known = latency, local
             self._pauses.clear()
         key = of.tenant, of.tools
         pause = self._pauses.get(key)
         if pause is None:
-            known = [SurvivalCounts.of(latency.overall), SurvivalCounts.of(latency.of(*key))]
-            if local is not None:  # a replica's own counts include pauses that are not over
-                known = [known[0], local.of(None), known[1], local.of(key)]
+            known = []
+            for tool, which in ((latency.overall, None), (latency.of(*key), key)):
+                known.append(SurvivalCounts.of(tool.recent, count=tool.count))
+                if local is not None:  # a replica's own counts include pauses that are not over
+                    known.append(local(which))
             pause = self._pauses[key] = ExpectedPause.of(survival(known, self.PRIOR_S, self.DELTA))
         return pause
 
@@ -363,25 +350,18 @@ class LoadStats:
         self.turns = Turns()
         self.reload: float | None = None
         self._waits: deque[float] = deque(maxlen=_WAITS)
-        self._waited = 0.0
         self._returns: deque[tuple[float, int]] = deque(maxlen=_RETURNS)
-        self._returned = 0
         self._prefill = PrefillFit()
-        self._local = LocalPauses(self.pauses, -math.inf)
+        self._local: LocalCounts | None = None  # as of `_local_at`
+        self._local_at = -math.inf
 
     def waited(self, seconds: float) -> None:
         """A follow-up turn whose cells were not pinned waited so long before it began."""
-        if len(self._waits) == self._waits.maxlen:
-            self._waited -= self._waits[0]
         self._waits.append(seconds)
-        self._waited += seconds
 
     def returned(self, cells: int, now: float) -> None:
         """A turn came, and so many cells had been kept for its program."""
-        if len(self._returns) == self._returns.maxlen:
-            self._returned -= self._returns[0][1]
         self._returns.append((now, cells))
-        self._returned += cells
 
     def prefilled(self, spans: Iterable[Span], seconds: float) -> None:
         """A step that computed these took so long."""
@@ -399,56 +379,37 @@ class LoadStats:
 
     def conditions(self, others: int = 0, paused: int = 0, now: float = 0.0) -> Conditions:
         """The load `now`; `others` and `paused` are those of `Conditions`."""
-        if now - self._local.at >= LOOKED_AT_S:
-            self._local = LocalPauses(self.pauses, now)
-        wait = max(self._waited, 0.0) / len(self._waits) if self._waits else 0.0
+        if now - self._local_at >= LOOKED_AT_S:  # each set of tools is counted when it is first asked for
+            self._local, self._local_at = cache(partial(self.pauses.known, now=now)), now
+        wait = sum(self._waits) / len(self._waits) if self._waits else 0.0
         cost = self.cost if self.reload is None else replace(self.cost, reload=self.reload, read=0.0)
-        returning = self._returned / max(now - self._returns[0][0], _INSTANT) if self._returns else 0.0
+        returning = 0.0
+        if self._returns:
+            returning = sum(cells for _, cells in self._returns) / max(now - self._returns[0][0], _INSTANT)
         return Conditions(wait, self.turns.eta, self.turns.mean, others, paused, returning, cost, self._local)
-
-
-class LocalPauses:
-    """A view of a replica's own latest pauses at the time `at`; each set of tools is counted when it is first read."""
-
-    def __init__(self, pauses: Pauses, at: float) -> None:
-        self.at = at
-        self._pauses = pauses
-        self._known: dict[ToolKey | None, SurvivalCounts] = {}
-
-    def of(self, key: ToolKey | None) -> SurvivalCounts:
-        """The counts of a set of tools; None: of all."""
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = self._pauses.known(key, self.at)
-        return known
 
 
 class Turns:
     """How many turns finished programs had, and how well the turns done predict the turns left.
 
-    Each turn of a finished program is one point (turns done, turns left); the sums over a program have closed forms. A
-    program that is asked again after its answer counts as another one.
+    Each turn of a finished program is one point (turns done, turns left). A program that is asked again after its
+    answer counts as another one.
     """
 
     def __init__(self) -> None:
         self.programs = 0
-        self._points = self._done = self._done2 = self._left = self._left2 = self._both = 0.0
+        self._sums = np.zeros(6)  # over all points: 1, done, done^2, left, left^2, done * left
 
     def ended(self, turns: int) -> None:
         """A program has ended after so many turns."""
-        n = turns
-        done, done2 = n * (n + 1) / 2, n * (n + 1) * (2 * n + 1) / 6
+        done = np.arange(1.0, turns + 1)
+        left = turns - done
         self.programs += 1
-        self._points += n
-        self._done += done
-        self._done2 += done2
-        self._left += n * n - done
-        self._left2 += n * n * n - 2 * n * done + done2
-        self._both += n * done - done2
+        self._sums += np.array((turns, done.sum(), done @ done, left.sum(), left @ left, done @ left))
 
     @property
     def mean(self) -> float:
-        return self._points / self.programs if self.programs else 1.0
+        return float(self._sums[0]) / self.programs if self.programs else 1.0
 
     @property
     def eta(self) -> float:
@@ -456,12 +417,9 @@ class Turns:
 
         Programs with ever more turns before them would make it negative, but a wait that is saved is never a loss.
         """
-        n = self._points
-        spread = (n * self._done2 - self._done**2) * (n * self._left2 - self._left**2)
-        if spread <= 0:
-            return 1.0
-        correlation = (n * self._both - self._done * self._left) / math.sqrt(spread)
-        return min(max(-correlation, 0.0), 1.0)
+        n, done, done2, left, left2, both = self._sums.tolist()
+        spread = (n * done2 - done**2) * (n * left2 - left**2)
+        return min(max((done * left - n * both) / math.sqrt(spread), 0.0), 1.0) if spread > 0 else 1.0
 
 
 _KEPT = 0.98  # weight of all earlier steps when one is added
@@ -515,17 +473,14 @@ def not_negative(products: Array, sums: Array) -> Array:
 
     Looks at every set of terms where one coefficient would be negative, so n is to be small.
     """
-    whole = np.linalg.lstsq(products, sums, rcond=1e-10)[0]
-    if (whole >= 0).all():
-        return np.asarray(whole)
-    best, least = np.zeros(len(sums)), 0.0
-    for size in range(1, len(sums)):
-        for terms in combinations(range(len(sums)), size):
-            chosen = list(terms)
-            square = products[np.ix_(chosen, chosen)]
-            x = np.linalg.lstsq(square, sums[chosen], rcond=1e-10)[0]
-            loss = float(x @ square @ x - 2 * x @ sums[chosen])
-            if (x >= 0).all() and loss < least:
-                best, least = np.zeros(len(sums)), loss
-                best[chosen] = x
+    n, best, least = len(sums), np.zeros(len(sums)), 0.0
+    for terms in (list(each) for size in range(n, 0, -1) for each in combinations(range(n), size)):
+        square = products[np.ix_(terms, terms)]
+        x = np.linalg.lstsq(square, sums[terms], rcond=1e-10)[0]
+        loss = float(x @ square @ x - 2 * x @ sums[terms])
+        if (x >= 0).all() and loss < least:
+            best, least = np.zeros(n), loss
+            best[terms] = x
+            if len(terms) == n:
+                break
     return best

@@ -156,6 +156,12 @@ def _keeps_alone(pin: ProgramPin) -> bool:
     return any(node.soft == 1 and node.owned for node in pin.pin.node.path())
 
 
+def _end_pause(program: Program, now: float, *, returned: bool) -> None:
+    if program.pause is not None:
+        program.pause.end(now, returned=returned)
+        program.pause = None
+
+
 class Retention:
     """Decides which cells stay pinned for programs between their turns, and which give way."""
 
@@ -194,7 +200,7 @@ class Retention:
         sequence.pinned = sequence.arrived <= until
         if sequence.background:
             return
-        self._end_pause(program, sequence.arrived, returned=True)
+        _end_pause(program, sequence.arrived, returned=True)
         if sequence.submit.program_turns and self._active:
             if pin is not None:
                 self._stats.pin_hits += 1
@@ -262,18 +268,13 @@ class Retention:
             if pin is not None:
                 self.pins.until(pin, max(pin.deadline, now + min(notice.seconds, self._most_s)))
         else:  # the program has ended, or the handle is released
-            self._end_pause(program, now, returned=False)
+            _end_pause(program, now, returned=False)
             program.first_until = -math.inf
             if pin is not None and program.key.kind is Kind.PROGRAM:
                 self._load.turns.ended(pin.run_turn)
             for each in (program, *program.handles):
                 if each.pin is not None:
                     self.pins.drop(each.pin)
-
-    def _end_pause(self, program: Program, now: float, *, returned: bool) -> None:
-        if program.pause is not None:
-            self._load.pauses.ended(program.pause, now, returned=returned)
-            program.pause = None
 
     def _turn_ended(self, ended: TurnEnded, pin: ProgramPin) -> None:
         """Keep the turn's cells as long as that is worth it, from its end on.
@@ -287,7 +288,7 @@ class Retention:
             self.pins.drop(pin)
             return
         if not pin.awaited:
-            self._end_pause(pin.program, pin.since, returned=False)
+            _end_pause(pin.program, pin.since, returned=False)
             pin.program.pause = self._load.pauses.began(pause.tenant, pause.tools, pin.since)
         known = self._known
         ttl = self._policy.ttl(pause, *known)

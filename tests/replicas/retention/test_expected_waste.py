@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from math import inf
 
@@ -26,7 +27,6 @@ from holdfast.replicas.retention.policy import (
     ExpectedPause,
     ExpectedWaste,
     InferCept,
-    LocalPauses,
     Pause,
     RestoreCost,
     break_even_s,
@@ -63,8 +63,7 @@ def ttl(tools: ToolLatency, others: int = 0, overall: ToolLatency | None = None,
 
 
 def counts_of(seconds: Sequence[float], lasting: Sequence[float] = (), count: int | None = None) -> SurvivalCounts:
-    by_age = [np.searchsorted(np.sort(those), AGES, side="right") for those in (seconds, lasting)]
-    return SurvivalCounts(np.array(by_age), len(seconds) + len(lasting), count or len(seconds))
+    return SurvivalCounts.of(sorted(seconds), sorted(lasting), count)
 
 
 def life_table(seconds: Sequence[float], lasting: Sequence[float] = ()) -> np.ndarray:
@@ -133,7 +132,7 @@ def test_it_decides_what_the_plain_formula_does(history, times_, apart_s, others
         seen.append((name, began, seconds))
     for pause, (name, began, seconds) in zip(lasting, seen, strict=True):
         if began + seconds <= now:
-            pauses.ended(pause, began + seconds, returned=True)
+            pause.end(began + seconds, returned=True)
             book.record("acme", name, seconds)
     known = []
     for key in (None, "shell"):
@@ -142,7 +141,7 @@ def test_it_decides_what_the_plain_formula_does(history, times_, apart_s, others
         over = [began + seconds - began for _, began, seconds in latest if began + seconds <= now]
         lasting = [now - began for _, began, seconds in latest if began + seconds > now]
         known += [(back[-RECENT:], (), len(back)), (over, lasting, len(over))]
-    conditions = Conditions(others=others, restore=COST, local=LocalPauses(pauses, now))
+    conditions = Conditions(others=others, restore=COST, local=partial(pauses.known, now=now))
     keep_s = break_even_s(PAUSE, conditions)
     expected, alive = plain_ttl(known, keep_s)
     found = ExpectedWaste().ttl(PAUSE, book.snapshot(), conditions)
@@ -288,13 +287,13 @@ def test_pauses_that_are_not_over_are_no_secret():
     for began, seconds in drawn:
         pause = pauses.began("acme", "shell", began)
         if began + seconds <= now:
-            pauses.ended(pause, began + seconds, returned=True)
+            pause.end(began + seconds, returned=True)
             back.record("acme", "shell", seconds)
-    assert life_tables([SurvivalCounts.of(back.snapshot().overall)])[0, -1] == 0.0
+    assert life_tables([SurvivalCounts.of(back.snapshot().overall.recent)])[0, -1] == 0.0
     known = life_tables([pauses.known(("acme", "shell"), now)])[0]
     assert known[int(np.searchsorted(AGES, 10.0))] == pytest.approx(0.5, abs=0.1)
     conditions = Conditions(others=59_000, restore=COST)  # a minute to lose
     policy = ExpectedWaste()
     blind = policy.ttl(PAUSE, back.snapshot(), conditions)
-    seen = policy.ttl(PAUSE, back.snapshot(), replace(conditions, local=LocalPauses(pauses, now)))
+    seen = policy.ttl(PAUSE, back.snapshot(), replace(conditions, local=partial(pauses.known, now=now)))
     assert seen < 2.0 < blind

@@ -121,7 +121,7 @@ def test_what_is_counted_as_pauses_end_is_what_a_list_of_the_latest_says(history
             last = next((each for each in all_ if each.whose == whose and each.until is None), None)
             if last is not None:  # a program has one pause at a time
                 last.until, last.over = clock, what == "ended"
-                pauses.ended(lasting.pop(whose), clock, returned=last.over)
+                lasting.pop(whose).end(clock, returned=last.over)
             if what == "began":
                 all_.append(Interval(whose, tools, clock))
                 lasting[whose] = pauses.began("acme", tools, clock)
@@ -140,7 +140,7 @@ def test_what_is_counted_as_pauses_end_is_what_a_list_of_the_latest_says(history
 def test_the_latest_pauses_are_those_that_began_last():
     pauses = Pauses(most=2)
     first, *_ = [pauses.began("acme", "ls", float(i)) for i in range(RECENT + 1)]
-    pauses.ended(first, 1e6, returned=True)  # none of the latest
+    first.end(1e6, returned=True)  # none of the latest
     found = pauses.known(("acme", "ls"), RECENT + 10.0)
     assert (found.n, found.count) == (RECENT, 0)
     assert found.by_age[1].tolist() == counted(map(float, range(10, RECENT + 10)))
@@ -149,5 +149,5 @@ def test_the_latest_pauses_are_those_that_began_last():
     assert not pauses.known(("other", "pytest"), 0.0).n
     assert pauses.known(("other", "sed"), 0.0).n
     pauses.began("other", "pytest", 1.0)
-    pauses.ended(forgotten, 2.0, returned=True)  # its set was forgotten
+    forgotten.end(2.0, returned=True)  # its set was forgotten
     assert (pauses.known(("other", "pytest"), 3.0).n, pauses.known(("other", "pytest"), 3.0).count) == (1, 0)

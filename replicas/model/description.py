@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig
 
+from holdfast.kernels.fp8 import BLOCK
 from holdfast.kernels.linear_state import LinearShape
 from holdfast.replicas.config import BYTES, DType, ModelShape
 from holdfast.replicas.kv.tensors import CellShape
@@ -212,7 +213,19 @@ def why_not(config: Any) -> str:
         return "linear layers alone"
     if _has_experts(text):
         return "layers with experts"
-    return ""
+    return _unread_weights(config)
+
+
+def _unread_weights(config: Any) -> str:
+    """The format of a checkpoint's weights where `weights` does not read it."""
+    given = getattr(config, "quantization_config", None) or {}
+    settings = given if isinstance(given, dict) else given.to_dict()
+    method = settings.get("quant_method")
+    if not settings or (method == "fp8" and list(settings.get("weight_block_size") or ()) == [BLOCK, BLOCK]):
+        return ""
+    return (
+        f"weights in FP8 without blocks of {BLOCK} x {BLOCK}" if method == "fp8" else f"weights quantized by {method}"
+    )
 
 
 def _has_experts(text: Any) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from holdfast.kernels.fp8 import FP8, Fp8Blocks
 from holdfast.kernels.linear_state import LinearWeights
 from holdfast.replicas.config import DType
 from holdfast.replicas.errors import ConfigError
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"  # of a checkpoint in several files
+_SCALES = "_scale_inv"  # behind the name of a weight in FP8
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DEFAULTS = {
     "temperature": (0.0, 2.0),
@@ -188,7 +190,7 @@ def has_safetensors(path: str) -> bool:
 
 
 def read_weights(path: str, description: Description, dtype: torch.dtype, device: str) -> DecoderWeights:
-    """Read a checkpoint folder.
+    """Read a checkpoint folder. Weights in FP8 become `dtype`.
 
     Raises ConfigError for a tensor that is missing, unknown or of another size, and for a head that differs from the
     embedding where the two are tied: transformers would take both.
@@ -262,7 +264,7 @@ def _fill(weights: DecoderWeights, path: str, description: Description) -> None:
     places = _places(weights, description)
     missing, skipped = set(places), 0
     with torch.no_grad():
-        for file_name, tensor in _tensors(Path(path)):
+        for file_name, tensor in _dequantized(_tensors(Path(path)), weights.embedding.dtype):
             name = file_name.replace("model.language_model.", "model.", 1)
             if name.endswith("rotary_emb.inv_freq"):
                 continue
@@ -358,6 +360,29 @@ def _joined(heads: int, widths: list[int]) -> Tensor:
     """The order that puts the parts of all heads together, where the checkpoint has all parts of a head together."""
     rows = torch.arange(heads * sum(widths)).view(heads, -1)
     return torch.cat([part.flatten() for part in torch.split(rows, widths, dim=1)])
+
+
+def _dequantized(tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The same, each weight in FP8 together with its scales, which have a name of their own, in `dtype`.
+
+    Raises ValueError for a weight without scales, or scales without a weight.
+    """
+    halves: dict[str, Tensor] = {}
+    found = 0
+    for name, tensor in tensors:
+        of = name.removesuffix(_SCALES)
+        if tensor.dtype != FP8 and of == name:
+            yield name, tensor
+        elif of not in halves:
+            halves[of] = tensor
+        else:
+            scale, weight = (tensor, halves.pop(of)) if of != name else (halves.pop(of), tensor)
+            yield of, Fp8Blocks(weight, scale.float()).dequantized(dtype)
+            found += 1
+    if halves:
+        raise ValueError(f"weight {min(halves)} is in FP8 without scales, or there are scales without it")
+    if found:
+        log.info("%d weights in FP8 are turned into %s", found, str(dtype).removeprefix("torch."))
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -220,7 +220,7 @@ def validate(model: type[Model], body: Mapping[str, Any]) -> Model:
         if any(each["type"] == "int_type" and isinstance(each["input"], float) for each in details):
             with contextlib.suppress(ValidationError):
                 return model.model_validate(_whole(given))  # to JSON, 5.0 is an integer as well
-        raise _translate(model, error.errors(include_url=False, include_input=False), given) from None
+        raise _translate(model, error.errors(include_url=False), given) from None
 
 
 def _whole(value: Any) -> Any:
@@ -256,6 +256,9 @@ def _translate(model: type[Body], details: Sequence[ErrorDetails], given: Mappin
             return InvalidRequestError(f"Missing required parameter: '{path}'", path)
         expected = detail["ctx"]["expected_tags"]
         return InvalidRequestError(f"Invalid value for '{path}': '{detail['ctx']['tag']}', not one of {expected}", path)
+    if kind == "literal_error":
+        sent, expected = word(detail["input"]), detail["ctx"]["expected"]
+        return InvalidRequestError(f"Invalid value for '{path}': '{sent}', not {expected}", path)
     message = detail["msg"].removeprefix("Value error, ")
     return InvalidRequestError(f"Invalid value for '{path}': {message[:1].lower()}{message[1:]}", path)
 

@@ -110,7 +110,9 @@ def test_a_note_stands_for_a_scan_in_a_tools_result():
 def test_an_image_from_the_user_is_refused_by_name(path):
     answer, _ = sent(path, **history(path, [{"role": "user", "content": [IMAGES[path][0]]}]))
     assert answer.status_code == 400
-    assert "0.content.0" in answer.json()["error"]["message"]
+    message = answer.json()["error"]["message"]
+    assert "0.content.0" in message
+    assert f"'{IMAGES[path][0]['type']}'" in message
 
 
 def billing(path, role, nonce):

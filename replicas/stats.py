@@ -112,6 +112,7 @@ class EngineStats:
     failed_moves: int = 0
     hits_by_tag: dict[str, int] = field(default_factory=_zeros(*_TAGS))
     evicted_by_tag: dict[str, int] = field(default_factory=_zeros(*_TAGS))
+    checkpoints_evicted: int = 0
     served_s: dict[str, float] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=_zeros("finished", "aborted", "rejected", "failed"))
     own_requests: dict[str, int] = field(default_factory=_zeros(*_ORIGINS))
@@ -147,6 +148,14 @@ class Occupancy:
     ahead_running: int = 0  # background prefills, part of `running`
     ahead_waiting: int = 0  # likewise, part of `waiting`
     tokens_ahead: int = 0  # likewise, part of `tokens_waiting`
+    slots_total: int = 0  # for recurrent states; 0: the model has none
+    slots_free: int = 0
+    checkpoints: int = 0  # states of cached prefixes
+
+    @property
+    def slots_by_state(self) -> Mapping[str, int]:
+        running = max(0, self.slots_total - self.slots_free - self.checkpoints)
+        return {"free": self.slots_free, "checkpoint": self.checkpoints, "running": running}
 
     @property
     def cells_by_state(self) -> Mapping[str, int]:

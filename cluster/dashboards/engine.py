@@ -1,5 +1,7 @@
 """What each replica does: cells, steps, batch, speculation, cache."""
 
+from dataclasses import replace
+
 from holdfast.cluster.dashboards.board import JOB, MODEL, REPLICA, Board, Chosen, Kind, Panel, Query, Row, Unit
 
 WHO = Chosen((JOB, MODEL, REPLICA))
@@ -43,34 +45,50 @@ CELLS = Row(
             WHO.share("holdfast_cells", "holdfast_cell_capacity", "replica", state="held"),
         ),
         Panel(
-            "Host tier",
-            "Evicted cells that can still come back.",
+            "State slots",
+            "Recurrent states of models with linear layers. Few checkpoints: prefixes are computed again.",
             Unit.PLAIN,
-            (
-                Query(WHO.total("holdfast_host_cells"), "in use"),
-                Query(WHO.total("holdfast_host_cell_capacity"), "room"),
+            tuple(
+                Query(WHO.total("holdfast_state_slots", state=state), name)
+                for state, name in (("running", "running"), ("checkpoint", "checkpoints"), ("free", "free"))
             ),
+            Kind.STACKED,
         ),
-        rates(
-            "Between the tiers",
-            "Many out and few in: what is evicted does not come back.",
-            ("host_pages_out", "pages out"),
-            ("host_pages_in", "pages in"),
-            ("host_moves_failed", "steps whose moves failed"),
-        ),
-        rates(
-            "Short of cells",
-            "All at 0 is best. Preempted tokens are computed twice.",
-            ("preemptions", "preemptions"),
-            ("batch_yields", "of these, of batch for others"),
-            ("tokens_recomputed", "tokens recomputed"),
-            ("prefill_chunks_deferred", "chunks deferred"),
-        ),
-        Panel(
-            "Reload speed",
-            "Cells a second from host memory lately; 0: none has come back.",
-            Unit.RATE,
-            (Query(WHO.most("holdfast_reload_cells_per_second", "replica"), EACH),),
+        *(
+            replace(panel, width=6)
+            for panel in (
+                Panel(
+                    "Host tier",
+                    "Evicted cells that can still come back.",
+                    Unit.PLAIN,
+                    (
+                        Query(WHO.total("holdfast_host_cells"), "in use"),
+                        Query(WHO.total("holdfast_host_cell_capacity"), "room"),
+                    ),
+                ),
+                rates(
+                    "Between the tiers",
+                    "Many out and few in: what is evicted does not come back.",
+                    ("host_pages_out", "pages out"),
+                    ("host_pages_in", "pages in"),
+                    ("host_moves_failed", "steps whose moves failed"),
+                    ("checkpoints_evicted", "checkpoints evicted"),
+                ),
+                rates(
+                    "Short of cells",
+                    "All at 0 is best. Preempted tokens are computed twice.",
+                    ("preemptions", "preemptions"),
+                    ("batch_yields", "of these, of batch for others"),
+                    ("tokens_recomputed", "tokens recomputed"),
+                    ("prefill_chunks_deferred", "chunks deferred"),
+                ),
+                Panel(
+                    "Reload speed",
+                    "Cells a second from host memory lately; 0: none has come back.",
+                    Unit.RATE,
+                    (Query(WHO.most("holdfast_reload_cells_per_second", "replica"), EACH),),
+                ),
+            )
         ),
     ),
 )

@@ -400,15 +400,15 @@ class KVCache:
         if prefix.length < n_computed:
             node = self._save(prefix, tokens[:n_computed], holding)
         self.tree.lease(node, now, held=holding.node)
+        if pin and node.end > n_computed:
+            upper = self.tree.lease_at(Prefix(node, n_computed), now)
+            self.tree.release(node)
+            node = upper
         self._end_state(holding, tokens, n_computed)
-        if not (pin and node.end == n_computed):
+        if not pin:
             self.tree.release(node)
         _free(self, holding, holding.row[first:known], holding.row[kept : holding.n_pages], holding.duplicates)
-        if not pin:
-            return None
-        # The pin takes the lease over, unless the kept tokens end inside a node.
-        leased = node if node.end == n_computed else self.tree.lease_at(Prefix(node, n_computed), now)
-        return self._pin(leased, soft=True)
+        return self._pin(node, soft=True) if pin else None
 
     @_change
     def drop(self, holding: Holding) -> None:

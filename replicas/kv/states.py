@@ -98,7 +98,7 @@ class Checkpoints:
     """
 
     def __init__(self, slots: StateSlots) -> None:
-        self.evicted = 0  # since the start
+        self.evicted = 0  # since the scheduler counted them
         self._slots = slots
         self._values: dict[Node, float] = {}
         self._heap: list[tuple[float, int, Node]] = []

@@ -118,7 +118,7 @@ class Scheduler:
 
     def occupancy(self) -> Occupancy:
         """What is in use now. Any thread may ask: then a difference of two counts may be off, and is not below 0."""
-        cells, ahead_waiting = self._cache.stats, max(0, self._waiting.ahead)
+        cells, ahead_waiting, states = self._cache.stats, max(0, self._waiting.ahead), self._cache.states
         return Occupancy(
             running=len(self._running),
             waiting=len(self.admission),
@@ -138,6 +138,9 @@ class Scheduler:
             ahead_running=max(0, self._programs.ahead - ahead_waiting),
             ahead_waiting=ahead_waiting,
             tokens_ahead=self.admission.tokens_ahead,
+            slots_total=states.slots.total if states is not None else 0,
+            slots_free=states.slots.free if states is not None else 0,
+            checkpoints=len(states.checkpoints) if states is not None else 0,
         )
 
     # ---- planning a step ----
@@ -163,8 +166,10 @@ class Scheduler:
         reloads = self._running.reloads
         # The host's books may have begun anew since a load was planned: a later save may have its pages.
         builder.loads = [load for load in builder.loads if reloads.reach(load.holding) >= load.end]
-        if self._cache.states is not None:
-            builder.use_states(self._cache.states)
+        if (states := self._cache.states) is not None:
+            builder.use_states(states)
+            self._stats.checkpoints_evicted += states.checkpoints.evicted
+            states.checkpoints.evicted = 0
         return builder.step(reloads, now, undrafted=self.drafts.silent)
 
     def _make_progress(self, builder: StepBuilder, now: float) -> None:

@@ -106,7 +106,7 @@ def test_nothing_is_lost_where_states_do_not_fit(overlap: str, drafts: bool) -> 
             texts[i] = texts[i] + the.out[f"{i}.{round_}"] + words(100 * round_ + i, 12)
     states = the.engine.cache.states
     assert states is not None
-    assert states.checkpoints.evicted > 64
+    assert the.engine.stats.checkpoints_evicted > 64
     assert states.slots.free + len(states.checkpoints) == states.slots.total
 
 

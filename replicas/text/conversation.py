@@ -246,7 +246,7 @@ class TextSide:
         return await self.renderer.rendered(prompt, lambda work: self._long.run(lambda _: work(), 0, scope))
 
     async def _tokenized(self, begun: Begun) -> Entry:
-        work, length = partial(self.cache.tokenize, begun), len(begun.rest)
+        work, length = partial(self.cache.tokenize, begun), len(begun.text) - begun.char
         return await self._long.run(work, length, begun.scope) if length >= LONG else work(self.cache.encoder)
 
     def _common(self, rendered: Sequence[Rendered], scope: str, program: str = "") -> Begun:

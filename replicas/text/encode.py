@@ -18,7 +18,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from operator import attrgetter
 from os.path import commonprefix
 from string import printable
 from typing import Any, TypeAlias, TypeVar
@@ -61,32 +62,27 @@ def read_added_tokens(backend: Any) -> AddedTokens:
     """The added tokens of the `tokenizers.Tokenizer` `backend`."""
     tokens = sorted(backend.get_added_tokens_decoder().items(), key=lambda item: -len(item[1].content))
     special = [token for _, token in tokens if token.special and len(token.content) > 1]
-    control_word = control = _any_of({token.content for token in special})
+    control_word = control = _longest_of({token.content for token in special})
     if any(token.lstrip or token.rstrip for token in special):
         space = {False: "", True: r"\s*"}
         spaced = [space[token.lstrip] + re.escape(token.content) + space[token.rstrip] for token in special]
-        control = re.compile("|".join(spaced))
-    plain_normal = backend.normalizer is None
+        control = "|".join(spaced)
+    whole = backend.normalizer is None
+    starts = [
+        (token.content, index)
+        for index, token in tokens
+        if not (token.lstrip or token.single_word) and (whole or not token.normalized)
+    ]
+    every = _longest_of({token.content for _, token in tokens})
     return AddedTokens(
-        ids={token.content: index for index, token in tokens},
-        special_ids=frozenset(index for index, token in tokens if token.special),
-        starts={
-            token.content: index
-            for index, token in tokens
-            if not (token.lstrip or token.single_word) and (plain_normal or not token.normalized)
-        },
-        all=_any_of({token.content for _, token in tokens}),
-        control=control,
-        control_word=control_word,
+        {token.content: index for index, token in tokens},
+        frozenset(index for index, token in tokens if token.special),
+        dict(starts),
+        *(re.compile(pattern) if pattern else None for pattern in (every, control, control_word)),
     )
 
 
-def _any_of(texts: set[str]) -> re.Pattern[str] | None:
-    """The longest of `texts`."""
-    return re.compile(_spelled(texts)) if texts else None
-
-
-def _spelled(texts: set[str]) -> str:
+def _longest_of(texts: set[str]) -> str:
     """A pattern for the longest of `texts` that branches where they part.
 
     Trap: one branch per text tries all of them wherever one might begin. With Gemma's six thousand added tokens that
@@ -97,7 +93,7 @@ def _spelled(texts: set[str]) -> str:
     for text in texts:
         rest.setdefault(text[len(head) :][:1], set()).add(text[len(head) :])
     may_end = rest.pop("", None) is not None
-    branches = f"(?:{'|'.join(map(_spelled, rest.values()))})" if rest else ""
+    branches = f"(?:{'|'.join(map(_longest_of, rest.values()))})" if rest else ""
     return re.escape(head) + branches + ("?" if rest and may_end else "")
 
 
@@ -107,7 +103,6 @@ class Encoder:
     def __init__(self, backend: Any, added: AddedTokens) -> None:
         self._backend = backend
         self._added = added
-        self._inner: Any = None  # for text that does not begin the prompt; made when first needed
 
     def encode(self, text: str, mark: str = "", at_start: bool = True) -> TokenIds:
         """int32 ids of `text`, no tokens added around it.
@@ -135,7 +130,7 @@ class Encoder:
 
     def _literal(self, text: str, at_start: bool) -> list[int]:
         """Ids of text in which special tokens mean nothing."""
-        backend = self._backend if at_start else self._later()
+        backend = self._backend if at_start else self._later
         before = backend.encode_special_tokens
         backend.encode_special_tokens = True
         try:
@@ -143,16 +138,15 @@ class Encoder:
         finally:
             backend.encode_special_tokens = before
 
+    @cached_property
     def _later(self) -> Any:
         """The tokenizer for text after the first token: it does not put the space of a prompt's beginning again."""
-        if self._inner is None:
-            self._inner = self._backend
-            splitter = self._backend.pre_tokenizer
-            if splitter is not None and '"first"' in splitter.__getstate__().decode():
-                settings = json.loads(self._backend.to_str())
-                _never_prepend(settings["pre_tokenizer"])
-                self._inner = type(self._backend).from_str(json.dumps(settings))
-        return self._inner
+        splitter = self._backend.pre_tokenizer
+        if splitter is None or '"first"' not in splitter.__getstate__().decode():
+            return self._backend
+        settings = json.loads(self._backend.to_str())
+        _never_prepend(settings["pre_tokenizer"])
+        return type(self._backend).from_str(json.dumps(settings))
 
 
 def _ids(backend: Any, text: str, around: bool = False) -> list[int]:
@@ -205,6 +199,7 @@ class Entry:
 
 
 _NOTHING = Entry("", np.zeros(0, np.int32), [], [])
+_KEY = attrgetter("key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +213,6 @@ class Begun:
     base: Entry
     char: int
     token: int
-
-    @property
-    def rest(self) -> str:
-        return self.text[self.char :]
 
 
 class TokenCache:
@@ -273,7 +264,7 @@ class TokenCache:
         """The whole text. Changes nothing but the encoder, so another thread may do it with an encoder of its own."""
         ids = begun.base.ids[: begun.token]
         if begun.char < len(begun.text):
-            ids = np.concatenate((ids, encoder.encode(begun.rest, begun.mark, at_start=begun.char == 0)))
+            ids = np.concatenate((ids, encoder.encode(begun.text[begun.char :], begun.mark, not begun.char)))
         return self._entry(begun, ids)
 
     def end(self, begun: Begun, entry: Entry) -> TokenIds:
@@ -301,12 +292,12 @@ class TokenCache:
 
     def _nearest(self, text: str, mark: str, scope: str, program: str) -> list[Entry]:
         """Entries of this scope and mark, of which one shares most with `text`."""
-        place = bisect_left(self._sorted, (scope, mark, text, program), key=_key)
+        place = bisect_left(self._sorted, (scope, mark, text, program), key=_KEY)
         beside = self._sorted[max(0, place - 1) : place + 1]
         found = [entry for entry in beside if (entry.scope, entry.mark) == (scope, mark)]
         # One that is contained in the text as a whole may share no more than these, which go on in another way.
         whole = text[: max((common_start(entry.text, text) for entry in found), default=0)]
-        place = bisect_left(self._sorted, (scope, mark, whole, ""), key=_key)
+        place = bisect_left(self._sorted, (scope, mark, whole, ""), key=_KEY)
         return found + [entry for entry in self._sorted[place : place + 1] if entry.key[:3] == (scope, mark, whole)]
 
     def _cut(self, entry: Entry, text: str) -> tuple[int, int]:
@@ -339,13 +330,13 @@ class TokenCache:
         most = self._limit * _SHARE
         if entry.size > most:
             return
-        place = bisect_left(self._sorted, entry.key, key=_key)
+        place = bisect_left(self._sorted, entry.key, key=_KEY)
         for old in (base, self._latest.get((entry.scope, entry.program)), *self._sorted[place : place + 1]):
             if old is None or old not in self._used or not entry.text.startswith(old.text):
                 continue
             if (old.program, old.mark, old.scope) == (entry.program, entry.mark, entry.scope):
                 self._drop(old)
-        self._sorted.insert(bisect_left(self._sorted, entry.key, key=_key), entry)
+        self._sorted.insert(bisect_left(self._sorted, entry.key, key=_KEY), entry)
         self._used[entry] = None
         if entry.program:
             self._latest[entry.scope, entry.program] = entry
@@ -358,17 +349,13 @@ class TokenCache:
 
     def _drop(self, entry: Entry) -> None:
         del self._used[entry]
-        del self._sorted[bisect_left(self._sorted, entry.key, key=_key)]
+        del self._sorted[bisect_left(self._sorted, entry.key, key=_KEY)]
         if self._latest.get((entry.scope, entry.program)) is entry:
             del self._latest[entry.scope, entry.program]
         tenant = tenant_of(entry.scope)
         self._sizes[tenant] -= entry.size
         if not self._sizes[tenant]:
             del self._sizes[tenant]
-
-
-def _key(entry: Entry) -> tuple[str, str, str, str]:
-    return entry.key
 
 
 def common_start(one: str, other: str) -> int:
@@ -424,14 +411,9 @@ class LongTexts:
         least = length // self.token_characters if self.token_characters else 0
         if self._context and least > self._context:
             raise too_long(self._context, f"the prompt has more than {least} tokens", "prompt")
-
-        def at_its_turn(encoder: Encoder) -> Result:
-            self._check()
-            return work(encoder)
-
         future = Future[Result]()
         with self._lock:
-            self._waiting.setdefault(tenant_of(scope), deque()).append((future, at_its_turn))
+            self._waiting.setdefault(tenant_of(scope), deque()).append((future, work))
         self._thread.submit(self._next)  # one for each job, whichever it runs
         return await asyncio.wrap_future(future)
 
@@ -445,6 +427,7 @@ class LongTexts:
         if not future.set_running_or_notify_cancel():
             return
         try:
+            self._check()
             future.set_result(work(self._encoder))
         except BaseException as error:  # the supervisor of the thread: the caller gets the error
             future.set_exception(error)

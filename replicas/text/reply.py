@@ -7,8 +7,6 @@
 
 Each stage passes on what it is sure of and holds the rest back; `Reply.finish` empties them. Log probabilities of
 tokens wait for the text that they come out with.
-
-Not here: decoding (`decode`), reasoning (`reasoning`), calls (`calls`), and the request (`conversation`).
 """
 
 from bisect import bisect_left, bisect_right
@@ -44,22 +42,21 @@ class StopStrings:
         self.stopped = False
         self.reached = ""
 
-    def feed(self, text: str) -> tuple[str, bool]:
-        """The text that is safe to send, and whether a stop string was reached; after that, nothing more."""
+    def feed(self, text: str) -> str:
+        """The text that is safe to send; nothing once a stop string was reached."""
         if self.stopped:
-            return "", True
+            return ""
         if not self._stops:
-            return self.skip(text), False
+            return self.skip(text)
         text = self._held + text
-        ends = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if ends:
+        if ends := [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]:
             _, safe, self.reached = min(ends)
             self.stopped, self._held = True, ""
         else:
             tails = (text[-length:] for length in range(min(self._longest - 1, len(text)), 0, -1))
             self._held = next((tail for tail in tails if any(stop.startswith(tail) for stop in self._stops)), "")
             safe = len(text) - len(self._held)
-        return self.skip(text[:safe]), self.stopped
+        return self.skip(text[:safe])
 
     def skip(self, text: str) -> str:
         """Let out a text in which no stop string counts."""
@@ -269,7 +266,7 @@ class Reply:
             self._skipped = thinking.skipped
             if thinking.begun or self._skipped:  # its tokens have no log probabilities, nor has markup
                 self._logprobs_before(self._skipped if thinking.over else None)
-        safe = self._stops.skip(text) if len(self._tokens) <= self._least else self._stops.feed(text)[0]
+        safe = self._stops.skip(text) if len(self._tokens) <= self._least else self._stops.feed(text)
         return self._tracker.feed(safe)
 
     def _logprobs_before(self, end: int | None) -> tuple[LogprobText, ...]:

@@ -84,21 +84,17 @@ class TagForm:
 
 
 TAGS: Mapping[ToolFormat, TagForm] = {
-    ToolFormat.QWEN3_CODER: TagForm(
-        "<parameter=", ">", "</parameter>", open="<function=", named=">", close="</function>", line=True
-    ),
+    ToolFormat.QWEN3_CODER: TagForm("<parameter=", ">", "</parameter>", "<function=", ">", "</function>", line=True),
     ToolFormat.GLM: TagForm("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"),
+    ToolFormat.MINIMAX_M2: TagForm('<parameter name="', '">', "</parameter>", '<invoke name="', '">', "</invoke>"),
     ToolFormat.DEEPSEEK_V32: TagForm(
         '<｜DSML｜parameter name="',
         '" string="true">',
         "</｜DSML｜parameter>",
-        open='<｜DSML｜invoke name="',
-        named='">',
-        close="</｜DSML｜invoke>",
+        '<｜DSML｜invoke name="',
+        '">',
+        "</｜DSML｜invoke>",
         json='" string="false">',
-    ),
-    ToolFormat.MINIMAX_M2: TagForm(
-        '<parameter name="', '">', "</parameter>", open='<invoke name="', named='">', close="</invoke>"
     ),
 }
 

@@ -2,8 +2,6 @@
 
 An argument in tags has no quotes: its schema tells whether it is a string or JSON. `alternatives` reads such a schema
 for the tracker, which takes the kinds of values from it, and for the grammar, which takes what each kind must be.
-
-Not here: reading arguments (`tracker`).
 """
 
 import json
@@ -68,22 +66,17 @@ def alternatives(schema: Any, root: Mapping[str, Any]) -> Sequence[Mapping[str, 
     reference that leads nowhere or too deep, options of "oneOf" that may hold together), its keyword is left in them.
     Empty where no value follows `schema`, and where there are too many alternatives.
     """
-    try:
-        return _Resolving(root).alternatives(schema, _DEEPEST)
-    except _TooManyError:
-        return ()
+    left = _STEPS  # a small schema may have any number of alternatives
 
+    def step(steps: int = 1) -> None:
+        nonlocal left
+        left -= steps
+        if left < 0:
+            raise _TooManyError
 
-class _Resolving:
-    """One schema's alternatives, in so many steps: a small one may have any number of them."""
-
-    def __init__(self, root: Mapping[str, Any]) -> None:
-        self._root = root
-        self._left = _STEPS
-
-    def alternatives(self, schema: Any, depth: int) -> Sequence[Mapping[str, Any]]:
-        """Those of `schema`, with `depth` combinations in each other. Raises _TooManyError."""
-        self._step()
+    def resolved(schema: Any, depth: int) -> Sequence[Mapping[str, Any]]:
+        """Those of `schema`, with `depth` combinations in each other."""
+        step()
         if schema is False:
             return ()
         if not isinstance(schema, Mapping):
@@ -95,21 +88,20 @@ class _Resolving:
         found = _plain(schema)
         parts: list[Sequence[Mapping[str, Any]]] = []
         if "$ref" in schema:
-            target = referred(schema["$ref"], self._root)
-            unknown = _of_any_kind({"$ref": schema["$ref"]})
-            parts.append(unknown if target is None else self.alternatives(target, depth - 1))
-        parts += (self.alternatives(each, depth - 1) for each in schema.get("allOf", ()))
+            target = referred(schema["$ref"], root)
+            parts.append(_of_any_kind({"$ref": schema["$ref"]}) if target is None else resolved(target, depth - 1))
+        parts += (resolved(each, depth - 1) for each in schema.get("allOf", ()))
         for key in (key for key in ("anyOf", "oneOf") if key in schema):
-            parts.append(_either(schema, key, [self.alternatives(each, depth - 1) for each in schema[key]]))
+            parts.append(_either(schema, key, [resolved(each, depth - 1) for each in schema[key]]))
         for part in parts:
-            self._step(len(found) * len(part))
+            step(len(found) * len(part))
             found = [both for one in found for other in part if (both := _both(one, other)) is not None]
         return found
 
-    def _step(self, steps: int = 1) -> None:
-        self._left -= steps
-        if self._left < 0:
-            raise _TooManyError
+    try:
+        return resolved(schema, _DEEPEST)
+    except _TooManyError:
+        return ()
 
 
 def _plain(schema: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -33,9 +33,7 @@ def test_any_chunking_equals_the_naive_cut(chunks: list[str], stops: list[str]) 
     stopping = StopStrings(stops)
     sent = ""
     for chunk in chunks:
-        safe, stopped = stopping.feed(chunk)
-        assert stopped == stopping.stopped
-        sent += safe
+        sent += stopping.feed(chunk)
         assert not any(stop in sent for stop in stops)
     whole = "".join(chunks)
     assert sent + stopping.flush() == cut_naively(whole, stops)
@@ -49,11 +47,12 @@ def test_any_chunking_equals_the_naive_cut(chunks: list[str], stops: list[str]) 
 
 def test_holds_back_only_what_may_begin_a_stop_string() -> None:
     stopping = StopStrings(["\n\nUser:"])
-    assert stopping.feed("Hello.\n") == ("Hello.", False)
-    assert stopping.feed("World\n\n") == ("\nWorld", False)
-    assert stopping.feed("User:x") == ("", True)
-    assert stopping.feed("more") == ("", True)
-    assert stopping.flush() == ""
+    assert stopping.feed("Hello.\n") == "Hello."
+    assert stopping.feed("World\n\n") == "\nWorld"
+    assert not stopping.stopped
+    assert stopping.feed("User:x") == ""
+    assert stopping.stopped
+    assert stopping.feed("more") == stopping.flush() == ""
 
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("search", "sum")]

@@ -152,7 +152,7 @@ class EngineReplica:
         return await self._service.tokenize(prompt, scope)
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
-        return await self._service.detokenize(tokens)
+        return self._service.text.detokenize(tokens)
 
     async def card(self) -> ModelCard:
         return self._card

@@ -153,9 +153,6 @@ class Service:
         tokens: list[int] = (await self.text.encoded(prompt, scope)).tokens.tolist()
         return tokens
 
-    async def detokenize(self, tokens: Sequence[int]) -> str:
-        return self.text.detokenize(tokens)
-
     async def generate(self, request: GenerateRequest) -> Answer | Errored:
         """The complete reply. Cancelling the call aborts the request."""
         return await _collected(self.stream(request))
@@ -185,9 +182,7 @@ class Service:
             foreseen = self._check_deadline(request)
             self._n_coming += 1
             try:
-                await self._encode(generation)
-                await self._echo(generation)
-                await self._resolve(generation, foreseen)
+                await self._prepare(generation, foreseen)
             finally:
                 self._n_coming -= 1
             goes_on = True
@@ -215,24 +210,48 @@ class Service:
         coming = self.bridge.thread.unread + self._n_coming
         return self.engine.scheduler.admission.check_deadline_early(request, request.most_tokens, coming)
 
-    async def _encode(self, generation: Generation) -> None:
-        request, began = generation.request, time.perf_counter()
+    async def _prepare(self, generation: Generation, foreseen: bool) -> None:
+        """Encode the prompt, and make the engine's command and the reader of the reply."""
+        request, drawn, closing, began = generation.request, generation.request.drawn, NO_TOKENS, time.perf_counter()
         if request.session is None:
-            generation.encoded = await self.text.encoded(request.prompt, request.cache_scope, request.program_id)
+            encoded = await self.text.encoded(request.prompt, request.cache_scope, request.program_id)
         else:
-            generation.encoded, generation.closing = await self.sessions.part(request, request.session)
-        generation.render_s = time.perf_counter() - began
+            encoded, closing = await self.sessions.part(request, request.session)
+        generation.encoded, generation.render_s = encoded, time.perf_counter() - began
+        if isinstance(request.prompt, RawPrompt) and request.prompt.echo and drawn is None:
+            generation.echo = await self._echo(generation, request.prompt)
+        if request.session is not None:
+            # `encoded` has the prompt's tokens already, the answer is text, and the session is the program.
+            request = replace(request, prompt=NO_PROMPT, program_id="", program_arrival=0.0)
+        limits = await _limits(self.text, self._compiling, request)
+        matcher = self.text.after_thinking(request, encoded, limits.matcher)
+        before = drawn.tokens if drawn is not None else ()
+        if matcher is not None and before and matcher.advance(before) < len(before):
+            # The other replica did not use it: the grammar was not compiled in time.
+            matcher, limits = None, replace(limits, matcher=None)
+        generation.reply = self.text.reply(request, encoded, limits)
+        generation.submit = replace(
+            Submit.of(request),
+            tokens=encoded.tokens,
+            sampling=_sampling(request, self.engine, self.text.eos),
+            within_s=request.within_s if drawn is None else inf,  # a reply that has begun is finished
+            matcher=matcher,
+            closing=closing,
+            labels=_labels(request, encoded),
+            foreseen=foreseen,
+        )
+        if drawn is not None:
+            generation.resume(drawn)
+        generation.partial.seed = generation.submit.sampling.seed
 
-    async def _echo(self, generation: Generation) -> None:
-        """Prepare the prompt, if the reply starts with it.
+    async def _echo(self, generation: Generation, prompt: RawPrompt) -> TextDelta:
+        """The prompt, for a reply that starts with it.
 
         Its log probabilities come from a reply in which every token is forced. Many are verified at once, and the cells
         are in the tree for the request itself.
         """
         request, tokens = generation.request, generation.encoded.tokens
-        prompt, wanted = request.prompt, request.sampling.logprobs
-        if not isinstance(prompt, RawPrompt) or not prompt.echo or request.drawn is not None:
-            return
+        wanted = request.sampling.logprobs
         logprobs: list[TokenLogprobs] = []
         if wanted is not None and len(tokens) > 1:
             forced = ForcedTokens(tokens[1:], self.card.vocabulary)
@@ -253,34 +272,7 @@ class Service:
             generation.work += ended.usage.work
             if not isinstance(ended, Finished):
                 raise error_of(ended.error)
-        generation.echo = self.text.echoed(prompt, generation.encoded, None if wanted is None else logprobs)
-
-    async def _resolve(self, generation: Generation, foreseen: bool) -> None:
-        """Make the engine's command and the reader of the reply."""
-        request, encoded, drawn = generation.request, generation.encoded, generation.request.drawn
-        if request.session is not None:
-            # `encoded` has the prompt's tokens already, the answer is text, and the session is the program.
-            request = replace(request, prompt=NO_PROMPT, program_id="", program_arrival=0.0)
-        limits = await _limits(self.text, self._compiling, request)
-        matcher = self.text.after_thinking(request, encoded, limits.matcher)
-        before = drawn.tokens if drawn is not None else ()
-        if matcher is not None and before and matcher.advance(before) < len(before):
-            # The other replica did not use it: the grammar was not compiled in time.
-            matcher, limits = None, replace(limits, matcher=None)
-        generation.reply = self.text.reply(request, encoded, limits)
-        generation.submit = replace(
-            Submit.of(request),
-            tokens=encoded.tokens,
-            sampling=_sampling(request, self.engine, self.text.eos),
-            within_s=request.within_s if drawn is None else inf,  # a reply that has begun is finished
-            matcher=matcher,
-            closing=generation.closing,
-            labels=_labels(request, encoded),
-            foreseen=foreseen,
-        )
-        if drawn is not None:
-            generation.resume(drawn)
-        generation.partial.seed = generation.submit.sampling.seed
+        return self.text.echoed(prompt, generation.encoded, None if wanted is None else logprobs)
 
     async def _prefill(self, request: GenerateRequest) -> Completed | Errored:
         """Compute the beginning of a program's next prompt, without drawing anything."""
@@ -390,7 +382,6 @@ class Generation:
     request: GenerateRequest
     partial: PartialReply
     encoded: Encoded = field(init=False)
-    closing: TokenIds = field(default_factory=lambda: NO_TOKENS)  # ends a reply that a session keeps
     submit: Submit = field(init=False)  # the engine's command
     reply: Reply = field(init=False)  # the reader of its tokens
     echo: TextDelta | None = None  # the prompt, if the reply starts with it

@@ -18,9 +18,7 @@ Int64s: TypeAlias = npt.NDArray[np.int64]
 NO_TOKENS: TokenIds = np.empty(0, dtype=np.int32)
 
 _LEAST = 64  # initial capacity of counts, in different tokens
-_COMPARED = (
-    1 << 15
-)  # ids compared at once: an early difference is found early, and the flags stay in the processor's cache
+_COMPARED = 1 << 15  # ids compared at once: an early difference ends it, and the flags stay in the processor's cache
 
 
 class Priority(StrEnum):
@@ -57,9 +55,7 @@ class CellLimits:
     """A tenant's limits in the cells of each engine, as shares of all cells."""
 
     floor: float = 0.0  # always available to it: others may cache in the unused part, and return it
-    ceiling: float = (
-        1.0  # at most these, cached ones included: beyond it its own are evicted, and a larger request is refused
-    )
+    ceiling: float = 1.0  # with cached ones: beyond it its own are evicted, and a larger request is refused
     pinned: float = 1.0  # kept for its sessions and for its programs between turns
 
     def __post_init__(self) -> None:

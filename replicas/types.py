@@ -55,7 +55,7 @@ class CellLimits:
     """A tenant's limits in the cells of each engine, as shares of all cells."""
 
     floor: float = 0.0  # always available to it: others may cache in the unused part, and return it
-    ceiling: float = 1.0  # with cached ones: beyond it its own are evicted, and a larger request is refused
+    ceiling: float = 1.0  # the most, cached cells included: its own are then evicted, and larger requests refused
     pinned: float = 1.0  # kept for its sessions and for its programs between turns
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ OPTIONS := $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) \
            $(if $(REPLICAS),--replicas $(REPLICAS)) $(if $(ROUTERS),--routers $(ROUTERS)) $(if $(CONFIG),--config $(CONFIG))
 INSTALL := $(BIN)/python install.py
 
-.PHONY: serve test lint format types check chart clients docs pictures fuzz options clean
+.PHONY: serve test lint format types check chart clients docs pictures fuzz models options clean
 
 serve: $(STAMP)
 	@exec $(BIN)/holdfast serve $(OPTIONS)
@@ -57,6 +57,12 @@ options: $(STAMP_DEV)
 	mkdir -p build
 	$(BIN)/holdfast config options > build/options.md
 	mv build/options.md docs/options.md
+
+# The page of models, from the families that our decoder knows.
+models: $(STAMP_DEV)
+	mkdir -p build
+	$(BIN)/holdfast models > build/models.md
+	mv build/models.md docs/models.md
 
 # What is made for and from the chart: dashboards, rules and the tables of docs/metrics.md; the schema of its values, its
 # README, and the rendered objects that reviews look at.

@@ -63,6 +63,7 @@ def _parser() -> Parser:
     tenants_cli.add(commands)
     operating_cli.add(commands)
     operating_cli.add_checked(commands, _add_settings, _settings)
+    _add_models(commands)
     _add_convert(commands)
     _add_inflate(commands)
     bench.add(commands)
@@ -105,6 +106,13 @@ def _add_key(commands: "Commands[argparse.ArgumentParser]") -> None:
     command = commands.add_parser("key", help=text, description=text)
     command.add_argument("tenant", help="name of the tenant the key belongs to")
     command.set_defaults(run=_key)
+
+
+def _add_models(commands: "Commands[argparse.ArgumentParser]") -> None:
+    text = "Print which models can be served and how they run, or how the given ones would."
+    command = commands.add_parser("models", help=text, description=text)
+    command.add_argument("model", nargs="*", help="'pocket', a folder, or a hub name in the local cache")
+    command.set_defaults(run=_models)
 
 
 def _add_convert(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -173,6 +181,14 @@ def _key(options: argparse.Namespace) -> int:
     key = make_key()
     tenant = Tenant(options.tenant, (hash_key(key),))
     _say(f"API key, shown once: {key}\n\ntenants:\n  - name: {tenant.name}\n    key_hashes: [{tenant.key_hashes[0]!r}]")
+    return 0
+
+
+def _models(options: argparse.Namespace) -> int:
+    from holdfast.cluster import models_page
+
+    for text in map(models_page.runs_on, options.model) if options.model else [models_page.page()]:
+        _say(text)
     return 0
 
 

@@ -147,17 +147,23 @@ class Family:
     centred: bool = False
     partial_rotary: bool = False  # it knows `partial_rotary_factor`
     by_key_head: bool = False
-    mixers: Literal["full", "window", "by type"] = "full"  # the window in all layers, or as `layer_types` says
+    mixers: Literal["full", "window", "windows by type", "linear by type"] = "full"  # as `layer_types` says
     skipped: tuple[str, ...] = ()
+
+    @property
+    def by_type(self) -> bool:
+        return self.mixers.endswith("by type")
 
 
 _NOT_TEXT = ("model.visual.", "mtp.")  # the vision tower, and layers that predict further tokens
-_QWEN3_5 = Family(qk_norm=True, gate=True, centred=True, partial_rotary=True, mixers="by type", skipped=_NOT_TEXT)
+_QWEN3_5 = Family(
+    qk_norm=True, gate=True, centred=True, partial_rotary=True, mixers="linear by type", skipped=_NOT_TEXT
+)
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(mixers="window"),
-    "qwen2": Family(bias=True, mixers="by type"),
-    "qwen3": Family(qk_norm=True, mixers="by type"),
+    "qwen2": Family(bias=True, mixers="windows by type"),
+    "qwen3": Family(qk_norm=True, mixers="windows by type"),
     "qwen3_5": _QWEN3_5,
     "qwen3_5_text": _QWEN3_5,
     "qwen3_next": replace(_QWEN3_5, by_key_head=True),
@@ -172,7 +178,7 @@ def describe(config: Any) -> Description | None:
         return None
     text = config.get_text_config(decoder=True)
     layers: int = text.num_hidden_layers
-    kinds = text.layer_types if family.mixers == "by type" else ["full_attention"] * layers
+    kinds = text.layer_types if family.by_type else ["full_attention"] * layers
     heads, kv_heads, window = text.num_attention_heads, text.num_key_value_heads, None
     if family.mixers == "window":
         window = text.sliding_window
@@ -198,7 +204,7 @@ def why_not(config: Any) -> str:
     """The option of a configuration of a known family that our decoder does not compute; "": there is none."""
     text, family = config.get_text_config(decoder=True), FAMILIES[config.model_type]
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds = set(getattr(text, "layer_types", None) or ()) if family.mixers == "by type" else set()
+    kinds = set(getattr(text, "layer_types", None) or ()) if family.by_type else set()
     if text.hidden_act != "silu":
         return f"the activation {text.hidden_act}"
     if getattr(text, "mlp_bias", False) or getattr(text, "attention_bias", False):
@@ -207,7 +213,7 @@ def why_not(config: Any) -> str:
         return f"rotary positions of type {rope_type(text)}"
     if rope.get("partial_rotary_factor", 1.0) != 1.0 and not family.partial_rotary:
         return "rotary positions over a part of each head"
-    if others := kinds - _KV_LAYERS - ({"linear_attention"} if family.gate else set()):
+    if others := kinds - _KV_LAYERS - ({"linear_attention"} if family.mixers == "linear by type" else set()):
         return f"layers of type {min(others)}"
     if kinds == {"linear_attention"}:
         return "linear layers alone"

@@ -1,0 +1,137 @@
+"""The page of models, `holdfast models`, made from the families that our decoder knows; and what one model runs on."""
+
+from collections.abc import Iterable, Sequence
+
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from holdfast.replicas.model.description import FAMILIES, Family, inspect_model
+
+HEAD = """# Models
+
+<!-- Made by `make models`: change cluster/models_page.py, and the families in replicas/model/description.py. -->
+
+Holdfast serves text models: causal language models whose files are in the Hugging Face format, with `config.json`,
+`tokenizer.json` and safetensors. `model` names a folder or a model in the local hub cache; nothing is downloaded. A
+GGUF file is converted first, with `holdfast convert`. `holdfast models FOLDER` says how one model would run.
+
+A model runs in one of two ways, which share the KV cache, the scheduler and the API:
+
+- **Our decoder** has its own kernels on a CPU and a GPU. It is the faster way, and the only one for int8 products, FP8
+  weights, `batch_invariant` on a GPU and models with recurrent states.
+- **transformers** computes every other model, with our attention and our KV cache in place of its own. When such a
+  model is loaded, a short prompt is computed both ways. If the results differ, the model is refused.
+
+The option `decoder` forces one of them. Answers of both are tested to be those of transformers' own `generate`, token
+for token, in float32 on a CPU.
+"""
+OWN = """## On our decoder
+
+`model_type` in `config.json` decides. Configurations of a family with other options than the table names run through
+transformers, or are refused where the family has linear layers: an activation other than `silu`, projections with a
+bias, rotary positions of the types `dynamic` and `longrope`.
+"""
+_EXAMPLES = {
+    "llama": "Llama 2 and 3, SmolLM2, many others",
+    "mistral": "Mistral 7B, Mistral Nemo, Ministral, Devstral",
+    "qwen2": "Qwen2, Qwen2.5, Qwen2.5-Coder",
+    "qwen3": "Qwen3, dense",
+    "qwen3_5": "Qwen3.5, Qwen3.6 and Qwen3.8, dense",
+    "qwen3_5_text": "the same as text models",
+    "qwen3_next": "Qwen3-Next whose layers are all dense",
+}
+_MIXERS = {
+    "full": "attention",
+    "window": "attention over a sliding window",
+    "windows by type": "attention, over a sliding window where `layer_types` says so",
+    "linear by type": "Gated DeltaNet and attention",
+}
+STATES = """\
+Linear layers (Gated DeltaNet) keep a recurrent state for each sequence in place of KV. `state_slots` is the number of
+states. Of a model with a vision tower the text part is served, and a request with an image is refused. Layers that
+predict further tokens (`mtp.*`) are not used.
+"""
+OTHERS = """## Through transformers
+
+Any causal language model of transformers whose layers call its attention interface and keep nothing but keys and
+values. These are tested:
+"""
+TESTED = (
+    ("gemma2", "Gemma 2", "soft cap of scores, other norms"),
+    ("gemma3", "Gemma 3, text", "other norms and rotary positions, windows"),
+    ("gpt_oss", "gpt-oss", "experts, attention sinks, windows"),
+    ("gpt_neox", "GPT-NeoX, Pythia", "other norms, biases, parallel layers"),
+    ("gpt2", "GPT-2", "learnt positions, biases"),
+)
+"""Families that are tested through transformers: their `model_type`, models, and why not on our decoder."""
+WEIGHTS = (
+    ("float32, bfloat16, float16", "in float32 or bfloat16, whichever is faster (`dtype`)", "as in the checkpoint"),
+    (
+        "FP8 in blocks: `quant_method: fp8`, `weight_block_size: [128, 128]`",
+        "turned into the model's dtype when loaded; by our decoder only",
+        "the same",
+    ),
+    ("int8: `dtype: int8`", "made of any of these when loaded; by our decoder only", "not served"),
+    ("AWQ, GPTQ, bitsandbytes, other FP8", "if transformers can load them; not tested", "the same"),
+)
+FP8 = """\
+FP8 itself costs precision: with random weights the logits are off by 10 to 12 % of their norm. To turn the weights
+into bfloat16 adds less than 0.5 %, into int8 less than 2 %.
+"""
+REFUSED = (
+    ("an encoder-decoder", "only causal language models are served"),
+    ("layers that keep something other than KV, such as Mamba; linear layers beside experts", "no kernel for them yet"),
+    ("a model that computes something else on paged KV", "found when it is loaded; its answers would be wrong"),
+    ("a model that needs code of its own (`trust_remote_code`)", "code from a checkpoint is never run"),
+    ("weights in `.bin` or `.pt` files", "reading pickled files may run code"),
+    ("a GGUF file", "convert it first: `holdfast convert FILE FOLDER`"),
+)
+
+
+def page() -> str:
+    """All of it, in Markdown."""
+    own = _table(("model_type", "models", "class in transformers", "layers"), map(_own, FAMILIES.items()))
+    named = ((f"`{name}`", *rest) for name, *rest in TESTED)
+    tested = _table(("model_type", "models", "why not on our decoder"), named)
+    weights = _table(("weights", "on a CPU", "on a GPU"), WEIGHTS)
+    refused = _table(("refused", "why"), REFUSED)
+    parts = (HEAD, OWN, own, STATES, OTHERS, tested, "## Weights\n", weights, FP8, "## What is refused\n", refused)
+    return "\n".join(parts).rstrip()
+
+
+def runs_on(name: str) -> str:
+    """What a configured model runs on, in a line. Raises ConfigError for one that is refused."""
+    info = inspect_model(name)
+    described = info.description
+    if described is None:
+        return f"{name}: {info.config.model_type}, through transformers"
+    kinds = f"{len(described.layers)} layers"
+    if described.linear_layers:
+        kinds += f", {described.linear_layers} of them linear"
+    return f"{name}: {info.config.model_type}, on our decoder; {kinds}, context of {info.shape.context_length} tokens"
+
+
+def _own(item: tuple[str, Family]) -> Sequence[str]:
+    name, family = item
+    kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(name) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
+    return f"`{name}`", _EXAMPLES[name], f"`{kind}`", _layers(family)
+
+
+def _layers(family: Family) -> str:
+    """The options of a family's layers."""
+    told = {
+        _MIXERS[family.mixers]: True,
+        "output gates": family.gate,
+        "normed queries and keys": family.qk_norm,
+        "biases of queries, keys and values": family.bias,
+        "rotary positions over a part of the head": family.partial_rotary,
+    }
+    return ", ".join(text for text, true in told.items() if true)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, *rows]
+    first, *rest = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join((first, "|---" * len(heads) + "|", *rest)) + "\n"

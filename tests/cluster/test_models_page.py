@@ -1,0 +1,51 @@
+"""docs/models.md is what `holdfast models` prints, and `holdfast models FOLDER` says how one model runs."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import transformers as tf
+
+from holdfast.cluster import cli, models_page
+from holdfast.replicas.model.description import FAMILIES
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_page_is_up_to_date():
+    assert (ROOT / "docs" / "models.md").read_text() == models_page.page() + "\n", "run `make models`"
+
+
+def test_every_family_of_our_decoder_has_a_row():
+    for name in FAMILIES:
+        assert f"\n| `{name}` | " in models_page.page()
+
+
+def test_families_through_transformers_are_those_that_are_tested():
+    source = (ROOT / "tests/replicas/model/test_any_model.py").read_text()
+    (tested,) = [
+        ast.literal_eval(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "FAMILIES"
+    ]
+    assert [name for name, *_ in models_page.TESTED] == [name for name in tested if name not in FAMILIES]
+
+
+def test_the_command_prints_the_page_or_how_models_run(tmp_path, capsys):
+    assert cli.main(["models"]) == 0
+    assert capsys.readouterr().out == models_page.page() + "\n"
+    tf.Qwen3_5TextConfig(num_hidden_layers=8).save_pretrained(tmp_path / "hybrid")
+    tf.GPT2Config().save_pretrained(tmp_path / "gpt2")
+    assert cli.main(["models", str(tmp_path / "hybrid"), str(tmp_path / "gpt2")]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert "on our decoder; 8 layers, 6 of them linear" in first
+    assert "gpt2, through transformers" in second
+
+
+def test_a_refused_model_says_why(tmp_path, capsys):
+    tf.Qwen3NextConfig(num_hidden_layers=4).save_pretrained(tmp_path)
+    assert cli.main(["models", str(tmp_path)]) == cli.MISUSE
+    assert "our decoder does not compute layers with experts" in capsys.readouterr().err
+    tf.T5Config().save_pretrained(tmp_path)
+    with pytest.raises(Exception, match="encoder-decoder"):
+        models_page.runs_on(str(tmp_path))

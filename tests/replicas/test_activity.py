@@ -1,4 +1,4 @@
-"""What an engine does at a moment, for those who watch: phases of turns, pins of programs, a tenant's own."""
+"""The activity of an engine: phases of turns, pins of programs, rows by tenant."""
 
 import json
 
@@ -14,7 +14,7 @@ PROMPT = list(range(5, 45))
 
 
 def rows(world: World, scope: str | None = None) -> tuple[dict[str, dict[str, object]], dict[str, dict[str, object]]]:
-    """Turns by request and pins by program, their fields named."""
+    """Turns by request and pins by program, as mappings."""
     found = activity(world.engine, scope, world.now)
     json.dumps(found)  # plain data, however an engine counts
     turns = [dict(zip(TURN, row, strict=True)) for row in found[0]]
@@ -22,7 +22,7 @@ def rows(world: World, scope: str | None = None) -> tuple[dict[str, dict[str, ob
     return {str(each["request"]): each for each in turns}, {str(each["program"]): each for each in pins}
 
 
-def test_a_turn_waits_is_computed_and_decodes() -> None:
+def test_phases_of_a_turn() -> None:
     world = World(step_tokens=16, max_sequences=1, retention=RetentionConfig(KEEP, most_s=20.0))
     world.submit("a", PROMPT, program="t/p", scope="t")
     world.submit("b", PROMPT, scope="t")
@@ -40,7 +40,7 @@ def test_a_turn_waits_is_computed_and_decodes() -> None:
     assert turns["a"]["drawn"] == 1
 
 
-def test_what_is_kept_for_a_program_and_until_when() -> None:
+def test_pins_and_their_deadlines() -> None:
     world = World(retention=RetentionConfig(KEEP, most_s=20.0))
     world.submit("a", PROMPT, program="t/p", scope="t")
     world.run()
@@ -55,7 +55,7 @@ def test_what_is_kept_for_a_program_and_until_when() -> None:
     assert pin["worth_s"] == 15.0
 
 
-def test_a_tenant_sees_its_own() -> None:
+def test_a_tenant_sees_only_its_own_rows() -> None:
     world = World()
     for tenant in ("one", "two"):
         world.submit(tenant, PROMPT, program=f"{tenant}/p", scope=tenant)

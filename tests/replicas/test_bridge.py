@@ -1,7 +1,7 @@
 """The border between asyncio and the engine thread.
 
-Every request has one terminal event, whatever happens; what needs no step waits for none. A mailbox loses nothing, is
-never late, and hands over lists no closer than its interval.
+Every request has one terminal event, whatever happens. Commands that need no step wait for at most one. A mailbox loses
+no event, is never late, and delivers lists no closer than its interval.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ CONFIG = EngineConfig(cells=2048, page_size=4, max_sequences=32, session_rows=0,
 
 
 class GatedRunner(FakeRunner):
-    """Steps only while the gate is open; closes it by itself after `closes_after` steps."""
+    """Computes only while the gate is open, and closes the gate after `closes_after` steps."""
 
     closes_after = -1
 
@@ -76,7 +76,7 @@ async def collect(bridge: Bridge, command: Submit):
 
 
 async def begun(bridge: Bridge, runner: GatedRunner):
-    """The stream of request "a", whose first tokens were read. The gate closed behind them, or all would be done."""
+    """The stream of request "a" after its first tokens. The gate is closed then, so the request cannot finish."""
     runner.closes_after = 1
     stream = bridge.run(submit("a", max_tokens=400))
     await anext(stream)
@@ -100,7 +100,7 @@ def test_many_requests_at_once_each_get_their_own_tokens():
 
 
 class WatchedRunner(GatedRunner):
-    """Notes, as each of its steps begins, how many lists of events a reader has had."""
+    """Notes at the start of each step how many lists of events a reader has received."""
 
     def __init__(self) -> None:
         super().__init__(CONFIG.cells // CONFIG.page_size, CONFIG.page_size, CONFIG.max_sequences)
@@ -120,7 +120,7 @@ class WatchedRunner(GatedRunner):
 
 
 class Handed(threading.Event):
-    """Says that the engine's thread waits for it."""
+    """Tells when the engine's thread waits for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Handed(threading.Event):
         return super().wait(timeout)
 
 
-def test_a_first_token_is_with_its_reader_before_the_next_step_begins(monkeypatch):
+def test_reader_gets_the_first_token_before_the_next_step_begins(monkeypatch):
     monkeypatch.setattr("holdfast.replicas.bridge.HANDING_S", 30.0)
 
     async def main():
@@ -167,7 +167,7 @@ def test_steps_go_on_while_the_event_loop_is_busy():
     asyncio.run(main())
 
 
-def test_what_was_drawn_for_who_left_is_known():
+def test_usage_of_an_abandoned_request_is_known():
     async def main():
         engine, runner = make()
         bridge = Bridge(engine)
@@ -188,8 +188,8 @@ def test_what_was_drawn_for_who_left_is_known():
     asyncio.run(main())
 
 
-def test_it_may_be_asked_before_the_caller_has_left():
-    """The question may overtake the news that the client has gone."""
+def test_usage_can_be_asked_before_the_caller_has_left():
+    """The call for usage may arrive before the abort."""
 
     async def main():
         engine, runner = make()
@@ -205,7 +205,7 @@ def test_it_may_be_asked_before_the_caller_has_left():
     asyncio.run(main())
 
 
-def test_an_engine_that_dies_keeps_nobody_who_asks():
+def test_a_dying_engine_still_answers_for_usage():
     async def main():
         engine, runner = make()
         bridge = Bridge(engine)
@@ -219,7 +219,7 @@ def test_an_engine_that_dies_keeps_nobody_who_asks():
     asyncio.run(main())
 
 
-def test_a_step_that_does_not_end_is_noticed():
+def test_a_hanging_step_is_noticed():
     now = [0.0]
     engine, runner = make()
     thread = EngineThread(engine, lambda events: None, lambda: None, clock=lambda: now[0])
@@ -239,7 +239,7 @@ def test_a_step_that_does_not_end_is_noticed():
     assert not thread.hung
 
 
-def test_how_long_a_step_may_take_is_learned():
+def test_a_step_may_take_a_multiple_of_the_longest_one():
     """The first one took 100 s, so the second may take twenty times as long."""
     now = [0.0]
     engine, runner = make()
@@ -267,7 +267,7 @@ def test_how_long_a_step_may_take_is_learned():
         thread.join(60)
 
 
-def test_leaving_early_aborts():
+def test_closing_the_stream_early_aborts_the_request():
     async def main():
         engine, runner = make()
         bridge = Bridge(engine)
@@ -283,7 +283,7 @@ def test_leaving_early_aborts():
     asyncio.run(main())
 
 
-def test_close_fails_those_that_run_and_refuses_new_ones():
+def test_close_fails_running_requests_and_refuses_new_ones():
     async def main():
         engine, runner = make()
         bridge = Bridge(engine)
@@ -304,7 +304,7 @@ def test_close_fails_those_that_run_and_refuses_new_ones():
     asyncio.run(main())
 
 
-def test_a_dead_engine_fails_everybody():
+def test_a_dead_engine_fails_every_request():
     async def main():
         engine, _ = make()
         bridge = Bridge(engine)
@@ -323,7 +323,7 @@ def test_a_dead_engine_fails_everybody():
     asyncio.run(main())
 
 
-def test_a_request_has_waited_since_it_was_sent_whatever_step_was_running():
+def test_a_request_arrives_when_it_is_sent_even_during_a_step():
     engine, runner = make()
     times, events, over = [1.0], {}, threading.Event()
 
@@ -348,7 +348,7 @@ def test_a_request_has_waited_since_it_was_sent_whatever_step_was_running():
     assert (events["b"].timing.arrived, events["b"].timing.scheduled) == (5.0, 9.0)
 
 
-def test_an_engine_that_nobody_asks_for_anything_lets_go_of_what_its_time_is_over_for():
+def test_an_idle_engine_drops_expired_pins():
     config = replace(CONFIG, session_rows=4, retention=RetentionConfig(KEEP))
     runner = GatedRunner(CONFIG.cells // CONFIG.page_size, CONFIG.page_size, CONFIG.max_sequences)
     engine = Engine(config, runner, frozenset({EOS}), VOCABULARY)
@@ -374,7 +374,7 @@ def test_an_engine_that_nobody_asks_for_anything_lets_go_of_what_its_time_is_ove
     assert sum(idle) < 20  # it did not look all the time
 
 
-def test_the_id_of_an_abandoned_request_is_in_use_until_the_engine_has_ended_it():
+def test_an_abandoned_request_keeps_its_id_until_the_engine_has_ended_it():
     async def main():
         engine, runner = make()
         bridge = Bridge(engine)
@@ -392,7 +392,7 @@ def test_the_id_of_an_abandoned_request_is_in_use_until_the_engine_has_ended_it(
     asyncio.run(main())
 
 
-def test_a_reader_that_leaves_after_the_end_frees_its_id():
+def test_a_finished_request_frees_its_id():
     async def main():
         engine, _ = make()
         bridge = Bridge(engine)
@@ -428,7 +428,7 @@ def test_an_id_in_use_is_refused():
 
 
 class Deliveries:
-    """What an engine thread delivered: for each terminal event the number of steps that had begun by then."""
+    """Terminal events that an engine thread delivered, each with the number of steps begun by then."""
 
     def __init__(self, runner: GatedRunner) -> None:
         self._runner = runner
@@ -459,7 +459,7 @@ def refused(name: str) -> Command:
 
 
 @pytest.mark.parametrize(("command", "kind"), [(gone, Aborted), (refused, Rejected)])
-def test_what_needs_no_step_waits_for_one_at_most_however_much_came_at_once(command, kind):
+def test_aborts_and_rejections_wait_for_one_step_at_most(command, kind):
     engine, runner = make()
     delivered = Deliveries(runner)
     thread = EngineThread(engine, delivered, lambda: None)
@@ -480,7 +480,7 @@ def test_what_needs_no_step_waits_for_one_at_most_however_much_came_at_once(comm
     assert max(delivered.steps[each.request_id] for each in burst) <= begun + 1
 
 
-def test_commands_that_never_end_do_not_keep_steps_from_running():
+def test_a_flood_of_commands_does_not_block_steps():
     engine, runner = make()
     delivered = Deliveries(runner)
     thread = EngineThread(engine, delivered, lambda: None)
@@ -500,7 +500,7 @@ def test_commands_that_never_end_do_not_keep_steps_from_running():
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_what_had_ended_when_the_engine_stops_is_told_as_it_ended(dies):
+def test_every_request_gets_its_terminal_event_when_the_engine_stops(dies):
     engine, runner = make()
     delivered, ended = Deliveries(runner), threading.Event()
     thread = EngineThread(engine, delivered, ended.set)
@@ -534,7 +534,7 @@ def token(i: int) -> Tokens:
     return Tokens("a", (i,))
 
 
-def test_the_first_event_and_the_end_are_not_held_back():
+def test_first_and_terminal_events_are_not_delayed():
     async def main():
         box = Mailbox(asyncio.get_running_loop(), 3600.0)
         box.put([token(1)])
@@ -552,7 +552,7 @@ def test_the_first_event_and_the_end_are_not_held_back():
 
 
 @pytest.mark.parametrize("away", [False, True])
-def test_urgent_tokens_take_those_before_them_along(away):
+def test_urgent_tokens_deliver_earlier_ones_as_well(away):
     async def main():
         box = Mailbox(asyncio.get_running_loop(), 3600.0, lambda tokens: 3 in tokens)
         box.put([token(1)])
@@ -574,7 +574,7 @@ def test_urgent_tokens_take_those_before_them_along(away):
     asyncio.run(main())
 
 
-def test_what_came_while_the_reader_was_away_is_handed_over_when_due():
+def test_events_put_between_two_takes_are_delivered_when_due():
     async def main():
         box = Mailbox(asyncio.get_running_loop(), 0.01)
         box.put([token(1)])

@@ -1,4 +1,4 @@
-"""Log lines: both forms, whom they are about, and that a line is one line."""
+"""Log lines: text and JSON, the request they belong to, one line per record."""
 
 import asyncio
 import io
@@ -21,7 +21,7 @@ log = logging.getLogger("holdfast.somewhere")
 
 @pytest.fixture
 def lines(tmp_path: Path) -> Iterator[Path]:
-    """A file for `configure`; afterwards logging is as it was."""
+    """A file for `configure`. Logging is restored afterwards."""
     root = logging.getLogger(logs.ROOT)
     before = root.handlers[:], root.level, root.propagate
     root.handlers.clear()
@@ -37,7 +37,7 @@ def record(message: str = "hi", **told: object) -> logging.LogRecord:
     return made
 
 
-def test_lines_tell_whom_they_are_about_in_every_task_of_its_own(lines: Path) -> None:
+def test_json_lines_name_the_request_of_their_task(lines: Path) -> None:
     logs.configure(LoggingConfig("json", "info", str(lines)), "router")
 
     async def serve(number: int) -> None:
@@ -67,7 +67,7 @@ def test_lines_tell_whom_they_are_about_in_every_task_of_its_own(lines: Path) ->
     assert "request_id" not in third
 
 
-def test_the_same_as_text(lines: Path) -> None:
+def test_text_lines(lines: Path) -> None:
     logs.configure(LoggingConfig("text", "info", str(lines)), "replica a")
     log.info("turn ended", extra=logs.fields(outcome="completed", why="two words", seconds=0.5))
     assert re.fullmatch(
@@ -76,7 +76,7 @@ def test_the_same_as_text(lines: Path) -> None:
     )
 
 
-def test_what_is_below_the_level_is_not_written_and_a_second_configuration_replaces_the_first(lines: Path) -> None:
+def test_the_level_filters_and_a_second_configuration_replaces_the_first(lines: Path) -> None:
     logs.configure(LoggingConfig("json", "debug", str(lines) + ".old"), "router")
     logs.configure(LoggingConfig("text", "warning", str(lines)), "router")
     log.info("no")
@@ -86,8 +86,8 @@ def test_what_is_below_the_level_is_not_written_and_a_second_configuration_repla
     assert Path(str(lines) + ".old").read_text() == ""
 
 
-def test_without_a_file_lines_go_to_the_process_s_own_stderr(lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not through what a host of this process has put in its place."""
+def test_without_a_file_lines_go_to_the_original_stderr(lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not to a replacement that the process's host has installed."""
     own, put = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "__stderr__", own)
     monkeypatch.setattr(sys, "stderr", put)
@@ -109,7 +109,7 @@ def test_an_exception_is_part_of_its_line(lines: Path) -> None:
 
 @settings(max_examples=40)
 @given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), st.text() | st.integers() | st.none()))
-def test_a_line_is_one_line_whatever_is_in_it(told: dict[str, object]) -> None:
+def test_a_record_is_always_one_line(told: dict[str, object]) -> None:
     kept = {name: value for name, value in told.items() if value not in (None, "")}
     line = LineFormatter("p", "json").format(record(**told))
     assert len(line.splitlines()) == 1

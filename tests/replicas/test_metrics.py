@@ -1,4 +1,4 @@
-"""The replica's list against what it exposes, and what each metric has to say of itself."""
+"""The list of a replica's metrics, their exposition, and their help texts."""
 
 import re
 from dataclasses import fields, is_dataclass
@@ -49,7 +49,7 @@ def exposed():
     return {family.name: family for family in text_string_to_metric_families(generate_latest(registry).decode())}
 
 
-def test_every_metric_of_the_list_is_exposed_as_it_says_and_no_other():
+def test_exactly_the_listed_metrics_are_exposed():
     found = exposed()
     assert {each.name.removesuffix("_total") for each in ALL} == set(found)
     for each in ALL:
@@ -88,7 +88,7 @@ def test_a_metric_is_named_and_explained(metric):
 
 
 @pytest.mark.parametrize("metric", EVERY, ids=lambda metric: metric.name)
-def test_what_it_names_exists(metric):
+def test_names_in_help_texts_exist(metric):
     names = {each.name for each in EVERY}
     for word in re.findall(r"`([\w.]+)`", f"{metric.help} {metric.advice}"):
         if word.startswith("holdfast_"):
@@ -102,11 +102,11 @@ def test_what_it_names_exists(metric):
                 value = getattr(value, part)
 
 
-def test_names_are_there_once():
+def test_names_are_unique():
     assert len({metric.name for metric in EVERY}) == len(EVERY)
 
 
-def test_a_process_says_what_it_uses():
+def test_process_usage_grows():
     before = process_usage()
     sum(i * i for i in range(200_000))
     after = process_usage()

@@ -1,4 +1,4 @@
-"""Requests that the server sent itself are counted apart: requests, tokens and hits are clients' alone."""
+"""Requests of the server itself are counted apart: counts of requests, tokens and hits are of clients alone."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -31,7 +31,7 @@ def of_clients(world: World) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("origin", OWN)
-def test_what_the_server_asks_itself_counts_among_no_clients_requests(origin: Origin) -> None:
+def test_requests_of_the_server_itself_are_counted_apart(origin: Origin) -> None:
     world = World()
     before = of_clients(world)
     world.give(asked("a", origin))
@@ -47,7 +47,7 @@ def test_what_the_server_asks_itself_counts_among_no_clients_requests(origin: Or
     assert world.engine.stats.own_tokens[origin] >= len(PROMPT) + drawn
 
 
-def test_a_clients_request_counts_as_before() -> None:
+def test_a_client_request_is_counted_as_one() -> None:
     world = World()
     world.give(asked("own", Origin.WARM_UP))
     world.run()
@@ -60,7 +60,7 @@ def test_a_clients_request_counts_as_before() -> None:
     assert stats.completion == len(world.out["client"])
 
 
-def test_work_ahead_that_a_client_asks_for_is_its_request() -> None:
+def test_a_background_prefill_counts_as_a_client_request() -> None:
     world = World()
     background = PartialPrefill("h", 60.0)
     world.give(asked("client", Origin.CLIENT, background=background, sampling=Sampling(max_tokens=0), program_id="p"))

@@ -1,4 +1,4 @@
-"""Standing questions on a made-up engine: when they are asked, when they give way, and what is told of them."""
+"""Standing questions on a scripted engine: when they are asked, cancelled and reported."""
 
 import asyncio
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from holdfast.replicas.sessions import SessionFacts
 
 
 class World:
-    """An engine that answers with what the session has, once it is let go on. `asked`: the questions it was asked."""
+    """An engine that answers with the session's appends, once `go_on` is set. `asked`: the questions it received."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -87,7 +87,7 @@ def run(work: Callable[[World], object]) -> None:
     asyncio.run(main())
 
 
-def test_nothing_is_asked_while_somebody_else_wants_the_engine() -> None:
+def test_no_question_is_asked_while_a_client_request_runs() -> None:
     async def work(world: World) -> None:
         with world.questions.others():
             with world.questions.others():
@@ -100,7 +100,7 @@ def test_nothing_is_asked_while_somebody_else_wants_the_engine() -> None:
     run(work)
 
 
-def test_who_comes_ends_what_is_asked_ahead_and_it_is_asked_again_afterwards() -> None:
+def test_a_client_request_cancels_the_question_which_is_asked_again_later() -> None:
     async def work(world: World) -> None:
         world.add("q")
         await turns()
@@ -120,7 +120,7 @@ def test_who_comes_ends_what_is_asked_ahead_and_it_is_asked_again_afterwards() -
 
 
 @given(bursts=st.lists(st.integers(1, 5), max_size=6))
-def test_appends_that_come_together_are_answered_once(bursts: list[int]) -> None:
+def test_several_appends_are_answered_once(bursts: list[int]) -> None:
     async def work(world: World) -> None:
         world.go_on.set()
         world.add("q")
@@ -137,7 +137,7 @@ def test_appends_that_come_together_are_answered_once(bursts: list[int]) -> None
     run(work)
 
 
-def test_the_one_that_waited_longest_is_next_and_a_long_one_keeps_no_others_from_it() -> None:
+def test_the_question_asked_longest_ago_is_next() -> None:
     async def work(world: World) -> None:
         for name in "ab":
             world.add(name)
@@ -151,7 +151,7 @@ def test_the_one_that_waited_longest_is_next_and_a_long_one_keeps_no_others_from
     run(work)
 
 
-def test_a_failure_is_told_with_the_last_answer_and_not_tried_again_before_the_next_append() -> None:
+def test_a_failed_question_keeps_its_last_answer_and_is_retried_after_the_next_append() -> None:
     async def work(world: World) -> None:
         world.go_on.set()
         world.add("q")
@@ -179,7 +179,7 @@ def test_a_failure_is_told_with_the_last_answer_and_not_tried_again_before_the_n
     run(work)
 
 
-def test_a_bug_fails_its_question_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_error_fails_one_question_only(caplog: pytest.LogCaptureFixture) -> None:
     async def work(world: World) -> None:
         world.go_on.set()
         for name in ("bug", "q"):
@@ -193,7 +193,7 @@ def test_a_bug_fails_its_question_and_no_other(caplog: pytest.LogCaptureFixture)
     assert "a standing question failed" in caplog.text
 
 
-def test_reads_are_counted_by_what_they_found() -> None:
+def test_reads_are_counted_as_current_stale_or_none() -> None:
     async def work(world: World) -> None:
         world.add("q")
         facts = world.sessions["t", "s"]
@@ -210,7 +210,7 @@ def test_reads_are_counted_by_what_they_found() -> None:
     run(work)
 
 
-def test_they_are_bounded_and_go_with_their_session(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_questions_are_limited_and_end_with_their_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(questions, "SESSION_QUESTIONS", 4)
     monkeypatch.setattr(questions, "TENANT_QUESTIONS", 6)
 

@@ -33,7 +33,7 @@ TENANTS = [f"t{i}" for i in range(6)]
 
 
 class Busy(World):
-    """An engine whose books are never at rest. Many tenants, pins, sessions, limits, evictions to the host."""
+    """An engine that is always busy: many tenants, pins, sessions, limits, evictions to the host."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(
@@ -138,7 +138,7 @@ def scraped(collector: EngineCollector) -> None:
 
 
 def interleaved(read: Callable[[], object], work: Callable[[], None], rng: random.Random) -> None:
-    """Run `read`; `work` runs between some of its instructions, as where the interpreter switches threads."""
+    """Run `read`, with `work` between some of its instructions, as if the interpreter switched threads."""
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         if not frame.f_code.co_filename.startswith(OURS):
@@ -157,7 +157,7 @@ def interleaved(read: Callable[[], object], work: Callable[[], None], rng: rando
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_whatever_is_read_while_the_engine_works_is_read_whole_and_within_bounds(seed: int) -> None:
+def test_concurrent_reads_are_consistent_and_within_bounds(seed: int) -> None:
     world = Busy(seed)
     collector = EngineCollector(
         SimpleNamespace(  # type: ignore[arg-type]

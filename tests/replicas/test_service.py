@@ -1,4 +1,4 @@
-"""Text and engine together, over the shipped model: conversations, streams, stops, and what they leave behind."""
+"""Text and engine together, over the shipped model: conversations, streams, stops, and freed resources."""
 
 import asyncio
 import json
@@ -76,7 +76,7 @@ def request(name: str, prompt, max_tokens: int = 40, stop: tuple[str, ...] = (),
 
 
 async def streamed(service: Service, command: GenerateRequest) -> tuple[AnswerBuilder, int]:
-    """The collected reply, and in how many pieces it came."""
+    """The collected reply and its number of batches."""
     built, batches = AnswerBuilder(), 0
     async for pieces in service.stream(command):
         built.add(pieces)
@@ -84,7 +84,7 @@ async def streamed(service: Service, command: GenerateRequest) -> tuple[AnswerBu
     return built, batches
 
 
-def test_an_agents_conversation_computes_only_what_is_new():
+def test_a_conversation_computes_only_its_new_tokens():
     async def main():
         async with serving() as service:
             messages = [{"role": "user", "content": "What is the weather in Paris?"}]
@@ -116,7 +116,7 @@ def test_an_agents_conversation_computes_only_what_is_new():
     asyncio.run(main())
 
 
-def test_a_stream_says_what_the_whole_reply_says(monkeypatch):
+def test_a_stream_equals_the_complete_reply(monkeypatch):
     monkeypatch.setattr("holdfast.replicas.bridge.STREAM_INTERVAL_S", 0.0)
 
     async def main():
@@ -132,7 +132,7 @@ def test_a_stream_says_what_the_whole_reply_says(monkeypatch):
     asyncio.run(main())
 
 
-def test_a_call_is_told_as_it_closes_however_many_steps_share_a_message(monkeypatch):
+def test_a_closed_call_is_sent_at_once_though_steps_share_messages(monkeypatch):
     monkeypatch.setattr("holdfast.replicas.bridge.STREAM_INTERVAL_S", 3600.0)
 
     async def main():
@@ -180,7 +180,7 @@ def test_a_streamed_reply_begins_with_the_tokens_of_its_prompt():
 
 
 def test_a_call_does_not_wait_for_the_end_of_its_reply():
-    """Though the engine has ended it before anybody reads of either: both are in one list of events then."""
+    """Even if one list of events has both the call and the end."""
 
     async def main():
         async with serving() as service:
@@ -204,7 +204,7 @@ def test_a_call_does_not_wait_for_the_end_of_its_reply():
     asyncio.run(main())
 
 
-def test_32_streams_at_once_end_and_leave_everything_free():
+def test_32_concurrent_streams_free_everything():
     async def main():
         async with serving() as service:
             replies = await asyncio.gather(
@@ -221,7 +221,7 @@ def test_32_streams_at_once_end_and_leave_everything_free():
     asyncio.run(main())
 
 
-def test_leaving_a_stream_aborts_it_within_two_steps():
+def test_closing_a_stream_aborts_it_within_two_steps():
     async def main():
         async with serving() as service:
             engine, thread = service.engine, service.bridge.thread
@@ -246,8 +246,8 @@ def test_leaving_a_stream_aborts_it_within_two_steps():
     asyncio.run(main())
 
 
-def test_an_answer_that_cannot_come_in_time_is_refused_while_a_step_goes_on():
-    """Nothing is rendered, and no step is waited for: what is foreseen counts those that the engine has yet to read."""
+def test_an_unmeetable_deadline_is_refused_during_a_step():
+    """Before rendering, without waiting for the step. The estimate counts commands that the engine has not read."""
 
     async def main():
         async with serving(replace(CONFIG, max_sequences=1, session_rows=0)) as service:
@@ -289,8 +289,8 @@ def test_an_answer_that_cannot_come_in_time_is_refused_while_a_step_goes_on():
     asyncio.run(main())
 
 
-def test_a_chat_finds_computed_what_the_operators_file_lists(tmp_path):
-    """The same text by the same template, whoever asks."""
+def test_shared_preambles_are_cached_for_every_client(tmp_path):
+    """The preamble and the client's prompt render to the same tokens."""
     system = [{"role": "system", "content": "You book trips, with great care. " * 20}]
     path = tmp_path / "preambles.json"
     path.write_text(json.dumps([{"messages": system, "tools": TOOLS}]))
@@ -320,7 +320,7 @@ def test_a_stop_string_ends_the_reply_before_it():
     asyncio.run(main())
 
 
-def test_a_chat_reply_without_content_and_calls_is_counted():
+def test_empty_chat_replies_are_counted():
     async def main():
         async with serving() as service:
             chat = ChatPrompt([{"role": "user", "content": "hello"}])
@@ -333,7 +333,7 @@ def test_a_chat_reply_without_content_and_calls_is_counted():
     asyncio.run(main())
 
 
-def test_a_reply_that_fits_is_as_long_as_the_context_leaves_room_for():
+def test_max_tokens_is_reduced_to_the_room_in_the_context():
     async def main():
         async with serving(replace(CONFIG, cells=512)) as service:
             config = service.engine.config
@@ -385,7 +385,7 @@ def test_logprobs_come_with_the_text_and_count_every_token():
         (RawPrompt([]), 10, ErrorKind.INVALID, "prompt"),
     ],
 )
-def test_what_cannot_be_served_is_an_error_with_its_field(prompt, max_tokens, kind, field):
+def test_an_impossible_request_names_its_field(prompt, max_tokens, kind, field):
     async def main():
         async with serving() as service:
             reply = await service.generate(request("a", prompt, max_tokens))
@@ -395,7 +395,7 @@ def test_what_cannot_be_served_is_an_error_with_its_field(prompt, max_tokens, ki
     asyncio.run(main())
 
 
-def test_without_max_tokens_the_context_is_filled():
+def test_without_max_tokens_a_reply_fills_the_context():
     async def main():
         async with serving(EngineConfig(cells=8192, threads=1, context_length=64)) as service:
             reply = await service.generate(request("a", "hello", -1, ignore_eos=True))
@@ -445,13 +445,13 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module")
 def loaded() -> list[int]:
-    """Of a process of its own that has loaded a model: objects that collections look at, others, new threads."""
+    """From a separate process with a loaded model: objects seen by the collector, frozen objects, new threads."""
     told = subprocess.run([sys.executable, "-c", LOADED_SCRIPT], capture_output=True, text=True, check=True)
     return [int(each) for each in told.stdout.split()[-3:]]
 
 
-def test_who_was_let_in_as_it_came_is_not_refused_once_it_has_been_read():
-    """Refused after a step, its client would have waited in vain; and those that are read count as those that wait."""
+def test_a_request_admitted_on_arrival_is_not_refused_after_encoding():
+    """Its client would have waited in vain. Requests that are being encoded count as waiting."""
 
     async def main():
         async with serving(replace(CONFIG, max_sequences=1, session_rows=0)) as service:
@@ -484,14 +484,14 @@ def test_who_was_let_in_as_it_came_is_not_refused_once_it_has_been_read():
 
 
 async def late(service: Service, name: str) -> None:
-    """Refused, since it is expected to take longer than it gives."""
+    """Refused, because its expected time exceeds its deadline."""
     answer = await service.generate(replace(request(name, "x", 4), within_s=0.0))
     assert isinstance(answer, Errored)
     assert answer.error.kind is ErrorKind.DEADLINE
 
 
 async def left(service: Service, name: str) -> None:
-    """Its client leaves while it is answered."""
+    """Its client leaves during the reply."""
     answer = asyncio.create_task(service.generate(request(name, "x", 4000, ignore_eos=True)))
     await until_async(lambda: service.engine.occupancy().running)
     answer.cancel()
@@ -513,14 +513,14 @@ async def stream(service: Service, name: str) -> None:
 
 
 def stack_of(thread: threading.Thread) -> list[str]:
-    """Names of the functions that a thread is in."""
+    """Names of the functions on a thread's stack."""
     frame = sys._current_frames().get(thread.ident)
     return [each.name for each in traceback.extract_stack(frame)]
 
 
 @pytest.mark.parametrize("serve", [whole, stream, late, wrong, left])
-def test_what_was_served_leaves_no_cycles(serve):
-    """The collector would have to look for them, and hold every stream up meanwhile."""
+def test_served_requests_leave_no_reference_cycles(serve):
+    """Cycles need the collector, and a collection stalls every stream."""
 
     async def main():
         async with serving(replace(CONFIG)) as service:
@@ -539,7 +539,7 @@ def test_what_was_served_leaves_no_cycles(serve):
     assert asyncio.run(main()) == {}
 
 
-def test_loading_leaves_no_team_of_threads_beside_the_engines(loaded: list[int]) -> None:
+def test_loading_leaves_no_extra_openmp_threads(loaded: list[int]) -> None:
     """OpenMP's threads sleep wherever they wait once there are more of them than cores; steps took 1.7 times as long.
 
     The loop's thread has no team yet: its first parallel work makes one.
@@ -547,8 +547,8 @@ def test_loading_leaves_no_team_of_threads_beside_the_engines(loaded: list[int])
     assert loaded[-1] == 1
 
 
-def test_what_is_there_once_a_model_is_loaded_is_looked_through_no_more(loaded: list[int]) -> None:
-    """A whole collection of garbage takes as long as there is to look through, and meanwhile no stream goes on."""
+def test_garbage_collection_skips_the_loaded_model(loaded: list[int]) -> None:
+    """A full collection takes longer with more objects, and stalls every stream."""
     looked_through, left_alone, _ = loaded
     assert left_alone > 100_000
     assert looked_through < left_alone / 10

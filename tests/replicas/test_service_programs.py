@@ -1,4 +1,4 @@
-"""Text and engine together: what a reply called reaches the engine, which keeps or lets go of its cells."""
+"""Text and engine together: the engine learns which tools a reply called, and keeps or drops the cells."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -37,19 +37,19 @@ async def serving(policy: str = KEEP):
 
 
 def turn(name: str, *, forced: bool, ends: bool = False, most: int = 60) -> GenerateRequest:
-    """A turn that calls the tool, or one that cannot."""
+    """A turn that must call the tool, or has none."""
     prompt = ChatPrompt(ASKS, (TOOL,), "required", forced_tool="get_weather") if forced else ChatPrompt(HELLO)
     return GenerateRequest(name, prompt, Sampling(most), program_id="p", program_end=ends)
 
 
 async def settled(service: Service) -> tuple[int, int]:
-    """Programs kept, once the engine has heard everything that was sent to it: another request comes behind it."""
+    """Pins now and in total. A further request makes sure that the engine has read all earlier commands."""
     await service.generate(GenerateRequest("behind", RawPrompt([5, 6]), Sampling(1)))
     now = service.engine.occupancy()
     return now.pins, service.engine.stats.pins
 
 
-def test_a_turn_that_calls_a_tool_is_kept_until_its_program_ends():
+def test_cells_of_a_tool_call_are_kept_until_the_program_ends():
     async def main() -> None:
         async with serving() as service:
             answer = await service.generate(turn("a", forced=True))
@@ -61,7 +61,7 @@ def test_a_turn_that_calls_a_tool_is_kept_until_its_program_ends():
     asyncio.run(main())
 
 
-def test_a_call_that_did_not_close_is_neither_a_call_nor_a_last_turn():
+def test_an_unclosed_call_is_neither_a_call_nor_a_last_turn():
     async def main() -> None:
         async with serving() as service:
             prompt = ChatPrompt(ASKS, (TOOL,), "required")
@@ -84,7 +84,7 @@ def test_a_last_turn_is_not_kept(forced, ends):
     asyncio.run(main())
 
 
-def test_the_engine_hears_how_many_turns_an_answer_took():
+def test_the_engine_learns_how_many_turns_an_answer_took():
     async def main() -> None:
         async with serving() as service:
             last = replace(turn("a", forced=False, ends=True), program_turns=7, answered_turns=5)
@@ -106,7 +106,7 @@ def test_the_engine_decides_by_what_the_cluster_knows():
     asyncio.run(main())
 
 
-def test_a_reply_that_was_cut_is_no_final_answer():
+def test_a_truncated_reply_is_no_final_answer():
     async def main() -> None:
         async with serving() as service:
             answer = await service.generate(turn("a", forced=False, most=1))
@@ -116,7 +116,7 @@ def test_a_reply_that_was_cut_is_no_final_answer():
     asyncio.run(main())
 
 
-def test_notices_that_nobody_hears_any_more_end_nothing():
+def test_notices_after_close_are_ignored():
     async def main() -> None:
         async with serving() as service:
             await service.close()

@@ -1,4 +1,4 @@
-"""Sessions over the shipped model: fed in pieces, asked, forked and closed; answers are those of the whole prompt."""
+"""Sessions over the shipped model: append, query, fork, close. Answers equal those to the whole prompt."""
 
 import asyncio
 from contextlib import aclosing
@@ -49,7 +49,7 @@ async def asked(service: Service, session: str, name: str, question: str, keep: 
 
 
 class Client:
-    """Feeds, forks and closes sessions of a service; raises what went wrong."""
+    """Appends to, forks and closes sessions of a service. Raises their errors."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -75,7 +75,7 @@ class Client:
         await self.service.sessions.call(CloseSession("", session))
 
 
-def test_a_session_is_fed_asked_forked_and_closed():
+def test_append_query_fork_and_close():
     async def main():
         service = Service.load(CONFIG)
         try:
@@ -114,7 +114,7 @@ def test_a_session_is_fed_asked_forked_and_closed():
     asyncio.run(main())
 
 
-def test_what_a_session_cannot_do_is_raised_and_names_the_field():
+def test_an_impossible_operation_raises_and_names_its_field():
     async def main():
         service = Service.load(CONFIG)
         try:

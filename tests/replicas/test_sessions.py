@@ -1,4 +1,4 @@
-"""Sessions of the engine: data comes in without a question, a question costs its own tokens, and all is returned."""
+"""Sessions of the engine: appends draw nothing, a query costs its own tokens, and all cells are freed."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def test_max_tokens_0_computes_the_prompt_and_draws_nothing():
     assert all(chunk.draw is None for plan in world.runner.plans for chunk in plan.chunks)
 
 
-def test_a_prompt_of_the_whole_context_can_be_computed_though_nothing_could_follow():
+def test_a_prompt_may_fill_the_context_if_nothing_is_drawn():
     world = make(context_length=32)
     world.submit("full", words(1, 32), max_tokens=0)
     world.submit("one more", words(1, 33), max_tokens=0)
@@ -86,7 +86,7 @@ def test_a_session_goes_on_in_its_row_without_a_copy():
     assert world.engine.stats.turns_continued == 1
 
 
-def test_an_engine_that_stops_fails_what_runs_and_what_is_queued():
+def test_a_stopping_engine_fails_running_and_queued_operations():
     world = make(step_tokens=4)
     world.open("s")
     world.append("running", "s", words(1, 40))
@@ -100,7 +100,7 @@ def test_an_engine_that_stops_fails_what_runs_and_what_is_queued():
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_what_is_kept_of_a_query_is_history_and_nothing_else(keep):
+def test_only_a_kept_query_becomes_history(keep):
     world = make()
     world.open("s")
     world.append("a", "s", words(1, 20))
@@ -113,7 +113,7 @@ def test_what_is_kept_of_a_query_is_history_and_nothing_else(keep):
     assert world.prompts["q2"][0] == words(1, 20) + middle + words(3, 7)
 
 
-def test_a_fork_shares_all_and_then_goes_its_own_way():
+def test_a_fork_shares_the_history_and_diverges():
     world = make()
     world.open("parent")
     world.append("a", "parent", words(1, 42))
@@ -136,7 +136,7 @@ def test_a_fork_shares_all_and_then_goes_its_own_way():
     world.assert_right("again")
 
 
-def test_a_fork_of_a_fork_during_an_append_has_what_both_had_then():
+def test_a_fork_of_a_fork_during_an_append_has_the_history_before_it():
     world = make()
     world.open("a")
     world.append("a1", "a", words(1, 42))
@@ -163,7 +163,7 @@ def test_a_fork_of_a_fork_during_an_append_has_what_both_had_then():
     world.assert_idle()
 
 
-def test_a_sessions_cells_outlive_a_flood_and_go_with_it():
+def test_a_sessions_cells_survive_cache_pressure_and_are_freed_on_close():
     world = make(cells=256, context_length=128)
     world.open("s")
     world.append("a", "s", words(1, 60))
@@ -184,7 +184,7 @@ def test_a_sessions_cells_outlive_a_flood_and_go_with_it():
     assert world.engine.cache.cells.in_use == 0
 
 
-def test_close_aborts_what_is_in_flight():
+def test_close_aborts_running_and_queued_operations():
     world = make(step_tokens=4)
     world.open("s")
     for name in ("running", "queued"):
@@ -198,7 +198,7 @@ def test_close_aborts_what_is_in_flight():
 
 
 @pytest.mark.parametrize("which", ["running", "queued"])
-def test_what_is_aborted_leaves_the_history_as_it_was(which):
+def test_an_aborted_operation_leaves_the_history_unchanged(which):
     world = make(step_tokens=4)
     world.open("s")
     world.append("known", "s", words(1, 21))
@@ -214,7 +214,7 @@ def test_what_is_aborted_leaves_the_history_as_it_was(which):
     assert world.prompts["q"][0] == words(1, 21) + other + words(4, 3)
 
 
-def test_a_failed_step_leaves_the_history_as_it_was():
+def test_a_failed_step_leaves_the_history_unchanged():
     world = make()
     world.open("s")
     world.append("known", "s", words(1, 21))
@@ -228,7 +228,7 @@ def test_a_failed_step_leaves_the_history_as_it_was():
     world.assert_right("q")
 
 
-def test_what_a_session_cannot_do_names_the_field():
+def test_an_impossible_operation_names_its_field():
     world = make(session_rows=2, session_idle_s=50.0)
     world.append("unknown", "s", words(1, 4))
     world.open("s")
@@ -249,7 +249,7 @@ def test_what_a_session_cannot_do_names_the_field():
         assert (world.end(name).error.kind, world.end(name).error.field) == (kind, field)
 
 
-def test_one_tenant_does_not_take_every_session():
+def test_a_tenant_cannot_take_every_session():
     world = make(tenant_sessions=2)
     own = [world.open(f"s{i}", scope="one") for i in range(3)]
     other = world.open("s0", scope="other")
@@ -259,7 +259,7 @@ def test_one_tenant_does_not_take_every_session():
     assert "at most 2 sessions" in world.end(own[2]).error.message
 
 
-def test_a_session_that_nobody_uses_is_closed_and_says_so():
+def test_an_unused_session_is_closed():
     world = make(session_idle_s=50.0)
     world.open("s")
     world.append("a", "s", words(1, 20))
@@ -272,7 +272,7 @@ def test_a_session_that_nobody_uses_is_closed_and_says_so():
     assert world.engine.cache.cells.in_use == 0
 
 
-def test_what_was_drawn_after_a_reply_had_ended_is_not_kept():
+def test_tokens_after_the_end_of_a_reply_are_not_kept():
     world = make()
     world.open("s")
     world.query("q", "s", words(1, 9), max_tokens=20)
@@ -305,7 +305,7 @@ def test_an_idle_engine_knows_when_to_close_a_session():
 
 @pytest.mark.parametrize("order", ["program", ORDERS["infercept"], "fair"])
 def test_an_operation_is_served_before_requests_that_come_after_it(order):
-    """Nobody says when their programs began: a session's is where it was opened, a request's where it came."""
+    """Without a given arrival a session counts from its opening, a request from its own arrival."""
     world = make(max_sequences=2, session_rows=1, order=order)
     world.now = 1000.0
     world.open("s")
@@ -337,7 +337,7 @@ def test_an_append_behind_a_long_query_does_not_wait_for_the_engine():
     assert world.end("a").timing.arrived == sent, "its time counts from when it was sent"
 
 
-def test_an_operation_that_finds_no_place_in_time_is_refused():
+def test_an_operation_that_waits_too_long_is_refused():
     world = make(max_sequences=2, session_rows=1, queue_timeout_s=10.0)
     world.open("s")
     for program in ("", "p"):  # a row of each region
@@ -350,7 +350,7 @@ def test_an_operation_that_finds_no_place_in_time_is_refused():
     assert 11.0 <= world.now <= 14.0
 
 
-def test_decoding_goes_on_beside_a_long_append(monkeypatch):
+def test_decoding_continues_during_a_long_append(monkeypatch):
     monkeypatch.setattr(EngineConfig, "latency_chunk", 8)
     world = make(step_tokens=64)
     world.submit("a", words(1, 8), max_tokens=60)
@@ -402,7 +402,7 @@ def test_without_the_prefix_cache_a_session_keeps_its_history_and_a_fork_compute
 
 @given(tokens=st.lists(st.integers(0, 3), min_size=1, max_size=8), closing=st.lists(st.integers(0, 3), max_size=4))
 def test_a_reply_is_closed_once(tokens, closing):
-    """What has been drawn of the closing is not put there again."""
+    """Drawn tokens of the closing are not added again."""
     drawn, end = np.array(tokens, np.int32), np.array(closing, np.int32)
     closed = closed_reply(drawn, end).tolist()
     assert closed[: len(tokens)] == tokens
@@ -412,7 +412,7 @@ def test_a_reply_is_closed_once(tokens, closing):
     assert closed == min(shorter, key=len)
 
 
-def test_what_is_asked_ahead_does_not_keep_a_session_open():
+def test_standing_questions_do_not_extend_a_session():
     world = make(session_idle_s=50.0)
     world.open("s")
     world.append("a", "s", words(1, 20))

@@ -74,7 +74,7 @@ def _held_bytes(settings: Settings, shape: sizing.Shape, number: int, held: Memo
     """Bytes of an engine's cells and recurrent states."""
     engine = settings.engine
     cell = shape.cell_bytes(1 if engine.kv_dtype == "int8" else number)
-    return held.cells * cell + held.slots * shape.state_bytes(number, sizing.drafts(engine))
+    return held.cells * cell + held.slots * shape.state_bytes(number, sizing.window(engine))
 
 
 def _on_cpu(settings: Settings, shape: sizing.Shape, number: int) -> Memory:
@@ -266,7 +266,7 @@ def memory(settings: Settings, facts: Facts) -> Iterator[Finding]:
         fullest = min(taken, key=lambda gpu: gpu.free)
         yield _on_gpu(settings, shape, number, fullest)
     elif shape.linear is not None:
-        held, state = _on_cpu(settings, shape, number), shape.state_bytes(number, sizing.drafts(engine))
+        held, state = _on_cpu(settings, shape, number), shape.state_bytes(number, sizing.window(engine))
         yield ok("states", f"{sizing.states_told(held, state)} in the cache, and {held.cells:,} cells")
     beside = RAY + PROXY + settings.redis.memory_mb * 2**20
     need = count * engine_bytes(settings, on_gpu) + settings.server.routers * router_bytes(settings) + beside
@@ -289,7 +289,7 @@ def _on_gpu(settings: Settings, shape: sizing.Shape, number: int, gpu: Gpu) -> F
         return fail("memory of a GPU", found, "a smaller model, a GPU with more, or end what else is on it: nvidia-smi")
     found = f"{weights / GIB:.1f} GiB of weights leave room for about {held.cells:,} cells"
     if held.slots:
-        found += f" and {sizing.states_told(held, shape.state_bytes(number, sizing.drafts(engine)))}"
+        found += f" and {sizing.states_told(held, shape.state_bytes(number, sizing.window(engine)))}"
     return ok("memory of a GPU", found)
 
 

@@ -7,7 +7,7 @@
 A model with linear attention has cells in its other layers only, and shares this memory between cells and states:
 
     state    = linear layers x (value heads x key size x value size x 4 bytes
-                                + channels x (kernel - 1 + drafts) x bytes of a number)
+                                + channels x (kernel + drafts) x bytes of a number)
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ class Shape:
         """Bytes of one token's keys and values in every layer; of a byte a number with their scales."""
         return 2 * self.attention_layers * self.kv_heads * (self.head * number + (SCALE_BYTES if number == 1 else 0))
 
-    def state_bytes(self, number: int = BYTES, drafts: int = DraftConfig().max_draft) -> int:
-        """Bytes of one sequence's recurrent state, the inputs of its last `drafts` tokens included; 0: it has none."""
+    def state_bytes(self, number: int = BYTES, window: int = 1 + DraftConfig().max_draft) -> int:
+        """Bytes of one sequence's recurrent state, the inputs of its last `window` tokens included; 0: it has none."""
         if self.linear is None:
             return 0
-        each = self.linear.value_heads * (self.linear.key * self.linear.value + 2 * drafts) * 4
-        inputs = self.linear.channels * (self.linear.kernel - 1 + drafts) * number
+        each = self.linear.value_heads * (self.linear.key * self.linear.value + 2 * window) * 4
+        inputs = self.linear.channels * (self.linear.kernel - 1 + window) * number
         return self.linear.layers * (each + inputs)
 
     def split(self, engine: EngineConfig, number: int, budget: float) -> Memory:
@@ -106,7 +106,7 @@ class Shape:
         `number`: bytes of a number as the model computes.
         """
         values = 2 * self.attention_layers * self.kv_heads * self.head
-        shape = ModelShape(0, "bfloat16", values, 0, self.head, self.state_bytes(number, drafts(engine)))
+        shape = ModelShape(0, "bfloat16", values, 0, self.head, self.state_bytes(number, window(engine)))
         return split_memory(engine, shape, self.cell_bytes(1 if engine.kv_dtype == "int8" else number), budget)
 
     def weight_bytes(self, number: int = BYTES) -> int:
@@ -176,9 +176,9 @@ def read_shape(folder: Path) -> Shape:
     return shape_of(config)
 
 
-def drafts(engine: EngineConfig) -> int:
-    """Tokens after its state that a sequence keeps the inputs of."""
-    return engine.speculation.max_draft if engine.speculation.enabled else 0
+def window(engine: EngineConfig) -> int:
+    """Tokens after its state that a sequence keeps the inputs of: drafts, and the token before them."""
+    return 1 + (engine.speculation.max_draft if engine.speculation.enabled else 0)
 
 
 def fit(shape: Shape, memory: float, share: float = SHARE, number: int = BYTES) -> Memory:

@@ -122,11 +122,15 @@ def _print_shared(shape: Shape, threads: Sequence[int]) -> None:
     print(f"{'threads':24}" + "".join(f"{n:7}" for n in threads))
     width = shape.heads * shape.head_dim
     products = {
-        "queries, keys, values": (width + 2 * shape.kv_heads * shape.head_dim, shape.hidden),
+        "queries, keys, values": (width * (1 + shape.hybrid) + 2 * shape.kv_heads * shape.head_dim, shape.hidden),
         "attention's output": (shape.hidden, width),
         "gate and up": (2 * shape.intermediate, shape.hidden),
         "down": (shape.hidden, shape.intermediate),
     }
+    if shape.linear is not None:
+        values = shape.linear.value_heads * shape.linear.value_dim
+        products["into linear attention"] = (shape.linear.channels + values, shape.hidden)
+        products["out of linear attention"] = (shape.hidden, values)
     for name, size in products.items():
         print(f"{name:24}" + "".join(f"{shared(product_tasks(*size), n):7.2f}" for n in threads))
     for case in CASES:

@@ -2,7 +2,8 @@
 --model DIR --peer NAME=URL``.
 
 For each shape of step, in one run and by turns: the step through the runner, and a plain chain of `linear` over
-matrices of the model's sizes; and the time that streaming every weight once takes at the bandwidth measured here.
+matrices of the model's sizes; and the time that the step's memory traffic takes at the bandwidth measured here: every
+weight once, the KV of the sequences, and their recurrent states, which are read and written.
 With `--beside DTYPE` the same steps of the model in another dtype take turns with them. The chain of int8 is in the
 dtype of what is not int8, its weights are a byte each.
 Attention, sampling and Python are in the step alone. Only models that our own decoder knows.
@@ -27,12 +28,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from holdfast.kernels.linear_state import LinearStates
 from holdfast.loadgen.bench.gpu.accounting import matrix_sizes
 from holdfast.loadgen.bench.precision import PRECISIONS, in_precision
 from holdfast.loadgen.client import Client
 from holdfast.loadgen.options import PAUSE_S, parse_server
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import ConfigError, UnavailableError
+from holdfast.replicas.kv.pages import StateUse
 from holdfast.replicas.model.description import Description, describe, inspect_model
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
@@ -57,7 +60,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Medians in milliseconds. `weights_ms`: the bytes of all weights at the measured bandwidth.
+    """Medians in milliseconds. `memory_ms`: weights, KV and states of the step at the measured bandwidth.
 
     `beside_ms`: the step in the other dtype.
     """
@@ -65,7 +68,7 @@ class Timing:
     name: str
     step_ms: float
     chain_ms: float
-    weights_ms: float
+    memory_ms: float
     beside_ms: float | None = None  # in another dtype
     peers_ms: Mapping[str, float | None] = field(default_factory=dict)  # by name; of several sequences nothing
 
@@ -74,8 +77,8 @@ class Timing:
         return self.step_ms / self.chain_ms
 
     @property
-    def over_weights(self) -> float:
-        return self.step_ms / self.weights_ms
+    def over_memory(self) -> float:
+        return self.step_ms / self.memory_ms
 
 
 SHAPES = (
@@ -95,8 +98,10 @@ SHAPES = (
 )
 
 
-def step_plan(shape: StepShape, page_size: int, pages: int, scattered: bool) -> StepPlan:
+def step_plan(shape: StepShape, page_size: int, pages: int, scattered: bool, states: bool = False) -> StepPlan:
     """The plan of a shape, over pages that hold nothing; `scattered`: no two neighbouring pages belong together.
+
+    `states`: of a model with recurrent states; each sequence has one, and drafts leave it as it is.
 
     Raises ConfigError where `pages` are too few.
     """
@@ -107,16 +112,21 @@ def step_plan(shape: StepShape, page_size: int, pages: int, scattered: bool) -> 
     rows = order[: shape.sequences * each].astype(np.int32).reshape(shape.sequences, each)
     draw = Draw(Sampling(), 0, drafts=shape.window - 1 if shape.drawn else 0)
     tokens = np.ones(shape.window, np.int32)
-    chunks = tuple(Chunk(row, shape.context, tokens, draw) for row in range(shape.sequences))
+    uses = [StateUse(row, row, held=draw.drafts) if states else None for row in range(shape.sequences)]
+    chunks = tuple(Chunk(row, shape.context, tokens, draw, state=use) for row, use in enumerate(uses))
     return StepPlan(chunks, tuple(RowWrite(row, 0, numbers) for row, numbers in enumerate(rows)))
 
 
 class Floors:
     """What a step cannot beat: matrices of the model's sizes to chain, and the device's bandwidth."""
 
-    def __init__(self, shape: Description, dtype: torch.dtype, device: str, weight_bytes: int) -> None:
-        """`weight_bytes`: of each weight, as the model holds it."""
-        self._weight_bytes = weight_bytes
+    def __init__(self, shape: Description, dtype: torch.dtype, device: str, weight_bytes: int, cell_bytes: int) -> None:
+        """`weight_bytes`: of each weight, as the model holds it; `cell_bytes`: of one token's KV."""
+        self._weight_bytes, self._cell_bytes = weight_bytes, cell_bytes
+        self._state_bytes = 0
+        if shape.state is not None:
+            states = LinearStates(shape.state, shape.linear_layers, slots=1, window=0, dtype=dtype, device="meta")
+            self._state_bytes = states.slot_bytes
         self._layers = [torch.full(size, 0.01, dtype=dtype, device=device) for size in matrix_sizes(shape)]
         self._head = torch.full((shape.vocabulary, shape.hidden), 0.01, dtype=dtype, device=device)
         self._stream = torch.ones(_BANDWIDTH_BYTES // 4, dtype=torch.float32, device=device)
@@ -134,11 +144,17 @@ class Floors:
 
         return run
 
-    def weights_s(self) -> float:
-        """Seconds to read every weight once, from the best of five reads of a large buffer."""
+    def memory_s(self, shape: StepShape) -> float:
+        """Seconds for the bytes that a step has to move, from the best of five reads of a large buffer."""
         read = min(_seconds(lambda: _wait(self._stream.sum())) for _ in range(5))
-        size = sum(weight.numel() for weight in (*self._layers, self._head))
-        return read * size * self._weight_bytes / self._stream.nbytes
+        return read * self.step_bytes(shape) / self._stream.nbytes
+
+    def step_bytes(self, shape: StepShape) -> int:
+        """Bytes that a step has to move: it reads every weight once, and for each sequence reads the KV before its
+        tokens, and reads and writes its state.
+        """
+        weights = sum(weight.numel() for weight in (*self._layers, self._head)) * self._weight_bytes
+        return weights + shape.sequences * (shape.context * self._cell_bytes + 2 * self._state_bytes)
 
 
 class LlamaServer:
@@ -187,9 +203,9 @@ def measure(
 
     Raises UnavailableError for a peer that does not answer as llama.cpp does.
     """
-    kv = loaded.runner.kv
+    kv, states = loaded.runner.kv, loaded.config.state_slots > 0
     for shape in shapes:
-        plan = step_plan(shape, kv.page_size, kv.pages, scattered)
+        plan = step_plan(shape, kv.page_size, kv.pages, scattered, states)
         tokens = shape.sequences * shape.window
         chain = floors.chain(tokens, tokens if shape.drawn else shape.sequences)
         steps, chains, others = [], [], []
@@ -209,7 +225,7 @@ def measure(
         step, plain = (statistics.median(seconds[1:]) * 1e3 for seconds in (steps, chains))
         other = statistics.median(others[1:]) * 1e3 if others else None
         told = {name: _median(found[1:]) for name, found in theirs.items()}
-        yield Timing(shape.name, step, plain, floors.weights_s() * 1e3, other, told)
+        yield Timing(shape.name, step, plain, floors.memory_s(shape) * 1e3, other, told)
 
 
 def _median(found: Sequence[float | None]) -> float | None:
@@ -250,13 +266,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _line(timing: Timing) -> str:
-    milliseconds = f"{timing.step_ms:10.2f} {timing.chain_ms:10.2f} {timing.weights_ms:10.2f}"
+    milliseconds = f"{timing.step_ms:10.2f} {timing.chain_ms:10.2f} {timing.memory_ms:10.2f}"
     beside = "" if timing.beside_ms is None else f" {timing.beside_ms:10.2f}"
     theirs = "".join(
         f" {'-':>13} {'':6}" if found is None else f" {found:13.2f} {found / timing.step_ms:6.2f}"
         for found in timing.peers_ms.values()
     )
-    return f"{timing.name:26} {milliseconds} {timing.over_chain:12.2f} {timing.over_weights:12.2f}{beside}{theirs}"
+    return f"{timing.name:26} {milliseconds} {timing.over_chain:12.2f} {timing.over_memory:12.2f}{beside}{theirs}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -266,18 +282,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(argv)
     peers = [LlamaServer(*parse_server(peer)) for peer in options.peer]
-    config = EngineConfig(model=options.model, threads=options.threads, cells=options.cells)
+    slots = max(one.sequences for one in SHAPES)
+    config = EngineConfig(model=options.model, threads=options.threads, cells=options.cells, state_slots=slots)
     shape = describe(inspect_model(options.model).config)
     if shape is None:
         print("bench forwards: our decoder does not know this model", file=sys.stderr)
         return 2
-    config = replace(config, speculation=DraftConfig(enabled=False))
+    # Slots for states have room for drafts only where there may be some.
+    config = replace(config, speculation=DraftConfig(enabled=shape.state is not None))
     loaded = load_runner(in_precision(config, options.dtype))
     beside = load_runner(in_precision(config, options.beside)) if options.beside else None
     dtype = loaded.runner.kv.dtype
-    floors = Floors(shape, dtype, loaded.config.device, 1 if loaded.config.dtype == "int8" else dtype.itemsize)
+    weight_bytes = 1 if loaded.config.dtype == "int8" else dtype.itemsize
+    floors = Floors(shape, dtype, loaded.config.device, weight_bytes, loaded.runner.kv.cell_bytes)
     print(f"{loaded.config.dtype}, KV {loaded.config.kv_dtype}, {loaded.config.threads} threads")
-    columns = f"{'':26} {'step ms':>10} {'chain ms':>10} {'weights ms':>10} {'step/chain':>12} {'step/weights':>12}"
+    columns = f"{'':26} {'step ms':>10} {'chain ms':>10} {'memory ms':>10} {'step/chain':>12} {'step/memory':>12}"
     theirs = "".join(f" {peer.name + ' ms':>13} {'/ours':>6}" for peer in peers)
     print(columns + (f" {options.beside:>10}" if beside else "") + theirs)
     timings = []
@@ -286,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         timings.append(timing)
         print(_line(timing), flush=True)
     if options.json:
-        rows = [asdict(one) | {"over_chain": one.over_chain, "over_weights": one.over_weights} for one in timings]
+        rows = [asdict(one) | {"over_chain": one.over_chain, "over_memory": one.over_memory} for one in timings]
         precision = {"dtype": loaded.config.dtype, "kv_dtype": loaded.config.kv_dtype}
         head = {"model": options.model, "threads": loaded.config.threads} | precision
         options.json.write_text(json.dumps(head | {"steps": rows}, indent=2) + "\n")

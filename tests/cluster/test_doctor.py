@@ -253,7 +253,7 @@ def test_states_are_counted(tmp_path: Path) -> None:
     told, _ = doctor_checks.memory(settings(engine=engine), WELL)
     one([told], State.OK, "40 states of 7 MiB for about 10 programs")
     plain = doctor_checks.engine_bytes(settings(engine=replace(engine, state_slots=10)), on_gpu=False)
-    state = 6 * (16 * 128 * 128 * 4 + 16 * 16 * 2 * 4 + 6144 * 19 * 2)
+    state = 6 * (16 * 128 * 128 * 4 + 16 * 17 * 2 * 4 + 6144 * 20 * 2)
     assert doctor_checks.engine_bytes(settings(engine=engine), on_gpu=False) - plain == 30 * state
     on_gpu, _ = doctor_checks.memory(
         settings(engine=replace(engine, device="auto", cells=0)), replace(WITH_GPU, gpus=(H100,))

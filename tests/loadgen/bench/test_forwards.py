@@ -8,10 +8,14 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
 import transformers as tf
 
 from holdfast.loadgen.bench import forwards
+from holdfast.loadgen.bench.gpu.accounting import matrix_sizes
+from holdfast.loadgen.pocket.inflate import inflate
 from holdfast.replicas.errors import ConfigError, UnavailableError
+from holdfast.replicas.model.description import describe, inspect_model
 
 
 def test_it_prints_and_writes_every_shape(tmp_path, capsys):
@@ -34,8 +38,38 @@ def test_it_prints_and_writes_every_shape(tmp_path, capsys):
     assert [step["name"] for step in written["steps"]] == ["decode, 300 cached", "8 decode, 300 cached"]
     for step in written["steps"]:
         assert step["over_chain"] == pytest.approx(step["step_ms"] / step["chain_ms"])
-        assert step["over_weights"] == pytest.approx(step["step_ms"] / step["weights_ms"])
+        assert step["over_memory"] == pytest.approx(step["step_ms"] / step["memory_ms"])
     assert "8 decode, 300 cached" in capsys.readouterr().out
+
+
+def test_a_hybrids_states_are_part_of_what_a_step_moves(tmp_path, capsys):
+    shape = {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 256,
+        "intermediate_size": 384,
+        "num_hidden_layers": 14,
+        "full_attention_interval": 2,
+        "head_dim": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 1536,
+        "tie_word_embeddings": True,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    model = inflate("pocket", str(tmp_path), tmp_path / "model")
+    options = ["--cells", "4096", "--repeat", "1", "--threads", "1", "--dtype", "float32"]
+    assert forwards.main(["--model", str(model), *options, "--only", "verify 4, 300"]) == 0
+    assert "8 verify 4, 300 cached" in capsys.readouterr().out
+    described = describe(inspect_model(str(model)).config)
+    floors = forwards.Floors(described, torch.float32, "cpu", 4, 7 * 2 * 2 * 256 * 4)
+    state = 7 * (4 * 32 * 32 + 256 * 3) * 4
+    weights = sum(a * b for a, b in matrix_sizes(described)) + 1536 * 256
+    moved = floors.step_bytes(forwards.StepShape("", 2, 1, 100))
+    assert moved == weights * 4 + 2 * (100 * 7 * 2 * 2 * 256 * 4 + 2 * state)
 
 
 class Answering(BaseHTTPRequestHandler):

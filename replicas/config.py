@@ -136,7 +136,9 @@ class EngineConfig:
     )
 
     host_cells: int = 0  # tokens of evicted KV that host memory holds; 0: as `host_memory` says
-    host_memory: float = 0.0  # GiB for evicted KV if `host_cells` is 0; 0: evicted KV is lost
+    host_memory: float = (  # GiB for evicted KV if `host_cells` is 0; 0: a quarter of the free memory for a model with
+        0.0  # recurrent states on a GPU, else evicted KV is lost
+    )
 
     order: OrderName = (  # which request is served first: by arrival of its `program` or of the `request`, by tenants'
         "auto"  # weights (`fair`), or a class of your own as `module:Class`; auto: fair with several tenants
@@ -225,6 +227,7 @@ class Hardware:
     cuda: bool
     cores: int
     cpu_dtype: DType = "float32"  # of this model on a CPU; with int8, of all that is no product
+    free_memory: int = 0  # bytes of the host's memory that are available
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +250,7 @@ class ModelShape:
 PROGRAM_TOKENS, PROGRAM_STATES = 8192, 4
 """What a program in the cache is taken to hold where cells and states share memory: its prompt, and the states of a
 running turn, of the last two ends of prompt and reply, and a part of those that programs share."""
+HOST_SHARE = 0.25  # of the host's free memory, for evicted KV and states of a model that has states, on a GPU
 LEAST_SLOTS = 4  # one state is read while another is written, and both for two sequences
 
 
@@ -298,7 +302,10 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> Engi
     if slots and slots < LEAST_SLOTS:
         raise ConfigError(f"a model with recurrent states needs at least {LEAST_SLOTS} slots", "state_slots")
     held = size + slots * model.state_bytes / cells  # bytes of a cell and of its share in states
-    host_cells = config.host_cells or int(config.host_memory * 2**30 / held)
+    host = config.host_memory * 2**30
+    if slots and device != "cpu" and config.has("prefix_cache") and not config.host_tier:
+        host = HOST_SHARE * hardware.free_memory  # a state is sooner copied back than computed
+    host_cells = config.host_cells or int(host / held)
     if config.host_tier and host_cells < config.page_size:
         message = f"{host_cells} cells in host memory are less than one page of {config.page_size}"
         raise ConfigError(message, config.host_tier)

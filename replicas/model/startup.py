@@ -39,6 +39,7 @@ from holdfast.replicas.config import (
 from holdfast.replicas.errors import ConfigError, EngineError
 from holdfast.replicas.kv.pages import StateUse
 from holdfast.replicas.kv.tensors import HostPages, HostStates, KVTensors
+from holdfast.replicas.memory import memory
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
 from holdfast.replicas.model.decoder import STEP_ERRORS, Decoder, Model, PageTable, build_batch
 from holdfast.replicas.model.description import Description, ModelInfo, inspect_model, sliding_window
@@ -170,7 +171,8 @@ def _with_states(info: ModelInfo, config: EngineConfig, default: DType) -> Model
 
 def hardware() -> Hardware:
     """This machine: the cores this process may use, and whether there is a GPU."""
-    return Hardware(cuda=torch.cuda.is_available(), cores=len(os.sched_getaffinity(0)))
+    cores = len(os.sched_getaffinity(0))
+    return Hardware(cuda=torch.cuda.is_available(), cores=cores, free_memory=memory()[1])
 
 
 def _kernels(asked: CpuKernels) -> CpuKernels:

@@ -287,22 +287,6 @@ def test_every_router_counts() -> None:
     assert needs[2] - needs[0] == pytest.approx(39 * doctor_checks.router_bytes(settings()) / GIB, abs=0.11)
 
 
-def test_memory_of_a_machine_and_of_a_container() -> None:
-    meminfo = "MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 500 kB\nHugePages_Total: 0\n"
-    assert machine_facts._memory(meminfo, None) == (1000 << 10, 500 << 10)
-    assert machine_facts._memory(meminfo, (100, 40)) == (100, 40)
-    assert machine_facts._memory(meminfo, (1 << 40, 1 << 39)) == (1000 << 10, 500 << 10)
-
-
-def test_what_is_left_of_a_container(tmp_path: Path) -> None:
-    assert machine_facts._container(tmp_path) is None
-    for name, text in (("max", "1000\n"), ("current", "700\n"), ("stat", "anon 500\ninactive_file 150\n")):
-        (tmp_path / f"memory.{name}").write_text(text)
-    assert machine_facts._container(tmp_path) == (1000, 450)
-    (tmp_path / "memory.max").write_text("max\n")
-    assert machine_facts._container(tmp_path) is None
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A copy of the shipped model, to break."""

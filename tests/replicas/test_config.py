@@ -190,3 +190,29 @@ def test_auto_is_never_int8(cpu, cuda):
 def test_a_step_beside_sequences_that_decode_is_bounded_by_what_the_device_is(device, asked, found):
     config = EngineConfig(device=device, step_ms=asked)
     assert resolve(config, Hardware(device == "cuda", 2), ModelShape(2048, "bfloat16", 1024, 2048, 64)).step_ms == found
+
+
+STATEFUL = ModelShape(2048, "bfloat16", 1024, 2048, 64, state_bytes=1 << 20)
+
+
+def test_states_and_cells_share_the_memory() -> None:
+    found = resolve(EngineConfig(device="cpu", kv_memory=0.25), Hardware(False, 2), STATEFUL)
+    used = found.cells * STATEFUL.cell_bytes(4) + found.state_slots * STATEFUL.state_bytes
+    assert 0.99 * 2**28 < used <= 2**28
+    assert found.host_slots == 0
+
+
+def test_a_model_with_states_gets_a_tier_in_host_memory_on_a_gpu() -> None:
+    machine = Hardware(True, 2, free_memory=8 << 30)
+    found = resolve(EngineConfig(), machine, STATEFUL)
+    used = found.host_cells * STATEFUL.cell_bytes(2) + found.host_slots * STATEFUL.state_bytes
+    assert 0.99 * 2**31 < used < 1.01 * 2**31
+    without = replace(STATEFUL, state_bytes=0)
+    for other in (resolve(EngineConfig(device="cpu"), machine, STATEFUL), resolve(EngineConfig(), machine, without)):
+        assert other.host_cells == 0
+
+
+def test_too_few_slots_are_refused() -> None:
+    with pytest.raises(ConfigError) as raised:
+        resolve(EngineConfig(state_slots=2), Hardware(False, 2), STATEFUL)
+    assert raised.value.field == "state_slots"

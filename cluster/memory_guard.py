@@ -14,7 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
-from holdfast.cluster import machine_facts, processes
+from holdfast.cluster import processes
+from holdfast.replicas.memory import memory
 
 ENGINES = "ray::ServeReplica:holdfast:replicas"  # how their processes are titled
 LEAST = 0.05  # of all memory; with less of it left an engine goes
@@ -28,7 +29,7 @@ class MemoryGuard:
     `room` gives all memory and what is left of it, in bytes. Serve starts another engine.
     """
 
-    def __init__(self, say: Callable[[str], None], room: Callable[[], tuple[int, int]] = machine_facts.memory) -> None:
+    def __init__(self, say: Callable[[str], None], room: Callable[[], tuple[int, int]] = memory) -> None:
         self._say = say
         self._room = room
         self._over = threading.Event()

@@ -95,7 +95,7 @@ class LinearStates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateBatch:
-    """Which tokens of a step belong to which states. All int32 on the device.
+    """Which tokens of a step belong to which states. All tensors are int32 on the device.
 
     starts [N + 1]: the first token of each sequence, and T. source, target [N]: the slots that its state is read from
     (`NO_STATE`: it is zero) and written to. applied [N]: tokens in the source's window that come before its own.
@@ -103,6 +103,7 @@ class StateBatch:
     [M, 3]: (sequence, n, slot): its state after the applied tokens and its first n, 0 < n <= those that are not held,
     is written to this slot, too; sorted.
     No slot is written twice in a step, and none is read that another sequence writes.
+    longest: no sequence has more tokens, as far as the host knows.
     """
 
     starts: Tensor
@@ -111,13 +112,14 @@ class StateBatch:
     applied: Tensor
     held: Tensor
     marks: Tensor
+    longest: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearWeights:
     """What the kernel needs of a layer's weights: conv [C, K] (and no bias), a_log and dt_bias [H].
 
-    They are kept in float32. On a CPU `conv` lies in memory as [K, C].
+    They are kept in float32, and `conv` lies in memory as [K, C].
     """
 
     conv: Tensor
@@ -125,10 +127,7 @@ class LinearWeights:
     dt_bias: Tensor
 
     def __post_init__(self) -> None:
-        conv = self.conv.float()
-        if conv.device.type == "cpu":
-            conv = conv.T.contiguous().T
-        object.__setattr__(self, "conv", conv)
+        object.__setattr__(self, "conv", self.conv.float().T.contiguous().T)
         object.__setattr__(self, "a_log", self.a_log.float().contiguous())
         object.__setattr__(self, "dt_bias", self.dt_bias.float().contiguous())
 
@@ -139,7 +138,8 @@ def gated_delta(
     """One layer over the tokens of a step: the outputs [T, H, v] in the dtype of `mixed`; writes the states.
 
     mixed [T, C]: the projection of queries, keys and values. a, b [T, H]: those of the gates. The kernel raises
-    ValueError for a batch that leads outside of the tokens or slots, and has then written nothing.
+    ValueError for a batch that leads outside of the tokens or slots, and has then written nothing. On a GPU the decoder
+    calls `linear_state_gpu` instead.
     """
     if mixed.device.type == "cpu":
         function = kernel(native.level(), mixed.dtype, states.shape)

@@ -133,7 +133,10 @@ class BatchLayout:
     def batch(self, table: PageTable, views: Sequence[Tensor]) -> ForwardBatch:
         """The batch over `views`, which are `arrays` on the table's device."""
         token_ids, positions, cells, drawn, *states = views
-        used = StateBatch(*states) if states else None
+        used = None
+        if states:
+            starts, source, target, applied, held, marks = states
+            used = StateBatch(starts, source, target, applied, held, marks, max(self.lengths))
         return ForwardBatch(token_ids[None], positions[None], drawn, self.paged(table, cells), used)
 
     def paged(self, table: PageTable, cells: Tensor) -> PagedBatch:

@@ -14,8 +14,10 @@ from dry_device import DryDevice
 from holdfast.kernels.attention_gpu import attend_gpu, launch_items
 from holdfast.kernels.attention_plan import make_plan
 from holdfast.kernels.layer_gpu import add_norm, rotate_and_store, silu_and_mul
+from holdfast.kernels.linear_state_gpu import gated_delta_gpu
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
 from holdfast.kernels.stream_gpu import streamed, streamed_tall
+from holdfast.loadgen.bench.kernels import delta
 from holdfast.loadgen.bench.kernels.correctness import paged
 
 CHUNK, DECODE = [(0, 100)], [(300, 1)]
@@ -68,6 +70,11 @@ def products():
         streamed(torch.zeros(rows, 4096, dtype=torch.bfloat16), wide)
 
 
+def gated_delta():
+    spans = [delta.Span(3, 1), delta.Span(0, 100, 0, (64,))]
+    delta.StateWorld(spans, delta.SHAPES["qwen3.5-27b"], 8, torch.bfloat16, spare=0).run(gated_delta_gpu)
+
+
 LAUNCHES = {
     "attention, decode": lambda: attend(world(DECODE)),
     "attention, decode, pages of 1, sinks": lambda: attend(world(DECODE, page=1), sinks=SINKS),
@@ -81,6 +88,7 @@ LAUNCHES = {
     "layers": layers,
     "draw": draw,
     "products": products,
+    "gated delta": gated_delta,
 }
 SHAPES = ((2, 4, 16), (2, 4, 64), (2, 4, 80), (2, 4, 96), (2, 4, 112), (4, 7, 128), (2, 1, 256), (2, 16, 128))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from holdfast.kernels.attention import paged_attention_reference
 from holdfast.kernels.kv import PagedBatch, page_runs
+from holdfast.loadgen.bench.kernels import delta
 
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 
@@ -62,7 +63,12 @@ class Case:
 def cases(device: str, large: bool) -> Iterator[Case]:
     """All of them: those of bfloat16 first, which is what models run in."""
     for dtype, tolerance in TOLERANCES.items():
-        for name, make in (*_attention_cases(dtype, device, large), *_layer_cases(dtype, device)):
+        made = (
+            *_attention_cases(dtype, device, large),
+            *_layer_cases(dtype, device),
+            *delta.cases(dtype, device, large),
+        )
+        for name, make in made:
             yield Case(f"{name}, {str(dtype).removeprefix('torch.')}", tolerance, make)
     yield Case("draw and verify", 0.0, partial(_draw, device))
     yield Case("cutoffs of top_k, top_p and min_p", 0.0, partial(_cut, device))

@@ -18,9 +18,11 @@ from holdfast.kernels.attention_gpu import attend_gpu, launch_items
 from holdfast.kernels.attention_plan import WIDE_ROWS, Tile, make_plan, tile_of
 from holdfast.kernels.ceilings import Ceilings, Clock, measure_ceilings
 from holdfast.kernels.layer_gpu import add_norm, rotate_and_store, silu_and_mul
+from holdfast.kernels.linear_state import LinearShape
 from holdfast.kernels.sampling import row_keys
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
 from holdfast.kernels.stream_gpu import MOST_ROWS, streamed
+from holdfast.loadgen.bench.kernels import delta
 from holdfast.loadgen.bench.kernels.correctness import Paged, paged
 from holdfast.loadgen.bench.parts import Deadline, Figures, Lines, Report
 
@@ -63,7 +65,7 @@ def time_kernels(report: Report) -> None:
         yield name, measure(clock(), Ceilings(**report.found["parts"]["ceilings"]["ceilings"]))
 
     report.run("ceilings", ceilings, _PART_S)
-    for name, measure in (*_decodes(), *_chunks(), *_products(), *_layers(), *_draws()):
+    for name, measure in (*_decodes(), *_chunks(), *_products(), *_layers(), *_deltas(), *_draws()):
         report.run(name, partial(part, name, measure), _PART_S)
 
 
@@ -215,6 +217,19 @@ def _rotate(tokens: int, clock: Clock, ceilings: Ceilings) -> Figures:
     table = (cos, sin, torch.arange(tokens, device="cuda"))
     seconds = clock.seconds(partial(rotate_and_store, qkv, HEADS, *table, world.kv, 0, world.batch.cells))
     return _of_bandwidth(seconds, 2 * qkv.nbytes, ceilings)
+
+
+def _deltas() -> Iterator[tuple[str, Measure]]:
+    """Gated DeltaNet, beside fla-core where it is installed and torch's plain form."""
+    for model, shape in delta.SHAPES.items():
+        for name, work in delta.WORKS.items():
+
+            def measure(
+                clock: Clock, ceilings: Ceilings, shape: LinearShape = shape, work: delta.Work = work
+            ) -> Figures:
+                return delta.beside(shape, work, "cuda", torch.bfloat16, clock.seconds)
+
+            yield f"gated delta, {model}, {name}", measure
 
 
 def _draws() -> Iterator[tuple[str, Measure]]:

@@ -1,0 +1,126 @@
+"""Gated DeltaNet on a GPU against float64, in the interpreter where there is no GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from paged_world import relative_error
+
+from holdfast.kernels import linear_state_gpu
+from holdfast.kernels.attention_gpu import INTERPRETED
+from holdfast.kernels.linear_state import LinearShape
+from holdfast.kernels.linear_state_gpu import gated_delta_gpu
+from holdfast.loadgen.bench.kernels.delta import Span, StateWorld, Work, beside, written
+
+# The interpreter cuts numbers to bfloat16 instead of rounding them: twice the error, and all of one sign.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2 if INTERPRETED else 1e-2, torch.float16: 1e-2}
+SMALL = LinearShape(1, 2, 16, 16, 4)
+WINDOW = 3
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch):
+    """Chunks so short that small sequences have several, and programs that take a part of a state."""
+    monkeypatch.setattr(linear_state_gpu, "SHORT", 6)
+    monkeypatch.setattr(linear_state_gpu, "_CHUNK", 16)
+    monkeypatch.setattr(linear_state_gpu, "_SCANNED", 16)
+
+
+def close(world, tolerance, call=gated_delta_gpu):
+    """Outputs and states are those of float64, and what nobody writes stays as it was."""
+    (out, states), (exact, expected) = world.run(call), world.exact()
+    assert out.dtype == world.mixed.dtype
+    assert relative_error(out, exact) < tolerance
+    for now, then, before in zip(states.tensors, expected.tensors, world.states.tensors, strict=True):
+        assert torch.equal(now.isnan(), then.isnan())
+        assert torch.equal(now[0].isnan(), before[0].isnan())
+        assert relative_error(now.nan_to_num(), then.nan_to_num()) < tolerance
+    assert torch.equal(states.conv.nan_to_num(), expected.conv.to(states.conv.dtype).nan_to_num())  # copies, to the bit
+
+
+@st.composite
+def span(draw):
+    tokens = draw(st.one_of(st.integers(1, 6), st.integers(7, 40)))
+    held = draw(st.integers(0, min(tokens, WINDOW)))
+    begins = draw(st.booleans())
+    marks = draw(st.sets(st.integers(1, max(1, tokens - held)), max_size=3)) if tokens > held else ()
+    return Span(
+        0 if begins else draw(st.integers(0, WINDOW)), tokens, held, tuple(sorted(marks)), begins, draw(st.booleans())
+    )
+
+
+@settings(max_examples=12, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@given(
+    spans=st.lists(span(), min_size=1, max_size=4),
+    shape=st.sampled_from([SMALL, LinearShape(2, 2, 16, 32, 4), LinearShape(1, 1, 32, 16, 3)]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    seed=st.integers(0, 99),
+)
+def test_any_step_is_float64s(spans, shape, dtype, seed):
+    close(StateWorld(spans, shape, WINDOW, dtype, seed=seed), TOLERANCE[dtype])
+
+
+def test_chunks_of_their_own_size_are_float64s(monkeypatch):
+    monkeypatch.undo()
+    close(StateWorld([Span(2, 130, 0, (64, 100))], SMALL, WINDOW, torch.float32), 1e-5)
+
+
+def test_keys_that_are_alike_are_no_trouble():
+    """Powers of their products grow like binomials, and would cancel in a sum."""
+    world = StateWorld([Span(0, 40)], LinearShape(1, 1, 16, 16, 2), WINDOW, torch.float32)
+    world.mixed[:, 16:32] = 1.0
+    world.weights.conv[16:32] = 1.0
+    world.a.fill_(-20.0)  # nothing fades
+    world.b.fill_(20.0)  # and all is written over
+    close(world, 1e-4)
+
+
+@pytest.mark.parametrize("tokens", [3, 30])
+def test_what_fills_a_captured_batch_changes_nothing(tokens):
+    """Sequences without tokens, marks of none, tokens of none."""
+    world = StateWorld([Span(1, tokens, 1, (2,)), Span(0, 2)], SMALL, WINDOW, torch.float32)
+    batch, more = world.batch, torch.full((2,), -1, dtype=torch.int32)
+    filled = replace(
+        batch,
+        starts=torch.cat((batch.starts, batch.starts[-1:].expand(2))),
+        source=torch.cat((batch.source, more)),
+        target=torch.cat((batch.target, more)),
+        applied=torch.cat((batch.applied, 0 * more)),
+        held=torch.cat((batch.held, 0 * more)),
+        marks=torch.cat((batch.marks, torch.full((4, 3), 1 << 20, dtype=torch.int32))),
+    )
+
+    def call(mixed, a, b, weights, states, layer, _):
+        mixed, a, b = (torch.cat((each, torch.full_like(each[:3], torch.nan))) for each in (mixed, a, b))
+        return gated_delta_gpu(mixed, a, b, weights, states, layer, filled)[: tokens + 2]
+
+    (out, states), (expected, then) = world.run(call), world.run(gated_delta_gpu)
+    assert torch.equal(out, expected)
+    assert torch.equal(written(states), written(then))
+
+
+def test_a_step_known_to_be_short_is_the_same():
+    world = StateWorld([Span(1, 4, 1), Span(0, 5)], SMALL, WINDOW, torch.float32)
+    assert world.batch.longest == 5
+    known, _ = world.run(gated_delta_gpu)
+    world.batch = replace(world.batch, longest=None)
+    assert torch.equal(known, world.run(gated_delta_gpu)[0])
+
+
+def test_what_does_not_fit_is_refused():
+    world = StateWorld([Span(0, 2)], SMALL, WINDOW, torch.float32)
+    with pytest.raises(ValueError, match="do not fit the states"):
+        world.run(lambda mixed, *rest: gated_delta_gpu(mixed.double(), *rest))
+    with pytest.raises(ValueError, match="do not fit 2 tokens"):
+        world.run(lambda mixed, a, *rest: gated_delta_gpu(mixed, a[:1], *rest))
+    odd = StateWorld([Span(0, 2)], LinearShape(1, 1, 24, 16, 4), WINDOW, torch.float32)
+    with pytest.raises(ValueError, match="heads of 24"):
+        odd.run(gated_delta_gpu)
+
+
+def test_the_comparison_with_others_runs_through():
+    figures = beside(SMALL, Work(2, 9), "cpu", torch.float32, lambda call: (call(), 2.0)[1])
+    assert figures["over_torch"] == 1.0
+    assert figures["state_bytes"] == 2 * 2 * 4 * 2 * 16 * 16

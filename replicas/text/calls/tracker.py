@@ -442,22 +442,24 @@ class CallTracker(Text):
         if text and not self.stopped:
             self.add(text)
             next(self._scan)
-        return self._taken()
+        if self._arguments:
+            self._send_arguments()
+        deltas, self._deltas = self._deltas, []
+        return merged(deltas) if len(deltas) > 1 else deltas
 
     def finish(self, *, cut: bool = False) -> list[Delta]:
         """The reply is over: what was held. `cut`: something else than the model ended it. Call once."""
-        scan, self._scan = self._scan, None
-        if scan is None:
+        if self._scan is None:
             return []
         self.cut, self.over = cut, True
         if not self.stopped:
-            next(scan, None)
+            next(self._scan, None)
         if cut and self._guaranteed():
             self._held.clear()  # what may have been the beginning of a marker
         self.release()
         if self._gap and (self._said or not self.n_sent):  # white space after a call was markup
             self._emit(TextDelta(self._gap))
-        return self._taken()
+        return self.feed("")
 
     def may_close(self, coming: bytes) -> bool:
         """Whether text that has not been read yet may close a call that has begun before it."""
@@ -596,16 +598,12 @@ class CallTracker(Text):
 
     def _emit(self, delta: Delta) -> None:
         if self._arguments:
-            self._deltas.append(ToolCallDelta(self.n_sent - 1, arguments="".join(self._arguments)))
-            self._arguments.clear()
+            self._send_arguments()
         self._deltas.append(delta)
 
-    def _taken(self) -> list[Delta]:
-        taken, self._deltas = self._deltas, []
-        if self._arguments:
-            taken.append(ToolCallDelta(self.n_sent - 1, arguments="".join(self._arguments)))
-            self._arguments.clear()
-        return merged(taken) if len(taken) > 1 else taken
+    def _send_arguments(self) -> None:
+        self._deltas.append(ToolCallDelta(self.n_sent - 1, arguments="".join(self._arguments)))
+        self._arguments.clear()
 
     def _send_call(self) -> None:
         """From here on it is a call: what is held belongs to it, and what has been read of its arguments goes out."""
@@ -640,6 +638,8 @@ class CallTracker(Text):
 
 def merged(deltas: list[Delta]) -> list[Delta]:
     """The same stream with neighbours of one kind in one piece."""
+    if len(deltas) < 2:
+        return deltas
     result: list[Delta] = []
     for index, group in groupby(deltas, lambda delta: -1 if isinstance(delta, TextDelta) else delta.index):
         run: list[Any] = list(group)

@@ -64,7 +64,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """What a reply must follow.
+    """The rules that a reply must follow.
 
     `matcher` holds the whole reply. `declared` matches calls of declared tools: a call of another tool that got out
     before it was known for a call is written again under it. `loose`: calls are not guaranteed, or only in part.
@@ -143,10 +143,7 @@ class TextSide:
         self._rule = lru_cache(MOST_GRAMMARS)(self._rule_of)
 
     def prepare(self) -> None:
-        """Do now what the first request with tools would wait for: seconds, with many tokens.
-
-        Also where nothing is guaranteed: a request may ask for a call, or for JSON.
-        """
+        """Read the vocabulary now, in seconds, instead of at the first request with tools or JSON."""
         self._compiler.prepare()
         if self.tokenizer.chat_template:
             _ = self.renderer.most_parts
@@ -162,7 +159,7 @@ class TextSide:
 
     @property
     def stats(self) -> TextStats:
-        """What was tokenized and ended early so far."""
+        """Counts of tokenized characters and of replies."""
         counts = (self.stopped, self.rewritten, self.unguarded, self.empty)
         return TextStats(self.cache.reused, self.cache.tokenized, *counts)
 
@@ -198,11 +195,11 @@ class TextSide:
         return self._sure(prompt, begun, self.cache.tokenize(begun, self.cache.encoder)).tokens
 
     def encode(self, prompt: ChatPrompt | RawPrompt, scope: str = "", program: str = "") -> Encoded:
-        """The prompt's token ids; those of an earlier turn of its `program` are as they were.
+        """The prompt's token ids. They begin with the ids of the earlier turns of its `program`, as generated.
 
-        Texts of other scopes (tenants) have no part in it. Plain text gets the tokens the model expects around it
-        (beginning of sequence), and its special tokens count. Raises InvalidRequestError for what the template refuses,
-        an empty prompt, and ids outside the vocabulary.
+        Other scopes (tenants) share nothing with it. Plain text gets the tokens the model expects around it (beginning
+        of sequence), and its special tokens count. Raises InvalidRequestError for an empty prompt, ids outside the
+        vocabulary, and messages the template refuses.
         """
         if isinstance(prompt, ChatPrompt):
             rendered = self.renderer.render(prompt)
@@ -212,9 +209,9 @@ class TextSide:
         return _plain(_text_ids(content, self.cache.encoder) if isinstance(content, str) else self._ids(content))
 
     async def part(self, prompt: ChatPrompt | RawPrompt, *, begins: bool, reply: bool, scope: str = "") -> TokenIds:
-        """Ids of what continues a session's history: text and ids as they are, messages as in `Renderer.part`.
+        """Ids to append to a session's history: text and ids as they are, messages as in `Renderer.part`.
 
-        Nothing is put around a text, its special tokens count. A long one is tokenized on a thread. Raises as
+        No tokens are put around a text, and its special tokens count. A long text is tokenized on a thread. Raises as
         `encoded`.
         """
         if isinstance(prompt, ChatPrompt):
@@ -233,7 +230,7 @@ class TextSide:
         return _plain(await self._long.run(work, len(text), scope) if long else work(self.cache.encoder)).tokens
 
     def closing(self, prompt: ChatPrompt | RawPrompt) -> TokenIds:
-        """Ids of what ends a reply to these messages in the conversation; none for text."""
+        """Ids that the template puts behind a reply to these messages; none for text."""
         if not isinstance(prompt, ChatPrompt):
             return NO_TOKENS
         return self.cache.encoder.encode(self.renderer.closing(prompt.template_kwargs), at_start=False)
@@ -250,12 +247,12 @@ class TextSide:
         return await self._long.run(work, length, begun.scope) if length >= LONG else work(self.cache.encoder)
 
     def _common(self, rendered: Sequence[Rendered], scope: str, program: str = "") -> Begun:
-        """What all of these begin with, to be tokenized."""
+        """The common beginning of these texts, to be tokenized."""
         text = rendered[0].text[: common_start(rendered[0].text, rendered[-1].text)]
         return self.cache.begin(text, rendered[0].mark, scope, program)
 
     def _sure(self, prompt: ChatPrompt, begun: Begun, entry: Entry) -> Encoded:
-        """The tokens of a text that stay the same whatever comes behind it, if something does."""
+        """The tokens of a text that stay the same for every continuation; all of them if the text is a whole prompt."""
         text = begun.text
         tokens = self.cache.end(begun, entry)
         if len(continuations(prompt)) > 1:
@@ -286,10 +283,10 @@ class TextSide:
     # ---- replies ----
 
     def constraints(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> Constraints:
-        """What a reply to `prompt` must follow; what is known of it is each scope's own.
+        """The rules for a reply to `prompt`. Scopes do not share grammars.
 
-        Compiles a grammar, for milliseconds, unless it is known; not on an event loop's thread: NotCompiledError.
-        Raises InvalidRequestError, naming the field, for what cannot be followed.
+        Compiles an unknown grammar, for milliseconds; on an event loop's thread that raises NotCompiledError instead.
+        Raises InvalidRequestError, naming the field, for a schema or a choice that cannot be followed.
         """
         if not isinstance(prompt, ChatPrompt):
             return FREE
@@ -314,8 +311,9 @@ class TextSide:
         return Constraints(matcher, matcher.calls if matcher.bare else None, matcher.loose)
 
     def _rule_of(self, asked: _Asked) -> ReplyRule | None:
-        """What a prompt asks for. The turns of an agent ask alike, so it is read once: reading 14 tools takes half a
-        millisecond. Many tools are read away from the event loop: NotCompiledError there.
+        """Read the rule of a prompt, once for all turns of an agent: 14 tools take half a millisecond.
+
+        Many tools are read away from the event loop: NotCompiledError there.
         """
         if len(asked.prompt.tools) >= _MANY_TOOLS:
             leave_event_loop(asked.prompt)
@@ -392,7 +390,7 @@ class TextSide:
 
 
 def _text_ids(text: str, encoder: Encoder) -> TokenIds:
-    """int32 ids of plain text, with what the model expects around it."""
+    """int32 ids of plain text, with the tokens the model expects around it."""
     _check_text(text)
     return encoder.whole(text)
 

@@ -171,7 +171,7 @@ _SHARE = 0.5
 _OVERHEAD = 256
 """Memory of an entry beside its text, counted in characters."""
 _TAIL = 32
-"""No merge of a text's last token with what follows it reaches further back, in characters."""
+"""Characters: when a text grows, its last tokens may change, but none further back than this."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,8 +218,8 @@ class Begun:
 class TokenCache:
     """Conversations of `tokenizer` (a transformers tokenizer), at most `characters` of them.
 
-    Each belongs to a program of a scope: a tenant's, or a part of it. Scopes do not see each other's. If there are too
-    many, the least recently used go: a tenant's own once it has more than half of all, else anybody's.
+    Each belongs to a program of a scope: a tenant, or a part of one. Scopes share nothing. A full cache drops the least
+    recently used conversation: the tenant's own if it has more than half of all characters, else any tenant's.
     """
 
     def __init__(self, tokenizer: Any, characters: float = math.inf) -> None:
@@ -243,9 +243,9 @@ class TokenCache:
         return self.end(begun, self.tokenize(begun, self.encoder))
 
     def begin(self, text: str, mark: str = "", scope: str = "", program: str = "") -> Begun:
-        """What is known of a text; `end` takes what `tokenize` makes of it, whatever was encoded meanwhile.
+        """Find the known beginning of a text. `tokenize` and `end` follow; other texts may be encoded in between.
 
-        What the program's latest turn shares has its ids, even if another entry shares more.
+        The part shared with the program's latest turn keeps that turn's ids, even if another entry shares more.
         """
         base, char, token = _NOTHING, 0, 0
         latest = self._latest.get((scope, program)) if program else None
@@ -261,14 +261,14 @@ class TokenCache:
         return Begun(text, mark, scope, program, base, char, token)
 
     def tokenize(self, begun: Begun, encoder: Encoder) -> Entry:
-        """The whole text. Changes nothing but the encoder, so another thread may do it with an encoder of its own."""
+        """Tokenize the rest. Only the encoder changes, so another thread may do this with its own encoder."""
         ids = begun.base.ids[: begun.token]
         if begun.char < len(begun.text):
             ids = np.concatenate((ids, encoder.encode(begun.text[begun.char :], begun.mark, not begun.char)))
         return self._entry(begun, ids)
 
     def end(self, begun: Begun, entry: Entry) -> TokenIds:
-        """The ids of the whole text, which is kept."""
+        """Keep the text. Returns the ids of all of it."""
         self.reused += begun.char
         self.tokenized += len(begun.text) - begun.char
         self._keep(begun.base, entry)

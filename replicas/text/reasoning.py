@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, told apart from the content of its reply.
+"""Separates a model's reasoning from the content of its reply.
 
 Thinking models write ``<think>...</think>`` first; the prompt may have opened the block (`ThinkingReader`). gpt-oss
 writes messages in channels, OpenAI's Harmony format (`ChannelReader`). Reasoning is neither content nor calls, and no
@@ -97,11 +97,11 @@ class ThinkingReader:
 #     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
 #
 # The prompt has begun the first message, up to `<|start|>assistant`. The header of a message tells its channel and whom
-# it is for: `analysis` is reasoning, a message to somebody (`to=functions.name`) is a call, all else is content. Calls
-# come out as they were written, with their headers, for the tracker of calls.
+# it is for: `analysis` is reasoning, a message with an address (`to=functions.name`) is a call, all else is content.
+# Calls come out as they were written, with their headers, for the tracker of calls.
 #
-# A marker that does not begin what it should is text: models write about the format too. Models also forget
-# `<|message|>`: a channel where a message should begin begins one without it.
+# A marker that begins no message is text: models write about the format too. Models also forget `<|message|>`: where a
+# message should begin, a channel begins one without it.
 
 _END = "<|end|>"
 _STARTED = "<|start|>assistant"
@@ -135,7 +135,7 @@ class ChannelReader:
         self._kind = _Kind.NONE
         self._reasoning: list[str] = []
         self._content: list[str] = []  # and calls, in their order
-        self._held = ""  # what may be the beginning of a header
+        self._held = ""  # perhaps the beginning of a header
         self._said: set[_Kind] = set()  # kinds of which there was text
         self._follows = False  # the message is not the first one of its kind, and nothing of it was said
         self._quoted = ""  # in a call: the quote inside a string, a backslash behind one
@@ -271,8 +271,8 @@ class TrailingCalls:
         whole = "|".join(map(re.escape, markers))
         self._marker = re.compile(rf"\s*(?P<marker>{whole})|\s*{beginnings(*markers)}")
         self._tracker = tracker
-        self._held = ""  # ends with what may be the beginning of a marker, or begins with white space and a marker
-        self._calls: CallTracker | None = None  # of a marker that is held, and what follows it
+        self._held = ""  # white space and a marker, with the text behind it; or perhaps the beginning of a marker
+        self._calls: CallTracker | None = None  # reads the held text from its marker on
 
     def feed(self, thought: str) -> str:
         """The reasoning that is settled once `thought` follows."""
@@ -296,7 +296,7 @@ class TrailingCalls:
         return settled
 
     def release(self) -> str:
-        """What is held is reasoning."""
+        """The held text is reasoning."""
         held, self._held, self._calls = self._held, "", None
         return held
 

@@ -1,8 +1,8 @@
 """Chat prompts to text through the model's chat template.
 
 Clients send back what servers and other clients made: arguments that are no object, results in any order, system
-messages anywhere. Messages are first normalized to what the template takes. The result for a message depends only on
-the messages around it and on the template, so a conversation that continues renders with the same beginning.
+messages anywhere. Messages are first normalized for the template. The result for a message depends only on the
+messages around it and on the template, so a conversation that continues renders with the same beginning.
 
 Text from a client that looks like a control token must stay text. A mark, a character that no text of the conversation
 contains, is put behind the first character of each such text. So the template's own control tokens are the only ones
@@ -36,12 +36,12 @@ Message = dict[str, Any]
 INVALID = "invalid_arguments"
 """The member that holds the text of arguments that are no JSON object. The model can see its mistake there."""
 UNKNOWN = ("0", "{", "a", " ", "\n", "\u00e9")
-"""What an unknown text may begin with. A token before it is sure only if it is the same before all of these."""
+"""Beginnings of an unknown text. A token before it is sure only if it is the same before all of these."""
 
-_REASONING = "reasoning_content"  # of a message: what the model thought before it
+_REASONING = "reasoning_content"  # a message's key
 # Noncharacters first: Unicode keeps them out of interchanged text. Then a private plane, in case all are taken.
 _MARKS = (range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE))
-_BEFORE = "said-before"  # content of the message before the middle of a conversation; what is wanted begins behind it
+_BEFORE = "said-before"  # content of a made-up message before a part of a conversation
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)  # by a template
 _COMPLAINT = 300  # characters of a template's complaint that are passed on
@@ -56,7 +56,7 @@ _BETWEEN = "\n\n"  # messages that are joined
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A rendered prompt. `mark` is in the text behind the first character of what looks like a control token; or ""."""
+    """A rendered prompt. `mark` stands behind the first character of texts that look like a control token; or ""."""
 
     text: str
     mark: str = ""
@@ -64,10 +64,10 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class TemplateRules:
-    """What a chat template takes: a `first` system message, a `second` one behind it, a `later` one.
+    """Abilities of a chat template: a `first` system message, a `second` one behind it, a `later` one.
 
-    `objects`: arguments of calls as objects, else as text. `tools`: it takes tools, or leaves them out; else they are
-    described in the system prompt, and calls and results are text.
+    `objects`: arguments of calls are objects, else text. `tools` is False if the system prompt describes the tools, and
+    calls and results are text.
     """
 
     first: bool = True
@@ -84,7 +84,7 @@ class TemplateRefusalError(InvalidRequestError):
 class Renderer:
     """The chat template of `tokenizer` (a transformers tokenizer).
 
-    `tool_format` is how the model writes calls; the argument of this name overrides what the template shows.
+    `tool_format` is how the model writes calls; the argument of this name overrides the template's.
     `tools_as_text`: the template takes no tools, so the system prompt describes them, in Hermes' format.
     """
 
@@ -138,7 +138,7 @@ class Renderer:
         return Rendered(text.removeprefix(ending), whole.mark)
 
     def closing(self, kwargs: Mapping[str, Any]) -> str:
-        """What the template puts behind a reply; "" where that cannot be seen."""
+        """The template's text behind a reply; "" if the template does not show it."""
         return self._after(_said_before([{"role": "user"}]), kwargs)
 
     @cached_property
@@ -152,9 +152,9 @@ class Renderer:
         for sizes in zip(*map(_conversations, (4, 4, 8, 16)), strict=True):
             try:
                 work = [partial(self._apply, *self._adapted(each.messages, each.tools), {}, True) for each in sizes]
-                _, small, middle, large = map(_lines, work)  # the first runs what is run only once
+                _, small, middle, large = map(_lines, work)  # the first one warms up
             except _REFUSALS:
-                continue  # nobody can send such a conversation
+                continue  # the template takes no such conversation
             parts, squares = _parts(sizes[-1]), (large - 3 * middle + 2 * small) * 16 / 6  # in the largest
             if squares > parts:
                 most = min(most, parts * math.sqrt(_MOST_LINES / squares))
@@ -389,7 +389,7 @@ def _with_tools_as_text(messages: Sequence[Message], tools: Sequence[Mapping[str
 
 
 def adapted(messages: Sequence[Message], rules: TemplateRules) -> list[Message]:
-    """`messages` without what `rules` say that the template does not take.
+    """`messages` changed to those that the template takes, by `rules`.
 
     System messages at the beginning are joined. Others, and results of tools, become the user's text, joined with
     the user's messages next to them: some templates demand that roles take turns.
@@ -512,7 +512,7 @@ def _lines(work: Callable[[], object]) -> int:
 
 
 def continuations(prompt: ChatPrompt) -> list[ChatPrompt]:
-    """Prompts that continue `prompt`; all its continuations begin with what these renderings have in common.
+    """Prompts that continue `prompt`. All its continuations begin with the common beginning of their renderings.
 
     If calls are open, one of their results comes next, else after an assistant's message, or none, a user's. After any
     other message the assistant writes: that is the prompt as it is.
@@ -536,11 +536,11 @@ def continuations(prompt: ChatPrompt) -> list[ChatPrompt]:
 
 
 def message_starts(messages: Sequence[Mapping[str, Any]], text: str) -> list[int]:
-    """Where in a rendered `text` the contents of `messages` begin, in their order, ascending; a guess, but a safe one.
+    """Estimate where in a rendered `text` the contents of `messages` begin, ascending.
 
-    Each is looked for behind the one before it, by its first characters. One that a template rewrites, or that says
-    nothing, begins with the one after it. Tools may stand before the first message that is no system prompt, so that
-    one is looked for in the whole text. If a later one is not near, it and those behind it begin at the end.
+    Each message is searched behind the one before it, by its first characters. A rewritten or empty one begins with the
+    next. Tools may stand before the first message that is no system prompt, so the whole text is searched for that one.
+    If a later message is not near, it and all behind it begin at the end.
     """
     starts: list[int] = []
     place, silent, far = 0, 0, True
@@ -559,7 +559,7 @@ def message_starts(messages: Sequence[Mapping[str, Any]], text: str) -> list[int
 
 
 def _said(message: Mapping[str, Any]) -> tuple[str, str]:
-    """What a message says if that is one text, and how it begins, as a template may write it; "" if that is unknown."""
+    """A message's content if that is one text, and its first characters as a template may write them; "" if unknown."""
     content = message.get("content")
     said = content.strip() if isinstance(content, str) else ""
     if isinstance(content, Sequence) and not isinstance(content, str) and content:

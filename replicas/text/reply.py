@@ -5,8 +5,8 @@
                             the reasoning     to a stop
                             set apart         string
 
-Each stage passes on what it is sure of and holds the rest back; `Reply.finish` empties them. Log probabilities of
-tokens wait for the text that they come out with.
+Each stage passes on text that is settled and holds the rest back; `Reply.finish` empties them. The log probabilities
+of a token wait for its text.
 """
 
 from bisect import bisect_left, bisect_right
@@ -64,7 +64,7 @@ class StopStrings:
         return text
 
     def flush(self) -> str:
-        """The text is over: what was held back."""
+        """The text is over. Returns the text that was held back."""
         held, self._held = self._held, ""
         return self.skip(held)
 
@@ -112,8 +112,8 @@ class Reply:
 
     `trailing` holds back calls at the end of the thinking. `remember_turn` takes the ids and the text of the whole
     reply once it is over. `declared` matches calls of declared tools: if given, a call of another tool is not sent, and
-    `rewrite` says from where the reply is drawn again. `runs_on`: calls do not end the reply; what follows them is
-    generated, counted and not sent. Stop strings count in the text after `least` tokens.
+    `rewrite` says from where the reply is drawn again. `runs_on`: calls do not end the reply; text behind them is
+    generated and counted, but not sent. Stop strings count in the text after `least` tokens.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Reply:
         return self._after_reasoning(deltas)
 
     def finish(self, reason: FinishReason) -> tuple[list[ReplyDelta], ReplyReason]:
-        """What was held back, and why the reply ended: `reason` is the engine's. Call once.
+        """The pieces that were held back, and why the reply ended: `reason` is the engine's. Call once.
 
         A reply whose calls have all closed ended for them, whatever ended its text: the client can run them. If the
         model ended it with calls in its thinking and without content, these are the reply's. Log probabilities of
@@ -226,7 +226,7 @@ class Reply:
 
     @property
     def content(self) -> str:
-        """What was generated after the thinking, calls and markup included."""
+        """The text after the thinking, calls and markup included."""
         return self._pieces.text(self._tokens[self._thought :])
 
     def _token(self, token: int, logprob: TokenLogprobs | None) -> list[Delta]:
@@ -300,8 +300,8 @@ class Reply:
     def _ask_again(self, opened: int, begun: int) -> bool:
         """Whether a call of an undeclared tool, its marker at character `opened`, can be written again.
 
-        The tokens up to the first one that a call of a declared tool could not have are kept: those before it would be
-        drawn again as they are. They must hold what was sent, all before character `begun`.
+        Tokens are kept up to the first that no call of a declared tool could have: the others would be drawn again as
+        they are. All text that was sent, up to character `begun`, must be among them.
         """
         assert self._declared is not None
         opened, begun = opened + self._skipped, begun + self._skipped

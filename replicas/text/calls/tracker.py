@@ -34,7 +34,7 @@ from holdfast.replicas.text.calls.values import MOST_NESTED, NUMBER, TEXT, Kinds
 
 T = TypeVar("T")
 Scan: TypeAlias = Generator[None, None, T]
-"""Reads from a `Text`, yields where that ends for now, and returns what it found."""
+"""Reads from a `Text`, yields where that ends for now, and returns its result."""
 
 Delta: TypeAlias = TextDelta | ToolCallDelta
 
@@ -89,9 +89,9 @@ class Text:
             yield
 
     def match(self, pattern: re.Pattern[str], begun: re.Pattern[str]) -> Scan[re.Match[str] | None]:
-        """Read what `pattern` matches. Waits while what is there matches `begun`, up to its end.
+        """Read a match of `pattern`. Waits while the text so far matches `begun` to its end.
 
-        Raises MismatchError where the text ends in what has begun.
+        Raises MismatchError if the whole text ends in a match of `begun`.
         """
         while (undecided := begun.match(self.text, self.at)) and not self.over:
             yield
@@ -104,7 +104,7 @@ class Text:
 
 
 def beginnings(*texts: str) -> str:
-    """A pattern of what `texts` begin with, at the end of what is there."""
+    """A pattern of proper beginnings of `texts`, at the end of the text so far."""
     return rf"(?:{'|'.join(re.escape(text[:n]) for text in texts for n in range(len(text) - 1, 0, -1))})\Z"
 
 
@@ -134,7 +134,7 @@ _SCALAR_BEGUN = re.compile(
 )
 _COMMA = {"}": re.compile(r',[ \t\r\n]*(?=["}])'), "]": re.compile(r',[ \t\r\n]*(?=["0-9tfnTFN{\[\]-])')}
 _COMMA_BEGUN = re.compile(r",[ \t\r\n]*\Z")
-# What may stand in a string as it is. No text has halves of surrogate pairs in it, only escapes have.
+# Characters of a string that need no escape. No text has halves of surrogate pairs in it, only escapes have.
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _HEX = "[0-9a-fA-F]"
 _HIGH, _LOW = rf"u[dD][89abAB]{_HEX}{{2}}", rf"u[dD][c-fC-F]{_HEX}{{2}}"
@@ -283,7 +283,7 @@ class TagValue:
         self._scan: Scan[None] | None = None
 
     def feed(self, piece: str) -> str:
-        """What goes out with `piece`. The quote of a value that can only be a string goes out before any piece."""
+        """The JSON that `piece` settles. The quote of a value that can only be a string goes out before any piece."""
         self._is_string = self._is_string or not self._may_be_other(piece)
         self._written.append(piece)
         if not self._is_string:
@@ -436,7 +436,7 @@ class CallTracker(Text):
         self._scan: Scan[None] | None = reader.read(self) if reader else None  # None: everything is text
 
     def feed(self, text: str) -> list[Delta]:
-        """What `text` settles; nothing once `stopped`."""
+        """The deltas that `text` settles; none once `stopped`."""
         if self._scan is None:
             return [TextDelta(text)] if text else []
         if text and not self.stopped:
@@ -448,14 +448,14 @@ class CallTracker(Text):
         return merged(deltas) if len(deltas) > 1 else deltas
 
     def finish(self, *, cut: bool = False) -> list[Delta]:
-        """The reply is over: what was held. `cut`: something else than the model ended it. Call once."""
+        """The reply is over. Returns the last deltas. `cut`: something else than the model ended it. Call once."""
         if self._scan is None:
             return []
         self.cut, self.over = cut, True
         if not self.stopped:
             next(self._scan, None)
         if cut and self._guaranteed():
-            self._held.clear()  # what may have been the beginning of a marker
+            self._held.clear()  # perhaps the beginning of a marker
         self.release()
         if self._gap and (self._said or not self.n_sent):  # white space after a call was markup
             self._emit(TextDelta(self._gap))
@@ -510,13 +510,13 @@ class CallTracker(Text):
         self._held.append(text)
 
     def release(self) -> None:
-        """What is held is text."""
+        """The held text belongs to no call."""
         text = "".join(self._held)
         self._held.clear()
         self.say(text)
 
     def begin_call(self, expected: str | None = None) -> None:
-        """A call may have begun, and not only what stands between calls."""
+        """A call may have begun, not only white space and markup between calls."""
         self.call.begun, self.call.expected = True, expected
 
     def name_call(self, name: str, written_id: str = "") -> None:
@@ -548,7 +548,7 @@ class CallTracker(Text):
             self._arguments.append(valid)
 
     def set_arguments(self, valid: str) -> None:
-        """The arguments are `valid`; what the model wrote for them is held."""
+        """The arguments are `valid`; the model's text for them is held."""
         self.call.arguments, self.call.complete = [valid], True
         if self.call.name in self._declared:
             self._send_call()
@@ -570,7 +570,7 @@ class CallTracker(Text):
             self._count_call()
 
     def end_markup(self) -> None:
-        """What is held ends closed calls; if there were none it is text."""
+        """The held text is markup behind closed calls; if there were none it is text."""
         self.call = _OpenCall()
         if self._after_call:
             self._held.clear()
@@ -606,7 +606,7 @@ class CallTracker(Text):
         self._arguments.clear()
 
     def _send_call(self) -> None:
-        """From here on it is a call: what is held belongs to it, and what has been read of its arguments goes out."""
+        """From here on it is a call: the held text belongs to it, and the arguments read so far go out."""
         call = self.call
         if before := self._gap.removesuffix("\n") if self._said else "":
             self._emit(TextDelta(before))
@@ -756,7 +756,7 @@ def _comma(t: CallTracker, end: str) -> Scan[None]:
 
 
 def _held_json(t: CallTracker, scan: Callable[[Text, Put], Scan[None]]) -> Scan[str]:
-    """What `scan` reads, as valid JSON; as written it is held."""
+    """The value that `scan` reads, as valid JSON. The model's text for it is held."""
     valid: list[str] = []
 
     def put(written: str, part: str) -> None:
@@ -960,7 +960,7 @@ def _llama3(t: CallTracker) -> Scan[None]:
         yield from _object(t)
         yield from t.read(_BETWEEN_OBJECTS)
         if (yield from t.peek()) != "{":
-            raise MismatchError  # what stands between calls is text where none follows
+            raise MismatchError  # no call follows: the separators are text
 
 
 def _llama3_function(t: CallTracker) -> Scan[None]:

@@ -1,7 +1,7 @@
-"""What the schema of a tool's argument says about its values.
+"""Schemas of tools' arguments: the kinds of values that one allows, and the rules for each kind.
 
 An argument in tags has no quotes: its schema tells whether it is a string or JSON. `alternatives` reads such a schema
-for the tracker, which takes the kinds of values from it, and for the grammar, which takes what each kind must be.
+for the tracker, which needs the kinds of values, and for the grammar, which needs the rules of each kind.
 """
 
 import json
@@ -33,7 +33,7 @@ _SILENT = ANNOTATIONS | {"$defs", "definitions", "$schema"}
 
 
 def argument_schema(parameters: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The schema of one argument; {} where nothing is said of it."""
+    """The schema of one argument; {} if it has none."""
     properties, others = parameters.get("properties"), parameters.get("additionalProperties")
     found = properties.get(name, others) if isinstance(properties, Mapping) else others
     return found if isinstance(found, Mapping) else {}
@@ -105,7 +105,7 @@ def alternatives(schema: Any, root: Mapping[str, Any]) -> Sequence[Mapping[str, 
 
 
 def _plain(schema: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The alternatives of what `schema` says itself."""
+    """The alternatives of `schema` without its references and combinations."""
     said = {key: value for key, value in schema.items() if key not in _COMBINED and key not in _SILENT}
     types = schema.get("type", _APART)
     named = [types] if isinstance(types, str) else types if isinstance(types, (list, tuple)) else []
@@ -150,7 +150,7 @@ def _either(
 
 
 def _both(one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What follows both; None where nothing can."""
+    """The alternative of values that follow both; None if no value can."""
     kinds = {one["type"], other["type"]}
     if len(kinds) > 1 and kinds != {"number", "integer"}:
         return None
@@ -187,7 +187,7 @@ def _text_of(value: Any) -> str:
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any]) -> Kinds:
-    """What values of `schema` may be; references are looked up in `root`. What cannot be told may be anything."""
+    """The kinds of values of `schema`; all kinds if that is unknown. References are looked up in `root`."""
     found = frozenset(str(each["type"]) for each in alternatives(schema, root))
     return found | ({"integer"} if "number" in found else set()) or ANYTHING
 

@@ -337,23 +337,12 @@ class Service:
         else:
             chat = request.prompt if isinstance(request.prompt, ChatPrompt) else None
             self.text.empty += reply.empty and chat is not None
-            tools = chat is not None and bool(chat.tools)
-            cut = reason == "length" or reply.unfinished
-            waits_for = called(
-                reply.calls, "" if tools else reply.content, interface=tools, cut=cut, ends=request.program_end
-            )
+            tools, cut = chat is not None and bool(chat.tools), reason == "length" or reply.unfinished
+            text = "" if tools else reply.content
+            waits_for = called(reply.calls, text, interface=tools, cut=cut, ends=request.program_end)
             if request.program_id:
-                self.notice(
-                    TurnEnded(
-                        request.request_id,
-                        request.scope,
-                        request.program_id,
-                        waits_for.tools,
-                        waits_for.last,
-                        request.program_turns + 1,
-                        request.answered_turns,
-                    )
-                )
+                ids, turn = (request.request_id, request.scope, request.program_id), request.program_turns + 1
+                self.notice(TurnEnded(*ids, waits_for.tools, waits_for.last, turn, request.answered_turns))
         usage, timing = generation.usage(ended), generation.timing(ended)
         return (*tail, Completed(reason, usage, timing, waits_for, reply.stop, history))
 

@@ -46,6 +46,7 @@ class Pins:
         self._queue = queue
         self._numbers = count()
         self._due: Sorted[ProgramPin] = Sorted()  # all, by deadline
+        self._looked_at = -math.inf  # when `expired` was asked last
         self._lapsing: Sorted[ProgramPin] = Sorted()  # by when they lapse
         self._ranked: dict[tuple[Priority, str], Sorted[ProgramPin]] = {}  # by class and tenant, each by `place`
 
@@ -66,12 +67,12 @@ class Pins:
 
     @property
     def due(self) -> float | None:
-        """The earliest deadline; None: there is no pin."""
-        least = self._due.least
-        return least[0] if least is not None else None
+        """When `expired` may find a pin next; None: never. Pins kept for turns that wait do not count."""
+        return next((pin.deadline for pin in self._due if pin.deadline > self._looked_at or not pin.awaited), None)
 
     def expired(self, now: float) -> list[ProgramPin]:
         """Pins past their deadline whose program has no waiting turn. Drops none."""
+        self._looked_at = now
         return [pin for pin in self._due.up_to((now,)) if not pin.awaited]
 
     def lapsed(self, now: float) -> list[ProgramPin]:

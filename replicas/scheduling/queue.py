@@ -229,7 +229,7 @@ class Sorted(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Of the values there are now. Any thread may ask."""
-        return iter([value for *_, value in self._entries.copy()])
+        return (value for *_, value in self._entries.copy())
 
     def __reversed__(self) -> Iterator[T]:
         return (value for *_, value in reversed(self._entries))
@@ -237,11 +237,6 @@ class Sorted(Generic[T]):
     @property
     def first(self) -> T:
         return self._entries[0][2]
-
-    @property
-    def least(self) -> Key | None:
-        """The smallest key; None: there is no value."""
-        return self._entries[0][0] if self._entries else None
 
     def up_to(self, key: Key) -> list[T]:
         """The values of the smallest keys, `key` included."""

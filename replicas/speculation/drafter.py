@@ -12,11 +12,10 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
-from typing import Concatenate, ParamSpec
 
 import numpy as np
 
@@ -49,23 +48,6 @@ _BLIND = 3  # steps planned without asking for drafts after a step without any, 
 
 FREE: StepCost = (1.0,) * (VERIFY_ROWS + 1)
 """Used where the cost was not measured: rows cost nothing."""
-
-P = ParamSpec("P")
-
-
-def _optional(method: Callable[Concatenate[Drafter, P], None]) -> Callable[Concatenate[Drafter, P], None]:
-    """The supervisor of speculation: an error costs the sequences in flight their drafts, and nothing else."""
-
-    @wraps(method)
-    def supervised(self: Drafter, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            method(self, *args, **kwargs)
-        except Exception:
-            log.exception("speculation failed: the sequences in flight go on without drafts")
-            self._states = dict.fromkeys(self._states)
-            self._drafts = {}
-
-    return supervised
 
 
 @dataclass(slots=True)
@@ -113,24 +95,34 @@ class Drafter:
         """Bytes used for earlier turns; at most `config.memory_bytes`."""
         return self._memory.nbytes
 
-    @_optional
+    @contextmanager
+    def _optional(self) -> Iterator[None]:
+        """The supervisor of speculation: an error costs the sequences in flight their drafts, and nothing else."""
+        try:
+            yield
+        except Exception:
+            log.exception("speculation failed: the sequences in flight go on without drafts")
+            self._states = dict.fromkeys(self._states)
+            self._drafts = {}
+
     def prepare(self, decoding: Collection[Sequence]) -> None:
         """Draft for the sequences that decode in the next step. None has drafts while the last token is in flight."""
         self._drafts = {}
         if not self.enabled:
             return
         offers: dict[str, _State] = {}
-        for sequence in decoding:
-            if sequence.awaited is not None:
-                self._blind -= 1
-                return
-            limit = min(_room(sequence), self._max_draft)
-            state = self._state(sequence) if limit > 0 else None
-            if state is not None:
-                self._find(state, limit)
-                if state.draft:
-                    offers[sequence.request_id] = state
-        self._blind = _BLIND if decoding and not self._gate(offers, len(decoding)) else 0
+        with self._optional():
+            for sequence in decoding:
+                if sequence.awaited is not None:
+                    self._blind -= 1
+                    return
+                limit = min(_room(sequence), self._max_draft)
+                state = self._state(sequence) if limit > 0 else None
+                if state is not None:
+                    self._find(state, limit)
+                    if state.draft:
+                        offers[sequence.request_id] = state
+            self._blind = _BLIND if decoding and not self._gate(offers, len(decoding)) else 0
 
     def propose(self, sequence: Sequence) -> TokenIds:
         """Drafts to verify after the sequence's last token: the prepared ones, or those that its grammar forces.
@@ -157,8 +149,15 @@ class Drafter:
         They are compared with the whole draft, verified or not, so a sequence that the gate stopped can recover.
         """
         state = self._states.get(sequence.request_id)
-        if state is not None:
-            self._learn(state, drawn)
+        if state is None:
+            return
+        with self._optional():
+            if state.draft and drawn:
+                right = common_prefix(state.draft, drawn)
+                compared = min(right + 1, len(state.draft), len(drawn))
+                state.acceptance += (1 - (1 - _WEIGHT) ** compared) * (right / compared - state.acceptance)
+            state.draft = None
+            state.index.extend(drawn)
 
     def measured(self, rows: int, seconds: float) -> None:
         """A step of `rows` rows that only decoded took `seconds`.
@@ -177,15 +176,14 @@ class Drafter:
         if state is not None:
             self._ended.append((state, sequence.n_prompt))
 
-    @_optional
     def catch_up(self, sequences: Collection[Sequence]) -> None:
         """While a step runs: remember completions that ended, and index the prompts of the step's `sequences`."""
         ended, self._ended = self._ended, []
-        for state, n_prompt in ended:
-            if len(state.index) > n_prompt:
-                self._memory.add(state.scope, state.index.tokens(max(n_prompt - _MEMORY_CONTEXT, 0)))
-        if self.enabled:
-            for sequence in sequences:
+        with self._optional():
+            for state, n_prompt in ended:
+                if len(state.index) > n_prompt:
+                    self._memory.add(state.scope, state.index.tokens(max(n_prompt - _MEMORY_CONTEXT, 0)))
+            for sequence in sequences if self.enabled else ():
                 if _room(sequence) > 1 and sequence.status is Status.RUNNING:
                     self._state(sequence)
 
@@ -196,22 +194,13 @@ class Drafter:
             self._states[request_id] = _State(sequence.submit.cache_scope, NGramIndex(sequence.tokens))
         return self._states[request_id]
 
-    @_optional
-    def _learn(self, state: _State, drawn: SequenceOf[int]) -> None:
-        if state.draft and drawn:
-            right = common_prefix(state.draft, drawn)
-            compared = min(right + 1, len(state.draft), len(drawn))
-            state.acceptance += (1 - (1 - _WEIGHT) ** compared) * (right / compared - state.acceptance)
-        state.draft = None
-        state.index.extend(drawn)
-
     def _find(self, state: _State, limit: int) -> None:
         """Set the draft: at most `limit` tokens after the longest match, of equals the sequence's own."""
-        context, index = state.index.context(), state.index
-        found = own = index.longest(context)
+        window, index = state.index.window(), state.index
+        found = own = index.longest(window)
         memory = self._memory.find(state.scope)
         if memory is not None:
-            longer = memory.longest(context, above=max(own.length, _MEMORY_MATCH - 1))
+            longer = memory.longest(window, above=max(own.length, _MEMORY_MATCH - 1))
             if longer.length:
                 found, index = longer, memory
         state.draft = index.after(found, limit) if found.length else None

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.speculation.ngrams import GAP, PAIR_CANDIDATES, WINDOW, NGramIndex, Occurrence, common_prefix
+from holdfast.replicas.speculation.ngrams import CANDIDATES, GAP, WINDOW, NGramIndex, Occurrence, common_prefix
 
-SHORT = PAIR_CANDIDATES  # so long that no chain is cut off
+SHORT = CANDIDATES  # so long that no chain is cut off
 tokens_of = st.lists(st.integers(0, 3), max_size=SHORT)
 
 
@@ -37,7 +37,7 @@ def found(occurrence: Occurrence) -> tuple[int, int]:
 def test_own_end_is_found_as_by_search(tokens: list[int]) -> None:
     index = index_of(tokens)
     length, end = naive(tokens, tokens, range(1, len(tokens)))
-    match = index.longest(index.context())
+    match = index.longest(index.window())
     assert match.length == length
     if length:
         assert found(match) == (length, end)
@@ -48,7 +48,7 @@ def test_own_end_is_found_as_by_search(tokens: list[int]) -> None:
 def test_another_text_is_found_as_by_search(tokens: list[int], text: list[int], above: int) -> None:
     index = index_of(tokens)
     length, end = naive(tokens, text, range(1, len(tokens)))
-    match = index.longest(index_of(text).context(), above=above)
+    match = index.longest(index_of(text).window(), above=above)
     assert match.length == (length if length > above else 0)
     if match.length:
         assert found(match) == (length, end)
@@ -63,19 +63,19 @@ def test_growing_is_building(pieces: list[list[int]], context: list[int]) -> Non
         grown.extend(piece)
     built = index_of([token for piece in pieces for token in piece])
     assert grown.tokens().tolist() == built.tokens().tolist()
-    assert grown.context() == built.context()
+    assert grown.window() == built.window()
     if len(built) <= len(whole):
-        window = index_of(context).context()
+        window = index_of(context).window()
         assert grown.longest(window) == built.longest(window)
 
 
 def test_continuation_stops_at_limit_gap_and_end() -> None:
     index = index_of([1, 2, 3, 4, GAP, 1, 2, 9])
-    match = index.longest(index_of([3, 4]).context())
+    match = index.longest(index_of([3, 4]).window())
     assert index.after(match, 8).tolist() == []
-    match = index.longest(index_of([1, 2]).context())
+    match = index.longest(index_of([1, 2]).window())
     assert index.after(match, 8).tolist() == [9]
-    match = index.longest(index_of([0, 1, 2, 3]).context())
+    match = index.longest(index_of([0, 1, 2, 3]).window())
     assert index.after(match, 8).tolist() == [4]
     assert index.after(match, 0).tolist() == []
 
@@ -83,7 +83,7 @@ def test_continuation_stops_at_limit_gap_and_end() -> None:
 def test_a_long_match_is_preferred_to_a_late_one_and_measured_to_the_window() -> None:
     phrase = list(range(100, 100 + WINDOW + 10))
     index = index_of([*phrase, 7, *phrase[-3:], 8])
-    match = index.longest(index_of(phrase).context())
+    match = index.longest(index_of(phrase).window())
     assert match.length == WINDOW
     assert index.after(match, 1).tolist() == [7]
 
@@ -92,7 +92,7 @@ def test_large_ids_and_a_long_prompt() -> None:
     tokens = np.arange(40_000, dtype=np.int32) * 50_000
     index = NGramIndex(tokens)
     index.extend(tokens[30_000:30_010].tolist())
-    match = index.longest(index.context())
+    match = index.longest(index.window())
     assert match.length == 10
     assert index.after(match, 3).tolist() == tokens[30_010:30_013].tolist()
     assert index.nbytes < 40 * len(index)

@@ -285,6 +285,7 @@ class Decoder:
     """
 
     leave = False  # weights stay as they are, for kernels that read them so
+    delta_rule = staticmethod(gated_delta)
 
     def __init__(
         self,
@@ -402,7 +403,7 @@ class Decoder:
             raise ValueError("a step of a model with linear layers has no states")
         mixed, z = layer.mixer.split(layer.qkvz(h))
         a, b = layer.ab(h).chunk(2, dim=1)
-        return gated_delta(mixed, a, b, layer.kernel, self.states, layer.index, batch.states), z
+        return self.delta_rule(mixed, a, b, layer.kernel, self.states, layer.index, batch.states), z
 
 
 def _of_triton() -> tuple[type[Exception], ...]:

@@ -1,7 +1,8 @@
 """The decoder's forward on a GPU: the weights and maths of `decoder`, with our kernels around the products.
 
 A layer is four products and five launches: residual sum and norm, rotary embedding and store of keys and values,
-attention, sum and second norm, activation. Without a GPU it runs in Triton's interpreter, which is how it is tested.
+attention, sum and second norm, activation. In a linear layer `linear_state_gpu` takes the place of rotary embedding and
+attention. Without a GPU it runs in Triton's interpreter, which is how it is tested.
 
 Decode and verify steps wait for the weights, and how close the libraries come to the memory's bandwidth depends on the
 size of the matrix and the number of rows. So products of few rows are timed when a model is loaded, each size of matrix
@@ -21,6 +22,8 @@ from torch.nn.functional import linear
 from holdfast.kernels.attention_gpu import attend_gpu
 from holdfast.kernels.layer_gpu import add_norm, gated_norm, rotate_and_store, sigmoid_gate, silu_and_mul
 from holdfast.kernels.linear import GatedMatrix, Matrix, Route
+from holdfast.kernels.linear_state import LinearStates, LinearWeights, StateBatch, gated_delta
+from holdfast.kernels.linear_state_gpu import gated_delta_gpu, supported
 from holdfast.kernels.stream_gpu import MOST_ORDERED, MOST_ROWS, streamed, streamed_tall
 from holdfast.replicas.model.decoder import AttentionLayer, AttentionShape, Decoder, DeltaLayer, ForwardBatch
 
@@ -37,10 +40,19 @@ _EACH = 1024  # up to here the order of sums is tested for every number of rows
 _SOME = 64  # beyond, for multiples of this; row counts in between are padded
 
 
+def _delta_rule(
+    mixed: Tensor, a: Tensor, b: Tensor, weights: LinearWeights, states: LinearStates, layer: int, batch: StateBatch
+) -> Tensor:
+    """`linear_state.gated_delta` by our kernels, or by torch for heads that they do not take."""
+    rule = gated_delta_gpu if supported(states.shape) else gated_delta
+    return rule(mixed, a, b, weights, states, layer, batch)
+
+
 class GpuDecoder(Decoder):
     """`Decoder` with another forward."""
 
     leave = True
+    delta_rule = staticmethod(_delta_rule)
     _invariant = False
 
     def keep_order(self, rows: int, draws: int) -> None:

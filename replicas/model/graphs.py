@@ -6,7 +6,7 @@ copy. A forward is captured for each `Bucket`, and a step runs in the smallest t
 step is data: a fixed number of programs share attention's items (`GpuPlan.counts`). Tokens that only fill the bucket
 are written to a scratch cell that nothing attends to, and their logits are dropped.
 
-    | ids, positions, cells, drawn, draws | per window: counts, order, positions, merges, wide items | extra | narrow |
+    | ids, positions, cells, drawn, draws, states | by window: counts, order, positions, merges, wide | extra | narrow |
 
 A step's copy ends with its own part of the last field, its narrow items. `extra` carries what the step needs outside of
 the forward. A graph ends with greedy draws and the verification of drafts; other draws use its logits. Steps with more
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from holdfast.kernels.attention_plan import AttentionWork, GpuPlan, plan_key
 from holdfast.kernels.kv import ALIGNED, Array, PagedBatch, Sender, packed, view, views
+from holdfast.kernels.linear_state import NO_STATE, StateBatch
 from holdfast.replicas.model.decoder import AttentionShape, BatchLayout, ForwardBatch, Model, PageTable
 from holdfast.replicas.model.sampler import counts_begin
 
@@ -67,6 +68,7 @@ class GraphRoom:
     wide_items: int = 1024
     partials: int = 8192
     extra: int = 1 << 16  # bytes
+    marks: int = 64  # of recurrent states
     programs: int = 16  # of one KV head, so that every multiprocessor has one
 
     @property
@@ -134,12 +136,14 @@ class _Field:
 class _Layout:
     """Where everything lies in the static buffer of `size` bytes."""
 
-    def __init__(self, room: GraphRoom, windows: int) -> None:
+    def __init__(self, room: GraphRoom, windows: int, rows: int) -> None:
+        """`rows`: sequences with states; 0: the model has none."""
         self.size = 0
         self.token_ids, self.positions, self.cells = (self.add(torch.int64, room.tokens) for _ in range(3))
         self.drawn = self.add(torch.int64, room.draws)
         self.first_rows = self.add(torch.int32, room.draws + 1)
         self.drafts = self.add(torch.int32, room.draws)
+        self.states = [self.add(torch.int32, *size) for size in ((rows + 1,), *[(rows,)] * 4, (room.marks, 3))]
         self.windows = [_WindowFields(self, room) for _ in range(windows)]
         self.extra = self.size
         self.size += room.extra
@@ -174,8 +178,12 @@ class CudaGraphs:
         scratch_cell: int,
         dtype: torch.dtype,
         room: GraphRoom | None = None,
+        states: bool = False,
     ) -> None:
-        """`model` reads all that changes from step to step from its batch's tensors. `dtype`: of its logits."""
+        """`model` reads all that changes from step to step from its batch's tensors. `dtype`: of its logits.
+
+        `states`: it has recurrent ones.
+        """
         self._model = model
         self._shape = shape
         self._table = table
@@ -183,10 +191,12 @@ class CudaGraphs:
         self.room = room = room or GraphRoom()
         self._replays: dict[Bucket, Callable[[], None]] = {}
         self._sizes = [n for n in _TOKENS if n <= room.tokens]
-        self._fields = _Layout(room, len(shape.windows))
+        self._rows = len(table.runs) if states else 0
+        self._fields = _Layout(room, len(shape.windows), self._rows)
         device = table.device
         self._static = torch.zeros(self._fields.size, dtype=torch.uint8, device=device)
         self._fields.cells.view(self._static).fill_(scratch_cell)  # while graphs are captured, too
+        self._fields.states[2].view(self._static).fill_(NO_STATE)  # nor is a state written
         self._partial = torch.zeros(room.partials, shape.heads, shape.head_dim, dtype=torch.float32, device=device)
         self._lse = torch.zeros(room.partials, shape.heads, dtype=torch.float32, device=device)
         self._logits = torch.zeros(room.draws, model.vocabulary, dtype=dtype, device=device)
@@ -234,6 +244,12 @@ class CudaGraphs:
             (fields.first_rows, _filled(first, bucket.draws + 1, len(layout.drawn))),
             (fields.drafts, drafts),
         ]
+        if layout.states:
+            # Sequences that only fill the bucket have no tokens, and no state is written for them.
+            lengths = [min(tokens, self._rows) + (number == 0) for number in range(5)] + [self.room.marks]
+            values = (int(layout.states[0][-1]), NO_STATE, NO_STATE, 0, 0, _NO_MARK)
+            for field, array, length, value in zip(fields.states, layout.states, lengths, values, strict=True):
+                parts.append((field, _filled(array, length, value)))
         for work, at, narrow in zip(works, fields.windows, fields.narrow, strict=True):
             parts += [
                 (at.n_narrow, np.array([len(work.narrow)], np.int32)),
@@ -268,7 +284,13 @@ class CudaGraphs:
         wide = any(len(work.wide) for work in works)
         size = self._sizes[bisect_left(self._sizes, tokens)]
         bucket = Bucket(size, max(work.narrow_rows for work in works), wide or size > MOST_DRAWS)
+        if layout.states and (len(layout.states[-1]) > room.marks or max(layout.lengths) > self._longest(bucket)):
+            return None
         return bucket if bucket in self._replays else None
+
+    def _longest(self, bucket: Bucket) -> int:
+        """Most tokens of one sequence: without wide items they fit into a narrow tile."""
+        return bucket.tokens if bucket.wide else min(bucket.tokens, bucket.tile // self._shape.group)
 
     def _forward(self, bucket: Bucket) -> Callable[[], None]:
         """The model's forward and greedy draws over the static buffers, as one bucket sees them."""
@@ -290,7 +312,13 @@ class CudaGraphs:
                 programs=(self.room.programs * _AT_ONCE * (1 if size <= _FEW else _ROUNDS), self.room.programs),
             )
         ids, positions = fields.token_ids.view(static, size), fields.positions.view(static, size)
-        batch = ForwardBatch(ids[None], positions[None], fields.drawn.view(static, draws), pages)
+        states = None
+        if rows := min(size, self._rows):
+            starts, *columns, marks = fields.states
+            source, target, applied, held = (each.view(static, rows) for each in columns)
+            places = (starts.view(static, rows + 1), source, target, applied, held, marks.view(static))
+            states = StateBatch(*places, self._longest(bucket))
+        batch = ForwardBatch(ids[None], positions[None], fields.drawn.view(static, draws), pages, states)
         first, drafts = fields.first_rows.view(static, draws + 1), fields.drafts.view(static, draws)
         logits, out = self._logits[:draws], (self._greedy, self._greedy[counts_begin(draws) :])
 
@@ -303,6 +331,7 @@ class CudaGraphs:
 
 
 _NOBODY = np.zeros(0, np.int32)
+_NO_MARK = np.iinfo(np.int32).max  # of a sequence that is not there
 
 
 def _filled(array: Array, length: int, value: int = 0) -> Array:

@@ -18,7 +18,7 @@ from holdfast.kernels.kv import Array, Sender
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.tensors import HostPages, KVTensors, Moved
 from holdfast.replicas.model import sampler
-from holdfast.replicas.model.decoder import STEP_ERRORS, BatchLayout, Model, PageTable, lay_out
+from holdfast.replicas.model.decoder import STEP_ERRORS, BatchLayout, Decoder, Model, PageTable, lay_out
 from holdfast.replicas.model.graphs import Capture, CudaGraphs, GraphRoom, Replayed
 from holdfast.replicas.model.runner import ModelRunner
 from holdfast.replicas.plan import Chunk, RowWrite, StepOutput, StepPlan
@@ -42,7 +42,8 @@ class GpuRunner(ModelRunner):
         shape, scratch = self.model.attention, self.kv.scratch_cell
         if shape is None or scratch is None:
             return False
-        graphs = CudaGraphs(self.model, shape, self.table, scratch, self.kv.dtype, room)
+        stateful = isinstance(self.model, Decoder) and self.model.states is not None
+        graphs = CudaGraphs(self.model, shape, self.table, scratch, self.kv.dtype, room, stateful)
         graphs.capture(capture, say)
         self.graphs = graphs
         return True

@@ -15,6 +15,7 @@ import torch
 import transformers as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_decoder import replayed
 
 from holdfast.kernels.linear_state import NO_STATE, LinearStates
 from holdfast.replicas.config import EngineConfig
@@ -22,8 +23,11 @@ from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.pages import StateUse
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.decoder import Decoder
+from holdfast.replicas.model.decoder_gpu import GpuDecoder
 from holdfast.replicas.model.description import describe, inspect_model
+from holdfast.replicas.model.graphs import GraphRoom
 from holdfast.replicas.model.runner import ModelRunner
+from holdfast.replicas.model.runner_gpu import GpuRunner
 from holdfast.replicas.model.startup import load_runner
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 
@@ -39,7 +43,7 @@ _SIZES = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 8,
+    "linear_value_head_dim": 16,
     "max_position_embeddings": 256,
 }
 _VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
@@ -117,7 +121,9 @@ class Loop:
     before the drafts leave the state as it is.
     """
 
-    def __init__(self, name: str, dtype: torch.dtype = torch.float32, held: int = 1, **settings: object) -> None:
+    def __init__(
+        self, name: str, dtype: torch.dtype = torch.float32, held: int = 1, gpu: bool = False, **settings: object
+    ) -> None:
         folder, config, _ = checkpoint(name)
         described = describe(config)
         assert described is not None
@@ -128,9 +134,9 @@ class Loop:
         self.states = LinearStates(described.state, described.linear_layers, SLOTS, WINDOW + 1, dtype, "cpu")
         for tensor in self.states.tensors:
             tensor.fill_(torch.nan)
-        decoder = Decoder.load(str(folder), config, self.kv, CONTEXT, states=self.states)
+        decoder = (GpuDecoder if gpu else Decoder).load(str(folder), config, self.kv, CONTEXT, states=self.states)
         assert decoder is not None
-        self.runner = ModelRunner(decoder, self.kv, 16, CONTEXT)
+        self.runner = (GpuRunner if gpu else ModelRunner)(decoder, self.kv, 16, CONTEXT)
         self.held = held
         self._free = np.random.default_rng(0).permutation(400).tolist()
         self.streams: list[Stream] = []
@@ -249,6 +255,32 @@ def test_another_row_goes_on_from_states_that_marks_kept(name, most):
         while len(other.tokens) < len(tokens) + 6:
             loop.step([other], most)
         assert other.tokens[len(tokens) :] == answers(name, tokens, 6)
+
+
+def test_a_gpus_kernels_answer_alike_in_graphs_and_without():
+    """Prompts long enough for chunks, decode steps, drafts and marks; the graphs are plain calls."""
+    name, lengths = "Qwen3_5ForConditionalGeneration", (40, 5)
+    prompts = [prompt_of(length, length) for length in lengths]
+    expected = [answers(name, prompt, 12) for prompt in prompts]
+    for room in (None, GraphRoom(tokens=12, items=64, wide_items=16, partials=256, programs=2)):
+        loop = Loop(name, gpu=True, scratch=True)
+        if room is not None:
+            assert loop.runner.capture(replayed, room, lambda text: None)
+        streams = [loop.stream(prompt) for prompt in prompts]
+        loop.step(streams, marks={0: ((33, 20),)})
+        for right, wrong in ((2, 1), (0, 2), (1, 0)):
+            drafts = {}
+            for stream, prompt, tokens in zip(streams, prompts, expected, strict=True):
+                at = len(stream.tokens) - len(prompt)
+                bad = [(token + 1) % VOCABULARY for token in tokens[at + right : at + right + wrong]]
+                drafts[stream.row] = tokens[at : at + right] + bad
+            loop.step(streams, drafts=drafts)
+        assert loop.runner.replayed == (3 if room is not None else 0)
+        for stream, prompt, tokens in zip(streams, prompts, expected, strict=True):
+            made = stream.tokens[len(prompt) :]
+            assert len(made) == 7
+            assert made == tokens[:7]
+        assert not loop.states.recurrent[:, 20].isnan().any()
 
 
 def test_weights_without_use_are_skipped_and_the_log_says_so(caplog, tmp_path):

@@ -186,12 +186,13 @@ class TextSide:
 
         Its text is kept, so that only the end of the prompt that comes is tokenized. Raises as `encoded`.
         """
-        begun = self._common([await self._rendered(each, scope) for each in continuations(prompt)], scope, program)
+        common = _common([await self._rendered(each, scope) for each in continuations(prompt)])
+        begun = self.cache.begin(*common, scope, program)
         return self._sure(prompt, begun, await self._tokenized(begun))
 
     def preamble(self, prompt: ChatPrompt, scope: str) -> TokenIds:
         """The tokens of `beginning`, at once. Raises InvalidRequestError."""
-        begun = self._common([self.renderer.render(each) for each in continuations(prompt)], scope)
+        begun = self.cache.begin(*_common([self.renderer.render(each) for each in continuations(prompt)]), scope)
         return self._sure(prompt, begun, self.cache.tokenize(begun, self.cache.encoder)).tokens
 
     def encode(self, prompt: ChatPrompt | RawPrompt, scope: str = "", program: str = "") -> Encoded:
@@ -245,11 +246,6 @@ class TextSide:
     async def _tokenized(self, begun: Begun) -> Entry:
         work, length = partial(self.cache.tokenize, begun), len(begun.text) - begun.char
         return await self._long.run(work, length, begun.scope) if length >= LONG else work(self.cache.encoder)
-
-    def _common(self, rendered: Sequence[Rendered], scope: str, program: str = "") -> Begun:
-        """The common beginning of these texts, to be tokenized."""
-        text = rendered[0].text[: common_start(rendered[0].text, rendered[-1].text)]
-        return self.cache.begin(text, rendered[0].mark, scope, program)
 
     def _sure(self, prompt: ChatPrompt, begun: Begun, entry: Entry) -> Encoded:
         """The tokens of a text that stay the same for every continuation; all of them if the text is a whole prompt."""
@@ -387,6 +383,11 @@ class TextSide:
         if _wants_content(prompt) and len(self._think_ids) < 2:
             return None  # no token ends the thinking: the grammar of the content cannot wait for it
         return thinking_reader(encoded.text)
+
+
+def _common(rendered: Sequence[Rendered]) -> tuple[str, str]:
+    """The text that all of these begin with, and its mark."""
+    return rendered[0].text[: common_start(rendered[0].text, rendered[-1].text)], rendered[0].mark
 
 
 def _text_ids(text: str, encoder: Encoder) -> TokenIds:

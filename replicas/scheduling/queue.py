@@ -66,21 +66,17 @@ class RequestOrder(Protocol):
 
     def arrive(self, sequence: Sequence, *, alone: bool = False) -> None:
         """A request has come in; its key is asked for next. `alone`: no other one of its class waits."""
-        return
 
     def begin(self, sequence: Sequence) -> None:
         """It has been given a row and runs from the next step on."""
-        return
 
     def left(self, sequence: Sequence) -> None:
         """It neither waits nor runs any more."""
-        return
 
     def serve(
         self, sequences: Sequences, chunks: Chunks, seconds: float, waiting: Mapping[Priority, int] = _NOBODY
     ) -> None:
         """A step of these, each with its chunk, took `seconds`, while so many of each class were `waiting`."""
-        return
 
     def promote(self, now: float) -> Iterable[Sequence]:
         """Called before each step. Returns waiting requests whose key has changed with the time."""
@@ -99,7 +95,6 @@ class RequestOrder(Protocol):
 
     def learn(self, elsewhere: Mapping[str, float]) -> None:
         """Other replicas served so many seconds more, by the names of `contended`."""
-        return
 
     @property
     def contended(self) -> Mapping[str, float]:

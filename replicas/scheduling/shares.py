@@ -9,7 +9,6 @@
 a router the slots of its replicas (`router/lines`).
 """
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
@@ -104,20 +103,13 @@ class Shares:
         """Places of the tenants that were served least, of these waiting ones; several if they are equal. The caller
         serves one of them next.
         """
-        usual, served = self.usual, math.inf
-        least = math.inf, math.inf
-        found: list[int] = []
-        for place, tenant in enumerate(tenants):
-            share = self._shares.get(tenant) or self.of(tenant)  # it arrived lately, so it is marked as used
-            charged = share.running / share.weight
-            standing = (share.served + charged * usual, charged)
-            if standing < least:
-                least, found = standing, [place]
-            elif standing == least:
-                found.append(place)
-            served = min(served, share.served)
-        self._time = max(self._time, served)
-        return found
+        # They arrived lately, so they are marked as used.
+        shares = [self._shares.get(tenant) or self.of(tenant) for tenant in tenants]
+        usual, running = self.usual, [share.running / share.weight for share in shares]
+        standings = [(share.served + n * usual, n) for share, n in zip(shares, running, strict=True)]
+        self._time = max(self._time, min(share.served for share in shares))
+        least = min(standings)
+        return [place for place, standing in enumerate(standings) if standing == least]
 
     def on_start(self, tenant: str) -> Share:
         """A request of a tenant starts."""

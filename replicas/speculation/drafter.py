@@ -268,13 +268,8 @@ class TurnMemory:
     def __init__(self, total_bytes: int, scope_bytes: int) -> None:
         self._total_bytes, self._scope_bytes = total_bytes, min(scope_bytes, total_bytes)
         self._scopes: OrderedDict[str, NGramIndex] = OrderedDict()  # least recently used first
-        self._nbytes = 0
-        self._of: Counter[str] = Counter()  # bytes by tenant
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes used, at most `total_bytes`."""
-        return self._nbytes
+        self.nbytes = 0  # used, at most `total_bytes`
+        self._of: Counter[str] = Counter()  # of these, by tenant
 
     def find(self, scope: str) -> NGramIndex | None:
         """The scope's turns; None before its first."""
@@ -300,7 +295,7 @@ class TurnMemory:
         tenant = tenant_of(scope)
         while self._of[tenant] > self._scope_bytes:
             self._drop(next(each for each in self._scopes if tenant_of(each) == tenant))
-        while self._nbytes > self._total_bytes:
+        while self.nbytes > self._total_bytes:
             self._drop(next(iter(self._scopes)))
 
     def _drop(self, scope: str) -> None:
@@ -308,7 +303,7 @@ class TurnMemory:
 
     def _count(self, scope: str, nbytes: int) -> None:
         tenant = tenant_of(scope)
-        self._nbytes += nbytes
+        self.nbytes += nbytes
         self._of[tenant] += nbytes
         if not self._of[tenant]:
             del self._of[tenant]

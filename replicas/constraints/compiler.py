@@ -100,7 +100,7 @@ class Compiler:
         self.compiled = 0
 
     def prepare(self) -> None:
-        """Take from the first request the seconds of reading a large vocabulary, and the start of a process."""
+        """Read the vocabulary, which takes seconds if it is large, and start a process that tries grammars."""
         if AVAILABLE:
             self._calls()
             complaint('start: "a"', _PART_S)
@@ -158,9 +158,8 @@ class Compiler:
         """
         if "_watch" not in self.__dict__ and _on_event_loop():
             raise NotCompiledError("tool_choice", None)
-        vocabulary, _ = self._read()
         watch = self._calls()
-        return CallBan(watch, names) if watch is not None and vocabulary.exact else None
+        return CallBan(watch, names) if watch is not None and watch.vocabulary.exact else None
 
     def _read(self) -> tuple[Vocabulary, Forms | None]:
         with self._reading:
@@ -258,9 +257,83 @@ def _shortened(rule: ReplyRule) -> ReplyRule:
 
 # ---- parts of a schema that cannot be followed ----
 
-_SEARCH_S = 10.0  # for the parts of all schemas of a rule
 _PART_S = 2  # of processor time, for one part
+_TRIES, _LONG_TRY = 2000, 400  # of parts of all schemas of a rule; one that takes too long counts as many
 _MOST_LEFT_OUT = 16  # keywords of a schema
+
+
+class _Search:
+    """Tries parts of schemas: so many, and not for so long, so that nothing depends on what else runs."""
+
+    def __init__(self) -> None:
+        self._left = _TRIES
+
+    @property
+    def over(self) -> bool:
+        return self._left <= 0
+
+    def complaint(self, schema: Schema, form: CallForm | None = None, free: bool = False) -> str:
+        """Why `schema` cannot be followed, as JSON or as arguments in `form`; "" if it can."""
+        try:
+            why = complaint(schema_grammar(schema, form, free), _PART_S)
+        except ValueError as error:
+            why = str(error)
+        self._left -= _LONG_TRY if why == TOO_LONG else 1
+        return why
+
+    def fitting(self, schema: Schema, form: CallForm | None, free: bool, of: str, why: str) -> Schema:
+        """`schema` if it can be followed in `form`, else what remains of it. `why` it cannot be, if that is known.
+
+        Raises InvalidRequestError for one that is strict, and for a malformed one that somebody has asked for.
+        """
+        given = schema
+        for _ in range(_MOST_LEFT_OUT):
+            why = why or self.complaint(schema, form, free)
+            if not why:
+                return schema
+            path, part, why = self._culprit(schema, why)
+            if schema.strict or (malformed(part) and not free):
+                place = ".".join(map(str, path))
+                where = f" at {place!r}" if place else ""
+                raise InvalidRequestError(f"Invalid schema{of} in '{schema.field}'{where}: {why}", schema.field)
+            if self.over:
+                break
+            schema, why = self._without(schema, path), ""
+        return replace(given, content=ANY_OBJECT if of else {})
+
+    def _culprit(self, schema: Schema, why: str) -> tuple[Path, Any, str]:
+        """The place of the innermost part of `schema` that cannot be followed, that part, and why it cannot.
+
+        A pattern is named if the part could be followed without it.
+        """
+        path: Path = ()
+        part: Any = schema.content
+        inner = list(subschemas(part))
+        while inner and not self.over:
+            place, node = inner.pop(0)
+            if isinstance(node, Mapping) and (complains := self.complaint(schema.part(node))):
+                path, part, why = (*path, *place), node, complains
+                inner = list(subschemas(part))
+        pattern, rest = part.get("pattern"), {key: said for key, said in part.items() if key != "pattern"}
+        if isinstance(pattern, str) and "the pattern" not in why and not self.complaint(schema.part(rest)):
+            why = f"the pattern {pattern[:SHOWN]!r} cannot be followed: {why}"
+        return path, part, why
+
+    def _without(self, schema: Schema, path: Path) -> Schema:
+        """`schema` without one keyword of the part at `path`: the first without which the part can be followed. If
+        there is none the part keeps its type, or nothing.
+        """
+        content: Any = copy.deepcopy(schema.content)
+        holder, node = None, content
+        for step in path:
+            holder, node = node, node[step]
+        rests = [{key: value for key, value in node.items() if key != each} for each in node if each != "type"]
+        rests += [{"type": node["type"]}] if "type" in node and len(node) > 1 else []
+        rest = next((rest for rest in rests if not self.over and not self.complaint(schema.part(rest))), {})
+        if holder is None:
+            return replace(schema, content=rest)
+        holder[path[-1]] = rest
+        return replace(schema, content=content)
 
 
 def _loosened(rule: ReplyRule, forms: Forms | None, error: Exception) -> ReplyRule:
@@ -269,90 +342,23 @@ def _loosened(rule: ReplyRule, forms: Forms | None, error: Exception) -> ReplyRu
     Raises InvalidRequestError for a strict schema, saying which part of it cannot be followed, and for schemas that are
     too large together.
     """
-    form = forms.first if forms is not None else None
-    until = time.monotonic() + _SEARCH_S
+    search, form = _Search(), forms.first if forms is not None else None
     known = str(error) if len(rule.schemas) == 1 else ""  # of a schema that is alone, this was just found
-    json_ = rule.json and _fitting(rule.json, None, rule.in_text, "", known, until)
+    json_ = rule.json and search.fitting(rule.json, None, rule.in_text, "", known)
     tools = []
     for tool in rule.tools:
         of = f" for function '{tool.name}'"
-        tools.append(replace(tool, arguments=_fitting(tool.arguments, form, rule.in_text, of, known, until)))
+        tools.append(replace(tool, arguments=search.fitting(tool.arguments, form, rule.in_text, of, known)))
     if json_ is rule.json and all(new.arguments is old.arguments for new, old in zip(tools, rule.tools, strict=True)):
         raise _too_large(rule, error)
     return replace(rule, tools=tuple(tools), json=json_)
 
 
-def _fitting(schema: Schema, form: CallForm | None, free: bool, of: str, why: str, until: float) -> Schema:
-    """`schema` where it can be followed in `form`, else what remains of it. `why` it cannot be, where that is known."""
-    given = schema
-    for _ in range(_MOST_LEFT_OUT):
-        why = why or _complaint(schema, form, free)
-        if not why:
-            return schema
-        path, part, why = _culprit(schema, why, until)
-        if schema.strict or (malformed(part) and not free):
-            place = ".".join(map(str, path))
-            where = f" at {place!r}" if place else ""
-            raise InvalidRequestError(f"Invalid schema{of} in '{schema.field}'{where}: {why}", schema.field)
-        if time.monotonic() > until:
-            break
-        schema, why = _without(schema, path, until), ""
-    return replace(given, content=ANY_OBJECT if of else {})
-
-
-def _complaint(schema: Schema, form: CallForm | None = None, free: bool = False) -> str:
-    """Why `schema` cannot be followed, as JSON or as arguments in `form`; "" where it can."""
-    try:
-        return complaint(schema_grammar(schema, form, free), _PART_S)
-    except ValueError as error:
-        return str(error)
-
-
-def _culprit(schema: Schema, why: str, until: float) -> tuple[Path, Any, str]:
-    """The place of the innermost part of `schema` that cannot be followed, that part, and why it cannot.
-
-    A pattern is named where the part could be followed without it.
-    """
-    path: Path = ()
-    part: Any = schema.content
-    inner = list(subschemas(part))
-    while inner and time.monotonic() < until:
-        place, node = inner.pop(0)
-        if isinstance(node, Mapping) and (complains := _complaint(schema.part(node))):
-            path, part, why = (*path, *place), node, complains
-            inner = list(subschemas(part))
-    pattern = part.get("pattern")
-    if isinstance(pattern, str) and "the pattern" not in why:
-        rest = {key: said for key, said in part.items() if key != "pattern"}
-        if time.monotonic() < until and not _complaint(schema.part(rest)):
-            why = f"the pattern {pattern[:SHOWN]!r} cannot be followed: {why}"
-    return path, part, why
-
-
-def _without(schema: Schema, path: Path, until: float) -> Schema:
-    """`schema` without one keyword of the part at `path`: the first without which the part can be followed. Where there
-    is none the part keeps its type, or nothing.
-    """
-    content: Any = copy.deepcopy(schema.content)
-    holder, node = None, content
-    for step in path:
-        holder, node = node, node[step]
-    rests = [{key: value for key, value in node.items() if key != each} for each in node if each != "type"]
-    rests += [{"type": node["type"]}] if "type" in node and len(node) > 1 else []
-    fits = (rest for rest in rests if time.monotonic() < until and not _complaint(schema.part(rest)))
-    rest = next(fits, {})
-    if holder is None:
-        return replace(schema, content=rest)
-    holder[path[-1]] = rest
-    return replace(schema, content=content)
-
-
 # ---- processes that try grammars ----
 
 TOO_LONG = "it takes too long to compile"
-_WAITS = 3  # times the processor time that a grammar is allowed, on a machine that has other work
 _SLOW_S = 1.0  # a grammar that takes longer gives way to others
-_NICE_PROCESS, _NICE_THREAD = 5, 19  # of a grammar that takes long
+_NICE_PROCESS, _NICE_THREAD = 5, 19
 _IDLE = 4  # processes that are kept
 
 
@@ -366,8 +372,8 @@ class Trials:
         atexit.register(self.close)
 
     def complaint(self, lark: str, seconds: int) -> str:
-        """Why llguidance does not take `lark`, in its words, or `TOO_LONG` after `seconds` of processor time; "" where
-        it takes it.
+        """Why llguidance does not take `lark`, in its words, or `TOO_LONG` after `seconds` of processor time; "" if it
+        takes it.
         """
         with self._lock:
             process = self._idle.pop() if self._idle else None
@@ -375,7 +381,7 @@ class Trials:
             process = self._begin()
         answer, slow = None, False
         try:
-            answer, slow = _answer(process, json.dumps([lark, seconds]), seconds)
+            answer, slow = _answer(process, json.dumps([lark, seconds]))
         finally:
             with self._lock:
                 keep = answer is not None and not slow and len(self._idle) < _IDLE
@@ -399,8 +405,10 @@ class Trials:
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
 
 
-def _answer(process: "subprocess.Popen[str]", line: str, seconds: int) -> tuple[str | None, bool]:
-    """The answer of a process to `line`, and whether it took long. None: there is none in time, or it has ended."""
+def _answer(process: "subprocess.Popen[str]", line: str) -> tuple[str | None, bool]:
+    """The answer of a process to `line`, and whether it took long. None: the process has ended, by itself when it has
+    had its processor time: how long that takes depends on what else runs, and refuses nothing.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
     if not process.stdout.readline():
@@ -410,12 +418,9 @@ def _answer(process: "subprocess.Popen[str]", line: str, seconds: int) -> tuple[
         process.stdin.flush()
     waits = select.poll()
     waits.register(process.stdout, select.POLLIN | select.POLLHUP)
-    slow = not waits.poll(_SLOW_S * 1000)
-    if slow:
+    if slow := not waits.poll(_SLOW_S * 1000):
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, process.pid, _NICE_PROCESS)
-        if not waits.poll((seconds * _WAITS - _SLOW_S) * 1000):
-            return None, slow
     answer = process.stdout.readline()
     return str(json.loads(answer)) if answer else None, slow
 
@@ -429,7 +434,7 @@ _TRIALS = Trials(LIMITS)
 
 
 def complaint(lark: str, seconds: int) -> str:
-    """Why the grammar `lark` is not taken, or takes longer than `seconds`; "" where it is. Any thread may ask."""
+    """Why the grammar `lark` is not taken, or takes longer than `seconds`; "" if it is. Any thread may ask."""
     found = _TRIALS.complaint(lark, seconds)
     return str(GrammarError(found)) if found else ""
 
@@ -510,8 +515,10 @@ class CompilerThreads:
         self._closed = True
 
     async def _on_thread(self, ask: Callable[[], Found], scope: str | None) -> Found:
-        own = asyncio.Semaphore(_OF_TENANT)
+        own, loop = asyncio.Semaphore(_OF_TENANT), asyncio.get_running_loop()
         own = own if scope is None else self._of_tenant.setdefault(scope, own)
+        result: Future[Found] = Future()
+        result.set_running_or_notify_cancel()  # who waits may be cancelled; the thread goes on
         with ExitStack() as held, ExitStack() as place:
             await own.acquire()  # first, so that a tenant has few requests in the queue of all
             held.callback(own.release)
@@ -520,8 +527,19 @@ class CompilerThreads:
             self._check()
             kept = place.pop_all()
             held.callback(kept.close)
-            thread, result = _started(ask, held.pop_all().close)
-        asyncio.get_running_loop().call_later(_SLOW_S, self._give_way, kept, thread)
+            leave = held.pop_all().close
+
+        def work() -> None:
+            try:
+                result.set_result(ask())
+            except BaseException as failure:
+                result.set_exception(failure)
+            with suppress(RuntimeError):  # the event loop may be closed by now
+                loop.call_soon_threadsafe(leave)
+
+        thread = threading.Thread(target=work, name=_NAME, daemon=True)
+        thread.start()
+        loop.call_later(_SLOW_S, self._give_way, kept, thread)
         return await asyncio.wrap_future(result)
 
     def _give_way(self, place: ExitStack, thread: threading.Thread) -> None:
@@ -540,25 +558,6 @@ class CompilerThreads:
     def _check(self) -> None:
         if self._closed:
             raise UnavailableError("the engine is not running")
-
-
-def _started(ask: Callable[[], Found], leave: Callable[[], None]) -> tuple[threading.Thread, Future[Found]]:
-    """A thread, and what `ask` will return or raise on it; then comes `leave`, on the event loop of the caller."""
-    loop = asyncio.get_running_loop()
-    result: Future[Found] = Future()
-    result.set_running_or_notify_cancel()  # who waits may be cancelled; the thread goes on
-
-    def work() -> None:
-        try:
-            result.set_result(ask())
-        except BaseException as failure:
-            result.set_exception(failure)
-        with suppress(RuntimeError):  # the event loop may be closed by now
-            loop.call_soon_threadsafe(leave)
-
-    thread = threading.Thread(target=work, name=_NAME, daemon=True)
-    thread.start()
-    return thread, result
 
 
 @atexit.register

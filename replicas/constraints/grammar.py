@@ -1,15 +1,15 @@
-"""What a reply may be, as data, and the grammar that says so in llguidance's Lark dialect.
+"""The rule that a reply follows, and the text of its grammar in llguidance's Lark dialect.
 
-`reply_rule` reads a request, `forms_of` names the ways in which the model writes calls, and `reply_grammar` makes the
-text of a grammar of both. Values have one of two styles:
+`reply_rule` reads a request, `forms_of` names the forms in which the model writes calls, and `reply_grammar` writes the
+grammar of both. A grammar has one of two styles:
 
 - plain, for a reply that is drawn under masks from its first character on: one text for one value, with properties in
   the schema's order, as `json.dumps` and chat templates write it;
-- free, for calls inside of free text: every spelling that models use (order of properties, white space, escapes), so
-  that a valid call stays as the model wrote it.
+- free, for calls inside free text: every spelling that models use (order of properties, white space, escapes), so that
+  a valid call stays as the model wrote it.
 
 llguidance's own compiler of JSON schemas takes the parts of a schema that are not understood here, in plain style.
-Not here: what compiles the text (`compiler`) and what follows it (`guidance`).
+Not here: compiling the text (`compiler`) and following it (`guidance`).
 """
 
 import json
@@ -35,7 +35,7 @@ from holdfast.replicas.text.calls.values import (
 )
 
 SHOWN = 40  # characters of a pattern in an error
-DEEPEST = 32  # schemas inside of schemas that are read here
+DEEPEST = 32  # levels of nested schemas that are read here
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 # ---- schemas ----
@@ -50,7 +50,7 @@ _CONDITIONS = frozenset({"not", "if", "then", "else", "contains", "propertyNames
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schema:
-    """A JSON schema, and the request's field that holds it. Not `strict`: what cannot be followed is left out."""
+    """A JSON schema, and the request's field that holds it. Unless `strict`, what cannot be followed is left out."""
 
     content: Mapping[str, Any]
     strict: bool
@@ -63,7 +63,7 @@ class Schema:
 
 
 def subschemas(node: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """The schemas that stand directly in `node`, and where."""
+    """The schemas directly below `node`, with their places."""
     for key, value in node.items():
         if key in _NAMED and isinstance(value, Mapping):
             yield from (((key, name), inner) for name, inner in value.items())
@@ -74,7 +74,7 @@ def subschemas(node: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
 
 
 def with_subschemas(node: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """A copy of `node` in which each schema that stands directly in it, under some keyword, is changed."""
+    """A copy of `node` with `change(keyword, schema)` in place of each schema directly below it."""
     copied = dict(node)
     for (key, *place), inner in subschemas(node):
         name = str(key)
@@ -96,7 +96,7 @@ def without_annotations(schema: Any, depth: int = DEEPEST) -> Any:
 
 
 def malformed(node: Any) -> str:
-    """What is wrong with a schema itself, whatever can be followed; "" for nothing."""
+    """What is wrong with a schema in itself; "" for nothing."""
     if not isinstance(node, Mapping):
         return ""
     if isinstance(node.get("required"), str):
@@ -141,6 +141,11 @@ class ReplyRule:
         """Some tool's schema must be followed in full."""
         return any(tool.arguments.strict for tool in self.tools)
 
+    @property
+    def schemas(self) -> list[Schema]:
+        """The schemas of arguments, and of JSON."""
+        return [tool.arguments for tool in self.tools] + ([self.json] if self.json is not None else [])
+
     @cached_property
     def key(self) -> str:
         """Equal for rules that have the same grammar."""
@@ -153,37 +158,33 @@ class ReplyRule:
         """The request's fields that hold its schemas."""
         return "\n".join(schema.field for schema in self.schemas)
 
-    @property
-    def schemas(self) -> list[Schema]:
-        """The schemas of arguments, and of JSON."""
-        return [tool.arguments for tool in self.tools] + ([self.json] if self.json is not None else [])
-
 
 def reply_rule(prompt: ChatPrompt, guarantee: Guarantee = "schema", writes_calls: bool = True) -> ReplyRule | None:
-    """The rule that `prompt` asks for; None where the reply is free.
+    """The rule that `prompt` asks for; None if the reply is free.
 
     `guarantee` is for calls in free text: "names" holds them to declared names and any object, "schema" to their
     schemas too, "off" to nothing unless a tool is strict. `writes_calls`: the model has a format for calls.
     """
     calls: Calls = "none" if not prompt.tools else prompt.tool_choice
     tools = _tools(prompt) if calls != "none" else ()
-    output = prompt.output
-    if output is not None and calls != "required":
+    if (output := prompt.output) is not None and calls != "required":
         body = Schema(without_annotations(output.schema), output.strict, "response_format.json_schema.schema")
         return ReplyRule(tools, calls, prompt.parallel_tool_calls, body)
     if calls == "required":
         return ReplyRule(tools, calls, prompt.parallel_tool_calls and not prompt.forced_tool)
-    if not (tools and writes_calls) or (guarantee == "off" and not any(tool.arguments.strict for tool in tools)):
-        return None
     rule = ReplyRule(tools, "auto", prompt.parallel_tool_calls)
+    if not (tools and writes_calls) or (guarantee == "off" and not rule.strict):
+        return None
     return rule if guarantee != "names" else names_alone(rule)
 
 
 def names_alone(rule: ReplyRule) -> ReplyRule:
     """`rule` with any object as the arguments of the tools that are not strict."""
-    any_object = (replace(tool.arguments, content=ANY_OBJECT) for tool in rule.tools)
-    tools = zip(rule.tools, any_object, strict=True)
-    return replace(rule, tools=tuple(t if t.arguments.strict else replace(t, arguments=any_) for t, any_ in tools))
+
+    def loose(tool: ToolRule) -> ToolRule:
+        return tool if tool.arguments.strict else replace(tool, arguments=replace(tool.arguments, content=ANY_OBJECT))
+
+    return replace(rule, tools=tuple(map(loose, rule.tools)))
 
 
 def _tools(prompt: ChatPrompt) -> tuple[ToolRule, ...]:
@@ -218,6 +219,9 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 # ---- how models write calls ----
+
+_OBJECT = '{"name": "'
+_ARGUMENTS = '", "arguments": '
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +276,7 @@ class CallForm:
 class Forms:
     """The forms of one model: `first` for a reply that begins with calls, `triggered` by their openers in a text.
 
-    A text that begins as `bare` does is calls in that form. `begun`: the end of the prompt, from which an opener may go
+    A text that begins like `bare` is calls in that form. `begun`: the end of the prompt, from which an opener may go
     on. `thought`: the beginning and the end of thinking before a reply that must be calls or JSON, and the text behind
     it. `answer` stands before JSON.
     """
@@ -294,83 +298,14 @@ class Forms:
         return self.bare is None and all(form.restarts or form.alone or form.tail or not parallel for form in self.all)
 
 
-_OBJECT = '{"name": "'
-_ARGUMENTS = '", "arguments": '
-_TYPE = r'(?:"type"\s*:\s*"function"\s*,\s*)?'
-_TYPED = r"(( |( ?<\|constrain\|>))(json|code))?<\|message\|>"  # of a message of Harmony
-
-_HERMES = CallForm("<tool_call>", "\n" + _OBJECT, _ARGUMENTS, "}\n</tool_call>", "\n<tool_call>")
-_LLAMA3 = CallForm("<|python_tag|>", _OBJECT, '", "parameters": ', "}", "; ")
-_LLAMA3_BARE = replace(
-    _LLAMA3,
-    opener="",
-    frame=rf'\{{\s*{_TYPE}"name"\s*:\s*"([^"\\]*)"\s*,\s*{_TYPE}"(?:parameters|arguments)"\s*:\s*',
-)
-_LLAMA3_FUNCTION = CallForm("<function=", "", ">", "</function>", "<function=", tight=True)
-_LLAMA4 = CallForm("<|python_start|>", _OBJECT, '", "parameters": ', "}", "", "<|python_end|>")
-_LLAMA4_BARE = replace(_LLAMA3_BARE, between="")
-_MISTRAL = CallForm("[TOOL_CALLS]", "", "[ARGS]", "", "[TOOL_CALLS]", aside=r"\[CALL_ID\][A-Za-z0-9_\-]{1,64}")
-_MISTRAL_LIST = CallForm("[TOOL_CALLS]", _OBJECT, _ARGUMENTS, "}", ", ", "]", head="[")
-_MINIMAX = CallForm("<tool_calls>", "\n" + _OBJECT, _ARGUMENTS, "}", "", "\n</tool_calls>")
-_PYTHONIC = CallForm("", "", "(", ")", ", ", "]", head="[", keywords=True, frame=r"\[\s*([\w.\-]+)\(")
-_PYTHONIC_MARKED = replace(_PYTHONIC, opener="<|python_start|>", tail="]<|python_end|>", frame="")
-
-_DEEPSEEK_CALL, _DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-_DEEPSEEK_V3 = CallForm(
-    "<｜tool▁calls▁begin｜>",
-    _DEEPSEEK_CALL + "function<｜tool▁sep｜>",
-    "\n```json\n",
-    "\n```" + _DEEPSEEK_END,
-    "\n",
-    "<｜tool▁calls▁end｜>",
-)
-_DEEPSEEK_V31 = replace(_DEEPSEEK_V3, before=_DEEPSEEK_CALL, middle="<｜tool▁sep｜>", after=_DEEPSEEK_END, between="")
-_KIMI_CALL = "<|tool_call_begin|>"
-_KIMI_K2 = CallForm(
-    "<|tool_calls_section_begin|>",
-    _KIMI_CALL + "functions.",
-    "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>",
-    "",
-    "<|tool_calls_section_end|>",
-    number=":[0-9]{1,4}",
-)
-
-_HARMONY = CallForm(
-    "<|channel|>commentary to=",
-    "functions.",
-    " <|constrain|>json<|message|>",
-    "",
-    "<|call|><|start|>assistant<|channel|>commentary to=",
-    header=_TYPED,
-    alone=True,
-    tight=True,
-)
-_HARMONY_STARTED = replace(
-    _HARMONY,
-    opener="<|start|>assistant to=",
-    middle="<|channel|>commentary <|constrain|>json<|message|>",
-    header=rf"<\|channel\|>(commentary|analysis){_TYPED}",
-)
-_HARMONY_ANALYSIS = replace(_HARMONY, opener="<|channel|>analysis to=")
-
-
-def _in_tags(tool_format: ToolFormat, opener: str, ends: tuple[str, str, str]) -> CallForm:
-    """A call whose arguments stand in tags, with its `after`, `between` and `tail`."""
-    tags = TAGS[tool_format]
-    return CallForm(opener, "\n" + tags.open if tags.open else "", tags.named, *ends, tags=tags)
-
-
-_GLM = _in_tags(ToolFormat.GLM, "<tool_call>", ("</tool_call>", "\n<tool_call>", ""))
-_QWEN3_CODER = _in_tags(ToolFormat.QWEN3_CODER, "<tool_call>", ("</function>\n</tool_call>", "\n<tool_call>", ""))
-_MINIMAX_M2 = _in_tags(ToolFormat.MINIMAX_M2, "<minimax:tool_call>", ("</invoke>", "", "\n</minimax:tool_call>"))
-_DEEPSEEK_V32 = _in_tags(
-    ToolFormat.DEEPSEEK_V32, "<｜DSML｜function_calls>", ("</｜DSML｜invoke>", "", "\n</｜DSML｜function_calls>")
-)
-
-
 def _marked(*forms: CallForm) -> Forms:
     return Forms(forms[0], forms)
+
+
+def _in_tags(tool_format: ToolFormat, opener: str, after: str, between: str, tail: str = "") -> CallForm:
+    """A call whose arguments stand in tags."""
+    tags = TAGS[tool_format]
+    return CallForm(opener, "\n" + tags.open if tags.open else "", tags.named, after, between, tail, tags=tags)
 
 
 def _section(form: CallForm, opener: str = "") -> Forms:
@@ -381,8 +316,54 @@ def _section(form: CallForm, opener: str = "") -> Forms:
     return _marked(form, single)
 
 
+_TYPE = r'(?:"type"\s*:\s*"function"\s*,\s*)?'
+_LLAMA3 = CallForm("<|python_tag|>", _OBJECT, '", "parameters": ', "}", "; ")
+_LLAMA3_FRAME = rf'\{{\s*{_TYPE}"name"\s*:\s*"([^"\\]*)"\s*,\s*{_TYPE}"(?:parameters|arguments)"\s*:\s*'
+_LLAMA3_BARE = replace(_LLAMA3, opener="", frame=_LLAMA3_FRAME)
+_LLAMA3_FUNCTION = CallForm("<function=", "", ">", "</function>", "<function=", tight=True)
+_LLAMA4 = CallForm("<|python_start|>", _OBJECT, '", "parameters": ', "}", "", "<|python_end|>")
+_LLAMA4_BARE = replace(_LLAMA3_BARE, between="")
+_MISTRAL = CallForm("[TOOL_CALLS]", "", "[ARGS]", "", "[TOOL_CALLS]", aside=r"\[CALL_ID\][A-Za-z0-9_\-]{1,64}")
+_MISTRAL_LIST = CallForm("[TOOL_CALLS]", _OBJECT, _ARGUMENTS, "}", ", ", "]", head="[")
+_PYTHONIC = CallForm("", "", "(", ")", ", ", "]", head="[", keywords=True, frame=r"\[\s*([\w.\-]+)\(")
+_PYTHONIC_MARKED = replace(_PYTHONIC, opener="<|python_start|>", tail="]<|python_end|>", frame="")
+_DEEPSEEK_CALL, _DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_DEEPSEEK_V31 = CallForm(
+    *("<｜tool▁calls▁begin｜>", _DEEPSEEK_CALL, "<｜tool▁sep｜>", _DEEPSEEK_END, "", "<｜tool▁calls▁end｜>")
+)
+_DEEPSEEK_V3 = replace(
+    _DEEPSEEK_V31,
+    before=_DEEPSEEK_CALL + "function<｜tool▁sep｜>",
+    middle="\n```json\n",
+    after="\n```" + _DEEPSEEK_END,
+    between="\n",
+)
+_KIMI_CALL, _KIMI_ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
+_KIMI_K2 = CallForm(
+    "<|tool_calls_section_begin|>",
+    *(_KIMI_CALL + "functions.", _KIMI_ARGUMENTS, "<|tool_call_end|>", "", "<|tool_calls_section_end|>"),
+    number=":[0-9]{1,4}",
+)
+_TYPED = r"(( |( ?<\|constrain\|>))(json|code))?<\|message\|>"  # of a message of Harmony
+_HARMONY = CallForm(
+    "<|channel|>commentary to=",
+    *("functions.", " <|constrain|>json<|message|>", "", "<|call|><|start|>assistant<|channel|>commentary to="),
+    header=_TYPED,
+    alone=True,
+    tight=True,
+)
+_HARMONY_STARTED = replace(
+    _HARMONY,
+    opener="<|start|>assistant to=",
+    middle="<|channel|>commentary <|constrain|>json<|message|>",
+    header=rf"<\|channel\|>(commentary|analysis){_TYPED}",
+)
+_DSML = ("<｜DSML｜function_calls>", "</｜DSML｜invoke>", "", "\n</｜DSML｜function_calls>")
+_MINIMAX_M2 = ("<minimax:tool_call>", "</invoke>", "", "\n</minimax:tool_call>")
+_QWEN3_CODER = ("<tool_call>", "</function>\n</tool_call>", "\n<tool_call>")
+
 _FORMS: Mapping[ToolFormat, Forms] = {
-    ToolFormat.HERMES: _marked(_HERMES),
+    ToolFormat.HERMES: _marked(CallForm("<tool_call>", "\n" + _OBJECT, _ARGUMENTS, "}\n</tool_call>", "\n<tool_call>")),
     ToolFormat.LLAMA3: Forms(_LLAMA3_BARE, (_LLAMA3, _LLAMA3_FUNCTION), _LLAMA3_BARE),
     ToolFormat.LLAMA3_FUNCTION: Forms(_LLAMA3_FUNCTION, (_LLAMA3_FUNCTION, _LLAMA3), _LLAMA3_BARE),
     ToolFormat.LLAMA4: Forms(_LLAMA4_BARE, (_LLAMA4,), _LLAMA4_BARE),
@@ -390,21 +371,21 @@ _FORMS: Mapping[ToolFormat, Forms] = {
     ToolFormat.PYTHONIC: Forms(_PYTHONIC, (_PYTHONIC_MARKED,), _PYTHONIC),
     ToolFormat.DEEPSEEK_V3: _section(_DEEPSEEK_V3, _DEEPSEEK_CALL),
     ToolFormat.DEEPSEEK_V31: _section(_DEEPSEEK_V31, _DEEPSEEK_CALL),
-    ToolFormat.DEEPSEEK_V32: _section(_DEEPSEEK_V32),
+    ToolFormat.DEEPSEEK_V32: _section(_in_tags(ToolFormat.DEEPSEEK_V32, *_DSML)),
     ToolFormat.KIMI_K2: _section(_KIMI_K2, _KIMI_CALL),
-    ToolFormat.QWEN3_CODER: _section(_QWEN3_CODER),
-    ToolFormat.GLM: _marked(_GLM),
-    ToolFormat.MINIMAX: _marked(_MINIMAX),
-    ToolFormat.MINIMAX_M2: _section(_MINIMAX_M2),
+    ToolFormat.QWEN3_CODER: _section(_in_tags(ToolFormat.QWEN3_CODER, *_QWEN3_CODER)),
+    ToolFormat.GLM: _marked(_in_tags(ToolFormat.GLM, "<tool_call>", "</tool_call>", "\n<tool_call>")),
+    ToolFormat.MINIMAX: _marked(CallForm("<tool_calls>", "\n" + _OBJECT, _ARGUMENTS, "}", "", "\n</tool_calls>")),
+    ToolFormat.MINIMAX_M2: _section(_in_tags(ToolFormat.MINIMAX_M2, *_MINIMAX_M2)),
     ToolFormat.HARMONY: Forms(
         _HARMONY,
-        (_HARMONY, _HARMONY_STARTED, _HARMONY_ANALYSIS),
+        (_HARMONY, _HARMONY_STARTED, replace(_HARMONY, opener="<|channel|>analysis to=")),
         begun="<|start|>assistant",
         thought=("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"),
         answer="<|channel|>final<|message|>",
     ),
 }
-_WITH_TOKEN: Mapping[ToolFormat, tuple[str, Forms]] = {  # where a marker is a token of the model
+_WITH_TOKEN: Mapping[ToolFormat, tuple[str, Forms]] = {  # if a marker is a token of the model
     ToolFormat.LLAMA4: ("<|python_start|>", Forms(_LLAMA4, (_LLAMA4,), _LLAMA4_BARE)),
     ToolFormat.MISTRAL: ("[ARGS]", _marked(_MISTRAL, _MISTRAL_LIST)),
     ToolFormat.PYTHONIC: ("<|python_start|>", Forms(_PYTHONIC_MARKED, (_PYTHONIC_MARKED,), _PYTHONIC)),
@@ -443,6 +424,10 @@ _STYLE = {
     "key_separator": ": ",
     "json_allowed_escapes": 'nrbtf\\"',  # others could spell half a surrogate pair
 }
+
+
+_text_of = json.JSONEncoder(ensure_ascii=False).encode
+_key_of = json.JSONEncoder(default=dict).encode  # equal for schemas that say the same in the same order
 
 
 class Grammar:
@@ -493,7 +478,7 @@ class Grammar:
 
 def literal(text: str) -> str:
     """`text` as a terminal; nothing for no text."""
-    return json.dumps(text, ensure_ascii=False) if text else ""
+    return _text_of(text) if text else ""
 
 
 def escaped(text: str) -> str:
@@ -507,21 +492,22 @@ _MOST = {"integer": 10**18 - 1, "number": 10**15}  # llguidance has to know both
 _LEAST_PART = 1e-10  # of a number with a range, which llguidance writes with any number of digits otherwise
 _ANY = "x-any-"  # definitions of any value, by how deep it may be nested
 _DEEPEST_ANY = 16
+_LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
 
-def _limits(node: Mapping[str, Any], *names: str) -> list[float]:
-    """The limits of a number that are given under `names`."""
-    return [node[key] for key in names if isinstance(node.get(key), (int, float)) and node[key] is not True]
+def _limits(node: Mapping[str, Any]) -> list[float]:
+    """The limits of a number in `node`."""
+    found = (node.get(key) for key in _LOW + _HIGH)
+    return [limit for limit in found if isinstance(limit, (int, float)) and limit is not True]
 
 
 def _number_limits(node: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     """The limits that a number of `node` lacks."""
-    most = _MOST[kind]
-    limits = _limits(node, "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+    most, limits = _MOST[kind], _limits(node)
     found: dict[str, Any] = {}
-    if not {"minimum", "exclusiveMinimum"} & node.keys() and all(limit > -most for limit in limits):
+    if node.keys().isdisjoint(_LOW) and all(limit > -most for limit in limits):
         found["minimum"] = -most
-    if not {"maximum", "exclusiveMaximum"} & node.keys() and all(limit < most for limit in limits):
+    if node.keys().isdisjoint(_HIGH) and all(limit < most for limit in limits):
         found["maximum"] = most
     if kind == "number" and "multipleOf" not in node:
         found["multipleOf"] = _LEAST_PART
@@ -529,15 +515,14 @@ def _number_limits(node: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 
 def _beyond(node: Mapping[str, Any], kind: str) -> str:
-    """A pattern of the numbers of `node` that `_number_limits` excludes; "" where there are none."""
-    limits = _limits(node, "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-    if "multipleOf" in node or any(abs(limit) > _MOST[kind] for limit in limits):
+    """A pattern of the numbers of `node` that `_number_limits` excludes; "" if there are none."""
+    if "multipleOf" in node or any(abs(limit) > _MOST[kind] for limit in _limits(node)):
         return ""
     least = len(str(_MOST["integer"] + 1 if kind == "integer" else _MOST["number"]))
     digits = f"[1-9][0-9]{{{least - 1},39}}" + (r"(\.[0-9]{1,10})?" if kind == "number" else "")
-    high = not {"maximum", "exclusiveMaximum"} & node.keys()
-    low = not {"minimum", "exclusiveMinimum"} & node.keys()
-    return f"-?{digits}" if high and low else digits if high else f"-{digits}" if low else ""
+    if node.keys().isdisjoint(_HIGH):
+        return f"-?{digits}" if node.keys().isdisjoint(_LOW) else digits
+    return f"-{digits}" if node.keys().isdisjoint(_LOW) else ""
 
 
 def _any_value(level: int) -> Mapping[str, Any]:
@@ -549,12 +534,13 @@ def _any_value(level: int) -> Mapping[str, Any]:
 
 
 _ANY_VALUES = {f"{_ANY}{level}": _any_value(level) for level in range(_DEEPEST_ANY + 1)}
+_ANYTHING = {"$ref": f"#/$defs/{_ANY}{_DEEPEST_ANY}"}
 
 
 def _bounded(root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`root` with numbers of so many digits, and with so many levels in values of which it says nothing."""
+    """`root` with limits to the digits of numbers, and to the nesting of values of which it says nothing."""
     bounded: dict[str, Any] = _bound(root)
-    if f"#/$defs/{_ANY}" in json.dumps(bounded, default=dict):
+    if f"#/$defs/{_ANY}" in _key_of(bounded):
         own = bounded.get("$defs", {})
         bounded["$defs"] = {**own, **_ANY_VALUES} if isinstance(own, Mapping) else own
     return bounded
@@ -563,33 +549,29 @@ def _bounded(root: Mapping[str, Any]) -> Mapping[str, Any]:
 def _bound(node: Any, depth: int = DEEPEST, whole: bool = True) -> Any:
     """`node` bounded. Not `whole`: other schemas hold for the same value, and may describe what this one does not."""
     if node is True or node == {}:
-        return {"$ref": f"#/$defs/{_ANY}{_DEEPEST_ANY}"} if whole else node
+        return _ANYTHING if whole else node
     if wrong := malformed(node):
         raise ValueError(wrong)
     if not isinstance(node, Mapping) or not depth or "const" in node or "enum" in node:
         return node
 
     def inner(key: str, part: Any) -> Any:
-        if key in _CONDITIONS:
-            return part
-        shared = key in ("$defs", "allOf") or (
-            key in ("anyOf", "oneOf") and node.keys() - {key, "$defs", "definitions"}
-        )
-        return _bound(part, depth - 1, not shared)
+        alone = key not in ("anyOf", "oneOf") or node.keys() <= {key, "$defs", "definitions"}
+        return part if key in _CONDITIONS else _bound(part, depth - 1, alone and key not in ("$defs", "allOf"))
 
     bound = with_subschemas(node, inner)
     if "$ref" in node:
         return bound
-    combined = bool({"allOf", "anyOf", "oneOf", "not", "if"} & node.keys())
+    combined = not node.keys().isdisjoint(("allOf", "anyOf", "oneOf", "not", "if"))
     types = node.get("type", [] if combined else ["number"])
     kinds = {types} if isinstance(types, str) else set(types) if isinstance(types, (list, tuple)) else set()
     if kinds & {"integer", "number"}:
         bound |= _number_limits(node, "number" if "number" in kinds else "integer")
     if whole and not combined:
-        if "array" in kinds and not {"items", "prefixItems"} & node.keys():
-            bound["items"] = _bound(True)
-        if "object" in kinds and not {"additionalProperties", "unevaluatedProperties"} & node.keys():
-            bound["additionalProperties"] = _bound(True)
+        if "array" in kinds and node.keys().isdisjoint(("items", "prefixItems")):
+            bound["items"] = _ANYTHING
+        if "object" in kinds and node.keys().isdisjoint(("additionalProperties", "unevaluatedProperties")):
+            bound["additionalProperties"] = _ANYTHING
     return bound
 
 
@@ -609,14 +591,17 @@ class Dialect:
     strings: tuple[str, ...]
     words: Mapping[Any, tuple[str, ...]]
 
-    def spelled(self, constant: Any) -> list[str]:
-        """Texts of a constant that is no object and no list."""
+    def spelled(self, constant: Any, free: bool) -> Sequence[str]:
+        """Texts of a constant that is no object and no list; not `free`: the plain one."""
         if constant is None or isinstance(constant, bool):
-            return list(self.words[constant])
-        texts = [json.dumps(constant, ensure_ascii=False), json.dumps(constant)]
-        if isinstance(constant, str) and len(self.strings) > 1:  # Python's own surrogates are none of JSON's
-            texts[1] = "'" + texts[0][1:-1].replace('\\"', '"').replace("'", "\\'") + "'"
-        return list(dict.fromkeys(texts))
+            return self.words[constant][: None if free else 1]
+        plain = _text_of(constant)
+        if not free:
+            return (plain,)
+        python = "'" + plain[1:-1].replace('\\"', '"').replace("'", "\\'") + "'"
+        # Python's own surrogates are none of JSON's.
+        other = python if isinstance(constant, str) and len(self.strings) > 1 else json.dumps(constant)
+        return tuple(dict.fromkeys((plain, other)))
 
 
 _PYTHONS = {True: ("true", "True"), False: ("false", "False"), None: ("null", "None")}
@@ -646,9 +631,9 @@ def value(g: Grammar, schema: Schema, node: Any, dialect: Dialect = JSON) -> str
         return _anything(g, dialect)
     if wrong := malformed(node):
         raise ValueError(wrong)
-    said = json.dumps(node, default=dict)
+    said = _key_of(node)
     refers = '"$ref"' in said
-    key = (dialect.name, schema.strict, said, refers and json.dumps(schema.content, default=dict))
+    key = (dialect.name, schema.strict, said, refers and _key_of(schema.content))
     if key not in g.known:
         name = g.known[key] = g.name("v")  # now: a value may hold others of its own schema
         g.depth += 1
@@ -691,8 +676,7 @@ def _understood(g: Grammar, schema: Schema, node: Mapping[str, Any], dialect: Di
 
 def _constants(g: Grammar, dialect: Dialect, *constants: Any) -> str:
     """Any of `constants`; free in any spelling."""
-    spelled = (text for each in constants for text in dialect.spelled(each)[: None if g.free else 1])
-    return " | ".join(map(literal, spelled))
+    return " | ".join(_text_of(text) for each in constants for text in dialect.spelled(each, g.free))
 
 
 def _times(node: Mapping[str, Any], least: str, most: str, less: int = 0) -> str:
@@ -715,41 +699,34 @@ def _string(g: Grammar, dialect: Dialect, times: str = "*") -> str:
 def _object(g: Grammar, schema: Schema, said: Mapping[str, Any], dialect: Dialect) -> str:
     properties, required = said.get("properties", {}), said.get("required", [])
     others = said.get("additionalProperties", True)
-    if not isinstance(properties, Mapping) or not isinstance(required, Sequence):
+    if not (isinstance(properties, Mapping) and isinstance(required, Sequence) and isinstance(others, (bool, Mapping))):
         return ""
-    if not all(isinstance(key, str) and key in properties for key in required) or not isinstance(
-        others, (bool, Mapping)
-    ):
+    if not all(isinstance(key, str) and key in properties for key in required):
         return ""
-    colon, items = g.terminal("COLON"), list[Member]()
-    for key, part in properties.items():
-        if part is not False or key in required:
-            items.append(
-                (f"({_constants(g, dialect, key)}) {colon} {value(g, schema, part, dialect)}", key in required)
-            )
-    other = f"{_other_key(g, properties)} {colon} {value(g, schema, others, dialect)}" if others is not False else ""
+    colon = g.terminal("COLON")
+    items = [
+        (f"({_constants(g, dialect, key)}) {colon} {value(g, schema, part, dialect)}", key in required)
+        for key, part in properties.items()
+        if part is not False or key in required
+    ]
+    other = ""
+    if others is not False:  # keys with no escapes, which could spell one that is listed
+        listed = "|".join(escaped(_text_of(key)) for key in sorted(properties))
+        name = g.once("OTHER", f"{g.terminal('KEY')} & ~/({listed})/") if listed else g.terminal("KEY")
+        other = f"{name} {colon} {value(g, schema, others, dialect)}"
     return f"{g.terminal('OPEN')} {members(g, items, g.terminal('COMMA'), g.terminal('CLOSE'), other)}"
 
 
-def _other_key(g: Grammar, properties: Mapping[str, Any]) -> str:
-    """A terminal for keys that are none of `properties`, and have no escapes that could spell one of them."""
-    if not properties:
-        return g.terminal("KEY")
-    listed = "|".join(escaped(json.dumps(key, ensure_ascii=False)) for key in sorted(properties))
-    return g.once("OTHER", f"{g.terminal('KEY')} & ~/({listed})/")
-
-
 def _list(g: Grammar, schema: Schema, said: Mapping[str, Any], dialect: Dialect) -> str:
-    begin, end, comma = g.terminal("OPEN_LIST"), g.terminal("CLOSE_LIST"), g.terminal("COMMA")
-    items, times = said.get("items", True), _times(said, "minItems", "maxItems")
-    if not times or items is False:
+    begin, end, comma = map(g.terminal, ("OPEN_LIST", "CLOSE_LIST", "COMMA"))
+    items, most = said.get("items", True), said.get("maxItems")
+    if not _times(said, "minItems", "maxItems") or items is False:
         return ""
-    if said.get("maxItems") == 0:
+    if most == 0:
         return f"{begin} {end}"
     item = value(g, schema, items, dialect)
-    more = f"({comma} {item}){_times(said, 'minItems', 'maxItems', less=1)}" if said.get("maxItems") != 1 else ""
-    some = f"{item} {more}"
-    return f"{begin} {some} {end}" if said.get("minItems") else f"{begin} ({some})? {end}"
+    more = f"({comma} {item}){_times(said, 'minItems', 'maxItems', less=1)}" if most != 1 else ""
+    return f"{begin} {item} {more} {end}" if said.get("minItems") else f"{begin} ({item} {more})? {end}"
 
 
 def _anything(g: Grammar, dialect: Dialect) -> str:
@@ -777,11 +754,11 @@ def members(g: Grammar, items: Sequence[Member], comma: str, end: str, other: st
 
     `other`: a member that may come any number of times. In order where the style is plain or there are too many.
     """
+    if not g.free or len(items) > _MOST_MEMBERS:
+        return _in_order(g, items, comma, end, other)
     if not items and not other:
         return end
     name = g.name("m")
-    if not g.free or len(items) > _MOST_MEMBERS:
-        return _in_order(g, name, items, comma, end, other)
     ordered = sorted(items, key=lambda item: not item[1])
     needed = sum(required for _, required in items)
     ends = end + (f" %if is_ones([0:{needed}])" if needed else "")
@@ -795,16 +772,21 @@ def members(g: Grammar, items: Sequence[Member], comma: str, end: str, other: st
     return f"{first}::0x0"
 
 
-def _in_order(g: Grammar, name: str, items: Sequence[Member], comma: str, end: str, other: str) -> str:
-    """One rule for each place, and whether anything stands before it."""
-    for begun in (0, 1):
-        before = comma if begun else ""
-        last = [f"{before} {other} {name}_{len(items)}_1", end] if other else [end]
-        g.add(f"{name}_{len(items)}_{begun}", *last)
-        for index, (text, required) in enumerate(items):
-            taken = f"{before} {text} {name}_{index + 1}_1"
-            g.add(f"{name}_{index}_{begun}", taken, *([] if required else [f"{name}_{index + 1}_{begun}"]))
-    return f"{name}_0_0"
+def _in_order(g: Grammar, items: Sequence[Member], comma: str, end: str, other: str) -> str:
+    first = next((index for index, (_, required) in enumerate(items) if required), None)
+    rest = f"({comma} {other})* {end}" if other else end
+    if first is not None:  # which has a comma on both sides
+        before = "".join(f"({text} {comma})? " for text, _ in items[:first])
+        after = "".join(
+            f"{comma} {text} " if required else f"({comma} {text})? " for text, required in items[first + 1 :]
+        )
+        return f"{before}{items[first][0]} {after}{rest}"
+    options = [f"{other} {rest}"] if other else []
+    for text, _ in reversed(items):
+        rest = g.once("m", rest)
+        options.append(f"{text} {rest}")
+        rest = f"({comma} {text})? {rest}"
+    return f"({' | '.join([*options, end])})"
 
 
 # ---- arguments ----
@@ -844,9 +826,10 @@ def _properties(schema: Schema, what: str, is_name: Callable[[str], Any]) -> lis
 
 
 def _keywords(g: Grammar, schema: Schema) -> str:
+    properties = _properties(schema, "keyword arguments", str.isidentifier)
     items = [
         (f"{literal(key)} {g.terminal('IS')} {value(g, schema, part, PYTHON)}", required)
-        for key, part, required in _properties(schema, "keyword arguments", str.isidentifier)
+        for key, part, required in properties
     ]
     return members(g, items, g.terminal("COMMA"), '""')
 
@@ -869,8 +852,8 @@ def _tagged(g: Grammar, schema: Schema, form: TagForm) -> str:
 
 def _argument(g: Grammar, schema: Schema, name: str, part: Any, form: TagForm) -> str:
     """An argument with its tags. Some formats say in the tag whether its value is a text."""
-    said, content = json.dumps(part, default=dict), schema.content
-    key = ("argument", form, schema.strict, said, '"$ref"' in said and json.dumps(content, default=dict))
+    said, content = _key_of(part), schema.content
+    key = ("argument", form, schema.strict, said, '"$ref"' in said and _key_of(content))
     if key not in g.known:
         options = alternatives(part, content)
         if not options:

@@ -7,7 +7,7 @@ here: the text of grammars (`grammar`), and when one is compiled (`compiler`).
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -158,7 +158,7 @@ class Vocabulary:
 
 
 _UNCUT = 4096  # forced texts that are remembered of a grammar
-_REFUEL = 64  # tokens that are read between masks; each takes tens of the lexer's fuel, some take hundreds
+_REFUEL = 256  # tokens that are read between masks; each takes about 8 of the lexer's fuel, long ones some tens
 
 
 @dataclass(slots=True, eq=False)
@@ -184,16 +184,6 @@ class _Compiled:
         matcher.compute_bitmask()
         return matcher
 
-    def pieces(self, tokens: Sequence[int]) -> Iterator[Sequence[int]]:
-        """`tokens` in pieces, with fuel enough for each."""
-        for at in range(0, len(tokens), _REFUEL):
-            piece = tokens[at : at + _REFUEL]
-            self.unfuelled += len(piece)
-            if self.unfuelled > _REFUEL:
-                self.refuel()
-                self.unfuelled = len(piece)
-            yield piece
-
 
 class GuidedMatcher(Matcher):
     """A reply that follows a grammar from its first token on.
@@ -203,16 +193,16 @@ class GuidedMatcher(Matcher):
     read anew.
     """
 
-    __slots__ = ("_compiled", "_inner", "_read")
+    __slots__ = ("_compiled", "_inner", "_read", "_words")
 
     def __init__(self, compiled: _Compiled, inner: Any, read: Sequence[int] = ()) -> None:
-        self._compiled = compiled
+        self._compiled, self._words = compiled, compiled.vocabulary.words
         self._inner = inner
-        self._read = list(read)
+        self._read = list(read)  # since the beginning
 
     @property
     def words(self) -> int:
-        return self._compiled.vocabulary.words
+        return self._words
 
     @property
     def binding(self) -> bool:
@@ -249,22 +239,28 @@ class GuidedMatcher(Matcher):
         """Advance by those of `tokens` that may follow; returns their number."""
         if self._inner.is_error():
             return 0
-        tokens = self._compiled.vocabulary.known(tokens)
-        taken, pieces = len(tokens), self._compiled.pieces
-        if not all(map(self._inner.consume_tokens, pieces(tokens))):
-            self._inner = self._compiled.refuel()
-            if self._inner.is_error():
-                return 0
-            self._inner = self._compiled.beginning.deep_copy()
-            for piece in pieces(self._read):
-                self._inner.consume_tokens(piece)
-            taken = 0
-            for piece in pieces(tokens):
-                taken += (more := int(self._inner.try_consume_tokens(piece)))
-                if more < len(piece):
-                    break
+        taken, compiled = len(tokens), self._compiled
+        compiled.unfuelled += taken
+        if compiled.unfuelled > _REFUEL:
+            compiled.refuel()
+        if taken > _REFUEL or not self._inner.consume_tokens(tokens):
+            taken = self._read_anew(compiled.vocabulary.known(tokens))
         self._read += tokens[:taken]
         return taken
+
+    def _read_anew(self, tokens: Sequence[int]) -> int:
+        """Read everything from the beginning, up to those of `tokens` that may follow; returns their number."""
+        self._inner, taken, everything = self._compiled.refuel(), 0, [*self._read, *tokens]
+        if self._inner.is_error():
+            return 0
+        self._inner = self._compiled.beginning.deep_copy()
+        for at in range(0, len(everything), _REFUEL):
+            self._compiled.refuel()
+            piece = everything[at : at + _REFUEL]
+            taken += (more := int(self._inner.try_consume_tokens(piece)))
+            if more < len(piece):
+                break
+        return max(taken - len(self._read), 0)
 
     def completes(self, tokens: Sequence[int]) -> bool:
         """Whether the reply may end behind `tokens`, which may follow."""
@@ -278,7 +274,8 @@ class GuidedMatcher(Matcher):
         tokens = self._compiled.vocabulary.known(tokens)
         if len(tokens) > _REFUEL:
             return self.copy().take(tokens)
-        return sum(int(self._inner.validate_tokens(piece)) for piece in self._compiled.pieces(tokens))
+        self._compiled.unfuelled += len(tokens)
+        return int(self._inner.validate_tokens(tokens))
 
     def forced(self) -> list[int]:
         """Cutting forced bytes into tokens takes longer than everything else. Bytes that once made no token of this
@@ -293,7 +290,7 @@ class GuidedMatcher(Matcher):
         return tokens
 
     def fill(self, drafts: Sequence[int], out: Bits) -> None:
-        inner, width = self._inner, self.words * 4
+        inner, width, self._compiled.unfuelled = self._inner, self._words * 4, 0
         place, stride = out.ctypes.data, out.strides[0]
         taken = 0
         for row in range(len(drafts) + 1):

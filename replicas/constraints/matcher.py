@@ -1,5 +1,5 @@
-"""What the engine knows of a constrained reply: which tokens may come next, as bits. Here is no library, and no grammar
-but that of a given text.
+"""What the engine knows of a constrained reply: which tokens may come next, as bits. No library is used here, and no
+grammar but that of a given text.
 
 A matcher belongs to one sequence. The text side makes it; from then on only the engine's thread uses it.
 """
@@ -17,10 +17,10 @@ Bits = npt.NDArray[np.int32]
 
 
 class Matcher(Protocol):
-    """Where a reply stands in its grammar, which depends on nothing but the tokens that the matcher was given.
+    """The place of a reply in its grammar, which depends only on the tokens that the matcher was given.
 
     Noise belongs to position and token. So a token that was drawn freely and is allowed is the one that would have been
-    drawn under the mask, and masks cost nothing where the model keeps to its grammar. Filters see unmasked logits.
+    drawn under the mask, and masks cost nothing while the model keeps to its grammar. Filters see unmasked logits.
     """
 
     @property
@@ -50,7 +50,7 @@ class Matcher(Protocol):
         """An independent matcher at the same place."""
 
     def advance(self, tokens: Sequence[int]) -> int:
-        """Take in `tokens`, which were drawn one behind the other; returns how many of them stand.
+        """Take in `tokens`, drawn one after another; returns how many of them stand.
 
         The first that does not stand is drawn again, under a mask. With a finished matcher the reply ends before it.
         """
@@ -64,8 +64,8 @@ class Matcher(Protocol):
     def fill(self, drafts: Sequence[int], out: Bits) -> None:
         """Write masks to `out` [len(drafts) + 1, words]: of the next token, and of the token after each draft.
 
-        Bit i % 32 of word i // 32 is set where token i is allowed. Rows after a draft that may not follow have every
-        bit set: nothing is drawn from them.
+        Bit i % 32 of word i // 32 is set if token i is allowed. Rows after a draft that may not follow have every bit
+        set: nothing is drawn from them.
         """
 
 
@@ -90,9 +90,7 @@ class ForcedTokens(Matcher):
     __slots__ = ("_at", "_tokens", "_vocabulary")
 
     def __init__(self, tokens: TokenIds, vocabulary: int, at: int = 0) -> None:
-        self._tokens = tokens
-        self._vocabulary = vocabulary
-        self._at = at
+        self._tokens, self._vocabulary, self._at = tokens, vocabulary, at
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -122,13 +120,9 @@ class ForcedTokens(Matcher):
         return next((i for i, (a, b) in enumerate(zip(tokens, follow, strict=False)) if a != b), len(follow))
 
     def forced(self) -> list[int]:
-        rest: list[int] = self._tokens[self._at :].tolist()
-        return rest
+        return list(self._tokens[self._at :].tolist())
 
     def fill(self, drafts: Sequence[int], out: Bits) -> None:
-        known = self.accepts(drafts)
-        out[:] = -1
-        follow = self._tokens[self._at : self._at + known + 1]
-        rows = np.arange(len(follow))
-        out[: len(follow)] = 0
-        out.view(np.uint32)[rows, follow // 32] = np.uint32(1) << (follow % 32).astype(np.uint32)
+        follow = self._tokens[self._at : self._at + self.accepts(drafts) + 1]
+        out[: len(follow)], out[len(follow) :] = 0, -1
+        out.view(np.uint32)[np.arange(len(follow)), follow // 32] = np.uint32(1) << (follow % 32).astype(np.uint32)

@@ -9,6 +9,8 @@ import torch
 from paged_world import PagedWorld
 
 from holdfast.kernels.attention_gpu import attend_gpu
+from holdfast.kernels.fp8 import Fp8Blocks, quantized_blocks
+from holdfast.kernels.fp8_gpu import streamed_blocks
 from holdfast.kernels.layer_gpu import add_norm, rotate_and_store, silu_and_mul
 from holdfast.kernels.linear_state import LinearShape, StateBatch
 from holdfast.kernels.linear_state_gpu import gated_delta_gpu
@@ -72,7 +74,9 @@ def draws(guard: Guards) -> torch.Tensor:
 
 def products(guard: Guards) -> torch.Tensor:
     x, weight, bias = (guard(torch.randn(size)) for size in ((3, 300), (34, 300), 34))
-    return torch.cat((streamed(x, weight, bias), streamed_tall(x, weight, bias)))
+    blocks = quantized_blocks(weight)
+    blocks = Fp8Blocks(blocks.weight, guard(blocks.scale))
+    return torch.cat((streamed(x, weight, bias), streamed_tall(x, weight, bias), streamed_blocks(x, blocks, bias)))
 
 
 def delta(guard: Guards) -> torch.Tensor:

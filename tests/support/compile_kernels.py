@@ -13,6 +13,8 @@ from dry_device import DryDevice
 
 from holdfast.kernels.attention_gpu import attend_gpu, launch_items
 from holdfast.kernels.attention_plan import make_plan
+from holdfast.kernels.fp8 import Fp8Blocks
+from holdfast.kernels.fp8_gpu import MOST_STREAMED, dequantised, streamed_blocks
 from holdfast.kernels.layer_gpu import add_norm, rotate_and_store, silu_and_mul
 from holdfast.kernels.linear_state_gpu import gated_delta_gpu
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
@@ -68,6 +70,10 @@ def products():
     streamed_tall(x, wide)
     for rows in (40, 100):
         streamed(torch.zeros(rows, 4096, dtype=torch.bfloat16), wide)
+    blocks = Fp8Blocks.empty(4096, 5120)
+    for rows in (1, 64, MOST_STREAMED):
+        streamed_blocks(torch.zeros(rows, 5120, dtype=torch.bfloat16), blocks)
+    dequantised(blocks, torch.bfloat16)
 
 
 def gated_delta():

@@ -215,6 +215,8 @@ def _layer_cases(dtype: torch.dtype, device: str) -> Iterator[Named]:
     yield "rotate and store, normed", partial(_rotate, dtype, device, True)
     for rows in (1, 5, 16):
         yield f"product of {rows} rows", partial(_product, dtype, device, rows)
+    for rows in (1, 16, 100):
+        yield f"product of {rows} rows with FP8 blocks", partial(_blocks, dtype, device, rows)
 
 
 def _norm(dtype: torch.dtype, device: str) -> Calls:
@@ -264,6 +266,14 @@ def _product(dtype: torch.dtype, device: str, rows: int) -> Calls:
     weight = (torch.randn(40, 300, device=device) * 300**-0.5).to(dtype)
     bias = torch.randn(40, device=device).to(dtype)
     return partial(streamed, x, weight, bias), partial(streamed_reference, x, weight, bias)
+
+
+def _blocks(dtype: torch.dtype, device: str, rows: int) -> Calls:
+    from holdfast.kernels.fp8 import fp8_reference, quantized_blocks
+    from holdfast.kernels.fp8_gpu import streamed_blocks
+
+    x, blocks = torch.randn(rows, 300, device=device).to(dtype), quantized_blocks(torch.randn(200, 300, device=device))
+    return partial(streamed_blocks, x, blocks), partial(fp8_reference, x, blocks)
 
 
 # ---- drawing ----

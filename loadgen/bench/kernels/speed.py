@@ -12,18 +12,20 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import ScalingType, linear, pad, scaled_dot_product_attention, scaled_mm
 
 from holdfast.kernels.attention_gpu import attend_gpu, launch_items
 from holdfast.kernels.attention_plan import WIDE_ROWS, Tile, make_plan, tile_of
 from holdfast.kernels.ceilings import Ceilings, Clock, measure_ceilings
+from holdfast.kernels.fp8 import Fp8Blocks, fp8_reference, quantized_blocks, quantized_rows
+from holdfast.kernels.fp8_gpu import MOST_STREAMED, Fp8Matrix
 from holdfast.kernels.layer_gpu import add_norm, rotate_and_store, silu_and_mul
 from holdfast.kernels.linear_state import LinearShape
 from holdfast.kernels.sampling import row_keys
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
 from holdfast.kernels.stream_gpu import MOST_ROWS, streamed
 from holdfast.loadgen.bench.kernels import delta
-from holdfast.loadgen.bench.kernels.correctness import Paged, paged
+from holdfast.loadgen.bench.kernels.correctness import Paged, paged, relative_error
 from holdfast.loadgen.bench.parts import Deadline, Figures, Lines, Report
 
 HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCABULARY = 32, 8, 128, 4096, 14336, 128256
@@ -65,7 +67,7 @@ def time_kernels(report: Report) -> None:
         yield name, measure(clock(), Ceilings(**report.found["parts"]["ceilings"]["ceilings"]))
 
     report.run("ceilings", ceilings, _PART_S)
-    for name, measure in (*_decodes(), *_chunks(), *_products(), *_layers(), *_deltas(), *_draws()):
+    for name, measure in (*_decodes(), *_chunks(), *_products(), *_blocks(), *_layers(), *_deltas(), *_draws()):
         report.run(name, partial(part, name, measure), _PART_S)
 
 
@@ -189,6 +191,44 @@ def _products() -> Iterator[tuple[str, Measure]]:
                 }
 
             yield f"product{'' if rows <= MOST_ROWS else ' by torch'}, {name}, {rows} rows", measure
+
+
+def _blocks() -> Iterator[tuple[str, Measure]]:
+    """Products with FP8 blocks of a 27B, compared with torch's in bfloat16 and with its own FP8 product."""
+    for rows in (1, 16, 128, 2048):
+        for name, (inputs, outputs) in {"gate and up": (5120, 34816), "down": (17408, 5120)}.items():
+
+            def measure(
+                clock: Clock, ceilings: Ceilings, rows: int = rows, inputs: int = inputs, outputs: int = outputs
+            ) -> Figures:
+                blocks = quantized_blocks(torch.randn(outputs, inputs, device="cuda"))
+                matrix, plain = Fp8Matrix(blocks), blocks.dequantized(torch.bfloat16)
+                x = torch.randn(rows, inputs, dtype=torch.bfloat16, device="cuda")
+                ours, torchs = clock.seconds(lambda: matrix(x)), clock.seconds(lambda: linear(x, plain))
+                found = {"torchs_seconds": torchs, "over_torch": ours / torchs} | _scaled(x, blocks, clock, ours)
+                if rows <= MOST_STREAMED:
+                    return _of_bandwidth(ours, blocks.weight.nbytes, ceilings) | found
+                return _of_rate(ours, 2.0 * rows * inputs * outputs, ceilings) | found
+
+            yield f"product with FP8 blocks, {name}, {rows} rows", measure
+
+
+def _scaled(x: Tensor, blocks: Fp8Blocks, clock: Clock, ours: float) -> Figures:
+    """torch's product of FP8 blocks with activations in groups, which has to quantise these; its error, too."""
+    padded = pad(blocks.scale, (0, -blocks.scale.shape[1] % 4)).T  # as cuBLAS wants it: in fours
+
+    def product() -> Tensor:
+        numbers, scale = quantized_rows(x)
+        by_group = (scale.T.contiguous().T, ScalingType.BlockWise1x128)
+        return scaled_mm(numbers, blocks.weight.T, *by_group, padded, ScalingType.BlockWise128x128)
+
+    try:
+        exact = fp8_reference(x[:16], blocks)
+        error = relative_error(product()[:16], exact)
+        seconds = clock.seconds(product)
+    except (RuntimeError, ValueError) as error_of:  # not on this device
+        return {"scaled_failed": f"{error_of}"[:200]}
+    return {"scaled_seconds": seconds, "over_scaled": ours / seconds, "scaled_error": error}
 
 
 def _layers() -> Iterator[tuple[str, Measure]]:

@@ -699,6 +699,8 @@ def _string(g: Grammar, dialect: Dialect, times: str = "*") -> str:
 def _object(g: Grammar, schema: Schema, said: Mapping[str, Any], dialect: Dialect) -> str:
     properties, required = said.get("properties", {}), said.get("required", [])
     others = said.get("additionalProperties", True)
+    if wrong := malformed(said):
+        raise ValueError(wrong)
     if not (isinstance(properties, Mapping) and isinstance(required, Sequence) and isinstance(others, (bool, Mapping))):
         return ""
     if not all(isinstance(key, str) and key in properties for key in required):
@@ -814,7 +816,11 @@ def _properties(schema: Schema, what: str, is_name: Callable[[str], Any]) -> lis
     properties, required = schema.content.get("properties", {}), schema.content.get("required", [])
     if not isinstance(properties, Mapping):
         raise ValueError("'properties' must be an object")
-    if not isinstance(required, Sequence) or not all(isinstance(key, str) for key in required):
+    if (
+        malformed(schema.content)
+        or not isinstance(required, Sequence)
+        or any(not isinstance(key, str) for key in required)
+    ):
         raise ValueError("'required' must be a list of names")
     for key in ("$ref", "anyOf", "allOf", "oneOf", "patternProperties"):
         if key in schema.content:

@@ -365,6 +365,13 @@ def test_a_malformed_schema_is_refused_at_its_place_by_whoever_asks_for_it(
         assert message.endswith(f"at 'properties.list.items': {why}"), message
         error = refused(hermes, tools=[tool("f", schema, strict)], tool_choice="required")
         assert (error.field, error.message.rpartition(": ")[2]) == ("tools.0.function.parameters", why)
+        either = refused(hermes, output=JsonOutput({"anyOf": [{"type": "object", "required": "ab"}]}, strict=strict))
+        assert "at 'anyOf.0': 'required' must be a list of names" in either.message
+        for format in (ToolFormat.PYTHONIC, ToolFormat.QWEN3_CODER):
+            other = Compiler(lambda: hermes.vocabulary, format, 2)
+            letters = tool("f", {"type": "object", "properties": {"a": {}}, "required": "a"}, strict)
+            message = refused(other, tools=[letters], tool_choice="required").message
+            assert message.endswith("'required' must be a list of names"), message
     free = asks(tools=[tool("f", schema), tool("g")])
     assert free is not None
     matcher = hermes.matcher(free)

@@ -524,8 +524,9 @@ def gated_delta_gpu(
     if longest > SHORT:
         long = min(sequences, tokens // (SHORT + 1))
         most = (tokens + long * window) // _CHUNK + long  # chunks
-        chunks = _room(most, states, mixed)
         exact = mixed.dtype == torch.float32
+        # The interpreter cannot multiply bfloat16, and cuts what it stores instead of rounding it.
+        chunks = _room(most, states, mixed.float() if INTERPRETED else mixed)
         precise = {
             "OPERAND": tl.float32 if INTERPRETED or exact else getattr(tl, str(mixed.dtype).removeprefix("torch.")),
             "PRECISION": "tf32x3" if exact else "tf32",

@@ -205,7 +205,10 @@ class SurvivalCounts:
     @classmethod
     def of(cls, over: Sequence[float], lasting: Sequence[float] = (), count: int | None = None) -> "SurvivalCounts":
         """From durations of pauses that are over, and of those that last, both in ascending order."""
-        by_age = np.array([np.searchsorted(each, AGES, side="right") for each in (over, lasting)], np.float64)
+        by_age = np.zeros((2, len(AGES)))
+        for row, seconds in enumerate((over, lasting)):
+            if seconds:
+                by_age[row] = np.asarray(seconds).searchsorted(AGES, side="right")
         return cls(by_age, len(over) + len(lasting), len(over) if count is None else count)
 
 
@@ -244,6 +247,6 @@ class Pauses:
     def known(self, key: ToolKey | None, now: float) -> SurvivalCounts:
         """The counts of a set of tools; None: of all."""
         pauses = self._all if key is None else self._sets.get(key, ())
-        over = sorted(max(each.until - each.since, 0.0) for each in pauses if each.returned)
-        lasting = sorted(min(each.until, now) - each.since for each in pauses if not each.returned)
+        over = sorted([each.until - each.since for each in pauses if each.returned])
+        lasting = sorted([min(each.until, now) - each.since for each in pauses if not each.returned])
         return SurvivalCounts.of(over, lasting)

@@ -29,6 +29,7 @@ class RunningState:
     """The state of a running sequence, as it is once all planned steps have run.
 
     `slot` is its own. Its next chunk reads `source`: `NO_SLOT`, a checkpoint, or its own. `at`: tokens applied to it.
+    `origin`: the checkpoint's slot that it began with.
     `marks`: positions at which the state is to be kept as a checkpoint, ascending; `kept`: those planned, with slots.
     """
 
@@ -37,6 +38,10 @@ class RunningState:
     at: int = 0
     marks: list[int] = field(default_factory=list)
     kept: list[tuple[int, int]] = field(default_factory=list)
+    origin: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.origin = self.source
 
     def mark(self, position: int) -> None:
         if position > self.at and position not in self.marks:

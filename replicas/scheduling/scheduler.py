@@ -401,7 +401,7 @@ class Scheduler:
         """
         self._stats.failed_steps += 1
         if self._cache.states is not None:
-            self._cache.states.checkpoints.lose(step.plan.states_written)
+            self._lose_states(step.plan.states_written, now)
         if step.plan.moves or self._cache.states is not None:  # a state that it was to write may be on its way already
             self._running.reloads.lose()
         for _, sequence in step.present():
@@ -409,6 +409,18 @@ class Scheduler:
         written = {write.row for write in step.plan.writes}
         for sequence in [s for s in self._running if s.row in written]:
             self.terminator.preempt(None, sequence, now)
+
+    def _lose_states(self, slots: set[int], now: float) -> None:
+        """A failed step was to write these slots. Sequences that began with what one of them holds begin again."""
+        states = self._cache.states
+        assert states is not None
+        states.checkpoints.lose(slots)
+        for sequence in list(self._running):
+            holding = sequence.the_holding
+            if holding.state is not None and holding.state.origin in slots:
+                states.end(holding.state)
+                holding.state = None
+                self.terminator.preempt(None, sequence, now)
 
     def _bring_back(self, step: Step, output: StepOutput, now: float) -> None:
         """Count loaded cells as computed and as cached. Where copies failed the cells are computed after all."""

@@ -102,6 +102,9 @@ class FakeRunner:
         lost = self._lost if beside else set()
         self._lost = {(chunk.row, chunk.start + len(chunk.tokens)) for chunk in plan.chunks}
         # A model would compute something from what a failed step left; here that is not even read.
+        unknown = [chunk for chunk in plan.chunks if beside and chunk.state and self.states[chunk.state.source] is None]
+        self.states |= dict.fromkeys(replace(plan, chunks=tuple(unknown)).states_written)
+        lost |= {(chunk.row, chunk.start) for chunk in unknown}
         kept = [i for i, chunk in enumerate(plan.chunks) if (chunk.row, chunk.start) not in lost]
         chunks = plan.after(before).chunks
         output = self.compute(replace(plan, chunks=tuple(chunks[i] for i in kept)))

@@ -398,16 +398,16 @@ class Tile:
 def tile_of(rows: int, dim_tile: int, exact: bool) -> Tile:
     """The tile for items with this many rows; `exact`: float32, whose products do not use the matrix units.
 
-    These compile for Ampere and Hopper with next to no register spills and fit their shared memory. Pages are looked up
-    a tile before its keys are loaded, so every two stages keep one more tile of keys in flight; a tile that works ahead
-    looks them up itself, and every stage keeps one. With 168 registers three programs of a decode share a
-    multiprocessor of Hopper.
+    These compile for Ampere and Hopper with next to no register spills, except wide ones with heads of 256, and fit
+    their shared memory. Pages are looked up a tile before its keys are loaded, so two stages keep one more tile of
+    keys in flight; a tile that works ahead looks them up itself, and every stage keeps one. With 168 registers three
+    programs of a decode share a multiprocessor of Hopper.
     """
     wide = rows > NARROW_ROWS
     if exact and rows > 16:
         return Tile(16, 8, 2) if dim_tile <= 128 or not wide else Tile(16, 16, 1)
     if dim_tile > 128:
-        return Tile(32, 8 if wide else 4, 3)
+        return Tile(32, 4 if rows == 16 else 8, 2 if rows == NARROW_ROWS else 3)
     if wide:
         return Tile(64, 8, 3, ahead=True)
     return Tile(64, 4, 3) if rows == NARROW_ROWS else Tile(64, 4, 5, registers=168 if rows == 16 else None)

@@ -248,6 +248,9 @@ def _choose_products(model: Model, config: EngineConfig) -> None:
     if config.batch_invariant:
         if not isinstance(model, GpuDecoder):
             raise ConfigError("batch_invariant on a GPU needs our own decoder", "batch_invariant")
+        if model.states is not None:
+            why = "linear layers compute a prompt in chunks, whose borders change the last bits"
+            raise ConfigError(f"batch_invariant on a GPU: {why}", "batch_invariant")
         try:
             model.keep_order(most_rows(config), most_draws(config))
         except STEP_ERRORS as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+WIDEST = "attention, chunk, heads of 256"
 SCRIPT = Path(__file__).parents[1] / "support" / "compile_kernels.py"
 
 
@@ -21,9 +22,10 @@ def test_kernels_compile(capability):
     assert ran.returncode == 0, ran.stderr[-2000:]
     programs = json.loads(ran.stdout)
     kernels = {program["kernel"] for program in programs}
-    assert len(kernels) == 19
+    assert len(kernels) == 21
     for program in programs:
-        assert program["stack_bytes"] <= 64, program  # registers that did not do: a few of the widest tiles
+        # Registers that did not do: a few of the widest tiles, most of all where heads have 256 values.
+        assert program["stack_bytes"] <= (768 if program["launch"] == WIDEST else 64), program
         if program["kernel"] in ("_attend_items", "_stream", "_stream_tall", "_stream_blocks", "_prepare", "_scan"):
             assert program["tensor_cores"], program
             assert program["copies_ahead"] or program["kernel"] == "_prepare", program  # which has no loop

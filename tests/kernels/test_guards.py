@@ -11,7 +11,7 @@ from paged_world import PagedWorld
 from holdfast.kernels.attention_gpu import attend_gpu
 from holdfast.kernels.fp8 import Fp8Blocks, quantized_blocks
 from holdfast.kernels.fp8_gpu import streamed_blocks
-from holdfast.kernels.layer_gpu import add_norm, rotate_and_store, silu_and_mul
+from holdfast.kernels.layer_gpu import add_norm, gated_norm, rotate_and_store, sigmoid_gate, silu_and_mul
 from holdfast.kernels.linear_state import LinearShape, StateBatch
 from holdfast.kernels.linear_state_gpu import gated_delta_gpu
 from holdfast.kernels.sampling import row_keys
@@ -52,13 +52,17 @@ def rotary(guard: Guards) -> torch.Tensor:
     norms = (guard(torch.ones(24)), guard(torch.ones(24)))
     qkv = guard(torch.randn(3, 7, 24))
     q = rotate_and_store(qkv, 3, guard(table[0]), guard(table[1]), positions, kv, 0, cells, norms, 1e-6)
+    part = guard(table[0, :, :5].contiguous()), guard(table[1, :, :5].contiguous())
+    rotate_and_store(qkv, 3, *part, positions, kv, 0, cells, norms, 1e-6)
     return torch.cat((q.flatten(), kv.flatten()))
 
 
 def layers(guard: Guards) -> torch.Tensor:
     x, residual, weight = guard(torch.randn(3, 100)), guard(torch.randn(3, 100)), guard(torch.ones(100))
     normed = add_norm(x, residual, weight, 1e-6)
-    return torch.cat((normed.flatten(), residual.flatten(), silu_and_mul(guard(torch.randn(2, 34))).flatten()))
+    gated = gated_norm(guard(torch.randn(3, 5, 20)), normed, guard(torch.ones(20)), 1e-6)
+    sigmoid_gate(gated, residual)
+    return torch.cat((normed.flatten(), gated.flatten(), silu_and_mul(guard(torch.randn(2, 34))).flatten()))
 
 
 def draws(guard: Guards) -> torch.Tensor:

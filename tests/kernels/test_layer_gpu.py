@@ -1,4 +1,4 @@
-"""The GPU's kernels around attention against float64: rotary embedding with the store, norms, SiLU."""
+"""The GPU's kernels around attention against float64: rotary embedding with the store, norms, SiLU, gates."""
 
 import pytest
 import torch
@@ -6,8 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_world import relative_error
 
-from holdfast.kernels.layer import add_norm_reference, rotate_and_store_reference, silu_and_mul_reference
-from holdfast.kernels.layer_gpu import add_norm, rotate_and_store, silu_and_mul
+from holdfast.kernels.layer import (
+    add_norm_reference,
+    gated_norm_reference,
+    rotate_and_store_reference,
+    silu_and_mul_reference,
+)
+from holdfast.kernels.layer_gpu import add_norm, gated_norm, rotate_and_store, sigmoid_gate, silu_and_mul
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
@@ -20,27 +25,32 @@ def tolerance(dtype):
 @given(
     tokens=st.integers(0, 9),
     heads=st.tuples(st.integers(1, 9), st.integers(1, 3)),
-    dim=st.sampled_from([8, 24, 64]),
+    sizes=st.sampled_from([(8, 4), (24, 12), (64, 32), (64, 8), (24, 3), (256, 32)]),
+    behind=st.integers(0, 2),
     normed=st.booleans(),
     dtype=DTYPES,
     seed=st.integers(0, 99),
 )
-def test_queries_turn_and_keys_and_values_reach_their_cells_and_no_others(tokens, heads, dim, normed, dtype, seed):
+def test_queries_turn_and_keys_and_values_reach_their_cells_and_no_others(
+    tokens, heads, sizes, behind, normed, dtype, seed
+):
     torch.manual_seed(seed)
-    queries, kv_heads = heads
-    qkv = torch.randn(tokens, queries + 2 * kv_heads, dim).to(dtype)
-    cos, sin = torch.randn(2, 40, dim // 2).unbind(0)
+    (queries, kv_heads), (dim, half) = heads, sizes
+    whole = torch.randn(tokens, behind + queries + 2 * kv_heads, dim).to(dtype)
+    qkv, others_before = whole[:, behind:], whole[:, :behind].clone()
+    cos, sin = torch.randn(2, 40, half).unbind(0)
     positions, cells = torch.randint(0, 40, (tokens,)), torch.randperm(24)[:tokens]
-    norms = (torch.randn(dim).to(dtype), torch.randn(dim).to(dtype)) if normed else None
+    norms = (torch.randn(dim), torch.randn(dim)) if normed else None
     kv = torch.randn(2, 2, 3, 8, kv_heads, dim).to(dtype)
     before, exact = kv.clone(), kv.clone()
     expected = rotate_and_store_reference(qkv, queries, cos, sin, positions, exact, 1, cells, norms, 1e-6)
-    got = rotate_and_store(qkv.clone(), queries, cos, sin, positions, kv, 1, cells, norms, 1e-6)
+    got = rotate_and_store(qkv, queries, cos, sin, positions, kv, 1, cells, norms, 1e-6)
     assert relative_error(got, expected) < tolerance(dtype)
     assert relative_error(kv, exact) < tolerance(dtype)
     others = torch.ones(24, dtype=torch.bool).index_fill(0, cells, False)
     assert torch.equal(kv.flatten(2, 3)[:, :, others], before.flatten(2, 3)[:, :, others])
     assert torch.equal(kv[0], before[0])
+    assert torch.equal(whole[:, :behind], others_before)
 
 
 @settings(max_examples=20, deadline=None)
@@ -63,6 +73,26 @@ def test_silu_and_mul(rows, inner, dtype):
     assert relative_error(silu_and_mul(fused), silu_and_mul_reference(fused)) < tolerance(dtype)
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    tokens=st.integers(0, 4),
+    heads=st.integers(1, 3),
+    dim=st.sampled_from([1, 7, 128]),
+    size=st.sampled_from([1.0, 60.0]),
+    dtype=DTYPES,
+)
+def test_gates_behind_a_mixer(tokens, heads, dim, size, dtype):
+    torch.manual_seed(tokens)
+    x, weight = torch.randn(tokens, heads, dim).to(dtype), torch.randn(dim)
+    gate = (size * torch.randn(tokens, 3 + heads * dim)).to(dtype)[:, 3:]
+    exact = gated_norm_reference(x, gate, weight, 1e-6)
+    assert relative_error(gated_norm(x, gate, weight, 1e-6), exact) < tolerance(dtype)
+    exact = (x.flatten(1).double() * gate.double().sigmoid()).to(dtype)
+    flat = x.flatten(1).clone()
+    assert relative_error(sigmoid_gate(flat, gate), exact) < tolerance(dtype)
+    assert relative_error(flat, exact) < tolerance(dtype)
+
+
 def test_shapes_that_do_not_fit_are_refused():
     kv = torch.zeros(1, 2, 3, 8, 2, 16)
     table, index = torch.zeros(4, 8), torch.zeros(5, dtype=torch.int64)
@@ -72,5 +102,9 @@ def test_shapes_that_do_not_fit_are_refused():
         rotate_and_store(torch.zeros(5, 8, 16), 4, table, table, index, kv, 0, index[:4])
     with pytest.raises(ValueError, match="differ"):
         add_norm(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(4), 1e-6)
+    with pytest.raises(ValueError, match="do not fit"):
+        gated_norm(torch.zeros(2, 3, 4), torch.zeros(2, 11), torch.zeros(4), 1e-6)
+    with pytest.raises(ValueError, match="differ"):
+        sigmoid_gate(torch.zeros(2, 4), torch.zeros(2, 5))
     with pytest.raises(ValueError, match="no two halves"):
         silu_and_mul(torch.zeros(2, 5))

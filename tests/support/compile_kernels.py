@@ -15,7 +15,7 @@ from holdfast.kernels.attention_gpu import attend_gpu, launch_items
 from holdfast.kernels.attention_plan import make_plan
 from holdfast.kernels.fp8 import Fp8Blocks
 from holdfast.kernels.fp8_gpu import MOST_STREAMED, dequantised, streamed_blocks
-from holdfast.kernels.layer_gpu import add_norm, rotate_and_store, silu_and_mul
+from holdfast.kernels.layer_gpu import add_norm, gated_norm, rotate_and_store, sigmoid_gate, silu_and_mul
 from holdfast.kernels.linear_state_gpu import gated_delta_gpu
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
 from holdfast.kernels.stream_gpu import streamed, streamed_tall
@@ -49,6 +49,14 @@ def rotate(dtype=torch.bfloat16):
     rotate_and_store(torch.zeros(3, 48, 128, dtype=dtype), 32, *table, made.kv, 0, made.batch.cells, norms, 1e-6)
 
 
+def rotate_a_part():
+    """Qwen3.5: 64 of 256 values turn, the gates lie in front of the queries."""
+    made = world([(0, 3)], (4, 6, 256))
+    table = (torch.zeros(64, 32), torch.zeros(64, 32), torch.arange(3))
+    qkv = torch.zeros(3, 24 + 32, 256, dtype=torch.bfloat16)[:, 24:]
+    rotate_and_store(qkv, 24, *table, made.kv, 0, made.batch.cells, (torch.ones(256), torch.ones(256)), 1e-6)
+
+
 def draw():
     logits, rows = torch.zeros(1, 128256, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
     cutoff = cutoffs(logits.float(), rows, torch.ones(1), torch.zeros(1))
@@ -61,6 +69,8 @@ def layers():
     x, residual = torch.zeros(2, 3, 4096, dtype=torch.bfloat16).unbind(0)
     add_norm(x, residual, torch.ones(4096, dtype=torch.bfloat16), 1e-6)
     silu_and_mul(torch.zeros(3, 28672, dtype=torch.bfloat16))
+    sigmoid_gate(x, residual)
+    gated_norm(x.view(3, 32, 128), residual, torch.ones(128), 1e-6)
 
 
 def products():
@@ -86,11 +96,15 @@ LAUNCHES = {
     "attention, decode, pages of 1, sinks": lambda: attend(world(DECODE, page=1), sinks=SINKS),
     "attention, verification of 8": lambda: attend(world([(300, 8)])),
     "attention, verification of 16": lambda: attend(world([(300, 16)])),
+    "attention, decode, heads of 256": lambda: attend(world(DECODE, (4, 6, 256))),
+    "attention, verification of 8, heads of 256": lambda: attend(world([(300, 8)], (4, 6, 256))),
+    "attention, chunk, heads of 256": lambda: attend(world(CHUNK, (4, 6, 256))),
     "attention, decode in a graph": lambda: in_a_graph(world(DECODE)),
     "attention, chunk in a graph": lambda: in_a_graph(world(CHUNK)),
     "attention, chunk": lambda: attend(world(CHUNK)),
     "attention, chunk, window, softcap and sinks": lambda: attend(world(CHUNK), 33, 5.0, SINKS),
     "rotate and store": rotate,
+    "rotate a part and store": rotate_a_part,
     "layers": layers,
     "draw": draw,
     "products": products,

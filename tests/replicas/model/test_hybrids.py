@@ -22,6 +22,7 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.pages import StateUse
 from holdfast.replicas.kv.tensors import KVTensors
+from holdfast.replicas.model import startup
 from holdfast.replicas.model.decoder import Decoder
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
 from holdfast.replicas.model.description import describe, inspect_model
@@ -335,6 +336,13 @@ def test_transformers_cannot_serve_one():
     with pytest.raises(ConfigError) as raised:
         load_runner(config_of("Qwen3_5ForCausalLM", decoder="transformers"))
     assert raised.value.field == "decoder"
+
+
+def test_one_order_of_sums_cannot_be_had_on_a_gpu():
+    model = Loop("Qwen3_5ForCausalLM", gpu=True).runner.model
+    with pytest.raises(ConfigError, match="chunks") as raised:
+        startup._choose_products(model, EngineConfig(batch_invariant=True))
+    assert raised.value.field == "batch_invariant"
 
 
 def test_experts_are_refused_by_name(tmp_path):

@@ -30,13 +30,19 @@ Span: TypeAlias = tuple[int, int]  # positions of a sequence: the first one, and
 class Pause:
     """A program between two turns, with `cells` in the cache. `tools` is the key of what it called (`tool_set`).
 
-    `turn` counts from 1 after the program's last answer.
+    `turn` counts from 1 after the program's last answer. `state`: how many cells its recurrent state is worth.
     """
 
     tenant: str
     tools: str
     cells: int
     turn: int = 1
+    state: int = 0
+
+    @property
+    def held(self) -> int:
+        """Memory that is kept for it, in cells."""
+        return self.cells + self.state
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,19 +164,19 @@ def discard_waste(pause: Pause, conditions: Conditions, *, returning: bool = Fal
     """
     seconds = conditions.restore.computed(pause.cells)
     others = conditions.others + (conditions.back_within(seconds) if returning else 0)
-    return seconds * (pause.cells + others)
+    return seconds * (pause.held + others)
 
 
 def swap_waste(pause: Pause, conditions: Conditions) -> float:
     """Cell-seconds that copying the cells out and in wastes, beside steps that go on; inf without a host tier."""
     reload = conditions.restore.reload
-    return math.inf if reload is None else 2 * (reload * pause.cells) * pause.cells
+    return math.inf if reload is None else 2 * (reload * pause.cells) * pause.held
 
 
 def break_even_s(pause: Pause, conditions: Conditions, *, returning: bool = False) -> float:
     """For how many seconds keeping the cells wastes less than losing them the cheaper way."""
     waste = min(discard_waste(pause, conditions, returning=returning), swap_waste(pause, conditions))
-    return waste / pause.cells if pause.cells else 0.0
+    return waste / pause.held if pause.held else 0.0
 
 
 class ExpectedWaste(RetentionPolicy):

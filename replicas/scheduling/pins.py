@@ -180,6 +180,8 @@ class Retention:
         self.pins = Pins(config.retention, cache, queue)
         self._order = order
         self._most_s = config.retention.most_s
+        # Cells and slots share the memory so that they run short together: a slot is worth this many cells.
+        self._state_cells = config.cells // config.state_slots if config.state_slots else 0
         self._policy = retention_policy(config.retention.policy)
         self._active = config.retention.policy != "none" and (config.has("prefix_cache") or config.has("sessions"))
         self._load = load
@@ -284,7 +286,7 @@ class Retention:
         """
         if pin.request_id != ended.request_id and not (ended.last and pin.turn <= ended.turn):
             return
-        pause = pin.paused = Pause(ended.scope, tool_set(ended.tools), pin.pin.length, pin.run_turn)
+        pause = pin.paused = Pause(ended.scope, tool_set(ended.tools), pin.pin.length, pin.run_turn, self._state_cells)
         if ended.last:
             self.pins.drop(pin)
             return

@@ -76,3 +76,10 @@ def test_a_pin_is_worth_it_exactly_as_long_as_preserving_wastes_least(pause, loa
 
 def test_an_empty_program_is_not_worth_a_pin():
     assert break_even_s(Pause("", "", 0), Conditions(others=5, restore=RestoreCost(c=1.0))) == 0.0
+
+
+def test_a_recurrent_state_counts_as_memory_that_is_kept() -> None:
+    load = Conditions(others=5, restore=RestoreCost(c=1.0))
+    alone, stateful = Pause("", "", 100), Pause("", "", 100, state=50)
+    assert break_even_s(alone, load) == pytest.approx(1.0 * 105 / 100)
+    assert break_even_s(stateful, load) == pytest.approx(1.0 * 155 / 150)

@@ -23,10 +23,10 @@ heads, k and v the sizes of keys and values, W drafts of a window at most.
 
 import ctypes
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class LinearShape:
 class LinearStates:
     """The states of all linear layers, in slots: one allocation for each part.
 
-    recurrent   [layers, slots, H, k, v]    float32
+    recurrent   [layers, slots, H, k, v]    float32; on a CPU a view: columns of S lie in one stretch of memory each
     conv        [layers, slots, K - 1, C]   the convolution's last inputs, oldest first
     window      [layers, slots, W, C]       inputs of drafts that were not verified
     gates       [layers, slots, W, 2, H]    float32: their a and b
@@ -71,8 +71,10 @@ class LinearStates:
     ) -> None:
         self.shape = shape
         self.slots = slots
-        heads = (shape.value_heads, shape.key_dim, shape.value_dim)
-        self.recurrent = torch.zeros(layers, slots, *heads, dtype=torch.float32, device=device)
+        in_columns = torch.device(device).type == "cpu"
+        size = (shape.value_dim, shape.key_dim) if in_columns else (shape.key_dim, shape.value_dim)
+        recurrent = torch.zeros(layers, slots, shape.value_heads, *size, dtype=torch.float32, device=device)
+        self.recurrent = recurrent.mT if in_columns else recurrent
         self.conv = torch.zeros(layers, slots, shape.kernel - 1, shape.channels, dtype=dtype, device=device)
         self.window = torch.zeros(layers, slots, window, shape.channels, dtype=dtype, device=device)
         self.gates = torch.zeros(layers, slots, window, 2, shape.value_heads, dtype=torch.float32, device=device)
@@ -102,6 +104,7 @@ class StateBatch:
     held [N]: how many of its tokens, the last ones, do not change the state and go to the target's window. marks
     [M, 3]: (sequence, n, slot): its state after the applied tokens and its first n, 0 < n <= those that are not held,
     is written to this slot, too; sorted.
+    `plans` is a cache of the kernels: what is worked out once for a step and used in every layer.
     No slot is written twice in a step, and none is read that another sequence writes.
     longest: no sequence has more tokens, as far as the host knows.
     """
@@ -113,6 +116,7 @@ class StateBatch:
     held: Tensor
     marks: Tensor
     longest: int | None = None
+    plans: dict[Hashable, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,6 +135,10 @@ class LinearWeights:
         object.__setattr__(self, "a_log", self.a_log.float().contiguous())
         object.__setattr__(self, "dt_bias", self.dt_bias.float().contiguous())
 
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        return self.conv.data_ptr(), self.a_log.data_ptr(), self.dt_bias.data_ptr()
+
 
 def gated_delta(
     mixed: Tensor, a: Tensor, b: Tensor, weights: LinearWeights, states: LinearStates, layer: int, batch: StateBatch
@@ -143,7 +151,7 @@ def gated_delta(
     """
     if mixed.device.type == "cpu":
         function = kernel(native.level(), mixed.dtype, states.shape)
-        if function is not None and states.conv.dtype == mixed.dtype:
+        if function is not None and states.conv.dtype == mixed.dtype and states.recurrent.mT.is_contiguous():
             return _gated_delta_c(function, mixed, a, b, weights, states, layer, batch)
     return gated_delta_torch(mixed, a, b, weights, states, layer, batch)
 
@@ -156,16 +164,15 @@ class _Call(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("team", "recurrent", "gates", "conv", "window")),
+        *((name, ctypes.c_int64) for name in ("recurrent_layer", "gates_layer", "conv_layer", "window_layer")),
         *((name, ctypes.c_int64) for name in ("recurrent_slot", "gates_slot", "conv_slot", "window_slot")),
         *((name, ctypes.c_int64) for name in ("slots", "drafts")),
         *((name, ctypes.c_int64) for name in ("key_heads", "heads", "key_dim", "value_dim", "kernel", "channels")),
-        *((name, ctypes.c_void_p) for name in ("taps", "a_log", "dt_bias")),
         *((name, ctypes.c_void_p) for name in ("starts", "source", "target", "applied", "held", "marks")),
         *((name, ctypes.c_int64) for name in ("sequences", "n_marks")),
-        *((name, ctypes.c_void_p) for name in ("mixed", "a", "b")),
-        *((name, ctypes.c_int64) for name in ("tokens", "mixed_row", "a_row", "b_row")),
-        *((name, ctypes.c_void_p) for name in ("out", "left")),
-        *((name, ctypes.c_int64) for name in ("threads", "wrong", "parts", "columns", "next")),
+        *((name, ctypes.c_void_p) for name in ("left", "taps", "a_log", "dt_bias", "mixed", "a", "b", "out")),
+        *((name, ctypes.c_int64) for name in ("layer", "tokens", "threads", "mixed_row", "a_row", "b_row")),
+        *((name, ctypes.c_int64) for name in ("wrong", "parts", "columns", "next")),
     ]
 
 
@@ -182,6 +189,17 @@ def kernel(level: native.Level, dtype: torch.dtype, shape: LinearShape) -> Calla
     return None
 
 
+@dataclass(slots=True)
+class _Plan:
+    """What every layer of a step shares. `held` keeps alive what the call points to."""
+
+    states: LinearStates
+    function: Callable[..., None]
+    call: _Call
+    address: int
+    held: tuple[Tensor, ...]
+
+
 def _gated_delta_c(
     function: Callable[..., None],
     mixed: Tensor,
@@ -192,21 +210,44 @@ def _gated_delta_c(
     layer: int,
     batch: StateBatch,
 ) -> Tensor:
-    shape, tokens, sequences = states.shape, len(mixed), len(batch.source)
+    shape, tokens = states.shape, len(mixed)
     if not 0 <= layer < len(states.recurrent):
         raise IndexError(f"layer {layer} of {len(states.recurrent)}")
     if mixed.shape[1] != shape.channels or a.shape != b.shape or a.shape != (tokens, shape.value_heads):
         sizes = f"mixed {tuple(mixed.shape)}, a {tuple(a.shape)} and b {tuple(b.shape)}"
         raise ValueError(f"{sizes} do not fit {shape.channels} channels and {shape.value_heads} heads")
+    plan: _Plan | None = batch.plans.get(_Plan)
+    if plan is None or plan.states is not states or plan.function is not function:
+        plan = batch.plans[_Plan] = _plan(function, states, batch)
     mixed, a, b = (each if each.stride(1) == 1 else each.contiguous() for each in (mixed, a.float(), b.float()))
-    slots = [each[layer] for each in (states.recurrent, states.gates, states.conv, states.window)]
-    marks = batch.marks.contiguous()
     out = torch.empty(tokens, shape.value_heads, shape.value_dim, dtype=mixed.dtype)
+    call = plan.call
+    call.layer, call.tokens, call.threads = layer, tokens, torch.get_num_threads()
+    call.taps, call.a_log, call.dt_bias = weights.addresses
+    call.mixed, call.a, call.b, call.out = mixed.data_ptr(), a.data_ptr(), b.data_ptr(), out.data_ptr()
+    call.mixed_row, call.a_row, call.b_row = mixed.stride(0), a.stride(0), b.stride(0)
+    function(plan.address)
+    if call.wrong:
+        raise ValueError(f"a batch over {tokens} tokens and {states.slots} slots that leads outside of them")
+    return out
+
+
+def _plan(function: Callable[..., None], states: LinearStates, batch: StateBatch) -> _Plan:
+    shape, sequences = states.shape, len(batch.source)
+    given = (batch.starts, batch.source, batch.target, batch.applied, batch.held, batch.marks)
+    if any(each.dtype != torch.int32 for each in given) or [len(each) for each in given[:5]] != [
+        sequences + 1,
+        *[sequences] * 4,
+    ]:
+        raise ValueError("a batch has int32 tensors of one length")
+    uses = tuple(each.contiguous() for each in given)
     left = torch.empty(sequences, dtype=torch.int32)
+    parts = (states.recurrent, states.gates, states.conv, states.window)
     call = _Call(
         native.team(),
-        *(each.data_ptr() for each in slots),
-        *(each.stride(0) for each in slots),
+        *(each.data_ptr() for each in parts),
+        *(each.stride(0) for each in parts),
+        *(each.stride(1) for each in parts),
         states.slots,
         states.window.shape[2],
         shape.key_heads,
@@ -215,21 +256,12 @@ def _gated_delta_c(
         shape.value_dim,
         shape.kernel,
         shape.channels,
-        *(each.data_ptr() for each in (weights.conv, weights.a_log, weights.dt_bias)),
-        *(each.data_ptr() for each in (batch.starts, batch.source, batch.target, batch.applied, batch.held, marks)),
+        *(each.data_ptr() for each in uses),
         sequences,
-        len(marks),
-        *(each.data_ptr() for each in (mixed, a, b)),
-        tokens,
-        *(each.stride(0) for each in (mixed, a, b)),
-        out.data_ptr(),
+        len(batch.marks),
         left.data_ptr(),
-        torch.get_num_threads(),
     )
-    function(ctypes.addressof(call))
-    if call.wrong:
-        raise ValueError(f"a batch over {tokens} tokens and {states.slots} slots that leads outside of them")
-    return out
+    return _Plan(states, function, call, ctypes.addressof(call), (left, *uses))
 
 
 # ---- torch

@@ -1,25 +1,21 @@
 // Gated DeltaNet over states in slots, on the cores of a CPU: the maths of linear_state.py.
 //
-// The recurrence is computed token by token. A head's columns of S [k, v] do not depend on each other, so a tile of COLUMNS
-// columns stays in the first level of cache while all tokens pass over it. One sweep over the tile's rows serves a token
-// and the one after it:
+// The recurrence is computed token by token. The columns of S do not depend on each other, and each lies in one stretch of
+// memory. TILE of them stay in the first level of cache while BLOCK tokens pass. One sweep over a column serves a token and
+// the one after it, whose key is k':
 //
-//     S_i <- decay S_i + k_i delta        o += q_i S_i        p += k'_i S_i        row i; k' is the next token's key
+//     S <- decay S + delta k        o = q . S        p = k' . S        delta = beta (v - decay p), with p of the token before
 //
-// With p the next token's delta' = beta' (v' - decay' p) is known, and its own sweep follows. That is four vector
-// operations for each vector of S. The chunked form of the literature takes three and a share that grows with its chunk,
-// and rounds differently at each border of a chunk.
+// That is four vector operations for each vector of S. The chunked form of the literature takes three and a share that
+// grows with its chunk, and rounds differently wherever a chunk ends.
 //
-// Order. Each sum over keys is taken from the first row to the last, and a state between two calls is float32, as it is
-// inside. So a token comes to the same bits however a prompt is cut, as a draft or not, beside any other sequences, and
-// with any number of threads.
+// Order. Each sum over keys is taken in one order, and a state between two calls is float32, as it is inside. So a token
+// comes to the same bits however a prompt is cut, as a draft or not, beside any other sequences, and with any number of
+// threads.
 //
-// Work. A task is some columns of one head of one sequence. The threads of a team draw tasks from a counter. The
-// convolution and the norms of queries and keys are computed BLOCK tokens at a time by each task that needs them. A task
-// reads and writes only its own columns of states. The inputs that slots keep are written by the thread that ends the last
-// task of a sequence, because all of them read them.
-//
-// A single token waits for memory: while a tile is computed, the next one is asked for.
+// Work. A task is some columns of the value heads of one key head, of one sequence. The threads of a team draw tasks from a
+// counter. A task reads and writes only its own columns of states. The inputs that slots keep are written by the thread
+// that ends the last task of a sequence, because all of them read them. A single token waits for memory.
 //
 // This file is compiled once for each kind of processor and each dtype:
 //
@@ -37,8 +33,8 @@
 const uint64_t linear_state_source = SOURCE;
 #else
 
-enum { MAX_KEY = 256, MAX_COLUMNS = 128, MAX_TAPS = 8 };  // mirrored by linear_state.py
-enum { BLOCK = 32, COLUMNS = 32, MOST = COLUMNS / LANES };  // tokens; columns of a tile, and its vectors
+enum { MAX_KEY = 256, MAX_COLUMNS = 512, MAX_TAPS = 8 };  // mirrored by linear_state.py
+enum { BLOCK = 32, TILE = 32, ROWS = 4, LINE = 16 };  // tokens; columns of S that pass all of them, and of these at a time
 
 #if WIDE
 typedef float value;
@@ -51,24 +47,25 @@ typedef void parallel(void (*)(void *), void *, unsigned, unsigned);  // GOMP_pa
 // Mirrored by linear_state.py.
 typedef struct {
     parallel *team;
-    // The slots of the layer, and the values from one slot to the next.
+    // Slots. Strides in values, of layers and of slots.
     float *recurrent, *gates;
     value *conv, *window;
+    int64_t recurrent_layer, gates_layer, conv_layer, window_layer;
     int64_t recurrent_slot, gates_slot, conv_slot, window_slot;
     int64_t slots, drafts;  // drafts of a window at most
     int64_t key_heads, heads, key_dim, value_dim, kernel, channels;
-    const float *taps, *a_log, *dt_bias;  // taps [kernel][channels]
-    // StateBatch
-    const int32_t *starts, *source, *target, *applied, *held, *marks;
+    const int32_t *starts, *source, *target, *applied, *held, *marks;  // StateBatch
     int64_t sequences, n_marks;
+    int32_t *left;  // [sequences]: room for the tasks that are left of each
+    // Of a layer
+    const float *taps, *a_log, *dt_bias;  // taps [kernel][channels]
     const value *mixed;
     const float *a, *b;
-    int64_t tokens, mixed_row, a_row, b_row;  // rows in values
-    value *out;                               // [tokens][heads][value_dim]
-    int32_t *left;                            // [sequences]: room for the tasks that are left of each
-    int64_t threads, wrong;                   // set where the batch does not fit
+    value *out;  // [tokens][heads][value_dim]
+    int64_t layer, tokens, threads, mixed_row, a_row, b_row;  // rows in values
+    int64_t wrong;                                            // set where the batch does not fit
     // Of the work
-    int64_t parts, columns, next;  // tasks of a head, columns of each
+    int64_t parts, columns, next;  // tasks of a key head, columns of each
 } Call;
 
 // ---- vectors ----
@@ -81,7 +78,6 @@ typedef float vf_at __attribute__((vector_size(4 * LANES), aligned(4), may_alias
 typedef uint16_t vh_at __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 #define LOG2E 1.44269504f
-#define LN2 0.693147181f
 
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf load(const float *p) { return *(const vf_at *)p; }
@@ -109,31 +105,27 @@ INLINE void put(value *p, vf x) {
 #endif
 }
 
-// e^x for x <= 0, to a relative error of 1e-7 above -87; 0 below; NaN for NaN.
+// e^x to a relative error of 1e-7; as for -87 below that, and for 87 above. NaN for NaN.
 INLINE vf exp_of(vf x) {
-    const vf y = either(x < -87.f, splat(-87.f), x);
-    const vf shifted = muladd(y, splat(LOG2E), splat(12583039.f));  // 1.5 * 2^23 + 127: the exponent in the last bits
+    x = either(x < -87.f, splat(-87.f), x);
+    x = either(x > 87.f, splat(87.f), x);
+    const vf shifted = muladd(x, splat(LOG2E), splat(12583039.f));  // 1.5 * 2^23 + 127: the exponent in the last bits
     const vf n = shifted - 12583039.f;
-    const vf f = muladd(n, splat(-1.42860677e-6f), muladd(n, splat(-0.693145752f), y));  // ln 2 in two parts
+    const vf f = muladd(n, splat(-1.42860677e-6f), muladd(n, splat(-0.693145752f), x));  // ln 2 in two parts
     vf p = muladd(splat(1.98756965e-4f), f, splat(1.39819994e-3f));
     p = muladd(p, f, splat(8.33345205e-3f));
     p = muladd(p, f, splat(4.16657962e-2f));
     p = muladd(p, f, splat(1.66666657e-1f));
     p = muladd(p, f, splat(0.5f));
     p = muladd(p * f, f, f) + 1.f;
-    return either(x < -87.f, splat(0.f), p * (vf)((vi)shifted << 23));
+    return p * (vf)((vi)shifted << 23);
 }
 
-INLINE vf size_of(vf x) { return (vf)((vi)x & 0x7fffffff); }
-
-INLINE vf sigmoid(vf x) {
-    const vf e = exp_of(-size_of(x));
-    return either(x < 0.f, e, splat(1.f)) / (e + 1.f);
-}
+INLINE vf sigmoid(vf x) { return 1.f / (exp_of(-x) + 1.f); }
 
 // log(1 + e^x) = max(x, 0) + 2 artanh(e / (2 + e)), e = e^-|x|.
 INLINE vf softplus(vf x) {
-    const vf e = exp_of(-size_of(x)), s = e / (e + 2.f), y = s * s;
+    const vf e = exp_of((vf)((vi)x | INT32_MIN)), s = e / (e + 2.f), y = s * s;
     vf p = muladd(splat(2.f / 15), y, splat(2.f / 13));
     p = muladd(p, y, splat(2.f / 11));
     p = muladd(p, y, splat(2.f / 9));
@@ -162,6 +154,21 @@ INLINE Sequence sequence_of(const Call *call, int64_t number) {
     const int64_t all = applied + call->starts[number + 1] - first;
     return (Sequence){number, first, applied, all - call->held[number], all, call->source[number], call->target[number],
                       mark, after};
+}
+
+// `columns` columns of S of the value heads of one key head, from `column` of all columns on.
+typedef struct {
+    const Call *call;
+    Sequence sequence;
+    int64_t key_head, column;
+} Task;
+
+INLINE int64_t tasks_of(const Call *call) { return call->sequences * call->key_heads * call->parts; }
+
+INLINE Task task_of(const Call *call, int64_t number) {
+    const int64_t head = number / call->parts % call->key_heads;
+    const int64_t column = (head * call->parts + number % call->parts) * call->columns;
+    return (Task){call, sequence_of(call, number / call->parts / call->key_heads), head, column};
 }
 
 // The convolution's input `row`; the first token's own one is row kernel - 1. Null: zeros.
@@ -200,21 +207,29 @@ static void keep(const Call *call, const Sequence *s) {
 
 // ---- queries, keys, values and gates of a block of tokens ----
 
-// y [n][count] = silu of the convolution of `count` channels from `channel` on.
+// y [n][count] = silu of the convolution of `count` channels from `channel` on. Rows are read in stretches: they often lie
+// a multiple of a page apart, where a cache has room for few of them at a time.
 INLINE void convolve(const Call *call, const value *const *rows, int64_t channel, int64_t count, int64_t n, float *y,
                      const int kernel) {
-    for (int64_t c = 0; c < count; c += LANES) {
-        vf taps[MAX_TAPS], x[MAX_TAPS];
-        for (int j = 0; j < kernel; j++) taps[j] = load(call->taps + j * call->channels + channel + c);
-        for (int j = 0; j < kernel - 1; j++) x[j] = rows[j] ? get(rows[j] + channel + c) : splat(0.f);
-        for (int64_t t = 0; t < n; t++) {
-            const value *row = rows[t + kernel - 1];
-            x[kernel - 1] = row ? get(row + channel + c) : splat(0.f);
-            vf sum = x[0] * taps[0];
-            for (int j = 1; j < kernel; j++) sum = muladd(x[j], taps[j], sum);
-            store(y + t * count + c, sum * sigmoid(sum));
-            for (int j = 0; j < kernel - 1; j++) x[j] = x[j + 1];
+    enum { SOME = 8 };  // vectors
+    for (int64_t begin = 0; begin < count; begin += SOME * LANES) {
+        const int64_t left = (count - begin) / LANES, some = left < SOME ? left : SOME;
+        vf x[(BLOCK + MAX_TAPS - 1) * SOME];
+        for (int64_t i = 0; i < n + kernel - 1; i++)
+            for (int64_t c = 0; c < some; c++)
+                x[i * SOME + c] = rows[i] ? get(rows[i] + channel + begin + c * LANES) : splat(0.f);
+        for (int64_t c = 0; c < some; c++) {
+            const float *taps = call->taps + channel + begin + c * LANES;
+            for (int64_t t = 0; t < n; t++) {
+                vf sum = x[t * SOME + c] * load(taps);
+                for (int j = 1; j < kernel; j++) sum = muladd(x[(t + j) * SOME + c], load(taps + j * call->channels), sum);
+                store(y + t * count + begin + c * LANES, sum);
+            }
         }
+    }
+    for (int64_t i = 0; i < n * count; i += LANES) {
+        const vf x = load(y + i);
+        store(y + i, x / (exp_of(-x) + 1.f));
     }
 }
 
@@ -238,159 +253,156 @@ INLINE void normalize(float *x, int64_t n, int64_t dim, float scale) {
 typedef struct {
     ALIGNED float q[BLOCK * MAX_KEY], k[BLOCK * MAX_KEY];  // [tokens][key_dim]
     float v[BLOCK * MAX_COLUMNS];                           // [tokens][columns]
-    float decay[BLOCK], beta[BLOCK];
-    float state[MAX_KEY * MAX_COLUMNS];  // tile after tile [key_dim][its columns]
+    float decay[BLOCK * MAX_COLUMNS / LANES], beta[BLOCK * MAX_COLUMNS / LANES];  // [heads][BLOCK]
+    float state[MAX_KEY * MAX_COLUMNS];                     // [columns][key_dim]
 } Room;
 
-// Of head `head`'s columns from `column` on, for n tokens from `token` on.
-static void prepare(const Call *call, const Sequence *s, int64_t head, int64_t column, int64_t token, int64_t n, Room *room) {
+// Of a task, for n tokens from `token` on.
+static void prepare(const Task *task, int64_t token, int64_t n, Room *room) {
+    const Call *call = task->call;
+    const Sequence *s = &task->sequence;
     const value *rows[BLOCK + MAX_TAPS];
     for (int64_t i = 0; i < n + call->kernel - 1; i++) rows[i] = input_of(call, s, token + i);
-    const int64_t dim = call->key_dim, keys = call->key_heads * dim, key_head = head / (call->heads / call->key_heads);
-    inputs(call, rows, key_head * dim, dim, n, room->q);
-    inputs(call, rows, keys + key_head * dim, dim, n, room->k);
-    inputs(call, rows, 2 * keys + head * call->value_dim + column, call->columns, n, room->v);
+    const int64_t dim = call->key_dim, keys = call->key_heads * dim;
+    inputs(call, rows, task->key_head * dim, dim, n, room->q);
+    inputs(call, rows, keys + task->key_head * dim, dim, n, room->k);
+    inputs(call, rows, 2 * keys + task->column, call->columns, n, room->v);
     normalize(room->q, n, dim, 1.f / __builtin_sqrtf((float)dim));
     normalize(room->k, n, dim, 1.f);
-    for (int64_t t = 0; t < n; t++) {
-        const int64_t at = token + t, own = s->first + at - s->applied;
-        const float *gates = call->gates + s->source * call->gates_slot + at * 2 * call->heads;
-        room->decay[t] = at < s->applied ? gates[head] : call->a[own * call->a_row + head];
-        room->beta[t] = at < s->applied ? gates[call->heads + head] : call->b[own * call->b_row + head];
-    }
-    const float bias = call->dt_bias[head];
-    const vf a_log = splat(call->a_log[head]), e = exp_of(-size_of(a_log)), rate = either(a_log < 0.f, e, 1.f / e);
-    for (int64_t t = 0; t < n; t += LANES) {
-        store(room->beta + t, sigmoid(load(room->beta + t)));
-        store(room->decay + t, exp_of(softplus(load(room->decay + t) + bias) * -rate));
+    const int64_t first = task->column / call->value_dim, last = (task->column + call->columns - 1) / call->value_dim;
+    for (int64_t head = first; head <= last; head++) {
+        float *decay = room->decay + (head - first) * BLOCK, *beta = room->beta + (head - first) * BLOCK;
+        for (int64_t t = 0; t < n; t++) {
+            const int64_t at = token + t, own = s->first + at - s->applied;
+            const float *gates = call->gates + s->source * call->gates_slot + at * 2 * call->heads;
+            decay[t] = at < s->applied ? gates[head] : call->a[own * call->a_row + head];
+            beta[t] = at < s->applied ? gates[call->heads + head] : call->b[own * call->b_row + head];
+        }
+        const vf rate = -exp_of(splat(call->a_log[head]));
+        for (int64_t t = 0; t < n; t += LANES) {
+            store(beta + t, sigmoid(load(beta + t)));
+            store(decay + t, exp_of(softplus(load(decay + t) + call->dt_bias[head]) * rate));
+        }
     }
 }
 
 // ---- tiles ----
 
-// Lines of the tile that comes next: those of row i are asked for while row i of this one is computed.
-typedef struct {
-    const char *at;
-    int64_t row;
-} Ahead;
+typedef float v4 __attribute__((vector_size(16)));
+typedef float v4_at __attribute__((vector_size(16), aligned(4), may_alias));
+typedef float v8 __attribute__((vector_size(32)));
 
-INLINE void ask(const Ahead *ahead, int64_t i) {
-    if (ahead->at) {
-        __builtin_prefetch(ahead->at + i * ahead->row, 0, 2);
-        __builtin_prefetch(ahead->at + i * ahead->row + 64, 0, 2);
-    }
+// The sums of neighbouring lanes, of both.
+INLINE v8 pairs(v8 a, v8 b) {
+    return __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14) + __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
 }
 
-// p = S^T k, for NV vectors of columns.
-INLINE void project(const float *s, int64_t s_row, int64_t rows, const float *k, const Ahead *ahead, vf *p, const int NV) {
-    vf sum[MOST];
-    for (int v = 0; v < NV; v++) sum[v] = splat(0.f);
-    for (int64_t i = 0; i < rows; i++) {
-        ask(ahead, i);
-        for (int v = 0; v < NV; v++) sum[v] = muladd(load(s + i * s_row + v * LANES), splat(k[i]), sum[v]);
+// The sum of each of four vectors.
+INLINE v4 totals(const vf *x) {
+    v8 half[ROWS];
+    for (int r = 0; r < ROWS; r++) {
+#if LANES == 16
+        half[r] = __builtin_shufflevector(x[r], x[r], 0, 1, 2, 3, 4, 5, 6, 7) +
+                  __builtin_shufflevector(x[r], x[r], 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+        half[r] = x[r];
+#endif
     }
-    for (int v = 0; v < NV; v++) p[v] = sum[v];
+    const v8 sums = pairs(pairs(half[0], half[1]), pairs(half[2], half[3]));
+    return __builtin_shufflevector(sums, sums, 0, 1, 2, 3) + __builtin_shufflevector(sums, sums, 4, 5, 6, 7);
 }
 
-// S' = decay S + k delta^T, o = S'^T q and, where there is a next key, p = S'^T next. S' may be where S is.
-INLINE void sweep(const float *s, int64_t s_row, float *to, int64_t to_row, int64_t rows, const float *k, const float *q,
-                  const float *next, float decay, const vf *delta, vf *o, vf *p, const int NV, const int NEXT) {
-    vf out[MOST], sum[MOST];
-    for (int v = 0; v < NV; v++) out[v] = sum[v] = splat(0.f);
-    for (int64_t i = 0; i < rows; i++)
-        for (int v = 0; v < NV; v++) {
-            const vf x = muladd(delta[v], splat(k[i]), load(s + i * s_row + v * LANES) * splat(decay));
-            store(to + i * to_row + v * LANES, x);
-            out[v] = muladd(x, splat(q[i]), out[v]);
-            if (NEXT) sum[v] = muladd(x, splat(next[i]), sum[v]);
+// p = S^T k for ROWS columns, which lie one behind the other. They are read in the order of memory, as processors foresee it.
+INLINE v4 project(const float *s, int64_t dim, const float *k) {
+    vf sum[ROWS] = {{0}, {0}, {0}, {0}};
+    for (int r = 0; r < ROWS; r++)
+        for (int64_t d = 0; d < dim; d += LANES) sum[r] = muladd(load(s + r * dim + d), load(k + d), sum[r]);
+    return totals(sum);
+}
+
+// S' = decay S + k delta^T, which may be where S is, o = S'^T q and, where there is a next key, p = S'^T next. A last token
+// asks for the columns that come next.
+INLINE void sweep(const float *s, float *to, int64_t dim, const float *k, const float *q, const float *next, float decay,
+                  v4 delta, v4 *o, v4 *p, const int NEXT) {
+    vf out[ROWS] = {{0}, {0}, {0}, {0}}, sum[ROWS] = {{0}, {0}, {0}, {0}};
+    for (int64_t d = 0; d < dim; d += LANES) {
+        const vf key = load(k + d), query = load(q + d), then = NEXT ? load(next + d) : key;
+        if (!NEXT)
+            for (int i = 0; i < ROWS * LANES; i += LINE) __builtin_prefetch(s + ROWS * (dim + d) + i, 0, 2);
+        for (int r = 0; r < ROWS; r++) {
+            const vf x = muladd(splat(delta[r]), key, load(s + r * dim + d) * decay);
+            store(to + r * dim + d, x);
+            out[r] = muladd(x, query, out[r]);
+            if (NEXT) sum[r] = muladd(x, then, sum[r]);
         }
-    for (int v = 0; v < NV; v++) o[v] = out[v], p[v] = sum[v];
+    }
+    *o = totals(out);
+    if (NEXT) *p = totals(sum);
 }
 
-static void copy(float *to, int64_t to_row, const float *from, int64_t from_row, int64_t rows, int64_t columns) {
-    for (int64_t i = 0; i < rows; i++) memcpy(to + i * to_row, from + i * from_row, columns * sizeof(float));
-}
-
-// n tokens from `token` on over a tile of NV vectors: column `column` of the head, `at` of the task.
-INLINE void pass(const Call *call, const Sequence *s, int64_t head, int64_t column, int64_t at, int64_t token, int64_t n,
-                 Room *room, Ahead ahead, const int NV) {
-    const int64_t dim = call->key_dim, row = call->value_dim, head_at = head * dim * row + column;
-    float *own = room->state + at * dim, *target = call->recurrent + s->target * call->recurrent_slot + head_at;
+// n tokens from `token` on over the `width` columns of a head from column `at` of the task on.
+static void pass(const Task *task, int64_t at, int64_t width, int64_t token, int64_t n, Room *room) {
+    const Call *call = task->call;
+    const Sequence *s = &task->sequence;
+    const int64_t dim = call->key_dim, column = task->column + at, size = width * dim * (int64_t)sizeof(float);
+    const int64_t head = (column / call->value_dim - task->column / call->value_dim) * BLOCK;
+    float *slots = call->recurrent + column * dim, *target = slots + s->target * call->recurrent_slot;
+    float *own = room->state + at * dim;
     const float *from = own;
-    int64_t from_row = NV * LANES;
-    if (token && token == s->kept) from = target, from_row = row;
-    else if (!token && s->source >= 0) from = call->recurrent + s->source * call->recurrent_slot + head_at, from_row = row;
-    else if (!token) memset(own, 0, dim * NV * LANES * sizeof(float));
-    if (!token && !s->kept && from != target) copy(target, row, from, from_row, dim, NV * LANES);
+    if (token && token == s->kept) from = target;
+    else if (!token && s->source >= 0) from = slots + s->source * call->recurrent_slot;
+    else if (!token) memset(own, 0, size);
+    if (!token && !s->kept && from != target) memcpy(target, from, size);
     const int32_t *mark = s->marks;
-    vf p[MOST], o[MOST], delta[MOST];
-    if (n) project(from, from_row, dim, room->k, &ahead, p, NV);
+    ALIGNED float p[TILE], o[TILE];
     for (int64_t t = 0; t < n; t++) {
-        const float *k = room->k + t * dim, *q = room->q + t * dim, decay = room->decay[t], beta = room->beta[t];
-        for (int v = 0; v < NV; v++) {
-            const vf x = load(room->v + t * call->columns + at + v * LANES);
-            delta[v] = (x - p[v] * decay) * beta;
-        }
+        const float *k = room->k + t * dim, *q = room->q + t * dim, *v = room->v + t * call->columns + at;
+        const float decay = room->decay[head + t], beta = room->beta[head + t];
         const int64_t done = token + t + 1;
         float *to = done == s->kept ? target : own;
-        const int64_t to_row = done == s->kept ? row : NV * LANES;
-        if (t + 1 < n) sweep(from, from_row, to, to_row, dim, k, q, k + dim, decay, delta, o, p, NV, 1);
-        else sweep(from, from_row, to, to_row, dim, k, q, 0, decay, delta, o, p, NV, 0);
-        from = to, from_row = to_row;
+        for (int64_t c = 0; c < width; c += ROWS) {
+            v4 here = t ? *(v4 *)(p + c) : project(from + c * dim, dim, k), *next = (v4 *)(p + c), *out = (v4 *)(o + c);
+            const v4 delta = (*(const v4_at *)(v + c) - here * decay) * beta;
+            if (t + 1 < n) sweep(from + c * dim, to + c * dim, dim, k, q, k + dim, decay, delta, out, next, 1);
+            else sweep(from + c * dim, to + c * dim, dim, k, q, 0, decay, delta, out, next, 0);
+        }
+        from = to;
         for (; mark < s->marks_end && s->applied + mark[1] <= done; mark += 3)
-            if (s->applied + mark[1] == done)
-                copy(call->recurrent + mark[2] * call->recurrent_slot + head_at, row, from, from_row, dim, NV * LANES);
+            if (s->applied + mark[1] == done) memcpy(slots + mark[2] * call->recurrent_slot, from, size);
         if (done <= s->applied) continue;
-        value *out = call->out + ((s->first + done - 1 - s->applied) * call->heads + head) * row + column;
-        for (int v = 0; v < NV; v++) put(out + v * LANES, o[v]);
+        value *row = call->out + (s->first + done - 1 - s->applied) * call->heads * call->value_dim + column;
+        for (int64_t c = 0; c < width; c += LANES) put(row + c, load(o + c));
     }
 }
 
 // ---- tasks ----
 
-// Where the first tile of a task is read.
-INLINE Ahead first_tile(const Call *call, int64_t task) {
-    const int64_t part = task % call->parts, head = task / call->parts % call->heads;
-    const int64_t number = task / call->parts / call->heads;
-    if (number >= call->sequences || call->source[number] < 0) return (Ahead){0, 0};
-    const float *at = call->recurrent + call->source[number] * call->recurrent_slot;
-    at += head * call->key_dim * call->value_dim + part * call->columns;
-    return (Ahead){(const char *)at, call->value_dim * (int64_t)sizeof(float)};
-}
+INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static void run(const Call *call, int64_t task, int64_t then) {
-    const int64_t part = task % call->parts, head = task / call->parts % call->heads;
-    const Sequence s = sequence_of(call, task / call->parts / call->heads);
-    const int64_t column = part * call->columns;
+static void run(const Call *call, int64_t number) {
+    const Task task = task_of(call, number);
+    const Sequence *s = &task.sequence;
     Room room;
     int64_t token = 0;
     do {
-        const int64_t n = s.all - token < BLOCK ? s.all - token : BLOCK;
-        prepare(call, &s, head, column, token, n, &room);
+        const int64_t n = lesser(s->all - token, BLOCK);
+        prepare(&task, token, n, &room);
         for (int64_t at = 0, width; at < call->columns; at += width) {
-            Ahead ahead = {0, 0};
-            width = call->columns - at < COLUMNS ? LANES : COLUMNS;
-            if (token + n == s.all && at + width == call->columns) ahead = first_tile(call, then);
-            else if (!token && at + width < call->columns && s.source >= 0) {
-                ahead = first_tile(call, task);
-                ahead.at += (at + width) * sizeof(float);
-            }
-            if (width == LANES) pass(call, &s, head, column + at, at, token, n, &room, ahead, 1);
-            else pass(call, &s, head, column + at, at, token, n, &room, ahead, MOST);
+            const int64_t of_head = call->value_dim - (task.column + at) % call->value_dim;
+            width = lesser(lesser(of_head, call->columns - at), TILE);
+            pass(&task, at, width, token, n, &room);
         }
         token += n;
-    } while (token < s.all);
-    if (__atomic_sub_fetch(call->left + s.number, 1, __ATOMIC_ACQ_REL) == 0) keep(call, &s);
+    } while (token < s->all);
+    if (__atomic_sub_fetch(call->left + s->number, 1, __ATOMIC_ACQ_REL) == 0) keep(call, s);
 }
 
 static void work(void *argument) {
     Call *call = argument;
-    const int64_t tasks = call->sequences * call->heads * call->parts;
-    int64_t task = __atomic_fetch_add(&call->next, 1, __ATOMIC_RELAXED);
-    while (task < tasks) {
-        const int64_t then = __atomic_fetch_add(&call->next, 1, __ATOMIC_RELAXED);
-        run(call, task, then);
-        task = then;
+    for (;;) {
+        const int64_t task = __atomic_fetch_add(&call->next, 1, __ATOMIC_RELAXED);
+        if (task >= tasks_of(call)) return;
+        run(call, task);
     }
 }
 
@@ -411,21 +423,25 @@ static int fits(const Call *call) {
     return mark == end;
 }
 
-void NAME(Call *call) {
-    call->wrong = !fits(call);
-    if (call->wrong) return;
-    // A head is cut where there are too few of them for all threads.
-    enum { ENOUGH = 4 };
-    call->parts = (call->value_dim + MAX_COLUMNS - 1) / MAX_COLUMNS;
-    while (call->value_dim % (call->parts * LANES)) call->parts++;
-    while (call->sequences * call->heads * call->parts < ENOUGH * call->threads) {
-        if (call->value_dim % (2 * call->parts * COLUMNS)) break;
-        call->parts *= 2;
-    }
-    call->columns = call->value_dim / call->parts;
+void NAME(Call *plan) {
+    plan->wrong = !fits(plan);
+    if (plan->wrong) return;
+    Call of_layer = *plan, *call = &of_layer;
+    call->recurrent += call->layer * call->recurrent_layer;
+    call->gates += call->layer * call->gates_layer;
+    call->conv += call->layer * call->conv_layer;
+    call->window += call->layer * call->window_layer;
+    // The columns of a key head are cut where they are too many for a room, or its heads too few for all threads.
+    enum { ENOUGH = 4 };  // tasks of a thread
+    const int64_t all = call->heads / call->key_heads * call->value_dim;
+    call->parts = 1;
+    while (all / call->parts > MAX_COLUMNS || all % (call->parts * LANES)) call->parts++;
+    for (int64_t parts = call->parts + 1; tasks_of(call) < ENOUGH * call->threads && parts <= all / TILE; parts++)
+        if (all % (parts * TILE) == 0) call->parts = parts;
+    call->columns = all / call->parts;
     call->next = 0;
-    for (int64_t i = 0; i < call->sequences; i++) call->left[i] = (int32_t)(call->heads * call->parts);
-    if (call->threads > 1) call->team(work, call, call->threads, 0);
+    for (int64_t i = 0; i < call->sequences; i++) call->left[i] = (int32_t)(call->key_heads * call->parts);
+    if (call->threads > 1 && tasks_of(call) > 1) call->team(work, call, call->threads, 0);
     else work(call);
 }
 #endif

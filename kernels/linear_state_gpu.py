@@ -492,6 +492,8 @@ def gated_delta_gpu(
     shape, tokens, sequences = states.shape, len(mixed), len(batch.source)
     if not supported(shape):
         raise ValueError(f"heads of {shape.key_dim} and {shape.value_dim} values")
+    if not states.recurrent.is_contiguous():
+        raise ValueError("the states lie in memory as on a CPU")
     if mixed.shape[1:] != (shape.channels,) or mixed.dtype != states.conv.dtype or mixed.stride(1) != 1:
         raise ValueError(f"{mixed.dtype} inputs {tuple(mixed.shape)}, strides {mixed.stride()}, do not fit the states")
     if not a.shape == b.shape == (tokens, shape.value_heads) or a.stride(1) != 1 or b.stride(1) != 1:

@@ -143,7 +143,8 @@ class HostStates:
 
     def __init__(self, states: LinearStates, slots: int) -> None:
         """Allocate. Raises ConfigError where there is not that much memory."""
-        self._device = (states.recurrent, states.conv)
+        matrices = states.recurrent  # in the order of memory, which is another one on a CPU
+        self._device = (matrices if matrices.is_contiguous() else matrices.mT, states.conv)
         pinned = states.recurrent.device.type == "cuda"
         try:
             self._host = [

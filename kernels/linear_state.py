@@ -235,10 +235,8 @@ def _gated_delta_c(
 def _plan(function: Callable[..., None], states: LinearStates, batch: StateBatch) -> _Plan:
     shape, sequences = states.shape, len(batch.source)
     given = (batch.starts, batch.source, batch.target, batch.applied, batch.held, batch.marks)
-    if any(each.dtype != torch.int32 for each in given) or [len(each) for each in given[:5]] != [
-        sequences + 1,
-        *[sequences] * 4,
-    ]:
+    lengths = [len(each) for each in given[:5]]
+    if any(each.dtype != torch.int32 for each in given) or lengths != [sequences + 1, *[sequences] * 4]:
         raise ValueError("a batch has int32 tensors of one length")
     uses = tuple(each.contiguous() for each in given)
     left = torch.empty(sequences, dtype=torch.int32)

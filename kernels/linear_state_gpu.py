@@ -492,8 +492,6 @@ def gated_delta_gpu(
     shape, tokens, sequences = states.shape, len(mixed), len(batch.source)
     if not supported(shape):
         raise ValueError(f"heads of {shape.key_dim} and {shape.value_dim} values")
-    if not states.recurrent.is_contiguous():
-        raise ValueError("the states lie in memory as on a CPU")
     if mixed.shape[1:] != (shape.channels,) or mixed.dtype != states.conv.dtype or mixed.stride(1) != 1:
         raise ValueError(f"{mixed.dtype} inputs {tuple(mixed.shape)}, strides {mixed.stride()}, do not fit the states")
     if not a.shape == b.shape == (tokens, shape.value_heads) or a.stride(1) != 1 or b.stride(1) != 1:
@@ -501,7 +499,7 @@ def gated_delta_gpu(
     out = torch.empty(tokens, shape.value_heads, shape.value_dim, dtype=mixed.dtype, device=mixed.device)
     if not sequences:
         return out
-    window, recurrent = states.window.shape[2], states.recurrent[layer]
+    window, recurrent = states.window.shape[2], states.recurrent[layer].contiguous()
     inputs = (mixed, mixed.stride(0), states.conv[layer], states.window[layer])
     gates = (a, a.stride(0), b, b.stride(0), states.gates[layer], weights.a_log, weights.dt_bias)
     taps = weights.conv.T  # [K, C], as it lies in memory
@@ -573,6 +571,8 @@ def gated_delta_gpu(
         LANES=_LANES,
         num_warps=4,
     )
+    if not states.recurrent.is_contiguous():  # those of a CPU, where Triton interprets
+        states.recurrent[layer] = recurrent
     return out
 
 

@@ -65,7 +65,6 @@ class StateWorld:
         slots = sum(2 + len(span.marks) for span in spans) + 1
         free = torch.randperm(slots).tolist()
         self.states = LinearStates(shape, 2, slots, window, dtype, device)
-        self.states.recurrent = self.states.recurrent.contiguous()  # as on a GPU, also where Triton is interpreted
         for tensor in self.states.tensors:
             tensor.fill_(torch.nan)
         starts, rows, marks = [0], [], []

@@ -682,14 +682,11 @@ def _constants(g: Grammar, dialect: Dialect, *constants: Any) -> str:
 def _times(node: Mapping[str, Any], least: str, most: str, less: int = 0) -> str:
     """How many of something `node` allows, minus `less`, as patterns and rules write it; "" where that is no number."""
     low, high = node.get(least, 0), node.get(most)
-    if not _is_count(low) or not (high is None or (_is_count(high) and high >= low)):
+    counts = [low] if high is None else [low, high]
+    if any(type(number) is not int or number < 0 for number in counts) or sorted(counts) != counts:
         return ""
     low = max(low - less, 0)
     return "*" if not low and high is None else f"{{{low},{'' if high is None else high - less}}}"
-
-
-def _is_count(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
 
 
 def _string(g: Grammar, dialect: Dialect, times: str = "*") -> str:
@@ -804,8 +801,7 @@ def arguments(g: Grammar, schema: Schema, keywords: bool, tags: TagForm | None) 
     """
     if not keywords and tags is None:
         return value(g, schema, schema.content)
-    key = (schema, keywords, tags)
-    if key not in g.known:
+    if (key := (schema, keywords, tags)) not in g.known:
         g.known[key] = g.name("arguments")
         g.add(g.known[key], _keywords(g, schema) if tags is None else _tagged(g, schema, tags))
     return g.known[key]
@@ -994,7 +990,7 @@ def _beside(options: Options, strict: bool, any_text: bool) -> _Beside:
 
 
 def _is_free(option: Mapping[str, Any]) -> bool:
-    """Every value of its type follows it."""
+    """Whether every value of its type follows it."""
     return all(key == "type" or said is True or said == {} for key, said in option.items())
 
 

@@ -7,7 +7,7 @@ summed in float32 before the block's scale multiplies the sum. So the error is s
 weights rounded to bfloat16. Rows of W take the place of rows of x, which is enough for Hopper's wide instructions.
 
 Many rows: W in the dtype of x is written first, for torch to multiply with. That costs 5 bytes moved for each weight.
-Activations are not quantised.
+Activations are not quantised. The decoder does not read weights this way yet: it turns them into its own dtype.
 """
 
 import torch

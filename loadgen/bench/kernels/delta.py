@@ -134,14 +134,16 @@ def _case(spans: Sequence[Span], shape: LinearShape, dtype: torch.dtype, device:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """So many sequences of so many tokens each, with a state before them."""
+    """So many sequences of so many tokens each, as they are served: the last token before changes the state now, the
+    last one of these later.
+    """
 
     sequences: int
     tokens: int
 
     @property
     def spans(self) -> list[Span]:
-        return [Span(0, self.tokens)] * self.sequences
+        return [Span(1, self.tokens, 1)] * self.sequences
 
 
 WORKS: Final[Mapping[str, Work]] = {

@@ -190,7 +190,7 @@ def kernel(level: native.Level, dtype: torch.dtype, shape: LinearShape) -> Calla
 
 
 @dataclass(slots=True)
-class _Plan:
+class _StepCall:
     """What every layer of a step shares. `held` keeps alive what the call points to."""
 
     states: LinearStates
@@ -216,9 +216,9 @@ def _gated_delta_c(
     if mixed.shape[1] != shape.channels or a.shape != b.shape or a.shape != (tokens, shape.value_heads):
         sizes = f"mixed {tuple(mixed.shape)}, a {tuple(a.shape)} and b {tuple(b.shape)}"
         raise ValueError(f"{sizes} do not fit {shape.channels} channels and {shape.value_heads} heads")
-    plan: _Plan | None = batch.plans.get(_Plan)
+    plan: _StepCall | None = batch.plans.get(_StepCall)
     if plan is None or plan.states is not states or plan.function is not function:
-        plan = batch.plans[_Plan] = _plan(function, states, batch)
+        plan = batch.plans[_StepCall] = _step_call(function, states, batch)
     mixed, a, b = (each if each.stride(1) == 1 else each.contiguous() for each in (mixed, a.float(), b.float()))
     out = torch.empty(tokens, shape.value_heads, shape.value_dim, dtype=mixed.dtype)
     call = plan.call
@@ -232,7 +232,7 @@ def _gated_delta_c(
     return out
 
 
-def _plan(function: Callable[..., None], states: LinearStates, batch: StateBatch) -> _Plan:
+def _step_call(function: Callable[..., None], states: LinearStates, batch: StateBatch) -> _StepCall:
     shape, sequences = states.shape, len(batch.source)
     given = (batch.starts, batch.source, batch.target, batch.applied, batch.held, batch.marks)
     lengths = [len(each) for each in given[:5]]
@@ -259,7 +259,7 @@ def _plan(function: Callable[..., None], states: LinearStates, batch: StateBatch
         len(batch.marks),
         left.data_ptr(),
     )
-    return _Plan(states, function, call, ctypes.addressof(call), (left, *uses))
+    return _StepCall(states, function, call, ctypes.addressof(call), (left, *uses))
 
 
 # ---- torch

@@ -233,6 +233,18 @@ def test_it_is_its_reference(level, shape, dtype, lengths, strided, seed):
         assert torch.equal(states.recurrent[0, slot], states.recurrent[0, slot - count])
 
 
+@pytest.mark.parametrize("kept", [0, 31, 32, 33, 64])
+def test_drafts_may_begin_where_a_block_of_the_kernel_ends(level, kept):
+    torch.manual_seed(0)
+    shape, count = SHAPES[1], kept + 3
+    states, weights, tokens = filled(shape, 2, torch.float32), weights_of(shape), tokens_of(shape, count, torch.float32)
+    out = []
+    for target, held in ((0, 0), (1, 3)):
+        uses = (int32(0, count), int32(NO_STATE), int32(target), int32(0), int32(held))
+        out.append(gated_delta(*tokens, weights, states, 0, StateBatch(*uses, int32().view(0, 3))))
+    assert off(out[1], out[0]) < TOLERANCE[torch.float32] if level == "torch" else torch.equal(out[1], out[0])
+
+
 @pytest.mark.parametrize("level", LEVELS[:-1], indirect=True)
 def test_a_long_prompt_loses_nothing_to_rounding(level):
     torch.manual_seed(0)

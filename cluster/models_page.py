@@ -71,7 +71,7 @@ WEIGHTS = (
     (
         "FP8 in blocks: `quant_method: fp8`, `weight_block_size: [128, 128]`",
         "turned into the model's dtype when loaded; by our decoder only",
-        "the same",
+        "kept in FP8, products in 16 bits; by our decoder only",
     ),
     ("int8: `dtype: int8`", "made of any of these when loaded; by our decoder only", "not served"),
     ("AWQ, GPTQ, bitsandbytes, other FP8", "if transformers can load them; not tested", "the same"),

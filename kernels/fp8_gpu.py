@@ -7,7 +7,7 @@ summed in float32 before the block's scale multiplies the sum. So the error is s
 weights rounded to bfloat16. Rows of W take the place of rows of x, which is enough for Hopper's wide instructions.
 
 Many rows: W in the dtype of x is written first, for torch to multiply with. That costs 5 bytes moved for each weight.
-Activations are not quantised. The decoder does not read weights this way yet: it turns them into its own dtype.
+Activations are not quantised.
 """
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.functional import linear, silu
 
 from holdfast.kernels.attention_gpu import INTERPRETED
 from holdfast.kernels.fp8 import BLOCK, Fp8Blocks
-from holdfast.kernels.linear import Route
+from holdfast.kernels.linear import GatedMatrix, Matrix, Route
 
 MOST_STREAMED = 128
 _COLUMNS = 64  # outputs of one program; they lie in one block
@@ -134,14 +134,13 @@ def _in_one_piece(blocks: Fp8Blocks) -> bool:
 # ---- the matrices of a model
 
 
-class Fp8Matrix:
+class Fp8Matrix(Matrix):
     """A `linear.Matrix` of a weight in FP8 blocks: calling it multiplies. No choice of routes concerns it."""
 
-    __slots__ = ("bias", "blocks", "route")
-    plain = None
+    __slots__ = ("blocks",)
 
     def __init__(self, blocks: Fp8Blocks, bias: Tensor | None = None) -> None:
-        self.blocks, self.bias, self.route = blocks, bias, Route()
+        self.blocks, self.bias, self.plain, self.route = blocks, bias, None, Route()
 
     def __call__(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
         """x [..., in] -> [..., out] in its dtype; `plus` [..., out] is added."""
@@ -154,14 +153,13 @@ class Fp8Matrix:
         return y if plus is None else plus + y
 
 
-class Fp8GatedMatrix:
+class Fp8GatedMatrix(GatedMatrix):
     """A `linear.GatedMatrix` of weights in FP8 blocks: [2 * out, in], the gate's first."""
 
-    __slots__ = ("_both", "route")
-    plain = None
+    __slots__ = ("_both",)
 
     def __init__(self, gate_up: Fp8Blocks) -> None:
-        self._both, self.route = Fp8Matrix(gate_up), Route()
+        self._both, self.plain, self.route = Fp8Matrix(gate_up), None, Route()
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""

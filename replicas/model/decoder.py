@@ -317,19 +317,28 @@ class Decoder:
     def _take(self, weights: LayerWeights, described: Mixer, int8: bool) -> None:
         """Make the next layer of its weights."""
         index = sum(type(each.mixer.mixer) is type(described) for each in self.layers)
-        of, leave = weights.mixer, self.leave
-        out = Matrix(of.out, None, int8, leave)
+        of, scales = weights.mixer, weights.scales
+        out = self._matrix(of.out, scales.get("out"), None, int8)
         mixer: AttentionLayer | DeltaLayer
         if isinstance(of, AttentionWeights):
             assert isinstance(described, Attention)
             norms = None if of.q_norm is None or of.k_norm is None else (of.q_norm, of.k_norm)
-            mixer = AttentionLayer(index, described, Matrix(of.qkv, of.qkv_bias, int8, leave), norms, out)
+            qkv = self._matrix(of.qkv, scales.get("qkv"), of.qkv_bias, int8)
+            mixer = AttentionLayer(index, described, qkv, norms, out)
         else:
             assert isinstance(described, GatedDeltaNet)
-            qkvz, ab = Matrix(of.qkvz, None, int8, leave), Matrix(of.ab, None, False, leave)
-            mixer = DeltaLayer(index, described, qkvz, ab, of.kernel, of.norm, out)
-        gate_up, down = GatedMatrix(weights.gate_up, int8, leave), Matrix(weights.down, None, int8, leave)
+            qkvz = self._matrix(of.qkvz, scales.get("qkvz"), None, int8)
+            mixer = DeltaLayer(index, described, qkvz, self._matrix(of.ab, None, None), of.kernel, of.norm, out)
+        gate_up = self._gated_matrix(weights.gate_up, scales.get("gate_up"), int8)
+        down = self._matrix(weights.down, scales.get("down"), None, int8)
         self.layers.append(Layer(weights.input_norm, mixer, weights.post_norm, gate_up, down))
+
+    def _matrix(self, weight: Tensor, scale: Tensor | None, bias: Tensor | None, int8: bool = False) -> Matrix:
+        """A weight ready to multiply with. `scale`: of one in FP8, which stays so for the kernels of a GPU."""
+        return Matrix(weight, bias, int8, self.leave)
+
+    def _gated_matrix(self, gate_up: Tensor, scale: Tensor | None, int8: bool) -> GatedMatrix:
+        return GatedMatrix(gate_up, int8, self.leave)
 
     @classmethod
     def load(
@@ -350,7 +359,7 @@ class Decoder:
         if description is None or not has_safetensors(path):
             return None
         device = str(kv.data.device)
-        weights = read_weights(path, description, kv.dtype, device)
+        weights = read_weights(path, description, kv.dtype, device, fp8=cls.leave)
         rotary = rotary_table(config, context_length, device)
         if sample is not None:
             smooth(weights, description, rotary, sample, kv.dtype, products=int8, keys=kv.data.dtype == torch.int8)

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from holdfast.kernels.attention_gpu import attend_gpu
+from holdfast.kernels.fp8 import Fp8Blocks
+from holdfast.kernels.fp8_gpu import Fp8GatedMatrix, Fp8Matrix
 from holdfast.kernels.layer_gpu import add_norm, gated_norm, rotate_and_store, sigmoid_gate, silu_and_mul
 from holdfast.kernels.linear import GatedMatrix, Matrix, Route
 from holdfast.kernels.linear_state import LinearStates, LinearWeights, StateBatch, gated_delta
@@ -55,11 +57,21 @@ class GpuDecoder(Decoder):
     delta_rule = staticmethod(_delta_rule)
     _invariant = False
 
+    def _matrix(self, weight: Tensor, scale: Tensor | None, bias: Tensor | None, int8: bool = False) -> Matrix:
+        return super()._matrix(weight, scale, bias) if scale is None else Fp8Matrix(Fp8Blocks(weight, scale), bias)
+
+    def _gated_matrix(self, gate_up: Tensor, scale: Tensor | None, int8: bool) -> GatedMatrix:
+        if scale is not None:
+            return Fp8GatedMatrix(Fp8Blocks(gate_up, scale))
+        return super()._gated_matrix(gate_up, scale, int8)
+
     def keep_order(self, rows: int, draws: int) -> None:
         """Make a token's bits independent of the rest of its step, for steps of up to so many rows and draws.
 
-        Raises RuntimeError where the libraries do not allow it.
+        Raises RuntimeError where the libraries do not allow it, or weights are in FP8.
         """
+        if any(matrix.plain is None for matrix in self.matrices):
+            raise RuntimeError("products with weights in FP8 are summed by the number of rows")
         one_order(self.matrices[:-1], rows)
         one_order(self.matrices[-1:], draws)
         self._invariant = True

@@ -7,9 +7,9 @@ ignored: it would change the output.
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from holdfast.kernels.fp8 import FP8, Fp8Blocks
+from holdfast.kernels.fp8 import BLOCK, FP8, Fp8Blocks
 from holdfast.kernels.linear_state import LinearWeights
 from holdfast.replicas.config import DType
 from holdfast.replicas.errors import ConfigError
@@ -165,13 +165,20 @@ class DeltaWeights:
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer. gate_up [2 inner, hidden]. All norms are vectors in float32, by which the normed row is multiplied."""
+    """One layer. gate_up [2 inner, hidden]. All norms are vectors in float32, by which the normed row is multiplied.
+
+    `scales`: of the matrices that stay in FP8 (`kernels.fp8`), by their names here.
+    """
 
     input_norm: Tensor
     mixer: AttentionWeights | DeltaWeights
     post_norm: Tensor
     gate_up: Tensor
     down: Tensor
+    scales: dict[str, Tensor] = field(default_factory=dict)
+
+    def owner(self, matrix: str) -> "LayerWeights | AttentionWeights | DeltaWeights":
+        return self if matrix in ("gate_up", "down") else self.mixer
 
 
 @dataclass(slots=True)
@@ -189,22 +196,24 @@ def has_safetensors(path: str) -> bool:
     return any((Path(path) / name).is_file() for name in (_ONE_FILE, _INDEX))
 
 
-def read_weights(path: str, description: Description, dtype: torch.dtype, device: str) -> DecoderWeights:
-    """Read a checkpoint folder. Weights in FP8 become `dtype`.
+def read_weights(
+    path: str, description: Description, dtype: torch.dtype, device: str, fp8: bool = False
+) -> DecoderWeights:
+    """Read a checkpoint folder. Weights in FP8 become `dtype`, or with `fp8` stay as they are.
 
     Raises ConfigError for a tensor that is missing, unknown or of another size, and for a head that differs from the
     embedding where the two are tied: transformers would take both.
     """
-    weights = allocate(description, dtype, device)
     try:
+        weights = allocate(description, dtype, device, _in_fp8(Path(path)) if fp8 else ())
         _fill(weights, path, description)
     except (OSError, ValueError, SafetensorError) as error:
         raise cannot_serve(path, str(error)) from error
     return weights
 
 
-def allocate(description: Description, dtype: torch.dtype, device: str) -> DecoderWeights:
-    """Weights with undefined values."""
+def allocate(description: Description, dtype: torch.dtype, device: str, in_fp8: Collection[str] = ()) -> DecoderWeights:
+    """Weights with undefined values. `in_fp8`: names in the checkpoint. A matrix whose parts all are stays in FP8."""
     hidden, vocabulary = description.hidden, description.vocabulary
 
     def empty(*size: int) -> Tensor:
@@ -232,18 +241,21 @@ def allocate(description: Description, dtype: torch.dtype, device: str) -> Decod
             out=empty(hidden, mixer.v_width),
         )
 
-    def layer(each: LayerDescription) -> LayerWeights:
-        return LayerWeights(
+    def layer(number: int, each: LayerDescription) -> LayerWeights:
+        made = LayerWeights(
             input_norm=floats(hidden),
             mixer=attention(each.mixer) if isinstance(each.mixer, Attention) else delta(each.mixer),
             post_norm=floats(hidden),
             gate_up=empty(2 * each.feed_forward.inner, hidden),
             down=empty(hidden, each.feed_forward.inner),
         )
+        if in_fp8:
+            _keep_fp8(made, _layer_places(made, each, f"model.layers.{number}.", 0.0), in_fp8)
+        return made
 
     embedding = empty(vocabulary, hidden)
     head = embedding if description.tied else empty(vocabulary, hidden)
-    return DecoderWeights(embedding, [layer(each) for each in description.layers], floats(hidden), head)
+    return DecoderWeights(embedding, [layer(*each) for each in enumerate(description.layers)], floats(hidden), head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,18 +266,58 @@ class _Place:
     rows: Tensor | None = None
     plus: float = 0.0
 
+    @property
+    def first(self) -> int:
+        """The target's first row in its matrix."""
+        return self.target.storage_offset() // self.target.shape[1]
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether it begins with a block of 128 rows, and its order moves whole blocks."""
+        rows = torch.arange(0) if self.rows is None else self.rows
+        blocks = rows[::BLOCK]
+        moved = (blocks[:, None] + torch.arange(BLOCK)).flatten()
+        return self.first % BLOCK == 0 and torch.equal(moved, rows) and not (blocks % BLOCK).any()
+
+    def of_scales(self, scale: Tensor) -> "_Place":
+        """Where its scales go, in those of its matrix."""
+        begin, blocks = self.first // BLOCK, -(-len(self.target) // BLOCK)
+        return _Place(scale[begin : begin + blocks], None if self.rows is None else self.rows[::BLOCK] // BLOCK)
+
     def fitted(self, tensor: Tensor) -> Tensor:
         """The tensor in the order, dtype and device of its target."""
+        if self.target.dtype == FP8 and self.rows is not None:  # torch has no order of these, but one of bytes
+            return tensor.view(torch.uint8)[self.rows].view(FP8).to(self.target)
         ordered = tensor if self.rows is None else tensor[self.rows]
         return ordered.to(self.target) + self.plus if self.plus else ordered.to(self.target)
+
+
+def _keep_fp8(layer: LayerWeights, places: dict[str, _Place], in_fp8: Collection[str]) -> None:
+    """Make those matrices of a layer FP8 that are in the checkpoint, as far as their parts begin with blocks."""
+    for name in ("qkv", "qkvz", "out", "gate_up", "down"):
+        owner = layer.owner(name)
+        matrix: Tensor | None = getattr(owner, name, None)
+        if matrix is None:
+            continue
+        parts = _parts_of(matrix, places)
+        if all(each in in_fp8 and place.in_blocks for each, place in parts.items()):
+            outputs, inputs = matrix.shape
+            blocks = Fp8Blocks.empty(outputs, inputs, matrix.device)
+            setattr(owner, name, blocks.weight)
+            layer.scales[name] = blocks.scale
+
+
+def _parts_of(matrix: Tensor, places: dict[str, _Place]) -> dict[str, _Place]:
+    """The tensors of a checkpoint that go into a matrix."""
+    storage = matrix.untyped_storage().data_ptr()
+    return {name: each for name, each in places.items() if each.target.untyped_storage().data_ptr() == storage}
 
 
 def _fill(weights: DecoderWeights, path: str, description: Description) -> None:
     places = _places(weights, description)
     missing, skipped = set(places), 0
     with torch.no_grad():
-        for file_name, tensor in _dequantized(_tensors(Path(path)), weights.embedding.dtype):
-            name = file_name.replace("model.language_model.", "model.", 1)
+        for name, tensor in _dequantized(_tensors(Path(path)), weights.embedding.dtype, places):
             if name.endswith("rotary_emb.inv_freq"):
                 continue
             if name.startswith(description.skipped):
@@ -297,22 +349,30 @@ def _places(weights: DecoderWeights, description: Description) -> dict[str, _Pla
     if not description.tied:
         places[_HEAD] = _Place(weights.head)
     for i, (layer, described) in enumerate(zip(weights.layers, description.layers, strict=True)):
-        gate, up = layer.gate_up.chunk(2)
-        named = {
-            "input_layernorm.weight": _Place(layer.input_norm, plus=centred),
-            "post_attention_layernorm.weight": _Place(layer.post_norm, plus=centred),
-            "mlp.gate_proj.weight": _Place(gate),
-            "mlp.up_proj.weight": _Place(up),
-            "mlp.down_proj.weight": _Place(layer.down),
-        }
-        if isinstance(layer.mixer, AttentionWeights):
-            assert isinstance(described.mixer, Attention)
-            named |= _attention_places(layer.mixer, described.mixer, centred)
-        else:
-            assert isinstance(described.mixer, GatedDeltaNet)
-            named |= _delta_places(layer.mixer, described.mixer)
-        places |= {f"model.layers.{i}.{name}": place for name, place in named.items()}
+        of_layer = _layer_places(layer, described, f"model.layers.{i}.", centred)
+        for matrix, scale in layer.scales.items():
+            parts = _parts_of(getattr(layer.owner(matrix), matrix), of_layer)
+            places |= {name + _SCALES: place.of_scales(scale) for name, place in parts.items()}
+        places |= of_layer
     return places
+
+
+def _layer_places(layer: LayerWeights, described: LayerDescription, at: str, centred: float) -> dict[str, _Place]:
+    gate, up = layer.gate_up.chunk(2)
+    named = {
+        "input_layernorm.weight": _Place(layer.input_norm, plus=centred),
+        "post_attention_layernorm.weight": _Place(layer.post_norm, plus=centred),
+        "mlp.gate_proj.weight": _Place(gate),
+        "mlp.up_proj.weight": _Place(up),
+        "mlp.down_proj.weight": _Place(layer.down),
+    }
+    if isinstance(layer.mixer, AttentionWeights):
+        assert isinstance(described.mixer, Attention)
+        named |= _attention_places(layer.mixer, described.mixer, centred)
+    else:
+        assert isinstance(described.mixer, GatedDeltaNet)
+        named |= _delta_places(layer.mixer, described.mixer)
+    return {at + name: place for name, place in named.items()}
 
 
 def _attention_places(weights: AttentionWeights, mixer: Attention, centred: float) -> dict[str, _Place]:
@@ -362,8 +422,10 @@ def _joined(heads: int, widths: list[int]) -> Tensor:
     return torch.cat([part.flatten() for part in torch.split(rows, widths, dim=1)])
 
 
-def _dequantized(tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The same, each weight in FP8 together with its scales, which have a name of their own, in `dtype`.
+def _dequantized(
+    tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype, places: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """The same, each weight in FP8 together with its scales in `dtype`, unless there is a place for the scales.
 
     Raises ValueError for a weight without scales, or scales without a weight.
     """
@@ -371,7 +433,7 @@ def _dequantized(tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> I
     found = 0
     for name, tensor in tensors:
         of = name.removesuffix(_SCALES)
-        if tensor.dtype != FP8 and of == name:
+        if (tensor.dtype != FP8 and of == name) or of + _SCALES in places:
             yield name, tensor
         elif of not in halves:
             halves[of] = tensor
@@ -389,7 +451,21 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     for file in _files(folder):
         with safe_open(folder / file, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118  # a shard is no mapping
-                yield name, shard.get_tensor(name)
+                yield _text_name(name), shard.get_tensor(name)
+
+
+def _in_fp8(folder: Path) -> set[str]:
+    """The names of the weights that have scales."""
+    names: set[str] = set()
+    for file in _files(folder):
+        with safe_open(folder / file, framework="pt") as shard:
+            names.update(_text_name(name) for name in shard.keys())  # noqa: SIM118
+    return {name.removesuffix(_SCALES) for name in names if name.endswith(_SCALES)}
+
+
+def _text_name(name: str) -> str:
+    """A weight's name as in the checkpoint of a text model."""
+    return name.replace("model.language_model.", "model.", 1)
 
 
 def _files(folder: Path) -> list[str]:

@@ -15,7 +15,9 @@ from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.pages import StateUse
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.decoder import Decoder, PageTable, build_batch
+from holdfast.replicas.model.decoder_gpu import GpuDecoder
 from holdfast.replicas.model.description import describe, why_not
+from holdfast.replicas.model.weights import AttentionWeights, read_weights
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling
 
 SIZES = {
@@ -29,6 +31,9 @@ SIZES = {
     "max_position_embeddings": 256,
 }
 HYBRID = SIZES | {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -76,7 +81,9 @@ def save(family: str, folder: Path, shards: bool = False) -> torch.nn.Module:
     return model
 
 
-def logits(folder: Path, dtype: torch.dtype = torch.float32, int8: bool = False) -> torch.Tensor:
+def logits(
+    folder: Path, dtype: torch.dtype = torch.float32, int8: bool = False, kind: type[Decoder] = Decoder
+) -> torch.Tensor:
     """Of our decoder, for every one of `TOKENS`."""
     config = tf.AutoConfig.from_pretrained(folder)
     described = describe(config)
@@ -85,7 +92,7 @@ def logits(folder: Path, dtype: torch.dtype = torch.float32, int8: bool = False)
     if described.state is not None:
         states = LinearStates(described.state, described.linear_layers, 1, len(TOKENS), dtype, "cpu")
     sample = torch.arange(40) if int8 else None
-    decoder = Decoder.load(str(folder), config, kv, 128, sample, int8, states)
+    decoder = kind.load(str(folder), config, kv, 128, sample, int8, states)
     table = PageTable(1, 8, 16, 8)
     table.write(RowWrite(0, 0, np.arange(8, dtype=np.int32)))
     use = StateUse(-1, 0, held=len(TOKENS) - 1) if states else None
@@ -128,6 +135,19 @@ def test_the_error_of_fp8_is_small_beside_the_model_in_bfloat16(family, tmp_path
     assert 0.05 < found["fp8"] < 0.13
     assert found["fp8 in bfloat16"] < found["fp8"] + 0.005
     assert found["fp8 in int8"] < found["fp8"] + 0.02
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_on_a_gpu_weights_stay_as_they_are(family, tmp_path):
+    """All matrices whose parts are whole blocks: in `qwen3_next` here the parts of each key head are half a block."""
+    save(family, tmp_path)
+    config = tf.AutoConfig.from_pretrained(tmp_path)
+    weights = read_weights(str(tmp_path), describe(config), torch.float32, "cpu", fp8=True)
+    for layer in weights.layers:
+        mixer = "qkv" if isinstance(layer.mixer, AttentionWeights) else "qkvz"
+        turned = {"qkvz"} if family == "qwen3_next" else set()
+        assert layer.scales.keys() == {"gate_up", "down", "out", mixer} - turned
+    assert torch.allclose(logits(tmp_path, kind=GpuDecoder), logits(tmp_path), atol=2e-4, rtol=1e-4)
 
 
 def test_scales_may_be_in_another_file(tmp_path):

@@ -71,16 +71,27 @@ def vllm(wanted: Wanted) -> Peer:
 
 
 def transformers(wanted: Wanted) -> Peer:
-    """transformers' server with continuous batching. It has no drafts of its own to offer over HTTP."""
+    """transformers' server, with continuous batching where it can. It has no drafts of its own to offer over HTTP."""
     if wanted.ngram:
         raise ConfigError("transformers' server has no n-gram speculation", "ngram")
     if wanted.context is not None:
         raise ConfigError("transformers' server takes the model's own context", "context")
     if wanted.tool_parser is not None:
         raise ConfigError("transformers' server has no parser of tool calls to choose", "tool-parser")
-    options = ["--continuous-batching", "--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(wanted.port)]
+    options = ["--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(wanted.port)]
+    if not _linear(wanted.model):  # its continuous batching says "Invalid layer type: linear_attention"
+        options.insert(0, "--continuous-batching")
     command = (_program("transformers", wanted.venv), "serve", wanted.model, *options, *wanted.more)
     return Peer(command, {"HF_HUB_OFFLINE": "1"})
+
+
+def _linear(model: str) -> bool:
+    """Whether the model in this folder has layers of linear attention."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return "linear_attention" in ((config.get("text_config") or config).get("layer_types") or ())
 
 
 def llama_cpp(wanted: Wanted) -> Peer:

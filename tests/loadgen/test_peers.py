@@ -1,5 +1,6 @@
 """How peers are started."""
 
+import json
 import os
 import shlex
 import subprocess
@@ -38,6 +39,13 @@ def test_as_it_comes_a_peer_has_no_drafts_and_on_a_gpu_no_cpu_settings() -> None
     assert "--continuous-batching" in peers.transformers(Wanted("m")).command
     with pytest.raises(ConfigError, match="no n-gram"):
         peers.transformers(Wanted("m", ngram=True))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_transformers_batches_no_linear_attention(nested: bool, tmp_path: Path) -> None:
+    text = {"layer_types": ["linear_attention", "full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text} if nested else text))
+    assert "--continuous-batching" not in peers.transformers(Wanted(str(tmp_path))).command
 
 
 def test_llama_cpp_takes_a_gguf_file_and_its_own_server(capsys: pytest.CaptureFixture) -> None:

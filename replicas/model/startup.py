@@ -156,7 +156,7 @@ def make_states(
     """
     if description.state is None:
         return None
-    window = 1 + (config.speculation.max_draft if config.speculation.enabled else 0)
+    window = 1 + config.speculation.max_draft  # what a grammar forces is drafted though speculation is off
     return LinearStates(description.state, description.linear_layers, slots, window, dtype, device)
 
 

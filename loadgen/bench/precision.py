@@ -23,10 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from holdfast.kernels.linear_state import NO_STATE
 from holdfast.loadgen.pocket.agreement import mixed_tasks
 from holdfast.loadgen.pocket.evaluate import MOST_NEW_TOKENS, Task, judge, parse_calls
 from holdfast.replicas.config import DType, EngineConfig
 from holdfast.replicas.engine import Engine
+from holdfast.replicas.kv.pages import StateUse
 from holdfast.replicas.model.decoder import PageTable, build_batch
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling
@@ -140,7 +142,8 @@ def _logits(loaded: LoadedRunner, tokens: TokenIds) -> Tensor:
     pages = np.arange(-(-len(tokens) // kv.page_size), dtype=np.int32)
     table = PageTable(1, len(pages), kv.page_size, kv.pages, kv.data.device)
     table.write(RowWrite(0, 0, pages))
-    chunk = Chunk(0, 0, tokens, Draw(Sampling(), 0, drafts=len(tokens) - 1))
+    state = StateUse(NO_STATE, 0) if loaded.config.state_slots else None
+    chunk = Chunk(0, 0, tokens, Draw(Sampling(), 0, drafts=len(tokens) - 1), state=state)
     return loaded.runner.model.forward(build_batch((chunk,), table)).float()
 
 

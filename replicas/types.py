@@ -27,6 +27,8 @@ class Priority(StrEnum):
     INTERACTIVE = "interactive"
     BATCH = "batch"
 
+    __hash__ = str.__hash__  # that of `Enum` is a call in Python for each look-up
+
 
 class Origin(StrEnum):
     """The source of a request. Requests of the server itself are counted separately."""

@@ -181,7 +181,7 @@ class SlotShares:
         self._classes.serve(seconds * (1.0 - part) if slots else 0.0, seconds * part, wanted=wanted)
 
     def _roots_of(self, line: Line) -> Roots:
-        return self._fair.roots(line.priority, line.tenant)
+        return self._fair.roots.use((line.priority, line.tenant))
 
 
 class Lines(Generic[T]):

@@ -26,6 +26,7 @@ AGES = np.concatenate(([0.0], np.geomspace(0.02, 3600.0, 47)))  # seconds: the r
 MAX_NAME = 64  # characters of a tool's name; the rest is cut
 MAX_KEY = 256  # characters of the key of a set of tools
 
+_AGES: list[float] = AGES.tolist()
 _BLOCK = re.compile(r"```bash[ \t]*\n(.*?)```", re.DOTALL)
 _JOINED = re.compile(r"&&|\|\|")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
@@ -203,25 +204,49 @@ class SurvivalCounts:
     count: int
 
     @classmethod
-    def of(cls, over: Sequence[float], lasting: Sequence[float] = (), count: int | None = None) -> "SurvivalCounts":
-        """From durations of pauses that are over, and of those that last, both in ascending order."""
+    def of(cls, over: Sequence[float], count: int) -> "SurvivalCounts":
+        """From durations of pauses that are over, in ascending order."""
         by_age = np.zeros((2, len(AGES)))
-        for row, seconds in enumerate((over, lasting)):
-            if seconds:
-                by_age[row] = np.asarray(seconds).searchsorted(AGES, side="right")
-        return cls(by_age, len(over) + len(lasting), len(over) if count is None else count)
+        by_age[0] = np.asarray(over).searchsorted(AGES, side="right")
+        return cls(by_age, len(over), count)
+
+
+class _Latest:
+    """The last `RECENT` pauses that began: those that last, one by one, and the others as counts."""
+
+    __slots__ = ("ended", "lasting", "pauses")
+
+    def __init__(self) -> None:
+        self.pauses: deque[ToolPause] = deque()
+        self.lasting: dict[ToolPause, None] = {}
+        self.ended = np.zeros((2, len(AGES) + 1))  # by `ToolPause.ended`
+
+    def began(self, pause: "ToolPause") -> None:
+        self.pauses.append(pause)
+        self.lasting[pause] = None
+        if len(self.pauses) > RECENT:
+            oldest = self.pauses.popleft()
+            if oldest.ended is not None:
+                self.ended[oldest.ended] -= 1
+            else:
+                del self.lasting[oldest]
 
 
 @dataclass(slots=True, eq=False)
 class ToolPause:
-    """One pause: since when, and until when. One that was given up on (not `returned`) lasted at least that long."""
+    """One pause. `ended`: 0, or 1 if it was given up on, and the index of the first age that it did not outlast."""
 
     since: float
-    until: float = math.inf
-    returned: bool = False
+    among: tuple[_Latest, ...]
+    ended: tuple[int, int] | None = None
 
     def end(self, now: float, *, returned: bool) -> None:
-        self.until, self.returned = now, returned
+        """`returned`: the next turn has come. Else none will, and the pause counts as longer than it has lasted."""
+        self.ended = int(not returned), bisect_left(_AGES, now - self.since)
+        for latest in self.among:
+            if self in latest.lasting:  # else it is no longer one of them
+                del latest.lasting[self]
+                latest.ended[self.ended] += 1
 
 
 class Pauses:
@@ -232,21 +257,28 @@ class Pauses:
     """
 
     def __init__(self, most: int = 256) -> None:
-        self._all: deque[ToolPause] = deque(maxlen=RECENT)
-        self._sets: _Sets[deque[ToolPause]] = _Sets(most)
+        self._all = _Latest()
+        self._sets: _Sets[_Latest] = _Sets(most)
 
     def began(self, tenant: str, tools: str, now: float) -> ToolPause:
         """Without a tool it counts among all only, as in a `LatencyBook`."""
-        pause = ToolPause(now)
-        self._all.append(pause)
+        among: tuple[_Latest, ...] = (self._all,)
         if tools:
             key = tenant, tools
-            self._sets.keep(key, self._sets.get(key) or deque(maxlen=RECENT)).append(pause)
+            among = self._all, self._sets.keep(key, self._sets.get(key) or _Latest())
+        pause = ToolPause(now, among)
+        for latest in among:
+            latest.began(pause)
         return pause
 
     def known(self, key: ToolKey | None, now: float) -> SurvivalCounts:
         """The counts of a set of tools; None: of all."""
-        pauses = self._all if key is None else self._sets.get(key, ())
-        over = sorted([each.until - each.since for each in pauses if each.returned])
-        lasting = sorted([min(each.until, now) - each.since for each in pauses if not each.returned])
-        return SurvivalCounts.of(over, lasting)
+        latest = self._all if key is None else self._sets.get(key)
+        if latest is None:
+            return SurvivalCounts.of((), 0)
+        sums = latest.ended.cumsum(axis=1)
+        by_age, over = sums[:, :-1], int(sums[0, -1])
+        if latest.lasting:
+            lasting = sorted([now - each.since for each in latest.lasting])
+            by_age[1] += np.asarray(lasting).searchsorted(AGES, side="right")
+        return SurvivalCounts(by_age, len(latest.pauses), over)

@@ -8,6 +8,7 @@ these are in `loadgen/policies`. Not here: how long tools take (`latency`), whic
 
 import math
 from abc import abstractmethod
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -145,9 +146,14 @@ class Continuum(RetentionPolicy):
 
 def best_time(tool: ToolLatency, benefit: float) -> float:
     """argmax over t in {0} and the recent durations of P(duration <= t) * benefit - t; the smallest of equals."""
-    n = len(tool.recent)
-    gain, shortest = max(((i / n * benefit - t, -t) for i, t in enumerate(tool.recent, 1)), default=(0.0, 0.0))
-    return -shortest if gain > 0.0 else 0.0
+    best, most, n = 0.0, 0.0, len(tool.recent)
+    for i in range(bisect_left(tool.recent, benefit), 0, -1):
+        returned, t = i / n * benefit, tool.recent[i - 1]
+        if returned < most:
+            break  # no shorter one can gain as much
+        if returned - t >= most and returned > t:
+            best, most = t, returned - t
+    return best
 
 
 class InferCept(RetentionPolicy):
@@ -230,7 +236,7 @@ class ExpectedWaste(RetentionPolicy):
         if pause is None:
             known = []
             for tool, which in ((latency.overall, None), (latency.of(*key), key)):
-                known.append(SurvivalCounts.of(tool.recent, count=tool.count))
+                known.append(SurvivalCounts.of(tool.recent, tool.count))
                 if local is not None:  # a replica's own counts include pauses that are not over
                     known.append(local(which))
             pause = self._pauses[key] = ExpectedPause.of(survival(known, self.PRIOR_S, self.DELTA))

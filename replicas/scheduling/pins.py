@@ -14,8 +14,10 @@ programs. Not here: for how long (`retention/policy`), sessions' histories and t
 """
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
+from typing import Any, Generic, TypeVar
 
 from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.kv.cache import Freed, KVCache
@@ -24,11 +26,52 @@ from holdfast.replicas.programs import Kind, Program, ProgramKey, ProgramPin, Pr
 from holdfast.replicas.requests import Notice, ProgramExpected, ToolLatencies, TurnEnded
 from holdfast.replicas.retention.latency import LatencySnapshot, tool_set
 from holdfast.replicas.retention.policy import Conditions, LoadStats, Pause, retention_policy
-from holdfast.replicas.scheduling.queue import Key, RequestOrder, Sorted, WaitingQueue
+from holdfast.replicas.scheduling.queue import Key, RequestOrder, WaitingQueue
 from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.types import Priority
 
+T = TypeVar("T")
+
 SETTLE_S = 1.0  # how long the cells of a turn are kept until its tools are known: far longer than a report takes
+
+
+class Sorted(Generic[T]):
+    """Values by their keys of equal length, the smallest first; equal keys in the order in which they were put.
+
+    An operation costs a binary search, and moves the references behind the place.
+    """
+
+    __slots__ = ("_entries", "_keys", "_numbers")
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Any, ...]] = []  # the numbers of its key, that of the operation, the value
+        self._keys: dict[T, Key] = {}
+        self._numbers = count()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[T]:
+        """Of the values there are now. Any thread may ask."""
+        return (entry[-1] for entry in self._entries.copy())
+
+    def __reversed__(self) -> Iterator[T]:
+        return (entry[-1] for entry in reversed(self._entries))
+
+    def up_to(self, key: Key) -> list[T]:
+        """The values of the smallest keys, `key` included."""
+        return [entry[-1] for entry in self._entries[: bisect_left(self._entries, (*key, math.inf))]]
+
+    def put(self, value: T, key: Key) -> None:
+        """Enter a value, or give it another key."""
+        self.discard(value)
+        self._keys[value] = place = *key, next(self._numbers)
+        insort(self._entries, (*place, value))
+
+    def discard(self, value: T) -> None:
+        place = self._keys.pop(value, None)
+        if place is not None:
+            del self._entries[bisect_left(self._entries, place)]
 
 
 class Pins:

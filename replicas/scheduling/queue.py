@@ -12,11 +12,11 @@ Not here: which request fits (`admission`).
 """
 
 from abc import abstractmethod
-from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from heapq import heapify, heappop, heappush
 from itertools import count, takewhile
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias
 
 from holdfast.replicas.config import made
 from holdfast.replicas.plan import Chunk
@@ -25,14 +25,15 @@ from holdfast.replicas.scheduling.shares import TENANTS, Classes, FairShares
 from holdfast.replicas.stats import Mean
 from holdfast.replicas.types import RANKS, Priority
 
-T = TypeVar("T")
 Key: TypeAlias = tuple[float, ...]
 Sequences: TypeAlias = tuple[Sequence, ...]
 Chunks: TypeAlias = tuple[Chunk, ...]
 Line: TypeAlias = tuple[Priority | None, str | None]
+Entry: TypeAlias = tuple[Key, int, Sequence, Line]  # the number keeps equal keys in the order in which they came
 
 _AHEAD: Line = (None, None)  # the line of background prefills, which have no class
 _NOBODY: Mapping[Priority, int] = {}
+_SLACK = 64  # entries of no sequence that a line of any length may have
 _ON_TIME = 0.95  # of the answers come by their forecast
 _STRIDE = 0.05  # by which the correction grows after a forecast that was too short
 _MOST = 4.0  # times a forecast, at most
@@ -141,19 +142,19 @@ class FairOrder(ProgramOrder):
         if not sequence.background:
             submit = sequence.submit
             self._fair.of_class[submit.priority].on_arrive(submit.scope, submit.weight, alone=alone)
-            sequence.turn = self._fair.roots(submit.priority, submit.scope).on_arrive(submit.root_program)
+            sequence.turn = self._fair.roots.use((submit.priority, submit.scope)).on_arrive(submit.root_program)
 
     def begin(self, sequence: Sequence) -> None:
         if not sequence.background:
             submit = sequence.submit
             self._fair.of_class[submit.priority].on_start(submit.scope)
-            self._fair.roots(submit.priority, submit.scope).on_start(sequence.turn)
+            self._fair.roots.use((submit.priority, submit.scope)).on_start(sequence.turn)
             self.changes += 1
 
     def left(self, sequence: Sequence) -> None:
         if not sequence.background:
             submit = sequence.submit
-            self._fair.roots(submit.priority, submit.scope).on_end(submit.root_program)
+            self._fair.roots.use((submit.priority, submit.scope)).on_end(submit.root_program)
 
     def line(self, sequence: Sequence) -> str:
         return sequence.submit.scope
@@ -163,7 +164,7 @@ class FairOrder(ProgramOrder):
 
     def first(self, heads: Sequences) -> Sequence:
         first = self._fair.of_class[heads[0].submit.priority].first([head.submit.scope for head in heads])
-        return min((heads[place] for place in first), key=self.waiting)
+        return heads[first[0]] if len(first) == 1 else min([heads[place] for place in first], key=self.waiting)
 
     def serve(
         self, sequences: Sequences, chunks: Chunks, seconds: float, waiting: Mapping[Priority, int] = _NOBODY
@@ -179,7 +180,7 @@ class FairOrder(ProgramOrder):
             priority, contended = submit.priority, waiting.get(submit.priority, 0) > 0
             self._fair.of_class[priority].runs(submit.scope)
             self._fair.charge(priority, submit.scope, had, contended=contended)
-            self._fair.roots(priority, submit.scope).charge(submit.root_program, had)
+            self._fair.roots.use((priority, submit.scope)).charge(submit.root_program, had)
 
     def pin_rank(self, scope: str, arrival: float, priority: Priority = Priority.INTERACTIVE) -> Key:
         return (self._fair.of_class[priority].of(scope).served, arrival)
@@ -206,51 +207,11 @@ def request_order(name: str) -> RequestOrder:
     return made(name, ORDERS, RequestOrder, "order")
 
 
-class Sorted(Generic[T]):
-    """Values by their keys, the smallest first; equal keys in the order in which they were put.
-
-    An operation costs a binary search, and moves the references behind the place.
-    """
-
-    __slots__ = ("_entries", "_keys", "_numbers")
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[Key, int, T]] = []
-        self._keys: dict[T, tuple[Key, int]] = {}
-        self._numbers = count()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[T]:
-        """Of the values there are now. Any thread may ask."""
-        return (value for *_, value in self._entries.copy())
-
-    def __reversed__(self) -> Iterator[T]:
-        return (value for *_, value in reversed(self._entries))
-
-    @property
-    def first(self) -> T:
-        return self._entries[0][2]
-
-    def up_to(self, key: Key) -> list[T]:
-        """The values of the smallest keys, `key` included."""
-        return [value for *_, value in takewhile(lambda entry: entry[0] <= key, self._entries)]
-
-    def put(self, value: T, key: Key) -> None:
-        """Enter a value, or give it another key."""
-        self.discard(value)
-        self._keys[value] = place = key, next(self._numbers)
-        insort(self._entries, (*place, value))
-
-    def discard(self, value: T) -> None:
-        place = self._keys.pop(value, None)
-        if place is not None:
-            del self._entries[bisect_left(self._entries, place)]
-
-
 class WaitingQueue:
-    """Waiting sequences, in lines. `classes` says whose turn it is where both classes wait."""
+    """Waiting sequences, in lines. `classes` says whose turn it is where both classes wait.
+
+    A line is a heap. The entry of a sequence that left its place stays in it, but never as the first.
+    """
 
     def __init__(self, order: RequestOrder, classes: Classes | None = None) -> None:
         self._order = order
@@ -258,8 +219,9 @@ class WaitingQueue:
         self.waiting: Counter[Priority] = Counter()  # how many of each class, without background prefills
         self.tokens = 0  # in the prompts of all that wait
         self.tokens_ahead = 0  # of these, in background prefills
-        self._in: dict[Sequence, Line | None] = {}  # the line of each; None: it is set aside
-        self._lines: dict[Line, Sorted[Sequence]] = {}
+        self._in: dict[Sequence, Entry | None] = {}  # the entry of each; None: it is set aside
+        self._lines: dict[Line, list[Entry]] = {}
+        self._numbers = count()
         self._since: OrderedDict[Sequence, float] = OrderedDict()  # when the waiting time of each began
         self._unseen: dict[Sequence, None] = {}  # operations of sessions that no step has seen yet
         self._changes = 0
@@ -317,14 +279,13 @@ class WaitingQueue:
         return self._head
 
     def _find_head(self, passed: Collection[Line]) -> Sequence | None:
-        heads = {name: line.first for name, line in self._lines.items() if name not in passed}
-        ahead = heads.pop(_AHEAD, None)
-        for turn in (Priority.BATCH, Priority.INTERACTIVE) if self._classes.due else Priority:
-            if (preempted := heads.get((turn, None))) is not None:
-                return preempted
+        heads = {name: line[0][2] for name, line in self._lines.items() if name not in passed}
+        for turn in RANKS[::-1] if self._classes.due else RANKS:
+            if (turn, None) in heads:
+                return heads[turn, None]
             if of_class := tuple([head for name, head in heads.items() if name[0] is turn]):
                 return self._order.first(of_class)
-        return ahead
+        return heads.get(_AHEAD)
 
     def line_of(self, sequence: Sequence) -> Line | None:
         """The line in which a sequence waits; None if tenants share it."""
@@ -347,6 +308,7 @@ class WaitingQueue:
     def reorder(self, sequence: Sequence) -> None:
         """The order's key of a sequence has changed: give it its new place, unless it has gone."""
         if self._in.get(sequence) is not None:
+            self._take_out(sequence)
             self._place(sequence)
 
     def promote(self, now: float) -> None:
@@ -397,16 +359,23 @@ class WaitingQueue:
         return sequence.submit.priority, None if sequence.preempted else self._order.line(sequence)
 
     def _place(self, sequence: Sequence) -> None:
-        name = self._in[sequence] = self._line(sequence)
-        self._lines.setdefault(name, Sorted()).put(sequence, self._order.waiting(sequence))
+        name = self._line(sequence)
+        line = self._lines.setdefault(name, [])
+        entry = self._in[sequence] = self._order.waiting(sequence), next(self._numbers), sequence, name
+        heappush(line, entry)
+        if len(line) > 2 * len(self._in) + _SLACK:
+            line[:] = [each for each in line if self._in.get(each[2]) is each]
+            heapify(line)
         self._changes += 1
 
     def _take_out(self, sequence: Sequence) -> None:
-        name, self._in[sequence] = self._in[sequence], None
-        if name is not None:
-            self._lines[name].discard(sequence)
-            if not self._lines[name]:
-                del self._lines[name]
+        entry, self._in[sequence] = self._in[sequence], None
+        if entry is not None:
+            line = self._lines[entry[3]]
+            while line and self._in.get(line[0][2]) is not line[0]:
+                heappop(line)
+            if not line:
+                del self._lines[entry[3]]
             self._changes += 1
 
     def _count(self, sequence: Sequence, by: int) -> None:

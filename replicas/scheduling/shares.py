@@ -77,14 +77,11 @@ class Shares:
 
     def __init__(self, tenants: int = TENANTS) -> None:
         self._shares: LatestUsed[str, Share] = LatestUsed(tenants, lambda: Share(self._time))
+        self.of = self._shares.use  # the share of a tenant, marked as used
         self._busy: dict[str, Share] = {}  # tenants with running requests
         self._time = 0.0  # virtual
         self._begun = 0.0  # started requests, older ones count less
         self._spent = 0.0  # seconds of their service
-
-    def of(self, tenant: str) -> Share:
-        """The share of a tenant, marked as used."""
-        return self._shares.use(tenant)
 
     def on_arrive(self, tenant: str, weight: float, *, alone: bool) -> None:
         """A request of a tenant begins to wait. `alone`: no other request waits."""
@@ -105,9 +102,11 @@ class Shares:
         """
         # They arrived lately, so they are marked as used.
         shares = [self._shares.get(tenant) or self.of(tenant) for tenant in tenants]
-        usual, running = self.usual, [share.running / share.weight for share in shares]
-        standings = [(share.served + n * usual, n) for share, n in zip(shares, running, strict=True)]
-        self._time = max(self._time, min(share.served for share in shares))
+        self._time = max(self._time, min([each.served for each in shares]))
+        if len(shares) == 1:
+            return [0]
+        usual = self.usual
+        standings = [(each.served + (n := each.running / each.weight) * usual, n) for each in shares]
         least = min(standings)
         return [place for place, standing in enumerate(standings) if standing == least]
 
@@ -200,12 +199,9 @@ class FairShares:
 
     def __init__(self, tenants: int = TENANTS) -> None:
         self.of_class = {each: Shares(tenants) for each in Priority}
-        self._roots: LatestUsed[tuple[Priority, str], Roots] = LatestUsed(tenants, Roots)
+        self.roots: LatestUsed[tuple[Priority, str], Roots] = LatestUsed(tenants, Roots)
         self._contended: OrderedDict[str, float] = OrderedDict()
         self._most = len(Priority) * tenants
-
-    def roots(self, priority: Priority, tenant: str) -> Roots:
-        return self._roots.use((priority, tenant))
 
     def charge(self, priority: Priority, tenant: str, seconds: float, *, contended: bool) -> None:
         """Charge a tenant for its service. `contended`: others of the class waited meanwhile."""

@@ -223,7 +223,7 @@ class World:
         assert now.cells_free + now.cells_tree == now.cells_total
         order = self.engine._order
         if isinstance(order, FairOrder):
-            roots = [root for roots in order._fair._roots.values() for root in roots._roots.values()]
+            roots = [root for roots in order._fair.roots.values() for root in roots._roots.values()]
             assert not any(root.here for root in roots), "the order still counts a request that has ended"
         elif isinstance(order, Plas):
             assert not order.attained, "the order still counts a request that has ended"

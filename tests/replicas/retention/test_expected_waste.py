@@ -63,7 +63,9 @@ def ttl(tools: ToolLatency, others: int = 0, overall: ToolLatency | None = None,
 
 
 def counts_of(seconds: Sequence[float], lasting: Sequence[float] = (), count: int | None = None) -> SurvivalCounts:
-    return SurvivalCounts.of(sorted(seconds), sorted(lasting), count)
+    known = SurvivalCounts.of(sorted(seconds), len(seconds) if count is None else count)
+    known.by_age[1] = np.searchsorted(sorted(lasting), AGES, side="right")
+    return replace(known, n=len(seconds) + len(lasting))
 
 
 def life_table(seconds: Sequence[float], lasting: Sequence[float] = ()) -> np.ndarray:
@@ -289,7 +291,7 @@ def test_pauses_that_are_not_over_are_no_secret():
         if began + seconds <= now:
             pause.end(began + seconds, returned=True)
             back.record("acme", "shell", seconds)
-    assert life_tables([SurvivalCounts.of(back.snapshot().overall.recent)])[0, -1] == 0.0
+    assert life_tables([SurvivalCounts.of((overall := back.snapshot().overall).recent, overall.count)])[0, -1] == 0.0
     known = life_tables([pauses.known(("acme", "shell"), now)])[0]
     assert known[int(np.searchsorted(AGES, 10.0))] == pytest.approx(0.5, abs=0.1)
     conditions = Conditions(others=59_000, restore=COST)  # a minute to lose

@@ -235,3 +235,14 @@ def test_who_has_ended_is_let_go_though_somebody_came_before():
     assert len(queue._since) == len(queue._lines) == 1
     assert not queue._unseen
     assert [sequence.request_id for sequence in queue.expired(before=1.0)] == ["late"]
+
+
+def test_who_has_left_from_behind_another_is_let_go():
+    queue = WaitingQueue(ProgramOrder())
+    queue.push(first := waiting("first"))
+    for i in range(1000):
+        queue.push(sequence := waiting(f"r{i}", began=1.0))
+        queue.remove(sequence)
+    (line,) = queue._lines.values()
+    assert len(line) < 100
+    assert queue.head() is first

@@ -340,10 +340,13 @@ class WaitingQueue:
         """How many sequences of this class or a higher one wait. Any thread may ask."""
         return len(self) if rank == len(RANKS) else sum(self.waiting[each] for each in RANKS[: rank + 1])
 
-    def last_below(self, rank: int) -> list[Sequence]:
-        """Sequences of lower classes that never started, the last of the lowest class first. They stay in the queue."""
+    def last_below(self, rank: int) -> Iterator[Sequence]:
+        """Sequences of lower classes that never started, the last of the lowest class first. They stay in the queue.
+
+        Looks at all waiting sequences when the first one is asked for.
+        """
         lower = [each for each in self if not each.preempted and each.submit.rank > rank]
-        return sorted(lower, key=lambda each: (each.submit.rank, self._order.waiting(each)), reverse=True)
+        yield from sorted(lower, key=lambda each: (each.submit.rank, self._order.waiting(each)), reverse=True)
 
     def expired(self, before: float) -> list[Sequence]:
         """Remove and return the sequences that have waited since before `before` and never started."""

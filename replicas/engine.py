@@ -88,7 +88,7 @@ class Engine:
         self._order = request_order(config.order)
         self._load = LoadStats()
         self.stats = EngineStats()
-        self._drafter = Drafter(config.speculation, self.stats, cost)
+        self._drafter = Drafter(config.speculation, self.stats, cost, bounded=config.state_slots > 0)
         self._pipeline = Pipeline(runner, config.overlap_steps == "on", self.stats, stopwatch)
         self._numbers = count()
         self.live: dict[str, Sequence] = {}  # requests that have not ended, by id; other threads read it, too

@@ -33,7 +33,7 @@ from holdfast.replicas.scheduling.queue import RequestOrder, WaitingQueue
 from holdfast.replicas.scheduling.shares import BATCH_SHARE, Classes
 from holdfast.replicas.speculation.drafter import NO_DRAFT, Drafter
 from holdfast.replicas.stats import OTHERS, EngineStats, Occupancy
-from holdfast.replicas.types import Origin, Priority, TokenIds, common_prefix
+from holdfast.replicas.types import Origin, Priority, common_prefix
 
 HIGH_WATER = 0.95  # share of all cells; above it chunks of prompts wait, so that running sequences can finish
 LATENCY_MAX_TOKENS = 32  # a request for so few tokens waits mostly for its first one: prompts beside it are cut
@@ -70,7 +70,6 @@ class Scheduler:
         self._latency_chunk = config.latency_chunk
         self._last_commit = 0.0  # when the last step was over
         self._high_water = int(config.cells * HIGH_WATER) if config.has("chunk_deferral") else config.cells
-        self._max_draft = config.speculation.max_draft
         self._classes = Classes(BATCH_SHARE)
         self._waiting = waiting = WaitingQueue(order, self._classes)
         self._programs = programs
@@ -208,13 +207,8 @@ class Scheduler:
                 self.terminator.fault(builder, sequence, failure, now)
         return preempted
 
-    def _propose(self, sequence: Sequence) -> TokenIds:
-        """Drafts; with a recurrent state no more than its window holds, though a grammar may force more."""
-        drafts = self.drafts.propose(sequence)
-        return drafts if self._cache.states is None else drafts[: self._max_draft]
-
     def _decode_one(self, builder: StepBuilder, sequence: Sequence, now: float) -> bool:
-        drafts, end = self._propose(sequence), sequence.length + (sequence.awaited is not None)
+        drafts, end = self.drafts.propose(sequence), sequence.length + (sequence.awaited is not None)
         if self._running.grow(builder, sequence, end + len(drafts)):
             builder.compute(sequence, 1, drafts)
             return False
@@ -274,7 +268,7 @@ class Scheduler:
                     continue
                 # What a grammar forces after the prompt is computed with the prompt's end.
                 whole = size == sequence.pending
-                drafts = self._propose(sequence) if whole else NO_DRAFT
+                drafts = self.drafts.propose(sequence) if whole else NO_DRAFT
                 end = sequence.n_computed + sequence.in_flight + size
                 grown = self._running.grow_dropping_pins(builder, sequence, end + len(drafts))
                 while not grown and self.admission.preempt_batch(builder, sequence, now):

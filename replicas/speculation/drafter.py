@@ -72,10 +72,17 @@ class Drafter:
     A sequence has a state from its first token on. A preempted one keeps it, since its tokens stay the same.
     """
 
-    def __init__(self, config: DraftConfig, stats: EngineStats, cost: StepCost | None = None) -> None:
-        """`cost` is that of the model's steps as measured at load; None: verifying is taken to cost nothing."""
+    def __init__(
+        self, config: DraftConfig, stats: EngineStats, cost: StepCost | None = None, *, bounded: bool = False
+    ) -> None:
+        """`cost` is that of the model's steps as measured at load; None: verifying is taken to cost nothing.
+
+        `bounded`: no step has more drafts than `max_draft`, forced ones included: a recurrent state has a window of
+        that size.
+        """
         self.enabled = config.enabled
         self._max_draft = config.max_draft
+        self._most_forced = min(MOST_FORCED, config.max_draft) if bounded else MOST_FORCED
         self._stats = stats
         self._cost = cost or FREE
         self._extra_s = 0.0  # seconds that steps take longer than `_cost` says, as contexts grow
@@ -133,7 +140,7 @@ class Drafter:
         drafts, matcher = self._drafts.get(sequence.request_id, NO_DRAFT), sequence.matcher
         if matcher is None or sequence.awaited is not None:
             return drafts
-        limit = min(MOST_FORCED, _room(sequence))
+        limit = min(self._most_forced, _room(sequence))
         forced = matcher.forced()[:limit] if limit > 0 else []
         if forced and drafts[: len(forced)].tolist() != forced:
             drafts = np.array(forced, np.int32)

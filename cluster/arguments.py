@@ -17,7 +17,7 @@ WIDTH = 110  # columns of the overview
 GROUPS: Mapping[str, Sequence[str]] = {
     "Begin": ("serve", "chat"),
     "Look": ("status", "top", "doctor"),
-    "Set up": ("config", "key", "tenants", "sizing", "convert"),
+    "Set up": ("config", "key", "tenants", "sizing", "models", "convert"),
     "Measure": (
         "bench",
         "simulate",

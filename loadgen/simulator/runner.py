@@ -81,9 +81,13 @@ def more_cells(engine: Engine, plan: StepPlan, steps: int) -> list[RowWrite] | N
     if not plan.decodes or not all(chunk.draw is not None and chunk.draw.plain for chunk in plan.chunks):
         return None
     sequences = {sequence.row: sequence for sequence in engine.live.values()}
+    holdings = [sequences[chunk.row].the_holding for chunk in plan.chunks]
+    ends = [chunk.start + steps for chunk in plan.chunks]
+    needed = sum(engine.cache.pool.pages_for(end) - each.n_pages for end, each in zip(ends, holdings, strict=True))
+    if needed * engine.cache.page_size > engine.cache.cells.available:  # none gets any: rows have to show their pages
+        return None
     writes = []
-    for chunk in plan.chunks:
-        holding = sequences[chunk.row].the_holding
+    for chunk, holding in zip(plan.chunks, holdings, strict=True):
         first = holding.n_pages
         pages = engine.cache.grow(holding, chunk.start + steps)
         if pages is None:

@@ -29,7 +29,7 @@ _FILE = re.compile(r"/\S+/note\.txt")
 class ScriptedReplica(EngineReplica):
     async def __init__(self, *told: Any) -> None:  # type: ignore[misc]
         await super().__init__(*told)
-        follow_script(self._replica.service)
+        follow_script(self._service)
 
 
 def follow_script(service: Service) -> None:

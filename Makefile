@@ -83,7 +83,7 @@ $(BIN)/python:
 	@echo "making $(VENV) with $(PYTHON)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard kernels/*_c.c) | $(BIN)/python
+$(STAMP): pyproject.toml setup.py constraints.txt $(wildcard kernels/*_c.c) kernels/lanes.h | $(BIN)/python
 	@echo "installing Holdfast and what it needs into $(VENV): torch is the largest; once, some minutes"
 	@$(INSTALL) -e .
 	@touch $@

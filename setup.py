@@ -52,6 +52,7 @@ LINEAR_STATE_VARIANTS = {
     for way, processor, lanes in (("avx512", "x86_64_v4", 16), ("avx2", "x86_64_v3", 8))
     for dtype, wide in (("float32", 1), ("bfloat16", 0))
 }
+HEADER = Path(__file__).resolve().parent / "kernels" / "lanes.h"  # what several of the files include
 GLIBC = "2.17"  # or later: as torch's own wheels
 CACHE = Path(__file__).resolve().parent / "build" / "zig-cache"  # the compiler's
 FLAGS = "-O3 -fPIC -ffp-contract=fast -fno-math-errno -fno-sanitize=all -mprefer-vector-width=512"
@@ -64,15 +65,17 @@ def compile_kernel(source: Path, library: Path, room: Path, variants: dict[str, 
     """
     environment = os.environ | {"ZIG_GLOBAL_CACHE_DIR": str(CACHE), "ZIG_LOCAL_CACHE_DIR": str(CACHE)}
     compiler = [sys.executable, "-m", "ziglang", "cc", "-target", f"x86_64-linux-gnu.{GLIBC}", *FLAGS.split()]
-    text = source.read_bytes()
-    digest = int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
+    parts = {source.name: source.read_bytes(), HEADER.name: HEADER.read_bytes()}
+    digest = int.from_bytes(hashlib.sha256(b"".join(parts.values())).digest()[:8], "big")
     # The compiler knows a file by its path, but one in its cache by the path there: it is the same in every checkout.
     cached = CACHE / "sources" / f"{digest:016x}" / source.name
-    if not cached.exists():
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        written = cached.with_suffix(f".{os.getpid()}")
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    for name, text in parts.items():
+        if cached.with_name(name).exists():
+            continue
+        written = cached.with_name(f"{name}.{os.getpid()}")
         written.write_bytes(text)
-        written.replace(cached)
+        written.replace(cached.with_name(name))
     commands = [("source", [f"-DSOURCE={digest}u"])]
     for name, (processor, lanes, how) in variants.items():
         commands.append((name, [f"-mcpu={processor}", f"-DLANES={lanes}", *how.split(), f"-DNAME={name}"]))
@@ -115,7 +118,10 @@ KERNELS = {
     "layer": LAYER_VARIANTS,
     "linear_state": LINEAR_STATE_VARIANTS,
 }
-EXTENSIONS = [Extension(f"holdfast.kernels.lib{name}", [f"kernels/{name}_c.c"], optional=True) for name in KERNELS]
+EXTENSIONS = [
+    Extension(f"holdfast.kernels.lib{name}", [f"kernels/{name}_c.c"], depends=[str(HEADER)], optional=True)
+    for name in KERNELS
+]
 HERE = sys.platform == "linux" and platform.machine() == "x86_64"
 
 if __name__ == "__main__":

@@ -18,52 +18,19 @@
 //     NORM, ROTATE   names of the functions
 
 #include <stdint.h>
-#include <string.h>
-
-#define INLINE static inline __attribute__((always_inline))
 
 #ifdef SOURCE  // compiled once besides: the digest of this file
 const uint64_t layer_source = SOURCE;
 #else
 
-enum { SHARE = 1 << 15 };  // values that are worth a team
+#include "lanes.h"
 
-#if WIDE
-typedef float value;
-#else
-typedef uint16_t value;
-#endif
+enum { SHARE = 1 << 15 };  // values that are worth a team
 
 typedef void parallel(void (*)(void *), void *, unsigned, unsigned);  // GOMP_parallel of the team to use
 
-typedef float vf __attribute__((vector_size(4 * LANES)));
-typedef int32_t vi __attribute__((vector_size(4 * LANES)));
-typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
-typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
-typedef float vf_at __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef uint16_t vh_at __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef int8_t vb __attribute__((vector_size(LANES)));
 typedef int8_t vb_at __attribute__((vector_size(LANES), aligned(1), may_alias));
-
-INLINE vf get(const value *p) {
-#if WIDE
-    return *(const vf_at *)p;
-#else
-    return (vf)(__builtin_convertvector(*(const vh_at *)p, vu) << 16);
-#endif
-}
-
-INLINE void put(value *p, vf x) {
-#if WIDE
-    *(vf_at *)p = x;
-#else
-    vu bits = (vu)x;
-    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to the nearest, ties to even
-    vi real = x == x;
-    bits = (bits & (vu)real) | (~(vu)real & 0x7fc0);
-    *(vh_at *)p = __builtin_convertvector(bits, vh);
-#endif
-}
 
 // The values from `p` on that are left of a row, zeros behind them; and the same to store.
 INLINE vf get_rest(const value *p, int64_t left) {

@@ -24,23 +24,17 @@
 //     NAME      of the function
 
 #include <stdint.h>
-#include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
 #define ALIGNED __attribute__((aligned(64)))
 
 #ifdef SOURCE  // compiled once besides: the digest of this file
 const uint64_t linear_state_source = SOURCE;
 #else
 
+#include "lanes.h"
+
 enum { MAX_KEY = 256, MAX_COLUMNS = 512, MAX_TAPS = 8 };  // mirrored by linear_state.py
 enum { BLOCK = 32, TILE = 32, ROWS = 4, LINE = 16 };  // tokens; columns of S that pass all of them, and of these at a time
-
-#if WIDE
-typedef float value;
-#else
-typedef uint16_t value;
-#endif
 
 typedef void parallel(void (*)(void *), void *, unsigned, unsigned);  // GOMP_parallel of the team to use
 
@@ -70,40 +64,10 @@ typedef struct {
 
 // ---- vectors ----
 
-typedef float vf __attribute__((vector_size(4 * LANES)));
-typedef int32_t vi __attribute__((vector_size(4 * LANES)));
-typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
-typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
-typedef float vf_at __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef uint16_t vh_at __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-
 #define LOG2E 1.44269504f
 
-INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf load(const float *p) { return *(const vf_at *)p; }
 INLINE void store(float *p, vf x) { *(vf_at *)p = x; }
-INLINE vf either(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
-INLINE vf muladd(vf a, vf b, vf c) { return __builtin_elementwise_fma(a, b, c); }
-
-INLINE vf get(const value *p) {
-#if WIDE
-    return *(const vf_at *)p;
-#else
-    return (vf)(__builtin_convertvector(*(const vh_at *)p, vu) << 16);
-#endif
-}
-
-INLINE void put(value *p, vf x) {
-#if WIDE
-    *(vf_at *)p = x;
-#else
-    vu bits = (vu)x;
-    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to the nearest, ties to even
-    vi real = x == x;
-    bits = (bits & (vu)real) | (~(vu)real & 0x7fc0);
-    *(vh_at *)p = __builtin_convertvector(bits, vh);
-#endif
-}
 
 // e^x to a relative error of 1e-7; as for -87 below that, and for 87 above. NaN for NaN.
 INLINE vf exp_of(vf x) {

@@ -30,6 +30,7 @@ _NEEDS: dict[Level, tuple[str, ...]] = {  # of a processor, as torch names it
     "avx2": _AVX2,
     "torch": (),
 }
+_HEADER = Path(__file__).with_name("lanes.h")  # what several of the sources include
 _limit: list[Level] = []  # the level in use, once it is chosen
 
 
@@ -78,7 +79,7 @@ def _tiles_allowed() -> bool:
 
 
 class Library:
-    """`lib<name>.so`, which setup.py builds from `<name>_c.c` beside it."""
+    """`lib<name>.so`, which setup.py builds from `<name>_c.c` and `lanes.h` beside it."""
 
     def __init__(self, name: str, folder: Path = Path(__file__).parent) -> None:
         self.source, self.path = folder / f"{name}_c.c", folder / f"lib{name}.so"
@@ -94,7 +95,8 @@ class Library:
             raise OSError(f"{path.name} is not built; `pip install -e .` or `make` builds it")
         built = ctypes.CDLL(str(path))
         if source.exists():
-            digest = int.from_bytes(hashlib.sha256(source.read_bytes()).digest()[:8], "big")
+            text = source.read_bytes() + _HEADER.read_bytes()
+            digest = int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
             if digest != ctypes.c_uint64.in_dll(built, self._symbol).value:
                 again = "`pip install -e .` or `make` builds it again"
                 raise OSError(f"{path.name} was built from another {source.name}; {again}")

@@ -37,14 +37,13 @@
 // Where a processor lacks an instruction it is spelt out, which is how one without it tests all the rest.
 
 #include <stdint.h>
-#include <string.h>
 #include <immintrin.h>
-
-#define INLINE static inline __attribute__((always_inline))
 
 #ifdef SOURCE  // compiled once besides: the digest of this file
 const uint64_t product_source = SOURCE;
 #else
+
+#include "lanes.h"
 
 #define BYTES 1
 #define WORDS 2
@@ -92,12 +91,6 @@ typedef struct {
     int64_t gated;          // the first half of a block are gates, the second their partners
 } Matrix;
 
-#if WIDE
-typedef float value;
-#else
-typedef uint16_t value;
-#endif
-
 typedef struct {
     const Matrix *matrix;
     const value *x, *plus;
@@ -111,39 +104,7 @@ typedef struct {
 
 // ---- vectors ----
 
-typedef float vf __attribute__((vector_size(4 * LANES)));
-typedef int32_t vi __attribute__((vector_size(4 * LANES)));
-typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
-typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
-typedef float vf_at __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t vi_at __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef uint16_t vh_at __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-
-INLINE vf splat(float x) { return (vf){0} + x; }
-INLINE vf muladd(vf a, vf b, vf c) { return __builtin_elementwise_fma(a, b, c); }
-INLINE vf either(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
 INLINE vf larger(vf a, vf b) { return either(a > b, a, b); }
-
-INLINE vf get(const value *p) {
-#if WIDE
-    return *(const vf_at *)p;
-#else
-    return (vf)(__builtin_convertvector(*(const vh_at *)p, vu) << 16);
-#endif
-}
-
-INLINE void put(value *p, vf x) {
-#if WIDE
-    *(vf_at *)p = x;
-#elif defined __AVX512BF16__
-    *(vh_at *)p = (vh)_mm512_cvtneps_pbh((__m512)x);  // what is below 1e-38 becomes 0
-#else
-    vu bits = (vu)x;
-    bits = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to the nearest, ties to even
-    bits = (vu)either(x == x, (vf)bits, (vf)((vu){0} + 0x7fc0));
-    *(vh_at *)p = __builtin_convertvector(bits, vh);
-#endif
-}
 
 // 2^x in [-126, 126], and their values beyond. Relative error 1e-7.
 INLINE vf exp2_of(vf x) {

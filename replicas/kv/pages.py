@@ -52,7 +52,7 @@ class PageMoves:
 
 
 NO_MOVES = PageMoves(NO_PAGES, NO_PAGES)
-NO_SLOT = -1
+NO_SLOT = -1  # in place of a state slot: there is none
 
 
 @record

@@ -6,7 +6,7 @@
 
 A cached prefix can be continued from a checkpoint only: a match goes as far as the deepest checkpoint on its path, and
 the rest is computed again. A chunk reads a checkpoint and writes the sequence's own slot, so going on costs no copy,
-and the checkpoint stays for others. `cache` is the only user.
+and the checkpoint stays for others. Each tier of the cache has its own (`cache`, `host`).
 """
 
 import heapq

@@ -161,12 +161,13 @@ class StepBuilder:
     def step(self, reloads: Reloads, now: float, *, undrafted: bool) -> Step:
         """The step, with the copies of what was evicted for it. `undrafted`: the next step needs no drafts."""
         copies = tuple(copy for some in self.copies.values() for copy in some)
-        loads = NO_MOVES
+        loads = state_loads = NO_MOVES
         if self.loads:
             device = np.concatenate([load.moves.device for load in self.loads])
             loads = PageMoves(device, np.concatenate([load.moves.host for load in self.loads]))
-        states = np.array([load.state for load in self.loads if load.state is not None], np.int32).reshape(-1, 2)
-        moves = reloads.saves(), loads, reloads.state_saves(), PageMoves(states[:, 0], states[:, 1])
+            states = np.array([load.state for load in self.loads if load.state is not None], np.int32).reshape(-1, 2)
+            state_loads = PageMoves(states[:, 0], states[:, 1])
+        moves = reloads.saves(), loads, reloads.state_saves(), state_loads
         plan = StepPlan(tuple(self.chunks), tuple(self.writes), copies, *moves)
         free = (undrafted or all(chunk.draw is None for chunk in self.chunks)) and plan.plain
         holdings = tuple([sequence.holding for sequence in self.sequences])

@@ -260,7 +260,7 @@ def test_other_dtypes_heads_and_strides_go_through_torch(level, broken):
 def test_a_build_that_fails_is_a_warning(tmp_path):
     """In a copy, where the compiler's name is that of something else. One that succeeds: tests/test_packaging.py."""
     (tmp_path / "kernels").mkdir()
-    for source in (ROOT / "kernels").glob("*.c"):
+    for source in (ROOT / "kernels").glob("*.[ch]"):
         shutil.copy(source, tmp_path / "kernels")
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, tmp_path)

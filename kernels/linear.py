@@ -29,7 +29,7 @@ from typing import Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad, silu
+from torch.nn.functional import gelu, linear, pad, relu, silu
 
 from holdfast.kernels import native
 from holdfast.kernels.kv import quantise
@@ -37,6 +37,7 @@ from holdfast.kernels.kv import quantise
 LIBRARY = native.Library("product")
 
 Kind: TypeAlias = Literal["bytes", "words", "pairs", "reals"]
+Activation: TypeAlias = Literal["silu", "gelu_tanh", "clamped", "relu2"]
 INTEGERS: Final = ("bytes", "words")
 _FLOATS: dict[torch.dtype, Kind] = {torch.bfloat16: "pairs", torch.float32: "reals"}
 _CHUNK = 1 << 20  # int8 weights that are turned into float32 at once
@@ -296,6 +297,22 @@ def _routed(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> Ten
         return (stream_gpu.streamed if rows in route.streamed else stream_gpu.streamed_tall)(x, weight, bias)
     more = route.filled.get(rows, rows) - rows
     return linear(pad(x, (0, 0, 0, more)), weight, bias)[:rows] if more else linear(x, weight, bias)
+
+
+def activate(y: Tensor, activation: Activation, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """[..., 2 * out], the gates first -> [..., out]; "relu2" has no gates: relu(y)^2, [..., out] -> [..., out].
+
+    "clamped" is gpt-oss's: (up + 1) gate sigmoid(alpha gate), the gate at most `limit` and up within it.
+    """
+    if activation == "relu2":
+        return relu(y).square()
+    gate, up = y.chunk(2, dim=-1)
+    if activation == "silu":
+        return silu(gate).mul_(up)
+    if activation == "gelu_tanh":
+        return gelu(gate, approximate="tanh").mul_(up)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
 
 
 # ---- int8

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,11 +13,11 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from holdfast.cluster import checks, config, model_files, ports, redis, sizing
+from holdfast.cluster import checks, config, model_files, ports, redis, shapes, sizing
 from holdfast.cluster.config import Settings
 from holdfast.cluster.doctor import Check, Finding, State, fail, findings, ok, warn
 from holdfast.cluster.machine_facts import GIB, Facts, Gpu, writable
-from holdfast.replicas.config import BYTES, Memory
+from holdfast.replicas.config import BYTES, PROGRAM_STATES, EngineConfig
 from holdfast.replicas.errors import ConfigError, HoldfastError
 
 PYTHON = (3, 11)
@@ -31,7 +33,7 @@ BESIDE_GPU = 4 << 30  # of host memory of an engine on a GPU, for CUDA's librari
 INSTALL = "pip install -c constraints.txt holdfast, or `make serve` from a checkout"
 
 
-def all_checks(settings: Settings, facts: Facts) -> list[tuple[str, Check]]:
+def all_checks(settings: Settings, facts: Facts, tokens: int = sizing.TOKENS) -> list[tuple[str, Check]]:
     """Every check by its name, the quickest first."""
     told = (settings, facts)
     return [
@@ -44,6 +46,7 @@ def all_checks(settings: Settings, facts: Facts) -> list[tuple[str, Check]]:
         ("/dev/shm", partial(shared_memory, facts)),
         ("gpu", partial(gpu, *told)),
         ("model", partial(model, settings)),
+        ("fit", partial(fit, settings, fullest(settings, facts), tokens)),
         ("memory", partial(memory, *told)),
         ("redis", partial(redis_server, settings)),
     ]
@@ -58,27 +61,54 @@ def refuse(settings: Settings, facts: Facts) -> None:
 
 def engine_bytes(settings: Settings, on_gpu: bool) -> float:
     """Bytes of the machine's own memory that one engine takes, about. Raises HoldfastError for an unknown shape."""
-    engine, shape = settings.engine, sizing.read_shape(checks.model_folder(settings.engine.model))
-    number = BYTES.get(engine.dtype, 2 if on_gpu else 4)
-    weights, cells = shape.weight_bytes(number), 0.0
-    if not on_gpu:
-        held = _held_bytes(settings, shape, number, _on_cpu(settings, shape, number))
-        cells = held if engine.cells else engine.kv_memory * GIB
-    taken = weights + cells
+    engine, model = settings.engine, _Model.of(settings)
+    beside = engine.host_memory * GIB
+    if on_gpu:
+        return BESIDE_GPU + model.weights(on_gpu) + beside
+    shape, number = model.shape, model.number(on_gpu)
+    cells = _held_bytes(settings, shape, number) if engine.cells else engine.kv_memory * GIB
+    taken = model.weights(on_gpu) + cells
     if engine.dtype == "int8":  # read whole in the other dtype first, before cells are written to
-        taken = max(weights, shape.int8_bytes(number) + cells)
-    return (BESIDE_GPU if on_gpu else EACH) + taken + engine.host_memory * GIB
+        taken = max(taken, shape.weight_bytes(number))
+    return EACH + taken + beside
 
 
-def _held_bytes(settings: Settings, shape: sizing.Shape, number: int, held: Memory) -> int:
-    """Bytes of an engine's cells and recurrent states."""
+def _held_bytes(settings: Settings, shape: shapes.Shape, number: int) -> int:
+    """Bytes of the cells and recurrent states that the options of an engine fix."""
     engine = settings.engine
+    held = sizing.split(shape, engine, number, engine.kv_memory * GIB)
     cell = shape.cell_bytes(1 if engine.kv_dtype == "int8" else number)
     return held.cells * cell + held.slots * shape.state_bytes(number, sizing.window(engine))
 
 
-def _on_cpu(settings: Settings, shape: sizing.Shape, number: int) -> Memory:
-    return shape.split(settings.engine, number, settings.engine.kv_memory * GIB)
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """The configured model as its config.json and the index of its weights tell. `stored`: bytes of the checkpoint."""
+
+    shape: shapes.Shape
+    format: str
+    stored: int
+    dtype: str
+
+    @staticmethod
+    def of(settings: Settings) -> _Model:
+        """Raises ConfigError."""
+        folder = checks.model_folder(settings.engine.model)
+        described = shapes.read_config(folder)
+        shape, format = shapes.shape_of(described), shapes.format_of(described)
+        stored = model_files.weight_bytes(folder) or shape.stored_bytes(format)
+        return _Model(shape, format, stored, settings.engine.dtype)
+
+    def number(self, on_gpu: bool) -> int:
+        """Bytes of a number as the model computes."""
+        return BYTES.get(self.dtype, 2 if on_gpu and self.format != "fp32" else 4)
+
+    def weights(self, on_gpu: bool) -> int:
+        """Bytes of the weights as they are kept: on a GPU in the checkpoint's format, on a CPU as they are computed."""
+        if on_gpu and (self.dtype == "auto" or shapes.FORMATS[self.format] < 16):
+            return self.stored
+        number = self.number(on_gpu)
+        return self.shape.int8_bytes(number) if self.dtype == "int8" else self.shape.weight_bytes(number)
 
 
 def router_bytes(settings: Settings) -> int:
@@ -251,46 +281,87 @@ def model(settings: Settings) -> Iterator[Finding]:
         yield ok("model", f"{settings.engine.model}, {model_files.weight_bytes(folder) / GIB:.2f} GiB of weights")
 
 
+def fullest(settings: Settings, facts: Facts) -> Gpu | None:
+    """The GPU with the least free memory of those that engines are given; None: they run on the CPU."""
+    if settings.engine.device == "cpu" or not facts.gpus or not facts.torch_gpus:
+        return None
+    taken = facts.gpus[: settings.replicas.count]  # Ray gives them out in their order
+    return min(taken, key=lambda gpu: gpu.free)
+
+
+def fit(settings: Settings, gpu: Gpu | None, tokens: int = sizing.TOKENS) -> Iterator[Finding]:
+    """Weights, largest step, KV and states against the memory for them: programs of so many `tokens` that fit."""
+    model = _Model.of(settings)
+    shape = model.shape
+    sizes = f"{sizing.count(shape.parameters)} parameters, {sizing.count(shape.active)} of them for each token"
+    yield ok("weights", f"{sizes}, {model.stored / GIB:.2f} GiB in {model.format}")
+    if gpu is not None:
+        yield _on_gpu(settings, model, gpu, tokens)
+        return
+    engine, number = settings.engine, model.number(on_gpu=False)
+    budget = engine.kv_memory * GIB
+    if engine.cells:
+        budget = float(_held_bytes(settings, shape, number))
+    held = sizing.fit(shape, engine, budget, tokens=tokens, number=number)
+    found = sizing.told(shape, held, tokens, number, engine.kv_dtype == "int8")
+    if held.programs:
+        yield ok("fit", found)
+    else:
+        need = shape.sequence_bytes(tokens, number) + PROGRAM_STATES * shape.state_bytes(number)
+        mend = f"engine.kv_memory: {math.ceil(need / GIB)} or more, or engine.kv_dtype: int8, or shorter programs"
+        yield warn("fit", found, mend)
+
+
 def memory(settings: Settings, facts: Facts) -> Iterator[Finding]:
-    """What all engines, routers and the proxy take against what is free."""
+    """What all engines, routers and the proxy take of the host's memory against what is free."""
+    on_gpu = settings.engine.device != "cpu" and facts.torch_gpus > 0
     try:
-        shape = sizing.read_shape(checks.model_folder(settings.engine.model))
+        each = engine_bytes(settings, on_gpu)
     except HoldfastError as error:
         yield warn("memory", f"cannot be foretold: {error.message}", "see to the model first")
         return
-    engine, count = settings.engine, settings.replicas.count
-    on_gpu = engine.device != "cpu" and facts.torch_gpus > 0
-    number = BYTES.get(engine.dtype, 2 if on_gpu else 4)
-    if on_gpu and facts.gpus:
-        taken = facts.gpus[:count]  # Ray gives them out in their order
-        fullest = min(taken, key=lambda gpu: gpu.free)
-        yield _on_gpu(settings, shape, number, fullest)
-    elif shape.linear is not None:
-        held, state = _on_cpu(settings, shape, number), shape.state_bytes(number, sizing.window(engine))
-        yield ok("states", f"{sizing.states_told(held, state)} in the cache, and {held.cells:,} cells")
     beside = RAY + PROXY + settings.redis.memory_mb * 2**20
-    need = count * engine_bytes(settings, on_gpu) + settings.server.routers * router_bytes(settings) + beside
-    smaller = "a smaller engine.kv_memory, engine.host_memory or model, or engine.dtype: bfloat16"
-    mend = f"fewer --replicas or --routers, {smaller}"
-    yield _fits("memory", need, facts.memory_free, mend)
+    need = settings.replicas.count * each + settings.server.routers * router_bytes(settings) + beside
+    smaller = "a smaller engine.kv_memory, engine.host_memory or model, or engine.dtype: bfloat16 or int8"
+    yield _fits("memory", need, facts.memory_free, f"fewer --replicas or --routers, {smaller}")
 
 
-def _on_gpu(settings: Settings, shape: sizing.Shape, number: int, gpu: Gpu) -> Finding:
-    """Weights, cells and states on the fullest GPU: so many cells, or what is left for them."""
-    engine, weights = settings.engine, shape.weight_bytes(number)
-    if engine.cells:
-        mend = "fewer engine.cells, or leave them out: then they get what is left"
-        cells = _held_bytes(settings, shape, number, shape.split(engine, number, 0))
-        return _fits("memory of a GPU", weights + cells + EACH, gpu.free, mend)
-    left = engine.gpu_memory * gpu.memory - (gpu.memory - gpu.free) - weights - EACH
-    held = shape.split(engine, number, left)
-    if not held.cells:
-        found = f"{weights / GIB:.1f} GiB of weights leave no room on {gpu.name}, {gpu.free / GIB:.1f} GiB free"
-        return fail("memory of a GPU", found, "a smaller model, a GPU with more, or end what else is on it: nvidia-smi")
-    found = f"{weights / GIB:.1f} GiB of weights leave room for about {held.cells:,} cells"
-    if held.slots:
-        found += f" and {sizing.states_told(held, shape.state_bytes(number, sizing.window(engine)))}"
-    return ok("memory of a GPU", found)
+def _on_gpu(settings: Settings, model: _Model, gpu: Gpu, tokens: int) -> Finding:
+    """Weights, cells and states on the fullest GPU."""
+    engine, shape, number = settings.engine, model.shape, model.number(on_gpu=True)
+    weights, others = model.weights(on_gpu=True), gpu.memory - gpu.free
+    held = sizing.on_gpu(shape, engine, gpu.memory, weights, tokens, number, others)
+    taken = f"{weights / GIB:.1f} GiB of weights and {held.step / GIB:.1f} GiB of the largest step on {gpu.name}"
+    if engine.cells and held.left < _held_bytes(settings, shape, number):
+        found = f"{taken} leave no room for {engine.cells:,} cells, {gpu.free / GIB:.1f} GiB are free"
+        return fail("fit", found, "fewer engine.cells, or leave them out: then they get what is left")
+    if held.left <= 0:
+        found = f"{taken} leave no room, {gpu.free / GIB:.1f} GiB are free"
+        return fail("fit", found, _more_room(model, engine, gpu, tokens))
+    found = f"{taken} leave {sizing.told(shape, held, tokens, number)}"
+    return ok("fit", found) if held.programs else warn("fit", found, _more_room(model, engine, gpu, tokens))
+
+
+def _more_room(model: _Model, engine: EngineConfig, gpu: Gpu, tokens: int) -> str:
+    """What lets a program of so many tokens fit beside the weights."""
+    shape, number, weights = model.shape, model.number(on_gpu=True), model.weights(on_gpu=True)
+
+    def fits(weights: float, engine: EngineConfig = engine, memory: float = gpu.memory, others: float = 0) -> bool:
+        return bool(sizing.on_gpu(shape, engine, memory, weights, tokens, number, others).programs)
+
+    ways, fewer, others = [], replace(engine, step_tokens=1024), gpu.memory - gpu.free
+    if others and fits(weights):
+        ways.append("end what else is on the GPU (nvidia-smi)")
+    if engine.step_tokens > fewer.step_tokens and fits(weights, fewer, others=others):
+        ways.append("engine.step_tokens: 1024")
+    smaller = {each: shape.stored_bytes(each) for each in ("fp8", "nvfp4", "int4")}
+    ways += [f"its weights in {each} ({s / GIB:.1f} GiB)" for each, s in smaller.items() if s < weights and fits(s)][:1]
+    larger = {name: size * sizing.GB for name, size in sizing.GPUS.items() if size * sizing.GB > gpu.memory}
+    ways += [f"a larger GPU: {name}" for name, size in larger.items() if fits(weights, memory=size)][:1]
+    if ways:
+        return ", or ".join(ways)
+    count = math.ceil(weights / (engine.gpu_memory * gpu.memory))
+    return f"a smaller model: this one takes {count} such GPUs, and a replica has one"
 
 
 def _fits(what: str, need: float, free: float, mend: str) -> Finding:

@@ -43,7 +43,12 @@ def template(folder: Path) -> str:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Bytes of the weights' files."""
+    """Bytes of the weights, as their index says, or else their files; 0 where there is neither."""
+    index = _json(folder / INDEX)
+    if isinstance(index, dict) and not (folder / SINGLE).is_file():
+        total = (index.get("metadata") or {}).get("total_size")
+        if isinstance(total, int | float):
+            return int(total)
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,17 +39,21 @@ def add_checked(commands: "Commands[argparse.ArgumentParser]", add_settings: Add
     text = "Check this machine against a configuration before serving, and say how to mend what is wrong."
     command = commands.add_parser("doctor", help=text, description=text)
     add_settings(command)
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=lambda options: _doctor(settings(options), options.json))
-    text = "Cells that fit beside a model's weights: a table, or for one model and GPU."
-    command = commands.add_parser("sizing", help=text, description=text)
-    command.add_argument("model", nargs="?", help="as for serve; without one, a table of known models")
-    command.add_argument("--gpu-memory", type=float, default=80.0, help="of one GPU, in GB (default: 80)")
     command.add_argument(
-        "--share", type=float, default=0.9, help="of it for weights and cells, engine.gpu_memory (default: 0.9)"
+        "--gpu", help="say only whether the model fits this GPU, such as h100-80gb, or one of so many GiB"
     )
-    command.add_argument("--markdown", action="store_true", help="the table as it stands in the documentation")
+    _add_tokens(command)
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=lambda options: _doctor(settings(options), options))
+    text = "Print the sizes of known models, and how many programs fit on which GPU beside the weights."
+    command = commands.add_parser("sizing", help=text, description=f"{text} Of your own: doctor --model --gpu.")
+    _add_tokens(command)
+    command.add_argument("--markdown", action="store_true", help="the tables as they stand in the documentation")
     command.set_defaults(run=_sizing)
+
+
+def _add_tokens(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--tokens", type=int, default=30_000, help="length of a program at its end (default: 30000)")
 
 
 def add_config(
@@ -91,13 +96,19 @@ def _status(options: argparse.Namespace) -> int:
     return 0
 
 
-def _doctor(settings: Settings, as_json: bool) -> int:
-    from holdfast.cluster import doctor, doctor_checks, machine_facts
+def _doctor(settings: Settings, options: argparse.Namespace) -> int:
+    from holdfast.cluster import doctor, doctor_checks, machine_facts, sizing
 
     machine = environment.machine()
-    facts = machine_facts.gather(machine.temporary, machine.cores)
-    found = doctor.findings(doctor_checks.all_checks(settings, facts))
-    doctor.show(found, as_json)
+    if options.gpu:
+        size = sizing.gpu_bytes(options.gpu)
+        gpu = machine_facts.Gpu(options.gpu, size, size, "")
+        checks: list[tuple[str, doctor.Check]] = [("fit", partial(doctor_checks.fit, settings, gpu, options.tokens))]
+    else:
+        facts = machine_facts.gather(machine.temporary, machine.cores)
+        checks = doctor_checks.all_checks(settings, facts, options.tokens)
+    found = doctor.findings(checks)
+    doctor.show(found, options.json)
     return int(doctor.worst(found) is doctor.State.FAIL)
 
 
@@ -127,22 +138,18 @@ def _sizing(options: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from holdfast.cluster import checks, sizing
+    from holdfast.cluster import sizing
 
-    if options.model:
-        shape = sizing.read_shape(checks.model_folder(options.model))
-        print(sizing.advice(shape, options.gpu_memory * sizing.GB, options.share))
-        return 0
-    rows = sizing.table(sizing.MODELS, sizing.GPUS, options.share)
-    if options.markdown:
-        print(sizing.markdown(rows))
-        return 0
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in rows[0]:
-        table.add_column(name, no_wrap=True, justify="right" if table.columns else "left")
-    for row in rows[1:]:
-        table.add_row(*row)
-    Console().print(table)
+    for rows in sizing.tables(options.tokens):
+        if options.markdown:
+            print(sizing.markdown(rows) + "\n")
+            continue
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        for name in rows[0]:
+            table.add_column(name, no_wrap=True, justify="right" if table.columns else "left")
+        for row in rows[1:]:
+            table.add_row(*row)
+        Console().print(table, "")
     return 0
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from redis_server import RedisServer
 
-from holdfast.cluster import checks, cli, doctor, doctor_checks, machine_facts, model_files, redis
+from holdfast.cluster import checks, cli, doctor, doctor_checks, machine_facts, model_files, redis, sizing
 from holdfast.cluster.config import RedisConfig, ReplicasConfig, ServerConfig, Settings
 from holdfast.cluster.doctor import Finding, State
+from holdfast.cluster.known_models import MODELS
 from holdfast.cluster.machine_facts import GIB, Facts, Gpu
 from holdfast.cluster.redis import ServerFacts
 from holdfast.replicas.config import DType, EngineConfig
@@ -49,7 +50,7 @@ def settings(**sections: Any) -> Settings:
 
 
 def well() -> Settings:
-    return settings(engine=EngineConfig(cells=1000), server=ServerConfig(port=_free_port()))
+    return settings(engine=EngineConfig(cells=40_000), server=ServerConfig(port=_free_port()))
 
 
 def states(found: Iterable[Finding]) -> list[State]:
@@ -230,16 +231,89 @@ def test_memory_that_is_too_small() -> None:
 @pytest.mark.parametrize(
     ("engine", "gpu", "state", "word"),
     [
-        (EngineConfig(), H100, State.OK, "room for about"),
+        (EngineConfig(), H100, State.OK, "GiB for KV and states"),
         (EngineConfig(), replace(H100, free=4 * GIB), State.FAIL, "nvidia-smi"),
-        (EngineConfig(cells=1000), H100, State.OK, "needed"),
+        (EngineConfig(cells=40_000), H100, State.OK, "1 programs of 30,000 tokens"),
         (EngineConfig(cells=10**9), H100, State.FAIL, "engine.cells"),
     ],
 )
 def test_memory_of_a_gpu(engine: EngineConfig, gpu: Gpu, state: State, word: str) -> None:
-    of_the_gpu, of_the_host = doctor_checks.memory(settings(engine=engine), replace(WITH_GPU, gpus=(gpu,)))
-    one([of_the_gpu], state, word)
-    assert of_the_host.state is State.OK
+    one([_fit(engine, gpu)], state, word)
+
+
+def _fit(engine: EngineConfig, gpu: Gpu | None, tokens: int = 30_000) -> Finding:
+    """What is said of the fit, behind the weights."""
+    weights, found = doctor_checks.fit(settings(engine=engine), gpu, tokens)
+    assert (weights.check, weights.state, found.check) == ("weights", State.OK, "fit")
+    return found
+
+
+def _described(folder: Path, model: str, stored: int = 0, **more: Any) -> EngineConfig:
+    """An engine for a folder without weights: a known model's configuration, and their index."""
+    (folder / "config.json").write_text(json.dumps({**MODELS[model].config, **more}))
+    index = {"metadata": {"total_size": stored}, "weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (folder / model_files.INDEX).write_text(json.dumps(index))
+    return EngineConfig(model=str(folder))
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def test_a_model_that_fits_by_its_configuration_and_index_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _described(tmp_path, "Qwen3.6-35B-A3B", 37 * 10**9, quantization_config=FP8)
+    assert cli.main(["doctor", "--model", str(tmp_path), "--gpu", "h100-80gb", "--tokens", "20000"]) == 0
+    weights, found = capsys.readouterr().out.splitlines()
+    assert weights == "  ok  weights: 34.7 G parameters, 2.9 G of them for each token, 34.46 GiB in fp8"
+    assert "34.5 GiB of weights and 1.3 GiB of the largest step on h100-80gb leave 31.3 GiB for KV and states" in found
+    assert "programs of 20,000 tokens" in found
+    assert "20 KiB a token" in found
+    assert "states of 69 MiB" in found
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "tokens", "state", "mend"),
+    [
+        (
+            "Qwen3.6-35B-A3B",
+            "h100",
+            30_000,
+            State.WARN,
+            "its weights in fp8 (33.3 GiB), or a larger GPU: H200",
+        ),
+        ("gpt-oss-120b", "h100", 30_000, State.FAIL, "its weights in nvfp4 (62.7 GiB)"),
+        ("Kimi-K2", "b200", 30_000, State.FAIL, "a smaller model: this one takes 13 such GPUs, and a replica has one"),
+        ("Llama-3.1-8B", "24", 46_000, State.WARN, "engine.step_tokens: 1024"),
+    ],
+)
+def test_what_to_change_for_a_model_that_does_not_fit(
+    tmp_path: Path, model: str, gpu: str, tokens: int, state: State, mend: str
+) -> None:
+    size = sizing.gpu_bytes(gpu)
+    found = _fit(_described(tmp_path, model), Gpu(gpu, size, size, ""), tokens)
+    one([found], state, "programs of" if state is State.WARN else "leave no room", mend)
+
+
+def test_a_dtype_of_its_own_changes_the_weights(tmp_path: Path) -> None:
+    """Those that are quantised stay so on a GPU; on a CPU they become what it computes in."""
+    engine = _described(tmp_path, "Qwen3-4B", 9 * 10**9, torch_dtype="float32")
+    assert "8.4 GiB of weights" in _fit(engine, H100).found
+    assert "7.5 GiB of weights" in _fit(replace(engine, dtype="bfloat16"), H100).found
+    quantised = _described(tmp_path, "Qwen3-4B", 5 * 10**9, quantization_config=FP8)
+    assert "4.7 GiB of weights" in _fit(replace(quantised, dtype="bfloat16"), H100).found
+    host = [
+        doctor_checks.engine_bytes(settings(engine=replace(quantised, dtype=each)), False)
+        for each in ("auto", "bfloat16")
+    ]
+    assert host[0] - host[1] == 2 * MODELS["Qwen3-4B"].shape.parameters
+
+
+def test_programs_on_a_cpu_share_the_memory_for_kv(tmp_path: Path) -> None:
+    engine = _described(tmp_path, "Qwen3-4B")
+    one([_fit(engine, None)], State.WARN, "0 programs", "engine.kv_memory: 9 or more")
+    one([_fit(replace(engine, kv_memory=9.0), None)], State.OK, "1 programs of 30,000 tokens, 32,768 cells")
+    one([_fit(replace(engine, kv_memory=5.0, kv_dtype="int8"), None)], State.OK, "2 programs")
 
 
 def test_states_are_counted(tmp_path: Path) -> None:
@@ -250,29 +324,25 @@ def test_states_are_counted(tmp_path: Path) -> None:
     shape |= {f"linear_{name}": size for name, size in linear.items()} | {"linear_conv_kernel_dim": 4}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     engine = EngineConfig(model=str(tmp_path), device="cpu", dtype="bfloat16", cells=1000, state_slots=40)
-    told, _ = doctor_checks.memory(settings(engine=engine), WELL)
-    one([told], State.OK, "40 states of 7 MiB for about 10 programs")
+    one([_fit(engine, None, 90)], State.OK, "10 programs of 90 tokens", "40 states of 7 MiB")
     plain = doctor_checks.engine_bytes(settings(engine=replace(engine, state_slots=10)), on_gpu=False)
     state = 6 * (16 * 128 * 128 * 4 + 16 * 17 * 2 * 4 + 6144 * 20 * 2)
     assert doctor_checks.engine_bytes(settings(engine=engine), on_gpu=False) - plain == 30 * state
-    on_gpu, _ = doctor_checks.memory(
-        settings(engine=replace(engine, device="auto", cells=0)), replace(WITH_GPU, gpus=(H100,))
-    )
-    one([on_gpu], State.OK, "40 states")
+    one([_fit(replace(engine, device="auto", cells=0), H100)], State.OK, "40 states")
 
 
 @pytest.mark.parametrize(("count", "state"), [(1, State.OK), (2, State.FAIL)])
 def test_a_gpu_that_no_replica_is_given_may_be_full(count: int, state: State) -> None:
     facts = replace(WITH_GPU, gpus=(H100, replace(H100, free=2 * GIB)), torch_gpus=2)
-    of_the_gpu, _ = doctor_checks.memory(settings(replicas=ReplicasConfig(count)), facts)
-    one([of_the_gpu], state)
+    given = settings(replicas=ReplicasConfig(count))
+    *_, found = doctor_checks.fit(given, doctor_checks.fullest(given, facts))
+    one([found], state)
 
 
 @pytest.mark.parametrize(("free", "state"), [(7 * GIB, State.OK), (5 * GIB, State.WARN), (4 * GIB, State.FAIL)])
 def test_an_engine_on_a_gpu_needs_memory_of_the_host(free: int, state: State) -> None:
     """Four GiB, the weights while they are loaded, and two for what is beside the engines."""
-    _, of_the_host = doctor_checks.memory(settings(), replace(WITH_GPU, memory_free=free))
-    one([of_the_host], state)
+    one(doctor_checks.memory(settings(), replace(WITH_GPU, memory_free=free)), state)
 
 
 def test_every_router_counts() -> None:

@@ -1,124 +1,86 @@
-"""Cells by model and GPU: the shapes are those of the published models, and the formula is the simulator's."""
+"""What fits on a GPU beside a model: against the simulator's machine, the engine's own split, and the page."""
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from holdfast.cluster import cli, sizing
-from holdfast.cluster.sizing import GB, MODELS, Shape
-from holdfast.kernels.linear_state import LinearShape, LinearStates
+from holdfast.cluster.known_models import MODELS
+from holdfast.cluster.sizing import GB, GIB
 from holdfast.loadgen.simulator import machines
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import ConfigError
 
-PUBLISHED = {  # parameters in billions, by the models' own cards
-    "Qwen3-0.6B": 0.6,
-    "Qwen3-4B": 4.0,
-    "Qwen2.5-7B": 7.61,
-    "Mistral-7B-v0.3": 7.25,
-    "Llama-3.1-8B": 8.03,
-    "Qwen3-8B": 8.2,
-    "Qwen3-14B": 14.8,
-    "Qwen3-32B": 32.8,
-    "Qwen3.5-9B": 9.0,
-    "Qwen3.5-27B": 27.0,
-    "Llama-3.1-70B": 70.6,
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_parameters_are_those_that_were_published(name: str) -> None:
-    assert MODELS[name].parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=0.01)
+BY_TOKEN = EngineConfig(page_size=1)
 
 
 def test_cells_are_what_the_simulator_counts() -> None:
-    profile = machines.profile("8b-h200")
-    assert sizing.fit(MODELS["Llama-3.1-8B"], 141 * GB).cells == pytest.approx(profile.cells, rel=0.001)
-
-
-def test_the_shipped_models_shape_is_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from safetensors import safe_open
-
-    from holdfast.cluster import checks
-
-    folder = checks.model_folder("pocket")
-    shape = sizing.read_shape(folder)
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        stored = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
-    assert shape.parameters == pytest.approx(stored, rel=0.01)
-    assert cli.main(["sizing", "pocket", "--gpu-memory", "1"]) == 0
-    assert "KiB beside 0.0 GiB of weights, in 0.9 of" in capsys.readouterr().out
-
-
-def test_a_model_that_does_not_fit_has_no_cells() -> None:
-    assert sizing.fit(MODELS["Llama-3.1-70B"], 80 * GB).cells == 0
-    assert "too large" in sizing.advice(MODELS["Llama-3.1-70B"], 80 * GB)
-    rows = sizing.table(MODELS, {"H100": 80})
-    assert rows[0] == ("model", "weights", "a cell", "a state", "H100 80")
-    assert rows[-1][-1] == "-"
-
-
-@pytest.mark.parametrize("config", [{}, {"num_attention_heads": "many"}, {"num_experts": 8}])
-def test_what_is_no_dense_decoder_is_refused(config: dict[str, object], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError):
-        sizing.read_shape(tmp_path)
-
-
-def test_a_shape_is_read_as_transformers_writes_it() -> None:
-    config = {
-        "num_attention_heads": 16,
-        "hidden_size": 1024,
-        "num_hidden_layers": 28,
-        "intermediate_size": 3072,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    }
-    assert sizing.shape_of(config) == MODELS["Qwen3-0.6B"]
-    assert sizing.shape_of({"text_config": config, "tie_word_embeddings": True}) == MODELS["Qwen3-0.6B"]
-    del config["head_dim"], config["num_key_value_heads"]
-    assert sizing.shape_of(config) == Shape(28, 1024, 3072, 16, 16, 64, 151936, tied=True)
+    shape, profile = MODELS["Llama-3.1-8B"].shape, machines.profile("8b-h200")
+    held = sizing.fit(shape, BY_TOKEN, 0.9 * 141 * GB, shape.weight_bytes()).held
+    assert held.cells == pytest.approx(profile.cells, rel=0.001)
 
 
 def test_a_hybrid_shares_its_memory_between_cells_and_states() -> None:
-    config = {
-        "num_attention_heads": 24,
-        "hidden_size": 5120,
-        "num_hidden_layers": 64,
-        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
-        "intermediate_size": 17408,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "vocab_size": 248320,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 48,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-    }
-    shape = sizing.shape_of({"text_config": config})
-    assert shape == MODELS["Qwen3.5-27B"]
-    assert shape.cell_bytes() == 2 * 16 * 4 * 256 * 2
-    linear = LinearShape(16, 48, 128, 128, kernel=4)
-    slots = LinearStates(linear, layers=1, slots=1, window=17, dtype=torch.bfloat16, device="meta")
-    assert shape.state_bytes() == 48 * slots.slot_bytes
-    held = sizing.fit(shape, 80 * GB)
-    used = held.cells * shape.cell_bytes() + held.slots * shape.state_bytes()
-    left = 0.9 * 80 * GB - shape.weight_bytes()
-    assert left - shape.state_bytes() < used <= left
-    told = sizing.advice(shape, 80 * GB)
-    assert f"{held.slots:,} states of 163 MiB for about {held.slots // 4} programs" in told
+    shape = MODELS["Qwen3.5-27B"].shape
+    found = sizing.fit(shape, BY_TOKEN, 18 * GB)
+    used = found.held.cells * shape.cell_bytes() + found.held.slots * shape.state_bytes()
+    assert 18 * GB - shape.state_bytes() < used <= 18 * GB
+    assert found.programs == found.held.cells // sizing.TOKENS
+    short = sizing.fit(shape, BY_TOKEN, 18 * GB, tokens=1000)
+    assert short.programs == short.held.slots // 4  # more have no states
+    assert f"{found.held.slots} states of 163 MiB" in sizing.told(shape, found, sizing.TOKENS)
 
 
-def test_the_page_has_the_table_of_today_and_the_example_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_window_costs_its_own_tokens_alone() -> None:
+    shape = MODELS["gpt-oss-20b"].shape
+    fits = {tokens: sizing.fit(shape, BY_TOKEN, 8 * GIB, tokens=tokens).programs for tokens in (100, 128, 30_000)}
+    assert fits[100] == 8 * GIB // (100 * 48 * 1024)
+    assert fits[30_000] == 8 * GIB // ((30_000 + 128) * 24 * 1024)
+    assert "24 KiB a token, 24 KiB for each of its last 128" in sizing.told(
+        shape, sizing.fit(shape, BY_TOKEN, GIB), 30_000
+    )
+
+
+def test_a_gpu_keeps_room_for_the_largest_step_and_its_graphs() -> None:
+    shape = MODELS["Llama-3.1-8B"].shape
+    whole = sizing.on_gpu(shape, BY_TOKEN, 80 * GB, shape.weight_bytes())
+    assert whole.left == pytest.approx(0.9 * 80 * GB - shape.weight_bytes() - whole.step)
+    fewer = sizing.on_gpu(shape, EngineConfig(page_size=1, step_tokens=1024), 80 * GB, shape.weight_bytes())
+    assert fewer.step < whole.step < 2 * GIB
+    assert sizing.on_gpu(shape, BY_TOKEN, 80 * GB, shape.weight_bytes(), others=10 * GB).left == whole.left - 10 * GB
+    assert sizing.on_gpu(MODELS["Llama-3.1-70B"].shape, BY_TOKEN, 80 * GB, 141 * GB).programs == 0
+
+
+def test_what_options_fix_is_not_split() -> None:
+    shape = MODELS["Qwen3.5-9B"].shape
+    fixed = EngineConfig(cells=32_000, state_slots=8, speculation=DraftConfig(enabled=False))
+    assert sizing.fit(shape, fixed, GIB).held == (32_000, 8)
+    assert sizing.fit(shape, fixed, GIB, tokens=16_000).programs == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("h100", 80 * GB), ("H100-80GB", 80 * GB), ("a100-80gb", 80 * GB), ("24", 24 * GIB), ("22.5GiB", 22.5 * GIB)],
+)
+def test_a_gpu_has_a_name_or_a_size(name: str, size: float) -> None:
+    assert sizing.gpu_bytes(name) == size
+
+
+@pytest.mark.parametrize("name", ["h1000", "h100-many", ""])
+def test_a_gpu_that_nobody_knows(name: str) -> None:
+    with pytest.raises(ConfigError, match="give one of l4, a100") as refused:
+        sizing.gpu_bytes(name)
+    assert refused.value.field == "gpu"
+
+
+def test_the_page_has_the_tables_of_today_and_the_example_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parent.parent.parent / "docs" / "sizing.md").read_text()
     assert cli.main(["sizing", "--markdown"]) == 0
     assert page.split("<!-- sizing -->\n")[1].split("<!-- /sizing -->")[0] == capsys.readouterr().out
-    held = sizing.fit(MODELS["Llama-3.1-8B"], 80 * GB).cells
+    shape = MODELS["Llama-3.1-8B"].shape
+    held = sizing.on_gpu(shape, EngineConfig(), 80 * GB, shape.weight_bytes()).held.cells
     ceiling = EngineConfig().admission_ceiling
     programs = (held * ceiling - 4000) / 26000
     assert f"({held / 1000:.0f}k x {ceiling:g} - 4k) / 26k, about {programs:.0f} programs" in page
+    assert cli.main(["sizing"]) == 0
+    assert "Qwen3.6-35B-A3B" in capsys.readouterr().out

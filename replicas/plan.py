@@ -61,11 +61,15 @@ class Draw:
 
 @record
 class RowWrite:
-    """Put `pages` into page-table row `row`, from page slot `first` on: one device operation, any length."""
+    """Put `pages` into page-table row `row`, from page slot `first` on: one device operation, any length.
+
+    `kind`: 0, or 1 for the layers whose window has pages of its own.
+    """
 
     row: int
     first: int
     pages: PageIds
+    kind: int = 0
 
 
 @record

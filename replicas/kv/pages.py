@@ -30,11 +30,12 @@ FORGOTTEN_S = 3600.0  # after the last request of a tenant its limits are forgot
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Copy the first `cells` cells of page `source` to page `target` in every layer, before the forward."""
+    """Copy the first `cells` cells of page `source` to page `target` in every layer of a kind, before the forward."""
 
     source: int
     target: int
     cells: int
+    kind: int = 0
 
 
 @dataclass(frozen=True, slots=True)

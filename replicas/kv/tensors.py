@@ -5,7 +5,7 @@ Here: numbers. Not here: who owns a page (`cache`), what is kept in the second t
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
@@ -45,10 +45,23 @@ class CellShape:
         return self.rows * self.head_dim
 
 
+@dataclass(frozen=True, slots=True)
+class KVKind:
+    """The attention layers of a model that share a store and a page table: all, or those with or without a window.
+
+    `window`: the tokens that they see, if pages behind a sequence's window are freed; None: they keep every page.
+    """
+
+    cell: CellShape
+    window: int | None = None
+
+
 class KVTensors:
-    """The KV store: one allocation for every layer, page and cell.
+    """The KV store of one kind of layers: one allocation for every layer, page and cell.
 
         data    [layers, 2, pages, page_size, kv_heads, head_dim]      index 1: 0 keys, 1 values
+
+    `window`: the store of the layers with a window, where they have one of their own (`KVKind`).
 
     Keys and values come and go in `dtype`. In int8 `data` has bytes of them, and behind each head's a scale
     (`kernels.kv`).
@@ -76,10 +89,30 @@ class KVTensors:
         """
         self.shape = shape
         self.dtype = dtype
+        self.window: KVTensors | None = None
         self._scratch = scratch
         self._row, self._stored = (shape.head_dim + SCALE, torch.int8) if int8 else (shape.head_dim, dtype)
         self.data = self._allocated(pages, page_size, device)
         self.pages = pages
+
+    @classmethod
+    def of(
+        cls,
+        kinds: Sequence[KVKind],
+        pages: Sequence[int],
+        page_size: int,
+        dtype: torch.dtype,
+        device: str | torch.device = "cpu",
+        scratch: bool = False,
+        int8: bool = False,
+    ) -> "KVTensors":
+        """The stores of a model, with so many pages of each kind."""
+        stores = [
+            cls(kind.cell, n, page_size, dtype, device, scratch, int8) for kind, n in zip(kinds, pages, strict=True)
+        ]
+        if len(stores) > 1:
+            stores[0].window = stores[1]
+        return stores[0]
 
     def resize(self, pages: int) -> None:
         """Start again with `pages` pages: what was stored is gone. Raises ConfigError like the constructor."""
@@ -99,6 +132,15 @@ class KVTensors:
         except RuntimeError as error:
             wanted = self.cell_bytes * pages * page_size / 2**30
             raise ConfigError(f"no memory for {wanted:.2f} GiB of KV on {device}: {error}", "cells") from error
+
+    @property
+    def kinds(self) -> tuple["KVTensors", ...]:
+        """The stores of the model, by kind."""
+        return (self,) if self.window is None else (self, self.window)
+
+    def kind(self, window: int | None) -> int:
+        """The kind of a layer that sees `window` tokens, or all."""
+        return int(window is not None and self.window is not None)
 
     @property
     def page_size(self) -> int:

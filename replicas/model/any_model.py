@@ -81,12 +81,12 @@ class AnyModel:
         return any(window for *_, window in self._asked)
 
     @property
-    def attention(self) -> AttentionShape | None:
-        """Known once the layers have asked for it; None where their heads differ."""
+    def attention(self) -> tuple[AttentionShape, ...]:
+        """Known once the layers have asked for it; () where their heads differ."""
         if len({each[:3] for each in self._asked}) != 1:
-            return None
+            return ()
         (heads, kv_heads, size, _), *_ = self._asked
-        return AttentionShape(heads, kv_heads, size, tuple(sorted({window for *_, window in self._asked})))
+        return (AttentionShape(heads, kv_heads, size, tuple(sorted({window for *_, window in self._asked}))),)
 
     @property
     def vocabulary(self) -> int:
@@ -102,7 +102,7 @@ class AnyModel:
                 position_ids=batch.position_ids,
                 use_cache=False,
                 logits_to_keep=batch.drawn,
-                paged_state=PagedState(self._kv, batch.pages, self._asked),
+                paged_state=PagedState(self._kv, batch.pages[0], self._asked),
             )
         logits: Tensor = output.logits[0]
         return logits

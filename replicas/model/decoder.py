@@ -49,19 +49,43 @@ Int32s = npt.NDArray[np.int32]
 
 
 class PageTable:
-    """Which page holds which part of which sequence: [rows, slots] int32 on the device, one row per sequence.
+    """Which page holds which part of which sequence: [kinds x rows, slots] int32 on the device, one row per sequence
+    and kind of layers (`KVKind`).
 
-    Forwards are laid out from a copy on the host; on a CPU both are the same memory. `runs[row]` is the row as runs of
-    neighbouring pages. Entries beyond a sequence's last position may be left from an earlier one.
+    `pages`: of the store of each kind. Forwards are laid out from a copy on the host; on a CPU both are one memory.
+    `runs[row]` is the row of the first kind as runs of neighbouring pages. Entries beyond a sequence's last position,
+    and those of pages that its window has passed, may be left from an earlier one.
     """
 
-    def __init__(self, rows: int, slots: int, page_size: int, pages: int, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self,
+        rows: int,
+        slots: int,
+        page_size: int,
+        pages: int | Sequence[int],
+        device: str | torch.device = "cpu",
+    ) -> None:
         self.page_size = page_size
         self.device = torch.device(device)
-        self._pages = pages
-        self._host = np.zeros((rows, slots), dtype=np.int32)
+        self._rows = rows
+        self._pages = (pages,) if isinstance(pages, int) else tuple(pages)
+        self._host = np.zeros((len(self._pages) * rows, slots), dtype=np.int32)
         self.tensor: Tensor = torch.from_numpy(self._host).to(self.device)
         self.runs = [PageRuns() for _ in range(rows)]
+
+    @classmethod
+    def of(cls, kv: KVTensors, rows: int, context_length: int) -> "PageTable":
+        """The table of a store, on its device."""
+        slots, pages = -(-context_length // kv.page_size), [each.pages for each in kv.kinds]
+        return cls(rows, slots, kv.page_size, pages, kv.data.device)
+
+    @property
+    def kinds(self) -> range:
+        return range(len(self._pages))
+
+    def row(self, row: int, kind: int) -> int:
+        """The row of the table with a sequence's pages of one kind."""
+        return row + kind * self._rows
 
     def write(self, write: RowWrite) -> None:
         """Apply one row write. Raises IndexError when it reaches outside the table or names an unknown page."""
@@ -69,26 +93,29 @@ class PageTable:
         if self.tensor.device.type != "cpu":
             end = write.first + len(write.pages)
             pages = torch.from_numpy(np.ascontiguousarray(write.pages))
-            self.tensor[write.row, write.first : end] = pages.to(self.device)
+            self.tensor[self.row(write.row, write.kind), write.first : end] = pages.to(self.device)
 
     def note(self, write: RowWrite) -> None:
         """The host's part of a row write. The caller applies the device's part, in the same order."""
-        rows, slots = self._host.shape
+        rows, slots = self._rows, self._host.shape[1]
         first, end = write.first, write.first + len(write.pages)
         if not (0 <= write.row < rows and first >= 0 and end <= slots):
             raise IndexError(f"pages {first} to {end} of row {write.row} lie outside a table of {rows} x {slots}")
-        if len(write.pages) and not (write.pages.min() >= 0 and write.pages.max() < self._pages):
-            raise IndexError(f"row {write.row} names a page outside the {self._pages} there are")
+        pages = self._pages[write.kind]
+        if len(write.pages) and not (write.pages.min() >= 0 and write.pages.max() < pages):
+            raise IndexError(f"row {write.row} names a page outside the {pages} there are")
         runs = self.runs[write.row]
-        if first > runs.extent:
+        if write.kind == 0 and first > runs.extent:
             raise IndexError(f"row {write.row} is written from page {first} on but ends at {runs.extent}")
-        self._host[write.row, first:end] = write.pages
-        runs.replace_tail(first, self._host[write.row, first : max(end, runs.extent)])
+        row = self._host[self.row(write.row, write.kind)]
+        row[first:end] = write.pages
+        if write.kind == 0:
+            runs.replace_tail(first, row[first : max(end, runs.extent)])
 
-    def cells(self, rows: Int64s, positions: Int64s) -> Int64s:
-        """The cell of each (row, position)."""
+    def cells(self, rows: Int64s, positions: Int64s, kind: int = 0) -> Int64s:
+        """The cell of each (row, position) in the store of a kind."""
         slots, inside = np.divmod(positions, self.page_size)
-        cells: Int64s = self._host[rows, slots].astype(np.int64) * self.page_size + inside
+        cells: Int64s = self._host[self.row(0, kind) + rows, slots].astype(np.int64) * self.page_size + inside
         return cells
 
 
@@ -97,19 +124,20 @@ class ForwardBatch:
     """Inputs of one forward, all on the device.
 
     token_ids [1, T] and position_ids [1, T] int64; drawn [R] int64: the tokens whose output is drawn from, maybe none.
-    `states`: which chunk has which states, of a model with linear layers.
+    `pages`: where the tokens lie, for each kind of layers with attention. `states`: which chunk has which states, of a
+    model with linear layers.
     """
 
     token_ids: Tensor
     position_ids: Tensor
     drawn: Tensor
-    pages: PagedBatch
+    pages: tuple[PagedBatch, ...]
     states: StateBatch | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchLayout:
-    """A forward's tokens on the host. token_ids, positions, cells [T] and drawn [R] are int64.
+    """A forward's tokens on the host. token_ids, positions, drawn [R] and the `cells` [T] of each kind are int64.
 
     `rows`, `starts`, `lengths`: page table row, first position and tokens of each chunk; `decodes`: see `Chunk`.
     `states`: the fields of a `StateBatch`; none of a model without linear layers.
@@ -117,8 +145,8 @@ class BatchLayout:
 
     token_ids: Int64s
     positions: Int64s
-    cells: Int64s
     drawn: Int64s
+    cells: tuple[Int64s, ...]
     rows: list[int]
     starts: list[int]
     lengths: list[int]
@@ -128,22 +156,29 @@ class BatchLayout:
     @property
     def arrays(self) -> tuple[Int64s | Int32s, ...]:
         """What the device needs."""
-        return self.token_ids, self.positions, self.cells, self.drawn, *self.states
+        return self.token_ids, self.positions, self.drawn, *self.cells, *self.states
 
     def batch(self, table: PageTable, views: Sequence[Tensor]) -> ForwardBatch:
         """The batch over `views`, which are `arrays` on the table's device."""
-        token_ids, positions, cells, drawn, *states = views
+        token_ids, positions, drawn, *rest = views
+        cells, states = rest[: len(self.cells)], rest[len(self.cells) :]
         used = None
         if states:
             starts, source, target, applied, held, marks = states
             used = StateBatch(starts, source, target, applied, held, marks, max(self.lengths))
         return ForwardBatch(token_ids[None], positions[None], drawn, self.paged(table, cells), used)
 
-    def paged(self, table: PageTable, cells: Tensor) -> PagedBatch:
-        """Where the tokens lie, as attention reads it; `cells` are on the table's device."""
-        runs = [table.runs[row] for row in self.rows]
-        where = (self.rows, self.starts, self.lengths)
-        return PagedBatch(table.page_size, table.tensor, *where, cells, runs, decodes=self.decodes)
+    def paged(self, table: PageTable, cells: Sequence[Tensor] = ()) -> tuple[PagedBatch, ...]:
+        """Where the tokens lie, as attention reads it, by kind; `cells` are on the table's device. Work that is only
+        planned needs none.
+        """
+        where, pages = (self.starts, self.lengths), []
+        for kind in table.kinds:
+            rows = [table.row(row, kind) for row in self.rows]
+            runs = [table.runs[row] for row in self.rows] if kind == 0 else []
+            of_kind = cells[kind] if cells else table.tensor
+            pages.append(PagedBatch(table.page_size, table.tensor, rows, *where, of_kind, runs, decodes=self.decodes))
+        return tuple(pages)
 
 
 def lay_out(chunks: tuple[Chunk, ...], table: PageTable) -> BatchLayout:
@@ -155,7 +190,8 @@ def lay_out(chunks: tuple[Chunk, ...], table: PageTable) -> BatchLayout:
     # Position of token t: its chunk's start plus its distance from its chunk's first token.
     offsets: Int64s = np.array(starts, dtype=np.int64) - ends + lengths
     positions = np.arange(int(ends[-1])) + np.repeat(offsets, lengths)
-    cells = table.cells(np.repeat(rows, lengths), positions)
+    of_each = np.repeat(rows, lengths)
+    cells = tuple(table.cells(of_each, positions, kind) for kind in table.kinds)
     decodes = [chunk.decodes for chunk in chunks]
     drawn = np.arange(len(positions))
     if not all(decodes):
@@ -167,7 +203,7 @@ def lay_out(chunks: tuple[Chunk, ...], table: PageTable) -> BatchLayout:
         ]
         drawn = np.array(indices, dtype=np.int64)
     tokens = np.concatenate([chunk.tokens for chunk in chunks], dtype=np.int64)
-    return BatchLayout(tokens, positions, cells, drawn, rows, starts, lengths, decodes, _states(chunks, ends))
+    return BatchLayout(tokens, positions, drawn, cells, rows, starts, lengths, decodes, _states(chunks, ends))
 
 
 def _states(chunks: tuple[Chunk, ...], ends: Int64s) -> tuple[Int32s, ...]:
@@ -189,7 +225,9 @@ def build_batch(chunks: tuple[Chunk, ...], table: PageTable) -> ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Heads and their size, and the different windows of the layers; 0: none. `invariant`: see `attention_work`."""
+    """Of one kind of layers: heads and their size, and the different windows; 0: none. `invariant`: see
+    `attention_work`.
+    """
 
     heads: int
     kv_heads: int
@@ -207,17 +245,23 @@ class AttentionShape:
         return [attention_work(pages, self.group, self.kv_heads, window, invariant=alone) for window in self.windows]
 
 
+def plan_attention(shapes: Sequence[AttentionShape], batches: Sequence[PagedBatch]) -> list[list[AttentionWork]]:
+    """A batch's attention worked out before its forward, by kind."""
+    return [shape.works(pages) for shape, pages in zip(shapes, batches, strict=False)]
+
+
 class Model(Protocol):
     """Takes a batch, stores its KV and returns the logits [R, vocabulary] of its drawn tokens.
 
-    `attention` lets a batch's attention be worked out beforehand; None: the model asks for it layer by layer.
+    `attention`, one shape for each kind of layers, lets a batch's attention be worked out beforehand; (): the model
+    asks for it layer by layer.
     """
 
     @property
     def vocabulary(self) -> int: ...
 
     @property
-    def attention(self) -> AttentionShape | None: ...
+    def attention(self) -> tuple[AttentionShape, ...]: ...
 
     def forward(self, batch: ForwardBatch) -> Tensor: ...
 
@@ -242,7 +286,8 @@ def rotary_table(config: Any, positions: int, device: str) -> tuple[Tensor, Tens
 class AttentionLayer:
     """The mixer of a layer with attention: its weights, ready to multiply with, and its place in the KV store."""
 
-    index: int  # among the layers with attention
+    kind: int
+    index: int  # among the layers of its kind
     mixer: Attention
     qkv: Matrix
     norms: tuple[Tensor, Tensor] | None  # of queries and keys
@@ -304,19 +349,18 @@ class Decoder:
         self.vocabulary = description.vocabulary
         self._attention = description.attention
         self._eps = description.eps
-        self._windows = tuple(sorted({mixer.window or 0 for mixer in description.attentions}))
+        self._windows: list[set[int]] = [set() for _ in kv.kinds]
         self._embedding, self._norm = weights.embedding, weights.norm
+        self._kv, self.states = kv, states
         for described in description.layers:
             self._take(weights.layers.pop(0), described.mixer, int8)
         self._head = Matrix(weights.head, None, int8, self.leave)
         angles = torch.float32 if kv.data.device.type == "cpu" else weights.embedding.dtype
         self._cos, self._sin = (table.to(angles) for table in rotary)
-        self._kv, self.states = kv, states
         self._scale = self._attention.head_dim**-0.5
 
     def _take(self, weights: LayerWeights, described: Mixer, int8: bool) -> None:
         """Make the next layer of its weights."""
-        index = sum(type(each.mixer.mixer) is type(described) for each in self.layers)
         of, scales = weights.mixer, weights.scales
         out = self._matrix(of.out, scales.get("out"), None, int8)
         mixer: AttentionLayer | DeltaLayer
@@ -324,10 +368,14 @@ class Decoder:
             assert isinstance(described, Attention)
             norms = None if of.q_norm is None or of.k_norm is None else (of.q_norm, of.k_norm)
             qkv = self._matrix(of.qkv, scales.get("qkv"), of.qkv_bias, int8)
-            mixer = AttentionLayer(index, described, qkv, norms, out)
+            kind = self._kv.kind(described.window)
+            self._windows[kind].add(described.window or 0)
+            index = sum(isinstance(each.mixer, AttentionLayer) and each.mixer.kind == kind for each in self.layers)
+            mixer = AttentionLayer(kind, index, described, qkv, norms, out)
         else:
             assert isinstance(described, GatedDeltaNet)
             qkvz = self._matrix(of.qkvz, scales.get("qkvz"), None, int8)
+            index = sum(isinstance(each.mixer, DeltaLayer) for each in self.layers)
             mixer = DeltaLayer(index, described, qkvz, self._matrix(of.ab, None, None), of.kernel, of.norm, out)
         gate_up = self._gated_matrix(weights.gate_up, scales.get("gate_up"), int8)
         down = self._matrix(weights.down, scales.get("down"), None, int8)
@@ -371,20 +419,23 @@ class Decoder:
         return [*(each for layer in self.layers for each in layer.matrices), self._head]
 
     @property
-    def attention(self) -> AttentionShape:
-        heads = self._attention
-        return AttentionShape(heads.heads, heads.kv_heads, heads.head_dim, self._windows)
+    def attention(self) -> tuple[AttentionShape, ...]:
+        of = self._attention
+        return tuple(AttentionShape(of.heads, of.kv_heads, of.head_dim, tuple(sorted(each))) for each in self._windows)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [R, vocabulary] of the batch's drawn tokens; stores the KV of all its tokens, and the states."""
         eps, heads = self._eps, self._attention.heads
-        rotation = Rotation(self._cos, self._sin, batch.position_ids[0], batch.pages.cells, self._kv.data, heads, eps)
+        rotations = [
+            Rotation(self._cos, self._sin, batch.position_ids[0], pages.cells, kv.data, heads, eps)
+            for pages, kv in zip(batch.pages, self._kv.kinds, strict=True)
+        ]
         x = self._embedding[batch.token_ids[0]]  # [T, D]
         for layer in self.layers:
             mixer, h = layer.mixer, rms_norm(x, layer.input_norm, eps)
             if isinstance(mixer, AttentionLayer):
-                mixed = self._attend(mixer, h, rotation, batch)
+                mixed = self._attend(mixer, h, rotations[mixer.kind], batch)
             else:
                 mixed = self._recur(mixer, h, batch)
             x = mixer.out(mixed, plus=x)  # [T, D]
@@ -398,7 +449,8 @@ class Decoder:
         mixer = layer.mixer
         gate, qkv = mixer.split(layer.qkv(h))
         q = rotation.rotate_and_store(qkv, layer.index, layer.norms)
-        out = paged_attention(q, self._kv.data, layer.index, batch.pages, self._scale, mixer.window).flatten(1)
+        store, pages = self._kv.kinds[layer.kind].data, batch.pages[layer.kind]
+        out = paged_attention(q, store, layer.index, pages, self._scale, mixer.window).flatten(1)
         return out if gate is None else out.mul_(gate.sigmoid())
 
     def _recur(self, layer: DeltaLayer, h: Tensor, batch: ForwardBatch) -> Tensor:

@@ -77,8 +77,8 @@ class GpuDecoder(Decoder):
         self._invariant = True
 
     @property
-    def attention(self) -> AttentionShape:
-        return replace(super().attention, invariant=self._invariant)
+    def attention(self) -> tuple[AttentionShape, ...]:
+        return tuple(replace(each, invariant=self._invariant) for each in super().attention)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -102,9 +102,9 @@ class GpuDecoder(Decoder):
 
     def _attend_on_gpu(self, layer: AttentionLayer, h: Tensor, batch: ForwardBatch) -> Tensor:
         """Attention of one layer between its projections: [T, H d]."""
-        mixer, pages = layer.mixer, batch.pages
+        mixer, pages = layer.mixer, batch.pages[layer.kind]
         gate, qkv = mixer.split(layer.qkv(h))
-        table, store = (self._cos, self._sin, batch.position_ids[0]), (self._kv.data, layer.index)
+        table, store = (self._cos, self._sin, batch.position_ids[0]), (self._kv.kinds[layer.kind].data, layer.index)
         q = rotate_and_store(qkv, mixer.heads, *table, *store, pages.cells, layer.norms, self._eps)
         out = attend_gpu(q, *store, pages, self._scale, mixer.window or 0, 0.0).flatten(1)
         return out if gate is None else sigmoid_gate(out, gate)

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from holdfast.kernels.fp8 import BLOCK
 from holdfast.kernels.linear_state import LinearShape
 from holdfast.replicas.config import BYTES, DType, ModelShape
-from holdfast.replicas.kv.tensors import CellShape
+from holdfast.replicas.kv.tensors import CellShape, KVKind
 from holdfast.replicas.model.folder import cannot_serve, model_folder
 
 ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # the others change with the length of the sequence
@@ -125,6 +125,25 @@ class Description:
     @property
     def cell(self) -> CellShape:
         return CellShape(len(self.attentions), self.attention.kv_heads, self.attention.head_dim)
+
+    def kinds(self, context: int) -> tuple[KVKind, ...]:
+        """The attention layers by kind, for sequences of up to `context` tokens: those that see all before those with a
+        window.
+
+        All are one kind where freeing pages would not pay: the window is as long as the context, or every layer has
+        one. So are those of a model with recurrent states, which has no checkpoints of both.
+        """
+        whole = [each for each in self.attentions if each.window is None]
+        windowed = [each for each in self.attentions if each.window is not None]
+        windows = {each.window for each in windowed}
+        cells = [CellShape(len(each), each[0].kv_heads, each[0].head_dim) for each in (whole, windowed) if each]
+        if len(cells) == 1 or len(windows) > 1 or self.state is not None:
+            return (KVKind(self.cell),)
+        (window,) = windows
+        alike = len({(cell.kv_heads, cell.head_dim) for cell in cells}) == 1
+        if alike and window is not None and window >= context:
+            return (KVKind(self.cell),)
+        return KVKind(cells[0]), KVKind(cells[1], window)
 
     @property
     def state(self) -> LinearShape | None:

@@ -6,7 +6,9 @@ copy. A forward is captured for each `Bucket`, and a step runs in the smallest t
 step is data: a fixed number of programs share attention's items (`GpuPlan.counts`). Tokens that only fill the bucket
 are written to a scratch cell that nothing attends to, and their logits are dropped.
 
-    | ids, positions, cells, drawn, draws, states | by window: counts, order, positions, merges, wide | extra | narrow |
+    | ids, positions, drawn, draws, cells, states | counts, order, positions, merges, wide | extra | narrow |
+
+Cells are those of each kind of layers. What stands behind the states is that of each kind and window.
 
 A step's copy ends with its own part of the last field, its narrow items. `extra` carries what the step needs outside of
 the forward. A graph ends with greedy draws and the verification of drafts; other draws use its logits. Steps with more
@@ -18,6 +20,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -87,10 +90,12 @@ class GraphRoom:
         return sorted(found, reverse=True)
 
 
-def room_for(tokens: int, shape: AttentionShape, multiprocessors: int, partial_bytes: int = 256 << 20) -> GraphRoom:
+def room_for(
+    tokens: int, shapes: Sequence[AttentionShape], multiprocessors: int, partial_bytes: int = 256 << 20
+) -> GraphRoom:
     """Room for steps of up to `tokens` tokens on a device with so many multiprocessors."""
-    partials = partial_bytes // (4 * shape.heads * shape.head_dim)
-    programs = -(-multiprocessors // shape.kv_heads)
+    partials = partial_bytes // (4 * max(shape.heads * shape.head_dim for shape in shapes))
+    programs = -(-multiprocessors // min(shape.kv_heads for shape in shapes))
     most = max(n for n in _TOKENS if n <= max(tokens, 1))
     return replace(GraphRoom(), tokens=most, items=min(partials, 1 << 15), partials=partials, programs=programs)
 
@@ -136,18 +141,18 @@ class _Field:
 class _Layout:
     """Where everything lies in the static buffer of `size` bytes."""
 
-    def __init__(self, room: GraphRoom, windows: int, rows: int) -> None:
-        """`rows`: sequences with states; 0: the model has none."""
+    def __init__(self, room: GraphRoom, windows: Sequence[int], rows: int) -> None:
+        """`windows`: how many there are of each kind. `rows`: sequences with states; 0: the model has none."""
         self.size = 0
-        self.token_ids, self.positions, self.cells = (self.add(torch.int64, room.tokens) for _ in range(3))
+        self.token_ids, self.positions, *self.cells = (self.add(torch.int64, room.tokens) for _ in (0, 0, *windows))
         self.drawn = self.add(torch.int64, room.draws)
         self.first_rows = self.add(torch.int32, room.draws + 1)
         self.drafts = self.add(torch.int32, room.draws)
         self.states = [self.add(torch.int32, *size) for size in ((rows + 1,), *[(rows,)] * 4, (room.marks, 3))]
-        self.windows = [_WindowFields(self, room) for _ in range(windows)]
+        self.windows = [[_WindowFields(self, room) for _ in range(n)] for n in windows]
         self.extra = self.size
         self.size += room.extra
-        self.narrow = [self.add(torch.int32, room.items, 6) for _ in range(windows)]
+        self.narrow = [[self.add(torch.int32, room.items, 6) for _ in range(n)] for n in windows]
 
     def add(self, dtype: torch.dtype, *shape: int) -> _Field:
         """Room for one more array behind the others."""
@@ -168,14 +173,16 @@ class _WindowFields:
 
 
 class CudaGraphs:
-    """The graphs of a model over one page table. `scratch_cell`: where tokens without a meaning are stored."""
+    """The graphs of a model over one page table. `shapes` and `scratch_cells`, where tokens without a meaning are
+    stored, are those of each kind of layers.
+    """
 
     def __init__(
         self,
         model: Model,
-        shape: AttentionShape,
+        shapes: Sequence[AttentionShape],
         table: PageTable,
-        scratch_cell: int,
+        scratch_cells: Sequence[int],
         dtype: torch.dtype,
         room: GraphRoom | None = None,
         states: bool = False,
@@ -185,26 +192,29 @@ class CudaGraphs:
         `states`: it has recurrent ones.
         """
         self._model = model
-        self._shape = shape
+        self._shapes = shapes
         self._table = table
-        self._scratch = scratch_cell
+        self._scratch = scratch_cells
         self.room = room = room or GraphRoom()
         self._replays: dict[Bucket, Callable[[], None]] = {}
         self._sizes = [n for n in _TOKENS if n <= room.tokens]
         self._rows = len(table.runs) if states else 0
-        self._fields = _Layout(room, len(shape.windows), self._rows)
+        self._fields = _Layout(room, [len(shape.windows) for shape in shapes], self._rows)
         device = table.device
         self._static = torch.zeros(self._fields.size, dtype=torch.uint8, device=device)
-        self._fields.cells.view(self._static).fill_(scratch_cell)  # while graphs are captured, too
+        for cells, scratch in zip(self._fields.cells, scratch_cells, strict=True):
+            cells.view(self._static).fill_(scratch)  # while graphs are captured, too
         self._fields.states[2].view(self._static).fill_(NO_STATE)  # nor is a state written
-        self._partial = torch.zeros(room.partials, shape.heads, shape.head_dim, dtype=torch.float32, device=device)
-        self._lse = torch.zeros(room.partials, shape.heads, dtype=torch.float32, device=device)
+        # Layers run one after the other, so all kinds use one memory for their partial results.
+        sizes = [room.partials * each.heads * (each.head_dim + 1) for each in shapes]
+        partial = torch.zeros(max(sizes), dtype=torch.float32, device=device)
+        self._partials = [_partials(partial, room.partials, shape) for shape in shapes]
         self._logits = torch.zeros(room.draws, model.vocabulary, dtype=dtype, device=device)
         self._greedy = torch.zeros(2 * counts_begin(room.draws), dtype=torch.int32, device=device)
 
     def capture(self, capture: Capture, say: Callable[[str], None], most: int | None = None) -> None:
         """Capture every bucket, or the `most` largest, and report progress."""
-        buckets = self.room.buckets(self._shape.group)[:most]
+        buckets = self.room.buckets(max(shape.group for shape in self._shapes))[:most]
         began = time.perf_counter()
         for done, bucket in enumerate(buckets):
             if done % 16 == 0:
@@ -220,7 +230,7 @@ class CudaGraphs:
     def load(
         self,
         layout: BatchLayout,
-        works: Sequence[AttentionWork],
+        works: Sequence[Sequence[AttentionWork]],
         draws: Sequence[Array],
         extra: Sequence[Array],
         sender: Sender,
@@ -238,19 +248,21 @@ class CudaGraphs:
         parts: list[tuple[_Field, Array]] = [
             (fields.token_ids, _filled(layout.token_ids, tokens)),
             (fields.positions, _filled(layout.positions, tokens)),
-            (fields.cells, _filled(layout.cells, tokens, self._scratch)),
             (fields.drawn, _filled(layout.drawn, bucket.draws)),
             # Sequences that only fill the bucket have no rows.
             (fields.first_rows, _filled(first, bucket.draws + 1, len(layout.drawn))),
             (fields.drafts, drafts),
         ]
+        for field, cells, scratch in zip(fields.cells, layout.cells, self._scratch, strict=True):
+            parts.append((field, _filled(cells, tokens, scratch)))
         if layout.states:
             # Sequences that only fill the bucket have no tokens, and no state is written for them.
             lengths = [min(tokens, self._rows) + (number == 0) for number in range(5)] + [self.room.marks]
             values = (int(layout.states[0][-1]), NO_STATE, NO_STATE, 0, 0, _NO_MARK)
             for field, array, length, value in zip(fields.states, layout.states, lengths, values, strict=True):
                 parts.append((field, _filled(array, length, value)))
-        for work, at, narrow in zip(works, fields.windows, fields.narrow, strict=True):
+        each = zip(chain(*works), chain(*fields.windows), chain(*fields.narrow), strict=True)
+        for work, at, narrow in each:
             parts += [
                 (at.n_narrow, np.array([len(work.narrow)], np.int32)),
                 (at.n_wide, np.array([len(work.wide)], np.int32)),
@@ -262,7 +274,7 @@ class CudaGraphs:
             ]
         extra_places = [fields.extra + offset for offset in offsets]
         places = [*(field.offset for field, _ in parts), *extra_places]
-        end = fields.narrow[-1].offset + works[-1].narrow.nbytes
+        end = fields.narrow[-1][-1].offset + works[-1][-1].narrow.nbytes
         sender.send_into(self._static, [*(array for _, array in parts), *extra], places, end)
         sent = (fields.first_rows.view(self._static, len(first)), fields.drafts.view(self._static, len(drafts)))
         return Loaded(bucket, sent, views(self._static, extra, extra_places))
@@ -273,9 +285,9 @@ class CudaGraphs:
         accepted = counts_begin(bucket.draws)
         return Replayed(self._logits[:drawn], self._greedy[: accepted + bucket.draws], accepted)
 
-    def _bucket_for(self, layout: BatchLayout, works: Sequence[AttentionWork]) -> Bucket | None:
+    def _bucket_for(self, layout: BatchLayout, of_kinds: Sequence[Sequence[AttentionWork]]) -> Bucket | None:
         """The graph for a step; None where it has to run without one."""
-        tokens, room = len(layout.token_ids), self.room
+        tokens, room, works = len(layout.token_ids), self.room, list(chain(*of_kinds))
         if not 0 < tokens <= room.tokens or len(layout.drawn) > room.draws:
             return None
         for work in works:
@@ -290,27 +302,31 @@ class CudaGraphs:
 
     def _longest(self, bucket: Bucket) -> int:
         """Most tokens of one sequence: without wide items they fit into a narrow tile."""
-        return bucket.tokens if bucket.wide else min(bucket.tokens, bucket.tile // self._shape.group)
+        return bucket.tokens if bucket.wide else min(bucket.tokens, bucket.tile // self._shapes[0].group)
 
     def _forward(self, bucket: Bucket) -> Callable[[], None]:
         """The model's forward and greedy draws over the static buffers, as one bucket sees them."""
         from holdfast.kernels.sampling_gpu import draw_and_verify  # Triton comes with torch for a GPU alone
 
         size, draws, static, fields, table = bucket.tokens, bucket.draws, self._static, self._fields, self._table
-        pages = PagedBatch(table.page_size, table.tensor, (), (), (), fields.cells.view(static, size), ())
-        for window, at, narrow in zip(self._shape.windows, fields.windows, fields.narrow, strict=True):
-            pages.plans[plan_key(window)] = GpuPlan(
-                narrow=narrow.view(static),
-                wide=at.wide.view(static, None if bucket.wide else 0),
-                narrow_rows=bucket.tile,
-                order=at.order.view(static),
-                merges=at.merges.view(static, size),
-                positions=at.positions.view(static),
-                partial=self._partial,
-                partial_lse=self._lse,
-                counts=(at.n_narrow.view(static), at.n_wide.view(static)),
-                programs=(self.room.programs * _AT_ONCE * (1 if size <= _FEW else _ROUNDS), self.room.programs),
-            )
+        batches = []
+        for kind, shape in enumerate(self._shapes):
+            cells, (partial, lse) = fields.cells[kind].view(static, size), self._partials[kind]
+            pages = PagedBatch(table.page_size, table.tensor, (), (), (), cells, ())
+            batches.append(pages)
+            for window, at, narrow in zip(shape.windows, fields.windows[kind], fields.narrow[kind], strict=True):
+                pages.plans[plan_key(window)] = GpuPlan(
+                    narrow=narrow.view(static),
+                    wide=at.wide.view(static, None if bucket.wide else 0),
+                    narrow_rows=bucket.tile,
+                    order=at.order.view(static),
+                    merges=at.merges.view(static, size),
+                    positions=at.positions.view(static),
+                    partial=partial,
+                    partial_lse=lse,
+                    counts=(at.n_narrow.view(static), at.n_wide.view(static)),
+                    programs=(self.room.programs * _AT_ONCE * (1 if size <= _FEW else _ROUNDS), self.room.programs),
+                )
         ids, positions = fields.token_ids.view(static, size), fields.positions.view(static, size)
         states = None
         if rows := min(size, self._rows):
@@ -318,7 +334,7 @@ class CudaGraphs:
             source, target, applied, held = (each.view(static, rows) for each in columns)
             places = (starts.view(static, rows + 1), source, target, applied, held, marks.view(static))
             states = StateBatch(*places, self._longest(bucket))
-        batch = ForwardBatch(ids[None], positions[None], fields.drawn.view(static, draws), pages, states)
+        batch = ForwardBatch(ids[None], positions[None], fields.drawn.view(static, draws), tuple(batches), states)
         first, drafts = fields.first_rows.view(static, draws + 1), fields.drafts.view(static, draws)
         logits, out = self._logits[:draws], (self._greedy, self._greedy[counts_begin(draws) :])
 
@@ -328,6 +344,13 @@ class CudaGraphs:
                 draw_and_verify(logits, first, drafts, out=out)
 
         return forward
+
+
+def _partials(memory: Tensor, most: int, shape: AttentionShape) -> tuple[Tensor, Tensor]:
+    """Partial results of split sequences and their log-sum-exps, [most, heads, head_dim] and [most, heads]."""
+    values = most * shape.heads * shape.head_dim
+    lse = memory[values : values + most * shape.heads]
+    return memory[:values].view(most, shape.heads, shape.head_dim), lse.view(most, shape.heads)
 
 
 _NOBODY = np.zeros(0, np.int32)

@@ -42,7 +42,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.kv = kv
-        self.table = PageTable(max_rows, -(-context_length // kv.page_size), kv.page_size, kv.pages, kv.data.device)
+        self.table = PageTable.of(kv, max_rows, context_length)
         self._host = host
         self._device_sampling = device_sampling
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="steps") if overlap else None
@@ -88,7 +88,7 @@ class ModelRunner:
 
     def _write(self, plan: StepPlan) -> None:
         for copy in plan.copies:
-            self.kv.copy_page(copy.source, copy.target, copy.cells)
+            self.kv.kinds[copy.kind].copy_page(copy.source, copy.target, copy.cells)
         for write in plan.writes:
             self.table.write(write)
 

@@ -18,7 +18,7 @@ from holdfast.kernels.kv import Array, Sender
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.tensors import HostPages, KVTensors, Moved
 from holdfast.replicas.model import sampler
-from holdfast.replicas.model.decoder import STEP_ERRORS, BatchLayout, Decoder, Model, PageTable, lay_out
+from holdfast.replicas.model.decoder import STEP_ERRORS, BatchLayout, Decoder, Model, PageTable, lay_out, plan_attention
 from holdfast.replicas.model.graphs import Capture, CudaGraphs, GraphRoom, Replayed
 from holdfast.replicas.model.runner import ModelRunner
 from holdfast.replicas.plan import Chunk, RowWrite, StepOutput, StepPlan
@@ -39,11 +39,12 @@ class GpuRunner(ModelRunner):
 
     def capture(self, capture: Capture, room: GraphRoom, say: Callable[[str], None]) -> bool:
         """Capture the forwards of short steps as graphs. False where this model or store has none."""
-        shape, scratch = self.model.attention, self.kv.scratch_cell
-        if shape is None or scratch is None:
+        shapes = self.model.attention
+        scratch = [cell for kv in self.kv.kinds if (cell := kv.scratch_cell) is not None]
+        if not shapes or not scratch:
             return False
         stateful = isinstance(self.model, Decoder) and self.model.states is not None
-        graphs = CudaGraphs(self.model, shape, self.table, scratch, self.kv.dtype, room, stateful)
+        graphs = CudaGraphs(self.model, shapes, self.table, scratch, self.kv.dtype, room, stateful)
         graphs.capture(capture, say)
         self.graphs = graphs
         return True
@@ -68,7 +69,7 @@ class GpuRunner(ModelRunner):
             host.save(plan.saves, plan.state_saves)
         begin = _Mark(stream)
         for copy in plan.copies:
-            self.kv.copy_page(copy.source, copy.target, copy.cells)
+            self.kv.kinds[copy.kind].copy_page(copy.source, copy.target, copy.cells)
         if host is not None:
             host.load(plan.loads, plan.state_loads)  # while the forward runs: nothing in this step reads them
         for write in plan.writes:
@@ -92,8 +93,7 @@ class GpuRunner(ModelRunner):
     ) -> tuple[Tensor, Sequence[Tensor], Replayed | None]:
         """Logits of the drawn tokens, the draws' `settings` on the device, and what a graph computed, if one fits."""
         layout = lay_out(chunks, self.table)
-        shape, graphs = self.model.attention, self.graphs
-        works = shape.works(layout.paged(self.table, self.table.tensor)) if shape is not None else []
+        graphs, works = self.graphs, plan_attention(self.model.attention, layout.paged(self.table))
         if graphs is not None:
             loaded = graphs.load(layout, works, settings[:2], [*beside.arrays, *settings[2:]], self._sender)
             if loaded is not None:
@@ -104,17 +104,21 @@ class GpuRunner(ModelRunner):
         return *self._launch(layout, works, beside, settings), None
 
     def _launch(
-        self, layout: BatchLayout, works: Sequence[AttentionWork], beside: "_Updates", settings: Sequence[Array]
+        self,
+        layout: BatchLayout,
+        works: Sequence[Sequence[AttentionWork]],
+        beside: "_Updates",
+        settings: Sequence[Array],
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """The same without a graph."""
-        work_arrays = [array for work in works for array in work.arrays]
+        work_arrays = [array for of_kind in works for work in of_kind for array in work.arrays]
         views = self._sender.send([*layout.arrays, *work_arrays, *beside.arrays, *settings])
         inputs = len(layout.arrays)
         batch, rest = layout.batch(self.table, views[:inputs]), views[inputs:]
-        if (shape := self.model.attention) is not None:
-            for work in works:
+        for pages, shape, of_kind in zip(batch.pages, self.model.attention, works, strict=False):
+            for work in of_kind:
                 own, rest = rest[: len(work.arrays)], rest[len(work.arrays) :]
-                batch.pages.plans[plan_key(work.window)] = plan_over(work, own, shape.heads, shape.head_dim)
+                pages.plans[plan_key(work.window)] = plan_over(work, own, shape.heads, shape.head_dim)
         left = beside.apply(views[0], rest)
         return self.model.forward(batch), left
 
@@ -188,7 +192,7 @@ class _Updates:
     def __init__(self, table: PageTable, plan: StepPlan, before: _Before | None) -> None:
         self._table, self._before = table, before
         self._long = [write for write in plan.writes if len(write.pages) >= _LONG]
-        self._short = _scattered([write for write in plan.writes if len(write.pages) < _LONG], table.tensor.shape[1])
+        self._short = _scattered([write for write in plan.writes if len(write.pages) < _LONG], table)
         self._follow = _following(plan.chunks, before) if before is not None else ()
         self.arrays: list[Array] = [*(write.pages for write in self._long), *self._short, *self._follow]
 
@@ -200,7 +204,7 @@ class _Updates:
         rest, table = list(views), self._table.tensor
         for write in self._long:
             end = write.first + len(write.pages)
-            table[write.row, write.first : end].copy_(rest.pop(0))
+            table[self._table.row(write.row, write.kind), write.first : end].copy_(rest.pop(0))
         if self._short:
             index, pages = rest.pop(0), rest.pop(0)
             table.view(-1).index_copy_(0, index, pages)
@@ -212,11 +216,12 @@ class _Updates:
         return rest
 
 
-def _scattered(writes: Sequence[RowWrite], slots: int) -> tuple[Array, ...]:
-    """Places in a flat table of `slots` to a row, and the pages that go there; nothing without writes."""
+def _scattered(writes: Sequence[RowWrite], table: PageTable) -> tuple[Array, ...]:
+    """Places in a flat table, and the pages that go there; nothing without writes."""
     if not writes:
         return ()
-    starts = [write.row * slots + write.first for write in writes]
+    slots = table.tensor.shape[1]
+    starts = [table.row(write.row, write.kind) * slots + write.first for write in writes]
     index = [np.arange(at, at + len(write.pages)) for at, write in zip(starts, writes, strict=True)]
     return np.concatenate(index), np.concatenate([write.pages for write in writes]).astype(np.int32)
 

@@ -275,12 +275,12 @@ def _capture(runner: ModelRunner, config: EngineConfig) -> None:
     """Capture graphs of short steps and check them. Without graphs steps are only slower."""
     from holdfast.replicas.model.runner_gpu import GpuRunner
 
-    tokens, shape = graph_tokens(config), runner.model.attention
-    if shape is None or not tokens or not isinstance(runner, GpuRunner):
+    tokens, shapes = graph_tokens(config), runner.model.attention
+    if not shapes or not tokens or not isinstance(runner, GpuRunner):
         return
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     try:
-        runner.capture(gpu_capture(), room_for(tokens, shape, processors), log.info)
+        runner.capture(gpu_capture(), room_for(tokens, shapes, processors), log.info)
     except STEP_ERRORS:
         log.exception("steps run without CUDA graphs: they could not be captured")
         return
@@ -367,7 +367,7 @@ def check_model(module: nn.Module, info: ModelInfo, kv: KVTensors, context_lengt
 def _paged_logits(model: AnyModel, kv: KVTensors, tokens: TokenIds) -> Tensor:
     """Logits after the last token; the others are a first chunk."""
     used = -(-len(tokens) // kv.page_size)
-    table = PageTable(1, used, kv.page_size, kv.pages, kv.data.device)
+    table = PageTable.of(kv, 1, len(tokens))
     table.write(RowWrite(0, 0, np.arange(used, dtype=np.int32)))
     cut = len(tokens) - 1
     if cut:

@@ -76,6 +76,17 @@ def decoder(
     return kind.load(_checkpoint(window).name, config, kv, 640, sample, int8), kv
 
 
+def load(kind: type[Decoder], window: int, pages: int, page_size: int) -> tuple[Decoder, KVTensors]:
+    """The same with a store of their own for layers with the window."""
+    config = config_of(window)
+    kv = KVTensors.of(describe(config).kinds(640), (pages, pages), page_size, torch.float32, scratch=True)
+    for each in kv.kinds:
+        each.data.fill_(torch.nan)
+    decoder = kind.load(_checkpoint(window).name, config, kv, 640)
+    assert decoder is not None
+    return decoder, kv
+
+
 def transformers_decoder(pages: int, page_size: int, dtype: torch.dtype) -> tuple[AnyModel, KVTensors]:
     """The same weights by the decoder of transformers."""
     config = config_of(None)

@@ -328,14 +328,14 @@ class Parity:
         """Capture graphs, so that what follows replays them. `same_draws`: whether they are used."""
         loaded, began = self.loaded, time.perf_counter()
         runner, most = loaded.runner, self._sizes.graph_tokens
-        shape = runner.model.attention
+        shapes = runner.model.attention
         assert isinstance(runner, GpuRunner)
-        assert shape is not None  # Pocket is a Llama
+        assert shapes  # Pocket is a Llama
         if self._sizes.device == "cpu":
-            runner.capture(lambda call: call, room_for(most, shape, 1, 1 << 20), _say_nothing)
+            runner.capture(lambda call: call, room_for(most, shapes, 1, 1 << 20), _say_nothing)
         else:
             processors = torch.cuda.get_device_properties(0).multi_processor_count
-            runner.capture(gpu_capture(), room_for(most, shape, processors), _say_nothing)
+            runner.capture(gpu_capture(), room_for(most, shapes, processors), _say_nothing)
         same = check_graphs(runner, loaded.config)
         yield f"{self._dtype}, capture", {"same_draws": int(same), "seconds": time.perf_counter() - began}
 

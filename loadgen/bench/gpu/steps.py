@@ -453,13 +453,13 @@ def graphs(world: World) -> Lines:
 
 def capture(world: World) -> None:
     """Graphs of the model as it is now."""
-    shape = world.model.attention
-    assert shape is not None  # it has run
+    shapes = world.model.attention
+    assert shapes  # it has run
     if world.sizes.device == "cuda":
         processors = torch.cuda.get_device_properties(0).multi_processor_count
-        world.runner.capture(gpu_capture(), room_for(1024, shape, processors), print)
+        world.runner.capture(gpu_capture(), room_for(1024, shapes, processors), print)
     else:
-        world.runner.capture(lambda call: call, room_for(4, shape, 1, 1 << 20), print)
+        world.runner.capture(lambda call: call, room_for(4, shapes, 1, 1 << 20), print)
 
 
 def _free_bytes(world: World) -> int:

@@ -66,11 +66,11 @@ def test_steps_of_it_run_in_graphs_once_its_layers_have_said_what_they_ask_for(t
     loop = tiny.Loop(family, scratch=True)
     monkeypatch.setattr(any_model, "paged_attention", by_the_kernel)
     loop.runner = GpuRunner(loop.model, loop.kv, 4, 512)
-    assert loop.model.attention is None
+    assert loop.model.attention == ()
     assert not loop.runner.capture(replayed, ROOM, print)
     chunk = Chunk(0, 0, np.array([1, 2], np.int32))
     loop.runner.begin(StepPlan((chunk,), (RowWrite(0, 0, np.array([5], np.int32)),))).land()
-    assert loop.model.attention.windows == {"llama": (0,)}.get(family, (0, 20))
+    assert loop.model.attention[0].windows == {"llama": (0,)}.get(family, (0, 20))
     assert loop.runner.capture(replayed, ROOM, print)
     assert loop.generate(prompt, 5) == tiny.reference(family, prompt, 5)
     assert loop.runner.replayed == 4

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_decoder import ROOM, decoder, prompt, replayed
 
-from holdfast.replicas.model.decoder import AttentionShape, PageTable, build_batch, lay_out
+from holdfast.replicas.model.decoder import AttentionShape, PageTable, build_batch, lay_out, plan_attention
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
 from holdfast.replicas.model.graphs import Bucket, CudaGraphs, GraphRoom, Sender, room_for
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling
@@ -28,7 +28,7 @@ class World:
             own = order[34 + row * 3 : 37 + row * 3]
             self.table.write(RowWrite(row, 0, np.concatenate((order[:34], own))))
         self.kv.data[:, :, :PAGES] = torch.randn(self.kv.data[:, :, :PAGES].shape, generator=torch.manual_seed(1))
-        self.graphs = CudaGraphs(model, model.attention, self.table, self.kv.scratch_cell, torch.float32, room)
+        self.graphs = CudaGraphs(model, model.attention, self.table, [self.kv.scratch_cell], torch.float32, room)
         self.said: list[str] = []
 
     def chunks(self, spans: list[tuple[int, int]]) -> tuple[Chunk, ...]:
@@ -38,7 +38,7 @@ class World:
 
     def load(self, chunks: tuple[Chunk, ...], extra=(), draws=()):
         layout = lay_out(chunks, self.table)
-        works = self.model.attention.works(layout.paged(self.table, self.table.tensor))
+        works = plan_attention(self.model.attention, layout.paged(self.table))
         return self.graphs.load(layout, works, draws, list(extra), Sender(self.table.device))
 
 
@@ -134,7 +134,7 @@ def size_is_close(tokens: int, buckets: list[Bucket]) -> bool:
 
 def test_room_follows_from_the_device():
     shape = AttentionShape(32, 8, 128, (0,))
-    room = room_for(100, shape, 132)
+    room = room_for(100, [shape], 132)
     assert room.tokens == 96
     assert room.partials * 32 * 128 * 4 == 256 << 20
     assert room.programs == 17

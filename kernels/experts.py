@@ -11,13 +11,31 @@ The logits are the caller's: a `Matrix` of the router's weights in float32, call
 do not depend on the number of rows, and logits that are rounded to bfloat16 tie.
 """
 
+import ctypes
+import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from itertools import repeat
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
-from holdfast.kernels.linear import Activation, Matrix, activate
+from holdfast.kernels import linear
+from holdfast.kernels.linear import (
+    ALPHA,
+    LIMIT,
+    Activation,
+    Matrix,
+    PackedMatrix,
+    Variant,
+    activate,
+    variant_for,
+)
+
+_PAIRS: Final = 1 << 13  # of a token and an expert, that are computed at once: what lies between takes memory
+_OUTSIDE: Final = 1  # a failure of product_c.c
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,30 +97,99 @@ class Experts:
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         int8: bool = False,
-        alpha: float = 1.702,
-        limit: float = 7.0,
+        alpha: float = ALPHA,
+        limit: float = LIMIT,
     ) -> None:
         """Raises ValueError for `int8` of weights that are not on a CPU."""
-        self._activation, self._alpha, self._limit = activation, alpha, limit
-        self._gate_up = [
-            Matrix(weight, None if gate_up_bias is None else gate_up_bias[e], int8) for e, weight in enumerate(gate_up)
-        ]
-        self._down = [
-            Matrix(weight, None if down_bias is None else down_bias[e], int8) for e, weight in enumerate(down)
-        ]
+        ups = zip(gate_up, repeat(None) if gate_up_bias is None else gate_up_bias, strict=False)
+        downs = zip(down, repeat(None) if down_bias is None else down_bias, strict=False)
+        columns = math.gcd(gate_up.shape[2], down.shape[2])  # a variant takes both widths or not even this one
+        variant = variant_for(gate_up[0, :, :columns], int8)
+        if variant is not None:
+            self._sum: _ByKernel | _ByTorch = _ByKernel(
+                variant,
+                [PackedMatrix(variant, weight, bias, activation, alpha, limit) for weight, bias in ups],
+                [PackedMatrix(variant, weight, bias) for weight, bias in downs],
+            )
+        else:
+            self._sum = _ByTorch(
+                [Matrix(weight, bias, int8) for weight, bias in ups],
+                functools.partial(activate, activation=activation, alpha=alpha, limit=limit),
+                [Matrix(weight, bias, int8) for weight, bias in downs],
+            )
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, plus: Tensor | None = None) -> Tensor:
-        """x [T, D], chosen [T, k] below E, weights [T, k] -> [T, D] in x's dtype; `plus` [T, D] is added."""
-        count, width = chosen.shape[1], x.shape[1]
+        """x [T, D], chosen [T, k] below E, weights [T, k] -> [T, D] in x's dtype; `plus` [T, D] is added.
+
+        Raises ValueError for experts that are not there, and as `PackedMatrix` does.
+        """
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        step = max(1, _PAIRS // chosen.shape[1])
+        for start in range(0, len(x), step):
+            part = slice(start, start + step)
+            self._sum(x[part], chosen[part], weights[part], None if plus is None else plus[part], y[part])
+        return y
+
+
+class _ByTorch:
+    def __init__(self, ups: list[Matrix], activation: Callable[[Tensor], Tensor], downs: list[Matrix]) -> None:
+        self._ups, self._activation, self._downs = ups, activation, downs
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, plus: Tensor | None, y: Tensor) -> None:
         flat = chosen.flatten()
-        terms = x.new_empty((len(flat), width), dtype=torch.promote_types(x.dtype, torch.float32))
+        terms = x.new_empty((len(flat), x.shape[1]), dtype=torch.promote_types(x.dtype, torch.float32))
         for expert in sorted(set(flat.tolist())):
+            if not 0 <= expert < len(self._ups):
+                raise ValueError(f"expert {expert} of {len(self._ups)}")
             places = (flat == expert).nonzero()[:, 0]
-            both = self._gate_up[expert](x[places // count])
-            inner = activate(both, self._activation, self._alpha, self._limit)
-            terms[places] = self._down[expert](inner).to(terms.dtype)
-        y = (terms * weights.reshape(-1, 1)).view(-1, count, width).sum(1)
-        return (y if plus is None else y + plus).to(x.dtype)
+            inner = self._activation(self._ups[expert](x[places // chosen.shape[1]]))
+            terms[places] = self._downs[expert](inner).to(terms.dtype)
+        found = (terms * weights.reshape(-1, 1)).view(*chosen.shape, -1).sum(1)
+        y.copy_(found if plus is None else found + plus)
+
+
+class _ByKernel:
+    def __init__(self, variant: Variant, ups: list[PackedMatrix], downs: list[PackedMatrix]) -> None:
+        self._variant, self._ups, self._downs = variant, ups, downs
+        self._up, self._down = (
+            (type(each[0].matrix) * len(each))(*(one.matrix for one in each)) for each in (ups, downs)
+        )
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, plus: Tensor | None, y: Tensor) -> None:
+        x, plus = self._ups[0].fitting(x, plus)
+        chosen, weights = chosen.int().contiguous(), weights.float().contiguous()
+        failed = ctypes.c_int32()
+        _function(f"experts_{self._variant.symbol(x.dtype)}")(
+            ctypes.addressof(self._up),
+            ctypes.addressof(self._down),
+            len(self._ups),
+            x.data_ptr(),
+            x.stride(0),
+            chosen.data_ptr(),
+            weights.data_ptr(),
+            chosen.shape[1],
+            None if plus is None else plus.data_ptr(),
+            0 if plus is None else plus.stride(0),
+            y.data_ptr(),
+            len(x),
+            torch.get_num_threads(),
+            ctypes.addressof(failed),
+        )
+        if failed.value == _OUTSIDE:
+            raise ValueError(f"experts {chosen.amin()} to {chosen.amax()} of {len(self._ups)}")
+        if failed:
+            raise MemoryError(f"what {len(x)} tokens need between their experts' products")
+
+
+@functools.cache
+def _function(name: str) -> Callable[..., None]:
+    pointer, long, count = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    rows, choice = (pointer, long), (pointer, pointer, long)
+    arguments = (pointer, pointer, long, *rows, *choice, *rows, pointer, long, count, pointer)
+    return linear.LIBRARY.function(name, *arguments)
+
+
+# ---- reference
 
 
 def experts_reference(

@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
 from holdfast.kernels.attention_gpu import INTERPRETED
 from holdfast.kernels.fp8 import BLOCK, Fp8Blocks
-from holdfast.kernels.linear import GatedMatrix, Matrix, Route
+from holdfast.kernels.linear import Activation, GatedMatrix, Matrix, Route, activate
 
 MOST_STREAMED = 128
 _COLUMNS = 64  # outputs of one program; they lie in one block
@@ -158,13 +158,12 @@ class Fp8GatedMatrix(GatedMatrix):
 
     __slots__ = ("_both",)
 
-    def __init__(self, gate_up: Fp8Blocks) -> None:
-        self._both, self.plain, self.route = Fp8Matrix(gate_up), None, Route()
+    def __init__(self, gate_up: Fp8Blocks, activation: Activation = "silu") -> None:
+        self._both, self.plain, self.route, self.activation = Fp8Matrix(gate_up), None, Route(), activation
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        gate, up = self.both(x).chunk(2, dim=-1)
-        return silu(gate).mul_(up)
+        return activate(self.both(x), self.activation)
 
     def both(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., 2 * out]: gate and up before the activation."""

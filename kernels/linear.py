@@ -1,6 +1,6 @@
 """Products with the weights of a model: on a CPU packed once for our C kernel, elsewhere by torch.
 
-Maths: y = x W^T + b, and for a gated pair y = silu(x G^T) * (x U^T). Shapes: x [..., in], W, G and U [out, in],
+Maths: y = x W^T + b, and for a gated pair y = act(x G^T) * (x U^T). Shapes: x [..., in], W, G and U [out, in],
 b [out], y [..., out].
 
 In int8 (`dtype: int8`), for a weight W [out, in] and a row x [in],
@@ -23,9 +23,9 @@ On a GPU the order of a sum may depend on the number of rows: the libraries cut 
 
 import ctypes
 import functools
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ LIBRARY = native.Library("product")
 
 Kind: TypeAlias = Literal["bytes", "words", "pairs", "reals"]
 Activation: TypeAlias = Literal["silu", "gelu_tanh", "clamped", "relu2"]
+_ACTIVATIONS: Final = (None, *get_args(Activation))  # as product_c.c counts them
+ALPHA, LIMIT = 1.702, 7.0  # of "clamped", in gpt-oss
 INTEGERS: Final = ("bytes", "words")
 _FLOATS: dict[torch.dtype, Kind] = {torch.bfloat16: "pairs", torch.float32: "reals"}
 _CHUNK = 1 << 20  # int8 weights that are turned into float32 at once
@@ -105,21 +107,23 @@ def variant_for(weight: Tensor, int8: bool = False) -> Variant | None:
 class PackedMatrix:
     """A weight [out, in] in the kernel's layout, and its bias [out] in float32; calling it multiplies.
 
-    `gated`: the weight is two matrices, the gate's above the other, and y = silu(x G^T) * (x U^T). Integers come with
-    the `scales` [out] of their outputs. The weight is copied.
+    `activation`: of all outputs, as `activate` does it; of a gated one the weight is two matrices, the gate's above the
+    other. The weight is copied, and becomes integers where the variant takes those.
     """
 
-    __slots__ = ("_address", "_functions", "_held", "_inner", "_outputs", "_room_row")
+    __slots__ = ("_address", "_functions", "_held", "_inner", "_outputs", "_room_row", "matrix")
 
     def __init__(
         self,
         variant: Variant,
         weight: Tensor,
         bias: Tensor | None = None,
-        gated: bool = False,
-        scales: Tensor | None = None,
+        activation: Activation | None = None,
+        alpha: float = ALPHA,
+        limit: float = LIMIT,
     ) -> None:
         rows, inner = weight.shape
+        gated = activation not in (None, "relu2")
         self._inner, self._outputs = inner, rows // 2 if gated else rows
         padded = -(-inner // variant.columns) * variant.columns
         order = _order(rows, variant.block, gated)
@@ -128,18 +132,21 @@ class PackedMatrix:
             """The rows of x in the order of blocks, with zeros where a block is not full."""
             return pad(x, (0, 0) * (x.ndim - 1) + (0, 1))[order].contiguous()
 
+        dtypes: Iterable[torch.dtype] = (weight.dtype,)
+        if variant.kind in INTEGERS:
+            dtypes = _FLOATS
+            weight, scales = quantise(weight)
         filled = pad(weight, (0, padded - inner)) if padded > inner else weight
         blocks = placed(filled).view(-1, variant.vectors, variant.lanes, padded // variant.step, variant.step)
         held = [blocks.permute(0, 3, 1, 2, 4).contiguous(), placed(torch.zeros(rows) if bias is None else bias.float())]
         if variant.kind in INTEGERS:
-            assert scales is not None
             zero = 128 if variant.kind == "bytes" else 0  # added to each value of a row
-            held += [placed(scales), placed(-zero * weight.sum(1, dtype=torch.int32))]
+            held += [placed(scales[:, 0]), placed(-zero * weight.sum(1, dtype=torch.int32))]
         self._room_row = padded * variant.size + 4 if variant.kind in INTEGERS else 0
         addresses = [*(each.data_ptr() for each in held), None, None][:4]
-        matrix = _Matrix(native.team(), *addresses, inner, padded, self._outputs, int(gated))
-        self._held, self._address = (matrix, *held), ctypes.addressof(matrix)
-        dtypes = _FLOATS if variant.kind in INTEGERS else (weight.dtype,)
+        sizes = (inner, padded, self._outputs, _ACTIVATIONS.index(activation))
+        self.matrix, self._held = _Matrix(native.team(), *addresses, *sizes, alpha, limit), held
+        self._address = ctypes.addressof(self.matrix)
         self._functions = {dtype: _function(variant.symbol(dtype)) for dtype in dtypes}
 
     def __call__(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
@@ -148,20 +155,13 @@ class PackedMatrix:
         x has the dtype of the weight; with integers it may be float32 or bfloat16. Raises ValueError for another dtype
         or width.
         """
-        function = self._functions.get(x.dtype)
-        if function is None or x.shape[1] != self._inner:
-            wanted = " or ".join(str(dtype) for dtype in self._functions)
-            raise ValueError(f"{x.dtype} of width {x.shape[1]} against weights for {wanted} of width {self._inner}")
-        if x.stride(1) != 1:
-            x = x.contiguous()
+        x, plus = self.fitting(x, plus)
         count, outputs = x.shape[0], self._outputs
         y = torch.empty((count, outputs), dtype=x.dtype)
         room = None
         if self._room_row:
             room = torch.empty(count * self._room_row + 64, dtype=torch.uint8)
-        if plus is not None and (plus.dtype != x.dtype or plus.stride(1) != 1):
-            plus = plus.to(x.dtype).contiguous()
-        function(
+        self._functions[x.dtype](
             self._address,
             x.data_ptr(),
             x.stride(0),
@@ -174,13 +174,25 @@ class PackedMatrix:
         )
         return y
 
+    def fitting(self, x: Tensor, plus: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x and `plus` as the kernel reads them. Raises ValueError for an x of another dtype or width."""
+        if x.dtype not in self._functions or x.shape[1] != self._inner:
+            wanted = " or ".join(str(dtype) for dtype in self._functions)
+            raise ValueError(f"{x.dtype} of width {x.shape[1]} against weights for {wanted} of width {self._inner}")
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        if plus is not None and (plus.dtype != x.dtype or plus.stride(1) != 1):
+            plus = plus.to(x.dtype).contiguous()
+        return x, plus
+
 
 class _Matrix(ctypes.Structure):
     """`Matrix` in product_c.c."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("parallel", "weights", "bias", "scale", "offset")),
-        *((name, ctypes.c_int64) for name in ("inner", "padded", "outputs", "gated")),
+        *((name, ctypes.c_int64) for name in ("inner", "padded", "outputs", "activation")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit")),
     ]
 
 
@@ -208,12 +220,12 @@ Product: TypeAlias = Callable[[Tensor, Tensor | None], Tensor]
 """x [rows, in], plus [rows, out] or None -> y [rows, out]."""
 
 
-def _product_of(weight: Tensor, bias: Tensor | None, gated: bool, int8: bool) -> Product | None:
+def _product_of(weight: Tensor, bias: Tensor | None, activation: Activation | None, int8: bool) -> Product | None:
     """Packs the weight for our kernel, in int8 where asked; None: torch multiplies with it as it is."""
     variant = variant_for(weight, int8)
     if int8:
-        return int8_product(variant, weight, bias, gated)
-    return None if variant is None else PackedMatrix(variant, weight, bias, gated)
+        return int8_product(variant, weight, bias, activation)
+    return None if variant is None else PackedMatrix(variant, weight, bias, activation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +250,7 @@ class Matrix:
     def __init__(self, weight: Tensor, bias: Tensor | None = None, int8: bool = False, leave: bool = False) -> None:
         """Raises ValueError for `int8` of a weight that is not on a CPU."""
         self.bias, self._outputs = bias, len(weight)
-        self._product = None if leave else _product_of(weight, bias, False, int8)
+        self._product = None if leave else _product_of(weight, bias, None, int8)
         self.plain = weight if self._product is None else None
         self.route = Route()
 
@@ -263,11 +275,14 @@ class GatedMatrix:
     `int8`, `leave`, `plain`: as of a `Matrix`.
     """
 
-    __slots__ = ("_product", "plain", "route")
+    __slots__ = ("_product", "activation", "plain", "route")
 
-    def __init__(self, gate_up: Tensor, int8: bool = False, leave: bool = False) -> None:
+    def __init__(
+        self, gate_up: Tensor, int8: bool = False, leave: bool = False, activation: Activation = "silu"
+    ) -> None:
         """Raises ValueError for `int8` of weights that are not on a CPU."""
-        self._product = None if leave else _product_of(gate_up, None, True, int8)
+        self.activation: Activation = activation
+        self._product = None if leave else _product_of(gate_up, None, activation, int8)
         self.plain = gate_up if self._product is None else None
         self.route = Route()
 
@@ -275,8 +290,7 @@ class GatedMatrix:
         """x [..., in] -> [..., out]."""
         if self._product is not None:
             return self._product(x.reshape(-1, x.shape[-1]), None).view(*x.shape[:-1], -1)
-        gate, up = self.both(x).chunk(2, dim=-1)
-        return silu(gate).mul_(up)
+        return activate(self.both(x), self.activation)
 
     def both(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., 2 * out]: gate and up before the activation, for a kernel that does the rest.
@@ -299,7 +313,7 @@ def _routed(x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> Ten
     return linear(pad(x, (0, 0, 0, more)), weight, bias)[:rows] if more else linear(x, weight, bias)
 
 
-def activate(y: Tensor, activation: Activation, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+def activate(y: Tensor, activation: Activation, alpha: float = ALPHA, limit: float = LIMIT) -> Tensor:
     """[..., 2 * out], the gates first -> [..., out]; "relu2" has no gates: relu(y)^2, [..., out] -> [..., out].
 
     "clamped" is gpt-oss's: (up + 1) gate sigmoid(alpha gate), the gate at most `limit` and up within it.
@@ -318,21 +332,23 @@ def activate(y: Tensor, activation: Activation, alpha: float = 1.702, limit: flo
 # ---- int8
 
 
-def int8_product(variant: Variant | None, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> Product:
+def int8_product(
+    variant: Variant | None, weight: Tensor, bias: Tensor | None = None, activation: Activation | None = None
+) -> Product:
     """The product with a weight in int8, by this variant of the kernel; None: by torch.
 
     Raises ValueError for a weight that is not on a CPU.
     """
     if weight.device.type != "cpu":
         raise ValueError("int8 products are computed on a CPU")
-    numbers, scales = quantise(weight)
     if variant is not None:
-        return PackedMatrix(variant, numbers, bias, gated, scales[:, 0])
-    return _int8_by_torch(numbers, scales[:, 0], bias, gated)
+        return PackedMatrix(variant, weight, bias, activation)
+    return _int8_by_torch(weight, bias, activation)
 
 
-def _int8_by_torch(numbers: Tensor, scales: Tensor, bias: Tensor | None, gated: bool) -> Product:
+def _int8_by_torch(weight: Tensor, bias: Tensor | None, activation: Activation | None) -> Product:
     """float32 products of the integers, as many weights at a time as `_CHUNK`. Sums up to 2^24 are exact."""
+    numbers, scales = quantise(weight)
     inner = numbers.shape[1]
     at_once = max(1, _CHUNK // inner)
 
@@ -342,11 +358,9 @@ def _int8_by_torch(numbers: Tensor, scales: Tensor, bias: Tensor | None, gated: 
         q, s = quantise(x)
         floats = q.float()
         sums = torch.cat([linear(floats, part.float()) for part in torch.split(numbers, at_once)], dim=1)
-        y = sums * (s * scales)
+        y = sums * (s * scales.T)
         y = y if bias is None else y + bias.float()
-        if gated:
-            gate, up = y.chunk(2, dim=-1)
-            y = silu(gate).mul_(up)
+        y = y if activation is None else activate(y, activation)
         return (y if plus is None else y + plus).to(x.dtype)
 
     return product
@@ -375,18 +389,16 @@ def matrix_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, plus
     return y
 
 
-def gated_reference(x: Tensor, gate_up: Tensor) -> Tensor:
+def gated_reference(x: Tensor, gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     """`GatedMatrix`, in float64."""
-    gate, up = matrix_reference(x, gate_up).chunk(2, dim=-1)
-    return gate * torch.sigmoid(gate) * up
+    return activate(matrix_reference(x, gate_up), activation)
 
 
-def int8_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> Tensor:
+def int8_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation | None = None
+) -> Tensor:
     """`int8_product` in float64, from sums of 64-bit integers."""
     (q, s), (w, c) = quantise(x), quantise(weight)
     y = (q.long() @ w.long().T).double() * (s.double() * c.double().T)
     y = y if bias is None else y + bias.double()
-    if not gated:
-        return y
-    gate, up = y.chunk(2, dim=-1)
-    return gate * torch.sigmoid(gate) * up
+    return y if activation is None else activate(y, activation)

@@ -6,6 +6,7 @@ development install brings.
 
 import functools
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 import torch
@@ -18,10 +19,12 @@ from holdfast.kernels.kv import quantise
 from holdfast.kernels.linear import (
     INTEGERS,
     VARIANTS,
+    Activation,
     GatedMatrix,
     Matrix,
     PackedMatrix,
     Variant,
+    activate,
     even_out,
     gated_reference,
     int8_product,
@@ -35,6 +38,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3}  # relative to the large
 MATRIX_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # in any way that torch may take
 INT8_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 SEEDS = st.integers(0, 100)
+ACTIVATIONS = st.sampled_from([None, *get_args(Activation)])
 FIXTURE = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 FLOATS = [each for each in VARIANTS if each.kind not in INTEGERS] if ABLE else []
 BYTES = [each for each in VARIANTS if each.kind in INTEGERS] if ABLE else []
@@ -65,8 +69,13 @@ int8s = pytest.mark.parametrize("variant", [*BYTES, None], indirect=True, ids=na
 
 
 def off(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """The greatest error, relative to the largest value."""
-    return (found.double() - exact).abs().max() / exact.abs().max()
+    """The greatest error, relative to the largest value, or to 0.1 where that is less."""
+    return (found.double() - exact).abs().max() / exact.abs().max().clamp_min(0.1)
+
+
+def halves(activation: Activation | None) -> int:
+    """Outputs of the weight for one of the product."""
+    return 1 if activation in (None, "relu2") else 2
 
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -81,23 +90,24 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
 @given(
     rows=st.integers(0, 80),
     size=st.tuples(st.integers(1, 150), st.integers(1, 45)) | st.sampled_from([(192, 288), (130, 511)]),
-    gated=st.booleans(),
+    activation=ACTIVATIONS,
     bias=st.booleans(),
     plus=st.booleans(),
     threads=st.integers(1, 2),
     seed=SEEDS,
 )
-def test_a_variant_is_the_reference(variant, rows, size, gated, bias, plus, threads, seed):
+def test_a_variant_is_the_reference(variant, rows, size, activation, bias, plus, threads, seed):
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
     dtype, (outputs, inner) = DTYPES[variant.kind], (size[0], max(2, variant.columns) * size[1])
-    weight = torch.randn(outputs * (1 + gated), inner).to(dtype) / 4
+    weight = torch.randn(outputs * halves(activation), inner).to(dtype) / 4
     x = torch.randn(rows, 2 * inner).to(dtype)[:, inner:]
-    b = torch.randn(outputs).to(dtype) if bias and not gated else None
+    b = torch.randn(len(weight)).to(dtype) if bias else None
     p = torch.randn(rows, outputs).to(dtype) if plus else None
-    exact = gated_reference(x, weight) if gated else matrix_reference(x, weight, b)
+    exact = matrix_reference(x, weight, b)
+    exact = exact if activation is None else activate(exact, activation)
     exact = exact if p is None else exact + p.double()
-    found = PackedMatrix(variant, weight, b, gated)(x, p)
+    found = PackedMatrix(variant, weight, b, activation)(x, p)
     assert found.dtype == dtype
     assert found.shape == exact.shape
     assert not rows or off(found, exact) <= TOLERANCE[dtype]
@@ -105,11 +115,11 @@ def test_a_variant_is_the_reference(variant, rows, size, gated, bias, plus, thre
 
 @floats
 @FIXTURE
-@given(rows=st.integers(1, 70), gated=st.booleans(), inner=st.integers(1, 300), seed=SEEDS)
-def test_a_row_has_the_same_bits_in_any_company(variant, rows, gated, inner, seed):
+@given(rows=st.integers(1, 70), activation=ACTIVATIONS, inner=st.integers(1, 300), seed=SEEDS)
+def test_a_row_has_the_same_bits_in_any_company(variant, rows, activation, inner, seed):
     torch.manual_seed(seed)
     dtype, inner = DTYPES[variant.kind], max(2, variant.columns) * -(-2 * inner // max(2, variant.columns))
-    product = PackedMatrix(variant, torch.randn(96, inner).to(dtype), gated=gated)
+    product = PackedMatrix(variant, torch.randn(96, inner).to(dtype), activation=activation)
     x = torch.randn(rows, inner).to(dtype)
     together = product(x)
     for start in {*range(0, rows, 7), rows - 1}:
@@ -120,13 +130,17 @@ def test_a_row_has_the_same_bits_in_any_company(variant, rows, gated, inner, see
 @floats
 @settings(FIXTURE, max_examples=10)
 @given(
-    rows=st.integers(1, 150), outputs=st.integers(1, 300), gated=st.booleans(), threads=st.integers(2, 64), seed=SEEDS
+    rows=st.integers(1, 150),
+    outputs=st.integers(1, 300),
+    activation=ACTIVATIONS,
+    threads=st.integers(2, 64),
+    seed=SEEDS,
 )
-def test_threads_change_no_bit(variant, rows, outputs, gated, threads, seed):
+def test_threads_change_no_bit(variant, rows, outputs, activation, threads, seed):
     """However few blocks there are for them: then rows are cut, too."""
     torch.manual_seed(seed)
     dtype, inner = DTYPES[variant.kind], 64
-    product = PackedMatrix(variant, torch.randn(outputs * (1 + gated), inner).to(dtype), gated=gated)
+    product = PackedMatrix(variant, torch.randn(outputs * halves(activation), inner).to(dtype), activation=activation)
     x, plus = torch.randn(rows, inner).to(dtype), torch.randn(rows, outputs).to(dtype)
     kept, results = torch.get_num_threads(), []
     try:
@@ -201,13 +215,14 @@ def test_a_matrix_is_its_reference(level, rows, size, dtype, bias, plus, seed):
     rows=st.integers(1, 40),
     size=st.sampled_from([(16, 24), (1100, 1000)]),
     dtype=st.sampled_from(list(TOLERANCE)),
+    activation=st.sampled_from(["silu", "gelu_tanh"]),
     seed=SEEDS,
 )
-def test_a_gated_pair_is_its_reference(level, rows, size, dtype, seed):
+def test_a_gated_pair_is_its_reference(level, rows, size, dtype, activation, seed):
     torch.manual_seed(seed)
     weight, x = torch.randn(size).to(dtype) * 0.1, torch.randn(rows, size[1]).to(dtype)
-    # torch rounds both halves, then their product
-    assert off(GatedMatrix(weight.clone())(x), gated_reference(x, weight)) <= 2 * MATRIX_TOLERANCE[dtype]
+    found, exact = GatedMatrix(weight.clone(), activation=activation)(x), gated_reference(x, weight, activation)
+    assert off(found, exact) <= 2 * MATRIX_TOLERANCE[dtype]  # torch rounds both halves, then their product
 
 
 def test_rows_that_are_a_view_and_no_rows_at_all(level):
@@ -226,22 +241,22 @@ def test_rows_that_are_a_view_and_no_rows_at_all(level):
     rows=st.integers(0, 20),
     size=st.tuples(st.integers(1, 70), st.integers(1, 90)) | st.sampled_from([(192, 576), (130, 1025)]),
     dtype=st.sampled_from(list(INT8_TOLERANCE)),
-    gated=st.booleans(),
+    activation=ACTIVATIONS,
     bias=st.booleans(),
     plus=st.booleans(),
     threads=st.integers(1, 2),
     seed=SEEDS,
 )
-def test_int8_is_its_reference(variant, rows, size, dtype, gated, bias, plus, threads, seed):
+def test_int8_is_its_reference(variant, rows, size, dtype, activation, bias, plus, threads, seed):
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
     outputs, inner = size
-    weight = torch.randn(outputs * (1 + gated), inner)
+    weight = torch.randn(outputs * halves(activation), inner)
     x, b = torch.randn(rows, inner).to(dtype), torch.randn(len(weight)) if bias else None
     p = torch.randn(rows, outputs).to(dtype) if plus else None
-    exact = int8_reference(x, weight, b, gated)
+    exact = int8_reference(x, weight, b, activation)
     exact = exact if p is None else exact + p.double()
-    found = int8_product(variant, weight, b, gated)(x, p)
+    found = int8_product(variant, weight, b, activation)(x, p)
     assert found.dtype == dtype
     assert found.shape == exact.shape
     assert not rows or off(found, exact) <= INT8_TOLERANCE[dtype]
@@ -264,7 +279,7 @@ def test_sums_of_integers_are_exact(variant, rows, outputs, inner, seed):
 @pytest.mark.parametrize("rows", [15, 90])
 def test_an_int8_row_has_the_same_bits_in_any_company_and_by_any_threads(variant, dtype, rows):
     torch.manual_seed(3)
-    product, x = int8_product(variant, torch.randn(96, 200), gated=True), torch.randn(rows, 200).to(dtype)
+    product, x = int8_product(variant, torch.randn(96, 200), activation="silu"), torch.randn(rows, 200).to(dtype)
     together = product(x, None)
     for start in range(0, rows, rows // 15):
         assert torch.equal(product(x[start : start + 1], None)[0], together[start])

@@ -263,7 +263,7 @@ def model(settings: Settings) -> Iterator[Finding]:
         return
     faults = list(model_files.missing(folder))
     for fault in faults:
-        yield fail("model", f"{folder}: {fault}", "download it again: hf download NAME --local-dir FOLDER")
+        yield fail("model", f"{folder}: {fault.found}", fault.mend)
     try:
         template, as_text = checks.template(settings.engine), checks.tools_as_text(settings.engine)
     except ConfigError as error:

@@ -3,18 +3,21 @@
 Nothing is downloaded. Nothing heavy is imported: command lines ask, too. `weights` and `description` read the folder.
 """
 
+import json
 from pathlib import Path
 
 from holdfast.replicas.config import POCKET
 from holdfast.replicas.errors import ConfigError
 
+_ADAPTER = "adapter_config.json"
 _POCKET_FOLDER = Path(__file__).parent.parent / "pocket" / "weights"
 
 
 def model_folder(name: str) -> Path:
     """The folder of a configured model; of a hub name that of its cached snapshot.
 
-    Raises ConfigError for a file, and for a folder that is missing, has no config.json or holds only GGUF weights.
+    Raises ConfigError for a file, and for a folder that is missing, empty, without config.json, or of a GGUF file or an
+    adapter alone.
     """
     folder = _POCKET_FOLDER if name == POCKET else Path(name).expanduser()
     if folder.is_file():
@@ -22,6 +25,10 @@ def model_folder(name: str) -> Path:
     if folder.is_dir():
         if not any(folder.glob("*.safetensors")) and (ggufs := sorted(folder.glob("*.gguf"))):
             raise cannot_serve(name, f"its weights are a GGUF file. {_convert(ggufs[0])}")
+        if (folder / _ADAPTER).is_file() and not (folder / "model.safetensors").is_file():
+            raise cannot_serve(name, _adapter(folder / _ADAPTER))
+        if not any(folder.iterdir()):
+            raise cannot_serve(name, f"{folder} is empty. Download the model: hf download NAME --local-dir {folder}")
         if not (folder / "config.json").is_file():
             raise cannot_serve(name, f"there is no config.json in {folder}")
         return folder
@@ -40,6 +47,16 @@ def _file(file: Path) -> str:
     if (file.parent / "config.json").is_file():
         return f"it is one file of a model. Serve its folder: {file.parent}"
     return "it is a file. A model is a folder with config.json, tokenizer.json and safetensors files"
+
+
+def _adapter(file: Path) -> str:
+    """What to do with an adapter, by its configuration."""
+    try:
+        base = json.loads(file.read_text()).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        base = None
+    of = f" of {base}" if base else ""
+    return f"it is an adapter (LoRA){of}. Merge it into its model with peft (merge_and_unload), and serve the result"
 
 
 def _convert(file: Path) -> str:

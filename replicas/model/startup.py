@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +44,7 @@ from holdfast.replicas.memory import memory
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
 from holdfast.replicas.model.decoder import STEP_ERRORS, Decoder, Model, PageTable, build_batch
 from holdfast.replicas.model.description import Description, ModelInfo, inspect_model, sliding_window
+from holdfast.replicas.model.files import stored_tensors
 from holdfast.replicas.model.folder import cannot_serve, served_name
 from holdfast.replicas.model.graphs import MOST_DRAWS, gpu_capture, room_for
 from holdfast.replicas.model.runner import ModelRunner
@@ -106,6 +108,7 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
     model or the machine.
     """
     info = inspect_model(config.model)
+    stored_tensors(config.model, Path(info.path))  # what is missing is named before memory is taken
     machine = hardware()
     torch.set_num_threads(config.threads or machine.cores)
     on_cpu = config.device == "cpu" or not machine.cuda

@@ -21,6 +21,7 @@ from holdfast.cluster.redis import ServerFacts
 from holdfast.replicas.config import DType, EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.logs import LoggingConfig
+from holdfast.replicas.model import files
 from holdfast.router.config import RouterConfig
 from holdfast.router.tracing import TracingConfig
 
@@ -252,7 +253,7 @@ def _described(folder: Path, model: str, stored: int = 0, **more: Any) -> Engine
     """An engine for a folder without weights: a known model's configuration, and their index."""
     (folder / "config.json").write_text(json.dumps({**MODELS[model].config, **more}))
     index = {"metadata": {"total_size": stored}, "weight_map": {"a": "model-00001-of-00002.safetensors"}}
-    (folder / model_files.INDEX).write_text(json.dumps(index))
+    (folder / files.INDEX).write_text(json.dumps(index))
     return EngineConfig(model=str(folder))
 
 
@@ -398,10 +399,11 @@ def test_a_download_that_broke_off(folder: Path) -> None:
 def test_an_index_names_every_file_that_has_to_be_there(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "part-1.safetensors")
     index = {"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}
-    (folder / model_files.INDEX).write_text(json.dumps(index))
-    assert list(model_files.missing(folder)) == ["part-2.safetensors is missing"]
-    (folder / model_files.INDEX).write_text("{")
-    assert list(model_files.missing(folder)) == [f"{model_files.INDEX} is not an index of weights"]
+    (folder / files.INDEX).write_text(json.dumps(index))
+    assert [each.found for each in model_files.missing(folder)] == ["part-2.safetensors is missing"]
+    (folder / files.INDEX).write_text("{")
+    (found,) = model_files.missing(folder)
+    assert f"{files.INDEX} is not an index of weights" in found.found
 
 
 def test_a_model_without_a_chat_template(folder: Path) -> None:

@@ -195,6 +195,7 @@ def test_a_cached_hub_name_is_its_snapshot_and_runs_on_our_decoder(folder, tmp_p
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path):
+    (tmp_path / "notes.txt").touch()
     error = refusal(tmp_path)
     assert (error.field, "no config.json" in error.message) == ("model", True)
 

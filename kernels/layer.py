@@ -3,7 +3,7 @@
 Maths, for a row x of d values, its weight w, and half of the values that turn (all d, or the first ones of a head):
 
     norm      y_i = w_i x_i / sqrt(mean x^2 + eps)                            Zhang and Sennrich 2019
-              y_i silu(z_i) behind a linear layer, with a gate z
+              y_i silu(z_i) behind Gated DeltaNet, with a gate z; behind Mamba-2 the norm of x_i silu(z_i)
     rotate    y_i = x_i cos_i - x_{i+half} sin_i,  y_{i+half} = x_{i+half} cos_i + x_i sin_i     Su et al. 2021,
               in the order of pairs that Hugging Face checkpoints use;  y_i = x_i from 2 half on
     gate      y = silu(gate) up,  silu(z) = z / (1 + e^-z)
@@ -57,7 +57,8 @@ def kernel(
     if found is None or dtype not in _DTYPES or LIBRARY.missing:
         return None
     pointer, long = ctypes.c_void_p, ctypes.c_int64
-    norm = [pointer, pointer, long, pointer, pointer, long, long, pointer, long, long, ctypes.c_float, ctypes.c_int32]
+    norm = [pointer, pointer, long, pointer, pointer, long, long, pointer, long, long, ctypes.c_float]
+    norm += [ctypes.c_int32] * 2
     return LIBRARY.function(f"{what}_{found}_{_DTYPES[dtype]}", *(norm if what == "norm" else [pointer] * 6))
 
 
@@ -77,12 +78,22 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _norm(x.view(-1, dim), weight, eps, gate, heads).view(tokens, heads * dim)
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor | None, heads: int) -> Tensor:
+def norm_of_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm of x silu(gate) for each group: a new tensor [T, G d]. x [T, G, d] in one piece, `gate` [T, G d],
+    `weight` [G d] float32.
+    """
+    tokens, groups, dim = x.shape
+    return _norm(x.view(-1, dim), weight, eps, gate, groups, before=True).view(tokens, groups * dim)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor | None, heads: int, *, before: bool = False) -> Tensor:
     norm = kernel("norm", native.level(), x.dtype) if x.device.type == "cpu" else None
     gated = gate is not None and gate.dtype == x.dtype and gate.stride(1) == 1
     if norm is None or x.stride(1) != 1 or weight.dtype != torch.float32 or gated != (gate is not None):
-        y = functional.rms_norm(x.float(), weight.shape, weight.float(), eps)
-        return (y if gate is None else y * functional.silu(gate.float()).reshape(y.shape)).to(x.dtype)
+        silu = None if gate is None else functional.silu(gate.float()).reshape(x.shape)
+        y = functional.rms_norm(x.float() * silu if silu is not None and before else x.float(), x.shape[1:], None, eps)
+        y = (y.view(-1, weight.numel()) * weight.float()).view(x.shape)
+        return (y if silu is None or before else y * silu).to(x.dtype)
     y = torch.empty(x.shape, dtype=x.dtype)
     norm(
         native.team(),
@@ -97,6 +108,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float, gate: Tensor | None, heads: int
         x.shape[1],
         eps,
         torch.get_num_threads(),
+        before,
     )
     return y
 
@@ -248,6 +260,13 @@ def gated_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) ->
     """`gated_norm` in float64."""
     normed = add_norm_reference(x.double(), None, weight, eps)
     return (normed.flatten(1) * functional.silu(gate.double())).to(x.dtype)
+
+
+def norm_of_gated_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`norm_of_gated` in float64."""
+    gated = x.double() * functional.silu(gate.double()).view(x.shape)
+    normed = add_norm_reference(gated, None, torch.ones(x.shape[2], dtype=torch.float64, device=x.device), eps)
+    return (normed.flatten(1) * weight.double()).to(x.dtype)
 
 
 def silu_and_mul_reference(gate_up: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 // What a decoder's layer does between its products, on the cores of a CPU: the maths of layer.py.
 //
 //     norm      y_d = w_d x_d / sqrt(mean_d x_d^2 + eps)                      of rows of dim values
-//               y_d silu(z_d)                                                 where the rows have a gate z
+//               y_d silu(z_d)                                                 where the rows have a gate z behind the norm
+//               the norm of x_d silu(z_d)                                     where they have one before it
 //     rotate    of the queries and keys of a token, normed before where the model does that:
 //                   y_i        = x_i cos_i - x_{i + half} sin_i
 //                   y_{i+half} = x_{i + half} cos_i + x_i sin_i               for i < half; from 2 half on y_i = x_i
@@ -54,25 +55,6 @@ INLINE vf weights_rest(const float *p, int64_t left) {
     return weights(rest);
 }
 
-// 1 / sqrt(mean x^2 + eps) of a row.
-INLINE float scale_of(const value *x, int64_t dim, float eps) {
-    vf sums[4] = {{0}, {0}, {0}, {0}};
-    int64_t d = 0;
-    for (; d + 4 * LANES <= dim; d += 4 * LANES)
-        for (int i = 0; i < 4; i++) {
-            vf part = get(x + d + i * LANES);
-            sums[i] += part * part;
-        }
-    for (; d < dim; d += LANES) {
-        vf part = dim - d < LANES ? get_rest(x + d, dim - d) : get(x + d);
-        sums[0] += part * part;
-    }
-    vf sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-    float total = 0.f;
-    for (int i = 0; i < LANES; i++) total += sum[i];
-    return 1.f / __builtin_sqrtf(total / dim + eps);
-}
-
 // 2^x in [-126, 126], and their values beyond. Relative error 1e-7.
 INLINE vf exp2_of(vf x) {
     const vf most = (vf){0} + 126.f;
@@ -91,6 +73,34 @@ INLINE vf exp2_of(vf x) {
 
 INLINE vf silu(vf x) { return x / (1.f + exp2_of(x * -1.44269504f)); }
 
+// x silu(gate), or x where there is no gate; and the same at the end of a row.
+INLINE vf gated(const value *x, const value *gate, int64_t d) {
+    return gate ? get(x + d) * silu(get(gate + d)) : get(x + d);
+}
+
+INLINE vf gated_rest(const value *x, const value *gate, int64_t d, int64_t left) {
+    return gate ? get_rest(x + d, left) * silu(get_rest(gate + d, left)) : get_rest(x + d, left);
+}
+
+// 1 / sqrt(mean x^2 + eps) of a row, gated before where there is a gate.
+INLINE float scale_of(const value *x, const value *gate, int64_t dim, float eps) {
+    vf sums[4] = {{0}, {0}, {0}, {0}};
+    int64_t d = 0;
+    for (; d + 4 * LANES <= dim; d += 4 * LANES)
+        for (int i = 0; i < 4; i++) {
+            vf part = gated(x, gate, d + i * LANES);
+            sums[i] += part * part;
+        }
+    for (; d < dim; d += LANES) {
+        vf part = dim - d < LANES ? gated_rest(x, gate, d, dim - d) : gated(x, gate, d);
+        sums[0] += part * part;
+    }
+    vf sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    float total = 0.f;
+    for (int i = 0; i < LANES; i++) total += sum[i];
+    return 1.f / __builtin_sqrtf(total / dim + eps);
+}
+
 // ---- norm ----
 
 typedef struct {
@@ -99,6 +109,7 @@ typedef struct {
     value *y;
     int64_t x_row, gate_row, heads, rows, dim, next;
     float eps;
+    int32_t before;  // the gate comes before the norm, and each of the heads has its own weights
 } Norm;
 
 static void norm_rows(void *argument) {
@@ -108,25 +119,27 @@ static void norm_rows(void *argument) {
         if (row >= job->rows) return;
         const value *x = job->x + row * job->x_row;
         value *y = job->y + row * job->dim;
-        const value *z = job->gate ? job->gate + row / job->heads * job->gate_row + row % job->heads * job->dim : 0;
-        const float scale = scale_of(x, job->dim, job->eps);
+        const int64_t of_head = row % job->heads * job->dim;
+        const value *z = job->gate ? job->gate + row / job->heads * job->gate_row + of_head : 0;
+        const value *before = job->before ? z : 0, *behind = job->before ? 0 : z;
+        const float *weight = job->weight + (job->before ? of_head : 0), scale = scale_of(x, before, job->dim, job->eps);
         int64_t d = 0;
         for (; d + LANES <= job->dim; d += LANES) {
-            const vf normed = get(x + d) * scale * weights(job->weight + d);
-            put(y + d, z ? normed * silu(get(z + d)) : normed);
+            const vf normed = gated(x, before, d) * scale * weights(weight + d);
+            put(y + d, behind ? normed * silu(get(behind + d)) : normed);
         }
         const int64_t left = job->dim - d;
         if (left) {
-            const vf normed = get_rest(x + d, left) * scale * weights_rest(job->weight + d, left);
-            put_rest(y + d, z ? normed * silu(get_rest(z + d, left)) : normed, left);
+            const vf normed = gated_rest(x, before, d, left) * scale * weights_rest(weight + d, left);
+            put_rest(y + d, behind ? normed * silu(get_rest(behind + d, left)) : normed, left);
         }
     }
 }
 
 void NORM(parallel *team, const void *x, int64_t x_row, const void *weight, const void *gate, int64_t gate_row,
-          int64_t heads, void *y, int64_t rows, int64_t dim, float eps, int32_t threads) {
+          int64_t heads, void *y, int64_t rows, int64_t dim, float eps, int32_t threads, int32_t before) {
     Norm job = {.x = x, .gate = gate, .weight = weight, .y = y, .x_row = x_row, .gate_row = gate_row, .heads = heads,
-                .rows = rows, .dim = dim, .eps = eps};
+                .rows = rows, .dim = dim, .eps = eps, .before = before};
     if (threads > 1 && rows > 1 && rows * dim > SHARE) team(norm_rows, &job, threads, 0);
     else norm_rows(&job);
 }
@@ -154,7 +167,7 @@ typedef struct {
 
 INLINE void rotate_head(value *x, const float *cos, const float *sin, const float *weight, const Turn *turn) {
     const int64_t half = turn->half, dim = turn->dim;
-    const float scale = weight ? scale_of(x, dim, turn->eps) : 1.f;
+    const float scale = weight ? scale_of(x, 0, dim, turn->eps) : 1.f;
     if (weight)
         for (int64_t i = 2 * half; i < dim; i += LANES) put(x + i, get(x + i) * (scale * weights(weight + i)));
     for (int64_t i = 0; i < half; i += LANES) {

@@ -86,7 +86,16 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 @triton.jit
 def _gated_norm(  # type: ignore[no-untyped-def]
-    x, gate, weight, out, eps, gate_row, HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr
+    x,
+    gate,
+    weight,
+    out,
+    eps,
+    gate_row,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    BEFORE: tl.constexpr,  # the gate comes before the norm, and each head has its own weights
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, TILE)
@@ -94,9 +103,15 @@ def _gated_norm(  # type: ignore[no-untyped-def]
     row = (token * HEADS + head) * DIM + at
     value = tl.load(x + row, mask=real, other=0.0).to(tl.float32)
     z = tl.load(gate + token * gate_row + head * DIM + at, mask=real, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value) / DIM + eps)
-    normed = value * scale * tl.load(weight + at, mask=real, other=0.0).to(tl.float32)
-    tl.store(out + row, (normed * z / (1.0 + tl.exp(-z))).to(out.dtype.element_ty), mask=real)
+    silu = z / (1.0 + tl.exp(-z))
+    if BEFORE:
+        value *= silu
+        weight += head * DIM
+    normed = value * tl.rsqrt(tl.sum(value * value) / DIM + eps)
+    normed *= tl.load(weight + at, mask=real, other=0.0).to(tl.float32)
+    if not BEFORE:
+        normed *= silu
+    tl.store(out + row, normed.to(out.dtype.element_ty), mask=real)
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -104,14 +119,27 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Raises ValueError for shapes that do not fit.
     """
+    return _gated(x, gate, weight, eps, before=False)
+
+
+def norm_of_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm of x silu(gate) for each group, a new tensor [T, G d]: x [T, G, d], gate [T, G d], weight [G d].
+
+    Raises ValueError for shapes that do not fit.
+    """
+    return _gated(x, gate, weight, eps, before=True)
+
+
+def _gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, before: bool) -> Tensor:
     tokens, heads, dim = x.shape
-    if not x.is_contiguous() or gate.shape != (tokens, heads * dim) or gate.stride(1) != 1 or weight.shape != (dim,):
+    of_weight = heads * dim if before else dim
+    if not x.is_contiguous() or gate.shape != (tokens, heads * dim) or gate.stride(1) != 1 or len(weight) != of_weight:
         raise ValueError(f"{tuple(x.shape)}, gate {tuple(gate.shape)} and weight {tuple(weight.shape)} do not fit")
     out = torch.empty(tokens, heads * dim, dtype=x.dtype, device=x.device)
     if tokens:
         tile = triton.next_power_of_2(dim)
         sizes = {"HEADS": heads, "DIM": dim, "TILE": tile, "num_warps": max(1, min(8, tile // 128))}
-        _gated_norm[(tokens, heads)](x, gate, weight, out, eps, gate.stride(0), **sizes)
+        _gated_norm[(tokens, heads)](x, gate, weight, out, eps, gate.stride(0), BEFORE=before, **sizes)
     return out
 
 

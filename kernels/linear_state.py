@@ -1,11 +1,25 @@
-"""Gated DeltaNet: linear attention with a recurrent state, convolution included, over states in slots.
+"""Gated DeltaNet and Mamba-2: layers with a recurrent state, convolution included, over states in slots.
 
-Each head has a state S [k, v] that maps keys to values. A token decays it, writes its value over the one that its key
-has there, and reads it with its query (Yang et al., Gated Delta Networks, arXiv 2412.06464):
+Each head has a state S [k, v] that maps keys to values. A token decays S, writes its value v at its key k, and reads S
+with its query q. Both rules begin with a convolution over `kernel` tokens:
 
-    q, k, v = silu(causal convolution over `kernel` tokens);   q, k = q / |q|, k / |k|
-    S <- exp(g) S;   S <- S + k (beta (v - S^T k))^T;   o = S^T q / sqrt(k's size)
+    x = silu(causal convolution of `mixed`, plus a bias if there is one)
+
+Gated DeltaNet (Yang et al., arXiv 2412.06464) replaces the value that S has at the key:
+
+    q, k, v = x;   q = q / |q| / sqrt(k's size),   k = k / |k|
+    S <- exp(g) S;   S <- S + k (beta (v - S^T k))^T;   o = S^T q
     g = -exp(A_log) softplus(a + dt_bias);   beta = sigmoid(b)
+
+Mamba-2 (Dao and Gu, arXiv 2405.21060) adds to it. In that paper's words k is B, q is C, and v is x. A key head is a
+group of heads, and the size of a key is the size of the state:
+
+    v, k, q = x
+    S <- exp(g) S + k (dt v)^T;   o = S^T q + D v
+    g = -exp(A_log) dt;   dt = softplus(dt + dt_bias)
+
+dt has no limits: the model is trained so, and transformers' step of one token computes it so. transformers' way for
+more tokens clamps dt of Nemotron-H at `time_step_min`, which changes what trained checkpoints say.
 
 What a sequence keeps between two steps is a slot: S of each head, and the convolution's last `kernel - 1` inputs. A
 chunk reads its state from one slot and writes it to another or the same, so a state that others may still read costs
@@ -17,16 +31,16 @@ on Linux. A token's result depends on its sequence's tokens up to itself and on 
 where a prompt is cut, on drafts, on other sequences in the batch, or on threads. Without the kernel torch computes in
 chunks, which round differently at each border.
 
-Shapes: T tokens of a step, N sequences, C channels of the convolution (q, k and v), K its kernel, h key heads, H value
-heads, k and v the sizes of keys and values, W drafts of a window at most.
+Shapes: T tokens of a step, N sequences, C channels of the convolution, K its kernel, h key heads, H value heads, k and
+v the sizes of keys and values, G gates of a token and head (a and b, or dt), W drafts of a window at most.
 """
 
 import ctypes
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -43,18 +57,39 @@ NO_STATE = -1  # a sequence begins: its state is zero
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """The heads of a linear layer. Value head i reads key head i // (value_heads // key_heads)."""
+    """The rule and the heads of a linear layer. Value head i reads key head i // (value_heads // key_heads)."""
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     kernel: int
+    rule: Literal["delta", "mamba2"] = field(default="delta", kw_only=True)
 
     @property
     def channels(self) -> int:
         """Of the convolution: queries, keys, values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def queries(self) -> int:
+        """The first channel of the queries. Gated DeltaNet has queries, keys, values; Mamba-2 the reverse."""
+        return 0 if self.rule == "delta" else self.channels - self.key_heads * self.key_dim
+
+    @property
+    def keys(self) -> int:
+        """The first channel of the keys."""
+        return self.key_heads * self.key_dim if self.rule == "delta" else self.value_heads * self.value_dim
+
+    @property
+    def values(self) -> int:
+        """The first channel of the values."""
+        return 2 * self.key_heads * self.key_dim if self.rule == "delta" else 0
+
+    @property
+    def gates(self) -> int:
+        """Numbers that a token brings for each head beside its channels: a and b, or dt."""
+        return 2 if self.rule == "delta" else 1
 
 
 class LinearStates:
@@ -63,7 +98,7 @@ class LinearStates:
     recurrent   [layers, slots, H, k, v]    float32; on a CPU a view: columns of S lie in one stretch of memory each
     conv        [layers, slots, K - 1, C]   the convolution's last inputs, oldest first
     window      [layers, slots, W, C]       inputs of drafts that were not verified
-    gates       [layers, slots, W, 2, H]    float32: their a and b
+    gates       [layers, slots, W, G, H]    float32: their gates
     """
 
     def __init__(
@@ -77,7 +112,8 @@ class LinearStates:
         self.recurrent = recurrent.mT if in_columns else recurrent
         self.conv = torch.zeros(layers, slots, shape.kernel - 1, shape.channels, dtype=dtype, device=device)
         self.window = torch.zeros(layers, slots, window, shape.channels, dtype=dtype, device=device)
-        self.gates = torch.zeros(layers, slots, window, 2, shape.value_heads, dtype=torch.float32, device=device)
+        gates = (layers, slots, window, shape.gates, shape.value_heads)
+        self.gates = torch.zeros(gates, dtype=torch.float32, device=device)
 
     def resize(self, slots: int) -> None:
         """Start again with `slots` slots: what they held is gone."""
@@ -121,23 +157,27 @@ class StateBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearWeights:
-    """What the kernel needs of a layer's weights: conv [C, K] (and no bias), a_log and dt_bias [H].
+    """What the kernel needs of a layer's weights: conv [C, K] and its bias [C], if any; a_log, dt_bias and d [H].
 
-    They are kept in float32, and `conv` lies in memory as [K, C].
+    `d` is D of Mamba-2, and None for Gated DeltaNet. They are kept in float32, and `conv` lies in memory as [K, C].
     """
 
     conv: Tensor
     a_log: Tensor
     dt_bias: Tensor
+    bias: Tensor | None = None
+    d: Tensor | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "conv", self.conv.float().T.contiguous().T)
-        object.__setattr__(self, "a_log", self.a_log.float().contiguous())
-        object.__setattr__(self, "dt_bias", self.dt_bias.float().contiguous())
+        for name in ("a_log", "dt_bias", "bias", "d"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, None if given is None else given.float().contiguous())
 
     @property
-    def addresses(self) -> tuple[int, int, int]:
-        return self.conv.data_ptr(), self.a_log.data_ptr(), self.dt_bias.data_ptr()
+    def addresses(self) -> tuple[int | None, ...]:
+        tensors = (self.conv, self.bias, self.a_log, self.dt_bias, self.d)
+        return tuple(None if each is None else each.data_ptr() for each in tensors)
 
 
 def gated_delta(
@@ -149,11 +189,27 @@ def gated_delta(
     ValueError for a batch that leads outside of the tokens or slots, and has then written nothing. On a GPU the decoder
     calls `linear_state_gpu` instead.
     """
+    return _recur(mixed, (a, b), weights, states, layer, batch)
+
+
+def mamba2(
+    mixed: Tensor, dt: Tensor, weights: LinearWeights, states: LinearStates, layer: int, batch: StateBatch
+) -> Tensor:
+    """The same for Mamba-2. mixed [T, C]: the projection of x, B and C, in this order; dt [T, H]: that of dt."""
+    return _recur(mixed, (dt,), weights, states, layer, batch)
+
+
+_Gates: TypeAlias = tuple[Tensor, ...]
+
+
+def _recur(
+    mixed: Tensor, gates: _Gates, weights: LinearWeights, states: LinearStates, layer: int, batch: StateBatch
+) -> Tensor:
     if mixed.device.type == "cpu":
         function = kernel(native.level(), mixed.dtype, states.shape)
         if function is not None and states.conv.dtype == mixed.dtype and states.recurrent.mT.is_contiguous():
-            return _gated_delta_c(function, mixed, a, b, weights, states, layer, batch)
-    return gated_delta_torch(mixed, a, b, weights, states, layer, batch)
+            return _recur_c(function, mixed, gates, weights, states, layer, batch)
+    return recur_torch(mixed, gates, weights, states, layer, batch)
 
 
 # ---- the C kernel
@@ -166,11 +222,13 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("team", "recurrent", "gates", "conv", "window")),
         *((name, ctypes.c_int64) for name in ("recurrent_layer", "gates_layer", "conv_layer", "window_layer")),
         *((name, ctypes.c_int64) for name in ("recurrent_slot", "gates_slot", "conv_slot", "window_slot")),
-        *((name, ctypes.c_int64) for name in ("slots", "drafts")),
+        *((name, ctypes.c_int64) for name in ("slots", "drafts", "delta")),
         *((name, ctypes.c_int64) for name in ("key_heads", "heads", "key_dim", "value_dim", "kernel", "channels")),
+        *((name, ctypes.c_int64) for name in ("queries", "keys", "values", "gates_token")),
         *((name, ctypes.c_void_p) for name in ("starts", "source", "target", "applied", "held", "marks")),
         *((name, ctypes.c_int64) for name in ("sequences", "n_marks")),
-        *((name, ctypes.c_void_p) for name in ("left", "taps", "a_log", "dt_bias", "mixed", "a", "b", "out")),
+        *((name, ctypes.c_void_p) for name in ("left", "taps", "bias", "a_log", "dt_bias", "d")),
+        *((name, ctypes.c_void_p) for name in ("mixed", "a", "b", "out")),
         *((name, ctypes.c_int64) for name in ("layer", "tokens", "threads", "mixed_row", "a_row", "b_row")),
         *((name, ctypes.c_int64) for name in ("wrong", "parts", "columns", "next")),
     ]
@@ -200,11 +258,10 @@ class _StepCall:
     held: tuple[Tensor, ...]
 
 
-def _gated_delta_c(
+def _recur_c(
     function: Callable[..., None],
     mixed: Tensor,
-    a: Tensor,
-    b: Tensor,
+    gates: _Gates,
     weights: LinearWeights,
     states: LinearStates,
     layer: int,
@@ -213,23 +270,31 @@ def _gated_delta_c(
     shape, tokens = states.shape, len(mixed)
     if not 0 <= layer < len(states.recurrent):
         raise IndexError(f"layer {layer} of {len(states.recurrent)}")
-    if mixed.shape[1] != shape.channels or a.shape != b.shape or a.shape != (tokens, shape.value_heads):
-        sizes = f"mixed {tuple(mixed.shape)}, a {tuple(a.shape)} and b {tuple(b.shape)}"
-        raise ValueError(f"{sizes} do not fit {shape.channels} channels and {shape.value_heads} heads")
+    check_inputs(mixed, gates, weights, shape)
     plan: _StepCall | None = batch.plans.get(_StepCall)
     if plan is None or plan.states is not states or plan.function is not function:
         plan = batch.plans[_StepCall] = _step_call(function, states, batch)
-    mixed, a, b = (each if each.stride(1) == 1 else each.contiguous() for each in (mixed, a.float(), b.float()))
+    mixed, *rows = (each if each.stride(1) == 1 else each.contiguous() for each in (mixed, *(g.float() for g in gates)))
     out = torch.empty(tokens, shape.value_heads, shape.value_dim, dtype=mixed.dtype)
     call = plan.call
     call.layer, call.tokens, call.threads = layer, tokens, torch.get_num_threads()
-    call.taps, call.a_log, call.dt_bias = weights.addresses
-    call.mixed, call.a, call.b, call.out = mixed.data_ptr(), a.data_ptr(), b.data_ptr(), out.data_ptr()
-    call.mixed_row, call.a_row, call.b_row = mixed.stride(0), a.stride(0), b.stride(0)
+    call.taps, call.bias, call.a_log, call.dt_bias, call.d = weights.addresses
+    call.mixed, call.a, call.b, call.out = mixed.data_ptr(), rows[0].data_ptr(), rows[-1].data_ptr(), out.data_ptr()
+    call.mixed_row, call.a_row, call.b_row = mixed.stride(0), rows[0].stride(0), rows[-1].stride(0)
     function(plan.address)
     if call.wrong:
         raise ValueError(f"a batch over {tokens} tokens and {states.slots} slots that leads outside of them")
     return out
+
+
+def check_inputs(mixed: Tensor, gates: Sequence[Tensor], weights: LinearWeights, shape: LinearShape) -> None:
+    """Raises ValueError for inputs or weights of another shape or rule."""
+    each, expected = [tuple(gate.shape) for gate in gates], (len(mixed), shape.value_heads)
+    if mixed.shape[1:] != (shape.channels,) or each != [expected] * shape.gates:
+        found = f"mixed {tuple(mixed.shape)} and gates {each}"
+        raise ValueError(f"{found} do not fit {shape.channels} channels and {shape.gates} gates of {expected}")
+    if (weights.d is None) != (shape.rule == "delta"):
+        raise ValueError(f"weights {'without' if weights.d is None else 'with'} D do not fit the rule {shape.rule}")
 
 
 def _step_call(function: Callable[..., None], states: LinearStates, batch: StateBatch) -> _StepCall:
@@ -248,12 +313,17 @@ def _step_call(function: Callable[..., None], states: LinearStates, batch: State
         *(each.stride(1) for each in parts),
         states.slots,
         states.window.shape[2],
+        shape.rule == "delta",
         shape.key_heads,
         shape.value_heads,
         shape.key_dim,
         shape.value_dim,
         shape.kernel,
         shape.channels,
+        shape.queries,
+        shape.keys,
+        shape.values,
+        shape.gates * shape.value_heads,
         *(each.data_ptr() for each in uses),
         sequences,
         len(batch.marks),
@@ -265,45 +335,50 @@ def _step_call(function: Callable[..., None], states: LinearStates, batch: State
 # ---- torch
 
 _CHUNK = 64  # tokens
-_Rule: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""S and the outputs [n, H, v] after n tokens, of q and k [n, H, k], v [n, H, v], g and beta [n, H], and S before."""
+_Way: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
+"""S and S^T q [n, H, v] after n tokens, of q and k [n, H, k], v [n, H, v], g and beta [n, H], and S before. Without a
+beta values are added as they are.
+"""
 
 
-def gated_delta_torch(
-    mixed: Tensor, a: Tensor, b: Tensor, weights: LinearWeights, states: LinearStates, layer: int, batch: StateBatch
-) -> Tensor:
-    """`gated_delta` without a kernel of ours, on any device."""
-    return _by_rule(_chunked, torch.float32, mixed, a, b, weights, states, layer, batch)
-
-
-def gated_delta_reference(
+def recur_torch(
     mixed: Tensor,
-    a: Tensor,
-    b: Tensor,
+    gates: Sequence[Tensor],
+    weights: LinearWeights,
+    states: LinearStates,
+    layer: int,
+    batch: StateBatch,
+) -> Tensor:
+    """`gated_delta` or `mamba2`, as the states' shape says, without a kernel of ours, on any device."""
+    return _in_torch(_chunked, torch.float32, mixed, gates, weights, states, layer, batch)
+
+
+def recur_reference(
+    mixed: Tensor,
+    gates: Sequence[Tensor],
     weights: LinearWeights,
     states: LinearStates,
     layer: int,
     batch: StateBatch,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """`gated_delta` token by token, computed in `dtype`."""
-    return _by_rule(_token_by_token, dtype, mixed, a, b, weights, states, layer, batch)
+    """The same token by token, computed in `dtype`."""
+    return _in_torch(_token_by_token, dtype, mixed, gates, weights, states, layer, batch)
 
 
-def _by_rule(
-    rule: _Rule,
+def _in_torch(
+    way: _Way,
     dtype: torch.dtype,
     mixed: Tensor,
-    a: Tensor,
-    b: Tensor,
+    gates: Sequence[Tensor],
     weights: LinearWeights,
     states: LinearStates,
     layer: int,
     batch: StateBatch,
 ) -> Tensor:
-    """Sequence by sequence; a rule computes what lies between the tokens after which a state is written."""
+    """Sequence by sequence; the way computes what lies between the tokens after which a state is written."""
     shape, before = states.shape, states.shape.kernel - 1
-    recurrent, conv, window, gates = (each[layer] for each in states.tensors)
+    recurrent, conv, window, kept_gates = (each[layer] for each in states.tensors)
     out = mixed.new_empty(len(mixed), shape.value_heads, shape.value_dim)
     starts, marks = batch.starts.tolist(), batch.marks.tolist()
     writes: list[tuple[Tensor, Tensor]] = []
@@ -314,21 +389,22 @@ def _by_rule(
         if source == NO_STATE:
             state, last = torch.zeros_like(state), torch.zeros_like(last)
         inputs = torch.cat((last, window[source, :applied], mixed[own].to(conv.dtype)))
-        both = torch.cat((gates[source, :applied], torch.stack((a[own], b[own]), 1).to(gates.dtype)))
-        tokens = _prepared(inputs, both, weights, shape, dtype)
+        new = torch.stack([each[own] for each in gates], 1).to(kept_gates.dtype)
+        both = torch.cat((kept_gates[source, :applied], new))
+        *tokens, beta, skip = _prepared(inputs, both, weights, shape, dtype)
         kept = len(both) - held
         ends = [(applied + n, slot) for of, n, slot in marks if of == number] + [(kept, target)]
         cuts = sorted({0, len(both), *(n for n, _ in ends)})
         found, after = [out.new_empty(0, *out.shape[1:])], {0: state}
         for begin, end in pairwise(cuts):
-            q, k, v, g, beta = (each[begin:end] for each in tokens)
-            state, o = rule(q, k, v, g, beta, state)
+            q, k, v, g = (each[begin:end] for each in tokens)
+            state, o = way(q, k, v, g, None if beta is None else beta[begin:end], state)
             after[end] = state
-            found.append(o.to(out.dtype))
+            found.append((o if skip is None else o + skip[begin:end]).to(out.dtype))
         out[own] = torch.cat(found)[applied:]
         for n, slot in ends:
             writes += ((recurrent[slot], after[n]), (conv[slot], inputs[n : n + before]))
-        writes += ((window[target, :held], inputs[len(inputs) - held :]), (gates[target, :held], both[kept:]))
+        writes += ((window[target, :held], inputs[len(inputs) - held :]), (kept_gates[target, :held], both[kept:]))
     for to, value in writes:  # all were read
         to.copy_(value)
     return out
@@ -336,49 +412,58 @@ def _by_rule(
 
 def _prepared(
     inputs: Tensor, gates: Tensor, weights: LinearWeights, shape: LinearShape, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q and k [n, H, k], v [n, H, v], g and beta [n, H]. inputs [K - 1 + n, C]: the convolution's; gates [n, 2, H]."""
-    n, heads, group = len(gates), shape.key_heads, shape.value_heads // shape.key_heads
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """q and k [n, H, k], v [n, H, v], g [n, H], then beta [n, H] or D v. inputs [K - 1 + n, C]; gates [n, G, H]."""
+    n, group = len(gates), shape.value_heads // shape.key_heads
     x = inputs.new_zeros(n, shape.channels, dtype=dtype)
     for tap, weight in enumerate(weights.conv.to(dtype).T):
         x += inputs[tap : tap + n] * weight
-    keys = heads * shape.key_dim
-    q, k, v = torch.split(F.silu(x), [keys, keys, shape.value_heads * shape.value_dim], 1)
-    q, k = (each.reshape(n, heads, -1).repeat_interleave(group, 1) for each in (q, k))
+    x = F.silu(x if weights.bias is None else x + weights.bias.to(dtype))
+    q, k = (
+        x[:, first : first + shape.key_heads * shape.key_dim].view(n, shape.key_heads, -1).repeat_interleave(group, 1)
+        for first in (shape.queries, shape.keys)
+    )
+    v = x[:, shape.values : shape.values + shape.value_heads * shape.value_dim].view(n, shape.value_heads, -1)
+    first, *others = gates.to(dtype).unbind(1)
+    dt = F.softplus(first + weights.dt_bias.to(dtype))
+    g = -weights.a_log.to(dtype).exp() * dt
+    if weights.d is not None:
+        return q, k, v * dt[:, :, None], g, None, v * weights.d.to(dtype)[:, None]
     q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (q, k))
-    a, b = gates.to(dtype).unbind(1)
-    g = -weights.a_log.to(dtype).exp() * F.softplus(a + weights.dt_bias.to(dtype))
-    return q * shape.key_dim**-0.5, k, v.reshape(n, shape.value_heads, -1), g, torch.sigmoid(b)
+    return q * shape.key_dim**-0.5, k, v, g, torch.sigmoid(others[0]), None
 
 
-def _token_by_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _token_by_token(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(v)
     for t in range(len(q)):
         state = state * g[t].exp()[:, None, None]
-        delta = (v[t] - (state * k[t, :, :, None]).sum(1)) * beta[t, :, None]
-        state = state + k[t, :, :, None] * delta[:, None]
+        written = v[t] if beta is None else (v[t] - (state * k[t, :, :, None]).sum(1)) * beta[t, :, None]
+        state = state + k[t, :, :, None] * written[:, None]
         out[t] = (state * q[t, :, :, None]).sum(1)
     return state, out
 
 
-def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The rule for chunks of tokens at once (Yang et al., arXiv 2406.06484, section 3; with gates 2412.06464, 3.3).
+def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Chunks of tokens at once: arXiv 2405.21060, section 6, for Mamba-2; 2412.06464, section 3.3, for the delta rule.
 
     With c the sum of g from the chunk's beginning, and D_ij = e^(c_i - c_j) for j <= i, the values U that the chunk
-    writes solve (I + tril(diag(beta) K K^T * D, -1)) U = diag(beta) (V - diag(e^c) K S).
+    writes are V, or for the delta rule solve (I + tril(diag(beta) K K^T * D, -1)) U = diag(beta) (V - diag(e^c) K S).
     """
     out = torch.empty_like(v)
     for begin in range(0, len(q), _CHUNK):
         some = slice(begin, begin + _CHUNK)
         # [H, n, ...]
-        qs, ks, vs = (each[some].transpose(0, 1) for each in (q, k, v))
-        c = g[some].T.cumsum(1)
-        grown = c.exp()[:, :, None]
-        decay = (c[:, :, None] - c[:, None]).tril().exp().tril()
-        betas = beta[some].T[:, :, None]
-        system = (ks @ ks.mT * decay * betas).tril(-1)
-        right = betas * (vs - grown * (ks @ state))
-        u = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        qs, ks, u = (each[some].transpose(0, 1) for each in (q, k, v))
+        c = g[some].T.cumsum(1, dtype=torch.float64)  # differences of sums that may be large
+        grown, rest = (each.to(state.dtype).exp()[:, :, None] for each in (c, c[:, -1:] - c))
+        decay = (c[:, :, None] - c[:, None]).to(state.dtype).tril().exp().tril()
+        if beta is not None:
+            betas = beta[some].T[:, :, None]
+            system = (ks @ ks.mT * decay * betas).tril(-1)
+            right = betas * (u - grown * (ks @ state))
+            u = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         out[some] = (grown * (qs @ state) + (qs @ ks.mT * decay) @ u).transpose(0, 1)
-        state = grown[:, -1:] * state + (ks * (c[:, -1:] - c).exp()[:, :, None]).mT @ u
+        state = grown[:, -1:] * state + (ks * rest).mT @ u
     return state, out

@@ -1,4 +1,4 @@
-// Gated DeltaNet over states in slots, on the cores of a CPU: the maths of linear_state.py.
+// Gated DeltaNet and Mamba-2 over states in slots, on the cores of a CPU: the maths of linear_state.py.
 //
 // The recurrence is computed token by token. The columns of S do not depend on each other, and each lies in one stretch of
 // memory. TILE of them stay in the first level of cache while BLOCK tokens pass. One sweep over a column serves a token and
@@ -7,7 +7,8 @@
 //     S <- decay S + delta k        o = q . S        p = k' . S        delta = beta (v - decay p), with p of the token before
 //
 // That is four vector operations for each vector of S. The chunked form of the literature takes three and a share that
-// grows with its chunk, and rounds differently wherever a chunk ends.
+// grows with its chunk, and rounds differently wherever a chunk ends. In Mamba-2 delta = dt v, and no p is needed: a sweep
+// is three vector operations.
 //
 // Order. Each sum over keys is taken in one order, and a state between two calls is float32, as it is inside. So a token
 // comes to the same bits however a prompt is cut, as a draft or not, beside any other sequences, and with any number of
@@ -46,15 +47,16 @@ typedef struct {
     value *conv, *window;
     int64_t recurrent_layer, gates_layer, conv_layer, window_layer;
     int64_t recurrent_slot, gates_slot, conv_slot, window_slot;
-    int64_t slots, drafts;  // drafts of a window at most
+    int64_t slots, drafts, delta;  // drafts of a window at most; whether the rule is the delta rule, else Mamba-2
     int64_t key_heads, heads, key_dim, value_dim, kernel, channels;
+    int64_t queries, keys, values, gates_token;  // the first channel of each; gates of a token, of all heads
     const int32_t *starts, *source, *target, *applied, *held, *marks;  // StateBatch
     int64_t sequences, n_marks;
     int32_t *left;  // [sequences]: room for the tasks that are left of each
     // Of a layer
-    const float *taps, *a_log, *dt_bias;  // taps [kernel][channels]
+    const float *taps, *bias, *a_log, *dt_bias, *d;  // taps [kernel][channels]; bias may be null
     const value *mixed;
-    const float *a, *b;
+    const float *a, *b;  // Mamba-2: a is dt
     value *out;  // [tokens][heads][value_dim]
     int64_t layer, tokens, threads, mixed_row, a_row, b_row;  // rows in values
     int64_t wrong;                                            // set where the batch does not fit
@@ -163,9 +165,9 @@ static void keep(const Call *call, const Sequence *s) {
         const int64_t token = s->first + s->kept - s->applied + i;
         memcpy(call->window + s->target * call->window_slot + i * call->channels, call->mixed + token * call->mixed_row,
                call->channels * sizeof(value));
-        float *gates = call->gates + s->target * call->gates_slot + i * 2 * call->heads;
+        float *gates = call->gates + s->target * call->gates_slot + i * call->gates_token;
         memcpy(gates, call->a + token * call->a_row, call->heads * sizeof(float));
-        memcpy(gates + call->heads, call->b + token * call->b_row, call->heads * sizeof(float));
+        if (call->delta) memcpy(gates + call->heads, call->b + token * call->b_row, call->heads * sizeof(float));
     }
 }
 
@@ -183,9 +185,11 @@ INLINE void convolve(const Call *call, const value *const *rows, int64_t channel
             for (int64_t c = 0; c < some; c++)
                 x[i * SOME + c] = rows[i] ? get(rows[i] + channel + begin + c * LANES) : splat(0.f);
         for (int64_t c = 0; c < some; c++) {
-            const float *taps = call->taps + channel + begin + c * LANES;
+            const int64_t at = channel + begin + c * LANES;
+            const float *taps = call->taps + at;
+            const vf bias = call->bias ? load(call->bias + at) : splat(0.f);
             for (int64_t t = 0; t < n; t++) {
-                vf sum = x[t * SOME + c] * load(taps);
+                vf sum = muladd(x[t * SOME + c], load(taps), bias);
                 for (int j = 1; j < kernel; j++) sum = muladd(x[(t + j) * SOME + c], load(taps + j * call->channels), sum);
                 store(y + t * count + begin + c * LANES, sum);
             }
@@ -217,7 +221,7 @@ INLINE void normalize(float *x, int64_t n, int64_t dim, float scale) {
 typedef struct {
     ALIGNED float q[BLOCK * MAX_KEY], k[BLOCK * MAX_KEY];  // [tokens][key_dim]
     float v[BLOCK * MAX_COLUMNS];                           // [tokens][columns]
-    float decay[BLOCK * MAX_COLUMNS / LANES], beta[BLOCK * MAX_COLUMNS / LANES];  // [heads][BLOCK]
+    float decay[BLOCK * MAX_COLUMNS / LANES], beta[BLOCK * MAX_COLUMNS / LANES];  // [heads][BLOCK]; Mamba-2: beta is dt
     float state[MAX_KEY * MAX_COLUMNS];                     // [columns][key_dim]
 } Room;
 
@@ -227,25 +231,28 @@ static void prepare(const Task *task, int64_t token, int64_t n, Room *room) {
     const Sequence *s = &task->sequence;
     const value *rows[BLOCK + MAX_TAPS];
     for (int64_t i = 0; i < n + call->kernel - 1; i++) rows[i] = input_of(call, s, token + i);
-    const int64_t dim = call->key_dim, keys = call->key_heads * dim;
-    inputs(call, rows, task->key_head * dim, dim, n, room->q);
-    inputs(call, rows, keys + task->key_head * dim, dim, n, room->k);
-    inputs(call, rows, 2 * keys + task->column, call->columns, n, room->v);
-    normalize(room->q, n, dim, 1.f / __builtin_sqrtf((float)dim));
-    normalize(room->k, n, dim, 1.f);
+    const int64_t dim = call->key_dim;
+    inputs(call, rows, call->queries + task->key_head * dim, dim, n, room->q);
+    inputs(call, rows, call->keys + task->key_head * dim, dim, n, room->k);
+    inputs(call, rows, call->values + task->column, call->columns, n, room->v);
+    if (call->delta) {
+        normalize(room->q, n, dim, 1.f / __builtin_sqrtf((float)dim));
+        normalize(room->k, n, dim, 1.f);
+    }
     const int64_t first = task->column / call->value_dim, last = (task->column + call->columns - 1) / call->value_dim;
     for (int64_t head = first; head <= last; head++) {
         float *decay = room->decay + (head - first) * BLOCK, *beta = room->beta + (head - first) * BLOCK;
         for (int64_t t = 0; t < n; t++) {
             const int64_t at = token + t, own = s->first + at - s->applied;
-            const float *gates = call->gates + s->source * call->gates_slot + at * 2 * call->heads;
+            const float *gates = call->gates + s->source * call->gates_slot + at * call->gates_token;
             decay[t] = at < s->applied ? gates[head] : call->a[own * call->a_row + head];
-            beta[t] = at < s->applied ? gates[call->heads + head] : call->b[own * call->b_row + head];
+            if (call->delta) beta[t] = at < s->applied ? gates[call->heads + head] : call->b[own * call->b_row + head];
         }
         const vf rate = -exp_of(splat(call->a_log[head]));
         for (int64_t t = 0; t < n; t += LANES) {
-            store(beta + t, sigmoid(load(beta + t)));
-            store(decay + t, exp_of(softplus(load(decay + t) + call->dt_bias[head]) * rate));
+            const vf dt = softplus(load(decay + t) + call->dt_bias[head]);
+            store(beta + t, call->delta ? sigmoid(load(beta + t)) : dt);
+            store(decay + t, exp_of(dt * rate));
         }
     }
 }
@@ -305,11 +312,12 @@ INLINE void sweep(const float *s, float *to, int64_t dim, const float *k, const 
 }
 
 // n tokens from `token` on over the `width` columns of a head from column `at` of the task on.
-static void pass(const Task *task, int64_t at, int64_t width, int64_t token, int64_t n, Room *room) {
+INLINE void pass(const Task *task, int64_t at, int64_t width, int64_t token, int64_t n, Room *room, const int DELTA) {
     const Call *call = task->call;
     const Sequence *s = &task->sequence;
     const int64_t dim = call->key_dim, column = task->column + at, size = width * dim * (int64_t)sizeof(float);
     const int64_t head = (column / call->value_dim - task->column / call->value_dim) * BLOCK;
+    const vf d = splat(DELTA ? 0.f : call->d[column / call->value_dim]);
     float *slots = call->recurrent + column * dim, *target = slots + s->target * call->recurrent_slot;
     float *own = room->state + at * dim;
     const float *from = own;
@@ -325,9 +333,12 @@ static void pass(const Task *task, int64_t at, int64_t width, int64_t token, int
         const int64_t done = token + t + 1;
         float *to = done == s->kept ? target : own;
         for (int64_t c = 0; c < width; c += ROWS) {
-            v4 here = t ? *(v4 *)(p + c) : project(from + c * dim, dim, k), *next = (v4 *)(p + c), *out = (v4 *)(o + c);
-            const v4 delta = (*(const v4_at *)(v + c) - here * decay) * beta;
-            if (t + 1 < n) sweep(from + c * dim, to + c * dim, dim, k, q, k + dim, decay, delta, out, next, 1);
+            v4 delta = *(const v4_at *)(v + c) * beta, *next = (v4 *)(p + c), *out = (v4 *)(o + c);
+            if (DELTA) {
+                const v4 here = t ? *next : project(from + c * dim, dim, k);
+                delta = (*(const v4_at *)(v + c) - here * decay) * beta;
+            }
+            if (DELTA && t + 1 < n) sweep(from + c * dim, to + c * dim, dim, k, q, k + dim, decay, delta, out, next, 1);
             else sweep(from + c * dim, to + c * dim, dim, k, q, 0, decay, delta, out, next, 0);
         }
         from = to;
@@ -335,7 +346,7 @@ static void pass(const Task *task, int64_t at, int64_t width, int64_t token, int
             if (s->applied + mark[1] == done) memcpy(slots + mark[2] * call->recurrent_slot, from, size);
         if (done <= s->applied) continue;
         value *row = call->out + (s->first + done - 1 - s->applied) * call->heads * call->value_dim + column;
-        for (int64_t c = 0; c < width; c += LANES) put(row + c, load(o + c));
+        for (int64_t c = 0; c < width; c += LANES) put(row + c, DELTA ? load(o + c) : muladd(load(v + c), d, load(o + c)));
     }
 }
 
@@ -354,7 +365,8 @@ static void run(const Call *call, int64_t number) {
         for (int64_t at = 0, width; at < call->columns; at += width) {
             const int64_t of_head = call->value_dim - (task.column + at) % call->value_dim;
             width = lesser(lesser(of_head, call->columns - at), TILE);
-            pass(&task, at, width, token, n, &room);
+            if (call->delta) pass(&task, at, width, token, n, &room, 1);
+            else pass(&task, at, width, token, n, &room, 0);
         }
         token += n;
     } while (token < s->all);

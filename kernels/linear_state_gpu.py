@@ -1,14 +1,18 @@
-"""Gated DeltaNet on a GPU, over states in slots: Triton kernels. Formulas, shapes and reference: `linear_state`.
+"""Gated DeltaNet and Mamba-2 on a GPU, over states in slots, in Triton. Formulas, shapes, reference: `linear_state`.
 
 Sequences of up to `SHORT` tokens (decode, windows of drafts) go token by token: a program holds some columns of one
-head's state in registers, and a token costs two sums over them. Longer ones go in chunks of C tokens, in the WY form
-(Yang et al., arXiv 2406.06484 section 3 and 2412.06464 section 3.3). With G_i the sum of g up to token i of a chunk:
+head's state in registers, and a token costs one or two sums over them. Longer ones go in chunks of C tokens. The
+delta rule takes the WY form (Yang et al., arXiv 2406.06484 section 3 and 2412.06464 section 3.3). With G_i the sum of g
+up to token i of a chunk:
 
     A_ij = beta_i exp(G_i - G_j) k_i k_j^T for j < i,  else 0          X = (1 + A)^-1 diag(beta)
     W = X diag(exp G) K,  U = X V                                      P_ij = exp(G_i - G_j) q_i k_j^T for j <= i
     D = U - W S                                                        what the tokens write, given the state before
     o = exp(G) (Q S) + P D                                             their outputs
     S_n = exp(G_n) S + sum_{i <= n} exp(G_n - G_i) k_i D_i^T           the state after the first n of them
+
+Mamba-2 is the same with D = U = diag(dt) V (Dao and Gu, arXiv 2405.21060 section 6). What the model's own D adds to the
+outputs takes the place of W.
 
 `_prepare` computes all that does not depend on the state, every chunk at once; `_scan` goes through a sequence's chunks
 and writes the states. The inverse is built from blocks twice as large each time: of [[L, 0], [A, M]] it is
@@ -27,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from holdfast.kernels.attention_gpu import INTERPRETED
-from holdfast.kernels.linear_state import LinearShape, LinearStates, LinearWeights, StateBatch
+from holdfast.kernels.linear_state import LinearShape, LinearStates, LinearWeights, StateBatch, check_inputs
 
 SHORT = 32  # tokens that go one by one at most
 _CHUNK = 64  # C
@@ -84,31 +88,37 @@ def _inputs(tensors, sequence, row, early, channel, real, SHAPE: tl.constexpr, W
 
 @triton.jit
 def _convolved(  # type: ignore[no-untyped-def]
-    tensors, weight, sequence, row, early, channel, real, SHAPE: tl.constexpr, WINDOW: tl.constexpr
+    tensors, weights, sequence, row, early, channel, real, SHAPE: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """silu of the convolution, where `real`; else zero."""
+    """silu of the convolution, where `real`; else nothing of use."""
+    taps, bias = weights
     TAPS: tl.constexpr = SHAPE.kernel
     x = 0.0
+    if bias is not None:
+        x += tl.load(bias + channel)
     for tap in tl.static_range(TAPS):
         one = _inputs(tensors, sequence, row + tap - (TAPS - 1), early, channel, real, SHAPE, WINDOW)
-        x += one.to(tl.float32) * tl.load(weight + tap * SHAPE.channels + channel)
+        x += one.to(tl.float32) * tl.load(taps + tap * SHAPE.channels + channel)
     return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
-def _gates(tensors, sequence, row, real, head, HEADS: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """g and beta of a head in these rows, where `real`."""
-    a, a_row, b, b_row, gates, a_log, dt_bias = tensors
+def _gates(tensors, sequence, row, real, head, SHAPE: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """g and beta (Mamba-2: dt) of a head in these rows, where `real`."""
+    a, a_row, b, b_row, gates, a_log, dt_bias, _ = tensors
     first, _, slot, before, _ = sequence
     old, new = real & (row < before), real & (row >= before)
     token = (first + row - before).to(tl.int64)
-    drafts = gates + (tl.maximum(slot, 0) * WINDOW + row) * (2 * HEADS) + head
+    drafts = gates + (tl.maximum(slot, 0) * WINDOW + row) * (SHAPE.gates * SHAPE.value_heads) + head
     x = tl.load(drafts, mask=old, other=0.0) + tl.load(a + token * a_row + head, mask=new, other=0.0).to(tl.float32)
-    y = tl.load(drafts + HEADS, mask=old, other=0.0)
-    y += tl.load(b + token * b_row + head, mask=new, other=0.0).to(tl.float32)
     x += tl.load(dt_bias + head)
-    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-    return -tl.exp(tl.load(a_log + head)) * softplus, 1.0 / (1.0 + tl.exp(-y))
+    dt = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    beta = dt
+    if SHAPE.rule == "delta":
+        y = tl.load(drafts + SHAPE.value_heads, mask=old, other=0.0)
+        y += tl.load(b + token * b_row + head, mask=new, other=0.0).to(tl.float32)
+        beta = 1.0 / (1.0 + tl.exp(-y))
+    return -tl.exp(tl.load(a_log + head)) * dt, beta
 
 
 @triton.jit
@@ -124,7 +134,7 @@ def _places(slot, head, dims, columns, SHAPE: tl.constexpr):  # type: ignore[no-
 @triton.jit(do_not_specialize=["n_marks"])
 def _recur(  # type: ignore[no-untyped-def]
     inputs,
-    weight,
+    weights,
     gates,
     recurrent,
     batch,
@@ -153,23 +163,26 @@ def _recur(  # type: ignore[no-untyped-def]
     if kept == 0:
         tl.store(recurrent + _places(target, head, dims, columns, SHAPE), state)
     mark, last = _marks_of(batch, n_marks, number, LANES)
-    query = head // (HEADS // SHAPE.key_heads) * KEY + dims
-    key = query + SHAPE.key_heads * KEY
-    value = 2 * SHAPE.key_heads * KEY + head * VALUE + columns
+    of_key = head // (HEADS // SHAPE.key_heads) * KEY + dims
+    query, key, value = SHAPE.queries + of_key, SHAPE.keys + of_key, SHAPE.values + head * VALUE + columns
     for row in tl.range(0, before + tokens):
         early = row - (SHAPE.kernel - 1) < before
-        q = _convolved(inputs, weight, sequence, row, early, query, True, SHAPE, WINDOW)
-        k = _convolved(inputs, weight, sequence, row, early, key, True, SHAPE, WINDOW)
-        v = _convolved(inputs, weight, sequence, row, early, value, True, SHAPE, WINDOW)
-        g, beta = _gates(gates, sequence, row, True, head, HEADS, WINDOW)
-        q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * KEY**-0.5
-        k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+        q = _convolved(inputs, weights, sequence, row, early, query, True, SHAPE, WINDOW)
+        k = _convolved(inputs, weights, sequence, row, early, key, True, SHAPE, WINDOW)
+        v = _convolved(inputs, weights, sequence, row, early, value, True, SHAPE, WINDOW)
+        g, beta = _gates(gates, sequence, row, True, head, SHAPE, WINDOW)
         state *= tl.exp(g)
-        delta = (v - tl.sum(state * k[:, None], 0)) * beta
-        state += k[:, None] * delta[None, :]
+        old, skip = 0.0, 0.0
+        if SHAPE.rule == "delta":
+            q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * KEY**-0.5
+            k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+            old = tl.sum(state * k[:, None], 0)
+        else:
+            skip = v * tl.load(gates[7] + head)
+        state += k[:, None] * ((v - old) * beta)[None, :]
         if row >= before:
             at = ((first + row - before).to(tl.int64) * HEADS + head) * VALUE + columns
-            tl.store(out + at, tl.sum(state * q[:, None], 0).to(out.dtype.element_ty))
+            tl.store(out + at, (tl.sum(state * q[:, None], 0) + skip).to(out.dtype.element_ty))
         if row + 1 == kept:
             tl.store(recurrent + _places(target, head, dims, columns, SHAPE), state)
         if mark < last:
@@ -234,10 +247,25 @@ def _inverse(lower, row, column, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     return found
 
 
+@triton.jit
+def _convolve_head(  # type: ignore[no-untyped-def]
+    tensors, weights, sequence, rows, early, channel, to, number, scale, SHAPE: tl.constexpr, WINDOW: tl.constexpr,
+    DIM: tl.constexpr,
+):  # fmt: skip
+    """These rows of a head whose first channel this is, to the matrix with this number. Their lengths become `scale`;
+    zero: they stay.
+    """
+    dims, real = tl.arange(0, DIM), (rows < sequence[3] + sequence[1])[:, None]
+    x = _convolved(tensors, weights, sequence, rows[:, None], early, channel + dims[None, :], real, SHAPE, WINDOW)
+    if scale > 0.0:
+        x *= tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None] * scale
+    tl.store(_tile(to, number, tl.arange(0, rows.shape[0]), dims, DIM), x.to(to.dtype.element_ty))
+
+
 @triton.jit(do_not_specialize=["sequences"])
 def _convolve(  # type: ignore[no-untyped-def]
     inputs,
-    weight,
+    weights,
     batch,
     sequences,
     chunks,
@@ -257,27 +285,20 @@ def _convolve(  # type: ignore[no-untyped-def]
     if number == sequences:
         return
     sequence = _sequence(batch, number)
-    lane = tl.arange(0, CHUNK)
-    start, before, end = (chunk - begin) * CHUNK, sequence[3], sequence[3] + sequence[1]
-    early = start - (SHAPE.kernel - 1) < before
-    row = (start + lane)[:, None]
-    if head < 2 * KEY_HEADS:
-        dims = tl.arange(0, KEY)
-        channel = head * KEY + dims[None, :]
-        x = _convolved(inputs, weight, sequence, row, early, channel, row < end, SHAPE, WINDOW)
-        x *= tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
-        if head < KEY_HEADS:
-            to = _tile(chunks[0], chunk * KEY_HEADS + head, lane, dims, KEY)
-            tl.store(to, (x * KEY**-0.5).to(chunks[0].dtype.element_ty))
-        else:
-            to = _tile(chunks[1], chunk * KEY_HEADS + head - KEY_HEADS, lane, dims, KEY)
-            tl.store(to, x.to(chunks[1].dtype.element_ty))
+    start = (chunk - begin) * CHUNK
+    early = start - (SHAPE.kernel - 1) < sequence[3]
+    rows = start + tl.arange(0, CHUNK)
+    normed: tl.constexpr = 1.0 if SHAPE.rule == "delta" else 0.0
+    if head < KEY_HEADS:
+        at, place = SHAPE.queries + head * KEY, chunk * KEY_HEADS + head
+        scale = normed * KEY**-0.5
+        _convolve_head(inputs, weights, sequence, rows, early, at, chunks[0], place, scale, SHAPE, WINDOW, KEY)
+    elif head < 2 * KEY_HEADS:
+        at, place = SHAPE.keys + (head - KEY_HEADS) * KEY, chunk * KEY_HEADS + head - KEY_HEADS
+        _convolve_head(inputs, weights, sequence, rows, early, at, chunks[1], place, normed, SHAPE, WINDOW, KEY)
     else:
-        dims = tl.arange(0, VALUE)
-        channel = 2 * KEY_HEADS * KEY + (head - 2 * KEY_HEADS) * VALUE + dims[None, :]
-        x = _convolved(inputs, weight, sequence, row, early, channel, row < end, SHAPE, WINDOW)
-        to = _tile(chunks[3], chunk * SHAPE.value_heads + head - 2 * KEY_HEADS, lane, dims, VALUE)
-        tl.store(to, x.to(chunks[3].dtype.element_ty))
+        at, place = SHAPE.values + (head - 2 * KEY_HEADS) * VALUE, chunk * SHAPE.value_heads + head - 2 * KEY_HEADS
+        _convolve_head(inputs, weights, sequence, rows, early, at, chunks[3], place, 0.0, SHAPE, WINDOW, VALUE)
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -295,7 +316,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     OPERAND: tl.constexpr,  # what matrices are multiplied in
     PRECISION: tl.constexpr,
 ):
-    """W, U, P and G of one head in one chunk. U takes the place of V."""
+    """W (or D V), U, P and G of one head in one chunk. U takes the place of V."""
     KEY: tl.constexpr = SHAPE.key_dim
     VALUE: tl.constexpr = SHAPE.value_dim
     HEADS: tl.constexpr = SHAPE.value_heads
@@ -312,7 +333,7 @@ def _prepare(  # type: ignore[no-untyped-def]
     stored = to_q.dtype.element_ty
 
     i, j = lane[:, None], lane[None, :]
-    g, beta = _gates(gates, sequence, row, real, head, HEADS, WINDOW)
+    g, beta = _gates(gates, sequence, row, real, head, SHAPE, WINDOW)
     G = tl.cumsum(tl.where(real, g, 0.0), 0)
     decay = tl.exp(tl.where(i >= j, G[:, None] - G[None, :], float("-inf")))
     beta = tl.where(real, beta, 0.0)
@@ -323,12 +344,17 @@ def _prepare(  # type: ignore[no-untyped-def]
     P = tl.dot(q, k.T, input_precision=PRECISION) * decay
     tl.store(_tile(to_p, of_head, lane, lane, CHUNK), P.to(stored))
 
-    lower = tl.dot(k, k.T, input_precision=PRECISION) * decay * beta[:, None]
-    X = (_inverse(tl.where(i > j, lower, 0.0), i, j, LEVELS, PRECISION) * beta[None, :]).to(OPERAND)
-    W = tl.dot(X, (k * tl.exp(G)[:, None]).to(OPERAND), input_precision=PRECISION)
-    tl.store(_tile(to_w, of_head, lane, dims, KEY), W.to(stored))
     at = _tile(to_u, of_head, lane, columns, VALUE)
-    tl.store(at, tl.dot(X, tl.load(at).to(OPERAND), input_precision=PRECISION).to(stored))
+    v = tl.load(at)
+    if SHAPE.rule == "delta":
+        lower = tl.dot(k, k.T, input_precision=PRECISION) * decay * beta[:, None]
+        X = (_inverse(tl.where(i > j, lower, 0.0), i, j, LEVELS, PRECISION) * beta[None, :]).to(OPERAND)
+        W = tl.dot(X, (k * tl.exp(G)[:, None]).to(OPERAND), input_precision=PRECISION)
+        tl.store(_tile(to_w, of_head, lane, dims, KEY), W.to(stored))
+        tl.store(at, tl.dot(X, v.to(OPERAND), input_precision=PRECISION).to(stored))
+    else:
+        tl.store(_tile(to_w, of_head, lane, columns, VALUE), (v * tl.load(gates[7] + head)).to(stored))
+        tl.store(at, (v * beta[:, None]).to(stored))
 
 
 @triton.jit
@@ -342,9 +368,11 @@ def _written(  # type: ignore[no-untyped-def]
     of_key = chunk * SHAPE.key_heads + head // (SHAPE.value_heads // SHAPE.key_heads)
     G = tl.load(chunks[5] + place.to(tl.int64) * CHUNK + lane)
     K = tl.load(_tile(chunks[1], of_key, lane, dims, SHAPE.key_dim)).to(OPERAND)
-    W = tl.load(_tile(chunks[2], place, lane, dims, SHAPE.key_dim)).to(OPERAND)
-    U = tl.load(_tile(chunks[3], place, lane, columns, SHAPE.value_dim)).to(tl.float32)
-    return G, K, U - tl.dot(W, state.to(OPERAND), input_precision=PRECISION)
+    D = tl.load(_tile(chunks[3], place, lane, columns, SHAPE.value_dim)).to(tl.float32)
+    if SHAPE.rule == "delta":
+        W = tl.load(_tile(chunks[2], place, lane, dims, SHAPE.key_dim)).to(OPERAND)
+        D -= tl.dot(W, state.to(OPERAND), input_precision=PRECISION)
+    return G, K, D
 
 
 @triton.jit
@@ -406,6 +434,8 @@ def _scan(  # type: ignore[no-untyped-def]
             P = tl.load(_tile(chunks[4], chunk * HEADS + head, lane, lane, CHUNK))
             o = tl.dot(Q.to(OPERAND), state.to(OPERAND), input_precision=PRECISION) * tl.exp(written[0])[:, None]
             o += tl.dot(P.to(OPERAND), written[2].to(OPERAND), input_precision=PRECISION)
+            if SHAPE.rule == "mamba2":
+                o += tl.load(_tile(chunks[2], chunk * HEADS + head, lane, columns, VALUE)).to(tl.float32)
             row = (chunk - begin) * CHUNK + lane
             token = first + row - before
             place = (token.to(tl.int64)[:, None] * HEADS + head) * VALUE + columns[None, :]
@@ -461,16 +491,17 @@ def _keep_inputs(  # type: ignore[no-untyped-def]
         _keep(inputs, sequence, before + tl.load(batch[5] + each * 3 + 1), to, channel, SHAPE, WINDOW)
     _keep(inputs, sequence, kept, target, channel, SHAPE, WINDOW)
     mixed, mixed_row, _, window = inputs
-    a, a_row, b, b_row, kept_gates, _, _ = gates
+    a, a_row, b, b_row, kept_gates, _, _, _ = gates
     head = tl.arange(0, HEADS_TILE)
     some = (head < HEADS) & (tl.program_id(0) == 0)
     for row in tl.range(kept, before + tokens):
         token, place = (first + row - before).to(tl.int64), target * WINDOW + row - kept
         one = tl.load(mixed + token * mixed_row + channel, mask=channel < SHAPE.channels)
         tl.store(window + place * SHAPE.channels + channel, one, mask=channel < SHAPE.channels)
-        to = kept_gates + place * 2 * HEADS + head
+        to = kept_gates + place * (SHAPE.gates * HEADS) + head
         tl.store(to, tl.load(a + token * a_row + head, mask=some).to(tl.float32), mask=some)
-        tl.store(to + HEADS, tl.load(b + token * b_row + head, mask=some).to(tl.float32), mask=some)
+        if SHAPE.rule == "delta":
+            tl.store(to + HEADS, tl.load(b + token * b_row + head, mask=some).to(tl.float32), mask=some)
 
 
 # ---- the launcher
@@ -489,20 +520,38 @@ def gated_delta_gpu(
     Matrices are multiplied in the dtype of `mixed` with float32 sums; the state and what goes token by token are
     float32. Raises ValueError for heads that are not `supported`, and for tensors that do not fit the states.
     """
+    return _recur_gpu(mixed, (a, b), weights, states, layer, batch)
+
+
+def mamba2_gpu(
+    mixed: Tensor, dt: Tensor, weights: LinearWeights, states: LinearStates, layer: int, batch: StateBatch
+) -> Tensor:
+    """See `linear_state.mamba2`; the rest is as in `gated_delta_gpu`."""
+    return _recur_gpu(mixed, (dt,), weights, states, layer, batch)
+
+
+def _recur_gpu(
+    mixed: Tensor,
+    rows: tuple[Tensor, ...],
+    weights: LinearWeights,
+    states: LinearStates,
+    layer: int,
+    batch: StateBatch,
+) -> Tensor:
     shape, tokens, sequences = states.shape, len(mixed), len(batch.source)
     if not supported(shape):
         raise ValueError(f"heads of {shape.key_dim} and {shape.value_dim} values")
-    if mixed.shape[1:] != (shape.channels,) or mixed.dtype != states.conv.dtype or mixed.stride(1) != 1:
-        raise ValueError(f"{mixed.dtype} inputs {tuple(mixed.shape)}, strides {mixed.stride()}, do not fit the states")
-    if not a.shape == b.shape == (tokens, shape.value_heads) or a.stride(1) != 1 or b.stride(1) != 1:
-        raise ValueError(f"gates {tuple(a.shape)} and {tuple(b.shape)} do not fit {tokens} tokens")
+    check_inputs(mixed, rows, weights, shape)
+    if mixed.dtype != states.conv.dtype or any(each.stride(1) != 1 for each in (mixed, *rows)):
+        raise ValueError(f"{mixed.dtype} inputs, strides {mixed.stride()}, do not fit the states")
     out = torch.empty(tokens, shape.value_heads, shape.value_dim, dtype=mixed.dtype, device=mixed.device)
     if not sequences:
         return out
     window, recurrent = states.window.shape[2], states.recurrent[layer].contiguous()
     inputs = (mixed, mixed.stride(0), states.conv[layer], states.window[layer])
-    gates = (a, a.stride(0), b, b.stride(0), states.gates[layer], weights.a_log, weights.dt_bias)
-    taps = weights.conv.T  # [K, C], as it lies in memory
+    both = (rows[0], rows[0].stride(0), rows[-1], rows[-1].stride(0))
+    gates = (*both, states.gates[layer], weights.a_log, weights.dt_bias, weights.d)
+    taps = (weights.conv.T, weights.bias)  # [K, C], as it lies in memory
     order = (batch.starts, batch.source, batch.target, batch.applied, batch.held, batch.marks)
     marks, longest = len(batch.marks), tokens if batch.longest is None else min(batch.longest, tokens)
     columns = min(_COLUMNS, shape.value_dim)
@@ -577,9 +626,10 @@ def gated_delta_gpu(
 
 
 def _room(chunks: int, states: LinearStates, like: Tensor) -> tuple[Tensor, ...]:
-    """Q, K, W, U, P and G of so many chunks."""
+    """Q, K, W (or D V), U, P and G of so many chunks."""
     shape = states.shape
     widths = [(shape.key_heads, shape.key_dim)] * 2
-    widths += [(shape.value_heads, width) for width in (shape.key_dim, shape.value_dim, _CHUNK)]
+    third = shape.key_dim if shape.rule == "delta" else shape.value_dim
+    widths += [(shape.value_heads, width) for width in (third, shape.value_dim, _CHUNK)]
     matrices = (like.new_empty(chunks, heads, _CHUNK, width) for heads, width in widths)
     return *matrices, like.new_empty(chunks, shape.value_heads, _CHUNK, dtype=torch.float32)

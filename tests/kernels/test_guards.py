@@ -13,11 +13,10 @@ from holdfast.kernels.fp8 import Fp8Blocks, quantized_blocks
 from holdfast.kernels.fp8_gpu import streamed_blocks
 from holdfast.kernels.layer_gpu import add_norm, gated_norm, rotate_and_store, sigmoid_gate, silu_and_mul
 from holdfast.kernels.linear_state import LinearShape, StateBatch
-from holdfast.kernels.linear_state_gpu import gated_delta_gpu
 from holdfast.kernels.sampling import row_keys
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
 from holdfast.kernels.stream_gpu import streamed, streamed_tall
-from holdfast.loadgen.bench.kernels.delta import Span, StateWorld, written
+from holdfast.loadgen.bench.kernels.linear_state import Span, StateWorld, written
 
 GUARD = 96  # elements before and behind
 
@@ -83,19 +82,26 @@ def products(guard: Guards) -> torch.Tensor:
     return torch.cat((streamed(x, weight, bias), streamed_tall(x, weight, bias), streamed_blocks(x, blocks, bias)))
 
 
-def delta(guard: Guards) -> torch.Tensor:
-    world = StateWorld(
-        [Span(2, 3, 1), Span(1, 50, 0, (7,), moves=True)], LinearShape(1, 2, 16, 16, 4), 2, torch.float32
-    )
+def linear_layer(guard: Guards, rule: str) -> torch.Tensor:
+    shape = LinearShape(1, 2, 16, 16, 4, rule=rule)
+    world = StateWorld([Span(2, 3, 1), Span(1, 50, 0, (7,), moves=True)], shape, 2, torch.float32)
     states, batch = copy(world.states), world.batch
     states.recurrent, states.conv, states.window, states.gates = (guard(each) for each in world.states.tensors)
     fields = (batch.starts, batch.source, batch.target, batch.applied, batch.held, batch.marks)
-    inputs = [guard(each) for each in (world.mixed, world.a, world.b)]
-    out = gated_delta_gpu(*inputs, world.weights, states, 1, StateBatch(*(guard(each) for each in fields)))
+    inputs = [guard(each) for each in (world.mixed, *world.gates)]
+    out = world.kernel()(*inputs, world.weights, states, 1, StateBatch(*(guard(each) for each in fields)))
     return torch.cat((out.flatten(), written(states).float()))
 
 
-@pytest.mark.parametrize("kernel", [attention, rotary, layers, draws, products, delta])
+def delta(guard: Guards) -> torch.Tensor:
+    return linear_layer(guard, "delta")
+
+
+def mamba2(guard: Guards) -> torch.Tensor:
+    return linear_layer(guard, "mamba2")
+
+
+@pytest.mark.parametrize("kernel", [attention, rotary, layers, draws, products, delta, mamba2])
 def test_nothing_outside_is_read_or_written_and_the_same_step_has_the_same_bits(kernel: Callable):
     outputs = []
     for _ in range(2):

@@ -13,6 +13,8 @@ from holdfast.kernels.layer import (
     add_norm_reference,
     gated_norm,
     gated_norm_reference,
+    norm_of_gated,
+    norm_of_gated_reference,
     rms_norm,
     rotate_and_store_reference,
 )
@@ -76,6 +78,11 @@ def test_a_gated_norm_is_its_reference(level, tokens, heads, dim, size, dtype, t
     assert found.dtype == dtype
     assert off(found, gated_norm_reference(x.double(), gate.double(), weight.double(), 1e-6)) < TOLERANCE[dtype]
     assert torch.equal(gated_norm(x[-1:], gate[-1:], weight, 1e-6)[0], found[-1])
+    weight = torch.randn(heads * dim)
+    found = norm_of_gated(x, gate, weight, 1e-6)
+    assert found.dtype == dtype
+    assert off(found, norm_of_gated_reference(x.double(), gate.double(), weight, 1e-6)) < TOLERANCE[dtype]
+    assert torch.equal(norm_of_gated(x[-1:], gate[-1:], weight, 1e-6)[0], found[-1])
 
 
 @FIXTURE

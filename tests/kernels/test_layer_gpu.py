@@ -9,10 +9,11 @@ from paged_world import relative_error
 from holdfast.kernels.layer import (
     add_norm_reference,
     gated_norm_reference,
+    norm_of_gated_reference,
     rotate_and_store_reference,
     silu_and_mul_reference,
 )
-from holdfast.kernels.layer_gpu import add_norm, gated_norm, rotate_and_store, sigmoid_gate, silu_and_mul
+from holdfast.kernels.layer_gpu import add_norm, gated_norm, norm_of_gated, rotate_and_store, sigmoid_gate, silu_and_mul
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
@@ -87,6 +88,9 @@ def test_gates_behind_a_mixer(tokens, heads, dim, size, dtype):
     gate = (size * torch.randn(tokens, 3 + heads * dim)).to(dtype)[:, 3:]
     exact = gated_norm_reference(x, gate, weight, 1e-6)
     assert relative_error(gated_norm(x, gate, weight, 1e-6), exact) < tolerance(dtype)
+    weight = torch.randn(heads * dim)
+    exact = norm_of_gated_reference(x, gate, weight, 1e-6)
+    assert relative_error(norm_of_gated(x, gate, weight, 1e-6), exact) < tolerance(dtype)
     exact = (x.flatten(1).double() * gate.double().sigmoid()).to(dtype)
     flat = x.flatten(1).clone()
     assert relative_error(sigmoid_gate(flat, gate), exact) < tolerance(dtype)
@@ -104,6 +108,8 @@ def test_shapes_that_do_not_fit_are_refused():
         add_norm(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(4), 1e-6)
     with pytest.raises(ValueError, match="do not fit"):
         gated_norm(torch.zeros(2, 3, 4), torch.zeros(2, 11), torch.zeros(4), 1e-6)
+    with pytest.raises(ValueError, match="do not fit"):
+        norm_of_gated(torch.zeros(2, 3, 4), torch.zeros(2, 12), torch.zeros(4), 1e-6)
     with pytest.raises(ValueError, match="differ"):
         sigmoid_gate(torch.zeros(2, 4), torch.zeros(2, 5))
     with pytest.raises(ValueError, match="no two halves"):

@@ -1,12 +1,13 @@
-"""Gated DeltaNet on a CPU, at each level of the kernel and by torch: against float64, and however it is cut."""
+"""Gated DeltaNet and Mamba-2 on a CPU, at each level of the kernel and by torch: against float64, however cut."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from c_kernels import ABLE, Emulated, use_level
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan, mamba2_selective_state_update
 
 from holdfast.kernels import linear_state
 from holdfast.kernels.linear_state import (
@@ -16,7 +17,8 @@ from holdfast.kernels.linear_state import (
     LinearWeights,
     StateBatch,
     gated_delta,
-    gated_delta_reference,
+    mamba2,
+    recur_reference,
 )
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}  # relative to the largest value
@@ -27,8 +29,12 @@ SHAPES = (
     LinearShape(2, 4, 32, 48, 4),
     LinearShape(1, 3, 48, 16, 2),
     LinearShape(2, 2, 16, 160, 3),
+    LinearShape(1, 2, 16, 32, 4, rule="mamba2"),
+    LinearShape(2, 6, 48, 16, 3, rule="mamba2"),
+    LinearShape(1, 8, 128, 64, 4, rule="mamba2"),
     LinearShape(1, 2, 128, 128, 4),
 )
+RULES = {"delta": gated_delta, "mamba2": mamba2}
 DRAFTS = 4  # of a window at most
 
 
@@ -50,14 +56,25 @@ def int32(*numbers: int) -> torch.Tensor:
 
 def weights_of(shape: LinearShape) -> LinearWeights:
     heads = shape.value_heads
-    return LinearWeights(0.5 * torch.randn(shape.channels, shape.kernel), 4 * torch.rand(heads) - 1, torch.randn(heads))
+    taps, decay = 0.5 * torch.randn(shape.channels, shape.kernel), 4 * torch.rand(heads) - 1
+    extra = (torch.randn(shape.channels), torch.randn(heads)) if shape.rule == "mamba2" else ()
+    return LinearWeights(taps, decay, torch.randn(heads), *extra)
 
 
-def tokens_of(shape: LinearShape, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inputs of so many tokens: mixed, a and b."""
-    widths = (shape.channels, shape.value_heads, shape.value_heads)
-    mixed, a, b = (2 * torch.randn(count, width) for width in widths)
-    return mixed.to(dtype), a.to(dtype), b.to(dtype)
+def tokens_of(shape: LinearShape, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Inputs of so many tokens: mixed, and the gates."""
+    widths = (shape.channels, *[shape.value_heads] * shape.gates)
+    return tuple((2 * torch.randn(count, width)).to(dtype) for width in widths)
+
+
+def run(tokens, weights: LinearWeights, states: LinearStates, layer: int, batch: StateBatch) -> torch.Tensor:
+    return RULES[states.shape.rule](*tokens, weights, states, layer, batch)
+
+
+def exactly(tokens, weights: LinearWeights, states: LinearStates, batch: StateBatch) -> torch.Tensor:
+    """In float64, token by token."""
+    mixed, *gates = (each.double() for each in tokens)
+    return recur_reference(mixed, gates, weights, states, 0, batch, torch.float64)
 
 
 def filled(shape: LinearShape, slots: int, dtype: torch.dtype, layers: int = 1) -> LinearStates:
@@ -111,7 +128,7 @@ class World:
         """The outputs and the state after all of these inputs in one chunk."""
         states = filled(self.shape, 1, self.dtype)
         batch = StateBatch(int32(0, len(history[0])), int32(NO_STATE), int32(0), int32(0), int32(0), int32().view(0, 3))
-        return gated_delta(*history, self.weights, states, 0, batch), states
+        return run(history, self.weights, states, 0, batch), states
 
     def step(self, draw, close) -> None:
         """One call with some conversations, old and new; `close` compares what must be the same."""
@@ -154,9 +171,8 @@ class World:
         batch = StateBatch(
             int32(*starts), *(int32(*x) for x in zip(*uses, strict=True)), int32(*sum(marks, ())).view(-1, 3)
         )
-        mixed, a, b = (torch.cat(each) for each in zip(*inputs, strict=True))
         before_call = copied(self.states)
-        out = gated_delta(mixed, a, b, self.weights, self.states, 1, batch)
+        out = run([torch.cat(each) for each in zip(*inputs, strict=True)], self.weights, self.states, 1, batch)
         assert out.dtype == self.dtype
         for (whole, own), begin, end in zip(expected, starts, starts[1:], strict=False):
             close(out[begin:end], self.one_pass(whole)[0][-own:])
@@ -210,9 +226,10 @@ def test_it_is_its_reference(level, shape, dtype, lengths, strided, seed):
     torch.manual_seed(seed)
     count, total = len(lengths), sum(lengths)
     states, weights = filled(shape, 3 * count, dtype), weights_of(shape)
-    mixed, a, b = tokens_of(shape, total, dtype)
+    tokens = tokens_of(shape, total, dtype)
     if strided:
-        a, mixed, b = torch.cat((a, mixed, b), 1).split([each.shape[1] for each in (a, mixed, b)], 1)
+        *gates, mixed = torch.cat((*tokens[1:], tokens[0]), 1).split([x.shape[1] for x in (*tokens[1:], tokens[0])], 1)
+        tokens = (mixed, *gates)
     held = [min(length, seed % (DRAFTS + 1)) for length in lengths]
     marks = [(i, n - h, 2 * count + i) for i, (n, h) in enumerate(zip(lengths, held, strict=True)) if n > h]
     batch = StateBatch(
@@ -224,8 +241,8 @@ def test_it_is_its_reference(level, shape, dtype, lengths, strided, seed):
         int32(*sum(marks, ())).view(-1, 3),
     )
     exact = copied(states, torch.float64)
-    expected = gated_delta_reference(mixed.double(), a, b, weights, exact, 0, batch, torch.float64)
-    out = gated_delta(mixed, a, b, weights, states, 0, batch)
+    expected = exactly(tokens, weights, exact, batch)
+    out = run(tokens, weights, states, 0, batch)
     assert off(out, expected) < TOLERANCE[dtype]
     for found, wanted in zip(states.tensors, exact.tensors, strict=True):
         assert off(found, wanted) < TOLERANCE[torch.float32]
@@ -234,41 +251,43 @@ def test_it_is_its_reference(level, shape, dtype, lengths, strided, seed):
 
 
 @pytest.mark.parametrize("kept", [0, 31, 32, 33, 64])
-def test_drafts_may_begin_where_a_block_of_the_kernel_ends(level, kept):
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4]], ids=lambda shape: shape.rule)
+def test_drafts_may_begin_where_a_block_of_the_kernel_ends(level, shape, kept):
     torch.manual_seed(0)
-    shape, count = SHAPES[1], kept + 3
+    count = kept + 3
     states, weights, tokens = filled(shape, 2, torch.float32), weights_of(shape), tokens_of(shape, count, torch.float32)
     out = []
     for target, held in ((0, 0), (1, 3)):
         uses = (int32(0, count), int32(NO_STATE), int32(target), int32(0), int32(held))
-        out.append(gated_delta(*tokens, weights, states, 0, StateBatch(*uses, int32().view(0, 3))))
+        out.append(run(tokens, weights, states, 0, StateBatch(*uses, int32().view(0, 3))))
     assert off(out[1], out[0]) < TOLERANCE[torch.float32] if level == "torch" else torch.equal(out[1], out[0])
 
 
 @pytest.mark.parametrize("level", LEVELS[:-1], indirect=True)
-def test_a_long_prompt_loses_nothing_to_rounding(level):
+@pytest.mark.parametrize("shape", [LinearShape(1, 1, 128, 128, 4), LinearShape(1, 1, 128, 64, 4, rule="mamba2")])
+def test_a_long_prompt_loses_nothing_to_rounding(level, shape):
     torch.manual_seed(0)
-    shape = LinearShape(1, 1, 128, 128, 4)
     states, weights, tokens = filled(shape, 1, torch.float32), weights_of(shape), tokens_of(shape, 2000, torch.float32)
     batch = StateBatch(int32(0, 2000), int32(NO_STATE), int32(0), int32(0), int32(0), int32().view(0, 3))
     exact = copied(states, torch.float64)
-    expected = gated_delta_reference(*(x.double() for x in tokens), weights, exact, 0, batch, torch.float64)
-    assert off(gated_delta(*tokens, weights, states, 0, batch), expected) < 2e-6
+    expected = exactly(tokens, weights, exact, batch)
+    assert off(run(tokens, weights, states, 0, batch), expected) < 2e-6
     assert off(states.recurrent, exact.recurrent) < 2e-6
 
 
 @pytest.mark.parametrize("gate", [-200.0, -30.0, 30.0, 200.0, float("nan")])
-def test_gates_of_any_size(level, gate):
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4]], ids=lambda shape: shape.rule)
+def test_gates_of_any_size(level, shape, gate):
     """A gate may be as large as it likes; what is not a number stays with its own sequence."""
     torch.manual_seed(0)
-    shape = SHAPES[1]
     states, weights = filled(shape, 2, torch.float32), weights_of(shape)
-    mixed, a, b = tokens_of(shape, 6, torch.float32)
-    a[:3], b[:3] = gate, -gate
+    tokens = tokens_of(shape, 6, torch.float32)
+    for number, each in enumerate(tokens[1:]):
+        each[:3] = -gate if number else gate
     exact = copied(states, torch.float64)
     batch = StateBatch(int32(0, 3, 6), int32(0, 1), int32(0, 1), int32(0, 0), int32(0, 0), int32().view(0, 3))
-    expected = gated_delta_reference(mixed.double(), a, b, weights, exact, 0, batch, torch.float64)
-    out = gated_delta(mixed, a, b, weights, states, 0, batch)
+    expected = exactly(tokens, weights, exact, batch)
+    out = run(tokens, weights, states, 0, batch)
     assert torch.equal(out.isnan(), expected.isnan())
     assert off(out.nan_to_num(), expected.nan_to_num()) < TOLERANCE[torch.float32]
     assert off(states.recurrent.nan_to_num(), exact.recurrent.nan_to_num()) < TOLERANCE[torch.float32]
@@ -301,6 +320,40 @@ def test_a_batch_that_leads_outside_is_refused(level, wrong):
     assert all(torch.equal(x, y) for x, y in zip(states.tensors, before.tensors, strict=True))
     with pytest.raises(ValueError, match="do not fit"):
         gated_delta(tokens[0], tokens[1][:8], tokens[2], weights, states, 0, StateBatch(**fits))
+    with pytest.raises(ValueError, match="do not fit"):
+        mamba2(*tokens[:2], weights, states, 0, StateBatch(**fits))
+    with pytest.raises(ValueError, match="with D do not fit the rule delta"):
+        gated_delta(*tokens, replace(weights, d=torch.ones(1)), states, 0, StateBatch(**fits))
     with pytest.raises(IndexError, match="layer 1 of 1"):
         gated_delta(*tokens, weights, states, 1, StateBatch(**fits))
     gated_delta(*tokens, weights, states, 0, StateBatch(**fits))
+
+
+@pytest.mark.parametrize("dt_bias", [0.0, -9.0])
+def test_mamba2_is_the_mixer_of_transformers(level, dt_bias):
+    """Its step of one token always; its way for more tokens where it clamps no dt at `time_step_min`."""
+    torch.manual_seed(0)
+    shape = LinearShape(2, 4, 16, 16, 4, rule="mamba2")
+    (heads, dim), count = (shape.value_heads, shape.value_dim), 21
+    weights = replace(weights_of(shape), dt_bias=torch.full((heads,), dt_bias))
+    mixed, dt = tokens_of(shape, count, torch.float32)
+    convolved = torch.nn.functional.conv1d(mixed.T[None], weights.conv[:, None], weights.bias, 1, 3, 1, len(mixed.T))
+    x, b, c = torch.nn.functional.silu(convolved[0, :, :count].T).split([heads * dim, 32, 32], 1)
+    given = {"dt_bias": weights.dt_bias, "dt_softplus": True, "D": weights.d}
+    x, b, c = x.view(1, count, heads, dim), b.view(1, count, 2, 16), c.view(1, count, 2, 16)
+    decay, limits = -weights.a_log.exp(), (0.001, float("inf"))
+    together = mamba2_chunk_scan(x, dt[None], decay, b, c, 8, dt_limit=limits, **given)[0]
+    state, wide = torch.zeros(1, heads, dim, 16), (heads, dim)
+    given |= {"dt_bias": weights.dt_bias[:, None].expand(wide), "D": weights.d[:, None].expand(wide)}
+    each = [
+        mamba2_selective_state_update(
+            state, x[:, t], dt[t, None, :, None].expand(1, *wide), decay[:, None, None], b[:, t], c[:, t], **given
+        )[0]
+        for t in range(count)
+    ]
+    batch = StateBatch(int32(0, count), int32(NO_STATE), int32(0), int32(0), int32(0), int32().view(0, 3))
+    states = filled(shape, 1, torch.float32)
+    found = mamba2(mixed, dt, weights, states, 0, batch)
+    assert off(found, torch.stack(each)) < 1e-5
+    assert off(states.recurrent[0].mT, state) < 1e-5
+    assert (off(found, together) < 1e-5) == (dt_bias == 0.0)

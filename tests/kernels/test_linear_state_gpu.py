@@ -1,4 +1,4 @@
-"""Gated DeltaNet on a GPU against float64, in the interpreter where there is no GPU."""
+"""Gated DeltaNet and Mamba-2 on a GPU against float64, in the interpreter where there is no GPU."""
 
 from dataclasses import replace
 
@@ -11,12 +11,13 @@ from paged_world import relative_error
 from holdfast.kernels import linear_state_gpu
 from holdfast.kernels.attention_gpu import INTERPRETED
 from holdfast.kernels.linear_state import LinearShape
-from holdfast.kernels.linear_state_gpu import gated_delta_gpu
-from holdfast.loadgen.bench.kernels.delta import Span, StateWorld, Work, beside, written
+from holdfast.kernels.linear_state_gpu import gated_delta_gpu, mamba2_gpu
+from holdfast.loadgen.bench.kernels.linear_state import Span, StateWorld, Work, beside, written
 
 # The interpreter cuts numbers to bfloat16 instead of rounding them: twice the error, and all of one sign.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2 if INTERPRETED else 1e-2, torch.float16: 1e-2}
 SMALL = LinearShape(1, 2, 16, 16, 4)
+MAMBA2 = LinearShape(1, 2, 16, 16, 4, rule="mamba2")
 WINDOW = 3
 
 
@@ -28,9 +29,9 @@ def short_chunks(monkeypatch):
     monkeypatch.setattr(linear_state_gpu, "_SCANNED", 16)
 
 
-def close(world, tolerance, call=gated_delta_gpu):
+def close(world, tolerance):
     """Outputs and states are those of float64, and what nobody writes stays as it was."""
-    (out, states), (exact, expected) = world.run(call), world.exact()
+    (out, states), (exact, expected) = world.run(world.kernel()), world.exact()
     assert out.dtype == world.mixed.dtype
     assert relative_error(out, exact) < tolerance
     for now, then, before in zip(states.tensors, expected.tensors, world.states.tensors, strict=True):
@@ -54,7 +55,15 @@ def span(draw):
 @settings(max_examples=12, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
     spans=st.lists(span(), min_size=1, max_size=4),
-    shape=st.sampled_from([SMALL, LinearShape(2, 2, 16, 32, 4), LinearShape(1, 1, 32, 16, 3)]),
+    shape=st.sampled_from(
+        [
+            SMALL,
+            LinearShape(2, 2, 16, 32, 4),
+            LinearShape(1, 1, 32, 16, 3),
+            MAMBA2,
+            LinearShape(2, 4, 32, 16, 3, rule="mamba2"),
+        ]
+    ),
     dtype=st.sampled_from(list(TOLERANCE)),
     seed=st.integers(0, 99),
 )
@@ -62,9 +71,10 @@ def test_any_step_is_float64s(spans, shape, dtype, seed):
     close(StateWorld(spans, shape, WINDOW, dtype, seed=seed), TOLERANCE[dtype])
 
 
-def test_chunks_of_their_own_size_are_float64s(monkeypatch):
+@pytest.mark.parametrize("shape", [SMALL, MAMBA2], ids=lambda shape: shape.rule)
+def test_chunks_of_their_own_size_are_float64s(monkeypatch, shape):
     monkeypatch.undo()
-    close(StateWorld([Span(2, 130, 0, (64, 100))], SMALL, WINDOW, torch.float32), 1e-5)
+    close(StateWorld([Span(2, 130, 0, (64, 100))], shape, WINDOW, torch.float32), 1e-5)
 
 
 def test_keys_that_are_alike_are_no_trouble():
@@ -72,15 +82,16 @@ def test_keys_that_are_alike_are_no_trouble():
     world = StateWorld([Span(0, 40)], LinearShape(1, 1, 16, 16, 2), WINDOW, torch.float32)
     world.mixed[:, 16:32] = 1.0
     world.weights.conv[16:32] = 1.0
-    world.a.fill_(-20.0)  # nothing fades
-    world.b.fill_(20.0)  # and all is written over
+    world.gates[0].fill_(-20.0)  # nothing fades
+    world.gates[1].fill_(20.0)  # and all is written over
     close(world, 1e-4)
 
 
+@pytest.mark.parametrize("shape", [SMALL, MAMBA2], ids=lambda shape: shape.rule)
 @pytest.mark.parametrize("tokens", [3, 30])
-def test_what_fills_a_captured_batch_changes_nothing(tokens):
+def test_what_fills_a_captured_batch_changes_nothing(tokens, shape):
     """Sequences without tokens, marks of none, tokens of none."""
-    world = StateWorld([Span(1, tokens, 1, (2,)), Span(0, 2)], SMALL, WINDOW, torch.float32)
+    world = StateWorld([Span(1, tokens, 1, (2,)), Span(0, 2)], shape, WINDOW, torch.float32)
     batch, more = world.batch, torch.full((2,), -1, dtype=torch.int32)
     filled = replace(
         batch,
@@ -92,11 +103,12 @@ def test_what_fills_a_captured_batch_changes_nothing(tokens):
         marks=torch.cat((batch.marks, torch.full((4, 3), 1 << 20, dtype=torch.int32))),
     )
 
-    def call(mixed, a, b, weights, states, layer, _):
-        mixed, a, b = (torch.cat((each, torch.full_like(each[:3], torch.nan))) for each in (mixed, a, b))
-        return gated_delta_gpu(mixed, a, b, weights, states, layer, filled)[: tokens + 2]
+    def call(*given):
+        *inputs, weights, states, layer, _ = given
+        inputs = [torch.cat((each, torch.full_like(each[:3], torch.nan))) for each in inputs]
+        return world.kernel()(*inputs, weights, states, layer, filled)[: tokens + 2]
 
-    (out, states), (expected, then) = world.run(call), world.run(gated_delta_gpu)
+    (out, states), (expected, then) = world.run(call), world.run(world.kernel())
     assert torch.equal(out, expected)
     assert torch.equal(written(states), written(then))
 
@@ -113,8 +125,10 @@ def test_what_does_not_fit_is_refused():
     world = StateWorld([Span(0, 2)], SMALL, WINDOW, torch.float32)
     with pytest.raises(ValueError, match="do not fit the states"):
         world.run(lambda mixed, *rest: gated_delta_gpu(mixed.double(), *rest))
-    with pytest.raises(ValueError, match="do not fit 2 tokens"):
+    with pytest.raises(ValueError, match="do not fit 64 channels and 2 gates of"):
         world.run(lambda mixed, a, *rest: gated_delta_gpu(mixed, a[:1], *rest))
+    with pytest.raises(ValueError, match="do not fit 64 channels and 2 gates of"):
+        world.run(lambda mixed, a, b, *rest: mamba2_gpu(mixed, a, *rest))
     odd = StateWorld([Span(0, 2)], LinearShape(1, 1, 24, 16, 4), WINDOW, torch.float32)
     with pytest.raises(ValueError, match="heads of 24"):
         odd.run(gated_delta_gpu)

@@ -16,10 +16,9 @@ from holdfast.kernels.attention_plan import make_plan
 from holdfast.kernels.fp8 import Fp8Blocks
 from holdfast.kernels.fp8_gpu import MOST_STREAMED, dequantised, streamed_blocks
 from holdfast.kernels.layer_gpu import add_norm, gated_norm, rotate_and_store, sigmoid_gate, silu_and_mul
-from holdfast.kernels.linear_state_gpu import gated_delta_gpu
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
 from holdfast.kernels.stream_gpu import streamed, streamed_tall
-from holdfast.loadgen.bench.kernels import delta
+from holdfast.loadgen.bench.kernels import linear_state
 from holdfast.loadgen.bench.kernels.correctness import paged
 
 CHUNK, DECODE = [(0, 100)], [(300, 1)]
@@ -86,9 +85,10 @@ def products():
     dequantised(blocks, torch.bfloat16)
 
 
-def gated_delta():
-    spans = [delta.Span(3, 1), delta.Span(0, 100, 0, (64,))]
-    delta.StateWorld(spans, delta.SHAPES["qwen3.5-27b"], 8, torch.bfloat16, spare=0).run(gated_delta_gpu)
+def linear_layer(model):
+    spans = [linear_state.Span(3, 1), linear_state.Span(0, 100, 0, (64,))]
+    made = linear_state.StateWorld(spans, linear_state.SHAPES[model], 8, torch.bfloat16, spare=0)
+    made.run(made.kernel())
 
 
 LAUNCHES = {
@@ -108,7 +108,8 @@ LAUNCHES = {
     "layers": layers,
     "draw": draw,
     "products": products,
-    "gated delta": gated_delta,
+    "gated delta": lambda: linear_layer("qwen3.5-27b"),
+    "mamba2": lambda: linear_layer("nemotron-3-nano"),
 }
 SHAPES = ((2, 4, 16), (2, 4, 64), (2, 4, 80), (2, 4, 96), (2, 4, 112), (4, 7, 128), (2, 1, 256), (2, 16, 128))
 

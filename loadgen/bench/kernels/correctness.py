@@ -14,7 +14,7 @@ from torch import Tensor
 
 from holdfast.kernels.attention import paged_attention_reference
 from holdfast.kernels.kv import PagedBatch, page_runs
-from holdfast.loadgen.bench.kernels import delta
+from holdfast.loadgen.bench.kernels import linear_state
 
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 
@@ -66,7 +66,7 @@ def cases(device: str, large: bool) -> Iterator[Case]:
         made = (
             *_attention_cases(dtype, device, large),
             *_layer_cases(dtype, device),
-            *delta.cases(dtype, device, large),
+            *linear_state.cases(dtype, device, large),
         )
         for name, make in made:
             yield Case(f"{name}, {str(dtype).removeprefix('torch.')}", tolerance, make)

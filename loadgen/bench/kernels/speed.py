@@ -24,7 +24,7 @@ from holdfast.kernels.linear_state import LinearShape
 from holdfast.kernels.sampling import row_keys
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
 from holdfast.kernels.stream_gpu import MOST_ROWS, streamed
-from holdfast.loadgen.bench.kernels import delta
+from holdfast.loadgen.bench.kernels import linear_state
 from holdfast.loadgen.bench.kernels.correctness import Paged, paged, relative_error
 from holdfast.loadgen.bench.parts import Deadline, Figures, Lines, Report
 
@@ -67,7 +67,7 @@ def time_kernels(report: Report) -> None:
         yield name, measure(clock(), Ceilings(**report.found["parts"]["ceilings"]["ceilings"]))
 
     report.run("ceilings", ceilings, _PART_S)
-    for name, measure in (*_decodes(), *_chunks(), *_products(), *_blocks(), *_layers(), *_deltas(), *_draws()):
+    for name, measure in (*_decodes(), *_chunks(), *_products(), *_blocks(), *_layers(), *_linear_layers(), *_draws()):
         report.run(name, partial(part, name, measure), _PART_S)
 
 
@@ -259,17 +259,17 @@ def _rotate(tokens: int, clock: Clock, ceilings: Ceilings) -> Figures:
     return _of_bandwidth(seconds, 2 * qkv.nbytes, ceilings)
 
 
-def _deltas() -> Iterator[tuple[str, Measure]]:
-    """Gated DeltaNet, beside fla-core where it is installed and torch's plain form."""
-    for model, shape in delta.SHAPES.items():
-        for name, work in delta.WORKS.items():
+def _linear_layers() -> Iterator[tuple[str, Measure]]:
+    """Gated DeltaNet and Mamba-2, beside fla-core where it is installed and torch's plain form."""
+    for model, shape in linear_state.SHAPES.items():
+        for name, work in linear_state.WORKS.items():
 
             def measure(
-                clock: Clock, ceilings: Ceilings, shape: LinearShape = shape, work: delta.Work = work
+                clock: Clock, ceilings: Ceilings, shape: LinearShape = shape, work: linear_state.Work = work
             ) -> Figures:
-                return delta.beside(shape, work, "cuda", torch.bfloat16, clock.seconds)
+                return linear_state.beside(shape, work, "cuda", torch.bfloat16, clock.seconds)
 
-            yield f"gated delta, {model}, {name}", measure
+            yield f"linear layer, {model}, {name}", measure
 
 
 def _draws() -> Iterator[tuple[str, Measure]]:

@@ -1,8 +1,8 @@
-"""Gated DeltaNet over states in slots: sequences at random, whether the kernels are right, and how fast they are.
+"""Gated DeltaNet and Mamba-2 over states in slots: sequences at random, whether the kernels are right, and how fast.
 
-Timed beside fla-core, where that package is installed, and beside torch's plain form. fla-core's kernels take q, k, v
-and gates that were convolved before, and states that were gathered before, so theirs do less than ours: ours includes
-the convolution, states in their slots, and inputs for the next step.
+Timed beside torch's plain form, and Gated DeltaNet beside fla-core where that package is installed. fla-core's kernels
+take q, k, v and gates that were convolved before, and states that were gathered before, so theirs do less than ours:
+ours includes the convolution, states in their slots, and inputs for the next step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,14 +19,15 @@ from holdfast.kernels.linear_state import (
     LinearStates,
     LinearWeights,
     StateBatch,
-    gated_delta_reference,
-    gated_delta_torch,
+    recur_reference,
+    recur_torch,
 )
 from holdfast.loadgen.bench.parts import Figures
 
 SHAPES: Final = {
     "qwen3.5-0.8b": LinearShape(16, 16, 128, 128, 4),
     "qwen3.5-27b": LinearShape(16, 48, 128, 128, 4),
+    "nemotron-3-nano": LinearShape(8, 64, 128, 64, 4, rule="mamba2"),
 }
 Seconds: TypeAlias = Callable[[Callable[[], object]], float]
 """Times a call on the device."""
@@ -79,10 +80,14 @@ class StateWorld:
         source, target, applied, held = torch.tensor(rows, dtype=torch.int32, device=device).T.contiguous().unbind(0)
         self.batch = StateBatch(begin, source, target, applied, held, marked.view(-1, 3), max(s.tokens for s in spans))
         heads, channels = shape.value_heads, shape.channels
-        fused = torch.randn(starts[-1], channels + 2 * heads + spare, device=device).to(dtype)
-        self.mixed, self.a, self.b, _ = torch.split(fused, [channels, heads, heads, spare], 1)
+        widths = [channels, *[heads] * shape.gates, spare]
+        fused = torch.randn(starts[-1], sum(widths), device=device).to(dtype)
+        self.mixed, *gates, _ = torch.split(fused, widths, 1)
+        self.gates = tuple(gates)
         conv = (torch.randn(channels, shape.kernel, device=device) * 0.7).to(dtype)
-        self.weights = LinearWeights(conv, torch.randn(heads, device=device) - 1, torch.randn(heads, device=device))
+        sizes = [heads] * 2 if shape.rule == "delta" else [heads, heads, channels, heads]
+        a_log, *others = (torch.randn(size, device=device) for size in sizes)
+        self.weights = LinearWeights(conv, a_log - 1, *others)
 
     def run(self, call: Callable[..., Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, LinearStates]:
         """The outputs, and the states of both layers after it; `dtype`: that of everything."""
@@ -92,12 +97,23 @@ class StateWorld:
         states.recurrent, states.conv, states.window, states.gates = (
             each.to(dtype or each.dtype).clone() for each in before.tensors
         )
-        inputs = (each.to(dtype or each.dtype) for each in (self.mixed, self.a, self.b))
+        inputs = (each.to(dtype or each.dtype) for each in (self.mixed, *self.gates))
         return call(*inputs, self.weights, states, 1, self.batch), states
 
     def exact(self) -> tuple[Tensor, LinearStates]:
         """In float64, token by token."""
-        return self.run(partial(gated_delta_reference, dtype=torch.float64), torch.float64)
+
+        def reference(mixed: Tensor, *rest: Any) -> Tensor:
+            *gates, weights, states, layer, batch = rest
+            return recur_reference(mixed, gates, weights, states, layer, batch, torch.float64)
+
+        return self.run(reference, torch.float64)
+
+    def kernel(self) -> Callable[..., Tensor]:
+        """The kernel on a GPU for the rule of these states."""
+        from holdfast.kernels.linear_state_gpu import gated_delta_gpu, mamba2_gpu
+
+        return gated_delta_gpu if self.states.shape.rule == "delta" else mamba2_gpu
 
 
 def written(states: LinearStates) -> Tensor:
@@ -107,26 +123,30 @@ def written(states: LinearStates) -> Tensor:
 
 def cases(dtype: torch.dtype, device: str, large: bool) -> Iterator[tuple[str, Callable[[], tuple[Any, Any]]]]:
     """Calls of the kernel and of float64: outputs and states of decode, drafts, prompts and marks, in one batch."""
-    shape = LinearShape(4, 12, 128, 128, 4) if large else LinearShape(1, 2, 16, 16, 4)
     scale = 7 if large else 1
     few = [Span(3, 1), Span(0, 5, 2, (1, 3)), Span(1, 4, 1, moves=True), Span(0, 3, 3, begins=True)]
     many = [Span(2, 90 * scale, 0, (64, 70)), Span(0, 1), Span(3, 40 * scale, 1, (5,)), Span(0, 64, begins=True)]
-    for name, spans in {"decode and drafts": few, "chunks": many}.items():
-        yield f"gated delta, {name}", partial(_case, spans, shape, dtype, device)
+    for rule, (full, small) in _SHAPES.items():
+        for name, spans in {"decode and drafts": few, "chunks": many}.items():
+            yield f"{rule}, {name}", partial(_case, spans, full if large else small, dtype, device)
+
+
+_SHAPES = {
+    "gated delta": (LinearShape(4, 12, 128, 128, 4), LinearShape(1, 2, 16, 16, 4)),
+    "mamba2": (LinearShape(2, 16, 128, 64, 4, rule="mamba2"), LinearShape(1, 2, 16, 16, 4, rule="mamba2")),
+}
 
 
 def _case(spans: Sequence[Span], shape: LinearShape, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
-    from holdfast.kernels.linear_state_gpu import gated_delta_gpu
-
     world = StateWorld(spans, shape, 4, dtype, device)
-
+    kernel = world.kernel()
     exact, after = world.exact()
     scale = written(after).norm() / exact.norm()  # outputs count as much as states
 
     def all_of(out: Tensor, states: LinearStates) -> Tensor:
         return torch.cat((out.double().flatten() * scale, written(states)))
 
-    return lambda: all_of(*world.run(gated_delta_gpu)), lambda: all_of(exact, after)
+    return lambda: all_of(*world.run(kernel)), lambda: all_of(exact, after)
 
 
 # ---- beside other implementations
@@ -161,14 +181,14 @@ def beside(shape: LinearShape, work: Work, device: str, dtype: torch.dtype, seco
 
     `state_bytes_a_second`: the states are read and written once; decode can take no less.
     """
-    from holdfast.kernels.linear_state_gpu import gated_delta_gpu
-
     world = StateWorld(work.spans, shape, 4, dtype, device, spare=0)
-    inputs = (world.mixed, world.a, world.b, world.weights, world.states, 1, world.batch)
-    ours = seconds(lambda: gated_delta_gpu(*inputs))
+    kernel, rest = world.kernel(), (world.weights, world.states, 1, world.batch)
+    ours = seconds(lambda: kernel(world.mixed, *world.gates, *rest))
     moved = 2 * work.sequences * world.states.recurrent[0, 0].nbytes
     found: Figures = {"seconds": ours, "state_bytes": moved, "state_bytes_a_second": moved / ours}
-    others = {"torch": lambda: gated_delta_torch(*inputs)} | _of_fla(world, work)
+    others: dict[str, Callable[[], object]] = {"torch": lambda: recur_torch(world.mixed, world.gates, *rest)}
+    if shape.rule == "delta":
+        others |= _of_fla(world, work)
     for name, call in others.items():
         try:
             theirs = seconds(call)

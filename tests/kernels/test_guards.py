@@ -13,6 +13,8 @@ from holdfast.kernels.fp8 import Fp8Blocks, quantized_blocks
 from holdfast.kernels.fp8_gpu import streamed_blocks
 from holdfast.kernels.layer_gpu import add_norm, gated_norm, rotate_and_store, sigmoid_gate, silu_and_mul
 from holdfast.kernels.linear_state import LinearShape, StateBatch
+from holdfast.kernels.quantized import FP8, quantized
+from holdfast.kernels.quantized_gpu import QuantizedMatrix
 from holdfast.kernels.sampling import row_keys
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
 from holdfast.kernels.stream_gpu import streamed, streamed_tall
@@ -79,7 +81,14 @@ def products(guard: Guards) -> torch.Tensor:
     x, weight, bias = (guard(torch.randn(size)) for size in ((3, 300), (34, 300), 34))
     blocks = quantized_blocks(weight)
     blocks = Fp8Blocks(blocks.weight, guard(blocks.scale))
-    return torch.cat((streamed(x, weight, bias), streamed_tall(x, weight, bias), streamed_blocks(x, blocks, bias)))
+    found = [streamed(x, weight, bias), streamed_tall(x, weight, bias), streamed_blocks(x, blocks, bias)]
+    for how in (("e4m3", (128, 128)), ("e2m1", (1, 16), FP8), ("uint4", (1, 128), torch.float16, True)):
+        made = quantized(weight, *how)
+        scales = made.scales if made.scales.itemsize == 1 else guard(made.scales)
+        global_scale = None if made.global_scale is None else guard(made.global_scale)
+        matrix = QuantizedMatrix(replace(made, scales=scales, global_scale=global_scale), bias)
+        found += [matrix.streamed(x), matrix.dequantised(torch.float32)]
+    return torch.cat([each.flatten() for each in found])
 
 
 def linear_layer(guard: Guards, rule: str) -> torch.Tensor:

@@ -16,6 +16,8 @@ from holdfast.kernels.attention_plan import make_plan
 from holdfast.kernels.fp8 import Fp8Blocks
 from holdfast.kernels.fp8_gpu import MOST_STREAMED, dequantised, streamed_blocks
 from holdfast.kernels.layer_gpu import add_norm, gated_norm, rotate_and_store, sigmoid_gate, silu_and_mul
+from holdfast.kernels.quantized import E8M0, FP8, quantized
+from holdfast.kernels.quantized_gpu import QuantizedMatrix
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
 from holdfast.kernels.stream_gpu import streamed, streamed_tall
 from holdfast.loadgen.bench.kernels import linear_state
@@ -91,6 +93,19 @@ def linear_layer(model):
     made.run(made.kernel())
 
 
+def quantised_products():
+    for how in (
+        ("e4m3", (128, 128)),
+        ("e2m1", (1, 32), E8M0),
+        ("e2m1", (1, 16), FP8),
+        ("uint4", (1, 128), torch.float16, True),
+    ):
+        matrix = QuantizedMatrix(quantized(torch.zeros(256, 5120), *how))
+        for rows in (1, 64, MOST_STREAMED):
+            matrix.streamed(torch.zeros(rows, 5120, dtype=torch.bfloat16))
+        matrix.dequantised(torch.bfloat16)
+
+
 LAUNCHES = {
     "attention, decode": lambda: attend(world(DECODE)),
     "attention, decode, pages of 1, sinks": lambda: attend(world(DECODE, page=1), sinks=SINKS),
@@ -110,6 +125,7 @@ LAUNCHES = {
     "products": products,
     "gated delta": lambda: linear_layer("qwen3.5-27b"),
     "mamba2": lambda: linear_layer("nemotron-3-nano"),
+    "products with quantised weights": quantised_products,
 }
 SHAPES = ((2, 4, 16), (2, 4, 64), (2, 4, 80), (2, 4, 96), (2, 4, 112), (4, 7, 128), (2, 1, 256), (2, 16, 128))
 

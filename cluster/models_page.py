@@ -7,7 +7,14 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from holdfast.replicas.model.description import FAMILIES, Family, inspect_model
+from holdfast.replicas.model.description import (
+    FAMILIES,
+    DenseAndExperts,
+    Family,
+    MixtureOfExperts,
+    has_experts,
+    inspect_model,
+)
 
 HEAD = """# Models
 
@@ -40,7 +47,19 @@ _EXAMPLES = {
     "qwen3": "Qwen3, dense",
     "qwen3_5": "Qwen3.5, Qwen3.6 and Qwen3.8, dense",
     "qwen3_5_text": "the same as text models",
-    "qwen3_next": "Qwen3-Next whose layers are all dense",
+    "qwen3_next": "Qwen3-Next, Qwen3-Coder-Next",
+    "qwen3_moe": "Qwen3-30B-A3B, Qwen3-Coder-30B-A3B, others with experts",
+    "qwen3_5_moe": "Qwen3.5-35B-A3B, Qwen3.6-35B-A3B, others with experts",
+    "qwen3_5_moe_text": "the same as text models",
+    "gpt_oss": "gpt-oss-20b, gpt-oss-120b",
+    "gemma3": "Gemma 3",
+    "gemma3_text": "Gemma 3 1B and 270M, others as text models",
+    "gemma4": "Gemma 4 but E2B and E4B",
+    "gemma4_text": "the same as text models",
+    "glm4_moe": "GLM-4.5, GLM-4.5-Air, GLM-4.7",
+    "laguna": "Laguna XS and others",
+    "muse_glimmer": "Muse-Glimmer-30B",
+    "minimax_m2": "MiniMax-M2, M2.1 and M2.5",
 }
 _MIXERS = {
     "full": "attention",
@@ -60,8 +79,6 @@ values. These are tested:
 """
 TESTED = (
     ("gemma2", "Gemma 2", "soft cap of scores, other norms"),
-    ("gemma3", "Gemma 3, text", "other norms and rotary positions, windows"),
-    ("gpt_oss", "gpt-oss", "experts, attention sinks, windows"),
     ("gpt_neox", "GPT-NeoX, Pythia", "other norms, biases, parallel layers"),
     ("gpt2", "GPT-2", "learnt positions, biases"),
 )
@@ -82,7 +99,7 @@ into bfloat16 adds less than 0.5 %, into int8 less than 2 %.
 """
 REFUSED = (
     ("an encoder-decoder", "only causal language models are served"),
-    ("layers that keep something other than KV, such as Mamba; linear layers beside experts", "no kernel for them yet"),
+    ("layers that keep something other than KV, such as Mamba", "no kernel for them yet"),
     ("a model that computes something else on paged KV", "found when it is loaded; its answers would be wrong"),
     ("a model that needs code of its own (`trust_remote_code`)", "code from a checkpoint is never run"),
     ("weights in `.bin` or `.pt` files", "reading pickled files may run code"),
@@ -107,25 +124,30 @@ def runs_on(name: str) -> str:
     described = info.description
     if described is None:
         return f"{name}: {info.config.model_type}, through transformers"
-    kinds = f"{len(described.layers)} layers"
+    kinds = f"{len(described.attentions)} layers with attention"
     if described.linear_layers:
-        kinds += f", {described.linear_layers} of them linear"
+        kinds += f", {described.linear_layers} linear ones"
+    if experts := sum(isinstance(block.op, MixtureOfExperts | DenseAndExperts) for block in described.blocks):
+        kinds += f", experts in {experts}"
     return f"{name}: {info.config.model_type}, on our decoder; {kinds}, context of {info.shape.context_length} tokens"
 
 
 def _own(item: tuple[str, Family]) -> Sequence[str]:
     name, family = item
     kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(name) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
-    return f"`{name}`", _EXAMPLES[name], f"`{kind}`", _layers(family)
+    return f"`{name}`", _EXAMPLES[name], f"`{kind}`", _layers(name, family)
 
 
-def _layers(family: Family) -> str:
+def _layers(name: str, family: Family) -> str:
     """The options of a family's layers."""
     told = {
         _MIXERS[family.mixers]: True,
+        "experts": has_experts(name),
         "output gates": family.gate,
         "normed queries and keys": family.qk_norm,
-        "biases of queries, keys and values": family.bias,
+        "biases of queries, keys and values": family.bias == "always qkv",
+        "attention sinks": family.sinks,
+        "norms before and behind": family.around,
         "rotary positions over a part of the head": family.partial_rotary,
     }
     return ", ".join(text for text, true in told.items() if true)

@@ -8,37 +8,44 @@ and returns logits. `Decoder` is the one for every `description.Description`; `d
 Shapes: T tokens, D hidden, H heads, K KV heads, d head size, R drawn tokens. Of linear layers see `linear_state`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from holdfast.kernels.attention import paged_attention
 from holdfast.kernels.attention_plan import AttentionWork, attention_work
+from holdfast.kernels.experts import Experts, route
 from holdfast.kernels.kv import PagedBatch, PageRuns
 from holdfast.kernels.layer import Rotation, gated_norm, rms_norm
-from holdfast.kernels.linear import GatedMatrix, Matrix
+from holdfast.kernels.linear import GatedMatrix, Matrix, activate
 from holdfast.kernels.linear_state import LinearStates, LinearWeights, StateBatch, gated_delta
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.description import (
     Attention,
+    DenseAndExperts,
     Description,
+    FeedForward,
     GatedDeltaNet,
-    Mixer,
+    MixtureOfExperts,
+    Op,
     describe,
-    head_dim,
-    rope_type,
 )
-from holdfast.replicas.model.smoothing import smooth
 from holdfast.replicas.model.weights import (
     AttentionWeights,
     DecoderWeights,
-    LayerWeights,
+    DeltaWeights,
+    DenseAndExpertsWeights,
+    ExpertsWeights,
+    FeedForwardWeights,
+    OpWeights,
+    Weight,
     has_safetensors,
     read_weights,
 )
@@ -46,6 +53,9 @@ from holdfast.replicas.plan import Chunk, RowWrite
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
+Rotary: TypeAlias = tuple[Tensor, Tensor]
+"""Cosines and sines of all positions."""
+Smooth: TypeAlias = Callable[["DecoderWeights", "Description", Mapping[str | None, Rotary]], "DecoderWeights"]
 
 
 class PageTable:
@@ -266,127 +276,236 @@ class Model(Protocol):
     def forward(self, batch: ForwardBatch) -> Tensor: ...
 
 
-def rotary_table(config: Any, positions: int, device: str) -> tuple[Tensor, Tensor]:
+def rotary_tables(config: Any, description: Description, positions: int, device: str) -> dict[str | None, Rotary]:
     """Cosines and sines for every position, float32 [positions, half of the values that turn], with the context's
-    scaling. Of text alone the three positions of an mrope are equal, so it is the same as one.
+    scaling, for each `Attention.rotary`. Of text alone the three positions of an mrope are equal, so it is the same as
+    one. Without positions all angles are zero.
     """
     text = config.get_text_config(decoder=True)
-    kind = rope_type(text)
-    if kind == "default":
-        dim = int(head_dim(text) * text.rope_parameters.get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
-        inverse, factor = 1.0 / (text.rope_parameters["rope_theta"] ** exponents), 1.0
-    else:
-        inverse, factor = ROPE_INIT_FUNCTIONS[kind](text, torch.device(device))
-    angles = torch.outer(torch.arange(positions, device=device).float(), inverse)
-    return angles.cos() * factor, angles.sin() * factor
+    at = torch.arange(positions, device=device).float()
+    tables: dict[str | None, Rotary] = {}
+    for op in description.attentions:
+        if op.rotary not in tables:
+            inverse, factor = _inverse_frequencies(text, op, device)
+            angles = torch.outer(at, inverse)
+            tables[op.rotary] = angles.cos() * factor, angles.sin() * factor
+    return tables
+
+
+def _inverse_frequencies(text: Any, op: Attention, device: str) -> tuple[Tensor, float]:
+    """Angles of one position, and the factor of cosines and sines."""
+    if op.rotary is None:
+        return torch.zeros(op.head_dim // 2, device=device), 1.0
+    rope, kind = text.rope_parameters, op.rotary or None
+    if kind:
+        rope = rope[kind]
+    if rope.get("rope_type", "default") != "default":
+        number = next(i for i, each in enumerate(text.layer_types) if each == kind) if kind else 0
+        layer = text.per_layer_config[number]  # Gemma 4's heads differ
+        found: tuple[Tensor, float] = ROPE_INIT_FUNCTIONS[rope["rope_type"]](
+            layer, torch.device(device), layer_type=kind
+        )
+        return found
+    dim = int(op.head_dim * rope.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
+    return 1.0 / (rope["rope_theta"] ** exponents), 1.0
+
+
+# ---- blocks, ready to compute ----
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """The mixer of a layer with attention: its weights, ready to multiply with, and its place in the KV store."""
+    """An attention and its place in the KV store. `turn`: which of the decoder's rotations turns its heads."""
 
+    op: Attention
     kind: int
-    index: int  # among the layers of its kind
-    mixer: Attention
+    index: int  # among the attentions of its kind
+    turn: int
     qkv: Matrix
     norms: tuple[Tensor, Tensor] | None  # of queries and keys
     out: Matrix
+    sinks: Tensor | None
+
+    @property
+    def matrices(self) -> list[Matrix | GatedMatrix]:
+        return [self.qkv, self.out]
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaLayer:
-    """The mixer of a linear layer."""
+    """A linear attention and its place among the states."""
 
+    op: GatedDeltaNet
     index: int  # among the linear layers
-    mixer: GatedDeltaNet
     qkvz: Matrix
     ab: Matrix
     kernel: LinearWeights
     norm: Tensor
     out: Matrix
 
+    @property
+    def matrices(self) -> list[Matrix | GatedMatrix]:
+        return [self.qkvz, self.ab, self.out]
+
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """One layer."""
+class FeedForwardLayer:
+    """A dense feed-forward."""
 
-    input_norm: Tensor
-    mixer: AttentionLayer | DeltaLayer
-    post_norm: Tensor
-    gate_up: GatedMatrix
+    op: FeedForward
+    first: Matrix | GatedMatrix
     down: Matrix
 
     @property
     def matrices(self) -> list[Matrix | GatedMatrix]:
-        mixer = self.mixer
-        first = [mixer.qkv] if isinstance(mixer, AttentionLayer) else [mixer.qkvz, mixer.ab]
-        return [*first, mixer.out, self.gate_up, self.down]
+        return [self.first, self.down]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsLayer:
+    """A router, its experts, and what all tokens share. `scales` [E]: of each expert's weight."""
+
+    op: MixtureOfExperts
+    router: Matrix
+    correction: Tensor | None
+    scales: Tensor | None
+    experts: Experts
+    shared: FeedForwardLayer | None
+    shared_gate: Matrix | None
+
+    @property
+    def matrices(self) -> list[Matrix | GatedMatrix]:
+        return self.shared.matrices if self.shared is not None else []
+
+
+@dataclass(frozen=True, slots=True)
+class DenseAndExpertsLayer:
+    """Gemma 4's two feed-forwards, with the norms before and behind each."""
+
+    op: DenseAndExperts
+    dense: FeedForwardLayer
+    dense_norms: tuple[Tensor, Tensor]
+    experts: ExpertsLayer
+    experts_norms: tuple[Tensor, Tensor]
+    router_norm: Tensor
+
+    @property
+    def matrices(self) -> list[Matrix | GatedMatrix]:
+        return [*self.dense.matrices, *self.experts.matrices]
+
+
+OpLayer: TypeAlias = AttentionLayer | DeltaLayer | FeedForwardLayer | ExpertsLayer | DenseAndExpertsLayer
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayer:
+    """A `Block`, ready to compute."""
+
+    norm: Tensor | None
+    op: OpLayer
+    post_norm: Tensor | None
+    scale: float
 
 
 class Decoder:
-    """A `Model`: layers of a mixer and a feed-forward. What has the same input is one product: query, key and value,
-    or gate and up.
+    """A `Model`: x + post_norm(op(norm(x))) for each block. What has the same input is one product: query, key and
+    value, or gate and up.
     """
 
     leave = False  # weights stay as they are, for kernels that read them so
     delta_rule = staticmethod(gated_delta)
+    rms_norm = staticmethod(rms_norm)
 
     def __init__(
         self,
         description: Description,
         weights: DecoderWeights,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Mapping[str | None, Rotary],
         kv: KVTensors,
         int8: bool = False,
         states: LinearStates | None = None,
     ) -> None:
-        """Takes over `weights` and empties its layers: on a CPU each is packed in turn, or becomes `int8`.
+        """Takes the blocks of `weights` one by one: on a CPU each is packed in turn, or becomes `int8`.
 
         `states`: of a model with linear layers.
         """
-        self.layers: list[Layer] = []
-        self.vocabulary = description.vocabulary
-        self._attention = description.attention
-        self._eps = description.eps
-        self._windows: list[set[int]] = [set() for _ in kv.kinds]
-        self._embedding, self._norm = weights.embedding, weights.norm
-        self._kv, self.states = kv, states
-        for described in description.layers:
-            self._take(weights.layers.pop(0), described.mixer, int8)
-        self._head = Matrix(weights.head, None, int8, self.leave)
+        self.description, self.vocabulary = description, description.vocabulary
+        self._int8, self._kv, self.states = int8, kv, states
+        # Rotations: whose tables, into which kind's store, for so many heads of queries.
+        self._turns: dict[tuple[str | None, int, int], int] = {}
         angles = torch.float32 if kv.data.device.type == "cpu" else weights.embedding.dtype
-        self._cos, self._sin = (table.to(angles) for table in rotary)
-        self._scale = self._attention.head_dim**-0.5
+        self._rotary = {kind: (cos.to(angles), sin.to(angles)) for kind, (cos, sin) in rotary.items()}
+        self._embedding, self._norm = weights.embedding, weights.norm
+        self.blocks: list[BlockLayer] = []
+        for of, block in zip(weights.blocks, description.blocks, strict=True):
+            self.blocks.append(BlockLayer(of.norm, self._op(block.op, of.op), of.post_norm, of.scale))
+        self._head = Matrix(weights.head, None, int8, self.leave)
+        self._embedding_scale = float(torch.tensor(description.embedding_scale, dtype=weights.embedding.dtype))
+        self._unit = torch.ones(
+            max(description.hidden, *(op.head_dim for op in description.attentions)), device=kv.data.device
+        )
 
-    def _take(self, weights: LayerWeights, described: Mixer, int8: bool) -> None:
-        """Make the next layer of its weights."""
-        of, scales = weights.mixer, weights.scales
-        out = self._matrix(of.out, scales.get("out"), None, int8)
-        mixer: AttentionLayer | DeltaLayer
-        if isinstance(of, AttentionWeights):
-            assert isinstance(described, Attention)
+    def _op(self, op: Op, of: OpWeights) -> OpLayer:
+        """An op of its weights."""
+        if isinstance(op, Attention):
+            assert isinstance(of, AttentionWeights)
+            kind = self._kv.kind(op.window)
+            index = sum(isinstance(block.op, AttentionLayer) and block.op.kind == kind for block in self.blocks)
+            turn = self._turns.setdefault((op.rotary, kind, op.heads), len(self._turns))
             norms = None if of.q_norm is None or of.k_norm is None else (of.q_norm, of.k_norm)
-            qkv = self._matrix(of.qkv, scales.get("qkv"), of.qkv_bias, int8)
-            kind = self._kv.kind(described.window)
-            self._windows[kind].add(described.window or 0)
-            index = sum(isinstance(each.mixer, AttentionLayer) and each.mixer.kind == kind for each in self.layers)
-            mixer = AttentionLayer(kind, index, described, qkv, norms, out)
-        else:
-            assert isinstance(described, GatedDeltaNet)
-            qkvz = self._matrix(of.qkvz, scales.get("qkvz"), None, int8)
-            index = sum(isinstance(each.mixer, DeltaLayer) for each in self.layers)
-            mixer = DeltaLayer(index, described, qkvz, self._matrix(of.ab, None, None), of.kernel, of.norm, out)
-        gate_up = self._gated_matrix(weights.gate_up, scales.get("gate_up"), int8)
-        down = self._matrix(weights.down, scales.get("down"), None, int8)
-        self.layers.append(Layer(weights.input_norm, mixer, weights.post_norm, gate_up, down))
+            qkv, out = self._matrix(of.qkv, of.qkv_bias), self._matrix(of.out, of.out_bias)
+            return AttentionLayer(op, kind, index, turn, qkv, norms, out, of.sinks)
+        if isinstance(op, GatedDeltaNet):
+            assert isinstance(of, DeltaWeights)
+            index = sum(isinstance(block.op, DeltaLayer) for block in self.blocks)
+            ab = Matrix(of.ab, None, False, self.leave)
+            return DeltaLayer(op, index, self._matrix(of.qkvz), ab, of.kernel, of.norm, self._matrix(of.out))
+        if isinstance(op, FeedForward):
+            assert isinstance(of, FeedForwardWeights)
+            return self._feed_forward(op, of)
+        if isinstance(op, MixtureOfExperts):
+            assert isinstance(of, ExpertsWeights)
+            return self._experts(op, of)
+        assert isinstance(of, DenseAndExpertsWeights)
+        return DenseAndExpertsLayer(
+            op,
+            self._feed_forward(op.dense, of.dense),
+            of.dense_norms,
+            self._experts(op.experts, of.experts, of.scales),
+            of.experts_norms,
+            of.router_norm,
+        )
 
-    def _matrix(self, weight: Tensor, scale: Tensor | None, bias: Tensor | None, int8: bool = False) -> Matrix:
-        """A weight ready to multiply with. `scale`: of one in FP8, which stays so for the kernels of a GPU."""
-        return Matrix(weight, bias, int8, self.leave)
+    def _feed_forward(self, op: FeedForward, of: FeedForwardWeights) -> FeedForwardLayer:
+        first = self._gated_matrix(of.first) if op.activation == "silu" else self._matrix(of.first)
+        return FeedForwardLayer(op, first, self._matrix(of.down))
 
-    def _gated_matrix(self, gate_up: Tensor, scale: Tensor | None, int8: bool) -> GatedMatrix:
-        return GatedMatrix(gate_up, int8, self.leave)
+    def _experts(self, op: MixtureOfExperts, of: ExpertsWeights, scales: Tensor | None = None) -> ExpertsLayer:
+        shared = None
+        if of.shared is not None:
+            shared = self._feed_forward(FeedForward(op.shared, op.activation), of.shared)
+        return ExpertsLayer(
+            op,
+            Matrix(of.router, of.router_bias, False, self.leave),
+            of.correction,
+            scales,
+            self._all_experts(op, of),
+            shared,
+            None if of.shared_gate is None else Matrix(of.shared_gate, None, False, self.leave),
+        )
+
+    def _matrix(self, weight: Weight, bias: Tensor | None = None) -> Matrix:
+        """A weight ready to multiply with."""
+        assert isinstance(weight, Tensor)
+        return Matrix(weight, bias, self._int8, self.leave)
+
+    def _gated_matrix(self, weight: Weight) -> GatedMatrix:
+        assert isinstance(weight, Tensor)
+        return GatedMatrix(weight, self._int8, self.leave)
+
+    def _all_experts(self, op: MixtureOfExperts, of: ExpertsWeights) -> Experts:
+        return Experts(of.first, of.down, op.activation, of.first_bias, of.down_bias, self._int8)
 
     @classmethod
     def load(
@@ -395,76 +514,162 @@ class Decoder:
         config: Any,
         kv: KVTensors,
         context_length: int,
-        sample: Tensor | None = None,
+        smooth: Smooth | None = None,
         int8: bool = False,
         states: LinearStates | None = None,
     ) -> "Decoder | None":
         """Read a checkpoint. None where its family, options or files are not this decoder's. Raises ConfigError.
 
-        `int8`: products in int8. They are smoothed by a `sample` [n] of token ids, and so are keys of a `kv` in int8.
+        `int8`: products in int8. `smooth` evens out the weights before (`smoothing`).
         """
         description = describe(config)
         if description is None or not has_safetensors(path):
             return None
         device = str(kv.data.device)
-        weights = read_weights(path, description, kv.dtype, device, fp8=cls.leave)
-        rotary = rotary_table(config, context_length, device)
-        if sample is not None:
-            smooth(weights, description, rotary, sample, kv.dtype, products=int8, keys=kv.data.dtype == torch.int8)
+        weights = read_weights(path, description, kv.dtype, device, keep=cls.leave)
+        rotary = rotary_tables(config, description, context_length, device)
+        if smooth is not None:
+            weights = smooth(weights, description, rotary)
         return cls(description, weights, rotary, kv, int8, states)
 
     @property
     def matrices(self) -> list[Matrix | GatedMatrix]:
-        """All that the forward multiplies with, the head last."""
-        return [*(each for layer in self.layers for each in layer.matrices), self._head]
+        """All that the forward multiplies with but experts and routers, the head last."""
+        return [*(each for block in self.blocks for each in block.op.matrices), self._head]
 
     @property
     def attention(self) -> tuple[AttentionShape, ...]:
-        of = self._attention
-        return tuple(AttentionShape(of.heads, of.kv_heads, of.head_dim, tuple(sorted(each))) for each in self._windows)
+        shapes = []
+        for kind in range(len(self._kv.kinds)):
+            ops = [op for op in self.description.attentions if self._kv.kind(op.window) == kind]
+            windows = tuple(sorted({op.window or 0 for op in ops}))
+            shapes.append(AttentionShape(ops[0].heads, ops[0].kv_heads, ops[0].head_dim, windows))
+        return tuple(shapes)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [R, vocabulary] of the batch's drawn tokens; stores the KV of all its tokens, and the states."""
-        eps, heads = self._eps, self._attention.heads
-        rotations = [
-            Rotation(self._cos, self._sin, batch.position_ids[0], pages.cells, kv.data, heads, eps)
-            for pages, kv in zip(batch.pages, self._kv.kinds, strict=True)
-        ]
-        x = self._embedding[batch.token_ids[0]]  # [T, D]
-        for layer in self.layers:
-            mixer, h = layer.mixer, rms_norm(x, layer.input_norm, eps)
-            if isinstance(mixer, AttentionLayer):
-                mixed = self._attend(mixer, h, rotations[mixer.kind], batch)
+        eps, post_eps = self.description.eps, self.description.post_eps
+        rotations = self._rotations(batch)
+        x = self._embedded(batch)
+        for block in self.blocks:
+            h = x if block.norm is None else rms_norm(x, block.norm, eps)
+            if block.post_norm is None:
+                x = self._apply(block.op, h, batch, rotations, plus=x)
             else:
-                mixed = self._recur(mixer, h, batch)
-            x = mixer.out(mixed, plus=x)  # [T, D]
-            h = rms_norm(x, layer.post_norm, eps)
-            x = layer.down(layer.gate_up(h), plus=x)
-        drawn = rms_norm(x[batch.drawn], self._norm, eps)  # [R, D]
-        return self._head(drawn)
+                x = x + rms_norm(self._apply(block.op, h, batch, rotations), block.post_norm, post_eps)
+            if block.scale != 1.0:
+                x = x * block.scale
+        return self._logits(rms_norm(x[batch.drawn], self._norm, eps))
 
-    def _attend(self, layer: AttentionLayer, h: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
-        """Attention of one layer before its output projection: [T, H d]."""
-        mixer = layer.mixer
-        gate, qkv = mixer.split(layer.qkv(h))
-        q = rotation.rotate_and_store(qkv, layer.index, layer.norms)
-        store, pages = self._kv.kinds[layer.kind].data, batch.pages[layer.kind]
-        out = paged_attention(q, store, layer.index, pages, self._scale, mixer.window).flatten(1)
-        return out if gate is None else out.mul_(gate.sigmoid())
+    def _rotations(self, batch: ForwardBatch) -> list[Rotation]:
+        """What turns the heads of queries and keys in this forward, by `AttentionLayer.turn`."""
+        positions, pages, stores, eps = batch.position_ids[0], batch.pages, self._kv.kinds, self.description.eps
+        return [
+            Rotation(*self._rotary[rotary], positions, pages[kind].cells, stores[kind].data, heads, eps)
+            for rotary, kind, heads in self._turns
+        ]
+
+    def _embedded(self, batch: ForwardBatch) -> Tensor:
+        x = self._embedding[batch.token_ids[0]]  # [T, D]
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
+        return self._without_weights(x) if self.description.embedding_norm else x
+
+    def _logits(self, drawn: Tensor) -> Tensor:
+        logits, described = self._head(drawn), self.description
+        if described.logit_scale != 1.0:
+            logits = logits * described.logit_scale
+        cap = described.logit_cap
+        return (logits / cap).tanh() * cap if cap else logits
+
+    def _apply(
+        self,
+        layer: OpLayer,
+        h: Tensor,
+        batch: ForwardBatch,
+        rotations: Sequence[Rotation] = (),
+        plus: Tensor | None = None,
+    ) -> Tensor:
+        """The op of `h` [T, D], and `plus`."""
+        if isinstance(layer, AttentionLayer):
+            return layer.out(self._attend(layer, h, batch, rotations), plus)
+        if isinstance(layer, DeltaLayer):
+            return layer.out(self._recur(layer, h, batch), plus)
+        if isinstance(layer, FeedForwardLayer):
+            return layer.down(self._inner(layer, h), plus)
+        if isinstance(layer, ExpertsLayer):
+            return self._mix(layer, h, h, plus)
+        (before, behind), (before_2, behind_2), eps = layer.dense_norms, layer.experts_norms, self.description.eps
+        x, norm = h, self.rms_norm
+        dense = layer.dense.down(self._inner(layer.dense, norm(x, before, eps)))
+        mixed = self._mix(layer.experts, norm(x, before_2, eps), norm(x, layer.router_norm, eps))
+        both = norm(dense, behind, eps) + norm(mixed, behind_2, eps)
+        return both if plus is None else both + plus
+
+    def _attend(self, layer: AttentionLayer, h: Tensor, batch: ForwardBatch, rotations: Sequence[Rotation]) -> Tensor:
+        """Attention before its output projection: [T, H d]."""
+        op = layer.op
+        gate, qkv = op.split(layer.qkv(h))
+        norms = self._norm_heads(layer, qkv)
+        q = rotations[layer.turn].rotate_and_store(qkv, layer.index, norms)
+        where = (self._kv.kinds[layer.kind].data, layer.index, batch.pages[layer.kind])
+        out = paged_attention(q, *where, op.scale or op.head_dim**-0.5, op.window, sinks=layer.sinks).flatten(1)
+        return out if gate is None else self._gated(out, gate, op)
+
+    def _norm_heads(self, layer: AttentionLayer, qkv: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Norm in place what the rotation does not. Returns the norms that are left to it."""
+        op, eps, keys = layer.op, self.description.eps, layer.op.heads + layer.op.kv_heads
+        if op.v_norm:
+            values = qkv[:, keys:]
+            values.copy_(self._without_weights(values.reshape(-1, op.head_dim).contiguous()).view_as(values))
+        if op.qk_norm != "row" or layer.norms is None:
+            return layer.norms
+        for part, norm in zip((qkv[:, : op.heads], qkv[:, op.heads : keys]), layer.norms, strict=True):
+            part.copy_(self.rms_norm(part.flatten(1).contiguous(), norm, eps).view_as(part))
+        return None
+
+    def _gated(self, out: Tensor, gate: Tensor, op: Attention) -> Tensor:
+        """An attention's outputs [T, H d] with their gates."""
+        if op.gate == "sigmoid":
+            return out.mul_(gate.sigmoid())
+        passed = softplus(gate.float()).to(out.dtype)
+        return (out.view(len(out), passed.shape[1], -1) * passed[..., None]).view_as(out)
+
+    def _without_weights(self, x: Tensor) -> Tensor:
+        return self.rms_norm(x, self._unit[: x.shape[1]], self.description.eps)
 
     def _recur(self, layer: DeltaLayer, h: Tensor, batch: ForwardBatch) -> Tensor:
         """The delta rule of one linear layer before its output projection: [T, H v]."""
         out, z = self._delta(layer, h, batch)
-        return gated_norm(out, z, layer.norm, self._eps)
+        return gated_norm(out, z, layer.norm, self.description.eps)
 
     def _delta(self, layer: DeltaLayer, h: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """What the states of a linear layer answer, [T, H, v], and the gates of that, [T, H v]."""
         if self.states is None or batch.states is None:
             raise ValueError("a step of a model with linear layers has no states")
-        mixed, z = layer.mixer.split(layer.qkvz(h))
+        mixed, z = layer.op.split(layer.qkvz(h))
         a, b = layer.ab(h).chunk(2, dim=1)
         return self.delta_rule(mixed, a, b, layer.kernel, self.states, layer.index, batch.states), z
+
+    def _inner(self, layer: FeedForwardLayer, h: Tensor) -> Tensor:
+        """A feed-forward before its last product: [T, inner]."""
+        inner = layer.first(h)
+        return inner if isinstance(layer.first, GatedMatrix) else activate(inner, layer.op.activation)
+
+    def _mix(self, layer: ExpertsLayer, h: Tensor, routed: Tensor, plus: Tensor | None = None) -> Tensor:
+        """The experts of `h` that the router chooses by `routed`, what all tokens share, and `plus`."""
+        chosen, weights = route(layer.router(routed.float()), layer.op.routing, layer.correction)
+        if layer.scales is not None:
+            weights = weights * layer.scales[chosen.long()]
+        if (shared := layer.shared) is not None:
+            inner = self._inner(shared, h)
+            if layer.shared_gate is None:
+                plus = shared.down(inner, plus)
+            else:
+                passed = shared.down(inner) * layer.shared_gate(h).sigmoid()
+                plus = passed if plus is None else plus + passed
+        return layer.experts(h, chosen, weights, plus)
 
 
 def _of_triton() -> tuple[type[Exception], ...]:

@@ -20,14 +20,25 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from holdfast.kernels.attention_gpu import attend_gpu
-from holdfast.kernels.fp8 import Fp8Blocks
 from holdfast.kernels.fp8_gpu import Fp8GatedMatrix, Fp8Matrix
+from holdfast.kernels.layer import Rotation
 from holdfast.kernels.layer_gpu import add_norm, gated_norm, rotate_and_store, sigmoid_gate, silu_and_mul
 from holdfast.kernels.linear import GatedMatrix, Matrix, Route
 from holdfast.kernels.linear_state import LinearStates, LinearWeights, StateBatch, gated_delta
 from holdfast.kernels.linear_state_gpu import gated_delta_gpu, supported
 from holdfast.kernels.stream_gpu import MOST_ORDERED, MOST_ROWS, streamed, streamed_tall
-from holdfast.replicas.model.decoder import AttentionLayer, AttentionShape, Decoder, DeltaLayer, ForwardBatch
+from holdfast.replicas.model.decoder import (
+    AttentionLayer,
+    AttentionShape,
+    Decoder,
+    DeltaLayer,
+    DenseAndExpertsLayer,
+    ExpertsLayer,
+    FeedForwardLayer,
+    ForwardBatch,
+)
+from holdfast.replicas.model.description import Attention
+from holdfast.replicas.model.weights import Weight
 
 log = logging.getLogger(__name__)
 
@@ -50,20 +61,28 @@ def _delta_rule(
     return rule(mixed, a, b, weights, states, layer, batch)
 
 
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return add_norm(x, None, weight, eps)
+
+
+def _normed(change: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm of the residual, to which `change` is added in place."""
+    return add_norm(residual, None, weight, eps) if change is None else add_norm(change, residual, weight, eps)
+
+
 class GpuDecoder(Decoder):
     """`Decoder` with another forward."""
 
     leave = True
     delta_rule = staticmethod(_delta_rule)
+    rms_norm = staticmethod(_rms_norm)
     _invariant = False
 
-    def _matrix(self, weight: Tensor, scale: Tensor | None, bias: Tensor | None, int8: bool = False) -> Matrix:
-        return super()._matrix(weight, scale, bias) if scale is None else Fp8Matrix(Fp8Blocks(weight, scale), bias)
+    def _matrix(self, weight: Weight, bias: Tensor | None = None) -> Matrix:
+        return super()._matrix(weight, bias) if isinstance(weight, Tensor) else Fp8Matrix(weight, bias)
 
-    def _gated_matrix(self, gate_up: Tensor, scale: Tensor | None, int8: bool) -> GatedMatrix:
-        if scale is not None:
-            return Fp8GatedMatrix(Fp8Blocks(gate_up, scale))
-        return super()._gated_matrix(gate_up, scale, int8)
+    def _gated_matrix(self, weight: Weight) -> GatedMatrix:
+        return super()._gated_matrix(weight) if isinstance(weight, Tensor) else Fp8GatedMatrix(weight)
 
     def keep_order(self, rows: int, draws: int) -> None:
         """Make a token's bits independent of the rest of its step, for steps of up to so many rows and draws.
@@ -72,6 +91,8 @@ class GpuDecoder(Decoder):
         """
         if any(matrix.plain is None for matrix in self.matrices):
             raise RuntimeError("products with weights in FP8 are summed by the number of rows")
+        if any(isinstance(block.op, ExpertsLayer | DenseAndExpertsLayer) for block in self.blocks):
+            raise RuntimeError("products of experts are summed by the number of rows")
         one_order(self.matrices[:-1], rows)
         one_order(self.matrices[-1:], draws)
         self._invariant = True
@@ -83,41 +104,43 @@ class GpuDecoder(Decoder):
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [R, vocabulary] of the batch's drawn tokens; stores the KV of all its tokens."""
-        residual = self._embedding[batch.token_ids[0]]  # [T, D]
-        eps = self._eps
-        change: Tensor | None = None
-        for layer in self.layers:
-            h = _normed(change, residual, layer.input_norm, eps)
-            mixer = layer.mixer
-            if isinstance(mixer, AttentionLayer):
-                h = self._attend_on_gpu(mixer, h, batch)
+        residual = self._embedded(batch)  # [T, D]
+        eps, post_eps = self.description.eps, self.description.post_eps
+        change: Tensor | None = None  # still to be added to the residual
+        for block in self.blocks:
+            if block.norm is None:
+                h = residual = residual if change is None else residual + change
             else:
-                h = self._recur_on_gpu(mixer, h, batch)
-            h = mixer.out(h)
-            h = _normed(h, residual, layer.post_norm, eps)
-            change = layer.down(silu_and_mul(layer.gate_up.both(h)))
-        assert change is not None  # a model has layers
+                h = _normed(change, residual, block.norm, eps)
+            change = self._apply(block.op, h, batch)
+            if block.post_norm is not None:
+                change = add_norm(change, None, block.post_norm, post_eps)
+            if block.scale != 1.0:
+                residual, change = (residual + change) * block.scale, None
         drawn = residual[batch.drawn]
-        return self._head(_normed(change[batch.drawn], drawn, self._norm, eps))
+        return self._logits(_normed(None if change is None else change[batch.drawn], drawn, self._norm, eps))
 
-    def _attend_on_gpu(self, layer: AttentionLayer, h: Tensor, batch: ForwardBatch) -> Tensor:
-        """Attention of one layer between its projections: [T, H d]."""
-        mixer, pages = layer.mixer, batch.pages[layer.kind]
-        gate, qkv = mixer.split(layer.qkv(h))
-        table, store = (self._cos, self._sin, batch.position_ids[0]), (self._kv.kinds[layer.kind].data, layer.index)
-        q = rotate_and_store(qkv, mixer.heads, *table, *store, pages.cells, layer.norms, self._eps)
-        out = attend_gpu(q, *store, pages, self._scale, mixer.window or 0, 0.0).flatten(1)
-        return out if gate is None else sigmoid_gate(out, gate)
+    def _attend(self, layer: AttentionLayer, h: Tensor, batch: ForwardBatch, rotations: Sequence[Rotation]) -> Tensor:
+        op, pages = layer.op, batch.pages[layer.kind]
+        gate, qkv = op.split(layer.qkv(h))
+        norms = self._norm_heads(layer, qkv)
+        table, store = (*self._rotary[op.rotary], batch.position_ids[0]), (self._kv.kinds[layer.kind].data, layer.index)
+        q = rotate_and_store(qkv, op.heads, *table, *store, pages.cells, norms, self.description.eps)
+        scale = op.scale or op.head_dim**-0.5
+        out = attend_gpu(q, *store, pages, scale, op.window or 0, 0.0, layer.sinks).flatten(1)
+        return out if gate is None else self._gated(out, gate, op)
 
-    def _recur_on_gpu(self, layer: DeltaLayer, h: Tensor, batch: ForwardBatch) -> Tensor:
-        """The delta rule of one linear layer between its projections: [T, H v]."""
+    def _gated(self, out: Tensor, gate: Tensor, op: Attention) -> Tensor:
+        return sigmoid_gate(out, gate) if op.gate == "sigmoid" else super()._gated(out, gate, op)
+
+    def _recur(self, layer: DeltaLayer, h: Tensor, batch: ForwardBatch) -> Tensor:
         out, z = self._delta(layer, h, batch)
-        return gated_norm(out, z, layer.norm, self._eps)
+        return gated_norm(out, z, layer.norm, self.description.eps)
 
-
-def _normed(change: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The norm of the residual, to which `change` is added."""
-    return add_norm(residual, None, weight, eps) if change is None else add_norm(change, residual, weight, eps)
+    def _inner(self, layer: FeedForwardLayer, h: Tensor) -> Tensor:
+        if isinstance(layer.first, GatedMatrix):
+            return silu_and_mul(layer.first.both(h))
+        return super()._inner(layer, h)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,26 +1,30 @@
 """What a checkpoint's configuration says, read offline as data.
 
 `inspect_model` reads the numbers that every model needs: its KV cell, state, context, vocabulary and dtype. `describe`
-makes the `Description` that our own decoder runs: layers of a mixer and a feed-forward. A family of models that differs
-only in options is a row of `FAMILIES`. Any other model runs through `any_model`.
+makes the `Description` that our own decoder runs: a list of blocks. A family of models is a row of `FAMILIES`. Any
+other model runs through `any_model`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
+from holdfast.kernels.experts import Routing
 from holdfast.kernels.fp8 import BLOCK
+from holdfast.kernels.linear import Activation
 from holdfast.kernels.linear_state import LinearShape
 from holdfast.replicas.config import BYTES, DType, ModelShape
 from holdfast.replicas.kv.tensors import CellShape, KVKind
 from holdfast.replicas.model.folder import cannot_serve, model_folder
 
-ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # the others change with the length of the sequence
+ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional"}  # others change with the length of the sequence
 _KV_LAYERS = {"full_attention", "sliding_attention"}
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, AttributeError, TypeError, ImportError)
 """What transformers raises for files that it cannot load, besides `StrictDataclassError`."""
 
@@ -28,17 +32,31 @@ LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, AttributeError, T
 # ---- what our decoder runs ----
 
 
+Norms: TypeAlias = Literal["", "head", "row", "unit"]
+"""Of queries and keys: none; of each head; of all heads as one vector; of each head without weights."""
+Gate: TypeAlias = Literal["", "sigmoid", "softplus", "softplus of heads"]
+"""What an attention's outputs are multiplied with: nothing; a number for each of them; one for each head."""
+
+
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """A mixer: causal attention with rotary positions, over the last `window` tokens or over all."""
+    """Causal attention over the last `window` tokens, or over all."""
 
     heads: int
     kv_heads: int
     head_dim: int
-    window: int | None
-    bias: bool  # of queries, keys and values
-    qk_norm: bool
-    gate: bool = False  # a product of its own decides how much of each output passes: out * sigmoid(gate)
+    window: int | None = None
+    bias: bool = False  # of queries, keys and values
+    out_bias: bool = False
+    qk_norm: Norms = ""
+    q_scale: float = 1.0  # of normed queries without weights
+    v_norm: bool = False  # of each head's values, without weights
+    k_is_v: bool = False  # values are the keys before their norm
+    gate: Gate = ""
+    gate_in: str = ""  # the matrix of the gates; "": with each head's queries in one
+    scale: float = 0.0  # of scores; 0: 1 / sqrt(head_dim)
+    sinks: bool = False
+    rotary: str | None = ""  # whose `rope_parameters`: all layers', or those of a kind of layer; None: no positions
 
     @property
     def q_width(self) -> int:
@@ -49,19 +67,23 @@ class Attention:
         return self.kv_heads * self.head_dim
 
     @property
+    def gate_width(self) -> int:
+        return 0 if not self.gate else self.heads if self.gate == "softplus of heads" else self.q_width
+
+    @property
     def qkv_width(self) -> int:
         """Outputs of the fused product: gates, if there are any, queries, keys, values."""
-        return (1 + self.gate) * self.q_width + 2 * self.kv_width
+        return self.gate_width + self.q_width + 2 * self.kv_width
 
     def split(self, product: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Gates [T, heads head_dim], if there are any, and queries, keys, values [T, heads + 2 kv_heads, head_dim]."""
-        gate, qkv = product[:, : self.gate * self.q_width], product[:, self.gate * self.q_width :]
+        """Gates [T, gate_width], if there are any, and queries, keys, values [T, heads + 2 kv_heads, head_dim]."""
+        gate, qkv = product[:, : self.gate_width], product[:, self.gate_width :]
         return gate if self.gate else None, qkv.view(len(qkv), -1, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNet:
-    """A mixer: linear attention with a recurrent state (`kernels.linear_state`), each head normed and gated."""
+    """Linear attention with a recurrent state (`kernels.linear_state`), each head normed and gated."""
 
     shape: LinearShape
     by_key_head: bool = False  # in the checkpoint the parts of q, k, v and z of one key head stand together
@@ -80,46 +102,99 @@ class GatedDeltaNet:
         return product[:, : self.shape.channels], product[:, self.shape.channels :]
 
 
-Mixer: TypeAlias = Attention | GatedDeltaNet
-
-
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """down(silu(gate(x)) up(x))."""
+    """down(activation(gate(x)) up(x)); with relu2 there is no gate."""
 
     inner: int
+    activation: Activation = "silu"
+
+    @property
+    def width(self) -> int:
+        """Outputs of the first product."""
+        return self.inner if self.activation == "relu2" else 2 * self.inner
 
 
 @dataclass(frozen=True, slots=True)
-class LayerDescription:
-    mixer: Mixer
-    feed_forward: FeedForward
+class MixtureOfExperts:
+    """The weighted sum of the feed-forwards that a router chooses for a token, and of one that all tokens share.
+
+    `inner`, `activation`: of an expert. With `bias` the router and the experts have biases; with `corrected` a bias of
+    the scores counts for the choice alone. `shared`: the inner width of the shared one, 0: there is none; with
+    `shared_gate` a product decides how much of it is added.
+    """
+
+    inner: int
+    routing: Routing
+    activation: Activation = "silu"
+    bias: bool = False
+    corrected: bool = False
+    shared: int = 0
+    shared_gate: bool = False
+
+    @property
+    def width(self) -> int:
+        """Outputs of an expert's first product."""
+        return FeedForward(self.inner, self.activation).width
+
+
+@dataclass(frozen=True, slots=True)
+class DenseAndExperts:
+    """Gemma 4's: a dense feed-forward and experts beside each other, each with norms of its own, summed."""
+
+    dense: FeedForward
+    experts: MixtureOfExperts
+
+
+Op: TypeAlias = Attention | GatedDeltaNet | FeedForward | MixtureOfExperts | DenseAndExperts
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """x + post_norm(op(norm(x))), times a number of its own with `scaled`.
+
+    Names are those of the checkpoint behind `at`: of the op's weights and the norms'. `norm` is "" where the op has
+    its own norms.
+    """
+
+    op: Op
+    at: str
+    name: str
+    norm: str
+    post_norm: str = ""
+    scaled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
     """A model that our decoder runs.
 
-    Its attention layers have the same heads and share one KV store; its linear layers have the same heads and share
-    the states.
+    Its attention blocks share one KV store; its linear ones have the same heads and share the states.
     """
 
-    layers: tuple[LayerDescription, ...]
+    blocks: tuple[Block, ...]
     hidden: int
     vocabulary: int
     eps: float
     tied: bool  # the embedding is the head, too
+    post_eps: float  # of the norms behind ops
     centred: bool = False  # a norm's weight w in the checkpoint stands for 1 + w; not so of a linear layer's own norm
+    last_centred: bool = False  # the same of the last norm
+    embedding_scale: float = 1.0
+    embedding_norm: bool = False
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0  # 0: none
     skipped: tuple[str, ...] = ()  # beginnings of the names of weights that are not read
+    renamed: tuple[tuple[str, str], ...] = ()  # parts of names in the checkpoint, and what they are called here
 
     @property
     def attentions(self) -> list[Attention]:
-        """The mixers that use the KV store, in its order."""
-        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, Attention)]
+        """The ops that use the KV store, in its order."""
+        return [block.op for block in self.blocks if isinstance(block.op, Attention)]
 
     @property
     def attention(self) -> Attention:
-        """The first of them. Others differ in the window alone."""
+        """The first of them."""
         return self.attentions[0]
 
     @property
@@ -148,44 +223,140 @@ class Description:
     @property
     def state(self) -> LinearShape | None:
         """The heads of the linear layers; None where there are none."""
-        return next((layer.mixer.shape for layer in self.layers if isinstance(layer.mixer, GatedDeltaNet)), None)
+        return next((block.op.shape for block in self.blocks if isinstance(block.op, GatedDeltaNet)), None)
 
     @property
     def linear_layers(self) -> int:
         """How many layers have a state."""
-        return len(self.layers) - len(self.attentions)
+        return sum(isinstance(block.op, GatedDeltaNet) for block in self.blocks)
+
+
+# ---- families ----
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a family's layers differ from Llama's; what each option means says the mixer that has it."""
+    """How a family's layers differ from Llama's; what each option means says the op that has it."""
 
-    bias: bool = False
-    qk_norm: bool = False
-    gate: bool = False
+    bias: Literal["all", "qkv", "always qkv"] = "all"  # which `attention_bias` switches on; or without that
+    qk_norm: Norms | Literal["option"] = ""  # "option": of each head by `use_qk_norm`
+    v_norm: bool = False
+    gate: Gate = ""
+    gate_in: str = ""
+    sinks: bool = False
+    scale: Callable[[Any], float] = lambda text: 0.0
     centred: bool = False
+    last_centred: bool | None = None  # None: as `centred`
+    around: bool = False  # norms before and behind each op
+    embedding: Literal["", "scaled", "normed"] = ""
     partial_rotary: bool = False  # it knows `partial_rotary_factor`
     by_key_head: bool = False
     mixers: Literal["full", "window", "windows by type", "linear by type"] = "full"  # as `layer_types` says
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    clamped: bool = False  # the experts' activation
+    router_bias: bool = False
+    shared_gate: bool = False
     skipped: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
 
     @property
     def by_type(self) -> bool:
         return self.mixers.endswith("by type")
 
 
-_NOT_TEXT = ("model.visual.", "mtp.")  # the vision tower, and layers that predict further tokens
+_NOT_TEXT = (  # towers of other media, and layers that predict further tokens
+    *("model.visual.", "model.vision_tower.", "model.vision_adapter.", "model.vision_projection.", "mtp."),
+    *("model.audio_tower.", "model.embed_vision.", "model.embed_audio.", "model.multi_modal_projector."),
+)
+_LLAMA_LIKE = Family(mixers="windows by type")
+_QWEN3 = replace(_LLAMA_LIKE, qk_norm="head")
 _QWEN3_5 = Family(
-    qk_norm=True, gate=True, centred=True, partial_rotary=True, mixers="linear by type", skipped=_NOT_TEXT
+    qk_norm="head",
+    gate="sigmoid",
+    centred=True,
+    partial_rotary=True,
+    mixers="linear by type",
+    shared_gate=True,
+    skipped=_NOT_TEXT,
+)
+_GEMMA3 = replace(
+    _QWEN3,
+    scale=lambda text: text.query_pre_attn_scalar**-0.5,
+    centred=True,
+    around=True,
+    embedding="scaled",
+    skipped=_NOT_TEXT,
+)
+_GEMMA4 = replace(
+    _GEMMA3,
+    v_norm=True,
+    scale=lambda text: 1.0,
+    centred=False,
+    partial_rotary=True,
+    renamed=((".router.proj.", ".gate."),),
+)
+_GPT_OSS = replace(_LLAMA_LIKE, sinks=True, clamped=True, router_bias=True, renamed=((".mlp.router.", ".mlp.gate."),))
+_GLM4_MOE = Family(
+    bias="qkv",
+    qk_norm="option",
+    partial_rotary=True,
+    score="sigmoid",
+    renamed=((".shared_experts.", ".shared_expert."),),
+)
+_LAGUNA = replace(
+    _QWEN3,
+    gate="softplus of heads",
+    gate_in="g_proj",
+    partial_rotary=True,
+    score="sigmoid",
+    renamed=(
+        (".shared_experts.", ".shared_expert."),
+        (".experts.e_score_correction_bias", ".gate.e_score_correction_bias"),
+    ),
+)
+_MUSE = Family(
+    qk_norm="unit",
+    gate="sigmoid",
+    gate_in="gate_proj",
+    centred=True,
+    last_centred=False,
+    around=True,
+    embedding="normed",
+    mixers="windows by type",
+    skipped=_NOT_TEXT,
+)
+_MINIMAX_M2 = Family(
+    qk_norm="row",
+    partial_rotary=True,
+    score="sigmoid",
+    renamed=(
+        (".block_sparse_moe.", ".mlp."),
+        (".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
+        (".w1.", ".gate_proj."),
+        (".w2.", ".down_proj."),
+        (".w3.", ".up_proj."),
+    ),
 )
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(mixers="window"),
-    "qwen2": Family(bias=True, mixers="windows by type"),
-    "qwen3": Family(qk_norm=True, mixers="windows by type"),
+    "qwen2": replace(_LLAMA_LIKE, bias="always qkv"),
+    "qwen3": _QWEN3,
+    "qwen3_moe": replace(_QWEN3, mixers="window"),
     "qwen3_5": _QWEN3_5,
     "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5,
     "qwen3_next": replace(_QWEN3_5, by_key_head=True),
+    "gpt_oss": _GPT_OSS,
+    "gemma3": _GEMMA3,
+    "gemma3_text": _GEMMA3,
+    "gemma4": _GEMMA4,
+    "gemma4_text": _GEMMA4,
+    "glm4_moe": _GLM4_MOE,
+    "laguna": _LAGUNA,
+    "muse_glimmer": _MUSE,
+    "minimax_m2": _MINIMAX_M2,
 }
 """The families that our decoder runs, by `model_type`. Of those with a vision tower it runs the text."""
 
@@ -198,47 +369,168 @@ def describe(config: Any) -> Description | None:
     text = config.get_text_config(decoder=True)
     layers: int = text.num_hidden_layers
     kinds = text.layer_types if family.by_type else ["full_attention"] * layers
-    heads, kv_heads, window = text.num_attention_heads, text.num_key_value_heads, None
-    if family.mixers == "window":
-        window = text.sliding_window
-    full = Attention(heads, kv_heads, head_dim(text), window, family.bias, family.qk_norm, family.gate)
-    mixers: dict[str, Mixer] = {"full_attention": full}
-    if "sliding_attention" in kinds:
-        mixers["sliding_attention"] = replace(full, window=text.sliding_window)
-    if "linear_attention" in kinds:
-        mixers["linear_attention"] = GatedDeltaNet(_linear_shape(text), family.by_key_head)
-    feed_forward = FeedForward(text.intermediate_size)
+    blocks: list[Block] = []
+    for number, kind in enumerate(kinds):
+        linear = kind == "linear_attention"
+        mixer = GatedDeltaNet(_linear_shape(text), family.by_key_head) if linear else _attention(text, family, number)
+        blocks += _layer(f"model.layers.{number}.", mixer, _feed_forward(text, family, number), family)
+    scale = {"": 1.0, "scaled": float(torch.tensor(text.hidden_size**0.5)), "normed": 1.0}[family.embedding]
     return Description(
-        tuple(LayerDescription(mixers[kind], feed_forward) for kind in kinds),
+        tuple(blocks),
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
         eps=text.rms_norm_eps,
-        tied=bool(config.tie_word_embeddings),
+        tied=bool(getattr(config, "tie_word_embeddings", text.tie_word_embeddings)),
+        post_eps=getattr(text, "post_norm_eps", text.rms_norm_eps),
         centred=family.centred,
+        last_centred=family.centred if family.last_centred is None else family.last_centred,
+        embedding_scale=scale,
+        embedding_norm=family.embedding == "normed",
+        logit_scale=getattr(text, "output_multiplier", 1.0),
+        logit_cap=getattr(text, "final_logit_softcapping", None) or 0.0,
         skipped=family.skipped,
+        renamed=family.renamed,
     )
+
+
+def _layer(at: str, mixer: Attention | GatedDeltaNet, feed_forward: Op, family: Family) -> list[Block]:
+    """The two blocks of a layer."""
+    name = "linear_attn" if isinstance(mixer, GatedDeltaNet) else "self_attn"
+    if not family.around:
+        first = Block(mixer, at, name, "input_layernorm")
+        return [first, Block(feed_forward, at, "mlp", "post_attention_layernorm")]
+    before = "" if isinstance(feed_forward, DenseAndExperts) else "pre_feedforward_layernorm"
+    return [
+        Block(mixer, at, name, "input_layernorm", "post_attention_layernorm"),
+        Block(feed_forward, at, "mlp", before, "post_feedforward_layernorm", scaled=family.v_norm),
+    ]
+
+
+def _attention(text: Any, family: Family, number: int) -> Attention:
+    """The attention of a layer."""
+    own = text.per_layer_config[number]  # Gemma 4's heads differ
+    kind = text.layer_types[number] if family.by_type else "full_attention"
+    windowed = kind == "sliding_attention" or family.mixers == "window"
+    heads = getattr(text, "num_attention_heads_per_layer", None) or [text.num_attention_heads] * (number + 1)
+    rope, thetas = getattr(text, "rope_parameters", None) or {}, getattr(text, "layer_rope_theta", None)
+    rotary = kind if isinstance(rope.get(kind), dict) else ""
+    bias = bool(getattr(text, "attention_bias", False))
+    norms = family.qk_norm if family.qk_norm != "option" else "head" if text.use_qk_norm else ""
+    gate = family.gate
+    if gate == "softplus of heads" and text.gating == "per-element":
+        gate = "softplus"
+    return Attention(
+        heads[number],
+        own.num_key_value_heads,
+        head_dim(own),
+        text.sliding_window if windowed else None,
+        bias=bias or family.bias == "always qkv",
+        out_bias=bias and family.bias == "all",
+        qk_norm=norms,
+        q_scale=getattr(text, "qk_scale_factor", 1.0),
+        v_norm=family.v_norm,
+        k_is_v=bool(getattr(text, "attention_k_eq_v", False)) and not windowed,
+        gate=gate,
+        gate_in=family.gate_in,
+        scale=family.scale(text),
+        sinks=family.sinks,
+        rotary=None if thetas is not None and not thetas[number] else rotary,
+    )
+
+
+def _feed_forward(text: Any, family: Family, number: int) -> FeedForward | MixtureOfExperts | DenseAndExperts:
+    """The feed-forward of a layer, whatever its family calls the numbers."""
+    activation = _ACTIVATIONS[_activation(text)]
+    if not _has_experts(text, number):
+        return FeedForward(text.intermediate_size, activation)
+    inner = _first(text, "moe_intermediate_size", "intermediate_size")
+    routing = Routing(
+        experts=_first(text, "num_experts", "num_local_experts", "n_routed_experts"),
+        chosen=_first(text, "top_k_experts", "num_experts_per_tok"),
+        score=family.score,
+        normalised=bool(getattr(text, "norm_topk_prob", True)),
+        groups=getattr(text, "n_group", 1),
+        kept_groups=getattr(text, "topk_group", 1),
+        scale=float(_first(text, "routed_scaling_factor", "moe_routed_scaling_factor", default=1.0)),
+        softcap=float(getattr(text, "moe_router_logit_softcapping", 0.0)),
+    )
+    shared = _first(text, "shared_expert_intermediate_size", default=inner * getattr(text, "n_shared_experts", 0))
+    experts = MixtureOfExperts(
+        inner,
+        routing,
+        "clamped" if family.clamped else activation,
+        bias=family.router_bias,
+        corrected=family.score == "sigmoid",
+        shared=shared,
+        shared_gate=family.shared_gate and shared > 0,
+    )
+    if getattr(text, "enable_moe_block", False):
+        return DenseAndExperts(FeedForward(text.intermediate_size, activation), experts)
+    return experts
+
+
+def _has_experts(text: Any, number: int) -> bool:
+    """Whether a layer has experts in place of a dense feed-forward, or beside it."""
+    if not getattr(text, "enable_moe_block", True) or not _first(text, "num_experts", "num_local_experts", default=0):
+        return False
+    if kinds := getattr(text, "mlp_layer_types", None):
+        return bool(kinds[number] == "sparse")
+    if number in (getattr(text, "mlp_only_layers", None) or ()):
+        return False
+    step = getattr(text, "decoder_sparse_step", 1)
+    return bool(step > 0 and (number + 1) % step == 0 and number >= getattr(text, "first_k_dense_replace", 0))
+
+
+def has_experts(model_type: str) -> bool:
+    """Whether a family's models may have experts, by its configuration class."""
+    text = CONFIG_MAPPING[model_type]().get_text_config(decoder=True)
+    return any(hasattr(text, name) for name in ("num_experts", "num_local_experts"))
+
+
+def _first(text: Any, *names: str, default: Any = None) -> Any:
+    """The first of these numbers that a configuration has. Raises AttributeError where it has none of them."""
+    found = next((value for name in names if (value := getattr(text, name, None)) is not None), default)
+    if found is None:
+        raise AttributeError(f"no {' or '.join(names)}")
+    return found
+
+
+def _activation(text: Any) -> str:
+    return str(_first(text, "hidden_activation", "hidden_act"))
 
 
 def why_not(config: Any) -> str:
     """The option of a configuration of a known family that our decoder does not compute; "": there is none."""
     text, family = config.get_text_config(decoder=True), FAMILIES[config.model_type]
-    rope = getattr(text, "rope_parameters", None) or {}
     kinds = set(getattr(text, "layer_types", None) or ()) if family.by_type else set()
-    if text.hidden_act != "silu":
-        return f"the activation {text.hidden_act}"
-    if getattr(text, "mlp_bias", False) or getattr(text, "attention_bias", False):
-        return "projections with a bias"
-    if rope_type(text) not in ROPE_TYPES:
-        return f"rotary positions of type {rope_type(text)}"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0 and not family.partial_rotary:
-        return "rotary positions over a part of each head"
-    if others := kinds - _KV_LAYERS - ({"linear_attention"} if family.mixers == "linear by type" else set()):
-        return f"layers of type {min(others)}"
-    if kinds == {"linear_attention"}:
-        return "linear layers alone"
-    if _has_experts(text):
-        return "layers with experts"
-    return _unread_weights(config)
+    others = kinds - _KV_LAYERS - ({"linear_attention"} if family.mixers == "linear by type" else set())
+    ropes = {str(each.get("rope_type", "default")) for each in _rotaries(text)} - ROPE_TYPES
+    partial = any(each.get("partial_rotary_factor", 1.0) != 1.0 for each in _rotaries(text))
+    refused = {
+        f"the activation {_activation(text)}": _activation(text) not in _ACTIVATIONS,
+        "projections with a bias": getattr(text, "mlp_bias", False),
+        f"rotary positions of type {min(ropes, default='')}": bool(ropes),
+        "rotary positions over a part of each head": partial and not family.partial_rotary,
+        f"layers of type {min(others, default='')}": bool(others),
+        "linear layers alone": kinds == {"linear_attention"},
+        "soft caps of scores": getattr(text, "attn_logit_softcapping", None),
+        "attention to later tokens": getattr(text, "use_bidirectional_attention", None) in (True, "all"),
+        "embeddings for each layer": family.v_norm and text.hidden_size_per_layer_input,
+        "layers that share keys and values": getattr(text, "num_kv_shared_layers", 0),
+        "heads that differ in layers of one type": _uneven_heads(text, family),
+    }
+    return next((reason for reason, found in refused.items() if found), "") or _unread_weights(config)
+
+
+def _uneven_heads(text: Any, family: Family) -> bool:
+    """Whether layers that see all, or those with a window, have different numbers or sizes of heads: one plan of a
+    step's attention is for all layers of a type.
+    """
+    if family.mixers == "linear by type":
+        return False
+    layers = [_attention(text, family, number) for number in range(text.num_hidden_layers)]
+    each = {(op.window, op.heads, op.kv_heads, op.head_dim) for op in layers}
+    return len(each) > len({op.window for op in layers})
 
 
 def _unread_weights(config: Any) -> str:
@@ -251,13 +543,6 @@ def _unread_weights(config: Any) -> str:
     return (
         f"weights in FP8 without blocks of {BLOCK} x {BLOCK}" if method == "fp8" else f"weights quantized by {method}"
     )
-
-
-def _has_experts(text: Any) -> bool:
-    """Whether a layer of a Qwen3-Next has experts in place of a dense feed-forward."""
-    dense = set(getattr(text, "mlp_only_layers", None) or ())
-    step = getattr(text, "decoder_sparse_step", 0) if getattr(text, "num_experts", 0) else 0
-    return step > 0 and any(i not in dense and (i + 1) % step == 0 for i in range(text.num_hidden_layers))
 
 
 def _linear_shape(text: Any) -> LinearShape:

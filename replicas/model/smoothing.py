@@ -13,16 +13,36 @@ the same factor. Queries stay in float, so keys are evened out wholly. Source: Q
 with alpha = 1.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention, silu
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.kernels.layer import gated_norm, rms_norm, rotated
-from holdfast.kernels.linear import even_out
-from holdfast.kernels.linear_state import NO_STATE, LinearStates, StateBatch, gated_delta
-from holdfast.replicas.model.description import Attention, Description, GatedDeltaNet
-from holdfast.replicas.model.weights import AttentionWeights, DecoderWeights, DeltaWeights
+from holdfast.kernels.linear import GatedMatrix, Matrix, even_out
+from holdfast.kernels.linear_state import LinearStates
+from holdfast.replicas.kv.pages import NO_SLOT, StateUse
+from holdfast.replicas.kv.tensors import KVTensors
+from holdfast.replicas.model.decoder import (
+    AttentionLayer,
+    Decoder,
+    DeltaLayer,
+    FeedForwardLayer,
+    PageTable,
+    Rotary,
+    build_batch,
+)
+from holdfast.replicas.model.description import Attention, Description
+from holdfast.replicas.model.weights import (
+    AttentionWeights,
+    DecoderWeights,
+    DeltaWeights,
+    FeedForwardWeights,
+    Weight,
+)
+from holdfast.replicas.plan import Chunk, RowWrite
 
 _SAMPLE = """You can call functions. Answer in the user's language, and be brief.
 {"name": "find_flights", "description": "Direct flights on a day", "parameters": {"type": "object", "properties":
@@ -38,6 +58,7 @@ user: def mean(xs): return sum(xs) / len(xs)  # why does this raise ZeroDivision
 assistant: Parce que la liste est vide : `len(xs)` vaut alors 0. Return 0.0 there, or raise a ValueError that says so.
 """
 _TOKENS = 256  # of it, at most: a large model takes a minute for many more
+_PAGE = 16
 
 
 def sample_tokens(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Tensor:
@@ -50,95 +71,128 @@ def sample_tokens(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Tensor
 def smooth(
     weights: DecoderWeights,
     description: Description,
-    rotary: tuple[Tensor, Tensor],
+    rotary: Mapping[str | None, Rotary],
     sample: Tensor,
     dtype: torch.dtype,
     products: bool = True,
     keys: bool = False,
-) -> None:
-    """Even out, in place, the columns of all `products` but the head's, and the channels of `keys`.
+) -> DecoderWeights:
+    """The weights with the columns of `products` and the channels of `keys` evened out, in place.
 
-    `sample` [n]: token ids, computed in `dtype`.
+    `sample` [n]: token ids, computed in `dtype`. The products of experts and the head stay as they are.
     """
-    positions = torch.arange(len(sample)).clamp_max(len(rotary[0]) - 1)
-    angles = [table[positions].to(dtype)[:, None] for table in rotary]  # [n, 1, half]
-    x = weights.embedding[sample].to(dtype)
-    eps = description.eps
-    for layer, described in zip(weights.layers, description.layers, strict=True):
-        first = rms_norm(x, layer.input_norm, eps)
-        mixer = layer.mixer
-        if isinstance(mixer, AttentionWeights):
-            assert isinstance(described.mixer, Attention)
-            mixed, turned = _attended(mixer, described.mixer, first, angles, eps)  # [n, heads * d]
-            inputs = [mixer.qkv]
+    weights = replace(weights, blocks=list(weights.blocks))
+    seen = _Seen(weights, description, rotary, sample, dtype)
+    first: Matrix | GatedMatrix
+    for block, of, layer in zip(description.blocks, weights.blocks, seen.blocks, strict=True):
+        op, norm = of.op, of.norm
+        if isinstance(op, AttentionWeights):
+            assert isinstance(block.op, Attention)
+            assert isinstance(layer.op, AttentionLayer)
             if keys:
-                _move_keys(mixer, described.mixer, turned.abs().amax(0), angles[0].shape[-1])
+                half = rotary[block.op.rotary][0].shape[1]
+                _move_keys(op, block.op, seen.keys(layer.op), half)
+            if products and not block.op.v_norm:
+                _move_heads(op, block.op, seen.columns(layer.op.out))
+            inputs, first = [op.qkv], layer.op.qkv
+        elif isinstance(op, DeltaWeights):
+            assert isinstance(layer.op, DeltaLayer)
+            if products:
+                size, out = len(op.norm), _dense(op.out)
+                largest = out.abs().amax(0).view(-1, size).amax(0)[None]  # [1, value_dim]
+                factors = even_out(seen.columns(layer.op.out).view(-1, size).amax(0), largest)
+                _move(factors, op.norm)
+                out *= factors.repeat(out.shape[1] // size).to(out.dtype)
+            inputs, first = [op.qkvz, op.ab], layer.op.qkvz
+        elif isinstance(op, FeedForwardWeights):
+            assert isinstance(layer.op, FeedForwardLayer)
+            if products and layer.op.op.activation != "relu2":  # the others are linear in `up`
+                down, up = _dense(op.down), _dense(op.first).chunk(2)[1]
+                factors = even_out(seen.columns(layer.op.down), down)
+                up /= factors.to(up.dtype)[:, None]
+                down *= factors.to(down.dtype)
+            inputs, first = [op.first], layer.op.first
         else:
-            assert isinstance(described.mixer, GatedDeltaNet)
-            mixed = _recurred(mixer, described.mixer, first, eps)  # [n, heads * value_dim]
-            inputs = [mixer.qkvz, mixer.ab]
-        x = x + linear(mixed, mixer.out.to(dtype))
-        second = rms_norm(x, layer.post_norm, eps)
-        gate, up = linear(second, layer.gate_up.to(dtype)).chunk(2, dim=-1)
-        inner = silu(gate) * up
-        x = x + linear(inner, layer.down.to(dtype))
-        if products:
-            _move(even_out(_columns(first), torch.cat(inputs)), layer.input_norm, *inputs)
-            _move(even_out(_columns(second), layer.gate_up), layer.post_norm, layer.gate_up)
-            factors = even_out(_columns(inner), layer.down)
-            layer.gate_up[described.feed_forward.inner :] /= factors.to(layer.gate_up.dtype)[:, None]
-            layer.down *= factors.to(layer.down.dtype)
-            if isinstance(mixer, AttentionWeights):
-                assert isinstance(described.mixer, Attention)
-                _move_heads(mixer, described.mixer, _columns(mixed))
-            else:
-                size = len(mixer.norm)
-                largest = mixer.out.abs().amax(0).view(-1, size).amax(0)[None]  # [1, value_dim]
-                factors = even_out(_columns(mixed).view(-1, size).amax(0), largest)
-                _move(factors, mixer.norm)
-                mixer.out *= factors.repeat(mixer.out.shape[1] // size).to(mixer.out.dtype)
+            continue
+        if products and norm is not None:
+            dense = [_dense(each) for each in inputs]
+            _move(even_out(seen.columns(first), torch.cat(dense)), norm, *dense)
+    return weights
 
 
-def _attended(
-    weights: AttentionWeights, mixer: Attention, x: Tensor, angles: list[Tensor], eps: float
-) -> tuple[Tensor, Tensor]:
-    """Attention before its output projection, [n, heads d], and the turned keys [n, kv_heads, d]."""
-    bias = None if weights.qkv_bias is None else weights.qkv_bias.to(x.dtype)
-    gate, qkv = mixer.split(linear(x, weights.qkv.to(x.dtype), bias))
-    q, k, v = torch.split(qkv, [mixer.heads, mixer.kv_heads, mixer.kv_heads], dim=1)
-    if weights.q_norm is not None and weights.k_norm is not None:
-        q, k = (
-            rms_norm(part.reshape(-1, mixer.head_dim), norm, eps).view(part.shape)
-            for part, norm in ((q, weights.q_norm), (k, weights.k_norm))
-        )
-    turned = rotated(k, *angles)
-    out = _attend(rotated(q, *angles), turned, v, mixer.window).flatten(1)
-    return out if gate is None else out * gate.sigmoid(), turned
+def _dense(weight: Weight) -> Tensor:
+    assert isinstance(weight, Tensor)  # a CPU keeps no other
+    return weight
 
 
-def _recurred(weights: DeltaWeights, mixer: GatedDeltaNet, x: Tensor, eps: float) -> Tensor:
-    """The delta rule before its output projection, [n, value_heads value_dim]."""
-    mixed, z = mixer.split(linear(x, weights.qkvz.to(x.dtype)))
-    a, b = linear(x, weights.ab.to(x.dtype)).chunk(2, dim=1)
-    states = LinearStates(mixer.shape, 1, 1, 0, x.dtype, "cpu")
-    one, none = torch.zeros(1, dtype=torch.int32), torch.zeros(0, 3, dtype=torch.int32)
-    batch = StateBatch(torch.tensor([0, len(x)], dtype=torch.int32), one + NO_STATE, one, one, one, none)
-    return gated_norm(gated_delta(mixed, a, b, weights.kernel, states, 0, batch), z, weights.norm, eps)
+class _Seen(Decoder):
+    """A decoder over the weights as they are, which has computed a sample and remembers what its products read."""
+
+    leave = True
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        description: Description,
+        rotary: Mapping[str | None, Rotary],
+        sample: Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        pages = -(-len(sample) // _PAGE)
+        kinds = description.kinds(len(sample))
+        kv = KVTensors.of(kinds, [pages] * len(kinds), _PAGE, dtype)
+        states = None
+        if description.state is not None:
+            states = LinearStates(description.state, description.linear_layers, 1, 0, dtype, "cpu")
+        super().__init__(description, weights, rotary, kv, states=states)
+        table = PageTable.of(kv, 1, len(sample))
+        for kind in table.kinds:
+            table.write(RowWrite(0, 0, np.arange(pages, dtype=np.int32), kind))
+        use = StateUse(NO_SLOT, 0) if states is not None else None
+        self._read: dict[int, Tensor] = {}
+        self._tokens = min(len(sample), len(next(iter(rotary.values()))[0]))
+        self.forward(build_batch((Chunk(0, 0, sample[: self._tokens].int().numpy(), state=use),), table))
+
+    def _matrix(self, weight: Weight, bias: Tensor | None = None) -> Matrix:
+        return _Watched(self, _dense(weight), bias)
+
+    def _gated_matrix(self, weight: Weight) -> GatedMatrix:
+        return _WatchedGated(self, _dense(weight))
+
+    def saw(self, matrix: object, x: Tensor) -> None:
+        self._read[id(matrix)] = x.abs().amax(0)
+
+    def columns(self, matrix: object) -> Tensor:
+        """The largest magnitude of each column that a matrix has read."""
+        return self._read[id(matrix)]
+
+    def keys(self, layer: AttentionLayer) -> Tensor:
+        """The largest magnitude of each channel of the turned keys, [kv_heads, head_dim]."""
+        return self._kv.kinds[layer.kind].data[layer.index, 0].flatten(0, 1)[: self._tokens].abs().amax(0)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """Causal attention of q [n, heads, d] over k, v [n, kv_heads, d]."""
-    at = torch.arange(len(q))
-    seen = at[:, None] >= at
-    if window is not None:
-        seen &= at[:, None] - at < window
-    q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1)
+class _Watched(Matrix):
+    __slots__ = ("_seen",)
+
+    def __init__(self, seen: _Seen, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias, leave=True)
+        self._seen = seen
+
+    def __call__(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
+        self._seen.saw(self, x)
+        return super().__call__(x, plus)
 
 
-def _columns(x: Tensor) -> Tensor:
-    """The largest magnitude of each column."""
-    return x.abs().amax(0)
+class _WatchedGated(GatedMatrix):
+    __slots__ = ("_seen",)
+
+    def __init__(self, seen: _Seen, weight: Tensor) -> None:
+        super().__init__(weight, leave=True)
+        self._seen = seen
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._seen.saw(self, x)
+        return super().__call__(x)
 
 
 def _move(factors: Tensor, norm: Tensor, *weights: Tensor) -> None:
@@ -154,6 +208,8 @@ def _move_keys(weights: AttentionWeights, mixer: Attention, columns: Tensor, hal
     low, high, rest = torch.split(columns, [half, half, mixer.head_dim - 2 * half], dim=1)
     pairs = torch.maximum(low, high)
     channels = torch.cat((pairs, pairs, rest), dim=1)
+    if mixer.qk_norm == "row":  # a norm over all heads: its factors would change the others'
+        return
     if weights.k_norm is not None and weights.q_norm is not None:  # one for all heads
         factors = _even(channels.amax(0))
         weights.k_norm /= factors
@@ -161,9 +217,9 @@ def _move_keys(weights: AttentionWeights, mixer: Attention, columns: Tensor, hal
         return
     factors = torch.stack([_even(each) for each in channels])  # [kv_heads, d]
     of_queries = factors.repeat_interleave(mixer.heads // mixer.kv_heads, 0).flatten()
-    both = torch.cat((of_queries, 1 / factors.flatten())).to(weights.qkv.dtype)  # powers of two: exact
-    first = mixer.gate * mixer.q_width
-    weights.qkv[first : first + len(both)] *= both[:, None]
+    first, qkv = mixer.gate_width, _dense(weights.qkv)
+    both = torch.cat((of_queries, 1 / factors.flatten())).to(qkv.dtype)  # powers of two: exact
+    qkv[first : first + len(both)] *= both[:, None]
     if weights.qkv_bias is not None:
         weights.qkv_bias[first : first + len(both)] *= both
 
@@ -176,10 +232,11 @@ def _even(columns: Tensor) -> Tensor:
 def _move_heads(weights: AttentionWeights, mixer: Attention, columns: Tensor) -> None:
     """Move factors from the values to the output projection [hidden, heads * d]. Columns of a group share a value's."""
     grouped = (mixer.kv_heads, mixer.heads // mixer.kv_heads, mixer.head_dim)
-    largest = weights.out.abs().amax(0).view(grouped).amax(1).flatten()[None]  # [1, kv_heads * d]
-    factors = even_out(columns.view(grouped).amax(1).flatten(), largest).to(weights.out.dtype)
-    weights.qkv[-mixer.kv_width :] /= factors[:, None]
+    out, qkv = _dense(weights.out), _dense(weights.qkv)
+    largest = out.abs().amax(0).view(grouped).amax(1).flatten()[None]  # [1, kv_heads * d]
+    factors = even_out(columns.view(grouped).amax(1).flatten(), largest).to(out.dtype)
+    qkv[-mixer.kv_width :] /= factors[:, None]
     if weights.qkv_bias is not None:
         weights.qkv_bias[-mixer.kv_width :] /= factors
     spread = factors.view(mixer.kv_heads, 1, mixer.head_dim).expand(grouped)
-    weights.out *= spread.reshape(-1)
+    out *= spread.reshape(-1)

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ from holdfast.replicas.model.files import stored_tensors
 from holdfast.replicas.model.folder import cannot_serve, served_name
 from holdfast.replicas.model.graphs import MOST_DRAWS, gpu_capture, room_for
 from holdfast.replicas.model.runner import ModelRunner
-from holdfast.replicas.model.smoothing import sample_tokens
+from holdfast.replicas.model.smoothing import sample_tokens, smooth
 from holdfast.replicas.model.weights import eos_ids, load_model, load_tokenizer, sampling_defaults
 from holdfast.replicas.plan import (
     Chunk,
@@ -215,14 +216,18 @@ def _load_model(
     """Our own decoder where it is allowed and knows the model, else transformers' model, checked against itself."""
     int8 = config.dtype == "int8"
     if config.decoder != "transformers":
-        sample = sample_tokens(tokenizer, info.vocabulary) if int8 or config.kv_dtype == "int8" else None
+        smoothed = None
+        if int8 or config.kv_dtype == "int8":
+            sample = sample_tokens(tokenizer, info.vocabulary)
+            keys = config.kv_dtype == "int8"
+            smoothed = partial(smooth, sample=sample, dtype=kv.dtype, products=int8, keys=keys)
         kind = Decoder
         if config.device != "cpu":
             from holdfast.replicas.model.decoder_gpu import GpuDecoder  # needs Triton
 
             kind = GpuDecoder
         try:
-            decoder = kind.load(info.path, info.config, kv, config.context_length, sample, int8, states)
+            decoder = kind.load(info.path, info.config, kv, config.context_length, smoothed, int8, states)
         except torch.OutOfMemoryError as error:
             message = f"the weights do not fit on the GPU: use a smaller model or dtype ({error})"
             raise ConfigError(message, "model") from error

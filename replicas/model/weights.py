@@ -1,16 +1,17 @@
 """Reading a checkpoint's files, offline: its tokenizer, end-of-sequence ids, sampling defaults and weights.
 
-Weights are loaded as transformers' own module (`load_model`), or into our decoder's matrices (`read_weights`): shard by
-shard, each tensor copied once, from the mapped file to its place. There an unexpected tensor is an error and never
-ignored: it would change the output.
+Weights are loaded as transformers' own module (`load_model`), or for our decoder (`read_weights`): block by block, each
+asks a `Checkpoint` for its tensors by name. There an unexpected tensor is an error and never ignored: it would change
+the output.
 """
 
 import json
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -27,9 +28,11 @@ from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.model.description import (
     LOADING_ERRORS,
     Attention,
+    Block,
     Description,
+    FeedForward,
     GatedDeltaNet,
-    LayerDescription,
+    MixtureOfExperts,
     ModelInfo,
     first_lines,
 )
@@ -41,6 +44,7 @@ _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"  # of a checkpoint in several files
 _SCALES = "_scale_inv"  # behind the name of a weight in FP8
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_TEXT_NAMES = (("model.language_model.", "model."), ("language_model.model.", "model."))  # beside a vision tower
 _DEFAULTS = {
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
@@ -138,15 +142,21 @@ def load_model(info: ModelInfo, dtype: DType, device: str) -> nn.Module:
 # ---- our decoder's ----
 
 
+Weight: TypeAlias = Tensor | Fp8Blocks
+"""A matrix [outputs, inputs] in the model's dtype, or as in the checkpoint where the device multiplies with that."""
+
+
 @dataclass(slots=True)
 class AttentionWeights:
-    """qkv [gates, if there are any, queries, keys, values; hidden], out [hidden, heads head_dim]."""
+    """qkv [gates, if there are any, queries, keys, values; hidden], out [hidden, heads head_dim]; norms in float32."""
 
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Tensor
+    out: Weight
+    out_bias: Tensor | None
+    sinks: Tensor | None
 
 
 @dataclass(slots=True)
@@ -156,264 +166,388 @@ class DeltaWeights:
     `ab` is apart, because it stays as it is where products are in int8 or FP8. `kernel`: of the convolution and decay.
     """
 
-    qkvz: Tensor
+    qkvz: Weight
     ab: Tensor
     kernel: LinearWeights
     norm: Tensor  # [value_dim]
-    out: Tensor
+    out: Weight
 
 
 @dataclass(slots=True)
-class LayerWeights:
-    """One layer. gate_up [2 inner, hidden]. All norms are vectors in float32, by which the normed row is multiplied.
+class FeedForwardWeights:
+    """first [gates and ups, or ups alone; hidden], down [hidden, inner]."""
 
-    `scales`: of the matrices that stay in FP8 (`kernels.fp8`), by their names here.
-    """
+    first: Weight
+    down: Weight
 
-    input_norm: Tensor
-    mixer: AttentionWeights | DeltaWeights
-    post_norm: Tensor
-    gate_up: Tensor
+
+@dataclass(slots=True)
+class ExpertsWeights:
+    """router [E, hidden] float32, first [E, gates and ups; hidden], down [E, hidden, inner]; biases in float32."""
+
+    router: Tensor
+    router_bias: Tensor | None
+    correction: Tensor | None
+    first: Tensor
+    first_bias: Tensor | None
     down: Tensor
-    scales: dict[str, Tensor] = field(default_factory=dict)
+    down_bias: Tensor | None
+    shared: FeedForwardWeights | None
+    shared_gate: Tensor | None  # [1, hidden]
 
-    def owner(self, matrix: str) -> "LayerWeights | AttentionWeights | DeltaWeights":
-        return self if matrix in ("gate_up", "down") else self.mixer
+
+@dataclass(slots=True)
+class DenseAndExpertsWeights:
+    """`norms`: before and behind each of the two; `router_norm` before the router; `scales` [E] of the experts."""
+
+    dense: FeedForwardWeights
+    dense_norms: tuple[Tensor, Tensor]
+    experts: ExpertsWeights
+    experts_norms: tuple[Tensor, Tensor]
+    router_norm: Tensor
+    scales: Tensor
+
+
+OpWeights: TypeAlias = AttentionWeights | DeltaWeights | FeedForwardWeights | ExpertsWeights | DenseAndExpertsWeights
+
+
+@dataclass(slots=True)
+class BlockWeights:
+    """One block. All norms are vectors in float32, by which the normed row is multiplied."""
+
+    norm: Tensor | None
+    op: OpWeights
+    post_norm: Tensor | None
+    scale: float = 1.0
 
 
 @dataclass(slots=True)
 class DecoderWeights:
-    """Everything. embedding and head [vocabulary, hidden]; one tensor where they are tied."""
+    """Everything. embedding and head [vocabulary, hidden]; one tensor where they are tied. `blocks` may be read as they
+    are taken.
+    """
 
     embedding: Tensor
-    layers: list[LayerWeights]
     norm: Tensor
     head: Tensor
+    blocks: Iterable[BlockWeights]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`outputs` rows of a matrix that are one tensor of the checkpoint, whose rows are taken in the order `rows`."""
+
+    name: str
+    outputs: int
+    rows: Tensor | None = None
+
+    def fits(self, first: int) -> bool:
+        """Whether in FP8 it can stand behind `first` other rows: it begins with a block of 128 rows, and its order
+        moves whole blocks.
+        """
+        rows = torch.arange(0) if self.rows is None else self.rows
+        blocks = rows[::BLOCK]
+        moved = (blocks[:, None] + torch.arange(BLOCK)).flatten()
+        return first % BLOCK == 0 and torch.equal(moved, rows) and not bool((blocks % BLOCK).any())
+
+
+class Source:
+    """Where weights come from. This one makes them with undefined values; a `Checkpoint` reads them."""
+
+    def __init__(self, dtype: torch.dtype, device: str) -> None:
+        self.dtype, self.device = dtype, device
+
+    def has(self, name: str) -> bool:
+        return False
+
+    def tensor(self, name: str, *size: int) -> Tensor:
+        """A tensor as it is in the checkpoint, in the model's dtype."""
+        return torch.empty(size, dtype=self.dtype, device=self.device)
+
+    def floats(self, name: str, *size: int, plus: float = 0.0) -> Tensor:
+        """A tensor in float32, `plus` added."""
+        return torch.empty(size, dtype=torch.float32, device=self.device)
+
+    def matrix(self, parts: Sequence[Part], inputs: int) -> Weight:
+        """A matrix of parts, one above the other."""
+        return torch.empty(sum(part.outputs for part in parts), inputs, dtype=self.dtype, device=self.device)
+
+    def matrices(self, experts: Sequence[Sequence[Part]], inputs: int) -> Tensor:
+        """A matrix of parts for each expert, [E, outputs, inputs]."""
+        outputs = sum(part.outputs for part in experts[0])
+        return torch.empty(len(experts), outputs, inputs, dtype=self.dtype, device=self.device)
+
+    def finish(self) -> None:
+        """Everything has been asked for."""
+
+
+class Checkpoint(Source):
+    """A checkpoint folder: tensors by the names of a text model, each copied once from the mapped file to its place.
+
+    With `keep` weights in FP8 stay as they are, where whole blocks of 128 rows make up the matrix. `finish` raises
+    ConfigError for tensors that are missing, or that nobody asked for: they would change the output.
+    """
+
+    def __init__(self, path: str, description: Description, dtype: torch.dtype, device: str, keep: bool) -> None:
+        super().__init__(dtype, device)
+        self._path, self._keep, self._description = path, keep, description
+        self._stored: dict[str, tuple[str, str]] = {}  # file and name there, by our name
+        self._files: dict[str, Any] = {}
+        self._missing: list[str] = []
+        self._dequantized = 0
+        for file in _files(Path(path)):
+            self._files[file] = safe_open(Path(path) / file, framework="pt")
+            for name in self._files[file].keys():  # noqa: SIM118  # a shard is no mapping
+                self._stored[self._named(name)] = (file, name)
+        self._unread = set(self._stored)
+
+    def _named(self, name: str) -> str:
+        """A weight's name in a text model, as this project calls its parts."""
+        for old, new in (*_TEXT_NAMES, *self._description.renamed):
+            name = name.replace(old, new, 1)
+        return name
+
+    def has(self, name: str) -> bool:
+        return name in self._stored
+
+    def tensor(self, name: str, *size: int) -> Tensor:
+        target = super().tensor(name, *size)
+        if (found := self._read(name, size)) is not None:
+            target.copy_(found)
+        return target
+
+    def floats(self, name: str, *size: int, plus: float = 0.0) -> Tensor:
+        target = super().floats(name, *size)
+        if (found := self._read(name, size)) is not None:
+            target.copy_(found).add_(plus)
+        return target
+
+    def matrix(self, parts: Sequence[Part], inputs: int) -> Weight:
+        begins = [sum(part.outputs for part in parts[:i]) for i in range(len(parts))]
+        if self._keep and all(
+            self.has(part.name + _SCALES) and part.fits(at) for part, at in zip(parts, begins, strict=True)
+        ):
+            kept = Fp8Blocks.empty(sum(part.outputs for part in parts), inputs, self.device)
+            views = kept.split([part.outputs for part in parts])
+            for part, view in zip(parts, views, strict=True):
+                self._fill_blocks(part, view)
+            return kept
+        weight = super().matrix(parts, inputs)
+        assert isinstance(weight, Tensor)
+        self._fill(weight, parts)
+        return weight
+
+    def matrices(self, experts: Sequence[Sequence[Part]], inputs: int) -> Tensor:
+        weight = super().matrices(experts, inputs)
+        for each, parts in zip(weight, experts, strict=True):
+            self._fill(each, parts)
+        return weight
+
+    def finish(self) -> None:
+        described = self._description
+        if described.tied and _HEAD in self._unread and _HEAD in self._stored:
+            self._unread.discard(_HEAD)
+        names = (name for name in self._unread if not name.startswith(described.skipped))
+        if unknown := min((name for name in names if not name.endswith("rotary_emb.inv_freq")), default=""):
+            raise cannot_serve(self._path, f"unknown weight {self._stored[unknown][1]}")
+        if self._missing:
+            lacks = f"{len(self._missing)} weights, {min(self._missing)} among them"
+            raise cannot_serve(self._path, f"its files lack {lacks}")
+        if skipped := sum(name.startswith(described.skipped) for name in self._unread):
+            unused = " and ".join(f"{each}*" for each in described.skipped if any(map(_begins(each), self._unread)))
+            log.info("%d weights are not used: %s", skipped, unused)
+        if self._dequantized:
+            log.info("%d weights in FP8 are turned into %s", self._dequantized, str(self.dtype).removeprefix("torch."))
+
+    def tied_head(self, embedding: Tensor) -> None:
+        """Raises ConfigError for a head in the files that differs from the embedding to which it is tied: transformers
+        would take both.
+        """
+        if self.has(_HEAD) and not torch.equal(self.tensor(_HEAD, *embedding.shape), embedding):
+            why = f"two different weights for {_EMBEDDING} (tie_word_embeddings is true)"
+            raise cannot_serve(self._path, f"its files have {why}")
+
+    def _fill(self, matrix: Tensor, parts: Sequence[Part]) -> None:
+        for part, rows in zip(parts, torch.split(matrix, [part.outputs for part in parts]), strict=True):
+            found = self._read(part.name, (part.outputs, matrix.shape[1]))
+            if found is not None:
+                rows.copy_(found if part.rows is None else found[part.rows])
+
+    def _fill_blocks(self, part: Part, blocks: Fp8Blocks) -> None:
+        weight = self._stored_tensor(part.name, tuple(blocks.shape))
+        scale = self._stored_tensor(part.name + _SCALES, tuple(blocks.scale.shape))
+        if part.rows is not None:  # torch has no order of FP8 numbers, but one of bytes
+            weight = weight.view(torch.uint8)[part.rows].view(FP8)
+            scale = scale[part.rows[::BLOCK] // BLOCK]
+        blocks.weight.copy_(weight)
+        blocks.scale.copy_(scale)
+
+    def _read(self, name: str, size: tuple[int, ...]) -> Tensor | None:
+        """A tensor, dequantized; None where it is missing, which `finish` reports."""
+        if not self.has(name):
+            self._missing.append(name)
+            return None
+        found = self._stored_tensor(name, size)
+        if found.dtype != FP8:
+            return found
+        if not self.has(name + _SCALES):
+            raise cannot_serve(self._path, f"weight {name} is in FP8 without scales")
+        scale = self._stored_tensor(name + _SCALES)
+        self._dequantized += 1
+        return Fp8Blocks(found, scale.float()).dequantized(self.dtype)
+
+    def _stored_tensor(self, name: str, size: tuple[int, ...] | None = None) -> Tensor:
+        file, stored = self._stored[name]
+        self._unread.discard(name)
+        found: Tensor = self._files[file].get_tensor(stored)
+        if size is not None and found.shape != size:
+            raise cannot_serve(self._path, f"weight {stored} is {tuple(found.shape)}, not {size}")
+        return found
+
+
+def _begins(start: str) -> Callable[[str], bool]:
+    return lambda name: name.startswith(start)
 
 
 def has_safetensors(path: str) -> bool:
-    """Whether a folder has weights that `read_weights` can read."""
+    """Whether a folder has weights that a `Checkpoint` can read."""
     return any((Path(path) / name).is_file() for name in (_ONE_FILE, _INDEX))
 
 
 def read_weights(
-    path: str, description: Description, dtype: torch.dtype, device: str, fp8: bool = False
+    path: str, description: Description, dtype: torch.dtype, device: str, keep: bool = False
 ) -> DecoderWeights:
-    """Read a checkpoint folder. Weights in FP8 become `dtype`, or with `fp8` stay as they are.
+    """Read a checkpoint folder, the blocks as they are taken. `keep`: see `Checkpoint`.
 
-    Raises ConfigError for a tensor that is missing, unknown or of another size, and for a head that differs from the
-    embedding where the two are tied: transformers would take both.
+    Raises ConfigError, at the latest with the last block, for a tensor that is missing, unknown or of another size, and
+    for a head that differs from the embedding where the two are tied.
     """
     try:
-        weights = allocate(description, dtype, device, _in_fp8(Path(path)) if fp8 else ())
-        _fill(weights, path, description)
+        checkpoint = Checkpoint(path, description, dtype, device, keep)
+        weights = weights_from(checkpoint, description)
     except (OSError, ValueError, SafetensorError) as error:
         raise cannot_serve(path, str(error)) from error
-    return weights
+    return replace(weights, blocks=_checked(path, weights.blocks))
 
 
-def allocate(description: Description, dtype: torch.dtype, device: str, in_fp8: Collection[str] = ()) -> DecoderWeights:
-    """Weights with undefined values. `in_fp8`: names in the checkpoint. A matrix whose parts all are stays in FP8."""
-    hidden, vocabulary = description.hidden, description.vocabulary
-
-    def empty(*size: int) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def floats(*size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.float32, device=device)
-
-    def attention(mixer: Attention) -> AttentionWeights:
-        return AttentionWeights(
-            qkv=empty(mixer.qkv_width, hidden),
-            qkv_bias=empty(mixer.qkv_width) if mixer.bias else None,
-            q_norm=floats(mixer.head_dim) if mixer.qk_norm else None,
-            k_norm=floats(mixer.head_dim) if mixer.qk_norm else None,
-            out=empty(hidden, mixer.q_width),
-        )
-
-    def delta(mixer: GatedDeltaNet) -> DeltaWeights:
-        shape, heads = mixer.shape, mixer.shape.value_heads
-        return DeltaWeights(
-            qkvz=empty(mixer.qkvz_width, hidden),
-            ab=empty(2 * heads, hidden),
-            kernel=LinearWeights(floats(shape.channels, shape.kernel), floats(heads), floats(heads)),
-            norm=floats(shape.value_dim),
-            out=empty(hidden, mixer.v_width),
-        )
-
-    def layer(number: int, each: LayerDescription) -> LayerWeights:
-        made = LayerWeights(
-            input_norm=floats(hidden),
-            mixer=attention(each.mixer) if isinstance(each.mixer, Attention) else delta(each.mixer),
-            post_norm=floats(hidden),
-            gate_up=empty(2 * each.feed_forward.inner, hidden),
-            down=empty(hidden, each.feed_forward.inner),
-        )
-        if in_fp8:
-            _keep_fp8(made, _layer_places(made, each, f"model.layers.{number}.", 0.0), in_fp8)
-        return made
-
-    embedding = empty(vocabulary, hidden)
-    head = embedding if description.tied else empty(vocabulary, hidden)
-    return DecoderWeights(embedding, [layer(*each) for each in enumerate(description.layers)], floats(hidden), head)
+def _checked(path: str, blocks: Iterable[BlockWeights]) -> Iterator[BlockWeights]:
+    try:
+        yield from blocks
+    except (OSError, ValueError, SafetensorError) as error:
+        raise cannot_serve(path, str(error)) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor of a checkpoint goes: into `target`, its rows in the order `rows`, and `plus` added to it."""
-
-    target: Tensor
-    rows: Tensor | None = None
-    plus: float = 0.0
-
-    @property
-    def first(self) -> int:
-        """The target's first row in its matrix."""
-        return self.target.storage_offset() // self.target.shape[1]
-
-    @property
-    def in_blocks(self) -> bool:
-        """Whether it begins with a block of 128 rows, and its order moves whole blocks."""
-        rows = torch.arange(0) if self.rows is None else self.rows
-        blocks = rows[::BLOCK]
-        moved = (blocks[:, None] + torch.arange(BLOCK)).flatten()
-        return self.first % BLOCK == 0 and torch.equal(moved, rows) and not (blocks % BLOCK).any()
-
-    def of_scales(self, scale: Tensor) -> "_Place":
-        """Where its scales go, in those of its matrix."""
-        begin, blocks = self.first // BLOCK, -(-len(self.target) // BLOCK)
-        return _Place(scale[begin : begin + blocks], None if self.rows is None else self.rows[::BLOCK] // BLOCK)
-
-    def fitted(self, tensor: Tensor) -> Tensor:
-        """The tensor in the order, dtype and device of its target."""
-        if self.target.dtype == FP8 and self.rows is not None:  # torch has no order of these, but one of bytes
-            return tensor.view(torch.uint8)[self.rows].view(FP8).to(self.target)
-        ordered = tensor if self.rows is None else tensor[self.rows]
-        return ordered.to(self.target) + self.plus if self.plus else ordered.to(self.target)
-
-
-def _keep_fp8(layer: LayerWeights, places: dict[str, _Place], in_fp8: Collection[str]) -> None:
-    """Make those matrices of a layer FP8 that are in the checkpoint, as far as their parts begin with blocks."""
-    for name in ("qkv", "qkvz", "out", "gate_up", "down"):
-        owner = layer.owner(name)
-        matrix: Tensor | None = getattr(owner, name, None)
-        if matrix is None:
-            continue
-        parts = _parts_of(matrix, places)
-        if all(each in in_fp8 and place.in_blocks for each, place in parts.items()):
-            outputs, inputs = matrix.shape
-            blocks = Fp8Blocks.empty(outputs, inputs, matrix.device)
-            setattr(owner, name, blocks.weight)
-            layer.scales[name] = blocks.scale
-
-
-def _parts_of(matrix: Tensor, places: dict[str, _Place]) -> dict[str, _Place]:
-    """The tensors of a checkpoint that go into a matrix."""
-    storage = matrix.untyped_storage().data_ptr()
-    return {name: each for name, each in places.items() if each.target.untyped_storage().data_ptr() == storage}
-
-
-def _fill(weights: DecoderWeights, path: str, description: Description) -> None:
-    places = _places(weights, description)
-    missing, skipped = set(places), 0
-    with torch.no_grad():
-        for name, tensor in _dequantized(_tensors(Path(path)), weights.embedding.dtype, places):
-            if name.endswith("rotary_emb.inv_freq"):
-                continue
-            if name.startswith(description.skipped):
-                skipped += 1
-                continue
-            slot = _EMBEDDING if name == _HEAD and description.tied else name  # of tied ones a file has either or both
-            place = places.get(slot)
-            if place is None:
-                raise cannot_serve(path, f"unknown weight {name}")
-            if place.target.shape != tensor.shape:
-                sizes = f"{tuple(tensor.shape)}, not {tuple(place.target.shape)}"
-                raise cannot_serve(path, f"weight {name} is {sizes}")
-            if slot in missing:
-                place.target.copy_(place.fitted(tensor) if place.plus or place.rows is not None else tensor)
-                missing.discard(slot)
-            elif not torch.equal(place.target, place.fitted(tensor)):
-                why = f"two different weights for {slot} (tie_word_embeddings is {str(description.tied).lower()})"
-                raise cannot_serve(path, f"its files have {why}")
-    if missing:
-        raise cannot_serve(path, f"its files lack {len(missing)} weights, {min(missing)} among them")
-    if skipped:
-        log.info("%d weights are not used: %s", skipped, " and ".join(f"{each}*" for each in description.skipped))
-
-
-def _places(weights: DecoderWeights, description: Description) -> dict[str, _Place]:
-    """Where each tensor of the checkpoint goes, by its name: our tensors, and views into our fused matrices."""
-    centred = 1.0 if description.centred else 0.0
-    places = {_EMBEDDING: _Place(weights.embedding), "model.norm.weight": _Place(weights.norm, plus=centred)}
-    if not description.tied:
-        places[_HEAD] = _Place(weights.head)
-    for i, (layer, described) in enumerate(zip(weights.layers, description.layers, strict=True)):
-        of_layer = _layer_places(layer, described, f"model.layers.{i}.", centred)
-        for matrix, scale in layer.scales.items():
-            parts = _parts_of(getattr(layer.owner(matrix), matrix), of_layer)
-            places |= {name + _SCALES: place.of_scales(scale) for name, place in parts.items()}
-        places |= of_layer
-    return places
-
-
-def _layer_places(layer: LayerWeights, described: LayerDescription, at: str, centred: float) -> dict[str, _Place]:
-    gate, up = layer.gate_up.chunk(2)
-    named = {
-        "input_layernorm.weight": _Place(layer.input_norm, plus=centred),
-        "post_attention_layernorm.weight": _Place(layer.post_norm, plus=centred),
-        "mlp.gate_proj.weight": _Place(gate),
-        "mlp.up_proj.weight": _Place(up),
-        "mlp.down_proj.weight": _Place(layer.down),
-    }
-    if isinstance(layer.mixer, AttentionWeights):
-        assert isinstance(described.mixer, Attention)
-        named |= _attention_places(layer.mixer, described.mixer, centred)
+def weights_from(source: Source, description: Description) -> DecoderWeights:
+    """The weights of a description."""
+    size = (description.vocabulary, description.hidden)
+    if description.tied:
+        name = _HEAD if source.has(_HEAD) and not source.has(_EMBEDDING) else _EMBEDDING
+        head = embedding = source.tensor(name, *size)
+        if isinstance(source, Checkpoint):
+            source.tied_head(embedding)
     else:
-        assert isinstance(described.mixer, GatedDeltaNet)
-        named |= _delta_places(layer.mixer, described.mixer)
-    return {at + name: place for name, place in named.items()}
+        embedding, head = source.tensor(_EMBEDDING, *size), source.tensor(_HEAD, *size)
+    norm = source.floats("model.norm.weight", description.hidden, plus=float(description.last_centred))
+    return DecoderWeights(embedding, norm, head, _blocks(source, description))
 
 
-def _attention_places(weights: AttentionWeights, mixer: Attention, centred: float) -> dict[str, _Place]:
-    named = {"self_attn.o_proj.weight": _Place(weights.out)}
-    for name, norm in (("q_norm", weights.q_norm), ("k_norm", weights.k_norm)):
-        if norm is not None:
-            named[f"self_attn.{name}.weight"] = _Place(norm, plus=centred)
-    widths = [(1 + mixer.gate) * mixer.q_width, mixer.kv_width, mixer.kv_width]
-    order = None
-    if mixer.gate:  # the checkpoint has each head's query and gate together, we have all gates before all queries
-        order = torch.arange(widths[0]).view(mixer.heads, 2, mixer.head_dim).transpose(0, 1).flip(0).flatten()
-    for kind, fused in (("weight", weights.qkv), ("bias", weights.qkv_bias)):
-        if fused is not None:
-            for name, part in zip("qkv", torch.split(fused, widths), strict=True):
-                named[f"self_attn.{name}_proj.{kind}"] = _Place(part, order if name == "q" else None)
-    return named
+def _blocks(source: Source, description: Description) -> Iterator[BlockWeights]:
+    hidden = description.hidden
+    for block in description.blocks:
+        norms = [
+            source.floats(f"{block.at}{name}.weight", hidden, plus=float(description.centred)) if name else None
+            for name in (block.norm, block.post_norm)
+        ]
+        scale = source.floats(f"{block.at}layer_scalar", 1).item() if block.scaled else 1.0
+        yield BlockWeights(norms[0], _op(source, block, description), norms[1], scale)
+    source.finish()
 
 
-def _delta_places(weights: DeltaWeights, mixer: GatedDeltaNet) -> dict[str, _Place]:
-    shape, kernel = mixer.shape, weights.kernel
-    named = {
-        "conv1d.weight": _Place(kernel.conv[:, None]),
-        "A_log": _Place(kernel.a_log),
-        "dt_bias": _Place(kernel.dt_bias),
-        "norm.weight": _Place(weights.norm),
-        "out_proj.weight": _Place(weights.out),
-    }
-    if mixer.by_key_head:
-        group = shape.value_heads // shape.key_heads
+def _op(source: Source, block: Block, description: Description) -> OpWeights:
+    op, at, hidden = block.op, f"{block.at}{block.name}.", description.hidden
+    if isinstance(op, Attention):
+        return _attention(source, at, op, description)
+    if isinstance(op, GatedDeltaNet):
+        return _delta(source, at, op, hidden)
+    if isinstance(op, FeedForward):
+        return _feed_forward(source, at, op, hidden)
+    if isinstance(op, MixtureOfExperts):
+        return _experts(source, at, op, hidden)
+    names = ("pre_feedforward_layernorm", "post_feedforward_layernorm_1")
+    others = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+    (before, behind), (before_2, behind_2) = (
+        (source.floats(f"{block.at}{first}.weight", hidden), source.floats(f"{block.at}{second}.weight", hidden))
+        for first, second in (names, others)
+    )
+    return DenseAndExpertsWeights(
+        _feed_forward(source, at, op.dense, hidden),
+        (before, behind),
+        _experts(source, block.at, op.experts, hidden),
+        (before_2, behind_2),
+        source.floats(f"{block.at}router.scale", hidden) * hidden**-0.5,
+        source.floats(f"{block.at}router.per_expert_scale", op.experts.routing.experts),
+    )
+
+
+def _attention(source: Source, at: str, op: Attention, description: Description) -> AttentionWeights:
+    order, parts, centred = None, [], float(description.centred)
+    if op.gate and not op.gate_in:  # each head's query and gate stand together; we have all gates before all queries
+        order = torch.arange(2 * op.q_width).view(op.heads, 2, op.head_dim).transpose(0, 1).flip(0).flatten()
+        parts.append(Part(f"{at}q_proj", 2 * op.q_width, order))
+    elif op.gate:
+        parts.append(Part(f"{at}{op.gate_in}", op.gate_width))
+    if order is None:
+        parts.append(Part(f"{at}q_proj", op.q_width))
+    values = "k_proj" if op.k_is_v else "v_proj"
+    parts += [Part(f"{at}k_proj", op.kv_width), Part(f"{at}{values}", op.kv_width)]
+    weights, biases = ([replace(part, name=f"{part.name}.{kind}") for part in parts] for kind in ("weight", "bias"))
+    q_norm = k_norm = None
+    widths = (op.q_width, op.kv_width) if op.qk_norm == "row" else (op.head_dim, op.head_dim)
+    if op.qk_norm == "unit":
+        q_norm, k_norm = (torch.full((op.head_dim,), value, device=source.device) for value in (op.q_scale, 1.0))
+    elif op.qk_norm:
+        q_norm, k_norm = (
+            source.floats(f"{at}{name}_norm.weight", width, plus=centred)
+            for name, width in zip("qk", widths, strict=True)
+        )
+    qkv_bias = None
+    if op.bias:
+        found = [source.floats(part.name, part.outputs) for part in biases]
+        qkv_bias = torch.cat(
+            [each if part.rows is None else each[part.rows] for each, part in zip(found, biases, strict=True)]
+        ).to(source.dtype)
+    return AttentionWeights(
+        source.matrix(weights, description.hidden),
+        qkv_bias,
+        q_norm,
+        k_norm,
+        out=source.matrix([Part(f"{at}o_proj.weight", description.hidden)], op.q_width),
+        out_bias=source.tensor(f"{at}o_proj.bias", description.hidden) if op.out_bias else None,
+        sinks=source.floats(f"{at}sinks", op.heads) if op.sinks else None,
+    )
+
+
+def _delta(source: Source, at: str, op: GatedDeltaNet, hidden: int) -> DeltaWeights:
+    shape, heads = op.shape, op.shape.value_heads
+    if op.by_key_head:
+        group = heads // shape.key_heads
         values = group * shape.value_dim
-        named["in_proj_qkvz.weight"] = _Place(
-            weights.qkvz, _joined(shape.key_heads, [shape.key_dim, shape.key_dim, values, values])
-        )
+        joined = _joined(shape.key_heads, [shape.key_dim, shape.key_dim, values, values])
+        qkvz = [Part(f"{at}in_proj_qkvz.weight", op.qkvz_width, joined)]
         b_then_a = _joined(shape.key_heads, [group, group])
-        named["in_proj_ba.weight"] = _Place(weights.ab, b_then_a.roll(shape.value_heads))
+        ab = [Part(f"{at}in_proj_ba.weight", 2 * heads, b_then_a.roll(heads))]
     else:
-        qkv, z = torch.split(weights.qkvz, [shape.channels, mixer.v_width])
-        a, b = weights.ab.chunk(2)
-        parts = {"qkv": qkv, "z": z, "a": a, "b": b}
-        named |= {f"in_proj_{name}.weight": _Place(part) for name, part in parts.items()}
-    return {f"linear_attn.{name}": place for name, place in named.items()}
+        qkvz = [Part(f"{at}in_proj_qkv.weight", shape.channels), Part(f"{at}in_proj_z.weight", op.v_width)]
+        ab = [Part(f"{at}in_proj_{name}.weight", heads) for name in "ab"]
+    ab_weight = source.matrix(ab, hidden)
+    conv = source.floats(f"{at}conv1d.weight", shape.channels, 1, shape.kernel)[:, 0]
+    return DeltaWeights(
+        source.matrix(qkvz, hidden),
+        ab_weight if isinstance(ab_weight, Tensor) else ab_weight.dequantized(source.dtype),
+        LinearWeights(conv, source.floats(f"{at}A_log", heads), source.floats(f"{at}dt_bias", heads)),
+        source.floats(f"{at}norm.weight", shape.value_dim),
+        source.matrix([Part(f"{at}out_proj.weight", hidden)], op.v_width),
+    )
 
 
 def _joined(heads: int, widths: list[int]) -> Tensor:
@@ -422,50 +556,46 @@ def _joined(heads: int, widths: list[int]) -> Tensor:
     return torch.cat([part.flatten() for part in torch.split(rows, widths, dim=1)])
 
 
-def _dequantized(
-    tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype, places: Collection[str]
-) -> Iterator[tuple[str, Tensor]]:
-    """The same, each weight in FP8 together with its scales in `dtype`, unless there is a place for the scales.
-
-    Raises ValueError for a weight without scales, or scales without a weight.
-    """
-    halves: dict[str, Tensor] = {}
-    found = 0
-    for name, tensor in tensors:
-        of = name.removesuffix(_SCALES)
-        if (tensor.dtype != FP8 and of == name) or of + _SCALES in places:
-            yield name, tensor
-        elif of not in halves:
-            halves[of] = tensor
-        else:
-            scale, weight = (tensor, halves.pop(of)) if of != name else (halves.pop(of), tensor)
-            yield of, Fp8Blocks(weight, scale.float()).dequantized(dtype)
-            found += 1
-    if halves:
-        raise ValueError(f"weight {min(halves)} is in FP8 without scales, or there are scales without it")
-    if found:
-        log.info("%d weights in FP8 are turned into %s", found, str(dtype).removeprefix("torch."))
+def _feed_forward(source: Source, at: str, op: FeedForward, hidden: int) -> FeedForwardWeights:
+    names = ("up_proj",) if op.width == op.inner else ("gate_proj", "up_proj")
+    first = [Part(f"{at}{name}.weight", op.inner) for name in names]
+    down = [Part(f"{at}down_proj.weight", hidden)]
+    return FeedForwardWeights(source.matrix(first, hidden), source.matrix(down, op.inner))
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    for file in _files(folder):
-        with safe_open(folder / file, framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118  # a shard is no mapping
-                yield _text_name(name), shard.get_tensor(name)
-
-
-def _in_fp8(folder: Path) -> set[str]:
-    """The names of the weights that have scales."""
-    names: set[str] = set()
-    for file in _files(folder):
-        with safe_open(folder / file, framework="pt") as shard:
-            names.update(_text_name(name) for name in shard.keys())  # noqa: SIM118
-    return {name.removesuffix(_SCALES) for name in names if name.endswith(_SCALES)}
-
-
-def _text_name(name: str) -> str:
-    """A weight's name as in the checkpoint of a text model."""
-    return name.replace("model.language_model.", "model.", 1)
+def _experts(source: Source, at: str, op: MixtureOfExperts, hidden: int) -> ExpertsWeights:
+    count = op.routing.experts
+    fused = f"{at}experts.gate_up_proj"
+    first_bias = down_bias = None
+    if op.activation == "clamped":  # gpt-oss: inputs before outputs, and gates and ups by turns
+        gates_first = torch.arange(op.width).view(-1, 2).T.flatten()
+        first = source.tensor(fused, count, hidden, op.width).transpose(1, 2)[:, gates_first]
+        down = source.tensor(f"{at}experts.down_proj", count, op.inner, hidden).transpose(1, 2).contiguous()
+        first_bias = source.floats(f"{fused}_bias", count, op.width)[:, gates_first]
+        down_bias = source.floats(f"{at}experts.down_proj_bias", count, hidden)
+    elif source.has(fused):
+        first = source.tensor(fused, count, op.width, hidden)
+        down = source.tensor(f"{at}experts.down_proj", count, hidden, op.inner)
+    else:
+        names = ("up_proj",) if op.width == op.inner else ("gate_proj", "up_proj")
+        each = range(count)
+        first = source.matrices(
+            [[Part(f"{at}experts.{i}.{name}.weight", op.inner) for name in names] for i in each], hidden
+        )
+        down = source.matrices([[Part(f"{at}experts.{i}.down_proj.weight", hidden)] for i in each], op.inner)
+    return ExpertsWeights(
+        router=source.floats(f"{at}gate.weight", count, hidden),
+        router_bias=source.floats(f"{at}gate.bias", count) if op.bias else None,
+        correction=source.floats(f"{at}gate.e_score_correction_bias", count) if op.corrected else None,
+        first=first,
+        first_bias=first_bias,
+        down=down,
+        down_bias=down_bias,
+        shared=_feed_forward(source, f"{at}shared_expert.", FeedForward(op.shared, op.activation), hidden)
+        if op.shared
+        else None,
+        shared_gate=source.tensor(f"{at}shared_expert_gate.weight", 1, hidden) if op.shared_gate else None,
+    )
 
 
 def _files(folder: Path) -> list[str]:

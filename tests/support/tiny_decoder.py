@@ -4,7 +4,7 @@ And an engine over our own: plain, as on a GPU, with graphs that are none.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -22,6 +22,7 @@ from holdfast.replicas.model.description import describe
 from holdfast.replicas.model.graphs import GraphRoom
 from holdfast.replicas.model.runner import ModelRunner
 from holdfast.replicas.model.runner_gpu import GpuRunner
+from holdfast.replicas.model.smoothing import smooth
 from holdfast.replicas.requests import Finished, Submit, Tokens
 
 VOCABULARY = 61
@@ -72,8 +73,10 @@ def decoder(
     config = config_of(window)
     kv = KVTensors(describe(config).cell, pages, page_size, dtype, scratch=True, int8=int8_kv)
     kv.data.fill_(-1 if int8_kv else torch.nan)  # a scale of such bytes is NaN
-    sample = torch.arange(VOCABULARY) if int8 or int8_kv else None
-    return kind.load(_checkpoint(window).name, config, kv, 640, sample, int8), kv
+    smoothed = None
+    if int8 or int8_kv:
+        smoothed = partial(smooth, sample=torch.arange(VOCABULARY), dtype=dtype, products=int8, keys=int8_kv)
+    return kind.load(_checkpoint(window).name, config, kv, 640, smoothed, int8), kv
 
 
 def load(kind: type[Decoder], window: int, pages: int, page_size: int) -> tuple[Decoder, KVTensors]:

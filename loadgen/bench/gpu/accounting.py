@@ -11,7 +11,7 @@ import numpy as np
 
 from holdfast.kernels.ceilings import Ceilings
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.model.description import Attention, Description
+from holdfast.replicas.model.description import Attention, Description, FeedForward, GatedDeltaNet
 from holdfast.replicas.plan import Flight, Runner, StepOutput, StepPlan
 from holdfast.replicas.requests import Finished, Tokens
 from holdfast.replicas.types import TokenIds
@@ -53,13 +53,16 @@ class Bounds:
 def matrix_sizes(shape: Description) -> list[tuple[int, int]]:
     """Outputs and inputs of the layers' matrices, in order."""
     sizes = []
-    for layer in shape.layers:
-        mixer, inner = layer.mixer, layer.feed_forward.inner
-        if isinstance(mixer, Attention):
-            sizes += [(mixer.qkv_width, shape.hidden), (shape.hidden, mixer.q_width)]
+    for block in shape.blocks:
+        op = block.op
+        if isinstance(op, Attention):
+            sizes += [(op.qkv_width, shape.hidden), (shape.hidden, op.q_width)]
+        elif isinstance(op, GatedDeltaNet):
+            sizes += [(op.qkvz_width + 2 * op.shape.value_heads, shape.hidden), (shape.hidden, op.v_width)]
+        elif isinstance(op, FeedForward):
+            sizes += [(op.width, shape.hidden), (shape.hidden, op.inner)]
         else:
-            sizes += [(mixer.qkvz_width + 2 * mixer.shape.value_heads, shape.hidden), (shape.hidden, mixer.v_width)]
-        sizes += [(2 * inner, shape.hidden), (shape.hidden, inner)]
+            raise ValueError("experts are measured by themselves")  # what a step reads of them depends on its tokens
     return sizes
 
 

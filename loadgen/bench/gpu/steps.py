@@ -6,13 +6,14 @@ sequences. Not here: whole conversations (`workflows`).
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 import transformers as tf
+from torch import Tensor
 
 from holdfast.kernels.ceilings import Ceilings, Clock, hold
 from holdfast.loadgen.bench.gpu.accounting import Bounds, CountingRunner, Totals, drain
@@ -23,13 +24,13 @@ from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.pages import PageMoves
 from holdfast.replicas.kv.tensors import HostPages, KVTensors
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
-from holdfast.replicas.model.decoder import Model, rotary_table
+from holdfast.replicas.model.decoder import Model, rotary_tables
 from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_products
 from holdfast.replicas.model.description import Description, describe
 from holdfast.replicas.model.graphs import gpu_capture, room_for
 from holdfast.replicas.model.runner_gpu import GpuRunner
 from holdfast.replicas.model.startup import check_graphs
-from holdfast.replicas.model.weights import AttentionWeights, DecoderWeights, allocate
+from holdfast.replicas.model.weights import DecoderWeights, Part, Source, weights_from
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 from holdfast.replicas.requests import Finished, Submit
 from holdfast.replicas.types import TokenIds
@@ -121,7 +122,7 @@ class World:
         self.model: Model
         if ours:
             weights = random_weights(shape, dtype, sizes.device)
-            self.model = GpuDecoder(shape, weights, rotary_table(sizes.model, context, sizes.device), self.kv)
+            self.model = GpuDecoder(shape, weights, rotary_tables(sizes.model, shape, context, sizes.device), self.kv)
         else:
             with torch.device(sizes.device):
                 module = tf.AutoModelForCausalLM.from_config(sizes.model, dtype=dtype, attn_implementation=ATTENTION)
@@ -177,26 +178,28 @@ class World:
         return time.perf_counter()
 
 
-def random_weights(shape: Description, dtype: torch.dtype, device: str) -> DecoderWeights:
+class RandomWeights(Source):
     """Numbers as a fresh model has them; their size matters for speed, their values do not."""
-    weights = allocate(shape, dtype, device)
-    generator = torch.Generator(device).manual_seed(0)
-    norms = [weights.norm, *(norm for layer in weights.layers for norm in (layer.input_norm, layer.post_norm))]
-    matrices = [weights.embedding, weights.head]
-    for layer in weights.layers:
-        mixer = layer.mixer
-        matrices += [mixer.out, layer.gate_up, layer.down]
-        if isinstance(mixer, AttentionWeights):
-            matrices.append(mixer.qkv)
-            norms += [norm for norm in (mixer.q_norm, mixer.k_norm) if norm is not None]
-        else:
-            matrices += [mixer.qkvz, mixer.ab, mixer.kernel.conv]
-            norms += [mixer.norm, mixer.kernel.a_log, mixer.kernel.dt_bias]
-    for norm in norms:
-        norm.fill_(1.0)
-    for matrix in matrices:
-        matrix.normal_(std=0.02, generator=generator)
-    return weights
+
+    def __init__(self, dtype: torch.dtype, device: str) -> None:
+        super().__init__(dtype, device)
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def tensor(self, name: str, *size: int) -> Tensor:
+        return super().tensor(name, *size).normal_(std=0.02, generator=self._generator)
+
+    def floats(self, name: str, *size: int, plus: float = 0.0) -> Tensor:
+        return super().floats(name, *size).fill_(1.0)
+
+    def matrix(self, parts: Sequence[Part], inputs: int) -> Tensor:
+        return self.tensor("", sum(part.outputs for part in parts), inputs)
+
+    def matrices(self, experts: Sequence[Sequence[Part]], inputs: int) -> Tensor:
+        return self.tensor("", len(experts), sum(part.outputs for part in experts[0]), inputs)
+
+
+def random_weights(shape: Description, dtype: torch.dtype, device: str) -> DecoderWeights:
+    return weights_from(RandomWeights(dtype, device), shape)
 
 
 @dataclass(frozen=True, slots=True)

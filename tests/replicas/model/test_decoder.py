@@ -33,6 +33,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+EXPERTS = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
+WINDOWS = ["sliding_attention", "full_attention"]
 CONFIGS = {
     "llama": tf.LlamaConfig(**COMMON),
     "llama tied": tf.LlamaConfig(**COMMON, tie_word_embeddings=True),
@@ -46,11 +48,93 @@ CONFIGS = {
         **COMMON, use_sliding_window=True, sliding_window=20, layer_types=["sliding_attention", "full_attention"]
     ),
     "qwen3": tf.Qwen3Config(**COMMON, head_dim=16, tie_word_embeddings=True),
+    "bias": tf.LlamaConfig(**COMMON, attention_bias=True),
+    "qwen3 moe": tf.Qwen3MoeConfig(**COMMON, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[0]),
+    "qwen3 moe, not normalised": tf.Qwen3MoeConfig(**COMMON, **EXPERTS, head_dim=16, norm_topk_prob=False),
+    "gpt-oss": tf.GptOssConfig(
+        **COMMON | {"intermediate_size": 24},
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        head_dim=16,
+        sliding_window=20,
+        rope_parameters=YARN | {"truncate": False},
+    ),
+    "gemma 3": tf.Gemma3TextConfig(
+        **COMMON,
+        head_dim=16,
+        sliding_window=20,
+        layer_types=WINDOWS,
+        query_pre_attn_scalar=12,
+        tie_word_embeddings=True,
+    ),
+    "gemma 4": tf.Gemma4TextConfig(
+        **COMMON,
+        head_dim=16,
+        global_head_dim=32,
+        sliding_window=20,
+        layer_types=WINDOWS,
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        final_logit_softcapping=30.0,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=3,
+        moe_intermediate_size=24,
+    ),
+    "glm 4": tf.Glm4MoeConfig(
+        **COMMON,
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=4,
+        topk_group=2,
+        head_dim=16,
+        use_qk_norm=True,
+        attention_bias=True,
+        routed_scaling_factor=1.7,
+        num_mtp_layers=0,
+    ),
+    "laguna": tf.LagunaConfig(
+        **COMMON,
+        **EXPERTS,
+        head_dim=16,
+        sliding_window=20,
+        layer_types=WINDOWS,
+        shared_expert_intermediate_size=40,
+        moe_routed_scaling_factor=2.5,
+        moe_router_logit_softcapping=3.0,
+        num_attention_heads_per_layer=[4, 6],
+    ),
+    "muse glimmer": tf.MuseGlimmerConfig(
+        text_config=COMMON
+        | {"head_dim": 16, "sliding_window": 20, "layer_types": WINDOWS, "layer_rope_theta": [10000.0, 0]},
+        vision_config={"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2},
+        out_hidden_size=128,
+        projector_hidden_size=16,
+    ),
+    "gemma 4 with vision": tf.Gemma4Config(
+        text_config=COMMON
+        | {
+            "head_dim": 16,
+            "global_head_dim": 16,
+            "sliding_window": 20,
+            "layer_types": WINDOWS,
+            "hidden_size_per_layer_input": 0,
+        },
+        vision_config={
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_attention_heads": 2,
+            "head_dim": 16,
+        },
+    ),
+    "minimax m2": tf.MiniMaxM2Config(**COMMON, num_local_experts=8, num_experts_per_tok=3, head_dim=16, rotary_dim=8),
     "packed": tf.LlamaConfig(**COMMON | {"hidden_size": 512, "intermediate_size": 640}),
 }
 DECLINED = {
     "gpt_neox": tf.GPTNeoXConfig(),
-    "bias": tf.LlamaConfig(**COMMON, attention_bias=True),
     "mlp bias": tf.LlamaConfig(**COMMON, mlp_bias=True),
     "activation": tf.LlamaConfig(**COMMON, hidden_act="gelu"),
     "dynamic rope": tf.LlamaConfig(
@@ -62,10 +146,12 @@ DECLINED = {
 def save(config: tf.PreTrainedConfig, folder, shards: bool = False) -> torch.nn.Module:
     torch.manual_seed(3)
     config._attn_implementation = "eager"
-    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    nested = config.get_text_config() is not config
+    kind = tf.AutoModelForImageTextToText if nested else tf.AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.dim() == 2 or name.endswith("bias"):
+            if weight.dim() >= 2 or name.endswith("bias"):
                 weight.normal_(std=0.25)
             else:
                 weight.add_(torch.randn_like(weight) * 0.1)
@@ -74,13 +160,15 @@ def save(config: tf.PreTrainedConfig, folder, shards: bool = False) -> torch.nn.
 
 
 def kv_of(config: tf.PreTrainedConfig, dtype: torch.dtype = torch.float32) -> KVTensors:
-    return KVTensors(describe(config).cell, 20, 8, dtype)
+    kinds = describe(config).kinds(160)
+    return KVTensors.of(kinds, [20] * len(kinds), 8, dtype)
 
 
 def paged_logits(decoder: Decoder, kv: KVTensors, tokens: np.ndarray, cuts: list[int]) -> torch.Tensor:
     """Logits of every position, the prompt cut into chunks at `cuts`."""
-    table = PageTable(1, kv.pages, kv.page_size, kv.pages)
-    table.write(RowWrite(0, 0, np.random.default_rng(0).permutation(kv.pages).astype(np.int32)))
+    table = PageTable.of(kv, 1, 160)
+    for kind in table.kinds:
+        table.write(RowWrite(0, 0, np.random.default_rng(kind).permutation(kv.pages).astype(np.int32), kind))
     parts = []
     for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
         chunk = Chunk(0, start, tokens[start:end], Draw(Sampling(), 0, drafts=end - start - 1))

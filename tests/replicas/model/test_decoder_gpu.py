@@ -53,7 +53,7 @@ def test_matrices_of_a_size_are_timed_behind_each_other(monkeypatch):
 def test_the_decoder_computes_the_same_either_way(fastest):
     model, _ = decoder(GpuDecoder, 8, 16)
     x = torch.randn(3, 16)
-    before = [matrix(x[:, :1].expand(3, matrix.plain.shape[1])) for matrix in (model.layers[0].mixer.qkv, model._head)]
+    before = [matrix(x[:, :1].expand(3, matrix.plain.shape[1])) for matrix in (model.blocks[0].op.qkv, model._head)]
     timed = [0]
 
     def seconds(call):
@@ -64,7 +64,7 @@ def test_the_decoder_computes_the_same_either_way(fastest):
     choose_products(model.matrices, seconds)
     after = [
         matrix(x[:, :1].expand(3, matrix.plain.shape[1]).contiguous())
-        for matrix in (model.layers[0].mixer.qkv, model._head)
+        for matrix in (model.blocks[0].op.qkv, model._head)
     ]
     for one, other in zip(before, after, strict=True):
         assert torch.allclose(one, other, atol=1e-4)

@@ -1,6 +1,7 @@
 """Checkpoints in FP8 with a scale for each block of 128 x 128: what is read is what transformers reads."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-from holdfast.kernels.fp8 import quantized_blocks
+from holdfast.kernels.fp8 import Fp8Blocks, quantized_blocks
 from holdfast.kernels.linear_state import LinearStates
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.pages import StateUse
@@ -17,7 +18,8 @@ from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.decoder import Decoder, PageTable, build_batch
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
 from holdfast.replicas.model.description import describe, why_not
-from holdfast.replicas.model.weights import AttentionWeights, read_weights
+from holdfast.replicas.model.smoothing import smooth
+from holdfast.replicas.model.weights import read_weights
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling
 
 SIZES = {
@@ -91,8 +93,8 @@ def logits(
     states = None
     if described.state is not None:
         states = LinearStates(described.state, described.linear_layers, 1, len(TOKENS), dtype, "cpu")
-    sample = torch.arange(40) if int8 else None
-    decoder = kind.load(str(folder), config, kv, 128, sample, int8, states)
+    smoothed = partial(smooth, sample=torch.arange(40), dtype=dtype) if int8 else None
+    decoder = kind.load(str(folder), config, kv, 128, smoothed, int8, states)
     table = PageTable(1, 8, 16, 8)
     table.write(RowWrite(0, 0, np.arange(8, dtype=np.int32)))
     use = StateUse(-1, 0, held=len(TOKENS) - 1) if states else None
@@ -142,11 +144,12 @@ def test_on_a_gpu_weights_stay_as_they_are(family, tmp_path):
     """All matrices whose parts are whole blocks: in `qwen3_next` here the parts of each key head are half a block."""
     save(family, tmp_path)
     config = tf.AutoConfig.from_pretrained(tmp_path)
-    weights = read_weights(str(tmp_path), describe(config), torch.float32, "cpu", fp8=True)
-    for layer in weights.layers:
-        mixer = "qkv" if isinstance(layer.mixer, AttentionWeights) else "qkvz"
-        turned = {"qkvz"} if family == "qwen3_next" else set()
-        assert layer.scales.keys() == {"gate_up", "down", "out", mixer} - turned
+    weights = read_weights(str(tmp_path), describe(config), torch.float32, "cpu", keep=True)
+    matrices = [(name, getattr(block.op, name)) for block in weights.blocks for name in block.op.__slots__]
+    turned = {name for name, each in matrices if not isinstance(each, Fp8Blocks)}
+    kept = {name for name, each in matrices if isinstance(each, Fp8Blocks)}
+    assert {"qkv", "out", "first", "down"} <= kept
+    assert ("qkvz" in turned) == (family == "qwen3_next")
     assert torch.allclose(logits(tmp_path, kind=GpuDecoder), logits(tmp_path), atol=2e-4, rtol=1e-4)
 
 

@@ -10,10 +10,16 @@ from holdfast.kernels.linear import even_out
 from holdfast.kernels.linear_state import LinearStates
 from holdfast.replicas.kv.pages import StateUse
 from holdfast.replicas.kv.tensors import KVTensors
-from holdfast.replicas.model.decoder import Decoder, PageTable, build_batch, rotary_table
+from holdfast.replicas.model.decoder import Decoder, PageTable, build_batch, rotary_tables
 from holdfast.replicas.model.description import describe, inspect_model
 from holdfast.replicas.model.smoothing import sample_tokens, smooth
-from holdfast.replicas.model.weights import AttentionWeights, DecoderWeights, load_tokenizer, read_weights
+from holdfast.replicas.model.weights import (
+    AttentionWeights,
+    DecoderWeights,
+    FeedForwardWeights,
+    load_tokenizer,
+    read_weights,
+)
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling
 
 VOCABULARY = 61
@@ -63,15 +69,17 @@ def model(family: str, outliers: float) -> tuple[tf.PreTrainedConfig, DecoderWei
     with TemporaryDirectory() as folder:
         module.save_pretrained(folder)
         weights = read_weights(folder, describe(config), torch.float32, "cpu")
-    for layer in weights.layers:
-        mixer = layer.mixer
-        inputs = [mixer.qkv] if isinstance(mixer, AttentionWeights) else [mixer.qkvz, mixer.ab]
-        for norm, weights_of in ((layer.input_norm, inputs), (layer.post_norm, [layer.gate_up])):
-            norm[[3, 17, 30]] *= outliers
-            for weight in weights_of:
-                weight[:, [3, 17, 30]] /= outliers
-        layer.gate_up[96 + 5] *= outliers  # of the second half, up
-        layer.down[:, 5] /= outliers
+        weights.blocks = list(weights.blocks)
+    for block in weights.blocks:
+        mixer = block.op
+        block.norm[[3, 17, 30]] *= outliers
+        for name in ("qkv", "qkvz", "ab", "first"):
+            if hasattr(mixer, name):
+                getattr(mixer, name)[:, [3, 17, 30]] /= outliers
+        if isinstance(mixer, FeedForwardWeights):
+            mixer.first[96 + 5] *= outliers  # of the second half, up
+            mixer.down[:, 5] /= outliers
+            continue
         if not isinstance(mixer, AttentionWeights):
             mixer.norm[3] *= outliers
             mixer.out.view(len(mixer.out), 4, 8)[:, :, 3] /= outliers
@@ -94,7 +102,7 @@ def logits(
     shape = describe(config)
     kv = KVTensors(shape.cell, 8, 16, torch.float32, int8=int8_kv)
     states = LinearStates(shape.state, shape.linear_layers, 1, 100, torch.float32, "cpu") if shape.state else None
-    decoder = Decoder(shape, weights, rotary_table(config, 256, "cpu"), kv, int8, states)
+    decoder = Decoder(shape, weights, rotary_tables(config, shape, 256, "cpu"), kv, int8, states)
     table = PageTable(1, 8, 16, 8, kv.data.device)
     table.write(RowWrite(0, 0, torch.arange(8, dtype=torch.int32).numpy()))
     use = StateUse(-1, 0) if states else None
@@ -104,18 +112,19 @@ def logits(
 
 def smoothed(family: str, outliers: float) -> tuple[tf.PreTrainedConfig, DecoderWeights]:
     config, weights = model(family, outliers)
-    smooth(weights, describe(config), rotary_table(config, 256, "cpu"), TOKENS[:40], torch.float32, keys=True)
-    return config, weights
+    shape = describe(config)
+    rotary = rotary_tables(config, shape, 256, "cpu")
+    return config, smooth(weights, shape, rotary, TOKENS[:40], torch.float32, keys=True)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_float_model_stays_as_it_was_to_the_last_bit(family):
     before, after = model(family, 40.0), smoothed(family, 40.0)
-    for a, b in zip(before[1].layers, after[1].layers, strict=True):
-        for name in ("input_norm", "post_norm", "gate_up", "down"):
-            assert not torch.equal(getattr(a, name), getattr(b, name))
-        for name in ("qkv", "out") if isinstance(a.mixer, AttentionWeights) else ("qkvz", "ab", "norm", "out"):
-            assert not torch.equal(getattr(a.mixer, name), getattr(b.mixer, name))
+    for a, b in zip(before[1].blocks, after[1].blocks, strict=True):
+        assert not torch.equal(a.norm, b.norm)
+        for name in ("first", "down", "qkv", "out", "qkvz", "ab"):
+            if hasattr(a.op, name):
+                assert not torch.equal(getattr(a.op, name), getattr(b.op, name))
     assert torch.equal(logits(*before), logits(*after))
 
 

@@ -281,7 +281,7 @@ def test_an_encoder_decoder_is_refused(tmp_path):
     "config",
     [
         tf.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1),
-        tf.Qwen3NextConfig(num_hidden_layers=4),
+        tf.Qwen3NextConfig(num_hidden_layers=4, hidden_act="relu"),
         tf.CodeGenConfig(vocab_size=97, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=64),
     ],
     ids=["no attention", "linear attention", "own attention"],

@@ -91,8 +91,8 @@ def test_workflows_tell_where_all_of_their_time_went(tmp_path):
 
 def test_the_model_has_the_bytes_that_are_counted():
     world = World(small_steps(), Ceilings(1e10, 1e10))
-    layers = world.decoder.layers
-    read = [matrix for layer in layers for matrix in (layer.mixer.qkv, layer.mixer.out, layer.down)]
-    inner = world.shape.hidden * world.shape.layers[0].feed_forward.inner * 2 * 4
+    first, second = (block.op for block in world.decoder.blocks)
+    read = [first.qkv, first.out, second.down]
+    inner = world.shape.hidden * world.shape.blocks[1].op.inner * 2 * 4
     head = world.shape.hidden * world.shape.vocabulary * 4
     assert world.bounds.weight_bytes == sum(matrix.plain.nbytes for matrix in read) + inner + head

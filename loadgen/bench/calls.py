@@ -44,7 +44,7 @@ from holdfast.loadgen.bench.call_tasks import TASKS, CallTask
 from holdfast.loadgen.pocket.tokenizer import WEIGHTS
 from holdfast.replicas.config import EngineConfig, Guarantee
 from holdfast.replicas.constraints.compiler import CompilerThreads
-from holdfast.replicas.constraints.grammar import CallForm, forms_of
+from holdfast.replicas.constraints.grammar import PYTHON, CallForm, forms_of
 from holdfast.replicas.constraints.matcher import Bits, Matcher
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
@@ -118,7 +118,9 @@ def written(form: CallForm, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> s
     """Calls in `form`, as the model's template writes them."""
     texts = []
     for number, (name, arguments) in enumerate(calls):
-        if form.keywords:
+        if form.dialect.bare:
+            (body,) = form.dialect.spelled(dict(arguments), free=False)
+        elif form.dialect is PYTHON:
             body = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
         elif form.tags is None:
             body = json.dumps(arguments, ensure_ascii=False)
@@ -127,7 +129,7 @@ def written(form: CallForm, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> s
             values = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in arguments.items()}
             body = "".join(f"\n{tags.key}{k}{tags.value}{line}{v}{line}{tags.end}" for k, v in values.items()) + "\n"
         index = f":{number}" if form.number else ""
-        texts.append(f"{form.before}{name}{index}{form.middle}{body}{form.after}")
+        texts.append(f"{form.before}{name}{index}{form.behind(name)}{body}{form.after}")
     return form.opener + form.head + form.between.join(texts) + form.tail
 
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias
 
 from holdfast.replicas.config import Guarantee
 from holdfast.replicas.requests import ChatPrompt
-from holdfast.replicas.text.calls.formats import TAGS, TagForm, ToolFormat
+from holdfast.replicas.text.calls.formats import QUOTE, TAGS, TagForm, ToolFormat
 from holdfast.replicas.text.calls.tracker import as_json
 from holdfast.replicas.text.calls.values import (
     ANNOTATIONS,
@@ -218,6 +218,69 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**schema, "additionalProperties": False}
 
 
+# ---- how models write values ----
+
+_PAIR = r"[dD][89aAbB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # two halves of one character
+_WHOLE = r"[0-9a-ce-fA-CE-F][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}"
+
+
+def _sorted_as(item: tuple[str, Any]) -> str:
+    """The order in which templates sort the members of an object."""
+    return item[0].lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How values are written. `strings`: patterns of a string, with `{}` for the number of its characters. `words`: the
+    constants that are no texts and no numbers. The first of each is the plain one. `bare`: keys have no quotes, strings
+    are texts between two `QUOTE`, and plain style has no white space and sorted keys.
+    """
+
+    name: str
+    strings: tuple[str, ...]
+    words: Mapping[Any, tuple[str, ...]]
+    bare: bool = False
+
+    def spelled(self, constant: Any, free: bool) -> Sequence[str]:
+        """Texts of a constant that is no object and no list, unless `bare`; not `free`: the plain one."""
+        if constant is None or isinstance(constant, bool):
+            return self.words[constant][: None if free else 1]
+        if self.bare and isinstance(constant, str | list | dict):
+            return (self._bare(constant),)
+        plain = _text_of(constant)
+        if not free:
+            return (plain,)
+        python = "'" + plain[1:-1].replace('\\"', '"').replace("'", "\\'") + "'"
+        # Python's own surrogates are none of JSON's.
+        other = python if isinstance(constant, str) and len(self.strings) > 1 else json.dumps(constant)
+        return tuple(dict.fromkeys((plain, other)))
+
+    def keys(self, name: str, free: bool) -> Sequence[str]:
+        """Texts of a key."""
+        return (name,) if self.bare and re.fullmatch(_BARE_KEY, name) else self.spelled(name, free)
+
+    def _bare(self, value: Any) -> str:
+        if isinstance(value, dict):
+            members = (
+                f"{self.keys(key, False)[0]}:{self._bare(each)}" for key, each in sorted(value.items(), key=_sorted_as)
+            )
+            return f"{{{','.join(members)}}}"
+        if isinstance(value, list):
+            return f"[{','.join(map(self._bare, value))}]"
+        if isinstance(value, str) and QUOTE in value:
+            raise ValueError(f"a text with {QUOTE} in it cannot be written")
+        return f"{QUOTE}{value}{QUOTE}" if isinstance(value, str) else self.spelled(value, False)[0]
+
+
+_BARE_KEY = r'[^:,<>{}\[\]"\s]+( +[^:,<>{}\[\]"\s]+)*'
+_PYTHONS = {True: ("true", "True"), False: ("false", "False"), None: ("null", "None")}
+_JSON_STRING = rf'"([^"\\\x00-\x1f]|\\["\\\/bfnrt]|\\u({_WHOLE}|{_PAIR})){{}}"'
+_PYTHON_STRING = rf"""Q([^Q\\\x00-\x1f]|\\["'\\bfnrt]|\\u({_WHOLE})){{}}Q"""
+JSON = Dialect("json", (_JSON_STRING,), {True: ("true",), False: ("false",), None: ("null",)})
+TAGGED = Dialect("tagged", (_JSON_STRING,), _PYTHONS)  # a value that stands alone: its reader takes Python's words
+PYTHON = Dialect("python", tuple(_PYTHON_STRING.replace("Q", quote) for quote in "\"'"), _PYTHONS)
+GEMMA4 = Dialect("gemma4", (), _PYTHONS, bare=True)
+
 # ---- how models write calls ----
 
 _OBJECT = '{"name": "'
@@ -230,8 +293,9 @@ class CallForm:
 
         opener head call (between call)* tail       call = before NAME number middle ARGUMENTS after
 
-    Arguments are Python's with `keywords`, stand in `tags`, or are JSON. `number`, `aside` and `header` are patterns:
-    of what follows a name, of what may follow it as well, and of everything that may stand in place of `middle`.
+    Arguments stand in `tags`, or are an object in `dialect`, in Python the keyword arguments. `number`, `aside` and
+    `header` are patterns: of what follows a name, of what may follow it as well, and of everything that may stand in
+    place of `middle`. A `{}` in `middle` is the name again.
     `alone`: a reply has one call. `tight`: no white space may follow the opener. Without an opener, `frame` is a
     pattern of everything before the arguments of the first call, in any spelling, with the name as its group.
     """
@@ -243,7 +307,7 @@ class CallForm:
     between: str
     tail: str = ""
     head: str = ""
-    keywords: bool = False
+    dialect: Dialect = JSON
     tags: TagForm | None = None
     number: str = ""
     aside: str = ""
@@ -269,7 +333,11 @@ class CallForm:
 
     def until_arguments(self, name: str) -> str:
         """A first call up to its arguments."""
-        return f"{self.opener}{self.head}{self.before}{name}{self.middle}"
+        return f"{self.opener}{self.head}{self.before}{name}{self.behind(name)}"
+
+    def behind(self, name: str) -> str:
+        """`middle` behind `name`."""
+        return self.middle.replace("{}", name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +393,7 @@ _LLAMA4 = CallForm("<|python_start|>", _OBJECT, '", "parameters": ', "}", "", "<
 _LLAMA4_BARE = replace(_LLAMA3_BARE, between="")
 _MISTRAL = CallForm("[TOOL_CALLS]", "", "[ARGS]", "", "[TOOL_CALLS]", aside=r"\[CALL_ID\][A-Za-z0-9_\-]{1,64}")
 _MISTRAL_LIST = CallForm("[TOOL_CALLS]", _OBJECT, _ARGUMENTS, "}", ", ", "]", head="[")
-_PYTHONIC = CallForm("", "", "(", ")", ", ", "]", head="[", keywords=True, frame=r"\[\s*([\w.\-]+)\(")
+_PYTHONIC = CallForm("", "", "(", ")", ", ", "]", head="[", dialect=PYTHON, frame=r"\[\s*([\w.\-]+)\(")
 _PYTHONIC_MARKED = replace(_PYTHONIC, opener="<|python_start|>", tail="]<|python_end|>", frame="")
 _DEEPSEEK_CALL, _DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK_V31 = CallForm(
@@ -358,6 +426,17 @@ _HARMONY_STARTED = replace(
     middle="<|channel|>commentary <|constrain|>json<|message|>",
     header=rf"<\|channel\|>(commentary|analysis){_TYPED}",
 )
+_GEMMA4 = CallForm("<|tool_call>", "call:", "", "<tool_call|>", "<|tool_call>", dialect=GEMMA4)
+_MUSE = _in_tags(ToolFormat.MUSE, "<atem:function_calls>", "</atem:invoke>", "", "\n</atem:function_calls>")
+_MUSE_MESSAGE = replace(
+    _MUSE,
+    opener=" to=",
+    before="",
+    middle='<|message|><atem:function_calls>\n<atem:invoke name="{}">',
+    after="</atem:invoke>\n</atem:function_calls>",
+    between="<|eom|><|start|>assistant to=",
+    tail="",
+)
 _DSML = ("<｜DSML｜function_calls>", "</｜DSML｜invoke>", "", "\n</｜DSML｜function_calls>")
 _MINIMAX_M2 = ("<minimax:tool_call>", "</invoke>", "", "\n</minimax:tool_call>")
 _QWEN3_CODER = ("<tool_call>", "</function>\n</tool_call>", "\n<tool_call>")
@@ -377,6 +456,13 @@ _FORMS: Mapping[ToolFormat, Forms] = {
     ToolFormat.GLM: _marked(_in_tags(ToolFormat.GLM, "<tool_call>", "</tool_call>", "\n<tool_call>")),
     ToolFormat.MINIMAX: _marked(CallForm("<tool_calls>", "\n" + _OBJECT, _ARGUMENTS, "}", "", "\n</tool_calls>")),
     ToolFormat.MINIMAX_M2: _section(_in_tags(ToolFormat.MINIMAX_M2, *_MINIMAX_M2)),
+    ToolFormat.GEMMA4: _marked(_GEMMA4),
+    ToolFormat.MUSE: replace(
+        _section(_MUSE),
+        first=_MUSE_MESSAGE,
+        thought=(" to=self<|message|>", "<|eom|>", "<|start|>assistant"),
+        answer=" to=user<|message|>",
+    ),
     ToolFormat.HARMONY: Forms(
         _HARMONY,
         (_HARMONY, _HARMONY_STARTED, replace(_HARMONY, opener="<|channel|>analysis to=")),
@@ -413,10 +499,13 @@ _TERMINALS = {  # plain, free
     "COLON": (": ", f"{_SPACE}:{_SPACE}"),
     "COMMA": (", ", f"{_SPACE},{_SPACE}"),
     "IS": ("=", f"{_SPACE}={_SPACE}"),
+    "TIGHT_COLON": (":", f"{_SPACE}:{_SPACE}"),
+    "TIGHT_COMMA": (",", f"{_SPACE},{_SPACE}"),
     "SPACE": ("", _SOME_SPACE),
     "INTEGER": (INTEGER, INTEGER),
     "NUMBER": (NUMBER, NUMBER),
     "KEY": (r'"([^"\\\x00-\x1f]|\\["\\bfnrt])*"',) * 2,
+    "TIGHT_KEY": (_BARE_KEY,) * 2,
 }
 _STYLE = {
     "whitespace_flexible": False,
@@ -457,8 +546,9 @@ class Grammar:
             self.known[key] = self.add(self.name(name) + bracket + rest, *alternatives)
         return self.known[key]
 
-    def terminal(self, name: str) -> str:
+    def terminal(self, name: str, dialect: Dialect = JSON) -> str:
         """One of `_TERMINALS`."""
+        name = f"TIGHT_{name}" if dialect.bare else name
         return self.once(name, f"/{_TERMINALS[name][self.free]}/")
 
     @property
@@ -577,40 +667,6 @@ def _bound(node: Any, depth: int = DEEPEST, whole: bool = True) -> Any:
 
 # ---- values ----
 
-_PAIR = r"[dD][89aAbB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # two halves of one character
-_WHOLE = r"[0-9a-ce-fA-CE-F][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}"
-
-
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """How values are written. `strings`: patterns of a string, with `{}` for the number of its characters. `words`: the
-    constants that are no texts and no numbers. The first of each is the plain one.
-    """
-
-    name: str
-    strings: tuple[str, ...]
-    words: Mapping[Any, tuple[str, ...]]
-
-    def spelled(self, constant: Any, free: bool) -> Sequence[str]:
-        """Texts of a constant that is no object and no list; not `free`: the plain one."""
-        if constant is None or isinstance(constant, bool):
-            return self.words[constant][: None if free else 1]
-        plain = _text_of(constant)
-        if not free:
-            return (plain,)
-        python = "'" + plain[1:-1].replace('\\"', '"').replace("'", "\\'") + "'"
-        # Python's own surrogates are none of JSON's.
-        other = python if isinstance(constant, str) and len(self.strings) > 1 else json.dumps(constant)
-        return tuple(dict.fromkeys((plain, other)))
-
-
-_PYTHONS = {True: ("true", "True"), False: ("false", "False"), None: ("null", "None")}
-_JSON_STRING = rf'"([^"\\\x00-\x1f]|\\["\\\/bfnrt]|\\u({_WHOLE}|{_PAIR})){{}}"'
-_PYTHON_STRING = rf"""Q([^Q\\\x00-\x1f]|\\["'\\bfnrt]|\\u({_WHOLE})){{}}Q"""
-JSON = Dialect("json", (_JSON_STRING,), {True: ("true",), False: ("false",), None: ("null",)})
-TAGGED = Dialect("tagged", (_JSON_STRING,), _PYTHONS)  # a value that stands alone: its reader takes Python's words
-PYTHON = Dialect("python", tuple(_PYTHON_STRING.replace("Q", quote) for quote in "\"'"), _PYTHONS)
-
 _LIMITS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _READ: Mapping[str, frozenset[str]] = {  # keywords that are understood here
     "string": frozenset({"minLength", "maxLength"}),
@@ -638,21 +694,30 @@ def value(g: Grammar, schema: Schema, node: Any, dialect: Dialect = JSON) -> str
         name = g.known[key] = g.name("v")  # now: a value may hold others of its own schema
         g.depth += 1
         options = alternatives(node, schema.content) if g.depth <= DEEPEST else ()
-        rules = [_understood(g, schema, each, dialect) or _left(g, schema, each, refers) for each in options]
+        rules = [_understood(g, schema, each, dialect) or _left(g, schema, each, dialect, refers) for each in options]
         g.depth -= 1
-        g.add(name, *rules or [_left(g, schema, node, refers)])
+        g.add(name, *rules or [_left(g, schema, {} if dialect.bare else node, dialect, refers)])
     return g.known[key]
 
 
-def _left(g: Grammar, schema: Schema, node: Mapping[str, Any], refers: bool) -> str:
-    """What is left to llguidance."""
-    return g.json(schema.part(node) if refers else replace(schema, content=node))
+def _left(g: Grammar, schema: Schema, node: Mapping[str, Any], dialect: Dialect, refers: bool) -> str:
+    """What is left to llguidance. It only knows JSON, so for other dialects what is not understood is left out."""
+    if not dialect.bare:
+        return g.json(schema.part(node) if refers else replace(schema, content=node))
+    read = {"type", "enum"} if "enum" in node else {"type", *_READ[node["type"]]} if node else set()
+    if schema.strict:
+        unread = min(node.keys() - read, default="its limits") if node else "a schema without a value"
+        raise ValueError(f"{unread} cannot be followed in this format of calls")
+    if not node:
+        return _anything(g, dialect)
+    some = {key: said for key, said in node.items() if key in read}
+    return _understood(g, schema, some, dialect) or _understood(g, schema, {"type": node["type"]}, dialect)
 
 
 def _understood(g: Grammar, schema: Schema, node: Mapping[str, Any], dialect: Dialect) -> str:
     """The right-hand side of one of `alternatives`; "" where it is not understood."""
     kind, said = node["type"], {key: part for key, part in node.items() if key != "type"}
-    if said.keys() == {"enum"} and kind not in ("object", "array"):
+    if said.keys() == {"enum"} and (dialect.bare or kind not in ("object", "array")):
         return _constants(g, dialect, *said["enum"])
     if said.keys() - _READ[kind]:
         return ""
@@ -676,7 +741,11 @@ def _understood(g: Grammar, schema: Schema, node: Mapping[str, Any], dialect: Di
 
 def _constants(g: Grammar, dialect: Dialect, *constants: Any) -> str:
     """Any of `constants`; free in any spelling."""
-    return " | ".join(_text_of(text) for each in constants for text in dialect.spelled(each, g.free))
+    return _either([text for each in constants for text in dialect.spelled(each, g.free)])
+
+
+def _either(texts: Sequence[str]) -> str:
+    return " | ".join(map(_text_of, texts))
 
 
 def _times(node: Mapping[str, Any], least: str, most: str, less: int = 0) -> str:
@@ -690,6 +759,9 @@ def _times(node: Mapping[str, Any], least: str, most: str, less: int = 0) -> str
 
 
 def _string(g: Grammar, dialect: Dialect, times: str = "*") -> str:
+    if dialect.bare:
+        text = g.once("TEXT", f"/(.|\\n){times}/ & ~/(.|\\n)*{escaped(QUOTE)}(.|\\n)*/")
+        return g.once("STRING", f"{literal(QUOTE)} {text} {literal(QUOTE)}")
     return g.once("STRING", *(f"/{each.replace('{}', times)}/" for each in dialect.strings[: None if g.free else 1]))
 
 
@@ -702,22 +774,22 @@ def _object(g: Grammar, schema: Schema, said: Mapping[str, Any], dialect: Dialec
         return ""
     if not all(isinstance(key, str) and key in properties for key in required):
         return ""
-    colon = g.terminal("COLON")
+    colon, comma, any_key = (g.terminal(name, dialect) for name in ("COLON", "COMMA", "KEY"))
     items = [
-        (f"({_constants(g, dialect, key)}) {colon} {value(g, schema, part, dialect)}", key in required)
-        for key, part in properties.items()
+        (f"({_either(dialect.keys(key, g.free))}) {colon} {value(g, schema, part, dialect)}", key in required)
+        for key, part in sorted(properties.items(), key=_sorted_as if dialect.bare else lambda _: "")
         if part is not False or key in required
     ]
     other = ""
     if others is not False:  # keys with no escapes, which could spell one that is listed
-        listed = "|".join(escaped(_text_of(key)) for key in sorted(properties))
-        name = g.once("OTHER", f"{g.terminal('KEY')} & ~/({listed})/") if listed else g.terminal("KEY")
+        listed = "|".join(escaped(dialect.keys(key, False)[0]) for key in sorted(properties))
+        name = g.once("OTHER", f"{any_key} & ~/({listed})/") if listed else any_key
         other = f"{name} {colon} {value(g, schema, others, dialect)}"
-    return f"{g.terminal('OPEN')} {members(g, items, g.terminal('COMMA'), g.terminal('CLOSE'), other)}"
+    return f"{g.terminal('OPEN')} {members(g, items, comma, g.terminal('CLOSE'), other)}"
 
 
 def _list(g: Grammar, schema: Schema, said: Mapping[str, Any], dialect: Dialect) -> str:
-    begin, end, comma = map(g.terminal, ("OPEN_LIST", "CLOSE_LIST", "COMMA"))
+    begin, end, comma = g.terminal("OPEN_LIST"), g.terminal("CLOSE_LIST"), g.terminal("COMMA", dialect)
     items, most = said.get("items", True), said.get("maxItems")
     if not _times(said, "minItems", "maxItems") or items is False:
         return ""
@@ -732,7 +804,10 @@ def _anything(g: Grammar, dialect: Dialect) -> str:
     """Any value, nested to some depth."""
     if (key := ("anything", dialect.name)) not in g.known:
         scalars = [_string(g, dialect), g.terminal("NUMBER"), _constants(g, dialect, *dialect.words)]
-        comma, member = g.terminal("COMMA"), f"{g.terminal('KEY')} {g.terminal('COLON')}"
+        comma, member = (
+            g.terminal("COMMA", dialect),
+            f"{g.terminal('KEY', dialect)} {g.terminal('COLON', dialect)}",
+        )
         inner = g.once("any", *scalars)
         for _ in range(MOST_NESTED):
             pairs = f"{g.terminal('OPEN')} ({member} {inner} ({comma} {member} {inner})*)? {g.terminal('CLOSE')}"
@@ -794,16 +869,16 @@ _ARGUMENT = re.compile(r'[^\s<>"]+')  # a name that can stand in a tag
 _OTHER_ARGUMENT = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 
 
-def arguments(g: Grammar, schema: Schema, keywords: bool, tags: TagForm | None) -> str:
-    """A rule for arguments of `schema`: Python's keyword arguments, arguments in `tags`, or an object of JSON.
+def arguments(g: Grammar, schema: Schema, form: CallForm) -> str:
+    """A rule for arguments of `schema` in `form`.
 
     Raises ValueError for properties that cannot be told or named, and for strict values that cannot be followed.
     """
-    if not keywords and tags is None:
-        return value(g, schema, schema.content)
-    if (key := (schema, keywords, tags)) not in g.known:
+    if form.dialect is not PYTHON and form.tags is None:
+        return value(g, schema, schema.content, form.dialect)
+    if (key := (schema, form.dialect.name, form.tags)) not in g.known:
         g.known[key] = g.name("arguments")
-        g.add(g.known[key], _keywords(g, schema) if tags is None else _tagged(g, schema, tags))
+        g.add(g.known[key], _keywords(g, schema) if form.tags is None else _tagged(g, schema, form.tags))
     return g.known[key]
 
 
@@ -1009,19 +1084,22 @@ def calls(g: Grammar, form: CallForm, tools: Sequence[ToolRule], several: bool) 
 
 
 def _call(g: Grammar, form: CallForm, tools: Sequence[ToolRule]) -> list[str]:
-    bodies = [arguments(g, tool.arguments, form.keywords, form.tags) for tool in tools]
+    bodies = [arguments(g, tool.arguments, form) for tool in tools]
     if g.free and form.is_object:
         return _objects(g, form, [(tool.name, body) for tool, body in zip(tools, bodies, strict=True)])
     may = "?" if g.free else ""
     number = f"(/{form.number}/){may}" if form.number else ""
     aside = f"(/{form.aside}/)?" if form.aside and g.free else ""
-    middle = f"/{form.header}/" if form.header else _spaced(g, form.middle)
     inside, outside = ("", g.space or _LINE) if form.tags else (g.space, g.space)
     named = " | ".join(
-        f"{literal(tool.name)} {number} {aside} {middle} {inside} {body}"
+        f"{literal(tool.name)} {number} {aside} {_behind(g, form, tool.name)} {inside} {body}"
         for tool, body in zip(tools, bodies, strict=True)
     )
     return [f"{_spaced(g, form.before)} ({named}) {outside if form.after else ''} {_spaced(g, form.after)}"]
+
+
+def _behind(g: Grammar, form: CallForm, name: str) -> str:
+    return f"/{form.header}/" if form.header else _spaced(g, form.behind(name))
 
 
 def _objects(g: Grammar, form: CallForm, named: Sequence[tuple[str, str]]) -> list[str]:
@@ -1060,7 +1138,7 @@ def schema_grammar(schema: Schema, form: CallForm | None, free: bool) -> str:
     g = Grammar(free)
     if form is None:
         return g.text(value(g, schema, schema.content))
-    return g.text(arguments(g, schema, form.keywords, form.tags))
+    return g.text(arguments(g, schema, form))
 
 
 _BEHIND = "\x00"

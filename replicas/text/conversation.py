@@ -31,8 +31,8 @@ from holdfast.replicas.text.calls.tracker import READERS, CallTracker
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
 from holdfast.replicas.text.encode import LONG, Begun, Encoder, Entry, LongTexts, TokenCache, common_start
 from holdfast.replicas.text.reasoning import (
-    CLOSER,
-    OPENER,
+    BLOCKS,
+    CHANNELS,
     AfterThinking,
     ChannelReader,
     ThinkingReader,
@@ -124,11 +124,15 @@ class TextSide:
             log.warning("the chat template takes tools, but its calls are in no format that is read: they come as text")
         self._hidden = added.special_ids | set(tokenizer.all_special_ids)
         self._markers = frozenset(added.ids[text] for text in MARKERS[self.tool_format] if text in added.ids)
-        self._channels = self.tool_format is ToolFormat.HARMONY
-        self._thinks = CLOSER in template and not self._channels
-        self._think_ids = {text: added.ids[text] for text in (OPENER, CLOSER) if text in added.ids}
+        self._channels = CHANNELS.get(self.tool_format)
+        found = next((block for block in BLOCKS if block.closer in template), None)
+        self._block = None if self._channels else found
+        around = (self._block.opener, self._block.closer) if self._block else ()
+        self._think_ids = [added.ids[text] for text in around if text in added.ids]
         ends = {added.ids[text] for text in ENDS.get(self.tool_format, ()) if text in added.ids}
         self.eos = eos | ends | ({tokenizer.eos_token_id} - {None})
+        lines = (self.cache.encoder.encode("\n" * count, at_start=False).tolist() for count in (1, 2, 3))
+        self._line_ends = frozenset(ids[0] for ids in lines if len(ids) == 1)
         self._compiler = Compiler(
             lambda: Vocabulary(tokenizer, frozenset(self._hidden - self._markers), frozenset(self.eos)),
             self.tool_format,
@@ -320,10 +324,11 @@ class TextSide:
         thinking = self._thinking(request.prompt, encoded)
         if matcher is None or not isinstance(thinking, ThinkingReader) or len(self._think_ids) < 2:
             return matcher
-        opener, closer = self._think_ids[OPENER], self._think_ids[CLOSER]
-        ends = self.eos if _wants_content(request.prompt) else frozenset[int]()
+        opener, closer = self._think_ids
+        held = _wants_content(request.prompt)
+        ends, gaps = (self.eos, self._line_ends) if held else (frozenset[int](), frozenset[int]())
         return AfterThinking(
-            matcher, opener, closer, thinking.begun, ends, lambda token: self.pieces.of(token).isspace()
+            matcher, opener, closer, thinking.begun, ends, lambda token: self.pieces.of(token).isspace(), gaps
         )
 
     def reply(self, request: GenerateRequest, encoded: Encoded, limits: Constraints = FREE) -> Reply:
@@ -333,7 +338,7 @@ class TextSide:
         names = frozenset(schemas)
         thinking = self._thinking(prompt, encoded)
         shown = self._markers if names or isinstance(thinking, ChannelReader) else frozenset[int]()
-        shown |= frozenset(self._think_ids.values() if isinstance(thinking, ThinkingReader) else ())
+        shown |= frozenset(self._think_ids if isinstance(thinking, ThinkingReader) else ())
         hidden = frozenset(self._hidden - shown) | request.sampling.stop_token_ids
 
         def call_id(number: int) -> str:
@@ -378,11 +383,13 @@ class TextSide:
         """A reader of the reasoning in a reply to `prompt`; None where the reply begins with its content."""
         if not isinstance(prompt, ChatPrompt) or encoded.text is None:
             return None
-        if not self._thinks:
-            return ChannelReader() if self._channels else None
+        if self._channels is not None:
+            return ChannelReader(self._channels)
+        if self._block is None:
+            return None
         if _wants_content(prompt) and len(self._think_ids) < 2:
             return None  # no token ends the thinking: the grammar of the content cannot wait for it
-        return thinking_reader(encoded.text)
+        return thinking_reader(encoded.text, self._block)
 
 
 def _common(rendered: Sequence[Rendered]) -> tuple[str, str]:

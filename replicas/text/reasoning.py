@@ -1,39 +1,67 @@
 """Separates a model's reasoning from the content of its reply.
 
-Thinking models write ``<think>...</think>`` first; the prompt may have opened the block (`ThinkingReader`). gpt-oss
-writes messages in channels, OpenAI's Harmony format (`ChannelReader`). Reasoning is neither content nor calls, and no
+Thinking models write a block such as ``<think>...</think>`` first; the prompt may have opened it (`ThinkingReader`).
+gpt-oss and Muse Glimmer write messages with headers (`ChannelReader`). Reasoning is neither content nor calls, and no
 stop string counts in it. `TrailingCalls` finds calls at the end of the thinking: a reply that ends there meant them.
 `AfterThinking` lets a grammar of the content wait for the end of the thinking.
 """
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cache
 
 import numpy as np
 
 from holdfast.replicas.constraints.matcher import Bits, Matcher
 from holdfast.replicas.requests import TextDelta
+from holdfast.replicas.text.calls.formats import ToolFormat
 from holdfast.replicas.text.calls.tracker import CallTracker, Delta, MismatchError, Scan, Text, beginnings
 
-OPENER, CLOSER = "<think>", "</think>"
-_OPENED = re.compile(rf"\s*{OPENER}")
-_OPENED_BEGUN = re.compile(rf"\s*(?:\Z|{beginnings(OPENER)})")
-_THOUGHT = re.compile(r"[^\s<]+")
-_BREAK = re.compile(rf"(?P<closer>\s*{CLOSER})|\s++(?!\Z)|<")
-_CLOSER_BEGUN = re.compile(rf"\s*(?:\Z|{beginnings(CLOSER)})")
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The tokens around a block of thinking; `label` is a word that stands behind the opener and is no thought."""
+
+    opener: str
+    closer: str
+    label: str = ""
+
+
+THINK = Block("<think>", "</think>")
+BLOCKS = (THINK, Block("<|channel>", "<channel|>", "thought"))
+"""The blocks of all families; the second one is Gemma 4's."""
+
+_THOUGHT = re.compile(r"[^\s<]+")  # every closer begins with the one
 _SPACE, _ANY = re.compile(r"\s+"), re.compile(r"(?s:.+)")
 
 
-def thinking_reader(prompt: str) -> "ThinkingReader | None":
+@cache
+def _patterns(block: Block) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
+    """The opener and its beginning; where a thought may end, and the beginning of that."""
+    opener, closer = re.escape(block.opener), re.escape(block.closer)
+    begun, label = beginnings(block.opener), ""
+    if block.label:
+        label = rf"(?:\s*{block.label}(?=\s))?"
+        begun = rf"(?:{begun}|{opener}\s*(?:\Z|{beginnings(block.label + ' ')}))"
+    return (
+        re.compile(rf"\s*{opener}{label}"),
+        re.compile(rf"\s*(?:\Z|{begun})"),
+        re.compile(rf"(?P<closer>\s*{closer})|\s++(?!\Z)|<"),
+        re.compile(rf"\s*(?:\Z|{beginnings(block.closer)})"),
+    )
+
+
+def thinking_reader(prompt: str, block: Block = THINK) -> "ThinkingReader | None":
     """A reader for the reply to the rendered `prompt`; None if the prompt ends behind a closed block.
 
     A template that switches thinking off writes an empty block.
     """
     end = prompt.rstrip()
-    return None if end.endswith(CLOSER) else ThinkingReader(inside=end.endswith(OPENER))
+    opened = end.endswith(block.opener) or (block.label and end.endswith(block.opener + block.label))
+    return None if end.endswith(block.closer) else ThinkingReader(bool(opened), block)
 
 
 class ThinkingReader:
@@ -43,10 +71,11 @@ class ThinkingReader:
     `skipped`: characters of the reply that are not content. `begun`: there was a block. `over`: no reasoning follows.
     """
 
-    def __init__(self, inside: bool = False) -> None:
+    def __init__(self, inside: bool = False, block: Block = THINK) -> None:
         self.skipped = 0
         self.begun = inside
         self.over = False
+        self._patterns = _patterns(block)
         self._text = Text()
         self._scan = self._read(self._text)
         self._reasoning: list[str] = []
@@ -70,14 +99,15 @@ class ThinkingReader:
 
     def _read(self, t: Text) -> Scan[None]:
         inside = False  # of the block, behind its opener
+        opened, opened_begun, broken, closer_begun = self._patterns
         try:
             # A model may write the opener again though the prompt has.
-            self.begun = bool((yield from t.match(_OPENED, _OPENED_BEGUN))) or self.begun
+            self.begun = bool((yield from t.match(opened, opened_begun))) or self.begun
             inside = self.begun
             if inside:
                 yield from t.run(_SPACE, lambda _: None)
                 yield from t.run(_THOUGHT, self._reasoning.append)
-                while (found := (yield from t.match(_BREAK, _CLOSER_BEGUN))) and not found["closer"]:
+                while (found := (yield from t.match(broken, closer_begun))) and not found["closer"]:
                     self._reasoning.append(found[0])
                     yield from t.run(_THOUGHT, self._reasoning.append)
         except MismatchError as end:
@@ -98,12 +128,14 @@ class ThinkingReader:
 #
 # The prompt has begun the first message, up to `<|start|>assistant`. The header of a message tells its channel and whom
 # it is for: `analysis` is reasoning, a message with an address (`to=functions.name`) is a call, all else is content.
-# Calls come out as they were written, with their headers, for the tracker of calls.
+# Calls come out as they were written, with their headers, for the tracker of calls. This is Harmony; Muse Glimmer has
+# no channels, so addresses tell everything, and a call tells its name again:
+#
+#      to=self<|message|>...<|eom|><|start|>assistant to=name<|message|><atem:function_calls>...<|eot|>
 #
 # A marker that begins no message is text: models write about the format too. Models also forget `<|message|>`: where a
 # message should begin, a channel begins one without it.
 
-_END = "<|end|>"
 _STARTED = "<|start|>assistant"
 _CHANNEL = "<|channel|>"
 _ADDRESS = " to="
@@ -116,6 +148,7 @@ _HEADER = re.compile(
 _UNMARKED = re.compile(r"(?:<\|start\|>assistant)?<\|channel\|>(analysis|commentary|final)[ \n]+(?!to=|<)")
 _TYPE = re.compile(r"\w*")  # the last word of a header, which may be cut
 _HEADER_BEGUN = re.compile(r"(?:<\|(?:start|channel|constrain)\|>|[\w .=:/-])*(?:<(?:\|\w*\|?)?)?")
+_TO = re.compile(r" to=([\w.:/-]+)")
 _LONGEST_HEADER = 256  # characters
 
 
@@ -126,12 +159,31 @@ class _Kind(Enum):
     CALL = auto()
 
 
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """Messages of one family: `end` stands behind each, and `people` are the addresses that are no tools.
+
+    Without `people` the reader of calls needs the header of a call, and its body is JSON.
+    """
+
+    end: str
+    people: Mapping[str, _Kind] = field(default_factory=dict)
+
+
+_MUSE = {"self": _Kind.THOUGHT, "user": _Kind.CONTENT, "commentary": _Kind.CONTENT}
+CHANNELS: Mapping[ToolFormat, Channels] = {
+    ToolFormat.HARMONY: Channels("<|end|>"),
+    ToolFormat.MUSE: Channels("<|eom|>", _MUSE),
+}
+
+
 class ChannelReader:
     """Reads one reply, as `ThinkingReader` does. `begun`: there was a message of reasoning."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: Channels) -> None:
         self.skipped = 0
         self.begun = False
+        self._end, self._people = channels.end, channels.people
         self._kind = _Kind.NONE
         self._reasoning: list[str] = []
         self._content: list[str] = []  # and calls, in their order
@@ -159,7 +211,7 @@ class ChannelReader:
                 self._held = text
                 break
             if length:
-                self._open(text[space : space + length].removeprefix(_END))
+                self._open(text[space : space + length].removeprefix(self._end))
             else:
                 self._no_header(text[: space + 1])
             text = text[space + (length or 1) :]
@@ -169,15 +221,15 @@ class ChannelReader:
         """The reply is over. A header that is cut was markup, unless it is a call's, which the tracker judges."""
         held, self._held = self._held, ""
         begin = held[self._space(held) :]
-        header = begin.removeprefix(_END)
-        if _ADDRESS in header:
+        header = begin.removeprefix(self._end)
+        if _ADDRESS in header and not self._people:
             self._kind = _Kind.CALL
             self._say(header)
         elif (found := _UNMARKED.match(header)) and not _TYPE.fullmatch(header, found.end()):
             if due := self._due(header):
                 self._open(found[0])
             self._say(header[found.end() :] if due else held)
-        elif not begin.startswith((_END, "<|start|>", _CHANNEL)):
+        elif not begin.startswith((self._end, "<|start|>", _CHANNEL, *([_ADDRESS[:2]] if self._people else []))):
             self._no_header(held)
         return self._taken(len(held))
 
@@ -193,7 +245,7 @@ class ChannelReader:
         """How many characters of `text` begin no header."""
         if self._kind is _Kind.NONE:
             return 0
-        if self._kind is not _Kind.CALL:
+        if self._kind is not _Kind.CALL or self._people:
             return found if (found := text.find("<")) >= 0 else len(text)
         for at, char in enumerate(text):
             if self._quoted == "\\":
@@ -217,13 +269,14 @@ class ChannelReader:
         """The length of the header that `text` begins with, and of the end of a message before it; 0: there is none,
         None: that cannot be told yet.
         """
-        header = text.removeprefix(_END)
-        starts = [_STARTED] if text.startswith(_END) else [_STARTED, _CHANNEL]
+        header = text.removeprefix(self._end)
+        starts = [_STARTED] if text.startswith(self._end) else [_STARTED, _CHANNEL]
         if self._kind is _Kind.NONE:
             starts = [_STARTED, _CHANNEL, _ADDRESS, "<|message|>"]
         if (found := _HEADER.match(header[:_LONGEST_HEADER])) and header.startswith(tuple(starts)):
             return len(text) - len(header) + found.end()
-        may = any(start.startswith(header) or header.startswith(start) for start in starts) or _END.startswith(text)
+        may = any(start.startswith(header) or header.startswith(start) for start in starts)
+        may = may or self._end.startswith(text)
         if may and len(header) < _LONGEST_HEADER and _HEADER_BEGUN.fullmatch(header):
             return None
         unmarked = _UNMARKED.match(header) if self._due(header) else None
@@ -236,12 +289,13 @@ class ChannelReader:
     def _open(self, header: str) -> None:
         """A message begins."""
         self._quoted = ""
-        if _ADDRESS in header:
-            self._kind = _Kind.CALL
-            self._say(header)
+        address = _TO.search(header)
+        if address and (kind := self._people.get(address[1], _Kind.CALL)) is _Kind.CALL:
+            self._kind = kind
+            self._say("" if self._people else header)
             return
         found = _HEADER.match(header) or _UNMARKED.match(header)
-        thought = found is not None and found[1] == "analysis"
+        thought = kind is _Kind.THOUGHT if address else found is not None and found[1] == "analysis"
         self._kind = _Kind.THOUGHT if thought else _Kind.CONTENT
         self.begun = self.begun or thought
         self._follows = self._kind in self._said
@@ -313,13 +367,17 @@ def _goes_on(deltas: Sequence[Delta]) -> bool:
     return not any(isinstance(delta, TextDelta) and delta.text.strip() for delta in deltas)
 
 
+_MOST_GAPS = 2  # tokens of `AfterThinking.gaps`
+
+
 @dataclass(slots=True, eq=False)
 class AfterThinking:
     """The `Matcher` of a reply whose content follows `inner`. `inner` reads nothing of the thinking.
 
     `opener` and `closer` are the tokens around the block. `inside`: the prompt has opened it. Else the first token may
     open it, or a token behind nothing but `space` tokens, which `inner` reads as well. Inside the block the reply does
-    not end with one of `ends`: these are given where content must follow.
+    not end with one of `ends`: these are given where content must follow. So are `gaps`, tokens of line ends: some may
+    stand behind the block, as they do where the reply is free.
     """
 
     inner: Matcher
@@ -328,7 +386,9 @@ class AfterThinking:
     inside: bool
     ends: frozenset[int]
     space: Callable[[int], bool]
+    gaps: frozenset[int] = frozenset()
     first: bool = field(init=False)  # the opener may come
+    left: int = 0  # gaps that may come
 
     def __post_init__(self) -> None:
         self.ends = frozenset(end for end in self.ends if end < self.words * 32)  # others are forbidden anyway
@@ -360,58 +420,76 @@ class AfterThinking:
         return other
 
     def advance(self, tokens: Sequence[int]) -> int:
-        begin, end = self._block(tokens)
-        content = [*tokens[:begin], *tokens[end:]]
-        if begin < end:
-            self.inside = tokens[end - 1] != self.closer
-        self.first = self.first and begin == end and all(map(self.space, tokens))
-        taken = self.inner.advance(content) if content else 0
-        return taken if taken < begin else taken + end - begin
+        return self._read(tokens, self.inner.advance)
 
     def accepts(self, tokens: Sequence[int]) -> int:
-        begin, end = self._block(tokens)
-        taken = self.inner.accepts([*tokens[:begin], *tokens[end:]])
-        ended = self._end(tokens, begin, end)
-        return taken if taken < begin else ended if ended < end else taken + end - begin
+        return copy(self)._read(tokens, self.inner.accepts)
 
     def forced(self) -> list[int]:
-        return [] if self.inside or self.first else self.inner.forced()
+        return [] if self._apart else self.inner.forced()
 
     def fill(self, drafts: Sequence[int], out: Bits) -> None:
-        begin, end = self._block(drafts)
-        opened = begin < end and self.first
-        goes_on = end == len(drafts) and (drafts[-1] != self.closer if begin < end else self.inside)
-        ended = self._end(drafts, begin, end)
-        if not goes_on and ended == end:
-            self.inner.fill([*drafts[:begin], *drafts[end:]], out[end - begin :])
-        inside = out[begin + opened : end + goes_on]  # the rows of tokens in the block
-        inside[:] = -1
-        for token in self.ends:
-            _allow(inside, token, False)
-        if ended < end:
-            out[ended + 1 :] = -1
-        if opened:
-            self.inner.fill(drafts[:begin], out[: begin + 1])
-        if self.first:
-            spaces = begin if opened else self._spaces(drafts)
-            _allow(out[: spaces + 1], self.opener, True)
+        ahead, content = copy(self), list[int]()
+        rows = list[tuple[bool, bool, int, int]]()  # inside, first, left, and how much content is before the row
+        for token in drafts:
+            rows.append((ahead.inside, ahead.first, ahead.left, len(content)))
+            if (own := ahead._takes(token)) is None:
+                content.append(token)
+            elif not own:
+                break
+        else:
+            rows.append((ahead.inside, ahead.first, ahead.left, len(content)))
+        masks = np.full((len(content) + 1, self.words), -1, np.int32)
+        if not all(inside for inside, *_ in rows):
+            self.inner.fill(content, masks)
+        out[len(rows) :] = -1
+        for row, (inside, first, left, before) in enumerate(rows):
+            mask = out[row : row + 1]
+            mask[:] = -1 if inside else masks[before]
+            for token in self.ends if inside else self.gaps if left else ():
+                _allow(mask, token, not inside)
+            if first:
+                _allow(mask, self.opener, True)
 
-    def _block(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """Where the block begins and ends in `tokens`, its markers included; both 0 if there is none."""
-        begin = 0
-        if not self.inside:
-            begin = self._spaces(tokens) if self.first else len(tokens)
-            if begin == len(tokens) or tokens[begin] != self.opener:
-                return 0, 0
-        return begin, next((at + 1 for at in range(begin, len(tokens)) if tokens[at] == self.closer), len(tokens))
+    @property
+    def _apart(self) -> bool:
+        """The next token may be none of the content's."""
+        return self.inside or self.first or self.left > 0
 
-    def _spaces(self, tokens: Sequence[int]) -> int:
-        """How many of `tokens` are white space at the beginning."""
-        return next((at for at, token in enumerate(tokens) if not self.space(token)), len(tokens))
+    def _read(self, tokens: Sequence[int], inner: Callable[[Sequence[int]], int]) -> int:
+        """Take in `tokens`, of which those of the content go to `inner`; returns how many stand."""
+        places = list[int]()  # of the content
+        stand = len(tokens)
+        for at, token in enumerate(tokens):
+            if not self._apart:
+                places += range(at, len(tokens))
+                break
+            if (own := self._takes(token)) is None:
+                places.append(at)
+            elif not own:
+                stand = at
+                break
+        taken = inner([tokens[at] for at in places]) if places else 0
+        return places[taken] if taken < len(places) else stand
 
-    def _end(self, tokens: Sequence[int], begin: int, end: int) -> int:
-        """The place of the first of `ends` in the block between `begin` and `end`; `end` if there is none."""
-        return next((at for at in range(begin, end) if tokens[at] in self.ends), end)
+    def _takes(self, token: int) -> bool | None:
+        """Take in a token of the thinking, or of the line ends behind it. None: it is the content's. False: it is an
+        end, which does not stand.
+        """
+        if self.inside:
+            if token in self.ends:
+                return False
+            if token == self.closer:
+                self.inside, self.left = False, _MOST_GAPS * bool(self.gaps)
+            return True
+        if self.first and token == self.opener:
+            self.inside, self.first = True, False
+            return True
+        if self.left and token in self.gaps:
+            self.left -= 1
+            return True
+        self.first, self.left = self.first and self.space(token), 0
+        return None
 
 
 def _allow(masks: Bits, token: int, allowed: bool) -> None:

@@ -45,6 +45,11 @@ _BEFORE = "said-before"  # content of a made-up message before a part of a conve
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)  # by a template
 _COMPLAINT = 300  # characters of a template's complaint that are passed on
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # of reasoning, the least first
+_OF_FORMAT = {  # efforts that models know although their templates write any word
+    ToolFormat.HARMONY: ("low", "medium", "high"),
+    ToolFormat.MUSE: ("low", "medium", "high", "xhigh"),
+}
 _FEW = 256  # messages, calls and tools that no template needs long for
 _MOST_LINES = 1 << 22  # of the template and Jinja, run for pairs of messages: about half a second
 _TEMPLATES = ("<template>", str(Path(jinja2.__file__).parent))  # files of these lines
@@ -160,6 +165,28 @@ class Renderer:
                 most = min(most, parts * math.sqrt(_MOST_LINES / squares))
         return most
 
+    def _told(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`kwargs` with thinking and effort by every name that templates have for them; others ignore a name.
+
+        An effort that the template does not know is the nearest one that it knows, the higher of two.
+        """
+        told: dict[str, Any] = {"thinking": kwargs["enable_thinking"]} if "enable_thinking" in kwargs else {}
+        effort = kwargs.get("reasoning_effort")
+        if effort in _EFFORTS and self._efforts:
+            rank = _EFFORTS.index
+            known = min(self._efforts, key=lambda each: (abs(rank(each) - rank(effort)), -rank(each)))
+            told |= {"reasoning_strength": known, "low_effort": rank(effort) <= rank("low")}
+            told |= {"medium_effort": rank(effort) <= rank("medium")}
+            kwargs = {**kwargs, "reasoning_effort": known}
+        return {**told, **kwargs}
+
+    @cached_property
+    def _efforts(self) -> Sequence[str]:
+        """The efforts that the template takes."""
+        asked = [{"role": "user", "content": "a"}]
+        known = _OF_FORMAT.get(self.tool_format, _EFFORTS)
+        return [each for each in known if self._tried(asked, reasoning_effort=each) is not None]
+
     @cached_property
     def _rules(self) -> TemplateRules:
         """Found by rendering small conversations."""
@@ -186,10 +213,10 @@ class Renderer:
         places = [-1 if text is None else text.find(message["content"]) for message in messages]
         return -1 not in places and places == sorted(places)
 
-    def _tried(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str | None:
+    def _tried(self, messages: Sequence[Message], tools: Sequence[Any] = (), **kwargs: Any) -> str | None:
         """The text of these messages; None where the template refuses them."""
         try:
-            return self._apply(list(messages), tools, {}, True)
+            return self._apply(list(messages), tools, kwargs, True)
         except _REFUSALS:
             return None
 
@@ -221,6 +248,7 @@ class Renderer:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], kwargs: Mapping[str, Any], reply: bool = True
     ) -> Rendered:
         adapted, tools = self._adapted(messages, tools)
+        kwargs = self._told(kwargs)
         mark, word = "", self._control
         values = [*chain.from_iterable(message.values() for message in adapted), tools, kwargs]
         texts = [value if isinstance(value, str) else _checked_json(value) for value in values]

@@ -1,12 +1,15 @@
 """Small tokenizers with the chat templates of the model families, trained here: no files, no network."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from chat_templates import HARMONY
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+
+from holdfast.replicas.text.render import Renderer
 
 CHATML = """{%- if tools %}<|im_start|>system
 {%- if messages[0].role == 'system' %}{{ '\n' + messages[0].content }}{%- endif %}
@@ -72,6 +75,19 @@ def _byte_level(special: list[str], added: list[str]) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
+def family() -> Callable[[str, str, str], Any]:
+    """Makes a tokenizer of a family: its special tokens, divided by spaces, the last of which ends a reply; the tokens
+    that are not special; and its chat template."""
+
+    def tokenizer(special: str, added: str, template: str) -> Any:
+        marks = special.split()
+        made = _byte_level(marks, added.split())
+        return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=marks[-1], chat_template=template)
+
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
 def qwen_like() -> Any:
     marks = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
     tokenizer = _byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], marks)
@@ -124,3 +140,14 @@ def llama2_like() -> Any:
 @pytest.fixture(scope="session")
 def tokenizers(qwen_like: Any, llama3_like: Any, llama2_like: Any) -> list[Any]:
     return [qwen_like, llama3_like, llama2_like]
+
+
+@pytest.fixture
+def with_template(qwen_like: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Renderer]:
+    """Makes a renderer of a template."""
+
+    def renderer(template: str) -> Renderer:
+        monkeypatch.setattr(qwen_like, "chat_template", template)
+        return Renderer(qwen_like)
+
+    return renderer

@@ -13,7 +13,7 @@ from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.requests import TextDelta
 from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat
 from holdfast.replicas.text.calls.tracker import CallTracker
-from holdfast.replicas.text.reasoning import ChannelReader
+from holdfast.replicas.text.reasoning import CHANNELS, ChannelReader
 
 FORMATS = [format for format in ToolFormat if format is not ToolFormat.NONE]
 
@@ -65,8 +65,8 @@ def allowed(matcher: Matcher) -> list[int]:
 
 def read(format: ToolFormat, text: str) -> tuple[str, list[tuple[str, str]]]:
     parser = CallTracker(format, frozenset(SCHEMAS), True, str, schemas=SCHEMAS)
-    if format is ToolFormat.HARMONY:
-        channels = ChannelReader()
+    if format in CHANNELS:
+        channels = ChannelReader(CHANNELS[format])
         text = channels.feed(text)[1] + channels.flush()[1]
     deltas = [*parser.feed(text), *parser.finish()]
     prose = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))

@@ -1,6 +1,7 @@
 """Replies with tool calls in them: written as models write them, cut into pieces, and read back."""
 
 import json
+import re
 from typing import Any
 
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from holdfast.replicas.text.calls.values import ANYTHING
 
 NAMES = frozenset({"get_weather", "search", "f"})
 FORMATS = [format for format in ToolFormat if format is not ToolFormat.NONE]
-JSON_FORMATS = [format for format in FORMATS if format is not ToolFormat.PYTHONIC and format not in TAGS]
+JSON_FORMATS = [each for each in FORMATS if each not in TAGS and each not in ("pythonic", "gemma4")]
 
 STRINGS = st.text(st.sampled_from("ab \"\\{}[]()<>/'\n,é日"), max_size=8)
 JSON = st.recursive(
@@ -117,7 +118,9 @@ def call_texts(
             return harmony_texts(calls, style, variant)
         case ToolFormat.MINIMAX:
             return joined("<tool_calls>\n", "\n", "\n</tool_calls>", objects)
-        case ToolFormat.QWEN3_CODER | ToolFormat.GLM | ToolFormat.MINIMAX_M2 | ToolFormat.DEEPSEEK_V32:
+        case ToolFormat.GEMMA4:
+            return [f"<|tool_call>call:{name}{gemma(arguments, variant)}<tool_call|>" for name, arguments in calls]
+        case _ if format in TAGS:
             return tagged_texts(format, calls, variant)
         case ToolFormat.MISTRAL if variant % 2:
             return [f"[TOOL_CALLS]{name}[ARGS]{style(arguments)}" for name, arguments in calls]
@@ -127,6 +130,22 @@ def call_texts(
             texts = [f"{name}({', '.join(f'{key}={value!r}' for key, value in args.items())})" for name, args in calls]
             opener, closer = ("<|python_start|>[", "]<|python_end|>") if variant % 2 else ("[", "]")
             return joined(opener, ", ", closer, texts)
+
+
+def gemma(value: Any, variant: int = 0) -> str:
+    """A value as Gemma 4 writes it. With a `variant`, in white space that others might put there."""
+    comma, colon = (" ,\n", ": ") if variant % 2 else (",", ":")
+    match value:
+        case str():
+            return f'<|"|>{value}<|"|>'
+        case dict():
+            keys = (key if re.fullmatch(r"[\w.-]+( [\w.-]+)*", key) else gemma(key) for key in value)
+            members = (f"{key}{colon}{gemma(each, variant)}" for key, each in zip(keys, value.values(), strict=True))
+            return f"{{{comma.join(members)}}}"
+        case list():
+            return f"[{comma.join(gemma(each, variant) for each in value)}]"
+        case _:
+            return json.dumps(value)
 
 
 def harmony_texts(calls: list[Call], style: Any, variant: int) -> list[str]:
@@ -176,10 +195,15 @@ def tagged_texts(format: ToolFormat, calls: list[Call], variant: int) -> list[st
             ]
             texts.append(f'<｜DSML｜invoke name="{name}">\n{"".join(tags)}</｜DSML｜invoke>')
         else:
-            tags = [f'<parameter name="{key}">{in_tag(value)}</parameter>\n' for key, value in arguments.items()]
-            texts.append(f'<invoke name="{name}">\n{"".join(tags)}</invoke>')
+            of = "atem:" * (format is ToolFormat.MUSE)
+            tags = [
+                f'<{of}parameter name="{key}">{in_tag(value)}</{of}parameter>\n' for key, value in arguments.items()
+            ]
+            texts.append(f'<{of}invoke name="{name}">\n{"".join(tags)}</{of}invoke>')
     if format is ToolFormat.DEEPSEEK_V32:
         return joined("<｜DSML｜function_calls>\n", "\n", "\n</｜DSML｜function_calls>", texts)
+    if format is ToolFormat.MUSE:
+        return joined("<atem:function_calls>\n", "\n", "\n</atem:function_calls>", texts)
     if format is ToolFormat.MINIMAX_M2:
         return joined("<minimax:tool_call>\n", "\n", "\n</minimax:tool_call>", texts)
     return texts

@@ -66,7 +66,8 @@ QWEN3_CODER = _chatml(
     + "</parameter>\n</function>\n</tool_call>\n\n<IMPORTANT>\n- <function=...></function> stands in <tool_call>"
     + " </tool_call> tags\n</IMPORTANT>"''',
     r"""{%- for call in message.tool_calls or [] -%}
-{{- '\n<tool_call>\n<function=' + call.function.name + '>\n' -}}
+{%- if message.content or not loop.first -%}{{- '\n' -}}{%- endif -%}
+{{- '<tool_call>\n<function=' + call.function.name + '>\n' -}}
 {%- for key, value in call.function.arguments | items -%}
 {{- '<parameter=' + key + '>\n' -}}
 {%- if value is string -%}{{- value -}}{%- else -%}{{- value | tojson -}}{%- endif -%}
@@ -286,10 +287,16 @@ GLM = r"""{{- '[gMASK]<sop>' -}}
 {{- '</tools>\n\nFor each call:\n<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n' -}}
 {{- '<arg_value>{arg-value-1}</arg_value>\n...\n</tool_call>' -}}
 {%- endif -%}
+{%- set ask = namespace(last=-1) -%}
 {%- for message in messages -%}
-{%- if message.role == 'user' -%}{{- '<|user|>\n' + message.content + ('/nothink' if not thinks else '') -}}
+{%- if message.role == 'user' -%}{%- set ask.last = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' -%}
+{{- '<|user|>\n' + message.content + ('/nothink' if enable_thinking is defined and not enable_thinking else '') -}}
 {%- elif message.role == 'assistant' -%}
-{{- '<|assistant|>\n<think></think>' -}}
+{%- set thought = message.reasoning_content if loop.index0 > ask.last else '' -%}
+{{- '<|assistant|>\n<think>' + (thought or '') + '</think>' -}}
 {%- if message.content -%}{{- '\n' + message.content -}}{%- endif -%}
 {%- for call in message.tool_calls or [] -%}
 {{- '\n<tool_call>' + call.function.name + '\n' -}}
@@ -304,7 +311,9 @@ GLM = r"""{{- '[gMASK]<sop>' -}}
 {%- elif message.role == 'system' -%}{{- '<|system|>\n' + message.content -}}
 {%- endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
+{%- if add_generation_prompt -%}
+{{- '<|assistant|>' + ('\n<think></think>' if enable_thinking is defined and not enable_thinking else '') -}}
+{%- endif -%}"""
 
 MINIMAX = r"""{{- '<begin_of_document>' -}}
 {%- set system = messages[0].content if messages[0].role == 'system' else 'You help.' -%}
@@ -416,6 +425,219 @@ HARMONY = r"""{%- macro tool_namespace(name, tools) -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|start|>assistant' -}}{%- endif -%}"""
 
+GEMMA4 = r"""{%- macro put(value) -%}
+{%- if value is none -%}{{- 'null' -}}
+{%- elif value is string -%}{{- '<|"|>' + value + '<|"|>' -}}
+{%- elif value is boolean -%}{{- 'true' if value else 'false' -}}
+{%- elif value is mapping -%}{{- '{' -}}{{- pairs(value) -}}{{- '}' -}}
+{%- elif value is sequence -%}{{- '[' -}}
+{%- for item in value -%}{{- put(item) -}}{%- if not loop.last -%}{{- ',' -}}{%- endif -%}{%- endfor -%}{{- ']' -}}
+{%- else -%}{{- value -}}{%- endif -%}
+{%- endmacro -%}
+{%- macro pairs(members) -%}
+{%- for key, value in members | dictsort -%}
+{{- key + ':' -}}{{- put(value) -}}{%- if not loop.last -%}{{- ',' -}}{%- endif -%}
+{%- endfor -%}
+{%- endmacro -%}
+{%- set thinks = enable_thinking | default(false) -%}
+{{- '<bos>' -}}
+{%- set told = messages[0].content if messages[0].role == 'system' else '' -%}
+{%- if thinks or tools or told -%}
+{{- '<|turn>system\n' + ('<|think|>\n' if thinks else '') + told | trim -}}
+{%- for tool in tools or [] -%}
+{{- '<|tool>declaration:' + tool.function.name + '{' -}}{{- pairs(tool.function.parameters or {}) -}}{{- '}<tool|>' -}}
+{%- endfor -%}
+{{- '<turn|>\n' -}}
+{%- endif -%}
+{%- set ask = namespace(last=-1, role='') -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' -%}{%- set ask.last = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{{- '<|tool_response>response:f{value:' -}}{{- put(message.content) -}}{{- '}<tool_response|>' -}}
+{%- elif message.role == 'assistant' -%}
+{%- if ask.role != 'tool' -%}{{- '<|turn>model\n' -}}{%- endif -%}
+{%- if message.reasoning_content and loop.index0 > ask.last -%}
+{{- '<|channel>thought\n' + message.reasoning_content + '\n<channel|>' -}}
+{%- endif -%}
+{%- for call in message.tool_calls or [] -%}
+{{- '<|tool_call>call:' + call.function.name + '{' -}}{{- pairs(call.function.arguments) -}}{{- '}<tool_call|>' -}}
+{%- endfor -%}
+{{- message.content | trim -}}
+{%- if not message.tool_calls -%}{{- '<turn|>\n' -}}{%- endif -%}
+{%- elif not (loop.first and told) -%}
+{{- '<|turn>' + message.role + '\n' + message.content | trim + '<turn|>\n' -}}
+{%- endif -%}
+{%- set ask.role = message.role -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{%- if ask.role != 'tool' -%}
+{{- '<|turn>model\n' + ('' if thinks else '<|channel>thought\n<channel|>') -}}
+{%- elif thinks -%}{{- '<|channel>thought\n' -}}
+{%- endif -%}
+{%- endif -%}"""
+
+MUSE = r"""{{- bos_token -}}
+{%- macro told() -%}
+{{- '\n\nReasoning strength: ' + reasoning_strength | default('high') + '.' -}}
+{%- if tools -%}
+{{- '\n\nTo call a function write such a block:\n<atem:function_calls>\n<atem:invoke name="$NAME">\n' -}}
+{{- '<atem:parameter name="$KEY">$VALUE</atem:parameter>\n...\n</atem:invoke>\n</atem:function_calls>\n' -}}
+{%- for tool in tools -%}{{- '\n' + tool.function | tojson -}}{%- endfor -%}
+{%- endif -%}
+{{- '\n\n# Valid recipients: "self", ' -}}
+{%- for tool in tools or [] -%}{{- '"' + tool.function.name + '.*", ' -}}{%- endfor -%}
+{{- '"user".<|eot|>' -}}
+{%- endmacro -%}
+{%- if messages[0].role != 'system' -%}{{- '<|start|>system<|message|>You help.' -}}{{- told() -}}{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'system' -%}{{- '<|start|>system<|message|>' + message.content -}}{{- told() -}}
+{%- elif message.role == 'user' -%}{{- '<|start|>user<|message|>' + message.content + '<|eot|>' -}}
+{%- elif message.role == 'tool' -%}
+{{- '<|start|>tool f<|message|><tool_output name="f">\n' + message.content + '\n</tool_output><|eot|>' -}}
+{%- else -%}
+{%- if message.reasoning_content -%}
+{{- '<|start|>assistant to=self<|message|>' + message.reasoning_content + '<|eom|>' -}}
+{%- endif -%}
+{%- for call in message.tool_calls or [] -%}
+{%- set function = call.function -%}
+{%- if function.arguments is not mapping -%}{{- raise_exception('arguments must be a mapping') -}}{%- endif -%}
+{{- '<|start|>assistant to=' + function.name + '<|message|><atem:function_calls>\n' -}}
+{{- '<atem:invoke name="' + function.name + '">\n' -}}
+{%- for key, value in function.arguments | items -%}
+{{- '<atem:parameter name="' + key + '">' + (value if value is string else value | tojson) + '</atem:parameter>\n' -}}
+{%- endfor -%}
+{{- '</atem:invoke>\n</atem:function_calls>' + ('<|eot|>' if loop.last else '<|eom|>') -}}
+{%- endfor -%}
+{%- if not message.tool_calls -%}
+{{- '<|start|>assistant to=user<|message|>' + message.content + '<|eot|>' -}}
+{%- endif -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|start|>assistant' -}}{%- endif -%}"""
+
+NEMOTRON3 = r"""{%- set thinks = enable_thinking if enable_thinking is defined else true -%}
+{%- set brief = low_effort if low_effort is defined else false -%}
+{%- set told = messages[0].content if messages[0].role == 'system' else '' -%}
+{%- set rest = messages[1:] if messages[0].role == 'system' else messages -%}
+{{- '<|im_start|>system\n' + told -}}
+{%- if tools -%}
+{{- '\n\n# Tools\n\n<tools>' -}}
+{%- for tool in tools -%}
+{{- '\n<function>\n<name>' + tool.function.name + '</name>\n<parameters>' -}}
+{{- tool.function.parameters | default({}) | tojson + '</parameters>\n</function>' -}}
+{%- endfor -%}
+{{- '\n</tools>\n\nA call has this form:\n<tool_call>\n<function=example_function_name>\n' -}}
+{{- '<parameter=example_parameter_1>\nvalue_1\n</parameter>\n</function>\n</tool_call>' -}}
+{%- endif -%}
+{{- '<|im_end|>\n' -}}
+{%- set ask = namespace(last=-1) -%}
+{%- for message in rest -%}
+{%- if message.role == 'user' -%}{%- set ask.last = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{%- for message in rest -%}
+{%- if message.role == 'assistant' -%}
+{%- set thought = message.reasoning_content if loop.index0 > ask.last else '' -%}
+{{- '<|im_start|>assistant\n' + ('<think>\n' + thought + '\n</think>\n' if thought else '<think></think>') -}}
+{{- message.content -}}
+{%- if message.tool_calls and message.content -%}{{- '\n' -}}{%- endif -%}
+{%- for call in message.tool_calls or [] -%}
+{{- '<tool_call>\n<function=' + call.function.name + '>\n' -}}
+{%- for key, value in call.function.arguments | items -%}
+{{- '<parameter=' + key + '>\n' + (value if value is string else value | tojson) + '\n</parameter>\n' -}}
+{%- endfor -%}
+{{- '</function>\n</tool_call>\n' -}}
+{%- endfor -%}
+{{- '<|im_end|>\n' -}}
+{%- elif message.role == 'tool' -%}
+{%- if loop.previtem is not defined or loop.previtem.role != 'tool' -%}{{- '<|im_start|>user\n' -}}{%- endif -%}
+{{- '<tool_response>\n' + message.content + '\n</tool_response>\n' -}}
+{%- if loop.last or loop.nextitem.role != 'tool' -%}{{- '<|im_end|>\n' -}}{%- endif -%}
+{%- else -%}
+{{- '<|im_start|>' + message.role + '\n' + message.content -}}
+{%- if brief and loop.index0 == ask.last -%}{{- '\n\n{reasoning effort: low}' -}}{%- endif -%}
+{{- '<|im_end|>\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\n' + ('<think>\n' if thinks else '<think></think>') -}}
+{%- endif -%}"""
+
+_GLM47 = r"""{{- 'BEGIN' -}}
+{%- set thinks = enable_thinking if enable_thinking is defined else DEFAULT -%}
+{%- if tools -%}
+{{- 'SYSTEM# Tools\n<tools>\n' -}}
+{%- for tool in tools -%}{{- tool | tojson + '\n' -}}{%- endfor -%}
+{{- '</tools>\n<tool_call>{name}<arg_key>{key}</arg_key><arg_value>{value}</arg_value>...</tool_call>/SYSTEM' -}}
+{%- endif -%}
+{%- set ask = namespace(last=-1) -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' -%}{%- set ask.last = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' -%}{{- 'USER' + message.content + '/USER' -}}
+{%- elif message.role == 'system' -%}{{- 'SYSTEM' + message.content + '/SYSTEM' -}}
+{%- elif message.role == 'tool' -%}
+{%- if loop.first or loop.previtem.role != 'tool' -%}{{- 'RESULTS' -}}{%- endif -%}
+{{- '<tool_response>' + message.content + '</tool_response>' -}}
+{%- else -%}
+{{- 'REPLY' -}}
+{%- if message.reasoning_content and KEPT -%}
+{{- '<think>' + message.reasoning_content + '</think>' -}}
+{%- else -%}{{- '</think>' -}}{%- endif -%}
+{{- message.content -}}
+{%- for call in message.tool_calls or [] -%}
+{{- '<tool_call>' + call.function.name -}}
+{%- for key, value in call.function.arguments | items -%}
+{{- '<arg_key>' + key + '</arg_key><arg_value>' + (value if value is string else value | tojson) + '</arg_value>' -}}
+{%- endfor -%}
+{{- '</tool_call>' -}}
+{%- endfor -%}
+{{- '/REPLY' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- 'REPLY' + ('<think>' if thinks else '</think>') -}}{%- endif -%}"""
+
+
+def _glm(**words: str) -> str:
+    text = _GLM47
+    for word in ("/SYSTEM", "/USER", "/REPLY", *words):
+        text = text.replace(word, words.get(word, ""))
+    return text
+
+
+GLM47 = _glm(
+    BEGIN="[gMASK]<sop>",
+    DEFAULT="true",
+    SYSTEM="<|system|>",
+    USER="<|user|>",
+    REPLY="<|assistant|>",
+    RESULTS="<|observation|>",
+    KEPT="loop.index0 > ask.last",
+)
+LAGUNA = _glm(
+    BEGIN="〈|EOS|〉",
+    DEFAULT="false",
+    **{"/SYSTEM": "</system>\\n", "/USER": "</user>\\n", "/REPLY": "</assistant>\\n"},
+    SYSTEM="<system>",
+    USER="<user>",
+    REPLY="<assistant>",
+    RESULTS="",
+    KEPT="thinks",
+)
+
+QWEN38 = (
+    r"""{%- if enable_thinking is undefined or enable_thinking -%}
+{%- set level = reasoning_effort | default('xhigh') -%}
+{%- if level not in ('xhigh', 'medium', 'low') -%}{{- raise_exception('no such effort: ' + level) -}}{%- endif -%}
+{%- if level != 'medium' -%}{{- '<|im_start|>system\nThink: ' + level + '<|im_end|>\n' -}}{%- endif -%}
+{%- endif -%}"""
+    + QWEN3_CODER.removesuffix("{%- endif -%}")
+    + r"""{%- if enable_thinking is undefined or enable_thinking -%}{{- '<think>\n' -}}{%- endif -%}
+{%- endif -%}"""
+)
+
 TEMPLATES: Mapping[str, tuple[ToolFormat, str]] = {
     "Qwen 3, Hermes": (ToolFormat.HERMES, HERMES),
     "Qwen3-Coder": (ToolFormat.QWEN3_CODER, QWEN3_CODER),
@@ -435,4 +657,10 @@ TEMPLATES: Mapping[str, tuple[ToolFormat, str]] = {
     "MiniMax M1": (ToolFormat.MINIMAX, MINIMAX),
     "MiniMax M2": (ToolFormat.MINIMAX_M2, MINIMAX_M2),
     "gpt-oss": (ToolFormat.HARMONY, HARMONY),
+    "Gemma 4": (ToolFormat.GEMMA4, GEMMA4),
+    "Muse Glimmer": (ToolFormat.MUSE, MUSE),
+    "Nemotron 3": (ToolFormat.QWEN3_CODER, NEMOTRON3),
+    "GLM 4.7": (ToolFormat.GLM, GLM47),
+    "Laguna": (ToolFormat.GLM, LAGUNA),
+    "Qwen 3.8": (ToolFormat.QWEN3_CODER, QWEN38),
 }

@@ -31,8 +31,13 @@ class ToolFormat(StrEnum):
     MINIMAX = "minimax"  # {"name": ..., "arguments": ...}, one a line, in <tool_calls>: MiniMax M1
     MINIMAX_M2 = "minimax_m2"  # <invoke name=...> and a <parameter name=...> for each argument: MiniMax M2
     HARMONY = "harmony"  # messages in channels, a call one to functions.name: gpt-oss
+    GEMMA4 = "gemma4"  # call:name{key:value}, strings between quotes of its own, in <|tool_call>: Gemma 4
+    MUSE = "muse"  # messages to recipients, a call has <atem:invoke name=...> and tags for arguments: Muse Glimmer
     NONE = "none"  # the model has no tool calls: everything is text
 
+
+QUOTE = '<|"|>'
+"""Stands on both sides of a string of `ToolFormat.GEMMA4`, which has no escapes."""
 
 _DEEPSEEK = "<｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> <｜tool▁sep｜> <｜tool▁call▁end｜> <｜tool▁calls▁end｜>"
 
@@ -55,12 +60,18 @@ MARKERS: Mapping[ToolFormat, frozenset[str]] = {
         ToolFormat.MINIMAX: "<tool_calls> </tool_calls>",
         ToolFormat.MINIMAX_M2: "<minimax:tool_call> </minimax:tool_call>",
         ToolFormat.HARMONY: "<|start|> <|end|> <|channel|> <|message|> <|constrain|>",
+        ToolFormat.GEMMA4: f"<|tool_call> <tool_call|> {QUOTE}",
+        ToolFormat.MUSE: "<|start|> <|message|> <|eom|>",
         ToolFormat.NONE: "",
     }.items()
 }
 """Tokens that the tracker must see even if the vocabulary calls them special."""
 
-ENDS: Mapping[ToolFormat, frozenset[str]] = {ToolFormat.HARMONY: frozenset({"<|call|>", "<|return|>"})}
+ENDS: Mapping[ToolFormat, frozenset[str]] = {
+    ToolFormat.HARMONY: frozenset({"<|call|>", "<|return|>"}),
+    ToolFormat.GEMMA4: frozenset({"<turn|>", "<|tool_response>"}),
+    ToolFormat.MUSE: frozenset({"<|eot|>"}),
+}
 """Tokens that end a reply in a format, in addition to the model's own."""
 
 
@@ -87,6 +98,9 @@ TAGS: Mapping[ToolFormat, TagForm] = {
     ToolFormat.QWEN3_CODER: TagForm("<parameter=", ">", "</parameter>", "<function=", ">", "</function>", line=True),
     ToolFormat.GLM: TagForm("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"),
     ToolFormat.MINIMAX_M2: TagForm('<parameter name="', '">', "</parameter>", '<invoke name="', '">', "</invoke>"),
+    ToolFormat.MUSE: TagForm(
+        '<atem:parameter name="', '">', "</atem:parameter>", '<atem:invoke name="', '">', "</atem:invoke>"
+    ),
     ToolFormat.DEEPSEEK_V32: TagForm(
         '<｜DSML｜parameter name="',
         '" string="true">',
@@ -100,6 +114,8 @@ TAGS: Mapping[ToolFormat, TagForm] = {
 
 # First match wins. A template may name several markers: Hermes templates never name the others.
 _SIGNS = (
+    ("<|tool_call>call:", ToolFormat.GEMMA4),
+    ("<atem:function_calls>", ToolFormat.MUSE),
     ("｜DSML｜", ToolFormat.DEEPSEEK_V32),
     ("<｜tool▁sep｜>", ToolFormat.DEEPSEEK_V31),
     ("<|tool_calls_section_begin|>", ToolFormat.KIMI_K2),

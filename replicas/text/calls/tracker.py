@@ -29,7 +29,7 @@ from itertools import groupby
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from holdfast.replicas.requests import TextDelta, ToolCall, ToolCallDelta
-from holdfast.replicas.text.calls.formats import TAGS, TagForm, ToolFormat
+from holdfast.replicas.text.calls.formats import QUOTE, TAGS, TagForm, ToolFormat
 from holdfast.replicas.text.calls.values import MOST_NESTED, NUMBER, TEXT, Kinds, argument_schema, kind_of, kinds_of
 
 T = TypeVar("T")
@@ -133,6 +133,7 @@ _SCALAR_BEGUN = re.compile(
     rf"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:(?<=[0-9])[eE][+-]?[0-9]*)?)?\Z|{beginnings(*_CONSTANTS)}"
 )
 _COMMA = {"}": re.compile(r',[ \t\r\n]*(?=["}])'), "]": re.compile(r',[ \t\r\n]*(?=["0-9tfnTFN{\[\]-])')}
+_ANY_COMMA = re.compile(r",[ \t\r\n]*(?=[^ \t\r\n])")
 _COMMA_BEGUN = re.compile(r",[ \t\r\n]*\Z")
 # Characters of a string that need no escape. No text has halves of surrogate pairs in it, only escapes have.
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
@@ -145,8 +146,8 @@ _ESCAPE = re.compile(
 _ESCAPE_BEGUN = re.compile(rf"\\(?:u{_HEX}{{0,3}}|{_HIGH}(?:\\(?:u{_HEX}{{0,3}})?)?)?\Z")
 
 
-def json_value(text: Text, put: Put) -> Scan[None]:
-    """One JSON value."""
+def json_value(text: Text, put: Put, bare: bool = False) -> Scan[None]:
+    """One JSON value. `bare`: keys have no quotes, and strings may stand between two `QUOTE`."""
     closers: list[str] = []  # of the open brackets
     want: Literal["value", "element", "key", "colon", "next"] = "value"
 
@@ -162,7 +163,7 @@ def json_value(text: Text, put: Put) -> Scan[None]:
             put(text.take(), char + '"' if len(closers) == DEEPEST else char)
             want = "next"
         elif char == "," and want == "next":
-            comma = yield from text.match(_COMMA[closers[-1]], _COMMA_BEGUN)
+            comma = yield from text.match(_ANY_COMMA if bare else _COMMA[closers[-1]], _COMMA_BEGUN)
             if not comma:
                 raise MismatchError
             hand(comma[0], comma[0][comma.string[comma.end()] == closers[-1] :])
@@ -174,9 +175,12 @@ def json_value(text: Text, put: Put) -> Scan[None]:
             put(text.take(), '"' + char if len(closers) == DEEPEST else char)
             closers.append("}" if char == "{" else "]")
             want = "key" if char == "{" else "element"
-        elif char == '"' and want in ("value", "element", "key"):
-            yield from json_string(text, hand)
+        elif (char == '"' or (bare and char == QUOTE[0])) and want in ("value", "element", "key"):
+            yield from (json_string if char == '"' else _quoted)(text, hand)
             want = "colon" if want == "key" else "next"
+        elif bare and want == "key":
+            yield from _bare_key(text, hand)
+            want = "colon"
         else:
             scalar = (yield from text.match(_SCALAR, _SCALAR_BEGUN)) if want in ("value", "element") else None
             if not scalar:
@@ -210,6 +214,40 @@ def json_string(text: Text, put: Put) -> Scan[None]:
             put(text.take(), char if char == '"' else json.dumps(char)[1:-1])
             if char == '"':
                 return
+
+
+_QUOTE, _QUOTE_BEGUN = re.compile(re.escape(QUOTE)), re.compile(beginnings(QUOTE))
+_IN_QUOTES = re.compile(f"[^{QUOTE[0]}]+")
+_BARE_KEY = re.compile(r'[^:,<>{}\[\]"\r\n]+')
+
+
+def _quoted(text: Text, put: Put) -> Scan[None]:
+    """A string between two `QUOTE`."""
+
+    def escape(plain: str) -> None:
+        put(plain, json.dumps(plain, ensure_ascii=False)[1:-1])
+
+    if not (yield from text.match(_QUOTE, _QUOTE_BEGUN)):
+        raise MismatchError
+    put(QUOTE, '"')
+    while True:
+        yield from text.run(_IN_QUOTES, escape)
+        if not (yield from text.peek()):
+            raise MismatchError
+        if (yield from text.match(_QUOTE, _QUOTE_BEGUN)):
+            put(QUOTE, '"')
+            return
+        escape(text.take())
+
+
+def _bare_key(text: Text, put: Put) -> Scan[None]:
+    """A key without quotes."""
+    parts: list[str] = []
+    yield from text.run(_BARE_KEY, parts.append)
+    key = "".join(parts)
+    if not (yield from text.peek()) or not key:
+        raise MismatchError(key)
+    put(key, json.dumps(key.strip(), ensure_ascii=False))
 
 
 def value_alone(text: Text, put: Put) -> Scan[None]:
@@ -767,11 +805,11 @@ def _held_json(t: CallTracker, scan: Callable[[Text, Put], Scan[None]]) -> Scan[
     return "".join(valid)
 
 
-def _arguments(t: CallTracker) -> Scan[None]:
+def _arguments(t: CallTracker, bare: bool = False) -> Scan[None]:
     """A call's arguments: an object, which goes out as it is read, the text of one, or null, [] or "" for none."""
     if (yield from t.peek()) == "{":
         t.begin_arguments(streamed=True)
-        yield from json_value(t, t.argument)
+        yield from json_value(t, t.argument, bare)
         t.call.complete = True
         return
     t.begin_arguments(streamed=False)
@@ -817,12 +855,12 @@ def _object(t: CallTracker) -> Scan[None]:
     t.close_call()
 
 
-def _named(t: CallTracker, name: str, written_id: str = "") -> Scan[None]:
-    """The arguments of a call whose name stands before them; it closes with them."""
+def _named(t: CallTracker, name: str, written_id: str = "", bare: bool = False) -> Scan[None]:
+    """The arguments of a call whose name stands before them; it closes with them. `bare`: see `json_value`."""
     if not name or (yield from t.peek()) != "{":
         raise MismatchError
     t.name_call(name, written_id)
-    yield from _arguments(t)
+    yield from _arguments(t, bare)
     t.close_call()
 
 
@@ -993,6 +1031,14 @@ def _pythonic(t: CallTracker) -> Scan[None]:
         t.end_markup()
 
 
+def _gemma4(t: CallTracker) -> Scan[None]:
+    """``call:name{key:<|"|>text<|"|>,other:1}<tool_call|>``."""
+    name = yield from t.read(SP, "call:", NAME, SP)
+    yield from _named(t, name, bare=True)
+    yield from t.read(SP, "<tool_call|>")
+    t.end_markup()
+
+
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _PYTHON_NAME = re.compile(r"[\w.-]+")
 _IN_PYTHON_STRING = re.compile(r"""[^'"\\]+""")
@@ -1075,5 +1121,7 @@ READERS: Mapping[ToolFormat, Reader] = {
     ToolFormat.QWEN3_CODER: _tags(ToolFormat.QWEN3_CODER, "<tool_call>", "</tool_call>"),
     ToolFormat.MINIMAX_M2: _tags(ToolFormat.MINIMAX_M2, "<minimax:tool_call>", "</minimax:tool_call>"),
     ToolFormat.DEEPSEEK_V32: _tags(ToolFormat.DEEPSEEK_V32, "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+    ToolFormat.GEMMA4: Reader({"<|tool_call>": _gemma4}),
+    ToolFormat.MUSE: _tags(ToolFormat.MUSE, "<atem:function_calls>", "</atem:function_calls>"),
     ToolFormat.HARMONY: Reader({"<|channel|>": _harmony, "<|start|>": _harmony}, bare={"t": _harmony}),
 }

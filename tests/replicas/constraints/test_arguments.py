@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from call_grammars import compiler, vocabulary
+from call_texts import call_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
@@ -203,3 +204,91 @@ def test_whatever_is_let_through_is_read_back_and_follows_the_schema(
     made: dict[ToolFormat, Compiler], value: Any, format: ToolFormat
 ) -> None:
     followed(made[format], format, value)
+
+
+# ---- Gemma 4 ----
+
+SPOKEN = [
+    *(
+        "",
+        "fast",
+        "5",
+        "null",
+        "slow",
+        'a"b\n{',
+        "abcd",
+        "日本",
+        5,
+        -3,
+        7,
+        12,
+        1.5,
+        True,
+        False,
+        None,
+        [],
+        [1, 2],
+        ["a"],
+    ),
+    *(
+        [True],
+        [[1]],
+        {},
+        {"city": "a"},
+        {"city": 1},
+        {"city": "a", "n": 2},
+        {"city": "a", "n": "2"},
+        {"a": {"b c": []}},
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def gemma4(qwen_like: Any) -> Compiler:
+    return compiler(qwen_like, ToolFormat.GEMMA4)
+
+
+def spoken(made: Compiler, parameters: Any, strict: bool = True) -> list[Any]:
+    """Those of `SPOKEN` that may be written for "x", forced or in a text; each is read back as it was."""
+    found = []
+    for calls in ("required", "auto"):
+        matcher = made.matcher(ReplyRule((ToolRule("f", Schema(parameters, strict, "tools.0")),), calls))  # type: ignore[arg-type]
+        held = matcher.calls if isinstance(matcher, CallGuard) else matcher
+        assert isinstance(held, GuidedMatcher)
+        for value in SPOKEN:
+            (text,) = call_texts(ToolFormat.GEMMA4, [("f", {"x": value})])
+            ids = vocabulary(made).encode(text)
+            if (place := held.copy()).take(ids) == len(ids) and place.complete:
+                tracker = CallTracker(ToolFormat.GEMMA4, frozenset({"f"}), True, str)
+                tracker.feed(text)
+                assert json.loads(tracker.calls[0].arguments) == {"x": value}
+                found.append(value)
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(value=SCHEMAS)
+def test_a_value_of_gemma_4_is_let_through_exactly_where_it_follows_its_schema(gemma4: Compiler, value: Any) -> None:
+    parameters = schema_of(value)
+    try:
+        found = spoken(gemma4, parameters)
+    except InvalidRequestError:
+        return
+    valid = [each for each in SPOKEN if Draft202012Validator(parameters).is_valid({"x": each})]
+    assert sorted(map(repr, found)) == sorted(map(repr, valid * 2))
+
+
+def test_what_the_notation_of_gemma_4_cannot_follow_is_refused_where_it_is_strict(gemma4: Compiler) -> None:
+    for value, some, never in (
+        ({"type": "string", "pattern": "^a"}, ["abcd", "fast"], [5]),
+        ({"type": "object", "minProperties": 1, "required": ["n"], "properties": {"n": {}}}, [SPOKEN[-3]], [{}]),
+        ({"type": "array", "uniqueItems": True, "items": {"type": "integer"}}, [[1, 2], []], [["a"]]),
+        ({"not": {"type": "string"}}, [5, None, [1, 2]], []),
+    ):
+        with pytest.raises(InvalidRequestError):
+            spoken(gemma4, schema_of(value))
+        found = spoken(gemma4, schema_of(value), strict=False)
+        assert [each for each in some if each not in found] == []
+        assert [each for each in found if each in never] == []
+    listed = [{"n": 2, "city": "a"}, ["a"], 5]
+    assert spoken(gemma4, schema_of({"enum": listed})) == [5, ["a"], {"city": "a", "n": 2}] * 2

@@ -24,7 +24,7 @@ from holdfast.replicas.requests import (
 )
 from holdfast.replicas.text.calls.formats import ToolFormat
 from holdfast.replicas.text.conversation import FREE, TextSide
-from holdfast.replicas.text.reasoning import ChannelReader
+from holdfast.replicas.text.reasoning import CHANNELS, ChannelReader
 
 PARAMETERS = {
     "type": "object",
@@ -40,7 +40,7 @@ FINAL = "<|channel|>final<|message|>It rains."
 
 
 def read(text: str, *pieces: str) -> tuple[str, str]:
-    reader = ChannelReader()
+    reader = ChannelReader(CHANNELS[ToolFormat.HARMONY])
     told = [*map(reader.feed, pieces or (text,)), reader.flush()]
     reasoning, content = ("".join(each[index] for each in told) for index in (0, 1))
     assert reader.skipped == len("".join(pieces) or text) - len(content)
@@ -120,7 +120,10 @@ ODD = {
 def test_headers_that_lack_a_part_are_read_as_what_they_are(text: str, data: st.DataObject) -> None:
     """`ODD`: reasoning, content and the city of the last call: None without arguments, "" without a call."""
     thought, said, city = ODD[text]
-    channels, calls = ChannelReader(), parser(ToolFormat.HARMONY, declared_names=frozenset({"f"}))
+    channels, calls = (
+        ChannelReader(CHANNELS[ToolFormat.HARMONY]),
+        parser(ToolFormat.HARMONY, declared_names=frozenset({"f"})),
+    )
     told = [*map(channels.feed, chunked(text, data)), channels.flush()]
     content, called = collected([content for _, content in told], calls)
     assert ("".join(reasoning for reasoning, _ in told), content) == (thought, said)

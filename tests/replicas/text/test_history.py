@@ -67,17 +67,6 @@ def result(content: str, call_id: str = "000000001") -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
-@pytest.fixture
-def with_template(qwen_like: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Renderer]:
-    """Makes a renderer of a template."""
-
-    def renderer(template: str) -> Renderer:
-        monkeypatch.setattr(qwen_like, "chat_template", template)
-        return Renderer(qwen_like)
-
-    return renderer
-
-
 def test_content_becomes_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [user(parts), {"role": "assistant", "content": None, "tool_calls": None, "refusal": None}]

@@ -286,3 +286,30 @@ def test_what_has_many_parts_is_rendered_beside_the_event_loop(qwen_like: Any) -
     for prompt in (few, many):
         assert asyncio.run(renderer.rendered(prompt, beside)) == Renderer(qwen_like).render(prompt)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "effort", "text"),
+    [
+        ("Qwen 3.8", "high", "Think: xhigh"),  # the template knows low, medium and xhigh, and refuses others
+        ("Qwen 3.8", "minimal", "Think: low"),
+        ("gpt-oss", "max", "Reasoning: high"),
+        ("gpt-oss", "none", "Reasoning: low"),
+        ("Muse Glimmer", "medium", "Reasoning strength: medium."),
+        ("Muse Glimmer", "none", "Reasoning strength: low."),
+        ("Nemotron 3", "low", "{reasoning effort: low}"),
+        ("Nemotron 3", "none", "assistant\n<think></think>"),
+        ("DeepSeek V3.1", "none", "<｜Assistant｜></think>"),
+        ("DeepSeek V3.1", "low", "<｜Assistant｜><think>"),
+    ],
+)
+def test_an_effort_is_told_by_the_name_and_in_the_words_that_the_template_has(
+    with_template: Callable[[str], Renderer], name: str, effort: str, text: str
+) -> None:
+    renderer = with_template(TEMPLATES[name][1])
+    kwargs = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    assert text in renderer.render(ChatPrompt([user("hi")], template_kwargs=kwargs)).text
+    own = {"reasoning_strength": "odd", "thinking": False, **kwargs, "reasoning_effort": "odd"}
+    if name != "Qwen 3.8":
+        told = renderer.render(ChatPrompt([user("hi")], template_kwargs=own)).text
+        assert ("odd" in told) is (name in ("gpt-oss", "Muse Glimmer")), "what the client says itself stays"

@@ -29,7 +29,7 @@ from holdfast.replicas.requests import (
 from holdfast.replicas.text.calls.formats import ToolFormat
 from holdfast.replicas.text.calls.tracker import READERS
 from holdfast.replicas.text.conversation import TextSide
-from holdfast.replicas.text.reasoning import ThinkingReader, thinking_reader
+from holdfast.replicas.text.reasoning import CHANNELS, ThinkingReader, thinking_reader
 
 STRICT = {
     "type": "function",
@@ -97,7 +97,7 @@ def test_thinking_is_neither_content_nor_calls_nor_stopped(side: TextSide, start
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
-@pytest.mark.parametrize("format", [format for format in READERS if READERS[format].marked and format != "harmony"])
+@pytest.mark.parametrize("format", [format for format in READERS if format not in CHANNELS])
 def test_calls_that_the_thinking_ends_with_are_calls_where_nothing_follows(
     qwen_like: Any, format: ToolFormat, step: int
 ) -> None:

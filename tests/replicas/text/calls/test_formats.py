@@ -34,6 +34,8 @@ TEMPLATES = [
     ('<|python_start|> Respond in the format {"name": function name, "parameters": ...}', ToolFormat.LLAMA4),
     ("<|python_start|>[", ToolFormat.PYTHONIC),
     ("<|channel|>commentary", ToolFormat.HARMONY),
+    ("{{ '<|tool_call>call:' + name }}", ToolFormat.GEMMA4),
+    ("{{ '<atem:function_calls>' }}", ToolFormat.MUSE),
     ("answer with <function=name>{...}</function>", ToolFormat.LLAMA3_FUNCTION),
     ("{{ message.content }}", ToolFormat.NONE),
     (None, ToolFormat.NONE),

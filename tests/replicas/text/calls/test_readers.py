@@ -9,6 +9,7 @@ from call_texts import (
     ARGUMENTS,
     CALLS,
     FORMATS,
+    JSON_FORMATS,
     NAMES,
     as_read,
     call_texts,
@@ -492,7 +493,7 @@ def test_nothing_is_lost_and_no_two_calls_are_one(
     # In tags a value that is no text is sent once it is whole: where the output ends inside of one, that is not.
     broken = format in TAGS and not is_json(found[-1][1])
     assert text.endswith("zq") or any("zq" in arguments for _, arguments in found) or broken
-    if format is not ToolFormat.PYTHONIC and format not in TAGS:
+    if format in JSON_FORMATS:
         at = 0
         for name, arguments in found:
             assert name in raw

@@ -597,8 +597,7 @@ def inspect_model(name: str) -> ModelInfo:
     text = config.get_text_config(decoder=True)
     try:
         described = describe(config)
-        kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        cell = described.cell if described else CellShape(text.num_hidden_layers, kv_heads, head_dim(text))
+        cell = described.cell if described else _cell(text)
         context, vocabulary = _context(text), int(text.vocab_size)
     except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise cannot_serve(name, f"its configuration lacks a number of a transformer's shape ({error})") from error
@@ -610,6 +609,11 @@ def inspect_model(name: str) -> ModelInfo:
     dtype = _dtype_name(config, text)
     shape = ModelShape(context, dtype, cell.values, _steady_context(text, context), cell.head_dim)
     return ModelInfo(path, config, cell, shape, vocabulary, described)
+
+
+def _cell(text: Any) -> CellShape:
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return CellShape(text.num_hidden_layers, kv_heads, head_dim(text))
 
 
 def sliding_window(config: Any) -> int:

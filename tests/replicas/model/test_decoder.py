@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from families import COMMON, CONFIGS, save
 from safetensors.torch import save_file
 
 from holdfast.replicas.errors import ConfigError
@@ -15,124 +16,6 @@ from holdfast.replicas.model.decoder_gpu import GpuDecoder
 from holdfast.replicas.model.description import describe
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling
 
-COMMON = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-EXPERTS = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
-WINDOWS = ["sliding_attention", "full_attention"]
-CONFIGS = {
-    "llama": tf.LlamaConfig(**COMMON),
-    "llama tied": tf.LlamaConfig(**COMMON, tie_word_embeddings=True),
-    "llama3 rope": tf.LlamaConfig(**COMMON, rope_parameters=LLAMA3),
-    "linear rope": tf.LlamaConfig(**COMMON, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
-    "yarn rope": tf.LlamaConfig(**COMMON, rope_parameters=YARN),
-    "wide heads": tf.LlamaConfig(**COMMON, head_dim=16),
-    "mistral": tf.MistralConfig(**COMMON, sliding_window=24),
-    "qwen2": tf.Qwen2Config(**COMMON),
-    "qwen2 windows": tf.Qwen2Config(
-        **COMMON, use_sliding_window=True, sliding_window=20, layer_types=["sliding_attention", "full_attention"]
-    ),
-    "qwen3": tf.Qwen3Config(**COMMON, head_dim=16, tie_word_embeddings=True),
-    "bias": tf.LlamaConfig(**COMMON, attention_bias=True),
-    "qwen3 moe": tf.Qwen3MoeConfig(**COMMON, **EXPERTS, head_dim=16, norm_topk_prob=True, mlp_only_layers=[0]),
-    "qwen3 moe, not normalised": tf.Qwen3MoeConfig(**COMMON, **EXPERTS, head_dim=16, norm_topk_prob=False),
-    "gpt-oss": tf.GptOssConfig(
-        **COMMON | {"intermediate_size": 24},
-        num_local_experts=8,
-        num_experts_per_tok=3,
-        head_dim=16,
-        sliding_window=20,
-        rope_parameters=YARN | {"truncate": False},
-    ),
-    "gemma 3": tf.Gemma3TextConfig(
-        **COMMON,
-        head_dim=16,
-        sliding_window=20,
-        layer_types=WINDOWS,
-        query_pre_attn_scalar=12,
-        tie_word_embeddings=True,
-    ),
-    "gemma 4": tf.Gemma4TextConfig(
-        **COMMON,
-        head_dim=16,
-        global_head_dim=32,
-        sliding_window=20,
-        layer_types=WINDOWS,
-        hidden_size_per_layer_input=0,
-        attention_k_eq_v=True,
-        num_global_key_value_heads=1,
-        final_logit_softcapping=30.0,
-        enable_moe_block=True,
-        num_experts=8,
-        top_k_experts=3,
-        moe_intermediate_size=24,
-    ),
-    "glm 4": tf.Glm4MoeConfig(
-        **COMMON,
-        moe_intermediate_size=24,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_group=4,
-        topk_group=2,
-        head_dim=16,
-        use_qk_norm=True,
-        attention_bias=True,
-        routed_scaling_factor=1.7,
-        num_mtp_layers=0,
-    ),
-    "laguna": tf.LagunaConfig(
-        **COMMON,
-        **EXPERTS,
-        head_dim=16,
-        sliding_window=20,
-        layer_types=WINDOWS,
-        shared_expert_intermediate_size=40,
-        moe_routed_scaling_factor=2.5,
-        moe_router_logit_softcapping=3.0,
-        num_attention_heads_per_layer=[4, 6],
-    ),
-    "muse glimmer": tf.MuseGlimmerConfig(
-        text_config=COMMON
-        | {"head_dim": 16, "sliding_window": 20, "layer_types": WINDOWS, "layer_rope_theta": [10000.0, 0]},
-        vision_config={"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2},
-        out_hidden_size=128,
-        projector_hidden_size=16,
-    ),
-    "gemma 4 with vision": tf.Gemma4Config(
-        text_config=COMMON
-        | {
-            "head_dim": 16,
-            "global_head_dim": 16,
-            "sliding_window": 20,
-            "layer_types": WINDOWS,
-            "hidden_size_per_layer_input": 0,
-        },
-        vision_config={
-            "num_hidden_layers": 1,
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_attention_heads": 2,
-            "head_dim": 16,
-        },
-    ),
-    "minimax m2": tf.MiniMaxM2Config(**COMMON, num_local_experts=8, num_experts_per_tok=3, head_dim=16, rotary_dim=8),
-    "packed": tf.LlamaConfig(**COMMON | {"hidden_size": 512, "intermediate_size": 640}),
-}
 DECLINED = {
     "gpt_neox": tf.GPTNeoXConfig(),
     "mlp bias": tf.LlamaConfig(**COMMON, mlp_bias=True),
@@ -141,22 +24,6 @@ DECLINED = {
         **COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     ),
 }
-
-
-def save(config: tf.PreTrainedConfig, folder, shards: bool = False) -> torch.nn.Module:
-    torch.manual_seed(3)
-    config._attn_implementation = "eager"
-    nested = config.get_text_config() is not config
-    kind = tf.AutoModelForImageTextToText if nested else tf.AutoModelForCausalLM
-    model = kind.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() >= 2 or name.endswith("bias"):
-                weight.normal_(std=0.25)
-            else:
-                weight.add_(torch.randn_like(weight) * 0.1)
-    model.save_pretrained(folder, max_shard_size="20KB" if shards else "1GB")
-    return model
 
 
 def kv_of(config: tf.PreTrainedConfig, dtype: torch.dtype = torch.float32) -> KVTensors:
@@ -191,16 +58,20 @@ def test_logits_are_transformers_own(name, tmp_path):
     assert torch.equal(paged.argmax(-1), plain.argmax(-1))
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "packed"])
+ON_A_GPU = ("llama", "llama3 rope", "mistral", "qwen2 windows", "qwen3", "bias", "qwen3 moe", "gpt-oss", "gemma 3")
+ON_A_GPU += ("gemma 4", "glm 4", "laguna", "muse glimmer", "minimax m2")
+
+
+@pytest.mark.parametrize("name", ON_A_GPU)
 def test_logits_by_the_gpu_kernels_are_transformers_own(name, tmp_path):
     config = CONFIGS[name]
     model = save(config, tmp_path)
     kv = kv_of(config)
     decoder = GpuDecoder.load(str(tmp_path), config, kv, 160)
-    tokens = np.random.default_rng(1).integers(0, 97, 44).astype(np.int32)
+    tokens = np.random.default_rng(1).integers(0, 97, 36).astype(np.int32)
     with torch.inference_mode():
         plain = model(input_ids=torch.from_numpy(tokens).long()[None]).logits[0]
-    paged = paged_logits(decoder, kv, tokens, [30, 31, 36])
+    paged = paged_logits(decoder, kv, tokens, [25, 26, 31])
     assert torch.allclose(paged, plain, atol=2e-4, rtol=0)
     assert torch.equal(paged.argmax(-1), plain.argmax(-1))
 

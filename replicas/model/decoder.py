@@ -24,7 +24,7 @@ from holdfast.kernels.attention_plan import AttentionWork, attention_work
 from holdfast.kernels.experts import Experts, route
 from holdfast.kernels.kv import PagedBatch, PageRuns
 from holdfast.kernels.layer import Rotation, gated_norm, rms_norm
-from holdfast.kernels.linear import GatedMatrix, Matrix, activate
+from holdfast.kernels.linear import Activation, GatedMatrix, Matrix
 from holdfast.kernels.linear_state import LinearStates, LinearWeights, StateBatch, gated_delta
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.description import (
@@ -354,7 +354,7 @@ class FeedForwardLayer:
     """A dense feed-forward."""
 
     op: FeedForward
-    first: Matrix | GatedMatrix
+    first: GatedMatrix
     down: Matrix
 
     @property
@@ -478,8 +478,7 @@ class Decoder:
         )
 
     def _feed_forward(self, op: FeedForward, of: FeedForwardWeights) -> FeedForwardLayer:
-        first = self._gated_matrix(of.first) if op.activation == "silu" else self._matrix(of.first)
-        return FeedForwardLayer(op, first, self._matrix(of.down))
+        return FeedForwardLayer(op, self._gated_matrix(of.first, op.activation), self._matrix(of.down))
 
     def _experts(self, op: MixtureOfExperts, of: ExpertsWeights, scales: Tensor | None = None) -> ExpertsLayer:
         shared = None
@@ -500,9 +499,9 @@ class Decoder:
         assert isinstance(weight, Tensor)
         return Matrix(weight, bias, self._int8, self.leave)
 
-    def _gated_matrix(self, weight: Weight) -> GatedMatrix:
+    def _gated_matrix(self, weight: Weight, activation: Activation) -> GatedMatrix:
         assert isinstance(weight, Tensor)
-        return GatedMatrix(weight, self._int8, self.leave)
+        return GatedMatrix(weight, self._int8, self.leave, activation)
 
     def _all_experts(self, op: MixtureOfExperts, of: ExpertsWeights) -> Experts:
         return Experts(of.first, of.down, op.activation, of.first_bias, of.down_bias, self._int8)
@@ -654,8 +653,7 @@ class Decoder:
 
     def _inner(self, layer: FeedForwardLayer, h: Tensor) -> Tensor:
         """A feed-forward before its last product: [T, inner]."""
-        inner = layer.first(h)
-        return inner if isinstance(layer.first, GatedMatrix) else activate(inner, layer.op.activation)
+        return layer.first(h)
 
     def _mix(self, layer: ExpertsLayer, h: Tensor, routed: Tensor, plus: Tensor | None = None) -> Tensor:
         """The experts of `h` that the router chooses by `routed`, what all tokens share, and `plus`."""

@@ -23,7 +23,7 @@ from holdfast.kernels.attention_gpu import attend_gpu
 from holdfast.kernels.fp8_gpu import Fp8GatedMatrix, Fp8Matrix
 from holdfast.kernels.layer import Rotation
 from holdfast.kernels.layer_gpu import add_norm, gated_norm, rotate_and_store, sigmoid_gate, silu_and_mul
-from holdfast.kernels.linear import GatedMatrix, Matrix, Route
+from holdfast.kernels.linear import Activation, GatedMatrix, Matrix, Route
 from holdfast.kernels.linear_state import LinearStates, LinearWeights, StateBatch, gated_delta
 from holdfast.kernels.linear_state_gpu import gated_delta_gpu, supported
 from holdfast.kernels.stream_gpu import MOST_ORDERED, MOST_ROWS, streamed, streamed_tall
@@ -81,8 +81,10 @@ class GpuDecoder(Decoder):
     def _matrix(self, weight: Weight, bias: Tensor | None = None) -> Matrix:
         return super()._matrix(weight, bias) if isinstance(weight, Tensor) else Fp8Matrix(weight, bias)
 
-    def _gated_matrix(self, weight: Weight) -> GatedMatrix:
-        return super()._gated_matrix(weight) if isinstance(weight, Tensor) else Fp8GatedMatrix(weight)
+    def _gated_matrix(self, weight: Weight, activation: Activation) -> GatedMatrix:
+        if isinstance(weight, Tensor):
+            return super()._gated_matrix(weight, activation)
+        return Fp8GatedMatrix(weight, activation)
 
     def keep_order(self, rows: int, draws: int) -> None:
         """Make a token's bits independent of the rest of its step, for steps of up to so many rows and draws.
@@ -138,7 +140,7 @@ class GpuDecoder(Decoder):
         return gated_norm(out, z, layer.norm, self.description.eps)
 
     def _inner(self, layer: FeedForwardLayer, h: Tensor) -> Tensor:
-        if isinstance(layer.first, GatedMatrix):
+        if layer.op.activation == "silu":
             return silu_and_mul(layer.first.both(h))
         return super()._inner(layer, h)
 

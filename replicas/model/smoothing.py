@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from holdfast.kernels.linear import GatedMatrix, Matrix, even_out
+from holdfast.kernels.linear import Activation, GatedMatrix, Matrix, even_out
 from holdfast.kernels.linear_state import LinearStates
 from holdfast.replicas.kv.pages import NO_SLOT, StateUse
 from holdfast.replicas.kv.tensors import KVTensors
@@ -156,8 +156,8 @@ class _Seen(Decoder):
     def _matrix(self, weight: Weight, bias: Tensor | None = None) -> Matrix:
         return _Watched(self, _dense(weight), bias)
 
-    def _gated_matrix(self, weight: Weight) -> GatedMatrix:
-        return _WatchedGated(self, _dense(weight))
+    def _gated_matrix(self, weight: Weight, activation: Activation) -> GatedMatrix:
+        return _WatchedGated(self, _dense(weight), activation)
 
     def saw(self, matrix: object, x: Tensor) -> None:
         self._read[id(matrix)] = x.abs().amax(0)
@@ -186,8 +186,8 @@ class _Watched(Matrix):
 class _WatchedGated(GatedMatrix):
     __slots__ = ("_seen",)
 
-    def __init__(self, seen: _Seen, weight: Tensor) -> None:
-        super().__init__(weight, leave=True)
+    def __init__(self, seen: _Seen, weight: Tensor, activation: Activation) -> None:
+        super().__init__(weight, leave=True, activation=activation)
         self._seen = seen
 
     def __call__(self, x: Tensor) -> Tensor:

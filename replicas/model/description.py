@@ -267,6 +267,7 @@ class Family:
 _NOT_TEXT = (  # towers of other media, and layers that predict further tokens
     *("model.visual.", "model.vision_tower.", "model.vision_adapter.", "model.vision_projection.", "mtp."),
     *("model.audio_tower.", "model.embed_vision.", "model.embed_audio.", "model.multi_modal_projector."),
+    *("vision_tower.", "multi_modal_projector."),  # as older checkpoints call them
 )
 _LLAMA_LIKE = Family(mixers="windows by type")
 _QWEN3 = replace(_LLAMA_LIKE, qk_norm="head")
@@ -368,6 +369,7 @@ def describe(config: Any) -> Description | None:
         return None
     text = config.get_text_config(decoder=True)
     layers: int = text.num_hidden_layers
+    further = getattr(text, "num_nextn_predict_layers", None) or 0  # layers behind the last that predict further tokens
     kinds = text.layer_types if family.by_type else ["full_attention"] * layers
     blocks: list[Block] = []
     for number, kind in enumerate(kinds):
@@ -388,7 +390,7 @@ def describe(config: Any) -> Description | None:
         embedding_norm=family.embedding == "normed",
         logit_scale=getattr(text, "output_multiplier", 1.0),
         logit_cap=getattr(text, "final_logit_softcapping", None) or 0.0,
-        skipped=family.skipped,
+        skipped=(*family.skipped, *(f"model.layers.{layers + i}." for i in range(further))),
         renamed=family.renamed,
     )
 
@@ -417,7 +419,7 @@ def _attention(text: Any, family: Family, number: int) -> Attention:
     bias = bool(getattr(text, "attention_bias", False))
     norms = family.qk_norm if family.qk_norm != "option" else "head" if text.use_qk_norm else ""
     gate = family.gate
-    if gate == "softplus of heads" and text.gating == "per-element":
+    if gate == "softplus of heads" and text.gating is not True and text.gating != "per-head":
         gate = "softplus"
     return Attention(
         heads[number],
@@ -512,6 +514,7 @@ def why_not(config: Any) -> str:
         f"rotary positions of type {min(ropes, default='')}": bool(ropes),
         "rotary positions over a part of each head": partial and not family.partial_rotary,
         f"layers of type {min(others, default='')}": bool(others),
+        "other constants of the clamped activation": family.clamped and _clamp(text) != (1.702, 7.0),
         "linear layers alone": kinds == {"linear_attention"},
         "soft caps of scores": getattr(text, "attn_logit_softcapping", None),
         "attention to later tokens": getattr(text, "use_bidirectional_attention", None) in (True, "all"),
@@ -520,6 +523,10 @@ def why_not(config: Any) -> str:
         "heads that differ in layers of one type": _uneven_heads(text, family),
     }
     return next((reason for reason, found in refused.items() if found), "") or _unread_weights(config)
+
+
+def _clamp(text: Any) -> tuple[float, float]:
+    return getattr(text, "swiglu_alpha", 1.702), getattr(text, "swiglu_limit", 7.0)
 
 
 def _uneven_heads(text: Any, family: Family) -> bool:

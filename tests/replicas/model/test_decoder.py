@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers as tf
 from families import COMMON, CONFIGS, save
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.tensors import KVTensors
@@ -156,6 +156,18 @@ def test_an_index_without_files_is_an_error(text, tmp_path):
     with pytest.raises(ConfigError) as raised:
         Decoder.load(str(tmp_path), config, kv_of(config), 64)
     assert raised.value.field == "model"
+
+
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path):
+    config = CONFIGS["glm 4"]
+    state = save(config, tmp_path).state_dict()
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_nextn_predict_layers": 1}))
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.2.eh_proj.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    ours, plain = loaded_logits(tmp_path, tf.AutoConfig.from_pretrained(tmp_path))
+    assert torch.allclose(ours, plain, atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown", "size"])

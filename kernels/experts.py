@@ -67,8 +67,8 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
         logits = torch.tanh(logits / routing.softcap) * routing.softcap
     if routing.score == "softmax":
         scores = torch.softmax(logits, dim=-1)
-    else:  # torch.sigmoid rounds otherwise at the end of a tensor than in it
-        scores = torch.softmax(torch.stack((logits, torch.zeros_like(logits)), dim=-1), dim=-1)[..., 0]
+    else:  # torch.sigmoid rounds otherwise at the end of a tensor than in it, torch.exp does not
+        scores = 1 / (1 + torch.exp(-logits))
     choice = scores if correction is None else scores + correction.float()
     if routing.groups > 1:
         grouped = choice.view(-1, routing.groups, routing.experts // routing.groups)

@@ -93,14 +93,25 @@ def test_a_router_is_that_of_transformers(name):
     assert (ours - of_theirs).abs().max() <= 1e-6
 
 
-@pytest.mark.parametrize("routing", [ROUTERS["laguna.LagunaTopKRouter"], GROUPED, Routing(16, 6, "softmax", True)])
+ROUTINGS = [
+    Routing(19, 6, "softmax", True),
+    Routing(19, 6, "sigmoid", True, softcap=3.0),
+    Routing(21, 4, "sigmoid", False, groups=3, kept_groups=2),
+]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
 def test_a_token_is_routed_the_same_in_any_batch(routing):
-    """From its logits on: a float32 `Matrix` gives them on a CPU."""
+    """With logits by a float32 `Matrix`."""
     torch.manual_seed(1)
-    router, x, correction = Matrix(torch.randn(16, 64)), torch.randn(77, 64), torch.randn(16)
+    router, x, correction = (
+        Matrix(torch.randn(routing.experts, 64) / 4),
+        torch.randn(300, 64),
+        torch.randn(routing.experts),
+    )
     chosen, weights = route(router(x), routing, correction)
-    for start in (0, 1, 30, 76):
-        for end in (start + 1, 77):
+    for start in range(0, 300, 3):
+        for end in (start + 1, 300):
             alone = route(router(x[start:end]), routing, correction)
             assert torch.equal(alone[0], chosen[start:end])
             assert torch.equal(alone[1], weights[start:end])

@@ -9,6 +9,8 @@ import torch
 from paged_world import PagedWorld
 
 from holdfast.kernels.attention_gpu import attend_gpu
+from holdfast.kernels.experts import Routing
+from holdfast.kernels.experts_gpu import GpuExperts, route_gpu
 from holdfast.kernels.fp8 import Fp8Blocks, quantized_blocks
 from holdfast.kernels.fp8_gpu import streamed_blocks
 from holdfast.kernels.layer_gpu import add_norm, gated_norm, rotate_and_store, sigmoid_gate, silu_and_mul
@@ -91,6 +93,14 @@ def products(guard: Guards) -> torch.Tensor:
     return torch.cat([each.flatten() for each in found])
 
 
+def experts(guard: Guards) -> torch.Tensor:
+    gate_up, down, x = (guard(torch.randn(size)) for size in ((3, 70, 50), (3, 50, 35), (5, 50)))
+    logits = guard(torch.randn(5, 3))
+    chosen, weights = (guard(each) for each in route_gpu(logits, Routing(3, 2, "softmax", True), logits[0]))
+    biases = (guard(torch.randn(3, 70)), guard(torch.randn(3, 50)))
+    return GpuExperts(gate_up, down, "silu", *biases)(x, chosen, weights, guard(torch.randn(5, 50)))
+
+
 def linear_layer(guard: Guards, rule: str) -> torch.Tensor:
     shape = LinearShape(1, 2, 16, 16, 4, rule=rule)
     world = StateWorld([Span(2, 3, 1), Span(1, 50, 0, (7,), moves=True)], shape, 2, torch.float32)
@@ -110,7 +120,7 @@ def mamba2(guard: Guards) -> torch.Tensor:
     return linear_layer(guard, "mamba2")
 
 
-@pytest.mark.parametrize("kernel", [attention, rotary, layers, draws, products, delta, mamba2])
+@pytest.mark.parametrize("kernel", [attention, rotary, layers, draws, products, experts, delta, mamba2])
 def test_nothing_outside_is_read_or_written_and_the_same_step_has_the_same_bits(kernel: Callable):
     outputs = []
     for _ in range(2):

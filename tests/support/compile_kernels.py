@@ -13,10 +13,12 @@ from dry_device import DryDevice
 
 from holdfast.kernels.attention_gpu import attend_gpu, launch_items
 from holdfast.kernels.attention_plan import make_plan
+from holdfast.kernels.experts import Routing
+from holdfast.kernels.experts_gpu import GpuExperts, route_gpu
 from holdfast.kernels.fp8 import Fp8Blocks
 from holdfast.kernels.fp8_gpu import MOST_STREAMED, dequantised, streamed_blocks
 from holdfast.kernels.layer_gpu import add_norm, gated_norm, rotate_and_store, sigmoid_gate, silu_and_mul
-from holdfast.kernels.quantized import E8M0, FP8, quantized
+from holdfast.kernels.quantized import E8M0, FP8, QuantizedWeight, quantized
 from holdfast.kernels.quantized_gpu import QuantizedMatrix
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
 from holdfast.kernels.stream_gpu import streamed, streamed_tall
@@ -87,6 +89,25 @@ def products():
     dequantised(blocks, torch.bfloat16)
 
 
+def experts(kind, width, inner, activation, *counts):
+    """Layers of gpt-oss, Qwen3.6 and Nemotron 3 with these numbers of tokens."""
+
+    def made(outputs, inputs):
+        if kind == "plain":
+            return torch.zeros(2, outputs, inputs, dtype=torch.bfloat16)
+        if kind == "fp8":
+            codes = torch.zeros(2, outputs, inputs, dtype=torch.uint8)
+            return QuantizedWeight("e4m3", codes, torch.zeros(2, -(-outputs // 128), -(-inputs // 128)), (128, 128))
+        codes, scales = (torch.zeros(2, outputs, inputs // part, dtype=torch.uint8) for part in (2, 32))
+        return QuantizedWeight("e2m1", codes, scales.view(E8M0), (1, 32))
+
+    layer = GpuExperts(made(inner * (1 if activation == "relu2" else 2), width), made(width, inner), activation)
+    routing = Routing(128, 8, "sigmoid", True)
+    for count in counts:
+        logits = torch.zeros(count, 128, dtype=torch.bfloat16)
+        layer(torch.zeros(count, width, dtype=torch.bfloat16), *route_gpu(logits, routing))
+
+
 def linear_layer(model):
     spans = [linear_state.Span(3, 1), linear_state.Span(0, 100, 0, (64,))]
     made = linear_state.StateWorld(spans, linear_state.SHAPES[model], 8, torch.bfloat16, spare=0)
@@ -123,6 +144,9 @@ LAUNCHES = {
     "layers": layers,
     "draw": draw,
     "products": products,
+    "experts in MXFP4": lambda: experts("mxfp4", 2880, 2880, "clamped", 1, 100),
+    "experts in FP8": lambda: experts("fp8", 2048, 512, "silu", 2),
+    "experts in bfloat16": lambda: experts("plain", 2688, 1856, "relu2", 12),
     "gated delta": lambda: linear_layer("qwen3.5-27b"),
     "mamba2": lambda: linear_layer("nemotron-3-nano"),
     "products with quantised weights": quantised_products,
@@ -137,6 +161,14 @@ def every_shape():
     ):
         name = f"attention, {spans[0][1]} tokens, {'x'.join(map(str, shape))}, {dtype}"
         yield name, lambda spans=spans, shape=shape, dtype=dtype: attend(world(spans, shape, dtype=dtype))
+
+
+def every_expert():
+    """Experts with few, with some and with many pairs to each."""
+    layers = (("mxfp4", 2880, 2880, "clamped"), ("fp8", 2048, 512, "silu"), ("plain", 2688, 1856, "relu2"))
+    layers += (("plain", 2048, 768, "silu"), ("fp8", 2816, 704, "gelu_tanh"))
+    for layer in layers:
+        yield f"experts, {' '.join(map(str, layer))}", lambda layer=layer: experts(*layer, 1, 12, 100)
 
 
 def main(capability: int, launches) -> None:
@@ -161,4 +193,4 @@ def main(capability: int, launches) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), LAUNCHES | dict(every_shape()) if "--all" in sys.argv else LAUNCHES)
+    main(int(sys.argv[1]), LAUNCHES | dict((*every_shape(), *every_expert())) if "--all" in sys.argv else LAUNCHES)

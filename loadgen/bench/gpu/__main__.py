@@ -23,7 +23,7 @@ import torch
 import transformers as tf
 
 from holdfast.kernels.ceilings import Ceilings, Clock, measure_ceilings
-from holdfast.loadgen.bench.gpu import invariance, parity, steps, workflows
+from holdfast.loadgen.bench.gpu import experts, invariance, parity, steps, workflows
 from holdfast.loadgen.bench.gpu.stage import Stage, free_device, full_turns, small_turns
 from holdfast.loadgen.bench.gpu.steps import World, full_steps, small_steps
 from holdfast.loadgen.bench.parts import RESUME, Deadline, Lines, Part, Report, module_command, supervised
@@ -133,6 +133,9 @@ def _steps(report: Report, ceilings: Ceilings, gpu: bool) -> None:
     worlds.clear()
     free_device()
     sizes = full_steps() if gpu else small_steps()
+    seconds = Clock().seconds if gpu else steps.host_seconds
+    report.run("experts", lambda deadline: experts.shares(gpu, ceilings, seconds), 40.0)
+    free_device()
     report.run("transformers' model", lambda deadline: steps.transformers_model(sizes, ceilings), 40.0)
     free_device()
 

@@ -166,11 +166,7 @@ class World:
 
     def seconds(self, call: Callable[[], object]) -> float:
         """What a call takes on the device."""
-        if self.sizes.device == "cuda":
-            return Clock().seconds(call)
-        began = time.perf_counter()
-        call()
-        return time.perf_counter() - began
+        return Clock().seconds(call) if self.sizes.device == "cuda" else host_seconds(call)
 
     def now(self) -> float:
         """Seconds, once the device has nothing left to do."""
@@ -252,6 +248,13 @@ def timed(world: World, plan: StepPlan) -> StepTimes:
     paced = (world.now() - began) / (repeat + 1)
     in_graphs = (runner.replayed - replayed) / (3 * repeat + 1)
     return StepTimes(statistics.median(device), statistics.median(alone), paced, statistics.median(begins), in_graphs)
+
+
+def host_seconds(call: Callable[[], object]) -> float:
+    """What a call takes without a device."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
 
 
 def products(world: World) -> Lines:

@@ -3,6 +3,7 @@
 `paged` makes the sequences in a paged store that the cases, and the timings of `speed`, are about.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -66,6 +67,7 @@ def cases(device: str, large: bool) -> Iterator[Case]:
         made = (
             *_attention_cases(dtype, device, large),
             *_layer_cases(dtype, device),
+            *_expert_cases(dtype, device, large),
             *linear_state.cases(dtype, device, large),
         )
         for name, make in made:
@@ -274,6 +276,59 @@ def _blocks(dtype: torch.dtype, device: str, rows: int) -> Calls:
 
     x, blocks = torch.randn(rows, 300, device=device).to(dtype), quantized_blocks(torch.randn(200, 300, device=device))
     return partial(streamed_blocks, x, blocks), partial(fp8_reference, x, blocks)
+
+
+# ---- experts ----
+
+
+def _expert_cases(dtype: torch.dtype, device: str, large: bool) -> Iterator[Named]:
+    """A layer with 1, with some and with many pairs to an expert, over each kind of weights."""
+    for kind in ("plain", "FP8", "MXFP4"):
+        for tokens in (3, 40, 300) if large else (3,):
+            yield f"experts, {kind}, {tokens} tokens", partial(_experts, dtype, device, kind, tokens)
+    if dtype == torch.bfloat16:
+        yield "experts, grouped product of torch", partial(_experts, dtype, device, "plain", 3, True)
+    yield "routing", partial(_route, device)
+
+
+def _experts(dtype: torch.dtype, device: str, kind: str, tokens: int, grouped: bool = False) -> Calls:
+    from holdfast.kernels.experts import experts_reference
+    from holdfast.kernels.experts_gpu import GpuExperts
+    from holdfast.kernels.quantized import E8M0, QuantizedWeight, Weight, concatenated, quantized
+
+    def made(outputs: int, inputs: int) -> Weight:
+        plain = torch.randn(4, outputs, inputs, device=device) / math.sqrt(inputs)
+        if kind == "plain":
+            return plain.to(dtype)
+        how = ("e4m3", (128, 128), torch.float32) if kind == "FP8" else ("e2m1", (1, 32), E8M0)
+        return concatenated([quantized(each, *how) for each in plain], experts=True)  # type: ignore[arg-type]
+
+    def exact(weight: Weight) -> Tensor:
+        return weight.dequantized(torch.float64) if isinstance(weight, QuantizedWeight) else weight
+
+    gate_up, down = made(2 * 96, 160), made(160, 96)
+    biases = (torch.randn(4, 192, device=device).to(dtype), torch.randn(4, 160, device=device).to(dtype))
+    x = torch.randn(tokens, 160, device=device).to(dtype)
+    chosen = torch.rand(tokens, 4, device=device).topk(2).indices.int()
+    weights = torch.rand(tokens, 2, device=device)
+    layer = GpuExperts(gate_up, down, "clamped", *biases)
+    layer.grouped_from = 0 if grouped else tokens + 1
+    return partial(layer, x, chosen, weights), lambda: experts_reference(
+        x, chosen, weights, exact(gate_up), exact(down), "clamped", *biases
+    )
+
+
+def _route(device: str) -> Calls:
+    from holdfast.kernels.experts import Routing, route
+    from holdfast.kernels.experts_gpu import route_gpu
+
+    logits, correction = torch.randn(7, 100, device=device), torch.randn(100, device=device)
+    routing = Routing(100, 6, "sigmoid", True, scale=2.5, softcap=3.0)
+
+    def call(how: Callable[..., tuple[Tensor, Tensor]], logits: Tensor) -> Tensor:
+        return torch.cat(how(logits, routing, correction))
+
+    return partial(call, route_gpu, logits), partial(call, route, logits)
 
 
 # ---- drawing ----

@@ -24,12 +24,15 @@ def test_single_steps_run_and_are_written_down(tmp_path, capsys):
     assert found["failed"] == {}
     assert found["left_out"] == []
     parts = ["products", "decode, launched", "verify, launched", "graphs", "decode", "verify", "prefill", "alias"]
-    more = ["host tier", "host", "long prompt", "invariance", "invariance, kept", "transformers' model"]
+    more = ["host tier", "host", "long prompt", "invariance", "invariance, kept", "experts", "transformers' model"]
     assert list(found["parts"]) == [*parts, *more]
     assert all(found["parts"].values())
     assert found["parts"]["graphs"]["graphs"]["same_draws"] == 1
     assert [moved["same_bits"] for moved in found["parts"]["host tier"].values()] == [1]
     assert 0 < found["shares"]["prefill: prefill 20"] < 1
+    layers = found["parts"]["experts"]
+    assert list(layers) == [f"small, {numbers}, {tokens} tokens" for numbers in ("mxfp4", "fp8") for tokens in (1, 65)]
+    assert all(0 < line["share"] < 1 and line["route_s"] > 0 for line in layers.values())
     replayed = {part: {figures.get("replayed") for figures in lines.values()} for part, lines in found["parts"].items()}
     assert replayed["decode, launched"] == replayed["verify, launched"] == {0.0}
     assert found["parts"]["prefill"]["prefill 20"]["replayed"] == 0.0
@@ -59,7 +62,7 @@ def test_a_process_behind_a_fault_chooses_and_captures_itself(tmp_path, monkeypa
     found = json.loads(file.read_text())
     assert list(found["parts"])[5:] == [
         "products, again", "graphs, again", "verify", "prefill", "alias", "host tier", "host", "long prompt",
-        "invariance", "invariance, kept", "transformers' model",
+        "invariance", "invariance, kept", "experts", "transformers' model",
     ]  # fmt: skip
     assert list(found["failed"]) == ["decode"]
     assert found["parts"]["host"]["a step of 2 sequences"]["replayed"] == 1

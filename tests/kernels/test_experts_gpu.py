@@ -1,0 +1,232 @@
+"""Experts by the GPU's kernels, in the interpreter where there is no GPU."""
+
+import sys
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from paged_world import relative_error
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from holdfast.kernels import experts_gpu
+from holdfast.kernels.attention_gpu import INTERPRETED
+from holdfast.kernels.experts import Routing, experts_reference, route
+from holdfast.kernels.experts_gpu import ExpertTimes, GpuExperts, choose_experts, route_gpu
+from holdfast.kernels.quantized import E8M0, FP8, QuantizedWeight, Weight, concatenated, quantized
+
+# The interpreter cuts numbers to bfloat16 instead of rounding them: twice the error, and all of one sign.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2 if INTERPRETED else 5e-3, torch.float16: 1e-3}
+EXPERTS, CHOSEN, WIDTH, INNER = 5, 2, 40, 24
+
+
+def plain(experts: int, outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.randn(experts, outputs, inputs) * inputs**-0.5).to(dtype)
+
+
+def stored(kind: str, *sizes: int) -> QuantizedWeight:
+    how = {"fp8": ("e4m3", (128, 128), torch.float32), "channels": ("e4m3", (1, 1024), torch.float32)}
+    how |= {"mxfp4": ("e2m1", (1, 32), E8M0), "nvfp4": ("e2m1", (1, 16), FP8)}
+    return concatenated([quantized(each, *how[kind]) for each in plain(*sizes)], experts=True)
+
+
+def tokens(count: int, width: int = WIDTH, dtype: torch.dtype = torch.float32, experts: int = EXPERTS):
+    """x, and what each token chooses."""
+    chosen = torch.rand(count, experts).topk(min(CHOSEN, experts)).indices.int()
+    return torch.randn(count, width).to(dtype), chosen, torch.rand(chosen.shape)
+
+
+def exact(weight: Weight) -> torch.Tensor:
+    return weight.dequantized(torch.float64) if isinstance(weight, QuantizedWeight) else weight
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype", "count", "experts"),
+    [
+        ("silu", torch.float32, 4, EXPERTS),
+        ("gelu_tanh", torch.bfloat16, 22, EXPERTS),  # 16, 64 and 128 pairs of an expert at a time
+        ("relu2", torch.float16, 100, 1),
+        ("clamped", torch.float32, 2, EXPERTS),
+        ("clamped", torch.float32, 0, EXPERTS),
+    ],
+)
+def test_a_layer_is_its_reference(activation, dtype, count, experts):
+    torch.manual_seed(0)
+    halves = 1 if activation == "relu2" else 2
+    made = [plain(experts, halves * INNER, WIDTH, dtype), plain(experts, WIDTH, INNER, dtype)]
+    biases = [torch.randn(each.shape[:2]).to(dtype) for each in made] if activation != "silu" else (None, None)
+    wide, chosen, weights = tokens(count, WIDTH + 8, dtype, experts)
+    x, plus = 4 * wide[:, :WIDTH], torch.randn(count, WIDTH).to(dtype)
+    y = GpuExperts(*made, activation, *biases)(x, chosen if biases[0] is None else chosen.long(), weights, plus)
+    assert (y.shape, y.dtype) == (x.shape, dtype)
+    reference = experts_reference(x, chosen, weights, *made, activation, *biases) + plus
+    assert not count or relative_error(y, reference) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kind", ["fp8", "channels", "mxfp4", "nvfp4"])
+def test_quantised_weights_are_those_that_they_stand_for(kind):
+    torch.manual_seed(0)
+    made = [stored(kind, 2, 2 * 96, 160), stored(kind, 2, 160, 96)]
+    layer = GpuExperts(*made, "silu")
+    for dtype, count in ((torch.float32, 1), (torch.bfloat16, 10)):  # 16 and 64 pairs of an expert at a time
+        x, chosen, weights = tokens(count, 160, dtype, experts=2)
+        reference = experts_reference(x, chosen, weights, *map(exact, made), "silu")
+        rounded = torch.bfloat16 if kind == "nvfp4" else dtype  # the kernel does not read NVFP4
+        assert relative_error(layer(x, chosen, weights), reference) < TOLERANCE[rounded]
+
+
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_every_code_is_its_number(kind):
+    """Unit vectors go through the first product as they are, and the second one shows its weights."""
+    codes = torch.arange(128 * 128).view(1, 128, 128).to(torch.uint8)
+    if kind == "fp8":
+        codes = torch.where(codes & 0x7F == 0x7F, 0, codes)  # which stands for no number
+        weight = QuantizedWeight("e4m3", codes, torch.rand(1, 1, 1), (128, 128))
+    else:
+        scales = torch.arange(128 * 4).view(1, 128, 4) % 126 + 66  # all from 2^-61 to 2^64
+        weight = QuantizedWeight("e2m1", codes[:, :, ::2].contiguous(), scales.to(torch.uint8).view(E8M0), (1, 32))
+    units, one = torch.eye(128), torch.ones(128, 1)
+    y = GpuExperts(units[None], weight, "relu2")(units, one.int() - 1, one)
+    assert torch.equal(y, weight.dequantized(torch.float32)[0].T)
+
+
+@pytest.mark.parametrize("kind", ["plain", "fp8", "mxfp4"])
+def test_a_tokens_bits_depend_on_itself_alone(kind):
+    torch.manual_seed(0)
+    sizes = ((EXPERTS, 2 * 32, 64), (EXPERTS, 64, 32))
+    layer = GpuExperts(*(plain(*each) if kind == "plain" else stored(kind, *each) for each in sizes), "silu")
+    x, chosen, weights = tokens(20, 64)
+    chosen[:, 0] = 0  # 17 pairs of one expert are two blocks
+    x[17:], chosen[17:] = torch.nan, -1  # what fills a graph up
+    plus = torch.randn_like(x)
+    y = layer(x, chosen, weights, plus)
+    assert torch.equal(y[17:], plus[17:])
+    for part in (torch.randperm(20), slice(4, 5)):
+        assert torch.equal(layer(x[part], chosen[part], weights[part], plus[part]), y[part])
+
+
+def sized(value: object) -> object:
+    if isinstance(value, list | tuple):
+        return [sized(each) for each in value]
+    return value.shape if isinstance(value, torch.Tensor) else value
+
+
+class Operators(TorchDispatchMode):
+    """Writes down torch's operators with the sizes of what they make. What waits for a device is refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function)
+        if any(part in name for part in ("local_scalar", "item", "nonzero", "unique", "masked_select", "bincount")):
+            raise RuntimeError(f"{name} waits for the device")
+        out = function(*args, **(kwargs or {}))
+        self.seen.append((name, sized(out)))
+        return out
+
+
+class Launches:
+    """A kernel whose grids and arguments are written down. What the interpreter does is not."""
+
+    def __init__(self, kernel, seen: list[object]) -> None:
+        self._kernel, self._seen = kernel, seen
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **constants):
+            self._seen.append((grid, *map(sized, arguments), *constants.values()))
+            with _disable_current_modes():
+                self._kernel[grid](*arguments, **constants)
+
+        return launch
+
+
+def test_graphs_can_capture_a_layer(monkeypatch):
+    """Whatever is chosen, the same operators and launches have the same sizes, and none waits for the device."""
+    torch.manual_seed(0)
+    layer = GpuExperts(plain(EXPERTS, 48, 16, torch.bfloat16), plain(EXPERTS, 16, 24, torch.bfloat16), "silu")
+    x, routing = torch.randn(6, 16).bfloat16(), Routing(EXPERTS, CHOSEN, "softmax", True)
+    operators = Operators()
+    with operators, pytest.raises(RuntimeError, match="waits"):
+        torch.ones(1).item()
+    for name in ("_route", "_sort", "_multiply", "_sum"):
+        monkeypatch.setattr(experts_gpu, name, Launches(getattr(experts_gpu, name), operators.seen))
+    for layer.grouped_from in (7, 0):
+        seen = []
+        for logits in (torch.randn(6, EXPERTS), torch.arange(5.0).repeat(6, 1)):
+            operators.seen.clear()
+            with operators:
+                layer(x, *route_gpu(logits, routing))
+            seen.append(operators.seen.copy())
+        assert seen[0] == seen[1]
+        assert len(seen[0]) > 4
+
+
+ROUTINGS = (
+    Routing(12, 3, "softmax", True),
+    Routing(12, 3, "softmax", False, scale=2.5),
+    Routing(12, 5, "sigmoid", True, softcap=2.0),
+    Routing(12, 3, "sigmoid", True, groups=4, kept_groups=2),
+)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routing_is_torchs(routing):
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(4, 12)
+    for correction in (None, torch.randn(12)):
+        (chosen, weights), (theirs, exact_weights) = (way(logits, routing, correction) for way in (route_gpu, route))
+        assert torch.equal(chosen, theirs)
+        torch.testing.assert_close(weights, exact_weights, rtol=1e-5, atol=1e-7)
+
+
+def test_whatever_the_logits_are_experts_that_exist_are_chosen():
+    logits = torch.full((3, 12), torch.nan)
+    logits[1], logits[2] = 1.0, -torch.inf
+    chosen, _ = route_gpu(logits, ROUTINGS[0])
+    assert ((chosen >= 0) & (chosen < 12)).all()
+    assert chosen[1].tolist() == [0, 1, 2]  # of equal ones the lower
+
+
+def test_many_tokens_take_the_faster_way(monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr("holdfast.kernels.experts_gpu._TIMED", (2, 4, 6))
+    sizes = ((EXPERTS, 2 * 32, 64), (EXPERTS, 64, 32))
+    dense = [GpuExperts(*(plain(*each, torch.bfloat16) for each in sizes), "silu") for _ in range(2)]
+    others = [GpuExperts(*(make(*each) for each in sizes), "silu") for make in (plain, partial(stored, "mxfp4"))]
+    times = iter([1.0, 0.5, 1.0, 1.0, 1.0, 0.5])  # by us and by torch, with each number of tokens
+    timed = choose_experts([*dense, *others], CHOSEN, lambda call: next(times))
+    assert timed == [ExpertTimes(2, 1.0, 0.5), ExpertTimes(4, 1.0, 1.0), ExpertTimes(6, 1.0, 0.5)]
+    assert [each.grouped_from for each in dense] == [6, 6]
+    assert all(each.grouped_from == sys.maxsize for each in others)
+
+
+def test_torchs_grouped_product_computes_the_same():
+    torch.manual_seed(0)
+    made = [plain(EXPERTS, 48, 16, torch.bfloat16), plain(EXPERTS, 16, 24, torch.bfloat16)]
+    layer = GpuExperts(*made, "clamped", *(torch.randn(each.shape[:2]).bfloat16() for each in made))
+    x, chosen, weights = tokens(6, 16, torch.bfloat16)
+    chosen[2, 1], chosen[3] = -1, -1
+    ours = layer(x, chosen, weights)
+    layer.grouped_from = 6
+    assert relative_error(layer(x, chosen, weights), ours) < TOLERANCE[torch.bfloat16]
+
+
+def test_what_does_not_fit_is_refused():
+    gate_up, down = plain(2, 64, 32), plain(2, 32, 32)
+    layer, choice = GpuExperts(gate_up, down, "silu"), (torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2))
+    for x in (torch.zeros(3, 31), torch.zeros(2, 32)):
+        with pytest.raises(ValueError, match="chosen"):
+            layer(x, *choice)
+    with pytest.raises(ValueError, match="not added"):
+        layer(torch.zeros(3, 32), *choice, torch.zeros(3, 31))
+    with pytest.raises(ValueError, match="in front of"):
+        GpuExperts(gate_up, down, "relu2")
+    with pytest.raises(ValueError, match="strides"):
+        GpuExperts(gate_up.mT.contiguous().mT, down, "silu")
+    with pytest.raises(ValueError, match="CPU"):
+        GpuExperts(gate_up, down, "silu", int8=True)
+    large = replace(stored("mxfp4", 2, 32, 32), scales=torch.full((2, 32, 1), 200, dtype=torch.uint8).view(E8M0))
+    with pytest.raises(ValueError, match="beyond"):
+        GpuExperts(stored("mxfp4", 2, 64, 32), large, "silu")

@@ -104,10 +104,11 @@ class ChatPrompt:
     tools: Sequence[Mapping[str, Any]] = ()  # OpenAI tool dicts: {"type": "function", "function": {...}}
     tool_choice: Literal["auto", "none", "required"] = "auto"
     parallel_tool_calls: bool = True
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # passed to the template unchanged
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for the template, which may have other names
     forced_tool: str = ""  # with "required": the reply is one call of this tool
     allowed_tools: tuple[str, ...] = ()  # subset of `tools` that may be called; empty: all
     output: JsonOutput | None = None
+    thinking_budget: int | None = None  # tokens that a block of thinking may have; None: any number
 
 
 @dataclass(frozen=True, slots=True)

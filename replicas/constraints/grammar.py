@@ -1130,6 +1130,8 @@ def _between(g: Grammar, form: CallForm) -> str:
     """The text between two calls; free where the end of the last one is written."""
     if g.free and form.tail and form.between.strip() in ("", ","):
         return g.terminal("COMMA") if form.between.strip() else g.space
+    if form.tags is not None and form.restarts:  # some of the family write no line end there
+        return f"{_LINE} {literal(form.between.lstrip())}"
     return literal(form.between)
 
 

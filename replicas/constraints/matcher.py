@@ -81,6 +81,38 @@ class RowMasks:
         self.matcher.fill(self.drafts, out)
 
 
+class AnyTokens(Matcher):
+    """A free reply. `vocabulary`: the number of tokens that the model has."""
+
+    __slots__ = ("_words",)
+
+    def __init__(self, vocabulary: int) -> None:
+        self._words = -(-vocabulary // 32)
+
+    @property
+    def words(self) -> int:
+        return self._words
+
+    @property
+    def binding(self) -> bool:
+        return False
+
+    def copy(self) -> "AnyTokens":
+        return self
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        return len(tokens)
+
+    def accepts(self, tokens: Sequence[int]) -> int:
+        return len(tokens)
+
+    def forced(self) -> list[int]:
+        return []
+
+    def fill(self, drafts: Sequence[int], out: Bits) -> None:
+        out[:] = -1
+
+
 class ForcedTokens(Matcher):
     """A reply that must be exactly `tokens`, so that a given text is scored like any reply.
 

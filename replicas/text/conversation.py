@@ -21,7 +21,7 @@ from holdfast.replicas.config import EngineConfig, Guarantee
 from holdfast.replicas.constraints.compiler import MOST_GRAMMARS, Compiler, leave_event_loop
 from holdfast.replicas.constraints.grammar import ReplyRule, reply_rule
 from holdfast.replicas.constraints.guidance import AVAILABLE, CallGuard, Vocabulary
-from holdfast.replicas.constraints.matcher import Matcher
+from holdfast.replicas.constraints.matcher import AnyTokens, Matcher
 from holdfast.replicas.errors import ConfigError, InvalidRequestError
 from holdfast.replicas.plan import TokenLogprobs
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, RawPrompt, TextDelta
@@ -320,15 +320,24 @@ class TextSide:
         return reply_rule(asked.prompt, self._guarantee, self._writes_calls)
 
     def after_thinking(self, request: GenerateRequest, encoded: Encoded, matcher: Matcher | None) -> Matcher | None:
-        """`matcher` of the reply's content as one of the whole reply, thinking included."""
-        thinking = self._thinking(request.prompt, encoded)
-        if matcher is None or not isinstance(thinking, ThinkingReader) or len(self._think_ids) < 2:
+        """`matcher` of the reply's content as one of the whole reply, thinking included, which has its budget."""
+        prompt = request.prompt
+        thinking = self._thinking(prompt, encoded)
+        budget = prompt.thinking_budget if isinstance(prompt, ChatPrompt) else None
+        unheld = matcher is None and budget is None
+        if unheld or not isinstance(thinking, ThinkingReader) or len(self._think_ids) < 2:
             return matcher
         opener, closer = self._think_ids
-        held = _wants_content(request.prompt)
-        ends, gaps = (self.eos, self._line_ends) if held else (frozenset[int](), frozenset[int]())
+        held = _wants_content(prompt)
         return AfterThinking(
-            matcher, opener, closer, thinking.begun, ends, lambda token: self.pieces.of(token).isspace(), gaps
+            matcher or AnyTokens(self.vocabulary),
+            opener,
+            closer,
+            thinking.begun,
+            self.eos if held else frozenset(),
+            lambda token: self.pieces.of(token).isspace(),
+            self._line_ends if held else frozenset(),
+            -1 if budget is None else budget,
         )
 
     def reply(self, request: GenerateRequest, encoded: Encoded, limits: Constraints = FREE) -> Reply:

@@ -22,7 +22,7 @@ from holdfast.replicas.text.calls.tracker import CallTracker, Delta, MismatchErr
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ThinkingBlock:
     """The tokens around a block of thinking; `label` is a word that stands behind the opener and is no thought."""
 
     opener: str
@@ -30,8 +30,8 @@ class Block:
     label: str = ""
 
 
-THINK = Block("<think>", "</think>")
-BLOCKS = (THINK, Block("<|channel>", "<channel|>", "thought"))
+THINK = ThinkingBlock("<think>", "</think>")
+BLOCKS = (THINK, ThinkingBlock("<|channel>", "<channel|>", "thought"))
 """The blocks of all families; the second one is Gemma 4's."""
 
 _THOUGHT = re.compile(r"[^\s<]+")  # every closer begins with the one
@@ -39,7 +39,7 @@ _SPACE, _ANY = re.compile(r"\s+"), re.compile(r"(?s:.+)")
 
 
 @cache
-def _patterns(block: Block) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
+def _patterns(block: ThinkingBlock) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
     """The opener and its beginning; where a thought may end, and the beginning of that."""
     opener, closer = re.escape(block.opener), re.escape(block.closer)
     begun, label = beginnings(block.opener), ""
@@ -54,7 +54,7 @@ def _patterns(block: Block) -> tuple[re.Pattern[str], re.Pattern[str], re.Patter
     )
 
 
-def thinking_reader(prompt: str, block: Block = THINK) -> "ThinkingReader | None":
+def thinking_reader(prompt: str, block: ThinkingBlock = THINK) -> "ThinkingReader | None":
     """A reader for the reply to the rendered `prompt`; None if the prompt ends behind a closed block.
 
     A template that switches thinking off writes an empty block.
@@ -71,7 +71,7 @@ class ThinkingReader:
     `skipped`: characters of the reply that are not content. `begun`: there was a block. `over`: no reasoning follows.
     """
 
-    def __init__(self, inside: bool = False, block: Block = THINK) -> None:
+    def __init__(self, inside: bool = False, block: ThinkingBlock = THINK) -> None:
         self.skipped = 0
         self.begun = inside
         self.over = False
@@ -387,6 +387,7 @@ class AfterThinking:
     ends: frozenset[int]
     space: Callable[[int], bool]
     gaps: frozenset[int] = frozenset()
+    budget: int = -1
     first: bool = field(init=False)  # the opener may come
     left: int = 0  # gaps that may come
 
@@ -400,6 +401,8 @@ class AfterThinking:
 
     @property
     def binding(self) -> bool:
+        if self.inside and not self.budget:
+            return True
         return (bool(self.ends) and (self.inside or self.first)) or (not self.inside and self.inner.binding)
 
     @property
@@ -426,29 +429,37 @@ class AfterThinking:
         return copy(self)._read(tokens, self.inner.accepts)
 
     def forced(self) -> list[int]:
+        if self.inside and not self.budget:
+            return [self.closer]
         return [] if self._apart else self.inner.forced()
 
     def fill(self, drafts: Sequence[int], out: Bits) -> None:
-        ahead, content = copy(self), list[int]()
-        rows = list[tuple[bool, bool, int, int]]()  # inside, first, left, and how much content is before the row
+        if not self._apart:
+            self.inner.fill(drafts, out)
+            return
+        places, content = [copy(self)], list[int]()  # before each row, and the tokens of the content
+        rows = [0]  # of the masks of the content
         for token in drafts:
-            rows.append((ahead.inside, ahead.first, ahead.left, len(content)))
+            ahead = copy(places[-1])
             if (own := ahead._takes(token)) is None:
                 content.append(token)
             elif not own:
                 break
-        else:
-            rows.append((ahead.inside, ahead.first, ahead.left, len(content)))
+            places.append(ahead)
+            rows.append(len(content))
         masks = np.full((len(content) + 1, self.words), -1, np.int32)
-        if not all(inside for inside, *_ in rows):
+        if not all(place.inside for place in places):
             self.inner.fill(content, masks)
-        out[len(rows) :] = -1
-        for row, (inside, first, left, before) in enumerate(rows):
+        out[len(places) :] = -1
+        for row, place in enumerate(places):
             mask = out[row : row + 1]
-            mask[:] = -1 if inside else masks[before]
-            for token in self.ends if inside else self.gaps if left else ():
-                _allow(mask, token, not inside)
-            if first:
+            mask[:] = -1 if place.inside else masks[rows[row]]
+            if place.inside and not place.budget:
+                mask[:] = 0
+                _allow(mask, self.closer, True)
+            for token in self.ends if place.inside else self.gaps if place.left else ():
+                _allow(mask, token, not place.inside)
+            if place.first:
                 _allow(mask, self.opener, True)
 
     @property
@@ -473,15 +484,16 @@ class AfterThinking:
         return places[taken] if taken < len(places) else stand
 
     def _takes(self, token: int) -> bool | None:
-        """Take in a token of the thinking, or of the line ends behind it. None: it is the content's. False: it is an
-        end, which does not stand.
+        """Take in a token of the thinking, or of the line ends behind it. None: it is the content's. False: the
+        thinking cannot go on with it.
         """
         if self.inside:
-            if token in self.ends:
-                return False
             if token == self.closer:
                 self.inside, self.left = False, _MOST_GAPS * bool(self.gaps)
-            return True
+                return True
+            goes_on = bool(self.budget) and token not in self.ends
+            self.budget -= goes_on
+            return goes_on
         if self.first and token == self.opener:
             self.inside, self.first = True, False
             return True

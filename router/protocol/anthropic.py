@@ -117,6 +117,7 @@ class Choice(TypedDict):
 @with_config(OPEN)
 class Thinking(TypedDict):
     type: str
+    budget_tokens: NotRequired[Annotated[int, Field(ge=0)] | None]
 
 
 @with_config(OPEN)
@@ -270,6 +271,7 @@ def chat_prompt(body: CountBody) -> Translated:
         template_kwargs=_template_arguments(body),
         forced_tool=choice.forced,
         output=JsonOutput(format_["schema"], strict=True) if format_ else None,
+        thinking_budget=body.thinking.get("budget_tokens"),
     )
     unknown = [*(word(name) for name in body.model_extra or ()), *sorted(_unknown_fields(body))]
     return Translated(prompt, tuple(dict.fromkeys((*unknown, *skipped, *reader.skipped)))[:MOST_WORDS], fields)

@@ -57,6 +57,7 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: Effort | None = None
+    thinking_budget: Annotated[int, Field(ge=0)] | None = None  # Qwen's: tokens of a block of thinking
     include_reasoning: bool = True  # vLLM's and OpenRouter's; false: what is thought is left out of the answer
     n: Choices = 1
     prefill_id: Identifier | None = None  # ours: `messages` come after those of this handle
@@ -87,6 +88,7 @@ def chat_turn(body: ChatBody, card: ModelCard) -> Turn:
         forced_tool=choice.forced,
         allowed_tools=choice.allowed,
         output=json_output(body.response_format),
+        thinking_budget=body.thinking_budget,
     )
     turn = build_turn(body, prompt, card, build_sampling(body, card, logprobs, max_tokens, max_field))
     hints = read_hints(body.kv_hints)

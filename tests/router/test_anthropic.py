@@ -373,7 +373,9 @@ def test_fields_nobody_knows_further_in_are_told_and_counted():
 )
 def test_thinking_is_asked_for(thinking, expected):
     given = None if thinking is None else {"type": thinking, "budget_tokens": 1024}
-    assert prompted(World(), thinking=given).template_kwargs == {"enable_thinking": expected}
+    prompt = prompted(World(), thinking=given)
+    assert prompt.template_kwargs == {"enable_thinking": expected}
+    assert prompt.thinking_budget == (None if thinking is None else 1024)
 
 
 def test_a_schema_for_the_answer():

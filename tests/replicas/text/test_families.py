@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from call_grammars import allowed
 from chat_templates import TEMPLATES
@@ -290,3 +291,47 @@ def test_a_forced_call_and_json_may_be_thought_about_and_are_held_to_their_schem
                 if fits:
                     matcher.advance(ids)
                     assert set(allowed(matcher)) & side.eos
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].answer == ""])
+@pytest.mark.parametrize("held", [False, True])
+def test_a_block_of_thinking_ends_with_its_budget(sides: dict[str, TextSide], name: str, held: bool) -> None:
+    """Drawn one by one or proposed together; what comes behind is as free, or as held, as without."""
+    side, family = sides[name], FAMILIES[name]
+    ask = request(tool_choice="required" if held else "auto", thinking_budget=4, parallel_tool_calls=False)
+    matcher = side.after_thinking(ask, side.encode(ask.prompt), side.constraints(ask.prompt).matcher)
+    assert matcher is not None
+    opener = ids_of(side, family.thought[0].strip("\n").removesuffix("thought"))
+    closer = ids_of(side, family.thought[1].strip("\n"))
+    thought = ids_of(side, "abcdefgh")
+    drafts = [*opener, *thought]
+    assert matcher.accepts(drafts) == len(opener) + 4
+    masks = np.empty((len(drafts) + 1, matcher.words), np.int32)
+    matcher.fill(drafts, masks)
+    stands = matcher.advance(drafts)
+    assert stands == len(opener) + 4
+    assert matcher.binding
+    assert matcher.forced() == closer
+    assert allowed(matcher) == closer
+    alone = np.empty((1, matcher.words), np.int32)
+    matcher.fill((), alone)
+    assert (masks[stands] == alone[0]).all()
+    assert (masks[stands + 1 :] == -1).all()
+    assert matcher.advance(closer) == 1
+    call = ids_of(side, family.thought[1].rpartition("\n")[1] + family.calls({"city": "Oslo"}))
+    assert matcher.accepts(call) == len(call)
+    assert (matcher.accepts(ids_of(side, "It rains.")) == 0) is held
+
+
+@pytest.mark.parametrize("name", ["Gemma 4", "Qwen 3.8"])
+def test_a_template_that_opens_the_block_behind_results_is_read_on(sides: dict[str, TextSide], name: str) -> None:
+    side = sides[name]
+    made = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Oslo"}'}}]
+    turns = [
+        {"role": "assistant", "content": "", "tool_calls": made},
+        {"role": "tool", "tool_call_id": "1", "content": "no"},
+    ]
+    ask = request()
+    ask = replace(ask, prompt=replace(ask.prompt, messages=[*ASK, *turns]))
+    answer = told(side, ask, ids_of(side, f"Dry.{FAMILIES[name].thought[1]}No rain."), [])
+    assert (answer.reasoning, answer.text) == ("Dry.", "No rain.")

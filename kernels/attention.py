@@ -51,7 +51,7 @@ FUNCTIONS: dict[native.Level, tuple[dict[torch.dtype, str], int]] = {
     "avx2": ({torch.bfloat16: "attend_bfloat16_avx2", torch.float32: "attend_float32_avx2"}, 8),
 }
 
-MAX_DIM = 256
+MAX_DIM = 512
 MAX_ROWS = 128  # query rows, the heads of a group counted, of a span
 PART = 384  # positions that are summed by themselves, `PART` in attention_c.c
 _TASKS = 4  # for each thread, at least, where the work can be cut into so many

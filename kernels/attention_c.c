@@ -58,7 +58,7 @@
 const uint64_t attention_source = SOURCE;
 #else
 
-enum { MAX_DIM = 256, MAX_ROWS = 128, FEW_ROWS = 8, MAX_KEYS = 96, BLOCK_VALUES = 48 * MAX_DIM };
+enum { MAX_DIM = 512, MAX_ROWS = 128, FEW_ROWS = 8, MAX_KEYS = 96, BLOCK_VALUES = 48 * MAX_DIM };
 enum { PART = 384 };  // positions; mirrored by attention.py
 
 // Mirrored by attention.py.

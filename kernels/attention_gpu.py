@@ -165,6 +165,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
     positions,
     order,
     item,
+    piece,
     out,
     partial,
     partial_lse,
@@ -194,10 +195,12 @@ def _attend_item(  # type: ignore[no-untyped-def]
     WIDEN: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """One item and one KV head, whose `keys` and `values` are given: into the output, or into partial results."""
+    """`ROWS` rows of one item and one KV head, whose `keys` and `values` are given: into the output, or into partial
+    results.
+    """
     first, count, row = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     low, high, slot = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
-    tile = tl.arange(0, ROWS)
+    tile = piece * ROWS + tl.arange(0, ROWS)
     entry = tile // GROUP
     real = entry < count
     token = tl.load(order + first + entry, mask=real, other=0)
@@ -274,16 +277,17 @@ def _attend_items(  # type: ignore[no-untyped-def]
     LOG2E: tl.constexpr,
     WIDEN: tl.constexpr,  # bfloat16 as float32: Triton's interpreter cannot multiply it
     AHEAD: tl.constexpr,  # a tile's product with its values overlaps the next tile's softmax
-    LOOP: tl.constexpr,  # a fixed number of programs share the items; else one program per item
+    LOOP: tl.constexpr,  # a fixed number of programs share the pieces of items; else one program per piece
+    PIECES: tl.constexpr,  # of an item's rows
 ):
     # The heads of an item run side by side, because a cell's heads are neighbours in memory.
     first, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     k, v = keys + head * head_stride, values + head * head_stride
-    last = tl.load(count) if LOOP else first + 1
+    last = tl.load(count) * PIECES if LOOP else first + 1
     for number in tl.range(first, last, tl.num_programs(0) // KV_HEADS):
         _attend_item(
-            q, k, v, page_table, positions, order, items + number * 6, out, partial, partial_lse, sinks,
-            scale, softcap, window, q_token, q_head, table_stride, out_token, out_head, head, CELL,
+            q, k, v, page_table, positions, order, items + number // PIECES * 6, number % PIECES, out, partial,
+            partial_lse, sinks, scale, softcap, window, q_token, q_head, table_stride, out_token, out_head, head, CELL,
             DIM, DIM_TILE, GROUP, KV_HEADS, PAGE, ROWS, KEYS, SOFTCAP, WINDOW, SINKS, EXACT, LOG2E, WIDEN, AHEAD,
         )  # fmt: skip
 
@@ -413,12 +417,13 @@ def _launch(
     sinks: Tensor | None,
     arguments: tuple[float, float, int],  # scale, softcap, window
 ) -> None:
-    """Run items of one kind, in tiles of `rows` query rows; `count` of them, None for all."""
+    """Run items of one kind, of up to `rows` query rows each; `count` of them, None for all."""
     heads, dim = q.shape[1:]
     kv_heads, wide = kv.shape[4], rows > NARROW_ROWS
     dim_tile, exact = max(16, triton.next_power_of_2(dim)), q.dtype == torch.float32
     tile = plan.tiles[wide] if plan.tiles is not None else tile_of(rows, dim_tile, exact)
-    _attend_items[((len(items) if count is None else plan.programs[wide]) * kv_heads,)](
+    programs = len(items) * tile.pieces if count is None else plan.programs[wide]
+    _attend_items[(programs * kv_heads,)](
         q,
         kv[layer, 0],
         kv[layer, 1],
@@ -442,7 +447,7 @@ def _launch(
         GROUP=heads // kv_heads,
         KV_HEADS=kv_heads,
         PAGE=batch.page_size,
-        ROWS=rows,
+        ROWS=rows // tile.pieces,
         KEYS=tile.keys,
         SOFTCAP=bool(arguments[1]),
         WINDOW=bool(arguments[2]),
@@ -452,6 +457,7 @@ def _launch(
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
         AHEAD=tile.ahead,
         LOOP=count is not None,
+        PIECES=tile.pieces,
         num_warps=tile.warps,
         num_stages=tile.stages,
         maxnreg=tile.registers,

@@ -385,7 +385,7 @@ class Tile:
     """How a program walks its positions: `keys` at a time, by `warps`, with loads `stages` tiles ahead.
 
     `ahead`: a tile's product with its values overlaps the next tile's softmax. `registers`: the most per thread; None:
-    the compiler decides.
+    the compiler decides. `pieces`: programs that share the rows of an item, each of which reads all its positions.
     """
 
     keys: int
@@ -393,6 +393,7 @@ class Tile:
     stages: int
     ahead: bool = False
     registers: int | None = None
+    pieces: int = 1
 
 
 def tile_of(rows: int, dim_tile: int, exact: bool) -> Tile:
@@ -404,6 +405,9 @@ def tile_of(rows: int, dim_tile: int, exact: bool) -> Tile:
     programs of a decode share a multiprocessor of Hopper.
     """
     wide = rows > NARROW_ROWS
+    if dim_tile > 256:  # an output of more rows does not fit the registers
+        most = 32 if exact else 64
+        return Tile(16, 4 if rows == 16 else 8, 1 if exact else 2, pieces=max(1, rows // most))
     if exact and rows > 16:
         return Tile(16, 8, 2) if dim_tile <= 128 or not wide else Tile(16, 16, 1)
     if dim_tile > 128:

@@ -62,7 +62,7 @@ span = st.tuples(
     page_size=st.sampled_from([1, 8, 16]),
     kv_heads=st.integers(1, 3),
     group=st.sampled_from([1, 2, 3, 4, 7, 8, 12]),
-    dim=st.sampled_from([16, 32, 33, 40, 64, 72, 80, 96, 120, 128, 256]),
+    dim=st.sampled_from([16, 32, 33, 40, 64, 72, 80, 96, 120, 128, 256, 512]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 1000),
     scattered=st.sampled_from([0, 0.1, 1]),
@@ -133,7 +133,7 @@ def test_results_depend_on_neither_threads_nor_neighbours_nor_pages(level, dtype
     start=st.one_of(st.integers(0, 120), st.integers(300, 1300)),
     pieces=st.lists(st.one_of(st.integers(1, 6), st.integers(1, 70)), min_size=1, max_size=5),
     group=st.sampled_from([1, 2, 3, 4, 8]),
-    dim=st.sampled_from([32, 40, 64, 128, 256]),
+    dim=st.sampled_from([32, 40, 64, 128, 256, 512]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     window=st.sampled_from([None, None, 7, 300]),
     softcap=st.sampled_from([None, None, 20.0]),
@@ -247,7 +247,7 @@ def test_positions_and_layers_outside_are_refused(level):
 
 @pytest.mark.parametrize("broken", ["half", "a large head", "a page of its own"])
 def test_other_dtypes_heads_and_strides_go_through_torch(level, broken):
-    world = PagedWorld([(40, 3)], 16, 1, 2, 264 if broken == "a large head" else 64, torch.float32, 2)
+    world = PagedWorld([(40, 3)], 16, 1, 2, 520 if broken == "a large head" else 64, torch.float32, 2)
     if broken == "half":
         world.q, world.kv = (each.half() for each in (world.q, world.kv))
     if broken == "a page of its own":  # room between the pages

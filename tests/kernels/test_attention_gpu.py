@@ -30,7 +30,7 @@ def short_parts(monkeypatch):
     page_size=st.sampled_from([1, 16, 24, 128]),
     kv_heads=st.integers(1, 2),
     group=st.sampled_from([1, 2, 3, 4, 7]),
-    dim=st.sampled_from([16, 24, 64, 256]),
+    dim=st.sampled_from([16, 24, 64, 256, 512]),
     dtype=st.sampled_from(list(TOLERANCE)),
     seed=st.integers(0, 1000),
     scattered=st.sampled_from([0, 0.1, 1]),

@@ -135,6 +135,9 @@ LAUNCHES = {
     "attention, decode, heads of 256": lambda: attend(world(DECODE, (4, 6, 256))),
     "attention, verification of 8, heads of 256": lambda: attend(world([(300, 8)], (4, 6, 256))),
     "attention, chunk, heads of 256": lambda: attend(world(CHUNK, (4, 6, 256))),
+    "attention, decode, heads of 512": lambda: attend(world(DECODE, (2, 8, 512))),
+    "attention, verification of 8, heads of 512": lambda: attend(world([(300, 8)], (2, 8, 512))),
+    "attention, chunk, heads of 512": lambda: attend(world(CHUNK, (2, 8, 512))),
     "attention, decode in a graph": lambda: in_a_graph(world(DECODE)),
     "attention, chunk in a graph": lambda: in_a_graph(world(CHUNK)),
     "attention, chunk": lambda: attend(world(CHUNK)),
@@ -151,7 +154,10 @@ LAUNCHES = {
     "mamba2": lambda: linear_layer("nemotron-3-nano"),
     "products with quantised weights": quantised_products,
 }
-SHAPES = ((2, 4, 16), (2, 4, 64), (2, 4, 80), (2, 4, 96), (2, 4, 112), (4, 7, 128), (2, 1, 256), (2, 16, 128))
+SHAPES = (
+    *((2, 4, dim) for dim in (16, 64, 80, 96, 112)),
+    *((4, 7, 128), (2, 1, 256), (2, 16, 128), (2, 8, 512)),
+)
 
 
 def every_shape():

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from logging import getLogger
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 import ray
 from ray import serve
 
-from holdfast.cluster import checks, replica_spans, serve_replica
+from holdfast.cluster import checks, environment, loading, replica_spans, serve_replica
 from holdfast.cluster.early import HELD_S, EarlySender
 from holdfast.cluster.tool_watch import ToolWatch
 from holdfast.replicas import logs
@@ -75,7 +76,8 @@ class EngineReplica:
         logs.configure(logging or LoggingConfig(), f"replica {self._id}")
         self._spans = tracing.start(tracing_config or TracingConfig(), f"replica {self._id}")
         self._early = EarlySender(ray.util.get_node_ip_address())
-        self._service = Service.load(config)
+        told = environment.loading_folder()
+        self._service = Service.load(config, partial(loading.write, told, self._id) if told else None)
         # Said by who has the files: a router runs where they are not.
         folder = checks.model_folder(config.model)
         fingerprint = await asyncio.to_thread(checks.fingerprint, folder, config, version("holdfast"))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 TOKEN = "ray-token"  # the name of the file
+LOADING = "loading"  # the name of the folder in which replicas write how far they are with their weights
 HARD_STOP_S = 120  # Serve's own
 LONGEST_STOP_S = 2147483  # HAProxy refuses times of more than 2^31 - 1 ms
 FILES = 65536  # that a process of a server may have open, where it is allowed so many
@@ -119,6 +120,7 @@ def for_ray(
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_enable_metrics_collection": str(int(metrics)),
         "RAY_DEDUP_LOGS": "0",
+        "HOLDFAST_LOADING": str(folder / LOADING),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
     }
@@ -132,6 +134,12 @@ def api_key() -> str:
 def admin_key() -> str:
     """The key that `holdfast tenants` shows to a running server, "" where none is set."""
     return os.environ.get("HOLDFAST_ADMIN_KEY", "")
+
+
+def loading_folder() -> Path | None:
+    """Where a replica writes how far it is with its weights; None: nobody looks there."""
+    folder = os.environ.get("HOLDFAST_LOADING")
+    return Path(folder) if folder else None
 
 
 def settings_variables() -> Mapping[str, str]:

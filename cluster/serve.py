@@ -26,6 +26,7 @@ from holdfast.cluster import (
     doctor_checks,
     environment,
     haproxy,
+    loading,
     machine_facts,
     ports,
     processes,
@@ -169,7 +170,8 @@ def _start(settings: Settings, stack: ExitStack, signals: Signals, say: Say) -> 
     stack.enter_context(_serve(settings, signals))
     say(f"loading {settings.engine.model} into {settings.replicas.count} replica(s)")
     ca_file = Path(settings.redis.ca_file) if settings.redis.ca_file else None
-    _deploy(settings, RedisAddress(redis.url if redis else settings.redis.url, ca_file=ca_file), say)
+    line = loading.Line(folder / environment.LOADING, say, sys.stdout.isatty())
+    _deploy(settings, RedisAddress(redis.url if redis else settings.redis.url, ca_file=ca_file), line)
     url = _url(settings)
     say("sending a first request")
     return Running(url, warmup.first_request(settings, url), redis)
@@ -272,8 +274,11 @@ def _unheard() -> Iterator[None]:
         yield
 
 
-def _deploy(settings: Settings, redis: RedisAddress, say: Say) -> None:
-    """Deploy the application and wait until every replica answers; raises UnavailableError when that fails."""
+def _deploy(settings: Settings, redis: RedisAddress, line: loading.Line) -> None:
+    """Deploy the application and wait until every replica answers, and show how far they are on `line`.
+
+    Raises UnavailableError when that fails.
+    """
     import ray
     from ray import serve
 
@@ -291,11 +296,14 @@ def _deploy(settings: Settings, redis: RedisAddress, say: Say) -> None:
         overview = serve.status().applications.get(application.APPLICATION)
         state = overview.status.value if overview else "DEPLOYING"
         if state == "RUNNING":
+            line.clear()
             return
+        line.update()
         if (up := _replicas_up(overview)) > told:
             told = up
-            say(f"{up} of {settings.replicas.count} replica(s) up")
+            line.say(f"{up} of {settings.replicas.count} replica(s) up")
         if state in ("DEPLOY_FAILED", "UNHEALTHY") and overview is not None:
+            line.clear()
             raise UnavailableError(f"the application did not start: {_reason(overview)}")
         time.sleep(0.1)
     raise UnavailableError(f"the application did not start within {settings.server.ready_timeout_s:g} s")

@@ -65,7 +65,10 @@ class KV:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Recurrent states of linear layers: of each head [key, value] in float32, and the last inputs of a convolution."""
+    """Recurrent states of linear layers: of each head [key, value] in float32, and the last inputs of a convolution.
+
+    `gates`: numbers of each head that a token brings beside its inputs.
+    """
 
     layers: int
     heads: int
@@ -73,10 +76,11 @@ class States:
     value: int
     channels: int
     kernel: int
+    gates: int
 
     def bytes(self, number: int = BYTES, window: int = 1 + DraftConfig().max_draft) -> int:
         """Bytes of one sequence's state, with the inputs of its last `window` tokens."""
-        each = self.heads * (self.key * self.value + 2 * window) * 4
+        each = self.heads * (self.key * self.value + self.gates * window) * 4
         return self.layers * (each + self.channels * (self.kernel - 1 + window) * number)
 
 
@@ -145,7 +149,7 @@ class _Sum:
     experts: int = 0
     inner: int = 0
     kv: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # layers by vectors, width and window
-    states: Counter[tuple[int, int, int, int, int]] = field(default_factory=Counter)
+    states: Counter[tuple[int, int, int, int, int, int]] = field(default_factory=Counter)
 
 
 def shape_of(config: Config) -> Shape:
@@ -198,6 +202,8 @@ def read_config(folder: Path) -> Config:
 
 def _completed(text: Config) -> Config:
     """A text model's configuration with its class's defaults. In a process of its own: transformers takes 0.3 GB."""
+    if not text.get("model_type"):
+        raise ValueError("it has no model_type")
     given, command = json.dumps(text), [sys.executable, "-c", _COMPLETE]
     try:
         done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=120, check=True)
@@ -295,21 +301,21 @@ def _linear(text: Config, hidden: int, total: _Sum) -> None:
         heads, value, key = int(text["mamba_num_heads"]), int(text["mamba_head_dim"]), int(text["ssm_state_size"])
         kernel, width = int(text["conv_kernel"]), heads * value
         channels = width + 2 * int(text["n_groups"]) * key
-        inputs = channels + width + heads
+        gates, inputs = 1, channels + width + heads
     elif "linear_num_heads" in text:
         heads, key = int(text["linear_num_heads"]), int(text["linear_head_dim"])
         value, kernel, width = key, int(text["linear_conv_kernel_dim"]), heads * key
-        channels, inputs = 3 * width, 3 * width + heads
+        channels, gates, inputs = 3 * width, 1 + key, 3 * width + heads
         total.dense += 2 * key * (hidden + width)  # of gates and decays, in low rank
     else:
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
         key_heads, heads, key, value, kernel = (int(text[f"linear_{name}"]) for name in names)
         width = heads * value
         channels = 2 * key_heads * key + width
-        inputs = channels + width + 2 * heads
+        gates, inputs = 2, channels + width + 2 * heads
     total.dense += hidden * (inputs + width) + channels * kernel
     total.inner = max(total.inner, inputs + width)
-    total.states[heads, key, value, channels, kernel] += 1
+    total.states[heads, key, value, channels, kernel, gates] += 1
 
 
 def _feed_forward(text: Config, number: int, kind: str, hidden: int, total: _Sum) -> None:

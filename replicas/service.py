@@ -43,6 +43,7 @@ from holdfast.replicas.errors import (
 )
 from holdfast.replicas.kv.pages import SHARED
 from holdfast.replicas.kv.tags import AHEAD, PRIORITIES, SYSTEM_ROLES, Label, Labels, labels_of
+from holdfast.replicas.model.progress import Tell
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
 from holdfast.replicas.plan import Sampling, TokenLogprobs, prompt_seed
 from holdfast.replicas.questions import Questions
@@ -109,9 +110,12 @@ class Service:
         self.questions = Questions(lambda request: _collected(self._stream(request)), engine.session, self.used)
 
     @classmethod
-    def load(cls, config: EngineConfig) -> Self:
-        """Load the model and start the engine's thread. Takes seconds. Raises ConfigError."""
-        loaded = _load_in_passing_thread(config)
+    def load(cls, config: EngineConfig, tell: Tell | None = None) -> Self:
+        """Load the model and start the engine's thread. Takes seconds. Raises ConfigError.
+
+        `tell`: called with how far the weights are read, in another thread.
+        """
+        loaded = _load_in_passing_thread(config, tell)
         text = TextSide(loaded.tokenizer, loaded.config, loaded.config.tool_format, loaded.eos)
         engine = Engine(loaded.config, loaded.runner, text.eos, loaded.vocabulary, cost=loaded.cost)
         text.prepare()
@@ -597,7 +601,7 @@ def freeze_heap() -> None:
         gc.freeze()
 
 
-def _load_in_passing_thread(config: EngineConfig) -> LoadedRunner:
+def _load_in_passing_thread(config: EngineConfig, tell: Tell | None) -> LoadedRunner:
     """Load in a thread that ends afterwards, together with the team of OpenMP threads that torch gave it.
 
     With more such threads than cores the engine's own threads sleep when they wait for each other. Steps then took up
@@ -607,7 +611,7 @@ def _load_in_passing_thread(config: EngineConfig) -> LoadedRunner:
 
     def work() -> None:
         try:
-            loaded.set_result(load_runner(config))
+            loaded.set_result(load_runner(config, tell))
         except BaseException as error:
             loaded.set_exception(error)
 

@@ -10,6 +10,7 @@ Shapes: T tokens, D hidden, H heads, K KV heads, d head size, R drawn tokens. Of
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -29,6 +30,7 @@ from holdfast.kernels.linear_state import LinearStates, LinearWeights, StateBatc
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.description import (
     Attention,
+    Block,
     DenseAndExperts,
     Description,
     FeedForward,
@@ -37,8 +39,11 @@ from holdfast.replicas.model.description import (
     Op,
     describe,
 )
+from holdfast.replicas.model.files import has_safetensors
+from holdfast.replicas.model.progress import Tell
 from holdfast.replicas.model.weights import (
     AttentionWeights,
+    BlockWeights,
     DecoderWeights,
     DeltaWeights,
     DenseAndExpertsWeights,
@@ -46,7 +51,6 @@ from holdfast.replicas.model.weights import (
     FeedForwardWeights,
     OpWeights,
     Weight,
-    has_safetensors,
     read_weights,
 )
 from holdfast.replicas.plan import Chunk, RowWrite
@@ -437,10 +441,15 @@ class Decoder:
         angles = torch.float32 if kv.data.device.type == "cpu" else weights.embedding.dtype
         self._rotary = {kind: (cos.to(angles), sin.to(angles)) for kind, (cos, sin) in rotary.items()}
         self._embedding, self._norm = weights.embedding, weights.norm
-        self.blocks: list[BlockLayer] = []
-        for of, block in zip(weights.blocks, description.blocks, strict=True):
-            self.blocks.append(BlockLayer(of.norm, self._op(block.op, of.op), of.post_norm, of.scale))
         self._head = Matrix(weights.head, None, int8, self.leave)
+        weights.head = weights.embedding  # a packed one is a copy
+        self.blocks: list[BlockLayer] = []
+
+        def taken(of: BlockWeights, block: Block) -> BlockLayer:
+            return BlockLayer(of.norm, self._op(block.op, of.op), of.post_norm, of.scale)
+
+        for layer in map(taken, weights.blocks, description.blocks):  # which holds no block while it asks for the next
+            self.blocks.append(layer)
         self._embedding_scale = float(torch.tensor(description.embedding_scale, dtype=weights.embedding.dtype))
         self._unit = torch.ones(
             max(description.hidden, *(op.head_dim for op in description.attentions)), device=kv.data.device
@@ -516,16 +525,17 @@ class Decoder:
         smooth: Smooth | None = None,
         int8: bool = False,
         states: LinearStates | None = None,
+        tell: Tell | None = None,
     ) -> "Decoder | None":
         """Read a checkpoint. None where its family, options or files are not this decoder's. Raises ConfigError.
 
-        `int8`: products in int8. `smooth` evens out the weights before (`smoothing`).
+        `int8`: products in int8. `smooth` evens out the weights before (`smoothing`). `tell`: see `read_weights`.
         """
         description = describe(config)
-        if description is None or not has_safetensors(path):
+        if description is None or not has_safetensors(Path(path)):
             return None
         device = str(kv.data.device)
-        weights = read_weights(path, description, kv.dtype, device, keep=cls.leave)
+        weights = read_weights(path, description, kv.dtype, device, cls.leave, tell)
         rotary = rotary_tables(config, description, context_length, device)
         if smooth is not None:
             weights = smooth(weights, description, rotary)

@@ -82,7 +82,7 @@ def smooth(
     `sample` [n]: token ids, computed in `dtype`. The products of experts and the head stay as they are.
     """
     weights = replace(weights, blocks=list(weights.blocks))
-    seen = _Seen(weights, description, rotary, sample, dtype)
+    seen = _Seen(replace(weights), description, rotary, sample, dtype)  # a decoder takes over what it is given
     first: Matrix | GatedMatrix
     for block, of, layer in zip(description.blocks, weights.blocks, seen.blocks, strict=True):
         op, norm = of.op, of.norm

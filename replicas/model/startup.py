@@ -48,6 +48,7 @@ from holdfast.replicas.model.description import Description, ModelInfo, inspect_
 from holdfast.replicas.model.files import stored_tensors
 from holdfast.replicas.model.folder import cannot_serve, served_name
 from holdfast.replicas.model.graphs import MOST_DRAWS, gpu_capture, room_for
+from holdfast.replicas.model.progress import Tell
 from holdfast.replicas.model.runner import ModelRunner
 from holdfast.replicas.model.smoothing import sample_tokens, smooth
 from holdfast.replicas.model.weights import eos_ids, load_model, load_tokenizer, sampling_defaults
@@ -102,8 +103,10 @@ class LoadedRunner:
     defaults: Mapping[str, float] = field(default_factory=dict)  # the checkpoint's sampling settings
 
 
-def load_runner(config: EngineConfig) -> LoadedRunner:
+def load_runner(config: EngineConfig, tell: Tell | None = None) -> LoadedRunner:
     """Load the configured model and allocate its KV. Sets torch's threads and a CPU's kernels for the whole process.
+
+    `tell`: called with how far the reading of weights is, now and then.
 
     Raises ConfigError, naming the field: the model is missing, damaged or cannot be served, or settings do not fit the
     model or the machine.
@@ -133,7 +136,7 @@ def load_runner(config: EngineConfig) -> LoadedRunner:
     if info.description is not None:
         slots = LEAST_SLOTS if profiled else resolved.state_slots
         states = make_states(info.description, resolved, slots, dtype, resolved.device)
-    model = _load_model(info, resolved, kv, tokenizer, states)
+    model = _load_model(info, resolved, kv, tokenizer, states, tell)
     if on_gpu:
         _choose_products(model, resolved)
     if profiled:
@@ -212,6 +215,7 @@ def _load_model(
     kv: KVTensors,
     tokenizer: PreTrainedTokenizerBase,
     states: LinearStates | None = None,
+    tell: Tell | None = None,
 ) -> Model:
     """Our own decoder where it is allowed and knows the model, else transformers' model, checked against itself."""
     int8 = config.dtype == "int8"
@@ -227,7 +231,7 @@ def _load_model(
 
             kind = GpuDecoder
         try:
-            decoder = kind.load(info.path, info.config, kv, config.context_length, smoothed, int8, states)
+            decoder = kind.load(info.path, info.config, kv, config.context_length, smoothed, int8, states, tell)
         except torch.OutOfMemoryError as error:
             message = f"the weights do not fit on the GPU: use a smaller model or dtype ({error})"
             raise ConfigError(message, "model") from error

@@ -7,16 +7,17 @@ the output.
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError, TemplateSyntaxError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -25,6 +26,7 @@ from holdfast.kernels.fp8 import BLOCK, FP8, Fp8Blocks
 from holdfast.kernels.linear_state import LinearWeights
 from holdfast.replicas.config import DType
 from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.memory import trim
 from holdfast.replicas.model.description import (
     LOADING_ERRORS,
     Attention,
@@ -36,12 +38,13 @@ from holdfast.replicas.model.description import (
     ModelInfo,
     first_lines,
 )
+from holdfast.replicas.model.files import stored_tensors
 from holdfast.replicas.model.folder import cannot_serve, read_chat_template
+from holdfast.replicas.model.mapped import MappedTensors
+from holdfast.replicas.model.progress import Meter, Tell
 
 log = logging.getLogger(__name__)
 
-_ONE_FILE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"  # of a checkpoint in several files
 _SCALES = "_scale_inv"  # behind the name of a weight in FP8
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _TEXT_NAMES = (("model.language_model.", "model."), ("language_model.model.", "model."))  # beside a vision tower
@@ -257,6 +260,11 @@ class Source:
     def __init__(self, dtype: torch.dtype, device: str) -> None:
         self.dtype, self.device = dtype, device
 
+    @property
+    def sizes(self) -> bool:
+        """Whether tensors have a size and no values."""
+        return self.device == "meta"
+
     def has(self, name: str) -> bool:
         return False
 
@@ -284,21 +292,25 @@ class Source:
 class Checkpoint(Source):
     """A checkpoint folder: tensors by the names of a text model, each copied once from the mapped file to its place.
 
-    With `keep` weights in FP8 stay as they are, where whole blocks of 128 rows make up the matrix. `finish` raises
-    ConfigError for tensors that are missing, or that nobody asked for: they would change the output.
+    `tensors`: by their names in the files. With `keep` weights in FP8 stay as they are, where whole blocks of 128 rows
+    make up the matrix. `finish` raises ConfigError for tensors that are missing, or that nobody asked for: they would
+    change the output.
     """
 
-    def __init__(self, path: str, description: Description, dtype: torch.dtype, device: str, keep: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        description: Description,
+        dtype: torch.dtype,
+        keep: bool,
+        tensors: Mapping[str, Tensor],
+        device: str,
+    ) -> None:
         super().__init__(dtype, device)
-        self._path, self._keep, self._description = path, keep, description
-        self._stored: dict[str, tuple[str, str]] = {}  # file and name there, by our name
-        self._files: dict[str, Any] = {}
+        self._path, self._keep, self._description, self._tensors = path, keep, description, tensors
         self._missing: list[str] = []
         self._dequantized = 0
-        for file in _files(Path(path)):
-            self._files[file] = safe_open(Path(path) / file, framework="pt")
-            for name in self._files[file].keys():  # noqa: SIM118  # a shard is no mapping
-                self._stored[self._named(name)] = (file, name)
+        self._stored = {self._named(name): name for name in self._tensors}
         self._unread = set(self._stored)
 
     def _named(self, name: str) -> str:
@@ -349,10 +361,12 @@ class Checkpoint(Source):
             self._unread.discard(_HEAD)
         names = (name for name in self._unread if not name.startswith(described.skipped))
         if unknown := min((name for name in names if not name.endswith("rotary_emb.inv_freq")), default=""):
-            raise cannot_serve(self._path, f"unknown weight {self._stored[unknown][1]}")
+            raise cannot_serve(self._path, f"unknown weight {self._stored[unknown]}")
         if self._missing:
             lacks = f"{len(self._missing)} weights, {min(self._missing)} among them"
             raise cannot_serve(self._path, f"its files lack {lacks}")
+        if self.sizes:
+            return
         if skipped := sum(name.startswith(described.skipped) for name in self._unread):
             unused = " and ".join(f"{each}*" for each in described.skipped if any(map(_begins(each), self._unread)))
             log.info("%d weights are not used: %s", skipped, unused)
@@ -363,7 +377,7 @@ class Checkpoint(Source):
         """Raises ConfigError for a head in the files that differs from the embedding to which it is tied: transformers
         would take both.
         """
-        if self.has(_HEAD) and not torch.equal(self.tensor(_HEAD, *embedding.shape), embedding):
+        if self.has(_HEAD) and not self.sizes and not torch.equal(self.tensor(_HEAD, *embedding.shape), embedding):
             why = f"two different weights for {_EMBEDDING} (tie_word_embeddings is true)"
             raise cannot_serve(self._path, f"its files have {why}")
 
@@ -397,9 +411,9 @@ class Checkpoint(Source):
         return Fp8Blocks(found, scale.float()).dequantized(self.dtype)
 
     def _stored_tensor(self, name: str, size: tuple[int, ...] | None = None) -> Tensor:
-        file, stored = self._stored[name]
+        stored = self._stored[name]
         self._unread.discard(name)
-        found: Tensor = self._files[file].get_tensor(stored)
+        found = self._tensors[stored]
         if size is not None and found.shape != size:
             raise cannot_serve(self._path, f"weight {stored} is {tuple(found.shape)}, not {size}")
         return found
@@ -409,31 +423,41 @@ def _begins(start: str) -> Callable[[str], bool]:
     return lambda name: name.startswith(start)
 
 
-def has_safetensors(path: str) -> bool:
-    """Whether a folder has weights that a `Checkpoint` can read."""
-    return any((Path(path) / name).is_file() for name in (_ONE_FILE, _INDEX))
-
-
 def read_weights(
-    path: str, description: Description, dtype: torch.dtype, device: str, keep: bool = False
+    path: str,
+    description: Description,
+    dtype: torch.dtype,
+    device: str,
+    keep: bool = False,
+    tell: Tell | None = None,
 ) -> DecoderWeights:
-    """Read a checkpoint folder, the blocks as they are taken. `keep`: see `Checkpoint`.
+    """Read a checkpoint folder, the blocks as they are taken: who lets go of each has one of them in memory at a time.
 
-    Raises ConfigError, at the latest with the last block, for a tensor that is missing, unknown or of another size, and
-    for a head that differs from the embedding where the two are tied.
+    `keep`: see `Checkpoint`. `tell` is called with how far the reading is, now and then.
+    Raises ConfigError for a tensor that is missing, unknown or of another size, before any is read, and for a head that
+    differs from the embedding where the two are tied.
     """
+    sizes: list[int] = []
     try:
-        checkpoint = Checkpoint(path, description, dtype, device, keep)
-        weights = weights_from(checkpoint, description)
-    except (OSError, ValueError, SafetensorError) as error:
+        stored = stored_tensors(path, Path(path))
+        of = partial(Checkpoint, path, description, dtype, keep)
+        for _ in weights_from(of(MappedTensors(stored, sizes.append, sizes=True), "meta"), description).blocks:
+            pass  # missing weights are found without reading any
+        meter = Meter(sum(sizes), tell)
+        weights = weights_from(of(MappedTensors(stored, meter.add), device), description)
+    except (OSError, ValueError) as error:
         raise cannot_serve(path, str(error)) from error
     return replace(weights, blocks=_checked(path, weights.blocks))
 
 
 def _checked(path: str, blocks: Iterable[BlockWeights]) -> Iterator[BlockWeights]:
+    """The same blocks. What was only needed to read and pack one is given back before the next."""
     try:
-        yield from blocks
-    except (OSError, ValueError, SafetensorError) as error:
+        for block in blocks:
+            yield block
+            del block
+            trim()
+    except (OSError, ValueError) as error:
         raise cannot_serve(path, str(error)) from error
 
 
@@ -458,8 +482,9 @@ def _blocks(source: Source, description: Description) -> Iterator[BlockWeights]:
             source.floats(f"{block.at}{name}.weight", hidden, plus=float(description.centred)) if name else None
             for name in (block.norm, block.post_norm)
         ]
-        scale = source.floats(f"{block.at}layer_scalar", 1).item() if block.scaled else 1.0
-        yield BlockWeights(norms[0], _op(source, block, description), norms[1], scale)
+        scale = source.floats(f"{block.at}layer_scalar", 1) if block.scaled else None
+        factor = 1.0 if scale is None or source.sizes else scale.item()
+        yield BlockWeights(norms[0], _op(source, block, description), norms[1], factor)
     source.finish()
 
 
@@ -596,14 +621,3 @@ def _experts(source: Source, at: str, op: MixtureOfExperts, hidden: int) -> Expe
         else None,
         shared_gate=source.tensor(f"{at}shared_expert_gate.weight", 1, hidden) if op.shared_gate else None,
     )
-
-
-def _files(folder: Path) -> list[str]:
-    """The files of a checkpoint. Where one file and an index are both there, the one file, as with transformers."""
-    if (folder / _ONE_FILE).is_file():
-        return [_ONE_FILE]
-    index = json.loads((folder / _INDEX).read_text())
-    places = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(places, dict):
-        raise ValueError(f"{_INDEX} has no weight_map")
-    return sorted({str(file) for file in places.values()})

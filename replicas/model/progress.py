@@ -1,0 +1,54 @@
+"""How far the reading of a checkpoint is, told while it goes on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+log = logging.getLogger(__name__)
+
+TELL_S = 0.25  # between two reports to whoever asked for them
+LOG_S = 5.0  # between two lines of the log
+GB = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Bytes `read` of `total`, in so many seconds."""
+
+    read: int
+    total: int
+    seconds: float
+
+    def __str__(self) -> str:
+        rate = self.read / max(self.seconds, 1e-3)
+        left = f", {(self.total - self.read) / rate:.0f} s left" if 0 < self.read < self.total else ""
+        return f"{self.read / GB:.1f} of {self.total / GB:.1f} GB, {rate / GB:.2f} GB/s{left}"
+
+
+Tell: TypeAlias = Callable[[Progress], None]
+
+
+class Meter:
+    """Counts what is read of `total` bytes. Tells it now and then, and logs it; the end is told in any case."""
+
+    def __init__(self, total: int, tell: Tell | None = None, now: Callable[[], float] = time.monotonic) -> None:
+        self._total, self._tell, self._now = total, tell, now
+        self._read = 0
+        self._began = self._logged = self._told = now()
+
+    def add(self, size: int) -> None:
+        """So many more bytes have been read."""
+        self._read += size
+        moment = self._now()
+        progress = Progress(self._read, self._total, moment - self._began)
+        done = self._read >= self._total
+        if self._tell is not None and (done or moment - self._told >= TELL_S):
+            self._told = moment
+            self._tell(progress)
+        if moment - self._logged >= LOG_S:
+            self._logged = moment
+            log.info("weights: %s", progress)

@@ -370,10 +370,12 @@ def _marked(*forms: CallForm) -> Forms:
     return Forms(forms[0], forms)
 
 
-def _in_tags(tool_format: ToolFormat, opener: str, after: str, between: str, tail: str = "") -> CallForm:
-    """A call whose arguments stand in tags."""
-    tags = TAGS[tool_format]
-    return CallForm(opener, "\n" + tags.open if tags.open else "", tags.named, after, between, tail, tags=tags)
+def _in_tags(tags: TagForm) -> CallForm:
+    before = "\n" + tags.open if tags.open else ""
+    if tags.together:
+        return CallForm(tags.begin, before, tags.named, tags.close, "", "\n" + tags.finish, tags=tags)
+    after = f"{tags.close}\n{tags.finish}" if tags.close else tags.finish
+    return CallForm(tags.begin, before, tags.named, after, "\n" + tags.begin, tags=tags)
 
 
 def _section(form: CallForm, opener: str = "") -> Forms:
@@ -427,7 +429,7 @@ _HARMONY_STARTED = replace(
     header=rf"<\|channel\|>(commentary|analysis){_TYPED}",
 )
 _GEMMA4 = CallForm("<|tool_call>", "call:", "", "<tool_call|>", "<|tool_call>", dialect=GEMMA4)
-_MUSE = _in_tags(ToolFormat.MUSE, "<atem:function_calls>", "</atem:invoke>", "", "\n</atem:function_calls>")
+_MUSE = _in_tags(TAGS[ToolFormat.MUSE])
 _MUSE_MESSAGE = replace(
     _MUSE,
     opener=" to=",
@@ -437,11 +439,12 @@ _MUSE_MESSAGE = replace(
     between="<|eom|><|start|>assistant to=",
     tail="",
 )
-_DSML = ("<｜DSML｜function_calls>", "</｜DSML｜invoke>", "", "\n</｜DSML｜function_calls>")
-_MINIMAX_M2 = ("<minimax:tool_call>", "</invoke>", "", "\n</minimax:tool_call>")
-_QWEN3_CODER = ("<tool_call>", "</function>\n</tool_call>", "\n<tool_call>")
 
 _FORMS: Mapping[ToolFormat, Forms] = {
+    **{
+        tool_format: _section(_in_tags(tags)) if tags.open else _marked(_in_tags(tags))
+        for tool_format, tags in TAGS.items()
+    },
     ToolFormat.HERMES: _marked(CallForm("<tool_call>", "\n" + _OBJECT, _ARGUMENTS, "}\n</tool_call>", "\n<tool_call>")),
     ToolFormat.LLAMA3: Forms(_LLAMA3_BARE, (_LLAMA3, _LLAMA3_FUNCTION), _LLAMA3_BARE),
     ToolFormat.LLAMA3_FUNCTION: Forms(_LLAMA3_FUNCTION, (_LLAMA3_FUNCTION, _LLAMA3), _LLAMA3_BARE),
@@ -450,12 +453,8 @@ _FORMS: Mapping[ToolFormat, Forms] = {
     ToolFormat.PYTHONIC: Forms(_PYTHONIC, (_PYTHONIC_MARKED,), _PYTHONIC),
     ToolFormat.DEEPSEEK_V3: _section(_DEEPSEEK_V3, _DEEPSEEK_CALL),
     ToolFormat.DEEPSEEK_V31: _section(_DEEPSEEK_V31, _DEEPSEEK_CALL),
-    ToolFormat.DEEPSEEK_V32: _section(_in_tags(ToolFormat.DEEPSEEK_V32, *_DSML)),
     ToolFormat.KIMI_K2: _section(_KIMI_K2, _KIMI_CALL),
-    ToolFormat.QWEN3_CODER: _section(_in_tags(ToolFormat.QWEN3_CODER, *_QWEN3_CODER)),
-    ToolFormat.GLM: _marked(_in_tags(ToolFormat.GLM, "<tool_call>", "</tool_call>", "\n<tool_call>")),
     ToolFormat.MINIMAX: _marked(CallForm("<tool_calls>", "\n" + _OBJECT, _ARGUMENTS, "}", "", "\n</tool_calls>")),
-    ToolFormat.MINIMAX_M2: _section(_in_tags(ToolFormat.MINIMAX_M2, *_MINIMAX_M2)),
     ToolFormat.GEMMA4: _marked(_GEMMA4),
     ToolFormat.MUSE: replace(
         _section(_MUSE),

@@ -1,7 +1,8 @@
 """The ways models write tool calls: their names, their markers, and which one a chat template asks for.
 
-A new format needs its name, markers and sign here, its reader in `tracker.READERS`, and the text that a grammar forces
-in `constraints.grammar.forms_of`. The tags around arguments are here for both.
+A new format needs its name, markers and sign here. If its arguments stand in tags, a row of `TAGS` is all else that it
+needs: reader and grammar follow from it. Other formats need a reader in `tracker.READERS`, and the text that a grammar
+forces in `constraints.grammar.forms_of`.
 """
 
 from collections.abc import Mapping
@@ -77,39 +78,50 @@ ENDS: Mapping[ToolFormat, frozenset[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class TagForm:
-    """A call whose arguments have tags of their own, strings as they are and all else as JSON.
+    """Calls whose arguments have tags of their own, strings as they are and all else as JSON.
 
     A call is `open` name `named`, then for each argument `key` its name `value`, its value and `end`; then `close`.
-    White space between these means nothing. `line`: a value has a line end before and behind it that is not its own.
-    `json` replaces `value` before a value that is not a string.
+    White space between these means nothing. `begin` and `finish` stand around each call, or around all of them
+    `together`. `line`: a value has a line end before and behind it that is not its own. `json` replaces `value` before
+    a value that is not a string.
     """
 
+    begin: str
+    finish: str
     key: str
     value: str
     end: str
     open: str = ""
     named: str = ""
     close: str = ""
+    together: bool = False
     line: bool = False
     json: str = ""
 
 
+_TOOL_CALL = ("<tool_call>", "</tool_call>")
+
+
+def _invocations(section: str, prefix: str = "", text: str = "", other: str = "") -> TagForm:
+    """Calls in a `section`, whose tags begin with `prefix`; `text` and `other` stand in those of such values."""
+    parameter, invoke = f"{prefix}parameter", f"{prefix}invoke"
+    return TagForm(
+        *(f"<{section}>", f"</{section}>"),
+        *(f'<{parameter} name="', f'"{text}>', f"</{parameter}>"),
+        *(f'<{invoke} name="', '">', f"</{invoke}>"),
+        together=True,
+        json=other and f'"{other}>',
+    )
+
+
 TAGS: Mapping[ToolFormat, TagForm] = {
-    ToolFormat.QWEN3_CODER: TagForm("<parameter=", ">", "</parameter>", "<function=", ">", "</function>", line=True),
-    ToolFormat.GLM: TagForm("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"),
-    ToolFormat.MINIMAX_M2: TagForm('<parameter name="', '">', "</parameter>", '<invoke name="', '">', "</invoke>"),
-    ToolFormat.MUSE: TagForm(
-        '<atem:parameter name="', '">', "</atem:parameter>", '<atem:invoke name="', '">', "</atem:invoke>"
+    ToolFormat.QWEN3_CODER: TagForm(
+        *_TOOL_CALL, "<parameter=", ">", "</parameter>", "<function=", ">", "</function>", line=True
     ),
-    ToolFormat.DEEPSEEK_V32: TagForm(
-        '<｜DSML｜parameter name="',
-        '" string="true">',
-        "</｜DSML｜parameter>",
-        '<｜DSML｜invoke name="',
-        '">',
-        "</｜DSML｜invoke>",
-        json='" string="false">',
-    ),
+    ToolFormat.GLM: TagForm(*_TOOL_CALL, "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"),
+    ToolFormat.MINIMAX_M2: _invocations("minimax:tool_call"),
+    ToolFormat.MUSE: _invocations("atem:function_calls", "atem:"),
+    ToolFormat.DEEPSEEK_V32: _invocations("｜DSML｜function_calls", "｜DSML｜", ' string="true"', ' string="false"'),
 }
 
 # First match wins. A template may name several markers: Hermes templates never name the others.

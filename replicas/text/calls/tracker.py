@@ -2,7 +2,7 @@
 
 Source: Stateful Inference, section 3.7. Each format is read by one incremental state machine, written as a generator
 that reads from a `CallTracker` as if the whole text were there and pauses where the text ends. A new format is a
-function and a row of `READERS`, at the end. What a client sees:
+function and a row of `READERS`, at the end, or a row of `TAGS`. What a client sees:
 
 - A call is sent once its name is known to be declared and its arguments have begun: first its id and name, then its
   arguments as the model writes them. A call that has closed is in `calls` and is never taken back.
@@ -1094,11 +1094,11 @@ def _python_call(t: CallTracker) -> Scan[None]:
     t.close_call()
 
 
-def _tags(format: ToolFormat, marker: str, closer: str) -> Reader:
-    form = TAGS[format]
+def _tags(form: TagForm) -> Reader:
     if not form.open:
-        return Reader({marker: partial(_tagged, form=form, close=closer)}, closers=b">")
-    return Reader(_section(marker, partial(_tagged, form=form, close=form.close), form.open, closer), closers=b">")
+        return Reader({form.begin: partial(_tagged, form=form, close=form.finish)}, closers=b">")
+    call = partial(_tagged, form=form, close=form.close)
+    return Reader(_section(form.begin, call, form.open, form.finish), closers=b">")
 
 
 _DEEPSEEK = Reader(_section("<｜tool▁calls▁begin｜>", _deepseek_call, "<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>"))
@@ -1117,11 +1117,7 @@ READERS: Mapping[ToolFormat, Reader] = {
         _section("<|tool_calls_section_begin|>", _kimi_call, "<|tool_call_begin|>", "<|tool_calls_section_end|>")
     ),
     ToolFormat.MINIMAX: Reader({"<tool_calls>": partial(_objects, close="</tool_calls>")}),
-    ToolFormat.GLM: _tags(ToolFormat.GLM, "<tool_call>", "</tool_call>"),
-    ToolFormat.QWEN3_CODER: _tags(ToolFormat.QWEN3_CODER, "<tool_call>", "</tool_call>"),
-    ToolFormat.MINIMAX_M2: _tags(ToolFormat.MINIMAX_M2, "<minimax:tool_call>", "</minimax:tool_call>"),
-    ToolFormat.DEEPSEEK_V32: _tags(ToolFormat.DEEPSEEK_V32, "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
     ToolFormat.GEMMA4: Reader({"<|tool_call>": _gemma4}),
-    ToolFormat.MUSE: _tags(ToolFormat.MUSE, "<atem:function_calls>", "</atem:function_calls>"),
     ToolFormat.HARMONY: Reader({"<|channel|>": _harmony, "<|start|>": _harmony}, bare={"t": _harmony}),
+    **{format: _tags(form) for format, form in TAGS.items()},
 }

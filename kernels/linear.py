@@ -127,18 +127,20 @@ class PackedMatrix:
         self._inner, self._outputs = inner, rows // 2 if gated else rows
         padded = -(-inner // variant.columns) * variant.columns
         order = _order(rows, variant.block, gated)
+        full = len(order) == rows
 
         def placed(x: Tensor) -> Tensor:
             """The rows of x in the order of blocks, with zeros where a block is not full."""
-            return pad(x, (0, 0) * (x.ndim - 1) + (0, 1))[order].contiguous()
+            return (x if full else pad(x, (0, 0) * (x.ndim - 1) + (0, 1)))[order].contiguous()
 
         dtypes: Iterable[torch.dtype] = (weight.dtype,)
         if variant.kind in INTEGERS:
             dtypes = _FLOATS
             weight, scales = quantise(weight)
         filled = pad(weight, (0, padded - inner)) if padded > inner else weight
-        blocks = placed(filled).view(-1, variant.vectors, variant.lanes, padded // variant.step, variant.step)
-        held = [blocks.permute(0, 3, 1, 2, 4).contiguous(), placed(torch.zeros(rows) if bias is None else bias.float())]
+        step = torch.int16 if variant.step * weight.itemsize == 2 else torch.int32  # a step's weights are moved as one
+        blocks = placed(filled).view(step).view(-1, variant.block, padded // variant.step)
+        held = [blocks.mT.contiguous(), placed(torch.zeros(rows) if bias is None else bias.float())]
         if variant.kind in INTEGERS:
             zero = 128 if variant.kind == "bytes" else 0  # added to each value of a row
             held += [placed(scales[:, 0]), placed(-zero * weight.sum(1, dtype=torch.int32))]

@@ -2,7 +2,8 @@
 
 One token, whose experts are other ones in each call, so that they come from memory as in a forward: beside reading as
 many bytes. And 256 tokens, beside a dense feed-forward of as many operations. The ways take turns, and the shortest
-times are compared, so other processes count for less. Layers have as many experts as `_WEIGHTS` bytes hold.
+times are compared, so other processes count for less, and still less with one thread (`OMP_NUM_THREADS=1`), whose
+times are processor time. Layers have as many experts as `_WEIGHTS` bytes hold.
 """
 
 import argparse
@@ -101,9 +102,10 @@ def _random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    began = clock()
     call()
-    return time.perf_counter() - began
+    return clock() - began
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -34,7 +34,7 @@ from holdfast.kernels.linear import (
     variant_for,
 )
 
-_PAIRS: Final = 1 << 13  # of a token and an expert, that are computed at once: what lies between takes memory
+_PAIRS: Final = 1 << 13  # pairs of a token and an expert in one call of the kernel, whose results between take memory
 _OUTSIDE: Final = 1  # a failure of product_c.c
 
 
@@ -103,7 +103,7 @@ class Experts:
         """Raises ValueError for `int8` of weights that are not on a CPU."""
         ups = zip(gate_up, repeat(None) if gate_up_bias is None else gate_up_bias, strict=False)
         downs = zip(down, repeat(None) if down_bias is None else down_bias, strict=False)
-        columns = math.gcd(gate_up.shape[2], down.shape[2])  # a variant takes both widths or not even this one
+        columns = math.gcd(gate_up.shape[2], down.shape[2])  # a variant that takes this width takes both
         variant = variant_for(gate_up[0, :, :columns], int8)
         if variant is not None:
             self._sum: _ByKernel | _ByTorch = _ByKernel(
@@ -132,6 +132,8 @@ class Experts:
 
 
 class _ByTorch:
+    """Each active expert's two products, one after the other. Called with y [T, D], which is written."""
+
     def __init__(self, ups: list[Matrix], activation: Callable[[Tensor], Tensor], downs: list[Matrix]) -> None:
         self._ups, self._activation, self._downs = ups, activation, downs
 
@@ -149,6 +151,8 @@ class _ByTorch:
 
 
 class _ByKernel:
+    """One call for all experts. Called with y [T, D], which is written."""
+
     def __init__(self, variant: Variant, ups: list[PackedMatrix], downs: list[PackedMatrix]) -> None:
         self._variant, self._ups, self._downs = variant, ups, downs
         self._up, self._down = (

@@ -246,6 +246,15 @@ def test_an_expert_is_two_products(variant):
         assert torch.equal(layer(x, torch.full((40, 1), e, dtype=torch.int32), weights), two)
 
 
+def test_a_clamp_may_have_other_constants():
+    torch.manual_seed(6)
+    layer = [torch.randn(2, 32, 16), torch.randn(2, 16, 16), "clamped"]
+    x, choice = torch.randn(9, 16), chosen_by(9, 2, 2)
+    exact = Experts(*(w.double() for w in layer[:2]), "clamped", alpha=1.0, limit=1.5)(x.double(), *choice)
+    assert (Experts(*layer, alpha=1.0, limit=1.5)(x, *choice) - exact).abs().max() <= 1e-5 * exact.abs().max()
+    assert (Experts(*layer)(x, *choice) - exact).abs().max() > 0.1
+
+
 def test_many_tokens_are_computed_in_parts(monkeypatch):
     torch.manual_seed(5)
     layer = Experts(torch.randn(4, 32, 16), torch.randn(4, 16, 16), "silu")

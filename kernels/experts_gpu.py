@@ -1,4 +1,4 @@
-"""A layer of experts on a GPU, over weights in 16 or 32 bits, in FP8 or in MXFP4. Maths and references: `experts`.
+"""A layer of experts on a GPU, over weights in 16 or 32 bits, FP8, MXFP4 or NVFP4. Maths and references: `experts`.
 
 The pairs of a token and one of its experts are sorted by expert. Each program takes some outputs of one expert for a
 block of its pairs, so only chosen experts are read. A layer is four launches:
@@ -8,13 +8,14 @@ block of its pairs, so only chosen experts are read. A layer is four launches:
     down       y [P, D] in the order of the tokens, times the routing weight
     sum        of each token's y in the order of its experts, in float32
 
-All sizes follow from the number of tokens, and nothing waits for the device, so graphs can capture a layer. The bits of
-a token depend neither on the other tokens nor on its place among them. A pair without an expert (a negative number)
-costs nothing and adds nothing: the tokens that only fill a graph up should have such pairs.
+All sizes follow from the number of tokens, and nothing waits for the device, so graphs can capture a layer. A token's
+sums are in the same order in any company: the number of tokens decides how many pairs a program takes, and not how many
+inputs. A pair without an expert (a negative number) costs nothing and adds nothing. Tokens that only fill a graph up
+should have such pairs.
 
 Weights become numbers of x's dtype in registers. FP8: 128 inputs are summed before the block's scale multiplies.
-MXFP4: the scale multiplies each number, which is exact in bfloat16. A word of 16 bits holds four numbers in an order
-from which a shift and a mask make bfloat16, for two words at once (`_packed`).
+MXFP4, NVFP4: the scale multiplies each number, which is exact in bfloat16. A word of 16 bits holds four numbers in an
+order from which a shift and a mask make bfloat16, for two words at once (`_packed`).
 
 Many tokens with weights in bfloat16 may go through torch's grouped product instead (`choose_experts`).
 
@@ -38,11 +39,11 @@ from torch.nn.functional import grouped_mm
 from holdfast.kernels.attention_gpu import INTERPRETED
 from holdfast.kernels.experts import Routing, route
 from holdfast.kernels.linear import ALPHA, LIMIT, Activation, activate
-from holdfast.kernels.quantized import E8M0, QuantizedWeight, Weight
+from holdfast.kernels.quantized import E8M0, FP8, QuantizedWeight, Weight
 
 log = logging.getLogger(__name__)
 
-Form: TypeAlias = Literal["plain", "fp8", "mxfp4"]
+Form: TypeAlias = Literal["plain", "fp8", "fp4"]
 Seconds: TypeAlias = Callable[[Callable[[], object]], float]
 """Times a call on the device."""
 
@@ -71,7 +72,7 @@ _TILES = (
     (96, _ExpertTile(64, 128, 64, 8)),
     (_NEVER, _ExpertTile(128, 128, 64, 8)),
 )  # by the mean of an expert's pairs
-_DEPTH = {"fp8": 128, "mxfp4": 256}  # the same in every tile, for it has a part in the order of the sum
+_DEPTH = {"fp8": 128, "fp4": 256}  # the same in every tile, for it has a part in the order of the sum
 _ROOM = 160 << 10  # bytes of shared memory for tiles in flight
 _STAGES = 4
 
@@ -258,7 +259,7 @@ def _numbers(words, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
             return _widened(w << 8 & 0x8000 | w << 4 & 0x07F0), _widened(w & 0x8000 | w >> 4 & 0x07F0)
         else:
             return tl.inline_asm_elementwise(
-                _TWO_NUMBERS, "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+                _TWO_NUMBERS, "=&r,=&r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
             )
     else:
         if _INTERPRETED:
@@ -267,7 +268,7 @@ def _numbers(words, FORM: tl.constexpr):  # type: ignore[no-untyped-def]
         else:
             return tl.inline_asm_elementwise(
                 _FOUR_NUMBERS,
-                "=r,=r,=r,=r,r",
+                "=&r,=&r,=&r,=&r,r",
                 [words],
                 dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
                 is_pure=True,
@@ -300,15 +301,22 @@ def _inputs(at, depth, INPUTS: tl.constexpr, WHOLE: tl.constexpr, OPERAND: tl.co
 
 
 @triton.jit
-def _powers_of_two(exponents, BFLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scales of words, eight to each: [rows, groups] -> [rows, 8 groups]."""
-    if BFLOAT:
-        powers = (exponents.to(tl.uint16) << 7).to(tl.bfloat16, bitcast=True)
+def _word_scales(scales, WIDE: tl.constexpr, BFLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scales of words, times 2^62: [rows, groups] -> [rows, words]. Groups of 32 have e8m0's exponent, raised by
+    62, those of 16 have e4m3."""
+    if WIDE == 32:
+        bits = scales.to(tl.int32) << 7
     else:
-        powers = (exponents.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
-    ROWS: tl.constexpr = exponents.shape[0]
-    GROUPS: tl.constexpr = exponents.shape[1]
-    return tl.reshape(tl.broadcast_to(powers[:, :, None], [ROWS, GROUPS, 8]), [ROWS, 8 * GROUPS])
+        bits = (scales.to(tl.int32) & 0x7F) << 4
+    if BFLOAT:
+        values = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        values = _widened(bits)
+    if WIDE == 16:
+        values = values * 1.329227995784916e36 * 4611686018427387904.0  # 2^120 and 2^62
+    ROWS: tl.constexpr = scales.shape[0]
+    GROUPS: tl.constexpr = scales.shape[1]
+    return tl.reshape(tl.broadcast_to(values[:, :, None], [ROWS, GROUPS, WIDE // 4]), [ROWS, GROUPS * WIDE // 4])
 
 
 @triton.jit
@@ -329,6 +337,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     x,  # with a gate [T, D], behind it [P, I] in sorted order
     weight,
     scale,
+    global_scale,
     bias,
     shares,
     order,
@@ -346,7 +355,8 @@ def _multiply(  # type: ignore[no-untyped-def]
     DEPTH: tl.constexpr,
     FORM: tl.constexpr,
     HIGH: tl.constexpr,  # outputs and
-    WIDE: tl.constexpr,  # inputs of a block of FP8
+    WIDE: tl.constexpr,  # inputs of a scale
+    GLOBAL: tl.constexpr,
     ACTIVATION: tl.constexpr,  # "" for the product behind it
     BIAS: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -384,31 +394,35 @@ def _multiply(  # type: ignore[no-untyped-def]
         BFLOAT: tl.constexpr = tl.bfloat16 == OPERAND
         EACH: tl.constexpr = 2 if FORM == "fp8" else 4  # numbers of a word
         word = tl.arange(0, DEPTH // EACH)
-        first = word // 8 * (8 * EACH) + word % 8
+        RUN: tl.constexpr = 8 if FORM == "fp8" else WIDE // 4  # words whose first numbers lie side by side
+        first = word // RUN * (RUN * EACH) + word % RUN
         if FORM == "fp8":
             scales = scale + (expert.to(tl.int64) * tl.cdiv(OUTPUTS, HIGH) + output // HIGH) * tl.cdiv(INPUTS, WIDE)
         else:
-            scales = scale + line * (INPUTS // 32)
+            scales = scale + line * (INPUTS // WIDE)
         for start in tl.range(0, INPUTS, DEPTH):
             words = _columns(weight + line[:, None] * (INPUTS // EACH), start // EACH + word, INPUTS // EACH, WHOLE)
             numbers = _numbers(words, FORM)
             if FORM == "fp8":
                 factor, part = 1.329227995784916e36, tl.zeros([ROWS, PAIRS], tl.float32)  # 2^120
             else:
-                group = start // 32 + tl.arange(0, DEPTH // 32)
-                factor, part = _powers_of_two(_columns(scales[:, None], group, INPUTS // 32, WHOLE), BFLOAT), total
+                group = start // WIDE + tl.arange(0, DEPTH // WIDE)
+                stored = _columns(scales[:, None], group, INPUTS // WIDE, WHOLE)
+                factor, part = _word_scales(stored, WIDE, BFLOAT), total
             for k in tl.static_range(EACH):
                 if BFLOAT:
                     w = numbers[k] * factor
                 else:
                     w = numbers[k].to(tl.float32) * factor
-                    if FORM == "mxfp4":
+                    if FORM == "fp4":
                         w *= 18446744073709551616.0  # 2^64
-                a = _inputs(x_at, start + 8 * k + first, INPUTS, WHOLE, OPERAND)
+                a = _inputs(x_at, start + RUN * k + first, INPUTS, WHOLE, OPERAND)
                 part = tl.dot(w.to(OPERAND), a, part, input_precision=PRECISION)
             total = total + part * tl.load(scales + start // WIDE)[:, None] if FORM == "fp8" else part
-        if FORM == "mxfp4" and BFLOAT:
+        if FORM == "fp4" and BFLOAT:
             total *= 18446744073709551616.0
+    if GLOBAL:
+        total *= tl.load(global_scale + line)[:, None]
     if BIAS:
         total += tl.load(bias + line).to(tl.float32)[:, None]
 
@@ -469,7 +483,8 @@ class _Matrices:
     inputs: int
     weight: Tensor
     scale: Tensor
-    block: tuple[int, int] = (1, 1)  # of FP8
+    block: tuple[int, int] = (1, 1)  # outputs and inputs of a scale
+    global_scale: Tensor | None = None  # [E, outputs, 1]
 
     @staticmethod
     def of(weight: Weight) -> "_Matrices":
@@ -477,11 +492,15 @@ class _Matrices:
         experts, outputs, inputs = weight.shape
         if isinstance(weight, QuantizedWeight):
             sizes, (high, wide) = (experts, outputs, inputs), weight.block
-            if weight.global_scale is None and not inputs % 32:
-                if weight.numbers == "e4m3" and (wide >= inputs or not wide % _DEPTH["fp8"]):
-                    return _Matrices("fp8", *sizes, _paired(weight.codes), weight.scales.float(), (high, wide))
-                if weight.numbers == "e2m1" and (high, wide) == (1, 32) and weight.scales.dtype == E8M0:
-                    return _Matrices("mxfp4", *sizes, _packed(weight.codes), _powers(weight.scales))
+            scales = weight.scales.contiguous()
+            further = (weight.block, None if weight.global_scale is None else weight.global_scale.contiguous())
+            if weight.numbers == "e4m3" and not inputs % 16 and (wide >= inputs or not wide % _DEPTH["fp8"]):
+                return _Matrices("fp8", *sizes, _paired(weight.codes), scales.float(), *further)
+            if weight.numbers == "e2m1" and high == 1 and not inputs % wide:
+                if (wide, scales.dtype) == (32, E8M0):
+                    return _Matrices("fp4", *sizes, _packed(weight.codes, wide), _raised(scales), *further)
+                if (wide, scales.dtype) == (16, FP8):
+                    return _Matrices("fp4", *sizes, _packed(weight.codes, wide), scales.view(torch.uint8), *further)
             log.info("experts with %s in blocks of %s become bfloat16", weight.numbers, weight.block)
             weight = weight.dequantized(torch.bfloat16)
         if not weight.is_contiguous():
@@ -492,20 +511,20 @@ class _Matrices:
 def _paired(codes: Tensor) -> Tensor:
     """Bytes [E, out, in] as words of 16 bits [E, out, in / 2]: word j of eight has the numbers j and 8 + j of 16."""
     experts, outputs, inputs = codes.shape
-    words = codes.view(experts, outputs, inputs // 16, 2, 8).mT.contiguous()
+    words = codes.reshape(experts, outputs, inputs // 16, 2, 8).mT.contiguous()
     return words.view(torch.int16).view(experts, outputs, inputs // 2)
 
 
-def _packed(codes: Tensor) -> Tensor:
-    """Codes of 4 bits [E, out, in / 2] in words of 16 bits [E, out, in / 4], as `_unpacked` takes them apart.
+def _packed(codes: Tensor, wide: int) -> Tensor:
+    """Codes of 4 bits [E, out, in / 2] in words of 16 bits [E, out, in / 4], as `_numbers` takes them apart.
 
-    Word j of eight has the numbers j, 8 + j, 16 + j and 24 + j of a block, a sign and three bits of each:
+    Word j of n = wide / 4 has the numbers j, n + j, 2n + j and 3n + j of a block, a sign and three bits of each:
     bits 15 and 8-6, 12 and 5-3, 9 and 2-0, 14 and 13, 11, 10.
     """
     experts, outputs, pairs = codes.shape
     words = torch.empty(experts, outputs, pairs // 2, dtype=torch.int16, device=codes.device)
     for each, into in zip(codes, words, strict=True):
-        code = torch.stack((each & 15, each >> 4), -1).int().view(outputs, -1, 4, 8)
+        code = torch.stack((each & 15, each >> 4), -1).int().view(outputs, -1, 4, wide // 4)
         (a, b, c, d), sign = (code & 7).unbind(2), (code >> 3).unbind(2)
         word = (a << 6) + (b << 3) + c + ((d & 4) << 11) + ((d & 3) << 10)
         word += (sign[0] << 15) + (sign[1] << 12) + (sign[2] << 9) + (sign[3] << 14)
@@ -513,7 +532,7 @@ def _packed(codes: Tensor) -> Tensor:
     return words
 
 
-def _powers(scales: Tensor) -> Tensor:
+def _raised(scales: Tensor) -> Tensor:
     """e8m0's exponents, raised. Raises ValueError for scales beyond 2^65, and NaN."""
     exponents = scales.view(torch.uint8)
     if exponents.numel() and int(exponents.max()) + _RAISED >= 255:
@@ -624,6 +643,7 @@ class GpuExperts:
             x,
             matrices.weight,
             matrices.scale,
+            matrices.scale if matrices.global_scale is None else matrices.global_scale,
             matrices.scale if bias is None else bias,
             weights,
             order.order,
@@ -641,6 +661,7 @@ class GpuExperts:
             FORM=matrices.form,
             HIGH=matrices.block[0],
             WIDE=matrices.block[1],
+            GLOBAL=matrices.global_scale is not None,
             ACTIVATION=activation,
             BIAS=bias is not None,
             OPERAND=tl.float32 if INTERPRETED or exact else getattr(tl, str(x.dtype).removeprefix("torch.")),

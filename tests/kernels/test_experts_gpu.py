@@ -24,10 +24,17 @@ def plain(experts: int, outputs: int, inputs: int, dtype: torch.dtype = torch.fl
     return (torch.randn(experts, outputs, inputs) * inputs**-0.5).to(dtype)
 
 
+FORMATS = {
+    "fp8": ("e4m3", (128, 128), torch.float32),
+    "channels": ("e4m3", (1, 1024), torch.float32),
+    "mxfp4": ("e2m1", (1, 32), E8M0),
+    "nvfp4": ("e2m1", (1, 16), FP8),
+    "int4": ("uint4", (1, 32), torch.float16),
+}
+
+
 def stored(kind: str, *sizes: int) -> QuantizedWeight:
-    how = {"fp8": ("e4m3", (128, 128), torch.float32), "channels": ("e4m3", (1, 1024), torch.float32)}
-    how |= {"mxfp4": ("e2m1", (1, 32), E8M0), "nvfp4": ("e2m1", (1, 16), FP8)}
-    return concatenated([quantized(each, *how[kind]) for each in plain(*sizes)], experts=True)
+    return concatenated([quantized(each, *FORMATS[kind]) for each in plain(*sizes)], experts=True)
 
 
 def tokens(count: int, width: int = WIDTH, dtype: torch.dtype = torch.float32, experts: int = EXPERTS):
@@ -63,7 +70,7 @@ def test_a_layer_is_its_reference(activation, dtype, count, experts):
     assert not count or relative_error(y, reference) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("kind", ["fp8", "channels", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("kind", list(FORMATS))
 def test_quantised_weights_are_those_that_they_stand_for(kind):
     torch.manual_seed(0)
     made = [stored(kind, 2, 2 * 96, 160), stored(kind, 2, 160, 96)]
@@ -71,23 +78,68 @@ def test_quantised_weights_are_those_that_they_stand_for(kind):
     for dtype, count in ((torch.float32, 1), (torch.bfloat16, 10)):  # 16 and 64 pairs of an expert at a time
         x, chosen, weights = tokens(count, 160, dtype, experts=2)
         reference = experts_reference(x, chosen, weights, *map(exact, made), "silu")
-        rounded = torch.bfloat16 if kind == "nvfp4" else dtype  # the kernel does not read NVFP4
+        rounded = torch.bfloat16 if kind == "int4" else dtype  # the kernel does not read it
         assert relative_error(layer(x, chosen, weights), reference) < TOLERANCE[rounded]
 
 
-@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4", "nvfp4"])
 def test_every_code_is_its_number(kind):
     """Unit vectors go through the first product as they are, and the second one shows its weights."""
     codes = torch.arange(128 * 128).view(1, 128, 128).to(torch.uint8)
-    if kind == "fp8":
-        codes = torch.where(codes & 0x7F == 0x7F, 0, codes)  # which stands for no number
+    if kind == "fp8":  # one code and its negative stand for no number
+        codes = torch.where(codes & 0x7F == 0x7F, 0, codes)
         weight = QuantizedWeight("e4m3", codes, torch.rand(1, 1, 1), (128, 128))
-    else:
+    elif kind == "mxfp4":
         scales = torch.arange(128 * 4).view(1, 128, 4) % 126 + 66  # all from 2^-61 to 2^64
-        weight = QuantizedWeight("e2m1", codes[:, :, ::2].contiguous(), scales.to(torch.uint8).view(E8M0), (1, 32))
+        weight = QuantizedWeight("e2m1", codes[:, :, :64], scales.to(torch.uint8).view(E8M0), (1, 32))
+    else:
+        scales = (torch.arange(128 * 8).view(1, 128, 8) % 127).to(torch.uint8).view(FP8)
+        weight = QuantizedWeight("e2m1", codes[:, :, :64], scales, (1, 16), None, torch.rand(1, 128, 1))
     units, one = torch.eye(128), torch.ones(128, 1)
     y = GpuExperts(units[None], weight, "relu2")(units, one.int() - 1, one)
     assert torch.equal(y, weight.dequantized(torch.float32)[0].T)
+
+
+def run(assembly: str, word: int, outputs: int) -> list[int]:
+    """What a GPU's instructions make of a register."""
+    registers = {f"${outputs}": word}
+
+    def value(operand: str) -> int:
+        return registers[operand] if operand in registers else int(operand, 0)
+
+    for instruction in filter(None, map(str.strip, assembly.strip("{} ").split(";"))):
+        name, _, operands = instruction.partition(" ")
+        into, *given = operands.split(", ")
+        if name == "and.b32":
+            registers[into] = value(given[0]) & value(given[1])
+        elif name == "shl.b32":
+            registers[into] = value(given[0]) << value(given[1]) & 0xFFFFFFFF
+        elif name == "shr.u32":
+            registers[into] = value(given[0]) >> value(given[1])
+        elif name == "lop3.b32":
+            assert given[3] == "0xEA"  # (a and b) or c
+            registers[into] = value(given[0]) & value(given[1]) | value(given[2])
+        else:
+            assert name == ".reg"
+    return [registers[f"${i}"] for i in range(outputs)]
+
+
+@pytest.mark.parametrize("numbers", ["e4m3", "e2m1"])
+def test_the_assembly_finds_the_numbers_in_their_words(numbers):
+    """The interpreter does without it. Two words are in a register."""
+    codes = torch.randint(0, 256, (1, 4, 64), dtype=torch.uint8)
+    if numbers == "e4m3":
+        codes = torch.where(codes & 0x7F == 0x7F, 0, codes)
+        words, assembly, each, unit, run_of = experts_gpu._paired(codes), experts_gpu._TWO_NUMBERS, 2, 2.0**120, 8
+        weight = QuantizedWeight("e4m3", codes, torch.ones(1, 1, 1), (4, 64))
+    else:
+        words, assembly, each, unit, run_of = experts_gpu._packed(codes, 16), experts_gpu._FOUR_NUMBERS, 4, 2.0**126, 4
+        weight = QuantizedWeight("e2m1", codes, torch.ones(1, 1, 1), (4, 128))
+    pairs = words.view(torch.int32).flatten().tolist()
+    found = torch.tensor([run(assembly.value, pair & 0xFFFFFFFF, each) for pair in pairs])  # [pairs, numbers of a word]
+    halves = torch.stack((found & 0xFFFF, found >> 16), 1).int() << 16  # float32's bits, [pairs, words, numbers]
+    values = halves.view(torch.float32).reshape(-1, run_of, each).mT * unit
+    assert torch.equal(values.reshape(weight.shape), weight.dequantized(torch.float32))
 
 
 @pytest.mark.parametrize("kind", ["plain", "fp8", "mxfp4"])

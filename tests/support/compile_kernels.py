@@ -98,8 +98,9 @@ def experts(kind, width, inner, activation, *counts):
         if kind == "fp8":
             codes = torch.zeros(2, outputs, inputs, dtype=torch.uint8)
             return QuantizedWeight("e4m3", codes, torch.zeros(2, -(-outputs // 128), -(-inputs // 128)), (128, 128))
-        codes, scales = (torch.zeros(2, outputs, inputs // part, dtype=torch.uint8) for part in (2, 32))
-        return QuantizedWeight("e2m1", codes, scales.view(E8M0), (1, 32))
+        group, scales_in = (32, E8M0) if kind == "mxfp4" else (16, FP8)
+        codes, scales = (torch.zeros(2, outputs, inputs // part, dtype=torch.uint8) for part in (2, group))
+        return QuantizedWeight("e2m1", codes, scales.view(scales_in), (1, group), None, torch.ones(2, outputs, 1))
 
     layer = GpuExperts(made(inner * (1 if activation == "relu2" else 2), width), made(width, inner), activation)
     routing = Routing(128, 8, "sigmoid", True)
@@ -172,7 +173,7 @@ def every_shape():
 def every_expert():
     """Experts with few, with some and with many pairs to each."""
     layers = (("mxfp4", 2880, 2880, "clamped"), ("fp8", 2048, 512, "silu"), ("plain", 2688, 1856, "relu2"))
-    layers += (("plain", 2048, 768, "silu"), ("fp8", 2816, 704, "gelu_tanh"))
+    layers += (("plain", 2048, 768, "silu"), ("fp8", 2816, 704, "gelu_tanh"), ("nvfp4", 2048, 512, "silu"))
     for layer in layers:
         yield f"experts, {' '.join(map(str, layer))}", lambda layer=layer: experts(*layer, 1, 12, 100)
 

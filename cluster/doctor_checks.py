@@ -63,8 +63,10 @@ def engine_bytes(settings: Settings, on_gpu: bool) -> float:
     """Bytes of the machine's own memory that one engine takes, about. Raises HoldfastError for an unknown shape."""
     engine, model = settings.engine, _Model.of(settings)
     beside = engine.host_memory * GIB
-    if on_gpu:
-        return BESIDE_GPU + model.weights(on_gpu) + beside
+    if (
+        on_gpu
+    ):  # our decoder maps one tensor of the files at a time, transformers reads all into the host's memory first
+        return BESIDE_GPU + beside + (model.weights(on_gpu) if engine.decoder == "transformers" else 0)
     shape, number = model.shape, model.number(on_gpu)
     cells = _held_bytes(settings, shape, number) if engine.cells else engine.kv_memory * GIB
     taken = model.weights(on_gpu) + cells

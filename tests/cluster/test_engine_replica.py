@@ -12,9 +12,10 @@ from engine_world import World, words
 from redis_server import RedisServer
 from waiting import until_async
 
-from holdfast.cluster import engine_replica
+from holdfast.cluster import engine_replica, loading
 from holdfast.cluster.engine_replica import EngineReplica
 from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.model.progress import Progress, Tell
 from holdfast.replicas.requests import ModelCard, Notice, ServedElsewhere
 from holdfast.replicas.service import Service
 from holdfast.router.config import RouterConfig
@@ -27,7 +28,8 @@ PATIENT = 60.0
 class Driven:
     """Steps of one sequence, a second each, that are taken when a test says so."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, tell: Tell | None) -> None:
+        self.tell = tell
         self.world = World(order="fair", max_sequences=1, queue_timeout_s=1e9)  # type: ignore[no-untyped-call]
         self.world.step_s = 1.0
         self.heard = Counter[str]()
@@ -75,6 +77,23 @@ def redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisServ
     server.start()  # type: ignore[no-untyped-call]
     yield server
     server.kill()  # type: ignore[no-untyped-call]
+
+
+def test_a_replica_writes_how_far_it_is_where_the_console_looks(
+    redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        monkeypatch.setenv("HOLDFAST_LOADING", str(tmp_path / "loading"))
+        replica = Outside.__new__(Outside)
+        await replica.__init__(EngineConfig(), RedisAddress(redis.url), RouterConfig(), report_s=LOOK_S)  # type: ignore[misc]
+        driven = replica._service
+        assert isinstance(driven, Driven)
+        assert driven.tell is not None
+        driven.tell(Progress(1, 2, 3.0))
+        assert loading.read(tmp_path / "loading") == Progress(1, 2, 3.0)
+        await EngineReplica.__del__(replica)
+
+    asyncio.run(scenario())
 
 
 def test_a_tenant_that_another_engine_serves_gives_way_at_this_one(redis: RedisServer) -> None:

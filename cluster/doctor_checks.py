@@ -76,11 +76,9 @@ def engine_bytes(settings: Settings, on_gpu: bool) -> float:
 
 
 def _held_bytes(settings: Settings, shape: shapes.Shape, number: int) -> int:
-    """Bytes of the cells and recurrent states that the options of an engine fix."""
+    """Bytes of the cells and checkpoints that the options of an engine fix."""
     engine = settings.engine
-    held = sizing.split(shape, engine, number, engine.kv_memory * GIB)
-    cell = shape.cell_bytes(1 if engine.kv_dtype == "int8" else number)
-    return held.cells * cell + held.slots * shape.state_bytes(number, sizing.window(engine))
+    return sizing.held_bytes(shape, engine, number, sizing.split(shape, engine, number, engine.kv_memory * GIB))
 
 
 @dataclass(frozen=True, slots=True)

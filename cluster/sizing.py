@@ -1,8 +1,10 @@
 """What fits beside a model's weights: from the model's shape alone, nothing is loaded or measured.
 
     left     = share x memory of the GPU - weights - largest step - CUDA graphs
-    program  = KV of its tokens, in layers with a window of the last ones, and its recurrent states
+    program  = KV of its tokens, and its recurrent states
     programs = left / program
+
+Where windows have pages of their own, what is left is split between cells and window cells as an engine does.
 
 `share` is `engine.gpu_memory`. An engine measures what its largest step takes; here that is an estimate.
 """
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 
 from holdfast.cluster.known_models import MODELS, Known
 from holdfast.cluster.shapes import BYTES, Shape
-from holdfast.replicas.config import PROGRAM_STATES, EngineConfig, Memory, ModelShape, split_memory
+from holdfast.replicas.config import PROGRAM_STATES, EngineConfig, Memory, ModelShape, WindowShape, split_memory
 from holdfast.replicas.errors import ConfigError
 
 GB = 10**9  # as data sheets count
@@ -46,13 +48,32 @@ def window(engine: EngineConfig) -> int:
 
 
 def split(shape: Shape, engine: EngineConfig, number: int, budget: float) -> Memory:
-    """Cells and states of an engine that has `budget` bytes for them; what its options fix stays as it is.
+    """Cells, states and window cells of an engine that has `budget` bytes for them; what its options fix stays.
 
     `number`: bytes of a number as the model computes.
     """
-    cell = shape.cell_bytes(1 if engine.kv_dtype == "int8" else number)
-    sizes = ModelShape(0, "bfloat16", 0, 0, 1, shape.state_bytes(number, window(engine)))
-    return split_memory(engine, sizes, cell, budget)
+    tokens, cell, in_window = _kinds(shape, engine, number)
+    windows = WindowShape(tokens, 0, 1) if tokens else None
+    sizes = ModelShape(0, "bfloat16", 0, 0, 1, shape.state_bytes(number, window(engine)), windows)
+    return split_memory(engine, sizes, cell, budget, in_window)
+
+
+def held_bytes(shape: Shape, engine: EngineConfig, number: int, held: Memory) -> int:
+    """Bytes of cells, states and window cells."""
+    _, cell, in_window = _kinds(shape, engine, number)
+    states = held.slots * shape.state_bytes(number, window(engine))
+    return held.cells * cell + held.window_cells * in_window + states
+
+
+def _kinds(shape: Shape, engine: EngineConfig, number: int) -> tuple[int, int, int]:
+    """The window of layers that have pages of their own, 0 where none have; bytes of a cell, and of a window cell."""
+    kv = 1 if engine.kv_dtype == "int8" else number
+    whole, *windows = sorted({each.window for each in shape.kv})
+    apart = not whole and len(windows) == 1 and shape.states is None
+    if not apart or 0 < engine.context_length <= windows[0]:
+        return 0, shape.cell_bytes(kv), 0
+    cell = sum(each.bytes(kv) for each in shape.kv if not each.window)
+    return windows[0], cell, shape.cell_bytes(kv) - cell
 
 
 def step_bytes(shape: Shape, engine: EngineConfig, number: int) -> int:
@@ -94,7 +115,7 @@ def fit(
     """What fits into `budget` bytes: `weights`, the largest `step`, and how many programs of so many `tokens`."""
     left = budget - weights - step
     held = split(shape, engine, number, left) if left > 0 or engine.cells else Memory(0, 0)
-    if engine.cells:
+    if engine.cells or held.window_cells:
         programs = held.cells // tokens
     else:
         states = held.slots * shape.state_bytes(number, window(engine))
@@ -102,6 +123,8 @@ def fit(
         programs = max(0, int((left - states) // kv))
     if shape.states is not None:
         programs = min(programs, held.slots // PROGRAM_STATES)
+    if held.window_cells:
+        programs = min(programs, held.window_cells // min(tokens, _kinds(shape, engine, number)[0]))
     return Fit(weights, step, left, held, programs)
 
 
@@ -127,7 +150,9 @@ def told(shape: Shape, fit: Fit, tokens: int, number: int = BYTES, int8_kv: bool
     if shape.states is not None:
         each.append(f"{fit.held.slots:,} states of {shape.state_bytes(number) / MIB:.0f} MiB")
     room = f"{max(fit.left, 0) / GIB:.1f} GiB for KV and states"
-    cells = "" if any(each.window for each in shape.kv) else f", {fit.held.cells:,} cells"
+    cells = f", {fit.held.cells:,} cells"
+    if fit.held.window_cells:
+        cells += f" and {fit.held.window_cells:,} window cells"
     return f"{room}: {fit.programs:,} programs of {tokens:,} tokens{cells} ({', '.join(each)})"
 
 

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
 from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.types import window_pages
 
 T = TypeVar("T")
 
@@ -107,6 +108,10 @@ class EngineConfig:
         0  # recurrent states of a model with linear layers, running and kept; 0: a share of the KV memory
     )
 
+    window_cells: int = (
+        0  # KV capacity in tokens of layers with a sliding window, which keep the last tokens; 0: a share of the memory
+    )
+
     max_sequences: int = 64  # rows: sequences in the batch, and those kept between turns
     session_rows: int = (
         16  # rows of these that are kept for programs and sessions between turns; the most open sessions
@@ -137,7 +142,7 @@ class EngineConfig:
 
     host_cells: int = 0  # tokens of evicted KV that host memory holds; 0: as `host_memory` says
     host_memory: float = (  # GiB for evicted KV if `host_cells` is 0; 0: a quarter of the free memory for a model with
-        0.0  # recurrent states on a GPU, else evicted KV is lost
+        0.0  # recurrent states or window pages on a GPU, else evicted KV is lost
     )
 
     order: OrderName = (  # which request is served first: by arrival of its `program` or of the `request`, by tenants'
@@ -206,13 +211,18 @@ class EngineConfig:
         _check(self, _POSITIVE_SHARE, "admission_ceiling", "gpu_memory")
         _check(self, _POSITIVE, "session_idle_s", "queue_timeout_s", "kv_memory", "hung_s")
         _check(self, _NOT_NEGATIVE, "threads", "context_length", "cells", "host_cells", "host_memory", "session_rows")
-        _check(self, _NOT_NEGATIVE, "step_ms", "tenant_sessions", "state_slots")
+        _check(self, _NOT_NEGATIVE, "step_ms", "tenant_sessions", "state_slots", "window_cells")
         _check(self, _FINITE, "kv_memory", "host_memory")  # a number of cells is made of it
 
     @property
     def host_slots(self) -> int:
         """Recurrent states in host memory, resolved: as many for each cell as on the device."""
         return -(-self.state_slots * self.host_cells // self.cells) if self.cells else 0
+
+    @property
+    def host_window_cells(self) -> int:
+        """Window cells in host memory, resolved: as many for each cell as on the device."""
+        return -(-self.window_cells * self.host_cells // self.cells) if self.cells else 0
 
     @property
     def host_tier(self) -> str:
@@ -231,47 +241,96 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowShape:
+    """The layers whose window has pages of its own: tokens that a sequence keeps, and one token's KV as below."""
+
+    tokens: int
+    values: int
+    head_dim: int
+
+    def cell_bytes(self, number: int) -> int:
+        return kv_bytes(self.values, self.head_dim, number)
+
+
+def kv_bytes(values: int, head_dim: int, number: int) -> int:
+    """Bytes of one token's KV of so many values, with `number` bytes a number; one byte is int8, which has scales as
+    well.
+    """
+    return values * number + (values // head_dim * SCALE_BYTES if number == 1 else 0)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes of a model that options depend on."""
 
     context_length: int
     checkpoint_dtype: DType
-    cell_values: int  # numbers in one token's KV: 2 * layers * kv_heads * head_dim
+    cell_values: int  # numbers in one token's KV: 2 * layers * kv_heads * head_dim; without those of `window`
     steady_context: int  # a longer sequence changes what the others of its step compute; at most `context_length`
     head_dim: int
     state_bytes: int = 0  # of one recurrent state, its slot's window of drafts included; 0: the model has none
 
+    window: WindowShape | None = None
+
     def cell_bytes(self, number: int) -> int:
-        """Bytes of one token's KV with `number` bytes a number; one byte is int8, which has scales as well."""
-        scales = self.cell_values // self.head_dim * SCALE_BYTES
-        return self.cell_values * number + (scales if number == 1 else 0)
+        return kv_bytes(self.cell_values, self.head_dim, number)
 
 
 PROGRAM_TOKENS, PROGRAM_STATES = 8192, 4
 """What a program in the cache is taken to hold where cells and states share memory: its prompt, and the states of a
 running turn, of the last two ends of prompt and reply, and a part of those that programs share."""
-HOST_SHARE = 0.25  # of the host's free memory, for evicted KV and states of a model that has states, on a GPU
+PROGRAM_WINDOWS = 1
+"""The same of windows, in the layers that keep no more: the ends of prompts and replies near each other share most of
+their pages, and a longer program has room for several that lie apart.
+"""
+HOST_SHARE = 0.25  # of the host's free memory, for evicted KV and checkpoints of a model that has them, on a GPU
 LEAST_SLOTS = 4  # one state is read while another is written, and both for two sequences
 
 
 class Memory(NamedTuple):
-    """What a budget of bytes buys: whole pages of cells, and state slots."""
+    """What a budget of bytes buys: whole pages of cells, state slots, whole pages of window cells."""
 
     cells: int
     slots: int
+    window_cells: int = 0
 
 
-def split_memory(config: EngineConfig, model: ModelShape, cell_bytes: int, budget: float) -> Memory:
-    """Split a budget between KV cells and recurrent states, as `cells` and `state_slots` ask or by `PROGRAM_TOKENS`."""
-    size, cells, slots = config.page_size, config.cells, config.state_slots
+def split_memory(
+    config: EngineConfig, model: ModelShape, cell_bytes: int, budget: float, window_bytes: int = 0
+) -> Memory:
+    """Split a budget between KV cells, recurrent states and window cells of `window_bytes`, as `cells`, `state_slots`
+    and `window_cells` ask or by `PROGRAM_TOKENS`.
+    """
+    size, cells, slots, window = config.page_size, config.cells, config.state_slots, 0
     if not model.state_bytes:
         slots = 0
     elif not slots:
         program, states = PROGRAM_TOKENS * cell_bytes, PROGRAM_STATES * model.state_bytes
         share = cells * cell_bytes * states / program if cells else budget * states / (program + states)
         slots = max(LEAST_SLOTS, int(share / model.state_bytes))
-    cells = cells or int((budget - slots * model.state_bytes) / cell_bytes)
-    return Memory(max(cells, 0) // size * size, slots)
+    budget -= slots * model.state_bytes
+    if model.window is not None:
+        window = config.window_cells or _window_cells(config, model.window, cell_bytes, window_bytes, budget)
+        window = -(-window // size) * size
+    cells = cells or int((budget - window * window_bytes) / cell_bytes)
+    return Memory(max(cells, 0) // size * size, slots, window)
+
+
+def least_window_cells(window: int, page_size: int) -> int:
+    """Window cells of two sequences, at least one of which gets on."""
+    return 2 * window_pages(window, page_size) * page_size
+
+
+def _window_cells(config: EngineConfig, window: WindowShape, cell_bytes: int, window_bytes: int, budget: float) -> int:
+    """Window cells for as many programs as there are cells for, and room for a prompt's chunk beside them: that may
+    take half of the memory.
+    """
+    share = min(1.0, PROGRAM_WINDOWS * window.tokens / PROGRAM_TOKENS)  # of a window cell for each cell
+    cells = config.cells or budget / (cell_bytes + share * window_bytes)
+    chunk = min(config.step_tokens, config.context_length or config.step_tokens)
+    most = config.cells or budget / (2 * window_bytes)
+    wanted = min(chunk + PROGRAM_WINDOWS * window.tokens, most)
+    return int(max(least_window_cells(window.tokens, config.page_size), share * cells, wanted))
 
 
 def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> EngineConfig:
@@ -295,16 +354,21 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> Engi
         why = f"beyond {model.steady_context} tokens this model's rotary embedding depends on what else is in a step"
         raise ConfigError(f"{why}: set context_length to {model.steady_context} or less", "context_length")
     number = BYTES[hardware.cpu_dtype if dtype == "int8" else dtype]
-    size = model.cell_bytes(1 if config.kv_dtype == "int8" else number)
-    cells, slots = split_memory(config, model, size, config.kv_memory * 2**30)
+    number = 1 if config.kv_dtype == "int8" else number
+    size, window_size = model.cell_bytes(number), model.window.cell_bytes(number) if model.window is not None else 0
+    asked = replace(config, context_length=context)
+    cells, slots, window_cells = split_memory(asked, model, size, config.kv_memory * 2**30, window_size)
+    if model.window is not None and window_cells < (least := least_window_cells(model.window.tokens, config.page_size)):
+        raise ConfigError(f"a window of {model.window.tokens} tokens needs at least {least} cells", "window_cells")
     if cells < config.page_size:
         raise ConfigError(f"{cells} cells are less than one page of {config.page_size}", "cells")
     if slots and slots < LEAST_SLOTS:
         raise ConfigError(f"a model with recurrent states needs at least {LEAST_SLOTS} slots", "state_slots")
-    held = size + slots * model.state_bytes / cells  # bytes of a cell and of its share in states
+    # Bytes of a cell and of its share in checkpoints.
+    held = size + (slots * model.state_bytes + window_cells * window_size) / cells
     host = config.host_memory * 2**30
-    if slots and device != "cpu" and config.has("prefix_cache") and not config.host_tier:
-        host = HOST_SHARE * hardware.free_memory  # a state is sooner copied back than computed
+    if (slots or window_cells) and device != "cpu" and config.has("prefix_cache") and not config.host_tier:
+        host = HOST_SHARE * hardware.free_memory  # a checkpoint is sooner copied back than computed
     host_cells = config.host_cells or int(host / held)
     if config.host_tier and host_cells < config.page_size:
         message = f"{host_cells} cells in host memory are less than one page of {config.page_size}"
@@ -316,6 +380,7 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> Engi
         context_length=context,
         cells=cells,
         state_slots=slots,
+        window_cells=window_cells,
         host_cells=host_cells // config.page_size * config.page_size,
         threads=config.threads or hardware.cores,
         step_ms=config.step_ms or (_STEP_MS_CPU if device == "cpu" else _STEP_MS_GPU),

@@ -68,6 +68,7 @@ class Engine:
     """One replica's requests and their steps.
 
     `config` is resolved: it has no "auto" and no 0 where a number is needed. `eos` are the model's own end tokens.
+    `window`: tokens that a sequence keeps in layers with window pages; 0: the model has none.
     """
 
     def __init__(
@@ -78,8 +79,12 @@ class Engine:
         vocabulary: int | None = None,
         cost: StepCost | None = None,
         stopwatch: Stopwatch = time.perf_counter,
+        window: int = 0,
     ) -> None:
+        if (window > 0) != (config.window_cells > 0):
+            raise ConfigError(f"{config.window_cells} cells for windows of {window} tokens", "window_cells")
         self.config = config
+        self._window = window
         self._eos = eos
         self._shares_prefixes = config.has("prefix_cache")
         self._keeps_programs = config.has("sessions")
@@ -349,13 +354,16 @@ class Engine:
         config = self.config
         size = config.page_size
         evicts_to_host = config.host_cells >= size and self._shares_prefixes
-        host = HostTier(config.host_cells // size, size, config.host_slots) if evicts_to_host else None
+        host = None
+        if evicts_to_host:
+            host = HostTier(config.host_cells // size, size, config.host_slots, config.host_window_cells // size)
         self.cache = KVCache(
             config.cells // size,
             size,
             host,
             evicted=self.stats.evicted_by_tag,
             state_slots=config.state_slots,
+            window=(self._window, config.window_cells // size) if self._window else None,
         )
         for tenant, (asked, heard) in limits.items():
             self.cache.limit(tenant, asked, heard)

@@ -146,13 +146,13 @@ Evicted cells by the main tag of their node: `system_prompt`, `user_query`, `too
 `partial_prefill`, `other` > Many `system_prompt`: programs share more prefixes than fit
 
 state_slots{state} = now.slots_by_state
-Slots for recurrent states that are `free`, a `checkpoint` of a cached prefix, or of a `running` sequence. All 0: the
-model has none
-> Few checkpoints for the programs that pause: raise `engine.state_slots`
+Slots for recurrent states, or pages of layers with a window, that are `free`, of a `checkpoint` of a cached prefix, or
+of a `running` sequence. All 0: the model has neither
+> Few checkpoints for the programs that pause: raise `engine.state_slots` or `engine.window_cells`
 
 checkpoints_evicted_total = stats.checkpoints_evicted
-Checkpoints of recurrent states evicted for others. Their prefixes continue from an earlier one or from host memory
-> Many beside low cache hits: raise `engine.state_slots` or `engine.host_memory`
+Checkpoints of recurrent states or windows evicted for others. Their prefixes continue from an earlier one or from host
+memory > Many beside low cache hits: raise `engine.state_slots`, `engine.window_cells` or `engine.host_memory`
 
 host_cells (cells) = now.cells_host
 KV cells in host memory, not counted in `holdfast_cells` > At the capacity with reloads: raise `engine.host_memory`

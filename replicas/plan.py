@@ -104,8 +104,8 @@ class StepPlan:
     copies: tuple[PageCopy, ...] = ()
     saves: PageMoves = NO_MOVES
     loads: PageMoves = NO_MOVES
-    state_saves: PageMoves = NO_MOVES  # of slots instead of pages
-    state_loads: PageMoves = NO_MOVES
+    checkpoint_saves: PageMoves = NO_MOVES  # of state slots, or window pages
+    checkpoint_loads: PageMoves = NO_MOVES
 
     @property
     def states_written(self) -> set[int]:
@@ -115,8 +115,8 @@ class StepPlan:
 
     @property
     def moves(self) -> bool:
-        """Whether pages or states go from one tier to the other."""
-        return len(self.saves) > 0 or len(self.loads) > 0 or len(self.state_saves) > 0
+        """Whether pages or checkpoints go from one tier to the other."""
+        return len(self.saves) > 0 or len(self.loads) > 0 or len(self.checkpoint_saves) > 0
 
     @property
     def busy(self) -> bool:

@@ -117,7 +117,9 @@ class Service:
         """
         loaded = _load_in_passing_thread(config, tell)
         text = TextSide(loaded.tokenizer, loaded.config, loaded.config.tool_format, loaded.eos)
-        engine = Engine(loaded.config, loaded.runner, text.eos, loaded.vocabulary, cost=loaded.cost)
+        engine = Engine(
+            loaded.config, loaded.runner, text.eos, loaded.vocabulary, cost=loaded.cost, window=loaded.window
+        )
         text.prepare()
         if loaded.config.shared_preambles:
             engine.share([text.preamble(each, SHARED) for each in read_preambles(loaded.config.shared_preambles)])

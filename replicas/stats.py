@@ -148,9 +148,9 @@ class Occupancy:
     ahead_running: int = 0  # background prefills, part of `running`
     ahead_waiting: int = 0  # likewise, part of `waiting`
     tokens_ahead: int = 0  # likewise, part of `tokens_waiting`
-    slots_total: int = 0  # for recurrent states; 0: the model has none
+    slots_total: int = 0  # for recurrent states, or window pages; 0: the model has neither
     slots_free: int = 0
-    checkpoints: int = 0  # states of cached prefixes
+    checkpoints: int = 0  # those of cached prefixes alone
 
     @property
     def slots_by_state(self) -> Mapping[str, int]:

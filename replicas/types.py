@@ -138,3 +138,10 @@ def record(cls: type[T]) -> type[T]:
     Only the type checker enforces that it is frozen, which makes construction four times as fast as `frozen=True`.
     """
     return dataclass(slots=True)(cls)
+
+
+def window_pages(window: int, page_size: int) -> int:
+    """Most window pages that a sequence needs for one token more: those of its window and of a token in flight, and of
+    the copy that it begins with.
+    """
+    return (window + page_size) // page_size + 2

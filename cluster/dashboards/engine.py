@@ -45,8 +45,8 @@ CELLS = Row(
             WHO.share("holdfast_cells", "holdfast_cell_capacity", "replica", state="held"),
         ),
         Panel(
-            "State slots",
-            "Recurrent states of models with linear layers. Few checkpoints: prefixes are computed again.",
+            "State slots and window pages",
+            "Of models with linear layers or sliding windows. Few checkpoints: prefixes are computed again.",
             Unit.PLAIN,
             tuple(
                 Query(WHO.total("holdfast_state_slots", state=state), name)

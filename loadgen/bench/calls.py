@@ -364,7 +364,9 @@ async def serving(
 ) -> Any:
     """A service over a loaded model whose calls are in `tool_format`."""
     config = replace(loaded.config, tools_guarantee=guarantee)
-    engine = Engine(config, runner or loaded.runner, loaded.eos, loaded.vocabulary, cost=loaded.cost)
+    engine = Engine(
+        config, runner or loaded.runner, loaded.eos, loaded.vocabulary, cost=loaded.cost, window=loaded.window
+    )
     text = Recorded(
         with_markers(loaded.tokenizer, tool_format, loaded.vocabulary), config, str(tool_format), loaded.eos
     )

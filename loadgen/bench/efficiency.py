@@ -50,7 +50,7 @@ def measure(loaded: LoadedRunner, ceilings: Ceilings, programs: list[Dialogue], 
     bounds = Bounds(shape, kv.dtype.itemsize, kv.cell_bytes, ceilings)
     for most in (min(_WARM_TURNS, turns), turns):
         counting = CountingRunner(loaded.runner)
-        engine = Engine(loaded.config, counting, loaded.eos, loaded.vocabulary, loaded.cost)
+        engine = Engine(loaded.config, counting, loaded.eos, loaded.vocabulary, loaded.cost, window=loaded.window)
         played, of_turns, began = [], [], time.process_time()
         for turn in play(Player(engine, counting, bounds, programs), most, Deadline(seconds)):
             ended = time.process_time()

@@ -120,7 +120,7 @@ def compare(outcome: Outcome, first: Outcome) -> Comparison:
 
 
 def _written(loaded: LoadedRunner, prompts: Sequence[TokenIds]) -> list[str]:
-    engine = Engine(loaded.config, loaded.runner, loaded.eos, loaded.vocabulary, loaded.cost)
+    engine = Engine(loaded.config, loaded.runner, loaded.eos, loaded.vocabulary, loaded.cost, window=loaded.window)
     for index, prompt in enumerate(prompts):
         engine.handle(Submit(str(index), tokens=prompt, sampling=Sampling(MOST_NEW_TOKENS)), 0.0)
     written: list[list[int]] = [[] for _ in prompts]

@@ -121,7 +121,7 @@ def _asked(model: str, contexts: Sequence[int], rounds: int) -> dict[int, list[C
         speculation=DraftConfig(enabled=False),
     )
     loaded = load_runner(config)
-    engine = Engine(loaded.config, Told(loaded.runner), loaded.eos, loaded.vocabulary)
+    engine = Engine(loaded.config, Told(loaded.runner), loaded.eos, loaded.vocabulary, window=loaded.window)
     rng = np.random.default_rng(0)
     for n in contexts:
         engine.handle(OpenSession("", str(n), request_id=f"open {n}"), 0.0)

@@ -50,12 +50,12 @@ class Unmarked(RunningState):
 class NoCheckpoints(States):
     """Keeps no state of what has ended."""
 
-    def begin(self, prefix: Prefix) -> RunningState | None:
-        state = super().begin(prefix)
+    def begin(self, prefix: Prefix, longest: int = 0) -> RunningState | None:
+        state = super().begin(prefix, longest)
         return state and Unmarked(state.slot, state.source, state.at)
 
-    def keep(self, state: RunningState, root: Node, tokens: TokenIds, n_computed: int, *, last: bool = False) -> None:
-        super().keep(state, root, tokens, n_computed)
+    def keep(self, running: RunningState, root: Node, tokens: TokenIds, n_computed: int, *, last: bool = False) -> None:
+        super().keep(running, root, tokens, n_computed)
 
 
 class FixedInterval(NoCheckpoints):
@@ -63,8 +63,8 @@ class FixedInterval(NoCheckpoints):
 
     interval = 1024
 
-    def begin(self, prefix: Prefix) -> RunningState | None:
-        state = super().begin(prefix)
+    def begin(self, prefix: Prefix, longest: int = 0) -> RunningState | None:
+        state = super().begin(prefix, longest)
         if state is not None:
             first = (prefix.length // self.interval + 1) * self.interval
             state.marks = list(range(first, CONTEXT, self.interval))

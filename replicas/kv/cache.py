@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -17,8 +17,9 @@ from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.host import HostTier
 from holdfast.replicas.kv.pages import NO_MOVES, NO_PAGES, SHARED, PageCopy, PageIds, PageMoves, PagePool
 from holdfast.replicas.kv.radix import Node, Pin, Prefix, RadixTree, relabel
-from holdfast.replicas.kv.states import RunningState, States, deepest
+from holdfast.replicas.kv.states import CheckpointStore, RunningState, States, deepest
 from holdfast.replicas.kv.tags import SYSTEM, UNLABELLED, Labels
+from holdfast.replicas.kv.windows import RunningWindow, Windows
 from holdfast.replicas.types import CellLimits, TokenIds, common_prefix, tenant_of
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Holding:
     duplicates: PageIds = field(default_factory=lambda: NO_PAGES, repr=False)
     labels: Labels = UNLABELLED  # of its tokens, including the reply
     who: str = ""  # the program it computes for
-    state: RunningState | None = None  # of a model with recurrent states
+    state: RunningState | RunningWindow | None = None  # of a model with recurrent states, or with window pages
 
     @property
     def pages(self) -> PageIds:
@@ -78,7 +79,7 @@ class Holding:
         return node is not None
 
     def mark(self, position: int) -> None:
-        """Keep the recurrent state, if there is one, at the last end of a page up to `position`."""
+        """Leave a checkpoint, if the model has them, at the last end of a page up to `position`."""
         if self.state is not None and self.scope is not None:
             self.state.mark(position - position % self.page_size)
 
@@ -86,6 +87,18 @@ class Holding:
     def capacity(self) -> int:
         """Tokens that the row has cells for."""
         return self.n_pages * self.page_size
+
+    @property
+    def window(self) -> RunningWindow | None:
+        """Its window pages."""
+        return self.state if isinstance(self.state, RunningWindow) else None
+
+    def covers(self, n_tokens: int) -> bool:
+        """Whether its rows have pages up to that position."""
+        end = self.n_pages
+        if isinstance(self.state, RunningWindow):
+            end = min(end, self.state.end)
+        return n_tokens <= end * self.page_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +252,9 @@ class KVCache:
     `cells` counts cells by state. `sound`: no method has raised. One that did may have left the books half changed, and
     the cache has to be replaced. With a `host` tier, evicted cells go there, and `Reloads` brings them back.
     `share`: the part of all pages that labels may raise above others. `evicted`: cells by tag, counted on.
-    `state_slots`: recurrent states beside the pages, of a model that has them; 0: it has none. With states a prefix is
-    continued from a checkpoint only, and each running sequence has a slot of its own.
+    `state_slots`: recurrent states beside the pages, of a model that has them; 0: it has none. `window`: tokens that
+    layers with window pages see, and the number of these pages; None: the model has none. With either a prefix is
+    continued from a checkpoint only.
     """
 
     def __init__(
@@ -251,12 +265,14 @@ class KVCache:
         share: float = RAISED_SHARE,
         evicted: dict[str, int] | None = None,
         state_slots: int = 0,
+        window: tuple[int, int] | None = None,
     ) -> None:
         if n_pages < 1 or page_size < 1:
             raise ValueError(f"a cache needs pages and cells, not {n_pages} of {page_size}")
         self.pool = PagePool(n_pages, page_size)
         self.tree = RadixTree(self.pool, share, evicted)
-        self.states = States(self.tree, state_slots) if state_slots else None
+        self.windows = Windows(self.tree, *window, page_size) if window is not None else None
+        self.states: CheckpointStore[Any] | None = States(self.tree, state_slots) if state_slots else self.windows
         self.cells = CellCounts(self.pool, self.tree)
         self.page_size = page_size
         self.sound = True
@@ -282,19 +298,20 @@ class KVCache:
         labels: Labels = UNLABELLED,
         who: str = "",
         tenant: str | None = None,
+        longest: int = 0,
     ) -> Acquired:
         """Begin a sequence of `tokens`, int32, at least one: alias its longest cached prefix and protect it.
 
         At least one token is left to compute, for its logits. If the prefix ends inside a page, the cells in that page
         are copied to a fresh one; without a free page the prefix is cut to whole pages. Never fails.
-        With states there is a slot to take (`States.available`), and the prefix ends at a checkpoint. Where more is
-        cached than that, others share it: the state is kept there once it is computed.
+        With checkpoints there is room to begin (`CheckpointStore.can_begin`), and the prefix ends at one. Where more is
+        cached than that, others share it: a checkpoint is left there once it is computed.
         Without a scope (None) nothing is found, shared or kept: all pages are freed at the end.
         Without `reuse` nothing is aliased, so that everything but its own pages can be evicted for it.
         `continues`: the program that saved the prefix goes on. Then the last page is taken out of the tree and written
         on, if nobody else holds it: nothing is copied, but others cannot find its cells meanwhile.
         `prefix`: the result of `find` for these tokens, if known. `labels`: the priorities of the tokens for program
-        `who`. `tenant`: owner of the new cells; None: the scope's tenant.
+        `who`. `tenant`: owner of the new cells; None: the scope's tenant. `longest`: tokens that it may come to have.
         """
         if len(tokens) == 0:
             raise EngineError("a sequence without tokens has nothing to compute")
@@ -313,7 +330,7 @@ class KVCache:
             row[prefix.length // self.page_size] = page[0]
             n_shared = node.end
         else:
-            node, prefix, fresh, state = self._alias(scope, prefix, tokens, now, tenant)
+            node, prefix, fresh, state = self._alias(scope, prefix, tokens, now, tenant, max(longest, len(tokens)))
             self.tree.fill(row, node)
             n_shared = prefix.length
             if len(fresh):
@@ -327,20 +344,25 @@ class KVCache:
             scope, node, prefix.length, n_shared, self.page_size, row, n_pages, tenant, labels=labels, who=who
         )
         holding.state = state
+        if (window := holding.window) is not None:
+            copies += window.copies
         if reuse and state is not None:
             holding.mark(self.tree.walk(root, tokens[:-1]).length)
         self._live.add(holding)
         return Acquired(holding, copies)
 
     @_change
-    def grow(self, holding: Holding, n_tokens: int) -> PageIds | None:
+    def grow(self, holding: Holding, n_tokens: int, *, window: bool = True) -> PageIds | None:
         """Give the row cells for `n_tokens`, evicting where needed. Returns the pages appended, int32, possibly none.
 
-        None, and nothing changed, if eviction cannot free enough.
+        None if eviction cannot free enough. `window`: the same for its window pages, where the model has them.
         """
-        self._expect(holding)
+        _expect(self, holding)
         first = holding.n_pages
         missing = self.pool.pages_for(n_tokens) - first
+        windows, own = self.windows, holding.window
+        if window and windows is not None and own is not None and not windows.grow(own, first + max(missing, 0)):
+            return None
         if missing <= 0:
             return NO_PAGES
         pages = self._take(missing, holding.tenant, after=holding.row.item(first - 1) if first else None)
@@ -356,13 +378,19 @@ class KVCache:
         return pages
 
     @_change
+    def computed(self, holding: Holding, n_computed: int) -> None:
+        """A sequence has computed so many tokens, and goes on: its window passes pages."""
+        if self.states is not None and holding.state is not None:
+            self.states.computed(holding.state, n_computed)
+
+    @_change
     def publish(self, holding: Holding, tokens: TokenIds, n_computed: int, now: float) -> None:
         """Hand the full pages among the first `n_computed` cells to the tree, so that others can alias them now.
 
         The sequence goes on with the same row; a page that is not full stays its own. Each call may make a tree node:
         call it after prefill chunks, not after every decoded token.
         """
-        self._expect(holding, tokens, n_computed)
+        _expect(self, holding, tokens, n_computed)
         length = n_computed - n_computed % self.page_size
         if holding.scope is None or length <= holding.n_shared:
             return
@@ -384,7 +412,7 @@ class KVCache:
 
         For completion and preemption. All other pages are freed. `pin`: returns a soft pin on the cells kept.
         """
-        self._expect(holding, tokens, n_computed)
+        _expect(self, holding, tokens, n_computed)
         if holding.scope is None or n_computed <= holding.n_shared:
             self._end_state(holding, tokens, n_computed)
             self._drop(holding)
@@ -413,7 +441,7 @@ class KVCache:
     @_change
     def drop(self, holding: Holding) -> None:
         """End a sequence and keep nothing beyond what it published."""
-        self._expect(holding)
+        _expect(self, holding)
         self._drop(holding)
 
     @_change
@@ -506,14 +534,14 @@ class KVCache:
     # ---- parts ----
 
     def _alias(
-        self, scope: str | None, prefix: Prefix, tokens: TokenIds, now: float, tenant: str
-    ) -> tuple[Node, Prefix, PageIds, RunningState | None]:
+        self, scope: str | None, prefix: Prefix, tokens: TokenIds, now: float, tenant: str, longest: int
+    ) -> tuple[Node, Prefix, PageIds, RunningState | RunningWindow | None]:
         """Lease `prefix`, with a fresh page if it ends inside one; without a free page, lease its whole pages.
 
-        With states a slot is taken first, and the prefix ends at a checkpoint.
+        With checkpoints the prefix ends at one, and what the sequence has beside its cells is taken first.
         """
         while True:
-            state = self.states.begin(prefix) if self.states is not None else None
+            state = self.states.begin(prefix, longest) if self.states is not None else None
             if self.states is not None and state is None:
                 prefix = _usable(self, scope, tokens[: prefix.length])
                 continue
@@ -528,7 +556,7 @@ class KVCache:
             prefix = _usable(self, scope, tokens[: prefix.length - tail])
 
     def _end_state(self, holding: Holding, tokens: TokenIds | None = None, n_computed: int = 0) -> None:
-        """Give the states of a holding that ends to the nodes at their ends among `tokens`, and the others back."""
+        """Give the checkpoints of a holding that ends to the nodes at their ends among `tokens`, and the rest back."""
         state, holding.state = holding.state, None
         if self.states is not None and state is not None:
             if tokens is not None and holding.scope is not None:
@@ -593,18 +621,19 @@ class KVCache:
         assert freed is not None, "evictable pages were counted that are not there"
         self._evicted_pages += freed
 
-    def _expect(self, holding: Holding, tokens: TokenIds | None = None, n_computed: int = 0) -> None:
-        """Raises EngineError if the holding has ended, or has no cells for `n_computed` tokens."""
-        if holding not in self._live:
-            raise EngineError("this holding has ended")
-        if tokens is not None and n_computed > min(holding.capacity, len(tokens)):
-            raise EngineError(f"{n_computed} computed tokens, but cells for {holding.capacity}")
-
 
 def _usable(cache: KVCache, scope: str | None, tokens: TokenIds) -> Prefix:
-    """The cached prefix of `tokens` that a sequence can go on from; with states it ends at a checkpoint."""
+    """The cached prefix of `tokens` that a sequence can go on from; where there are checkpoints it ends at one."""
     prefix = cache.tree.walk(cache.tree.root(scope or ""), tokens)
     return prefix if cache.states is None else cache.states.usable(scope, prefix, tokens)
+
+
+def _expect(cache: KVCache, holding: Holding, tokens: TokenIds | None = None, n_computed: int = 0) -> None:
+    """Raises EngineError if the holding has ended, or has no cells for `n_computed` tokens."""
+    if holding not in cache._live:
+        raise EngineError("this holding has ended")
+    if tokens is not None and n_computed > min(holding.capacity, len(tokens)):
+        raise EngineError(f"{n_computed} computed tokens, but cells for {holding.capacity}")
 
 
 def _free(cache: KVCache, holding: Holding, *pages: PageIds) -> None:
@@ -680,11 +709,10 @@ class Reloads:
         slots = slice(start // holding.page_size, -(-end // holding.page_size))
         return PageMoves(holding.pages[slots].copy(), self._host.pages(self._pins[holding])[slots])
 
-    def load_state(self, holding: Holding) -> tuple[int, int]:
-        """The copy that reloads the state at `reach`: the sequence's own slot, and one of the host."""
+    def load_checkpoint(self, holding: Holding, into: PageIds) -> PageMoves:
+        """The copies that reload the checkpoint at `reach` into the sequence's own slot or window pages."""
         assert self._host is not None
-        assert holding.state is not None
-        return holding.state.slot, self._host.slot(self._pins[holding])
+        return PageMoves(into, self._host.checkpoint(self._pins[holding]))
 
     def loaded(self, holding: Holding, end: int) -> None:
         """The cells up to `end` were reloaded."""
@@ -701,9 +729,9 @@ class Reloads:
         """The copies of cells evicted since the last call. The step that is being planned has to begin with them."""
         return self._host.saves() if self._host is not None else NO_MOVES
 
-    def state_saves(self) -> PageMoves:
-        """The same for recurrent states."""
-        return self._host.state_saves() if self._host is not None else NO_MOVES
+    def checkpoint_saves(self) -> PageMoves:
+        """The same for state slots, or window pages."""
+        return self._host.checkpoint_saves() if self._host is not None else NO_MOVES
 
     def lose(self) -> None:
         """Copies between the tiers failed: forget everything in host memory."""

@@ -8,12 +8,13 @@ KV data is in `tensors`; `cache.Reloads` brings cells back. An error here costs 
 
 import logging
 import math
+from typing import Any
 
 import numpy as np
 
-from holdfast.replicas.kv.pages import NO_MOVES, NO_SLOT, PageIds, PageMoves, PagePool
+from holdfast.replicas.kv.pages import NO_MOVES, NO_PAGES, PageIds, PageMoves, PagePool
 from holdfast.replicas.kv.radix import Node, Pin, Prefix, RadixTree
-from holdfast.replicas.kv.states import States
+from holdfast.replicas.kv.states import CheckpointStore
 from holdfast.replicas.kv.tags import Label
 from holdfast.replicas.types import TokenIds
 
@@ -21,13 +22,16 @@ log = logging.getLogger(__name__)
 
 
 class HostTier:
-    """`n_pages` pages of host memory, each as large as a page of the device. No sequence writes to one."""
+    """`n_pages` pages of host memory, each as large as a page of the device. No sequence writes to one.
 
-    def __init__(self, n_pages: int, page_size: int, state_slots: int = 0) -> None:
+    `state_slots` or `window_pages`: room for checkpoints. Here they share no pages.
+    """
+
+    def __init__(self, n_pages: int, page_size: int, state_slots: int = 0, window_pages: int = 0) -> None:
         self.page_size = page_size
         self._time = 0.0  # of the last use: a count
         self._n_pages = n_pages
-        self._state_slots = state_slots
+        self._checkpoints = (window_pages, page_size) if window_pages else (state_slots, 1)
         self.clear()
 
     def clear(self) -> None:
@@ -36,8 +40,9 @@ class HostTier:
         self.tree = RadixTree(self.pool)
         self._pins: set[Pin] = set()
         self._saves: dict[int, int] = {}  # host page -> device page, of the step in the making
-        self._states = States(self.tree, self._state_slots) if self._state_slots else None
-        self._state_saves: dict[int, int] = {}  # host slot -> device slot
+        has_checkpoints = self._checkpoints[0] > 0
+        self._states = CheckpointStore[Any](self.tree, PagePool(*self._checkpoints)) if has_checkpoints else None
+        self._checkpoint_saves: dict[int, int] = {}  # of slots or window pages: host -> device
 
     # ---- out ----
 
@@ -59,29 +64,29 @@ class HostTier:
         self._saves.clear()
         return moves
 
-    def state_saves(self) -> PageMoves:
-        """The same for recurrent states, by slot."""
-        moves = _moves(self._state_saves)
-        self._state_saves.clear()
+    def checkpoint_saves(self) -> PageMoves:
+        """The same for state slots, or window pages."""
+        moves = _moves(self._checkpoint_saves)
+        self._checkpoint_saves.clear()
         return moves
 
     # ---- in ----
 
     def pin(self, scope: str, tokens: TokenIds) -> Pin:
-        """Protect the longest prefix of `tokens` in host memory, possibly empty; with states up to a checkpoint."""
+        """Protect the longest prefix of `tokens` in host memory, possibly empty, or up to a checkpoint."""
         prefix = self.tree.walk(self.tree.root(scope), tokens)
         if self._states is not None:
             prefix = self._states.usable(scope, prefix, tokens)
             if prefix.checkpoint is not None:
-                self._states.slots.retain(prefix.checkpoint.checkpoint)
+                self._states.pool.retain(prefix.checkpoint.checkpoint)
                 self._states.checkpoints.use(prefix.checkpoint)
         pin = Pin(self.tree.lease_at(prefix, self._tick()), prefix.length, checkpoint=prefix.checkpoint)
         self._pins.add(pin)
         return pin
 
-    def slot(self, pin: Pin) -> int:
-        """The host slot of the state at a pin's end."""
-        return pin.checkpoint.checkpoint if pin.checkpoint is not None else NO_SLOT
+    def checkpoint(self, pin: Pin) -> PageIds:
+        """The host slot, or window pages, of the checkpoint at a pin's end."""
+        return pin.checkpoint.checkpoint if pin.checkpoint is not None else NO_PAGES
 
     def pages(self, pin: Pin) -> PageIds:
         """The host pages that a pin protects, by page slot."""
@@ -96,7 +101,7 @@ class HostTier:
         if pin in self._pins:
             self._pins.remove(pin)
             if self._states is not None and pin.checkpoint is not None:
-                self._states.slots.release(pin.checkpoint.checkpoint)
+                self._states.pool.release(pin.checkpoint.checkpoint)
             self.tree.release(pin.node)
 
     # ---- parts ----
@@ -109,18 +114,20 @@ class HostTier:
             self.tree.lease(node, self._tick())
         else:
             node = self._add(leaf, tokens, prefix)
-        if self._states is not None and leaf.checkpoint != NO_SLOT and node.end >= len(tokens):
-            self._save_state(self._states, leaf, Prefix(node, len(tokens)))
+        if self._states is not None and len(leaf.checkpoint) and node.end >= len(tokens):
+            self._save_checkpoint(self._states, leaf, Prefix(node, len(tokens)))
         self.tree.release(node)
 
-    def _save_state(self, states: States, leaf: Node, prefix: Prefix) -> None:
-        """Keep the checkpoint of `leaf` at the end of its path, unless it is there, or all slots are being read."""
-        if (node := self.tree.node_at(prefix)).checkpoint == NO_SLOT:
-            slot = states.take()
-            if slot is None:
+    def _save_checkpoint(self, states: CheckpointStore[Any], leaf: Node, prefix: Prefix) -> None:
+        """Keep the checkpoint of `leaf` at the end of its path, unless it is there, or there is no room beside those
+        that are being read.
+        """
+        if not len((node := self.tree.node_at(prefix)).checkpoint):
+            taken = states.take(len(leaf.checkpoint))
+            if taken is None:
                 return
-            self._state_saves[slot] = leaf.checkpoint
-            states.checkpoints.keep(node, slot)
+            self._checkpoint_saves.update(zip(taken.tolist(), leaf.checkpoint.tolist(), strict=True))
+            states.checkpoints.keep(node, taken)
 
     def _add(self, leaf: Node, tokens: TokenIds, prefix: Prefix) -> Node:
         """Keep what lies beyond `prefix` of the path to `leaf`, as far as there is room; a leased node at its end."""

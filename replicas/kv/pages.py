@@ -1,11 +1,11 @@
-"""The pool of KV pages: which are free, how many owners each of the others has, and how many pages each tenant has.
+"""Pools of KV pages: which are free, how many owners each of the others has, and how many pages each tenant has.
 
 Pages are handed out and taken back as array operations; copies between pages are described as data. `radix` knows the
 tokens of a page, `tensors` its KV data, and `cache` evicts when no page is free.
 """
 
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -53,6 +53,15 @@ class PageMoves:
 
 
 NO_MOVES = PageMoves(NO_PAGES, NO_PAGES)
+
+
+def joined(moves: Sequence[PageMoves]) -> PageMoves:
+    """All moves in one."""
+    if not moves:
+        return NO_MOVES
+    return PageMoves(np.concatenate([each.device for each in moves]), np.concatenate([each.host for each in moves]))
+
+
 NO_SLOT = -1  # in place of a state slot: there is none
 
 

@@ -1,7 +1,7 @@
 """The radix tree over cached tokens: token-granular, edges compressed, one root per cache scope.
 
 It finds prefixes, and splits, adds, leases and evicts nodes in the order of eviction. Sequences and their rows are in
-`cache`; recurrent states, which a node may have at its end, in `states`.
+`cache`; checkpoints, which a node may have at its end, in `states`.
 
 Each holder of a path has a *lease* on it, and each node counts its own leases and those below. So it is known without
 a search whether a node may be evicted, and how many pages are evictable. A walk compares whole edges: about 0.4 us a
@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.replicas.kv.pages import NO_PAGES, NO_SLOT, PageIds, PagePool, TenantPages
+from holdfast.replicas.kv.pages import NO_PAGES, PageIds, PagePool, TenantPages
 from holdfast.replicas.kv.tags import AHEAD, OTHER, RELEASED, SYSTEM, Label, Labels
 from holdfast.replicas.types import NO_TOKENS, CellLimits, TokenIds, common_prefix, record, tenant_of
 
@@ -62,7 +62,7 @@ class Node:
     by: str = ""  # the program that computed it; "": none, or others have used it since
     leases: int = 0  # holders of this node or one below it
     soft: int = 0  # of these, soft pins
-    checkpoint: int = NO_SLOT  # the slot with the recurrent state after its last token, if that is kept
+    checkpoint: PageIds = field(default_factory=lambda: NO_PAGES, repr=False)  # at its end, if one is kept (`states`)
     children: dict[int, Node] = field(default_factory=dict, repr=False)  # by first token
     raw: bytes = field(init=False, repr=False)  # begins with the bytes of `tokens`; see `cut`
 
@@ -118,7 +118,7 @@ class Node:
 class Prefix:
     """The longest cached prefix of some tokens: `length` tokens, which end at the end of `node` or inside its edge.
 
-    Where a model has recurrent states, a prefix to continue ends where `checkpoint` does, and that has its state.
+    Where sequences go on from checkpoints alone, a prefix to continue ends where `checkpoint` does.
     """
 
     node: Node
@@ -426,7 +426,7 @@ class RadixTree:
         return (
             leaf.parent is not None
             and not leaf.alias
-            and leaf.checkpoint == NO_SLOT
+            and not len(leaf.checkpoint)
             and not leaf.children
             and leaf.leases == 1
             and leaf.end % self._pool.page_size == 0

@@ -1,12 +1,14 @@
-"""Recurrent states in slots, beside the pages: those of running sequences, and checkpoints in the radix tree.
+"""Checkpoints in the radix tree, and recurrent states in slots beside the pages.
 
+    checkpoint   what a sequence needs besides the cells of a node's path to go on from its end. Nobody writes it
     slot         one state of every linear layer, on the device; `kernels.linear_state` has the numbers
     running      a sequence writes its own slot, step by step
-    checkpoint   a slot that a node of the tree keeps: the state after the node's last token; nobody writes it
 
-A cached prefix can be continued from a checkpoint only: a match goes as far as the deepest checkpoint on its path, and
-the rest is computed again. A chunk reads a checkpoint and writes the sequence's own slot, so going on costs no copy,
-and the checkpoint stays for others. Each tier of the cache has its own (`cache`, `host`).
+For a model with recurrent states a checkpoint is a slot with the state after the node's last token. For one whose
+windows have pages of their own it is the pages of the last window before that (`windows`). A cached prefix of such a
+model can be continued from a checkpoint only: a match goes as far as the deepest one on its path, and the rest is
+computed again. A chunk reads a checkpoint's slot and writes the sequence's own, so going on costs no copy, and the
+checkpoint stays for others. Each tier of the cache has its own (`cache`, `host`).
 """
 
 import heapq
@@ -15,17 +17,32 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Generic, TypeVar
+
+import numpy as np
 
 from holdfast.replicas.errors import EngineError
-from holdfast.replicas.kv.pages import NO_SLOT, SHARED, StateUse
+from holdfast.replicas.kv.pages import NO_PAGES, NO_SLOT, SHARED, PageIds, PagePool, StateUse
 from holdfast.replicas.kv.radix import Node, Prefix, RadixTree
 from holdfast.replicas.types import TokenIds
 
 _STALE = 64  # entries that do not hold any more, in a heap of any size
 
 
+class Marks:
+    """Positions at which a running sequence is to leave a checkpoint, ascending. `at`: how far it has come."""
+
+    __slots__ = ()
+    at: int
+    marks: list[int]
+
+    def mark(self, position: int) -> None:
+        if position > self.at and position not in self.marks:
+            insort(self.marks, position)
+
+
 @dataclass(slots=True)
-class RunningState:
+class RunningState(Marks):
     """The state of a running sequence, as it is once all planned steps have run.
 
     `slot` is its own. Its next chunk reads `source`: `NO_SLOT`, a checkpoint, or its own. `at`: tokens applied to it.
@@ -37,51 +54,25 @@ class RunningState:
     source: int = NO_SLOT
     at: int = 0
     marks: list[int] = field(default_factory=list)
-    kept: list[tuple[int, int]] = field(default_factory=list)
+    kept: list[tuple[int, PageIds]] = field(default_factory=list)
     origin: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.origin = self.source
 
-    def mark(self, position: int) -> None:
-        if position > self.at and position not in self.marks:
-            insort(self.marks, position)
 
-
-class StateSlots:
+class StateSlots(PagePool):
     """`total` slots, and the owners of each: a sequence that writes it, a node, a chunk that is going to read it."""
 
     def __init__(self, total: int) -> None:
-        self.total = total
-        self._owners = [0] * total
-        self._free = list(range(total - 1, -1, -1))
+        super().__init__(total, page_size=1)
         self._read: list[int] = []
 
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def owners(self, slot: int) -> int:
-        return self._owners[slot]
-
-    def take(self) -> int | None:
-        """A free slot with one owner; None: there is none."""
-        if not self._free:
-            return None
-        slot = self._free.pop()
-        self._owners[slot] = 1
-        return slot
-
-    def retain(self, slot: int) -> None:
-        self._owners[slot] += 1
-
-    def release(self, slot: int) -> None:
-        """One owner fewer. Raises EngineError where it has none."""
-        if not self._owners[slot]:
-            raise EngineError(f"state slot {slot} is free")
-        self._owners[slot] -= 1
-        if not self._owners[slot]:
-            self._free.append(slot)
+    def release(self, pages: PageIds) -> int:
+        """One owner fewer. Raises EngineError where a slot has none."""
+        if not self.owners[pages].all():
+            raise EngineError(f"state slots {pages} are free")
+        return super().release(pages)
 
     def release_once_read(self, slot: int) -> None:
         """The step that is being planned reads this slot: it stays as it is until `begin_step`."""
@@ -90,21 +81,27 @@ class StateSlots:
     def begin_step(self) -> None:
         """A step is going to be planned. Steps run in order, so what earlier ones read may be written now."""
         for slot in self._read:
-            self.release(slot)
+            self.release(_one(slot))
         self._read.clear()
+
+
+def _one(slot: int) -> PageIds:
+    return np.array([slot], np.int32)
 
 
 class Checkpoints:
     """The checkpoints of a tree, in the order of eviction: GreedyDual-Size (Cao and Irani, 1997).
 
     Each has a value: what computing it again would cost when it was last used, in tokens behind the checkpoint before
-    it, plus the value of the one that was evicted last. All have one size. So what is cheap to compute again goes
-    first, and in the end what was not used for long. Those that a pin protects go after all others.
+    it and for each slot or page that it does not share with that, plus the value of the one that was evicted last. So
+    what is cheap to compute again goes first, and in the end what was not used for long. Those that a pin protects go
+    after all others. `busy`: whether evicting these slots or pages would make none free.
     """
 
-    def __init__(self, slots: StateSlots) -> None:
+    def __init__(self, pool: PagePool, busy: Callable[[PageIds], bool]) -> None:
         self.evicted = 0  # since the scheduler counted them
-        self._slots = slots
+        self._pool = pool
+        self._busy = busy
         self._values: dict[Node, float] = {}
         self._heap: list[tuple[float, int, Node]] = []
         self._numbers = count()
@@ -115,22 +112,23 @@ class Checkpoints:
     def __len__(self) -> int:
         return len(self._values)
 
-    def keep(self, node: Node, slot: int) -> None:
-        """`node` takes the slot over, with the state after its last token. A node keeps the one it has."""
-        if node.checkpoint != NO_SLOT:
-            self._slots.release(slot)
+    def keep(self, node: Node, checkpoint: PageIds) -> None:
+        """`node` takes over the slot or the pages of a checkpoint at its end. A node keeps the one it has."""
+        if len(node.checkpoint):
+            self._pool.release(checkpoint)
         else:
-            node.checkpoint = slot
+            node.checkpoint = checkpoint
         self.use(node)
 
     def use(self, node: Node) -> None:
         """The checkpoint of `node` is new, or was just found: its value is as of now."""
         above = deepest(node.parent)
-        self._enter(node, self._clock + node.end - (above.end if above is not None else 0))
+        tokens = node.end - (above.end if above is not None else 0)
+        self._enter(node, self._clock + tokens / min(len(node.checkpoint), self._pool.pages_for(tokens)))
 
     def demote(self, node: Node) -> None:
         """No turn will come back for `node`: its checkpoint, if it has one, goes first."""
-        if node.checkpoint != NO_SLOT:
+        if len(node.checkpoint):
             self._enter(node, 0.0)
 
     def pin(self, node: Node) -> None:
@@ -144,14 +142,14 @@ class Checkpoints:
 
     def drop(self, node: Node) -> None:
         """`node` loses its checkpoint, if it has one: it is evicted, or its end is cut off."""
-        if node.checkpoint != NO_SLOT:
-            self._slots.release(node.checkpoint)
-            node.checkpoint = NO_SLOT
+        if len(node.checkpoint):
+            self._pool.release(node.checkpoint)
+            node.checkpoint = NO_PAGES
             del self._values[node]
 
     def lose(self, slots: Collection[int]) -> None:
         """A step that was to write these slots failed: nobody knows what they hold."""
-        for node in [node for node in self._values if node.checkpoint in slots]:
+        for node in [node for node in self._values if not set(slots).isdisjoint(node.checkpoint.tolist())]:
             self.drop(node)
 
     def evict(self, worth: float | None) -> bool:
@@ -166,7 +164,7 @@ class Checkpoints:
         return True
 
     def next(self, worth: float | None = None) -> Node | None:
-        """The checkpoint to evict next: of those that no chunk is going to read, the least valuable one.
+        """The checkpoint to evict next: of those that are not busy, the least valuable one.
 
         Pinned ones come last, and not at all for something of a `worth`.
         """
@@ -180,7 +178,7 @@ class Checkpoints:
             if worth is not None and value >= self._clock + worth:
                 break
             passed.append(heapq.heappop(self._heap))
-            if self._slots.owners(node.checkpoint) > 1:
+            if self._busy(node.checkpoint):
                 continue
             if self._pinned[node]:
                 pinned = pinned or node
@@ -198,26 +196,33 @@ class Checkpoints:
             heapq.heapify(self._heap)
 
 
-class States:
-    """The states of a cache: which prefix a sequence goes on from, what its chunks read and write, what is kept."""
+R = TypeVar("R", bound=Marks)
 
-    def __init__(self, tree: RadixTree, total: int) -> None:
-        self.slots = StateSlots(total)
-        self.checkpoints = Checkpoints(self.slots)
+
+class CheckpointStore(Generic[R]):
+    """The checkpoints of a tree in one `pool`: which prefix a sequence goes on from, and what makes room.
+
+    Alone it is that of the host tier, where nobody runs. With running sequences (`R`): `States`, `Windows`.
+    """
+
+    def __init__(self, tree: RadixTree, pool: PagePool) -> None:
+        self.pool = pool
+        self.checkpoints = Checkpoints(pool, self.busy)
         self._tree = tree
         tree.lost = self.checkpoints.drop
 
-    @property
-    def available(self) -> bool:
-        """Whether a sequence would get a slot."""
-        return self.slots.free > 0 or self.checkpoints.next() is not None
+    def busy(self, checkpoint: PageIds) -> bool:
+        """Whether evicting a checkpoint would make nothing free: a step is going to read it."""
+        return bool((self.pool.owners[checkpoint] > 1).any())
 
-    def take(self, worth: float | None = None) -> int | None:
-        """A slot, if need be that of another checkpoint: with a `worth` one that is worth less."""
-        slot = self.slots.take()
-        while slot is None and self.checkpoints.evict(worth):
-            slot = self.slots.take()
-        return slot
+    def take(self, n: int, worth: float | None = None, after: int | None = None) -> PageIds | None:
+        """`n` slots or pages, if need be those of checkpoints: with a `worth` of some that are worth less.
+
+        `after`: a page behind which they had best be. None: there are not enough.
+        """
+        while self.pool.free < n and self.checkpoints.evict(worth):
+            pass
+        return self.pool.alloc(n, after)
 
     def usable(self, scope: str | None, prefix: Prefix, tokens: TokenIds) -> Prefix:
         """The part of a cached prefix of `tokens` that a sequence can go on from: up to the deepest checkpoint.
@@ -231,37 +236,108 @@ class States:
                 return Prefix(self._tree.walk(prefix.node.root, tokens[: other.end]).node, other.end, other)
         return Prefix(prefix.node.root, 0) if found is None else Prefix(found, found.end, found)
 
-    def begin(self, prefix: Prefix) -> RunningState | None:
-        """A slot for a sequence that goes on from a usable `prefix`, whose checkpoint it will read.
-
-        None: the only slot left was that of the checkpoint, which is gone; the next call finds it. There is a slot
-        (`available`).
+    def give(
+        self, kept: list[tuple[int, PageIds]], root: Node, tokens: TokenIds, n_computed: int
+    ) -> list[tuple[int, PageIds]]:
+        """Give checkpoints at positions up to `n_computed` to nodes below `root` that end there, which are in the tree.
+        Returns the others.
         """
+        for at, checkpoint in kept:
+            if at <= n_computed:
+                prefix = self._tree.walk(root, tokens[:at])
+                assert prefix.length == at, "a checkpoint at tokens that are not in the tree"
+                self.checkpoints.keep(self._tree.node_at(prefix), checkpoint)
+        return [(at, checkpoint) for at, checkpoint in kept if at > n_computed]
+
+    @property
+    def idle(self) -> int:
+        """Slots or pages that checkpoints own alone. Any thread may ask."""
+        return len(self.checkpoints)
+
+    # ---- running sequences ----
+
+    def begin_step(self) -> None:
+        """A step is going to be planned."""
+
+    def can_begin(self, longest: int) -> bool:
+        """Whether there is room for one more sequence, of up to `longest` tokens."""
+        raise NotImplementedError
+
+    def begin(self, prefix: Prefix, longest: int) -> R | None:
+        """What a sequence of up to `longest` tokens has that goes on from a usable `prefix`. There is room for it.
+
+        None: that took the prefix's own checkpoint; the next call finds another prefix.
+        """
+        raise NotImplementedError
+
+    def advance(self, running: R, start: int, size: int, held: int) -> StateUse | None:
+        """What a chunk of `size` tokens from `start` on does with states; the last `held` may be computed again.
+
+        Called once the step is planned: nothing of it is taken back.
+        """
+
+    def computed(self, running: R, n_computed: int) -> None:
+        """A sequence has computed so many tokens, and goes on."""
+
+    def landing(self, running: R, at: int) -> PageIds | None:
+        """The slot or pages into which a checkpoint at `at` is to be copied for a sequence; None: no room yet."""
+        raise NotImplementedError
+
+    def landed(self, running: R, at: int) -> None:
+        """That copy is there: the sequence goes on from `at`."""
+        raise NotImplementedError
+
+    def keep(self, running: R, root: Node, tokens: TokenIds, n_computed: int, *, last: bool = False) -> None:
+        """Give the checkpoints of a sequence at positions up to `n_computed` to the nodes of the tree that end there.
+
+        With `last` one at its end as well, where that is known.
+        """
+        raise NotImplementedError
+
+    def end(self, running: R) -> None:
+        """Give back what a sequence has left."""
+        raise NotImplementedError
+
+
+class States(CheckpointStore[RunningState]):
+    """Recurrent states: what chunks read and write, and what is kept."""
+
+    def __init__(self, tree: RadixTree, total: int) -> None:
+        self.slots = StateSlots(total)
+        super().__init__(tree, self.slots)
+
+    def begin_step(self) -> None:
+        self.slots.begin_step()
+
+    def can_begin(self, longest: int) -> bool:
+        return self.slots.free > 0 or self.checkpoints.next() is not None
+
+    def begin(self, prefix: Prefix, longest: int = 0) -> RunningState | None:
+        """A slot of its own, and the checkpoint that its first chunk will read."""
         checkpoint = prefix.checkpoint
         if checkpoint is None:
-            slot = self.take()
+            slot = self.take(1)
             assert slot is not None, "no state slot is free"
-            return RunningState(slot)
-        self.slots.retain(checkpoint.checkpoint)
-        slot = self.take()
+            return RunningState(slot.item())
+        source = checkpoint.checkpoint
+        self.slots.retain(source)
+        slot = self.take(1)
         if slot is None:
-            self.slots.release(checkpoint.checkpoint)
+            self.slots.release(source)
             self.checkpoints.drop(checkpoint)
             return None
         self.checkpoints.use(checkpoint)
-        return RunningState(slot, checkpoint.checkpoint, prefix.length)
+        return RunningState(slot.item(), source.item(), prefix.length)
 
-    def advance(self, state: RunningState, start: int, size: int, held: int) -> StateUse:
-        """What a chunk of `size` tokens from `start` on does with the state; the last `held` may be computed again.
-
-        Called once the step is planned: nothing of it is taken back. A mark without a slot is left out.
-        """
+    def advance(self, running: RunningState, start: int, size: int, held: int) -> StateUse:
+        """A mark without a slot is left out."""
+        state = running
         before, last, end = state.at, state.at, start + size - held
         marks: list[tuple[int, int]] = []
         while state.marks and state.marks[0] <= end:
             position = state.marks.pop(0)
-            if position > start and (slot := self.take(worth=position - last)) is not None:
-                marks.append((position - start, slot))
+            if position > start and (slot := self.take(1, worth=position - last)) is not None:
+                marks.append((position - start, slot.item()))
                 state.kept.append((position, slot))
                 last = position
         use = StateUse(state.source, state.slot, start - before, held, tuple(marks))
@@ -270,39 +346,34 @@ class States:
         state.source, state.at = state.slot, end
         return use
 
-    def landed(self, state: RunningState, at: int) -> None:
-        """The state after `at` tokens was copied into the sequence's own slot."""
-        if state.source not in (NO_SLOT, state.slot):
-            self.slots.release(state.source)
-        state.source, state.at = state.slot, at
-        state.marks = [position for position in state.marks if position > at]
+    def landing(self, running: RunningState, at: int) -> PageIds:
+        return _one(running.slot)
 
-    def keep(self, state: RunningState, root: Node, tokens: TokenIds, n_computed: int, *, last: bool = False) -> None:
-        """Give states at positions up to `n_computed` to nodes below `root` that end there, which are in the tree.
+    def landed(self, running: RunningState, at: int) -> None:
+        if running.source not in (NO_SLOT, running.slot):
+            self.slots.release(_one(running.source))
+        running.source, running.at = running.slot, at
+        running.marks = [position for position in running.marks if position > at]
 
-        With `last` the state that the sequence has now as well, where no planned step has gone beyond.
-        """
-        if last and state.source == state.slot and 0 < state.at <= n_computed:
-            state.kept.append((state.at, state.slot))
-            state.slot = state.source = NO_SLOT
-        for at, slot in state.kept:
-            if at <= n_computed:
-                prefix = self._tree.walk(root, tokens[:at])
-                assert prefix.length == at, "a state at tokens that are not in the tree"
-                self.checkpoints.keep(self._tree.node_at(prefix), slot)
-        state.kept = [(at, slot) for at, slot in state.kept if at > n_computed]
+    def keep(self, running: RunningState, root: Node, tokens: TokenIds, n_computed: int, *, last: bool = False) -> None:
+        """The state that the sequence has now is its last one, where no planned step has gone beyond `n_computed`."""
+        if last and running.source == running.slot and 0 < running.at <= n_computed:
+            running.kept.append((running.at, _one(running.slot)))
+            running.slot = running.source = NO_SLOT
+        running.kept = self.give(running.kept, root, tokens, n_computed)
 
-    def end(self, state: RunningState) -> None:
-        """Give back what a sequence has left."""
-        source = state.source if state.source != state.slot else NO_SLOT
-        for slot in (state.slot, source, *(slot for _, slot in state.kept)):
+    def end(self, running: RunningState) -> None:
+        source = running.source if running.source != running.slot else NO_SLOT
+        for slot in (running.slot, source):
             if slot != NO_SLOT:
-                self.slots.release(slot)
+                self.slots.release(_one(slot))
+        for _, kept in running.kept:
+            self.slots.release(kept)
 
 
 def deepest(node: Node | None) -> Node | None:
     """The deepest node with a checkpoint on the path to `node`; None: there is none."""
-    while node is not None and node.checkpoint == NO_SLOT:
+    while node is not None and not len(node.checkpoint):
         node = node.parent
     return node
 

@@ -209,6 +209,46 @@ class HostStates:
                 there[:, device].copy_(here[host], non_blocking=True)
 
 
+class HostWindow:
+    """The second tier's memory for window pages, copied in the stream of the step, some at a time:
+    [pages, layers, 2, page_size, kv_heads, head_dim].
+    """
+
+    def __init__(self, kv: KVTensors, pages: int, staged: int = STAGED) -> None:
+        """Allocate. Raises ConfigError where there is not that much memory."""
+        self._pages = kv.data.movedim(2, 0)  # of the store, as they are ordered here
+        self._most = max(1, staged // (kv.page_size * kv.cell_bytes))
+        self._host = _host_pages(kv, pages)
+
+    def save(self, moves: PageMoves) -> None:
+        for device, host in self._parts(moves):
+            staged = self._pages.index_select(0, device)
+            for at, first, n in _runs(host):
+                self._host[first : first + n].copy_(staged[at : at + n], non_blocking=True)
+
+    def load(self, moves: PageMoves) -> None:
+        for device, host in self._parts(moves):
+            staged = torch.empty(len(host), *self._pages.shape[1:], dtype=self._pages.dtype, device=self._pages.device)
+            for at, first, n in _runs(host):
+                staged[at : at + n].copy_(self._host[first : first + n], non_blocking=True)
+            self._pages.index_copy_(0, device, staged)
+
+    def _parts(self, moves: PageMoves) -> Iterator[tuple[Tensor, PageIds]]:
+        for at in range(0, len(moves), self._most):
+            some = slice(at, at + self._most)
+            yield sent(moves.device[some].astype(np.int64), self._pages.device), moves.host[some]
+
+
+def _host_pages(kv: KVTensors, pages: int) -> Tensor:
+    """Host memory for pages of a store. Raises ConfigError where there is not that much."""
+    try:
+        shape = kv.data.movedim(2, 0).shape[1:]
+        return torch.zeros(pages, *shape, dtype=kv.data.dtype, pin_memory=kv.data.device.type == "cuda")
+    except RuntimeError as error:
+        wanted = pages * kv.page_size * kv.cell_bytes / 2**30
+        raise ConfigError(f"no memory for {wanted:.2f} GiB of KV on the host: {error}", "host_memory") from error
+
+
 class HostPages:
     """The second tier's memory: `pages` pages on the host, pinned where the store is on a GPU.
 
@@ -227,36 +267,37 @@ class HostPages:
     told by `wait`.
     """
 
-    def __init__(self, kv: KVTensors, pages: int, staged: int = STAGED, states: HostStates | None = None) -> None:
+    def __init__(
+        self, kv: KVTensors, pages: int, staged: int = STAGED, checkpoints: HostStates | HostWindow | None = None
+    ) -> None:
         """Allocate, for a `kv` that is not resized any more. Raises ConfigError where there is not that much memory."""
         device, dtype = kv.data.device, kv.data.dtype
-        self.states = states
+        self.checkpoints = checkpoints
         self._pages = kv.data.movedim(2, 0)  # of the store, as they are ordered here
         page, page_bytes = self._pages.shape[1:], kv.page_size * kv.cell_bytes
         cuda = device.type == "cuda"
         slice_pages = min(max(staged // _LANES // page_bytes, 1), pages)
+        self.data = _host_pages(kv, pages)
         try:
-            self.data = torch.zeros(pages, *page, dtype=dtype, pin_memory=cuda)
             self._buffers = torch.empty(_LANES, slice_pages, *page, dtype=dtype, device=device)
         except RuntimeError as error:
-            wanted = pages * page_bytes / 2**30
-            raise ConfigError(f"no memory for {wanted:.2f} GiB of KV on the host: {error}", "host_memory") from error
+            raise ConfigError(f"no memory for copies of KV to the host: {error}", "host_memory") from error
         self._side: _Side = _Streams(device) if cuda else _Thread()
         self._indices: list[Tensor] = []  # that the side may be reading
         self._loads = False
         self._failed = False
 
-    def save(self, moves: PageMoves, states: PageMoves = NO_MOVES) -> None:
-        """Copy pages and states out; from here on those on the device may be written over."""
+    def save(self, moves: PageMoves, checkpoints: PageMoves = NO_MOVES) -> None:
+        """Copy pages and checkpoints out; from here on those on the device may be written over."""
         if len(moves):
             self._try(f"copying {len(moves)} pages of KV to the host", lambda: self._save(moves))
-        if len(states) and (host := self.states) is not None:
-            self._try(f"copying {len(states)} recurrent states to the host", lambda: host.save(states))
+        if len(checkpoints) and (host := self.checkpoints) is not None:
+            self._try("copying checkpoints to the host", lambda: host.save(checkpoints))
 
-    def load(self, moves: PageMoves, states: PageMoves = NO_MOVES) -> None:
-        """Begin to copy pages and states in; they are there after `wait`."""
-        if len(states) and (host := self.states) is not None:
-            self._try(f"copying {len(states)} recurrent states from the host", lambda: host.load(states))
+    def load(self, moves: PageMoves, checkpoints: PageMoves = NO_MOVES) -> None:
+        """Begin to copy pages and checkpoints in; they are there after `wait`."""
+        if len(checkpoints) and (host := self.checkpoints) is not None:
+            self._try("copying checkpoints from the host", lambda: host.load(checkpoints))
         self._loads = len(moves) > 0
         if self._loads:
             what = f"copying {len(moves)} pages of KV from the host"

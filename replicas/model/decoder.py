@@ -57,8 +57,6 @@ from holdfast.replicas.plan import Chunk, RowWrite
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
-AllExperts: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""The experts of a layer, as `kernels.experts.Experts` and `kernels.experts_gpu.GpuExperts` are called."""
 Rotary: TypeAlias = tuple[Tensor, Tensor]
 """Cosines and sines of all positions."""
 Smooth: TypeAlias = Callable[["DecoderWeights", "Description", Mapping[str | None, Rotary]], "DecoderWeights"]
@@ -376,7 +374,7 @@ class ExpertsLayer:
     router: Matrix
     correction: Tensor | None
     scales: Tensor | None
-    experts: AllExperts
+    experts: Experts
     shared: FeedForwardLayer | None
     shared_gate: Matrix | None
 
@@ -422,7 +420,6 @@ class Decoder:
     leave = False  # weights stay as they are, for kernels that read them so
     delta_rule = staticmethod(gated_delta)
     rms_norm = staticmethod(rms_norm)
-    route = staticmethod(route)
 
     def __init__(
         self,
@@ -515,7 +512,7 @@ class Decoder:
         assert isinstance(weight, Tensor)
         return GatedMatrix(weight, self._int8, self.leave, activation)
 
-    def _all_experts(self, op: MixtureOfExperts, of: ExpertsWeights) -> AllExperts:
+    def _all_experts(self, op: MixtureOfExperts, of: ExpertsWeights) -> Experts:
         return Experts(of.first, of.down, op.activation, of.first_bias, of.down_bias, self._int8)
 
     @classmethod
@@ -670,7 +667,7 @@ class Decoder:
 
     def _mix(self, layer: ExpertsLayer, h: Tensor, routed: Tensor, plus: Tensor | None = None) -> Tensor:
         """The experts of `h` that the router chooses by `routed`, what all tokens share, and `plus`."""
-        chosen, weights = self.route(layer.router(routed.float()), layer.op.routing, layer.correction)
+        chosen, weights = route(layer.router(routed.float()), layer.op.routing, layer.correction)
         if layer.scales is not None:
             weights = weights * layer.scales[chosen.long()]
         if (shared := layer.shared) is not None:

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from holdfast.kernels.attention_gpu import attend_gpu
-from holdfast.kernels.experts_gpu import GpuExperts, route_gpu
 from holdfast.kernels.fp8_gpu import Fp8GatedMatrix, Fp8Matrix
 from holdfast.kernels.layer import Rotation
 from holdfast.kernels.layer_gpu import add_norm, gated_norm, rotate_and_store, sigmoid_gate, silu_and_mul
@@ -29,7 +28,6 @@ from holdfast.kernels.linear_state import LinearStates, LinearWeights, StateBatc
 from holdfast.kernels.linear_state_gpu import gated_delta_gpu, supported
 from holdfast.kernels.stream_gpu import MOST_ORDERED, MOST_ROWS, streamed, streamed_tall
 from holdfast.replicas.model.decoder import (
-    AllExperts,
     AttentionLayer,
     AttentionShape,
     Decoder,
@@ -39,8 +37,8 @@ from holdfast.replicas.model.decoder import (
     FeedForwardLayer,
     ForwardBatch,
 )
-from holdfast.replicas.model.description import Attention, MixtureOfExperts
-from holdfast.replicas.model.weights import ExpertsWeights, Weight
+from holdfast.replicas.model.description import Attention
+from holdfast.replicas.model.weights import Weight
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +76,6 @@ class GpuDecoder(Decoder):
     leave = True
     delta_rule = staticmethod(_delta_rule)
     rms_norm = staticmethod(_rms_norm)
-    route = staticmethod(route_gpu)
     _invariant = False
 
     def _matrix(self, weight: Weight, bias: Tensor | None = None) -> Matrix:
@@ -88,19 +85,6 @@ class GpuDecoder(Decoder):
         if isinstance(weight, Tensor):
             return super()._gated_matrix(weight, activation)
         return Fp8GatedMatrix(weight, activation)
-
-    def _all_experts(self, op: MixtureOfExperts, of: ExpertsWeights) -> AllExperts:
-        return GpuExperts(of.first, of.down, op.activation, of.first_bias, of.down_bias)
-
-    @property
-    def experts(self) -> dict[int, list[GpuExperts]]:
-        """The layers of experts, by how many a token chooses."""
-        found: dict[int, list[GpuExperts]] = {}
-        for block in self.blocks:
-            layer = block.op.experts if isinstance(block.op, DenseAndExpertsLayer) else block.op
-            if isinstance(layer, ExpertsLayer) and isinstance(layer.experts, GpuExperts):
-                found.setdefault(layer.op.routing.chosen, []).append(layer.experts)
-        return found
 
     def keep_order(self, rows: int, draws: int) -> None:
         """Make a token's bits independent of the rest of its step, for steps of up to so many rows and draws.

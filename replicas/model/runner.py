@@ -67,9 +67,9 @@ class ModelRunner:
     def _move_and_compute(self, plan: StepPlan) -> StepOutput:
         if self._host is None:
             raise EngineError("the plan moves pages to or from a host tier, and there is none")
-        self._host.save(plan.saves, plan.state_saves)
+        self._host.save(plan.saves, plan.checkpoint_saves)
         self._write(plan)
-        self._host.load(plan.loads, plan.state_loads)
+        self._host.load(plan.loads, plan.checkpoint_loads)
         try:
             output = self._compute(StepPlan(plan.chunks))
         finally:  # nothing is written once the step is over, however it ends

@@ -66,12 +66,12 @@ class GpuRunner(ModelRunner):
     def _begin(self, plan: StepPlan, before: "_Before | None", host: HostPages | None) -> "GpuFlight":
         stream = self._sender.stream
         if host is not None:
-            host.save(plan.saves, plan.state_saves)
+            host.save(plan.saves, plan.checkpoint_saves)
         begin = _Mark(stream)
         for copy in plan.copies:
             self.kv.kinds[copy.kind].copy_page(copy.source, copy.target, copy.cells)
         if host is not None:
-            host.load(plan.loads, plan.state_loads)  # while the forward runs: nothing in this step reads them
+            host.load(plan.loads, plan.checkpoint_loads)  # while the forward runs: nothing in this step reads them
         for write in plan.writes:
             self.table.note(write)
         draws = any(chunk.draw is not None for chunk in plan.chunks)

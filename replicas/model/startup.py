@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from holdfast.kernels import attention, layer, linear, linear_state, native
+from holdfast.kernels.attention_plan import SPLIT
 from holdfast.kernels.linear import Matrix, variant_for
 from holdfast.kernels.linear_state import NO_STATE, LinearStates
 from holdfast.replicas.config import (
@@ -35,17 +36,18 @@ from holdfast.replicas.config import (
     EngineConfig,
     Hardware,
     ModelShape,
+    WindowShape,
     resolve,
     split_memory,
 )
 from holdfast.replicas.errors import ConfigError, EngineError
 from holdfast.replicas.kv.pages import StateUse
-from holdfast.replicas.kv.tensors import HostPages, HostStates, KVTensors
+from holdfast.replicas.kv.tensors import HostPages, HostStates, HostWindow, KVKind, KVTensors
 from holdfast.replicas.memory import memory
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
 from holdfast.replicas.model.decoder import STEP_ERRORS, Decoder, Model, PageTable, build_batch
 from holdfast.replicas.model.description import Description, ModelInfo, inspect_model, sliding_window
-from holdfast.replicas.model.files import stored_tensors
+from holdfast.replicas.model.files import has_safetensors, stored_tensors
 from holdfast.replicas.model.folder import cannot_serve, served_name
 from holdfast.replicas.model.graphs import MOST_DRAWS, gpu_capture, room_for
 from holdfast.replicas.model.progress import Tell
@@ -101,6 +103,7 @@ class LoadedRunner:
     tokenizer: PreTrainedTokenizerBase
     cost: StepCost | None = None  # None: speculation is off, or there was no room to measure
     defaults: Mapping[str, float] = field(default_factory=dict)  # the checkpoint's sampling settings
+    window: int = 0  # tokens that a sequence keeps in layers with window pages; 0: there are none
 
 
 def load_runner(config: EngineConfig, tell: Tell | None = None) -> LoadedRunner:
@@ -120,7 +123,10 @@ def load_runner(config: EngineConfig, tell: Tell | None = None) -> LoadedRunner:
         config = replace(config, cpu_kernels=_kernels(config.cpu_kernels))
     if on_cpu and config.dtype in ("auto", "int8"):
         machine = replace(machine, cpu_dtype=faster_dtype(info.config, info.shape.checkpoint_dtype))
+    kinds = kinds_of(info, config)
     shape = _with_states(info, config, machine.cpu_dtype if on_cpu else info.shape.checkpoint_dtype)
+    if (window := kept_window(kinds, config, on_cpu)) is not None:
+        shape = replace(shape, cell_values=kinds[0].cell.values, head_dim=kinds[0].cell.head_dim, window=window)
     resolved = resolve(config, machine, shape)
     resolved = replace(resolved, served_name=config.served_name or served_name(config.model))
     if resolved.device == "cuda" and not torch.cuda.is_available():
@@ -129,9 +135,11 @@ def load_runner(config: EngineConfig, tell: Tell | None = None) -> LoadedRunner:
     dtype = getattr(torch, machine.cpu_dtype if resolved.dtype == "int8" else resolved.dtype)
     on_gpu = resolved.device != "cpu"
     profiled = on_gpu and not config.cells
-    pages = pages_to_measure(resolved) if profiled else resolved.cells // resolved.page_size
+    cells = resolved.cells, resolved.window_cells
+    pages = [pages_to_measure(resolved) if profiled else each // resolved.page_size for each in cells]
     int8_kv = resolved.kv_dtype == "int8"
-    kv = KVTensors(info.cell, pages, resolved.page_size, dtype, resolved.device, scratch=on_gpu, int8=int8_kv)
+    of_kinds = kinds, pages[: len(kinds)], resolved.page_size, dtype, resolved.device
+    kv = KVTensors.of(*of_kinds, scratch=on_gpu, int8=int8_kv)
     states = None
     if info.description is not None:
         slots = LEAST_SLOTS if profiled else resolved.state_slots
@@ -140,18 +148,42 @@ def load_runner(config: EngineConfig, tell: Tell | None = None) -> LoadedRunner:
     if on_gpu:
         _choose_products(model, resolved)
     if profiled:
-        resolved = replace(resolved, state_slots=config.state_slots)
+        resolved = replace(resolved, state_slots=config.state_slots, window_cells=config.window_cells)
         resolved = fill_memory(resolved, model, kv, GpuMemory(), shape, states)
     host = None
     if resolved.host_cells:
-        host_states = HostStates(states, resolved.host_slots) if states is not None else None
-        host = HostPages(kv, resolved.host_cells // resolved.page_size, states=host_states)
+        checkpoints: HostStates | HostWindow | None = None
+        if states is not None:
+            checkpoints = HostStates(states, resolved.host_slots)
+        elif kv.window is not None:
+            checkpoints = HostWindow(kv.window, resolved.host_window_cells // resolved.page_size)
+        host = HostPages(kv, resolved.host_cells // resolved.page_size, checkpoints=checkpoints)
     runner = _runner(resolved, model, kv, host)
     if on_gpu:
         _capture(runner, resolved)
     cost = measure_cost(runner, resolved) if resolved.speculation.enabled else None
     defaults = sampling_defaults(info.path)
-    return LoadedRunner(resolved, runner, eos_ids(info), info.vocabulary, tokenizer, cost, defaults)
+    kept = window.tokens if window is not None else 0
+    return LoadedRunner(resolved, runner, eos_ids(info), info.vocabulary, tokenizer, cost, defaults, kept)
+
+
+def kinds_of(info: ModelInfo, config: EngineConfig) -> tuple[KVKind, ...]:
+    """The kinds of layers with attention. A model that transformers runs has one store for all."""
+    if info.description is None or config.decoder == "transformers" or not has_safetensors(Path(info.path)):
+        return (KVKind(info.cell),)
+    return info.description.kinds(config.context_length or info.shape.context_length)
+
+
+def kept_window(kinds: Sequence[KVKind], config: EngineConfig, on_cpu: bool) -> WindowShape | None:
+    """The layers with window pages. A sequence keeps some tokens more than they see: kernels read positions from a
+    multiple of 2 on, and on a GPU with `batch_invariant` from one of `SPLIT` on.
+    """
+    window = kinds[-1].window
+    if window is None:
+        return None
+    more = SPLIT - 1 if config.batch_invariant and not on_cpu else 1
+    cell = kinds[-1].cell
+    return WindowShape(window + more, cell.values, cell.head_dim)
 
 
 def make_states(
@@ -255,7 +287,6 @@ def _choose_products(model: Model, config: EngineConfig) -> None:
     is impossible.
     """
     from holdfast.kernels.ceilings import Clock
-    from holdfast.kernels.experts_gpu import choose_experts
     from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_products
 
     if config.batch_invariant:
@@ -271,8 +302,6 @@ def _choose_products(model: Model, config: EngineConfig) -> None:
     elif isinstance(model, GpuDecoder):
         try:
             choose_products(model.matrices, Clock().seconds)
-            for chosen, layers in model.experts.items():
-                choose_experts(layers, chosen, Clock().seconds)
         except STEP_ERRORS:
             log.exception("products are left to torch: ours could not be timed")
 
@@ -398,10 +427,10 @@ def pages_to_measure(config: EngineConfig) -> int:
     return -(-_prefilled(config) // config.page_size) + 1
 
 
-def largest_step(config: EngineConfig, slots: int = 0) -> StepPlan:
+def largest_step(config: EngineConfig, slots: int = 0, kinds: int = 1) -> StepPlan:
     """A step that takes as much memory as any: all tokens of a prefill, and every other row draws with a filter.
 
-    `slots`: how many states there are. Rows may share them here: what they compute is not used.
+    `slots`: how many states there are. Rows may share them here: what they compute is not used. `kinds`: of layers.
     """
     size = _prefilled(config)
     pages = np.arange(pages_to_measure(config), dtype=np.int32)
@@ -410,7 +439,12 @@ def largest_step(config: EngineConfig, slots: int = 0) -> StepPlan:
     writes = (RowWrite(0, 0, pages[:-1]), *(RowWrite(row, 0, pages[-1:]) for row in others))
     prefill = Chunk(0, 0, np.ones(size, np.int32), draw, state=_state(0, slots))
     each = (Chunk(row, 0, np.ones(1, np.int32), draw, state=_state(row, slots)) for row in others)
-    return StepPlan((prefill, *each), writes)
+    return StepPlan((prefill, *each), _of_kinds(writes, kinds))
+
+
+def _of_kinds(writes: Sequence[RowWrite], kinds: int) -> tuple[RowWrite, ...]:
+    """The same pages in the page table of each kind of layers."""
+    return tuple(replace(write, kind=kind) for kind in range(kinds) for write in writes)
 
 
 def _state(row: int, slots: int, window: int = 0, begins: bool = True) -> StateUse | None:
@@ -513,19 +547,24 @@ def fill_memory(
     """
     runner = _runner(config, model, kv)
     slots = states.slots if states is not None else 0
-    taken = kv.data.nbytes + slots * shape.state_bytes
-    use = measure(source, taken, lambda: runner.begin(largest_step(config, slots)).land())
+    taken = sum(each.data.nbytes for each in kv.kinds) + slots * shape.state_bytes
+    use = measure(source, taken, lambda: runner.begin(largest_step(config, slots, len(kv.kinds))).land())
     reserve = graph_bytes(config, model.vocabulary, kv.dtype.itemsize)
+    window_bytes = kv.window.cell_bytes if kv.window is not None else 0
     least = kv.cell_bytes * kv.page_size + slots * shape.state_bytes
     left = bytes_left(use, config.gpu_memory, reserve, least)
-    cells, slots = split_memory(replace(config, cells=0), shape, kv.cell_bytes, left)
+    cells, slots, window = split_memory(replace(config, cells=0), shape, kv.cell_bytes, left, window_bytes)
     if cells < kv.page_size:
+        if window:
+            raise ConfigError(f"{_gib(window * window_bytes)} for windows leave no memory for KV", "window_cells")
         raise ConfigError(f"{slots} states of {_gib(shape.state_bytes)} leave no memory for KV", "state_slots")
-    kv.resize(cells // kv.page_size)
+    for each, n in zip(kv.kinds, (cells, window), strict=False):
+        each.resize(n // each.page_size)
     if states is not None:
         states.resize(slots)
-    log.info("%d cells of KV, %.1f GiB, and %d states", cells, kv.data.nbytes / 2**30, slots)
-    return replace(config, cells=cells, state_slots=slots)
+    held = sum(each.data.nbytes for each in kv.kinds) / 2**30
+    log.info("%d cells of KV and %d of windows, %.1f GiB, and %d states", cells, window, held, slots)
+    return replace(config, cells=cells, state_slots=slots, window_cells=window)
 
 
 # ---- graphs ----
@@ -591,12 +630,13 @@ def plans_to_compare(config: EngineConfig) -> list[StepPlan]:
 
 def _writes(config: EngineConfig, sequences: int, length: int) -> tuple[RowWrite, ...]:
     """Pages for so many sequences of one length; none where they do not fit."""
-    pages = -(-length // config.page_size)
-    fits = sequences <= config.max_sequences and sequences * pages <= config.cells // config.page_size
+    pages, kinds = -(-length // config.page_size), 1 + (config.window_cells > 0)
+    cells = min(config.cells, config.window_cells or config.cells)
+    fits = sequences <= config.max_sequences and sequences * pages <= cells // config.page_size
     if not fits or length > config.context_length:
         return ()
     numbers = np.arange(sequences * pages, dtype=np.int32).reshape(sequences, pages)
-    return tuple(RowWrite(row, 0, numbers[row]) for row in range(sequences))
+    return _of_kinds([RowWrite(row, 0, numbers[row]) for row in range(sequences)], kinds)
 
 
 def alike(some: Sequence[StepOutput], others: Sequence[StepOutput]) -> bool:

@@ -364,7 +364,7 @@ class Admission:
         # Cells that only pins keep give way to running sequences; those of its own prefix become its own.
         taken = self._cache.cells.active + self._cache.cells.inactive_in(prefix)
         alone = not len(self._running) and not sequence.background
-        if not self._running.rows.has_row(sequence.program):
+        if not self._running.can_start(sequence):
             return BlockedBy.ALL
         if not within:
             if not self._budget.admits(taken + this.needed, need, alone=alone):
@@ -442,7 +442,7 @@ class Admission:
 
 
 def keeps_state(following: PrefixWait) -> bool:
-    """Whether the leader will leave its state where the shared tokens end; a model without states needs none."""
+    """Whether the leader will leave a checkpoint where the shared tokens end, if the model needs one."""
     holding = following.leader.the_holding
     state = holding.state
     if state is None:

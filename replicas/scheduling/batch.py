@@ -19,15 +19,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
 from holdfast.replicas.constraints.matcher import RowMasks
 from holdfast.replicas.errors import EngineError, ErrorInfo, ErrorKind, InvalidRequestError
 from holdfast.replicas.kv.cache import Freed, Holding, KVCache, Reloads
-from holdfast.replicas.kv.pages import NO_MOVES, NO_PAGES, SHARED, PageCopy, PageIds, PageMoves
+from holdfast.replicas.kv.pages import NO_MOVES, NO_PAGES, SHARED, PageCopy, PageIds, PageMoves, joined
 from holdfast.replicas.kv.radix import Pin, Prefix
-from holdfast.replicas.kv.states import States
+from holdfast.replicas.kv.states import CheckpointStore, RunningState
+from holdfast.replicas.kv.windows import WINDOW_KIND, RunningWindow
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, StepPlan
 from holdfast.replicas.programs import KeptRow, Kind, Program, Programs, Rows, Sequence, Status, give_back
 from holdfast.replicas.requests import Aborted, Event, Finished, FinishReason
@@ -40,6 +42,7 @@ from holdfast.replicas.types import TokenCounts, TokenIds, common_prefix, record
 log = logging.getLogger(__name__)
 
 GENERATION_PROMPT = 8  # tokens at a prompt's end that the next turn's prompt may not have, such as an opened <think>
+UNBOUNDED = 1 << 62
 NO_ROOM = ErrorInfo(ErrorKind.OVERLOADED, "the KV cache has no room for this request, even alone")
 
 
@@ -51,7 +54,7 @@ class Load:
     holding: Holding
     end: int
     moves: PageMoves
-    state: tuple[int, int] | None = None  # the slots on the device and on the host of the state at `end`
+    checkpoint: PageMoves = NO_MOVES  # of the state slot or window pages at `end`
 
     @property
     def present(self) -> bool:
@@ -134,6 +137,13 @@ class StepBuilder:
         if len(pages):
             self.writes.append(RowWrite(sequence.the_row, first, pages))
 
+    def show_window(self, sequence: Sequence, window: RunningWindow) -> None:
+        """Write the window pages that the page table does not show yet."""
+        if window.shown < window.end:
+            pages = window.row[window.shown : window.end].copy()
+            self.writes.append(RowWrite(sequence.the_row, window.shown, pages, WINDOW_KIND))
+            window.shown = window.end
+
     def writes_to(self, sequence: Sequence) -> bool:
         """Whether something is planned to be written to the sequence's row."""
         return sequence.row in self.copies or any(write.row == sequence.row for write in self.writes)
@@ -148,7 +158,7 @@ class StepBuilder:
             i = self.sequences.index(sequence)
             del self.sequences[i], self.chunks[i]
 
-    def use_states(self, states: States) -> None:
+    def use_states(self, states: CheckpointStore[Any]) -> None:
         """Plan what each chunk does with its sequence's recurrent state. Nothing planned is taken back after that.
 
         A chunk that draws leaves its last token and its drafts out of the state: they may be computed again.
@@ -161,13 +171,8 @@ class StepBuilder:
     def step(self, reloads: Reloads, now: float, *, undrafted: bool) -> Step:
         """The step, with the copies of what was evicted for it. `undrafted`: the next step needs no drafts."""
         copies = tuple(copy for some in self.copies.values() for copy in some)
-        loads = state_loads = NO_MOVES
-        if self.loads:
-            device = np.concatenate([load.moves.device for load in self.loads])
-            loads = PageMoves(device, np.concatenate([load.moves.host for load in self.loads]))
-            states = np.array([load.state for load in self.loads if load.state is not None], np.int32).reshape(-1, 2)
-            state_loads = PageMoves(states[:, 0], states[:, 1])
-        moves = reloads.saves(), loads, reloads.state_saves(), state_loads
+        loads, checkpoints = joined([load.moves for load in self.loads]), [load.checkpoint for load in self.loads]
+        moves = reloads.saves(), loads, reloads.checkpoint_saves(), joined(checkpoints)
         plan = StepPlan(tuple(self.chunks), tuple(self.writes), copies, *moves)
         free = (undrafted or all(chunk.draw is None for chunk in self.chunks)) and plan.plain
         holdings = tuple([sequence.holding for sequence in self.sequences])
@@ -266,13 +271,17 @@ class Running:
         """Those that decode, or those that prefill, in order; without those that end with the step in flight."""
         return [s for s in self.in_order() if s.decoding is decoding and not (s.in_flight and s.closing)]
 
+    def can_start(self, sequence: Sequence) -> bool:
+        """Whether there are a row for it, and a state slot or window pages."""
+        states = self._cache.states
+        return self.rows.has_row(sequence.program) and (states is None or states.can_begin(len(sequence.buffer)))
+
     def start(self, builder: StepBuilder, sequence: Sequence, prefix: Prefix | None, now: float) -> bool:
-        """Give a waiting sequence a row and its cached `prefix`. False: no row is free, or no slot for its state.
+        """Give a waiting sequence a row and its cached `prefix`. False: no row is free.
 
         A kept row shows the pages of its program's last turn already: only what differs is written.
         """
-        states = self._cache.states
-        begun = self.rows.begin(sequence.program) if states is None or states.available else None
+        begun = self.rows.begin(sequence.program)
         if begun is None:
             return False
         row, last = begun
@@ -288,6 +297,7 @@ class Running:
                 labels=sequence.submit.labels,
                 who=sequence.submit.who,
                 tenant=sequence.submit.scope,
+                longest=len(sequence.buffer),
             )
         except Exception:
             self.rows.release(row)
@@ -307,6 +317,8 @@ class Running:
         same = common_prefix(last.pages, holding.pages) if last is not None and last.row is not None else 0
         builder.copies[row] = acquired.copies
         builder.write(sequence, same, holding.pages[same:])
+        if (window := holding.window) is not None:
+            builder.show_window(sequence, window)
         if sequence.scheduled is None and not sequence.background:
             self._count_turn(sequence, last)
             if sequence.program is not None:
@@ -314,17 +326,28 @@ class Running:
             self.retention.found(sequence)
         return True
 
-    def grow(self, builder: StepBuilder, sequence: Sequence, n_tokens: int) -> bool:
-        """Make sure that `n_tokens` positions of the sequence have cells. False: there are not enough."""
+    def room(self, sequence: Sequence) -> int:
+        """Tokens of its next chunk that window pages can be had for."""
+        windows, window = self._cache.windows, sequence.the_holding.window
+        if windows is None or window is None:
+            return UNBOUNDED
+        return windows.reach(window) - sequence.n_computed - sequence.in_flight
+
+    def grow(self, builder: StepBuilder, sequence: Sequence, n_tokens: int, *, window: bool = True) -> bool:
+        """Make sure that `n_tokens` positions of the sequence have cells. False: there are not enough.
+
+        `window`: in layers with window pages, too.
+        """
         holding = sequence.holding
         assert holding is not None, sequence.request_id
         first = holding.n_pages
-        if n_tokens <= first * holding.page_size:
-            return True
-        pages = self._cache.grow(holding, n_tokens)
-        if pages is None:
-            return False
-        builder.write(sequence, first, pages)
+        if not holding.covers(n_tokens):
+            pages = self._cache.grow(holding, n_tokens, window=window)
+            if pages is None:
+                return False
+            builder.write(sequence, first, pages)
+        if window and (own := holding.window) is not None:
+            builder.show_window(sequence, own)
         return True
 
     def helping(self, sequence: Sequence, n: int = 1) -> Callable[[str], bool]:
@@ -337,14 +360,16 @@ class Running:
         helps = self.helping(sequence)
         return [each for each in self.in_order() if helps(each.submit.scope)]
 
-    def grow_dropping_pins(self, builder: StepBuilder, sequence: Sequence, n_tokens: int) -> bool:
+    def grow_dropping_pins(
+        self, builder: StepBuilder, sequence: Sequence, n_tokens: int, *, window: bool = True
+    ) -> bool:
         """`grow`; where that fails, after dropping pins of programs behind it. Background prefills drop no pins."""
-        if self.grow(builder, sequence, n_tokens):
+        if self.grow(builder, sequence, n_tokens, window=window):
             return True
         return (
             not sequence.background
             and self.drop_pins_for(sequence, n_tokens, sequence)
-            and self.grow(builder, sequence, n_tokens)
+            and self.grow(builder, sequence, n_tokens, window=window)
         )
 
     def drop_pins_for(self, sequence: Sequence, n_tokens: int, to: Sequence | None) -> bool:
@@ -369,14 +394,20 @@ class Running:
         reach = self.reloads.reach(sequence.the_holding)
         if reach <= sequence.n_computed:
             return False
-        size, holding = self._cache.page_size, sequence.the_holding
+        size, holding, states = self._cache.page_size, sequence.the_holding, self._cache.states
         end = min(reach, (sequence.n_computed + max(most, size)) // size * size)
-        if holding.state is not None:  # there is no state to go on from before the end
+        if states is not None:  # there is no checkpoint to go on from before the end
             end = reach
-        if self.grow_dropping_pins(builder, sequence, end):
-            moves = self.reloads.load(holding, sequence.n_computed, end)
-            state = self.reloads.load_state(holding) if holding.state is not None else None
-            builder.loads.append(Load(sequence, holding, end, moves, state))
+        if not self.grow_dropping_pins(builder, sequence, end, window=False):
+            return True
+        checkpoint = NO_MOVES
+        if states is not None:
+            into = states.landing(holding.state, end)
+            if into is None:
+                return True
+            checkpoint = self.reloads.load_checkpoint(holding, into)
+        moves = self.reloads.load(holding, sequence.n_computed, end)
+        builder.loads.append(Load(sequence, holding, end, moves, checkpoint))
         return True
 
     def publish(self, sequence: Sequence, now: float) -> None:
@@ -454,9 +485,9 @@ class Running:
 
 
 def mark_prompt(sequence: Sequence, holding: Holding) -> None:
-    """Keep the state near the prompt's end. The next turn may leave this one there: a thinking model's does.
+    """Leave a checkpoint near the prompt's end. The next turn may leave this one there: a thinking model's does.
 
-    A prefill ahead of a turn leaves its state where it ends. Tenants alias a shared preamble in whole pages.
+    A prefill ahead of a turn leaves one where it ends. Tenants alias a shared preamble in whole pages.
     """
     if not sequence.background:
         shared = sequence.cache_scope == SHARED
@@ -466,7 +497,7 @@ def mark_prompt(sequence: Sequence, holding: Holding) -> None:
 def lost_state(sequence: Sequence) -> bool:
     """Whether its recurrent state is ahead of its tokens: a planned step applied one that was refused since."""
     state = sequence.holding.state if sequence.holding is not None else None
-    return state is not None and state.at > sequence.n_computed
+    return isinstance(state, RunningState) and state.at > sequence.n_computed
 
 
 class Terminator:

@@ -223,8 +223,10 @@ class Retention:
         self.pins = Pins(config.retention, cache, queue)
         self._order = order
         self._most_s = config.retention.most_s
-        # Cells and slots share the memory so that they run short together: a slot is worth this many cells.
+        # Cells and checkpoints share the memory so that they run short together: one is worth this many cells.
         self._state_cells = config.cells // config.state_slots if config.state_slots else 0
+        if cache.windows is not None:
+            self._state_cells = config.cells * cache.windows.window // config.window_cells
         self._policy = retention_policy(config.retention.policy)
         self._active = config.retention.policy != "none" and (config.has("prefix_cache") or config.has("sessions"))
         self._load = load

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError
 from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.kv.states import RunningState
 from holdfast.replicas.plan import Chunk, Drawn, StepOutput
 from holdfast.replicas.programs import ProgramKey, Programs, Rows, Sequence, SequencePool, Status
 from holdfast.replicas.requests import (
@@ -27,7 +28,16 @@ from holdfast.replicas.requests import (
 )
 from holdfast.replicas.retention.policy import LoadStats, RestoreCost
 from holdfast.replicas.scheduling.admission import Admission
-from holdfast.replicas.scheduling.batch import NO_ROOM, Running, Step, StepBuilder, Terminator, as_if_over, lost_state
+from holdfast.replicas.scheduling.batch import (
+    NO_ROOM,
+    UNBOUNDED,
+    Running,
+    Step,
+    StepBuilder,
+    Terminator,
+    as_if_over,
+    lost_state,
+)
 from holdfast.replicas.scheduling.pins import Retention
 from holdfast.replicas.scheduling.queue import RequestOrder, WaitingQueue
 from holdfast.replicas.scheduling.shares import BATCH_SHARE, Classes
@@ -39,7 +49,6 @@ HIGH_WATER = 0.95  # share of all cells; above it chunks of prompts wait, so tha
 LATENCY_MAX_TOKENS = 32  # a request for so few tokens waits mostly for its first one: prompts beside it are cut
 BACKGROUND_CHUNK = 128  # prompt tokens of a step that are computed ahead of their turns: they make it hardly longer
 _TENANTS = 200  # whose seconds are counted apart
-_UNBOUNDED = 1 << 62
 _UNKNOWN = RestoreCost()
 
 
@@ -136,9 +145,9 @@ class Scheduler:
             ahead_running=max(0, self._programs.ahead - ahead_waiting),
             ahead_waiting=ahead_waiting,
             tokens_ahead=self.admission.tokens_ahead,
-            slots_total=states.slots.total if states is not None else 0,
-            slots_free=states.slots.free if states is not None else 0,
-            checkpoints=len(states.checkpoints) if states is not None else 0,
+            slots_total=states.pool.total if states is not None else 0,
+            slots_free=states.pool.free if states is not None else 0,
+            checkpoints=states.idle if states is not None else 0,
         )
 
     # ---- planning a step ----
@@ -150,7 +159,7 @@ class Scheduler:
         """
         builder = StepBuilder()
         if self._cache.states is not None:
-            self._cache.states.slots.begin_step()
+            self._cache.states.begin_step()
         with as_if_over(flying) if flying is not None else nullcontext():
             self.terminator.events += self.admission.expire(now)
             self.retention.expire(now)
@@ -266,9 +275,13 @@ class Scheduler:
             try:
                 if self._running.load(builder, sequence, self._config.step_tokens):
                     continue
+                room = self._running.room(sequence)
+                size = min(size, room)
+                if size < 1:
+                    continue  # the step in flight ends with pages that the window has passed
                 # What a grammar forces after the prompt is computed with the prompt's end.
                 whole = size == sequence.pending
-                drafts = self.drafts.propose(sequence) if whole else NO_DRAFT
+                drafts = self.drafts.propose(sequence)[: room - size] if whole else NO_DRAFT
                 end = sequence.n_computed + sequence.in_flight + size
                 grown = self._running.grow_dropping_pins(builder, sequence, end + len(drafts))
                 while not grown and self.admission.preempt_batch(builder, sequence, now):
@@ -318,7 +331,8 @@ class Scheduler:
         for sequence in ahead:
             start = sequence.n_computed + sequence.in_flight
             size = min(sequence.pending, left, max(tokens_within(seconds, start, cost), int(sequence is ahead[0])))
-            if size == 0 or (builder.chunks and self._cache.cells.in_use >= self._high_water):
+            size = min(size, self._running.room(sequence))
+            if size < 1 or (builder.chunks and self._cache.cells.in_use >= self._high_water):
                 return
             try:
                 if self._running.load(builder, sequence, self._config.step_tokens):
@@ -372,6 +386,8 @@ class Scheduler:
                 self.terminator.finish(sequence, reason, now)
             elif stateful and drawn is not None and lost_state(sequence):
                 self.terminator.preempt(None, sequence, now)
+            elif stateful:
+                self._cache.computed(sequence.the_holding, sequence.n_computed)
 
     def _share(self, step: Step, seconds: float) -> None:
         """Charge a step's seconds to tenants and classes: its sequences share them by their tokens."""
@@ -413,7 +429,7 @@ class Scheduler:
         states.checkpoints.lose(slots)
         for sequence in list(self._running):
             holding = sequence.the_holding
-            if holding.state is not None and holding.state.origin in slots:
+            if isinstance(holding.state, RunningState) and holding.state.origin in slots:
                 states.end(holding.state)
                 holding.state = None
                 self.terminator.preempt(None, sequence, now)
@@ -575,7 +591,7 @@ def tokens_within(seconds: float, start: int, cost: RestoreCost) -> int:
         return 0
     each = 2 * cost.a * start + cost.b + cost.read
     if seconds == math.inf or not (each or cost.a):
-        return _UNBOUNDED
+        return UNBOUNDED
     slope = each + math.sqrt(each * each + 4 * cost.a * seconds)  # of the root that is no difference of like numbers
     return int(2 * seconds / slope)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from holdfast.loadgen.policies import ORDERS as COMPARED
-from holdfast.replicas.config import ORDERS, DraftConfig
+from holdfast.replicas.config import ORDERS, DraftConfig, least_window_cells
 from holdfast.replicas.kv.radix import Pin
 from holdfast.replicas.programs import Kind, Sequence
 from holdfast.replicas.requests import Abort, Finished, HandleReleased, ProgramEnded, Stop, TurnEnded
@@ -51,6 +51,8 @@ class EngineMachine(RuleBasedStateMachine):
         overlap=st.sampled_from(["off", "on"]),
         step_ms=st.sampled_from([0.0, 1e-3, 1e3]),
         state_slots=st.sampled_from([0, 4, 7, 30]),
+        window=st.sampled_from([0, 0, 5, 16, 40]),
+        room=st.sampled_from([1, 3, 10]),
     )
     def start(
         self,
@@ -66,8 +68,12 @@ class EngineMachine(RuleBasedStateMachine):
         overlap,
         step_ms,
         state_slots,
+        window,
+        room,
     ) -> None:
         self.world = World(
+            window=window,
+            window_cells=room * least_window_cells(window, page_size) if window else 0,
             page_size=page_size,
             cells=cells,
             max_sequences=rows[0],
@@ -83,7 +89,7 @@ class EngineMachine(RuleBasedStateMachine):
             host_cells=host_cells if shares else 0,
             overlap_steps=overlap,
             step_ms=step_ms,
-            state_slots=state_slots,
+            state_slots=0 if window else state_slots,
         )
         self.world.runner.eager = lambda n: n % 3 == 0
         self.world.step_s = 0.9

@@ -20,7 +20,7 @@ from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import Finished, Submit, Tokens
 
 VOCABULARY, NEW = 97, 8
-FAMILIES = ("qwen3 moe", "gpt-oss", "gemma 3", "glm 4", "laguna", "muse glimmer", "minimax m2")
+FAMILIES = ("qwen3 moe", "gpt-oss", "gemma 3", "gemma 4", "glm 4", "laguna", "muse glimmer", "minimax m2")
 
 
 def words(seed: int, n: int) -> list[int]:
@@ -44,7 +44,7 @@ def test_agents_get_the_tokens_of_transformers(family: str, tmp_path: Path) -> N
     tf.PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(tmp_path)
     settings = {"cells": 2048, "page_size": 4, "max_sequences": 5, "session_rows": 1, "dtype": "float32"}
     loaded = load_runner(EngineConfig(model=str(tmp_path), threads=1, decoder="own", step_tokens=13, **settings))
-    engine = Engine(loaded.config, loaded.runner, frozenset(), loaded.vocabulary)
+    engine = Engine(loaded.config, loaded.runner, frozenset(), loaded.vocabulary, window=loaded.window)
     texts = {i: words(0, 30) + words(1 + i, 5 + i) for i in range(4)}
     cached = 0
     for turn in range(2):

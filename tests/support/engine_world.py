@@ -39,7 +39,8 @@ from holdfast.replicas.types import CellLimits, Priority
 class World:
     """An engine, its fake runner, and what came out of it."""
 
-    def __init__(self, **settings) -> None:
+    def __init__(self, window: int = 0, **settings) -> None:
+        """`window`: tokens that layers with window pages see, of which there are `window_cells` cells."""
         defaults = {
             "cells": 256,
             "page_size": 4,
@@ -51,8 +52,10 @@ class World:
         self.config = EngineConfig(**(defaults | settings))
         pages = self.config.cells // self.config.page_size
         host_pages = self.config.host_cells // self.config.page_size
-        self.runner = FakeRunner(pages, self.config.page_size, self.config.max_sequences, host_pages)
-        self.engine = Engine(self.config, self.runner, frozenset({EOS}), VOCABULARY)
+        windows = (self.config.window_cells, self.config.host_window_cells)
+        of_window = (window, *(cells // self.config.page_size for cells in windows))
+        self.runner = FakeRunner(pages, self.config.page_size, self.config.max_sequences, host_pages, of_window)
+        self.engine = Engine(self.config, self.runner, frozenset({EOS}), VOCABULARY, window=window)
         self.now = 0.0
         self.step_s = 0.0  # how long a step takes
         self.out: dict[str, list[int]] = {}

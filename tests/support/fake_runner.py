@@ -65,13 +65,27 @@ class FakeFlight:
 
 
 class FakeRunner:
-    """`eager(n)`: whether step n is computed when it is begun; else when it lands, as on a slow device."""
+    """`eager(n)`: whether step n is computed when it is begun; else when it lands, as on a slow device.
 
-    def __init__(self, pages: int, page_size: int, rows: int, host_pages: int = 0) -> None:
+    `window`: tokens that layers with window pages see, the number of these pages, and of those of the host.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        rows: int,
+        host_pages: int = 0,
+        window: tuple[int, int, int] = (0, 0, 0),
+    ) -> None:
         self.page_size = page_size
         self.host = np.full((host_pages, page_size, 2), -1, np.int64)
         self.cells = np.full((pages, page_size, 2), -1, np.int64)  # token, position
         self.table = np.full((rows, pages + 1), -1, np.int32)
+        self.window = window[0]
+        self.window_cells = np.full((window[1], page_size, 2), -1, np.int64)
+        self.window_table = np.full((rows, pages + 1), -1, np.int32)
+        self.window_host = np.full((window[2], page_size, 2), -1, np.int64)
         self.wrong: list[AssertionError] = []  # plans that no correct engine makes
         self.plans: list[StepPlan] = []  # computed
         self.begun_plans: list[StepPlan] = []
@@ -121,27 +135,43 @@ class FakeRunner:
         moved = not (plan.moves and self.fail_moves(plan))
         if moved:
             self.host[plan.saves.host] = self.cells[plan.saves.device]
-            for device, host in zip(plan.state_saves.device.tolist(), plan.state_saves.host.tolist(), strict=True):
-                self.host_states[host] = self.states[device]
+            saves = plan.checkpoint_saves
+            if self.window:
+                self.window_host[saves.host] = self.window_cells[saves.device]
+            for device, host in zip(saves.device.tolist(), saves.host.tolist(), strict=True):
+                self.host_states[host] = self.states.get(device)
         for copy in plan.copies:
-            self.cells[copy.target, : copy.cells] = self.cells[copy.source, : copy.cells]
+            cells = self.window_cells if copy.kind else self.cells
+            assert copy.source != copy.target
+            cells[copy.target, : copy.cells] = cells[copy.source, : copy.cells]
         for write in plan.writes:
-            self.table[write.row, write.first : write.first + len(write.pages)] = write.pages
+            table = self.window_table if write.kind else self.table
+            table[write.row, write.first : write.first + len(write.pages)] = write.pages
         if self.fail(plan):
             self.states |= dict.fromkeys(plan.states_written)
             raise RuntimeError("injected")
         # A load is done by the end of the step and not before, so what reads it in this step reads garbage.
         self.cells[plan.loads.device] = -1
+        loads = plan.checkpoint_loads
+        if self.window:
+            self.window_cells[loads.device] = -1
         for chunk in plan.chunks:
             for i, token in enumerate(chunk.tokens):
                 page, cell = self._place(chunk.row, chunk.start + i)
                 self.cells[page, cell] = (token, chunk.start + i)
-        self.states |= dict.fromkeys(plan.state_loads.device.tolist())
+                if self.window:
+                    page, cell = self._place(chunk.row, chunk.start + i, self.window_table)
+                    self.window_cells[page, cell] = (token, chunk.start + i)
+        if self.window:
+            self._look_through_windows(plan)
+        self.states |= dict.fromkeys(loads.device.tolist())
         self._advance(plan)
         drawn = tuple(self._draw(chunk) for chunk in plan.chunks)
         if moved:
             self.cells[plan.loads.device] = self.host[plan.loads.host]
-            for device, host in zip(plan.state_loads.device.tolist(), plan.state_loads.host.tolist(), strict=True):
+            if self.window:
+                self.window_cells[loads.device] = self.window_host[loads.host]
+            for device, host in zip(loads.device.tolist(), loads.host.tolist(), strict=True):
                 self.states[device] = self.host_states[host]
         return StepOutput(drawn, moved=moved, load_s=0.001 * len(plan.loads))
 
@@ -191,7 +221,18 @@ class FakeRunner:
             read.append(int(token))
         return read
 
-    def _place(self, row: int, position: int) -> tuple[int, int]:
-        page = int(self.table[row, position // self.page_size])
+    def _look_through_windows(self, plan: StepPlan) -> None:
+        """Every position that a chunk sees in layers with a window has the token that its other layers see there."""
+        for chunk in plan.chunks:
+            end = chunk.start + len(chunk.tokens)
+            for position in range(max(0, chunk.start - self.window + 1), end):
+                page, cell = self._place(chunk.row, position, self.window_table)
+                token, at = self.window_cells[page, cell].tolist()
+                assert at == position, f"row {chunk.row} sees at {position} the window cell of position {at}"
+                page, cell = self._place(chunk.row, position)
+                assert token == self.cells[page, cell, 0], "windows have other tokens than the cells"
+
+    def _place(self, row: int, position: int, table: np.ndarray | None = None) -> tuple[int, int]:
+        page = int((self.table if table is None else table)[row, position // self.page_size])
         assert page >= 0, f"row {row} has no page for position {position}"
         return page, position % self.page_size

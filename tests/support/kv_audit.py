@@ -8,20 +8,23 @@ import numpy as np
 from holdfast.replicas.kv.cache import Holding, KVCache
 from holdfast.replicas.kv.pages import NO_SLOT, PagePool
 from holdfast.replicas.kv.radix import Node, Pin, RadixTree
-from holdfast.replicas.kv.states import States
+from holdfast.replicas.kv.states import CheckpointStore, States
+from holdfast.replicas.kv.windows import Windows
 from holdfast.replicas.types import tenant_of
 
 
 def check_cache(cache: KVCache) -> None:
     """Recount the cache, and its host tier."""
     audit(cache.pool, cache.tree, cache._live, cache._pins)
-    if cache.states is not None:
+    if isinstance(cache.states, States):
         audit_states(cache.states, cache.tree, cache._live, cache._pins)
+    if cache.windows is not None:
+        audit_windows(cache.windows, cache.tree, cache._live, cache._pins)
     if (host := cache.host) is not None:
         audit(host.pool, host.tree, (), host._pins)
         assert host.pool.used == host.tree.pages, "free + tree != total"
         if host._states is not None:
-            audit_states(host._states, host.tree, (), (), host._pins)
+            audit_checkpoints(host._states, host.tree, Counter(), (), host._pins)
 
 
 def audit(pool: PagePool, tree: RadixTree, holdings: Collection[Holding], pins: Collection[Pin]) -> None:
@@ -70,27 +73,64 @@ def audit_states(
     tree: RadixTree,
     holdings: Collection[Holding],
     pins: Collection[Pin],
-    loads: Collection[Pin] = (),
 ) -> None:
-    """Recount the state slots: each is free, or has as many owners as there are. `loads`: pins that will be read."""
-    kept = [node for root in tree.roots.values() for node in _below(root) if node.checkpoint != NO_SLOT]
-    owned = Counter(node.checkpoint for node in kept)
-    assert set(owned.values()) <= {1}, "a slot is the checkpoint of two nodes"
+    """Recount the state slots: each is free, or has as many owners as there are."""
+    owned: Counter[int] = Counter()
     written: Counter[int] = Counter()
     for state in [each.state for each in holdings if each.state is not None]:
-        written.update([state.slot, *(slot for _, slot in state.kept)])
+        written.update([state.slot, *(slot.item() for _, slot in state.kept)])
         owned.update([state.source] if state.source not in (NO_SLOT, state.slot) else [])
     assert set(written.values()) <= {1}, "a slot has two writers"
-    assert not set(written) & {node.checkpoint for node in kept}, "a checkpoint has a writer"
+    kept = [slot for node in _with_checkpoints(tree) for slot in node.checkpoint.tolist()]
+    assert len(kept) == len(set(kept)), "a slot is the checkpoint of two nodes"
+    assert not set(written) & set(kept), "a checkpoint has a writer"
     owned.update(written)
-    slots = states.slots
-    owned.update(slots._read)
-    owned.update(pin.checkpoint.checkpoint for pin in loads if pin.checkpoint is not None)
-    assert slots._owners == [owned[slot] for slot in range(slots.total)], "owners of slots are miscounted"
-    assert sorted(slots._free) == [slot for slot in range(slots.total) if not owned[slot]]
-    assert set(states.checkpoints._values) == set(kept), "checkpoints are miscounted"
+    owned.update(states.slots._read)
+    audit_checkpoints(states, tree, owned, pins)
+
+
+def audit_windows(windows: Windows, tree: RadixTree, holdings: Collection[Holding], pins: Collection[Pin]) -> None:
+    """Recount the window pages: each is free, or has as many owners as there are, and one writer at most."""
+    running = [each.state for each in holdings]
+    assert set(running) == windows.running, "a running sequence is not counted, or one that has ended"
+    owned: Counter[int] = Counter()
+    written: list[int] = []
+    for state in running:
+        own = state.row[state.first : state.end].tolist()
+        assert len(own) == len(set(own))
+        owned.update([*own, *state.landing.tolist(), *(page for _, pages in state.kept for page in pages.tolist())])
+        written += [*own[max(0, state.at // windows._size - state.first) :], *state.landing.tolist()]
+    assert len(set(written)) == len(written), "a window page has two writers"
+    kept = {page for node in _with_checkpoints(tree) for page in node.checkpoint.tolist()}
+    assert not kept.intersection(written), "a window page of a checkpoint has a writer"
+    users = [owned[page] for page in range(windows.pool.total)]
+    assert windows._users.tolist() == users, "users of window pages are miscounted"
+    assert windows.unclaimed >= 0 or len(running) == 1, "more window pages are claimed than there are"
+    audit_checkpoints(windows, tree, owned, pins)
+
+
+def _with_checkpoints(tree: RadixTree) -> list[Node]:
+    return [node for root in tree.roots.values() for node in _below(root) if len(node.checkpoint)]
+
+
+def audit_checkpoints(
+    store: CheckpointStore,
+    tree: RadixTree,
+    owned: Counter[int],
+    pins: Collection[Pin],
+    loads: Collection[Pin] = (),
+) -> None:
+    """Recount checkpoints, and slots or pages `owned` by running sequences as well. `loads`: pins that will be read."""
+    kept = _with_checkpoints(tree)
+    owned.update(page for node in kept for page in node.checkpoint.tolist())
+    owned.update(page for pin in loads if pin.checkpoint is not None for page in pin.checkpoint.checkpoint.tolist())
+    pool = store.pool
+    assert pool.owners.tolist() == [owned[page] for page in range(pool.total)], "owners are miscounted"
+    assert pool.free_pages.tolist() == [page for page in range(pool.total) if not owned[page]]
+    assert pool.free == len(pool.free_pages)
+    assert set(store.checkpoints._values) == set(kept), "checkpoints are miscounted"
     pinned = Counter(pin.checkpoint for pin in pins if pin.checkpoint is not None)
-    assert states.checkpoints._pinned == pinned, "pins of checkpoints are miscounted"
+    assert store.checkpoints._pinned == pinned, "pins of checkpoints are miscounted"
 
 
 def _below(root: Node) -> list[Node]:

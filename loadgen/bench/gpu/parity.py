@@ -344,7 +344,7 @@ class Parity:
         loaded, began = self.loaded, time.perf_counter()
         config = replace(loaded.config, **_OFF | dict(setting.changes))
         watched, replayed = CountingRunner(loaded.runner), loaded.runner.replayed
-        engine = Engine(config, watched, loaded.eos, loaded.vocabulary)
+        engine = Engine(config, watched, loaded.eos, loaded.vocabulary, window=loaded.window)
         replies = list(self._replies(engine, setting, deadline))
         stats = engine.stats
         counters = Counters(

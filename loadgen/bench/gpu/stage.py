@@ -204,7 +204,7 @@ class Stage:
         config = loaded.config
         config = replace(config, speculation=replace(config.speculation, enabled=speculation))
         counting = CountingRunner(loaded.runner)
-        return Engine(config, counting, loaded.eos, loaded.vocabulary, loaded.cost), counting
+        return Engine(config, counting, loaded.eos, loaded.vocabulary, loaded.cost, window=loaded.window), counting
 
     def release(self) -> None:
         """Give the device's memory back; the next engine loads again."""

@@ -155,7 +155,7 @@ def test_what_was_not_used_for_long_goes_in_the_end() -> None:
 
 def test_a_slot_is_given_back_once() -> None:
     slots = StateSlots(4)
-    slot = slots.take()
+    slot = slots.alloc(1)
     assert slot is not None
     slots.release(slot)
     with pytest.raises(EngineError):

@@ -178,7 +178,7 @@ def test_states_get_their_share_of_the_memory():
         left = 9_000_000 - 500_000 - 3_000_000
         assert states.slots == filled.state_slots == states.recurrent.shape[1]
         expected = split_memory(replace(config, cells=0), shape, kv.cell_bytes, left)
-        assert (filled.cells, filled.state_slots) == expected
+        assert (filled.cells, filled.state_slots, filled.window_cells) == expected
         assert filled.state_slots == asked or not asked
         assert left - 4 * kv.cell_bytes < kv.cells * kv.cell_bytes + states.slots * states.slot_bytes <= left
 

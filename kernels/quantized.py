@@ -73,6 +73,17 @@ class QuantizedWeight:
     def shape(self) -> torch.Size:
         return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] * 8 // self.bits))
 
+    @property
+    def kind(self) -> tuple[Numbers, int, torch.dtype]:
+        """What weights have in common that can become one."""
+        return self.numbers, self.block[1], self.scales.dtype
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether a GPU's kernels can multiply with it: a scale has 16, 32, 64 or many times 128 inputs, or all."""
+        width = self.block[1]
+        return width >= self.shape[-1] or width % 128 == 0 or width in (16, 32, 64)
+
     def __getitem__(self, expert: int) -> "QuantizedWeight":
         return self._changed(lambda each: each[expert])
 
@@ -160,13 +171,18 @@ class QuantizedWeight:
 Weight: TypeAlias = Tensor | QuantizedWeight
 
 
+def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """A weight in this dtype."""
+    return weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantized(dtype)
+
+
 def concatenated(weights: Sequence[QuantizedWeight], experts: bool = False) -> QuantizedWeight:
     """One weight of matrices [out, in]: one above the other, or [experts, out, in].
 
     Raises ValueError where they are not of one format.
     """
     first = weights[0]
-    if len({(each.numbers, each.block[1], each.scales.dtype) for each in weights}) > 1:
+    if len({each.kind for each in weights}) > 1:
         raise ValueError("weights of different formats do not become one")
     begins = () if experts else (each.shape[-2] for each in weights[:-1])
     height = math.gcd(*(each.block[0] for each in weights), *begins)
@@ -191,7 +207,7 @@ def concatenated(weights: Sequence[QuantizedWeight], experts: bool = False) -> Q
 def _rows(tensor: Tensor, order: Tensor) -> Tensor:
     """Rows in another order. torch has one of bytes in every version, but not of each dtype of 8 bits."""
     plain = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
-    return plain.index_select(-2, order).view(tensor.dtype)
+    return plain.index_select(-2, order.to(tensor.device)).view(tensor.dtype)
 
 
 # ---- from weights in floats
@@ -238,9 +254,10 @@ def _codes(units: Tensor, numbers: Numbers, zero_points: Tensor | None) -> Tenso
     if numbers == "e4m3":
         return units.clamp(-448, 448).to(FP8).view(torch.uint8)
     if numbers == "e2m1":  # by the middles between numbers; a tie goes to the even code
-        sizes = units.new_tensor(E2M1)
-        middles = (sizes[1:] + sizes[:-1]) / 2
-        up, down = torch.bucketize(units.abs(), middles, right=True), torch.bucketize(units.abs(), middles)
+        numbers_of = units.new_tensor(E2M1)
+        middles = (numbers_of[1:] + numbers_of[:-1]) / 2
+        size = units.abs().contiguous()
+        up, down = torch.bucketize(size, middles, right=True), torch.bucketize(size, middles)
         return (torch.where(up % 2 == 0, up, down) + 8 * (units < 0)).to(torch.uint8)
     middle = MIDDLE[numbers] if zero_points is None else zero_points[:, None, :, None].float()
     return (units.round() + middle).clamp(0, 2 * MIDDLE[numbers] - 1).to(torch.uint8)

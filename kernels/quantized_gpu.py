@@ -21,10 +21,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import linear, pad, silu
+from torch.nn.functional import linear, pad
 
 from holdfast.kernels.attention_gpu import INTERPRETED
-from holdfast.kernels.linear import GatedMatrix, Matrix, Route
+from holdfast.kernels.linear import Activation, GatedMatrix, Matrix, Route, activate
 from holdfast.kernels.quantized import E8M0, FP8, MIDDLE, QuantizedWeight
 
 MOST_STREAMED = 128
@@ -32,12 +32,6 @@ _COLUMNS = 64  # outputs of one program
 _DEPTH = 128  # inputs that a program multiplies at once
 _WIDTH = 2048  # weights that one program turns into another dtype
 _UNITS: Final = {"e4m3": 256.0, "e2m1": 2.0**14, "uint4": 1.0, "uint8": 1.0}  # of what `_numbers` returns
-
-
-def supported(weight: QuantizedWeight) -> bool:
-    """Whether the kernels take a weight: its scales belong to a power of two of inputs, to many 128s or to all."""
-    width = weight.block[1]
-    return width >= weight.shape[-1] or width % _DEPTH == 0 or width in (16, 32, 64)
 
 
 @triton.jit
@@ -195,13 +189,13 @@ def _dequantise(  # type: ignore[no-untyped-def]
 class QuantizedMatrix(Matrix):
     """A `linear.Matrix` of a quantised weight [out, in]: calling it multiplies. No choice of routes concerns it.
 
-    Raises ValueError for a weight that is not `supported`, or of experts.
+    Raises ValueError for a weight that is not `in_tiles`, or of experts.
     """
 
     __slots__ = ("_form", "_tensors", "shape")
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
-        if not supported(weight) or len(weight.shape) != 2:
+        if not weight.in_tiles or len(weight.shape) != 2:
             sizes = f"{tuple(weight.shape)} in blocks of {weight.block}"
             raise ValueError(f"weights {sizes} are not for the kernels of a GPU")
         self.bias, self.plain, self.route, self.shape = bias, None, Route(), weight.shape
@@ -281,13 +275,12 @@ class QuantizedGatedMatrix(GatedMatrix):
 
     __slots__ = ("_both",)
 
-    def __init__(self, gate_up: QuantizedWeight) -> None:
-        self._both, self.plain, self.route = QuantizedMatrix(gate_up), None, Route()
+    def __init__(self, gate_up: QuantizedWeight, activation: Activation = "silu") -> None:
+        self._both, self.plain, self.route, self.activation = QuantizedMatrix(gate_up), None, Route(), activation
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out]."""
-        gate, up = self.both(x).chunk(2, dim=-1)
-        return silu(gate).mul_(up)
+        return activate(self.both(x), self.activation)
 
     def both(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., 2 * out]: gate and up before the activation."""

@@ -26,6 +26,7 @@ from holdfast.loadgen.pocket.tokenizer import WEIGHTS
 Parts: TypeAlias = dict[str, Tensor]
 """Stored tensors of one weight, by what takes the place of `weight` in its name."""
 
+_KEPT = ("in_proj_a.", "in_proj_b.", "in_proj_ba.", "mlp.gate.")  # small matrices that checkpoints leave as they are
 _ALL = 1 << 30  # a block of all inputs
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output in each place of a word
 
@@ -159,7 +160,7 @@ def save_quantized(source: Path, target: Path, recipe: Recipe) -> dict[str, Quan
     weights: dict[str, QuantizedWeight] = {}
     stored: dict[str, Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
-        if tensor.ndim == 2 and ".layers." in name:
+        if tensor.ndim == 2 and ".layers." in name and not any(each in name for each in _KEPT):
             weights[name] = recipe.quantized(tensor)
             parts = recipe.store(weights[name])
             stored |= {name.removesuffix("weight") + part: each.contiguous() for part, each in parts.items()}

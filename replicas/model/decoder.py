@@ -27,6 +27,7 @@ from holdfast.kernels.kv import PagedBatch, PageRuns
 from holdfast.kernels.layer import Rotation, gated_norm, rms_norm
 from holdfast.kernels.linear import Activation, GatedMatrix, Matrix
 from holdfast.kernels.linear_state import LinearStates, LinearWeights, StateBatch, gated_delta
+from holdfast.kernels.quantized import Weight
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.description import (
     Attention,
@@ -50,13 +51,14 @@ from holdfast.replicas.model.weights import (
     ExpertsWeights,
     FeedForwardWeights,
     OpWeights,
-    Weight,
     read_weights,
 )
 from holdfast.replicas.plan import Chunk, RowWrite
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
+AllExperts: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""The experts of a layer, as `kernels.experts.Experts` and `kernels.experts_gpu.GpuExperts` are called."""
 Rotary: TypeAlias = tuple[Tensor, Tensor]
 """Cosines and sines of all positions."""
 Smooth: TypeAlias = Callable[["DecoderWeights", "Description", Mapping[str | None, Rotary]], "DecoderWeights"]
@@ -374,7 +376,7 @@ class ExpertsLayer:
     router: Matrix
     correction: Tensor | None
     scales: Tensor | None
-    experts: Experts
+    experts: AllExperts
     shared: FeedForwardLayer | None
     shared_gate: Matrix | None
 
@@ -420,6 +422,7 @@ class Decoder:
     leave = False  # weights stay as they are, for kernels that read them so
     delta_rule = staticmethod(gated_delta)
     rms_norm = staticmethod(rms_norm)
+    route = staticmethod(route)
 
     def __init__(
         self,
@@ -512,7 +515,9 @@ class Decoder:
         assert isinstance(weight, Tensor)
         return GatedMatrix(weight, self._int8, self.leave, activation)
 
-    def _all_experts(self, op: MixtureOfExperts, of: ExpertsWeights) -> Experts:
+    def _all_experts(self, op: MixtureOfExperts, of: ExpertsWeights) -> AllExperts:
+        assert isinstance(of.first, Tensor)
+        assert isinstance(of.down, Tensor)
         return Experts(of.first, of.down, op.activation, of.first_bias, of.down_bias, self._int8)
 
     @classmethod
@@ -667,7 +672,7 @@ class Decoder:
 
     def _mix(self, layer: ExpertsLayer, h: Tensor, routed: Tensor, plus: Tensor | None = None) -> Tensor:
         """The experts of `h` that the router chooses by `routed`, what all tokens share, and `plus`."""
-        chosen, weights = route(layer.router(routed.float()), layer.op.routing, layer.correction)
+        chosen, weights = self.route(layer.router(routed.float()), layer.op.routing, layer.correction)
         if layer.scales is not None:
             weights = weights * layer.scales[chosen.long()]
         if (shared := layer.shared) is not None:

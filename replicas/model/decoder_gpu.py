@@ -20,14 +20,17 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from holdfast.kernels.attention_gpu import attend_gpu
-from holdfast.kernels.fp8_gpu import Fp8GatedMatrix, Fp8Matrix
+from holdfast.kernels.experts_gpu import GpuExperts, route_gpu
 from holdfast.kernels.layer import Rotation
 from holdfast.kernels.layer_gpu import add_norm, gated_norm, rotate_and_store, sigmoid_gate, silu_and_mul
 from holdfast.kernels.linear import Activation, GatedMatrix, Matrix, Route
 from holdfast.kernels.linear_state import LinearStates, LinearWeights, StateBatch, gated_delta
 from holdfast.kernels.linear_state_gpu import gated_delta_gpu, supported
+from holdfast.kernels.quantized import Weight
+from holdfast.kernels.quantized_gpu import QuantizedGatedMatrix, QuantizedMatrix
 from holdfast.kernels.stream_gpu import MOST_ORDERED, MOST_ROWS, streamed, streamed_tall
 from holdfast.replicas.model.decoder import (
+    AllExperts,
     AttentionLayer,
     AttentionShape,
     Decoder,
@@ -37,8 +40,8 @@ from holdfast.replicas.model.decoder import (
     FeedForwardLayer,
     ForwardBatch,
 )
-from holdfast.replicas.model.description import Attention
-from holdfast.replicas.model.weights import Weight
+from holdfast.replicas.model.description import Attention, MixtureOfExperts
+from holdfast.replicas.model.weights import ExpertsWeights
 
 log = logging.getLogger(__name__)
 
@@ -76,23 +79,37 @@ class GpuDecoder(Decoder):
     leave = True
     delta_rule = staticmethod(_delta_rule)
     rms_norm = staticmethod(_rms_norm)
+    route = staticmethod(route_gpu)
     _invariant = False
 
     def _matrix(self, weight: Weight, bias: Tensor | None = None) -> Matrix:
-        return super()._matrix(weight, bias) if isinstance(weight, Tensor) else Fp8Matrix(weight, bias)
+        return super()._matrix(weight, bias) if isinstance(weight, Tensor) else QuantizedMatrix(weight, bias)
 
     def _gated_matrix(self, weight: Weight, activation: Activation) -> GatedMatrix:
         if isinstance(weight, Tensor):
             return super()._gated_matrix(weight, activation)
-        return Fp8GatedMatrix(weight, activation)
+        return QuantizedGatedMatrix(weight, activation)
+
+    def _all_experts(self, op: MixtureOfExperts, of: ExpertsWeights) -> AllExperts:
+        return GpuExperts(of.first, of.down, op.activation, of.first_bias, of.down_bias)
+
+    @property
+    def experts(self) -> dict[int, list[GpuExperts]]:
+        """The layers of experts, by how many a token chooses."""
+        found: dict[int, list[GpuExperts]] = {}
+        for block in self.blocks:
+            layer = block.op.experts if isinstance(block.op, DenseAndExpertsLayer) else block.op
+            if isinstance(layer, ExpertsLayer) and isinstance(layer.experts, GpuExperts):
+                found.setdefault(layer.op.routing.chosen, []).append(layer.experts)
+        return found
 
     def keep_order(self, rows: int, draws: int) -> None:
         """Make a token's bits independent of the rest of its step, for steps of up to so many rows and draws.
 
-        Raises RuntimeError where the libraries do not allow it, or weights are in FP8.
+        Raises RuntimeError where the libraries do not allow it, or weights are quantised.
         """
         if any(matrix.plain is None for matrix in self.matrices):
-            raise RuntimeError("products with weights in FP8 are summed by the number of rows")
+            raise RuntimeError("products with quantised weights are summed by the number of rows")
         if any(isinstance(block.op, ExpertsLayer | DenseAndExpertsLayer) for block in self.blocks):
             raise RuntimeError("products of experts are summed by the number of rows")
         one_order(self.matrices[:-1], rows)

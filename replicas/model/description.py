@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from holdfast.kernels.experts import Routing
-from holdfast.kernels.fp8 import BLOCK
 from holdfast.kernels.linear import Activation
 from holdfast.kernels.linear_state import LinearShape
 from holdfast.replicas.config import BYTES, DType, ModelShape
 from holdfast.replicas.kv.tensors import CellShape, KVKind
 from holdfast.replicas.model.folder import cannot_serve, model_folder
+from holdfast.replicas.model.formats import PLAIN, Format
 
 ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional"}  # others change with the length of the sequence
 _KV_LAYERS = {"full_attention", "sliding_attention"}
@@ -186,6 +186,7 @@ class Description:
     logit_cap: float = 0.0  # 0: none
     skipped: tuple[str, ...] = ()  # beginnings of the names of weights that are not read
     renamed: tuple[tuple[str, str], ...] = ()  # parts of names in the checkpoint, and what they are called here
+    format: Format = PLAIN
 
     @property
     def attentions(self) -> list[Attention]:
@@ -392,6 +393,7 @@ def describe(config: Any) -> Description | None:
         logit_cap=getattr(text, "final_logit_softcapping", None) or 0.0,
         skipped=(*family.skipped, *(f"model.layers.{layers + i}." for i in range(further))),
         renamed=family.renamed,
+        format=Format.of(config),
     )
 
 
@@ -541,15 +543,12 @@ def _uneven_heads(text: Any, family: Family) -> bool:
 
 
 def _unread_weights(config: Any) -> str:
-    """The format of a checkpoint's weights where `weights` does not read it."""
-    given = getattr(config, "quantization_config", None) or {}
-    settings = given if isinstance(given, dict) else given.to_dict()
-    method = settings.get("quant_method")
-    if not settings or (method == "fp8" and list(settings.get("weight_block_size") or ()) == [BLOCK, BLOCK]):
-        return ""
-    return (
-        f"weights in FP8 without blocks of {BLOCK} x {BLOCK}" if method == "fp8" else f"weights quantized by {method}"
-    )
+    """The format of a checkpoint's weights where `formats` does not read it."""
+    try:
+        Format.of(config)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _linear_shape(text: Any) -> LinearShape:

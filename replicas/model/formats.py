@@ -88,29 +88,27 @@ class Format:
             found |= {part: module + part for part in _BESIDE if module + part in names}
         return found
 
-    def read(self, name: str, tensors: Mapping[str, Tensor]) -> Weight:
-        """A weight: a tensor where it is stored as one, else a quantised one, in its checkpoint's order of outputs.
+    def read(self, name: str, parts: Mapping[str, Tensor], inputs: int) -> Weight:
+        """The weight `name` of the tensors of `stored`: as it is where it is one, else a quantised weight.
 
-        Raises ValueError for one that is not whole or of unknown kind, and KeyError for one that is not there.
+        `inputs`: of the weight, which not every format stores. Tensors may be on the device "meta".
+        Raises ValueError for one that is not whole or of unknown kind.
         """
-        names = self.stored(name, tensors)
-        if not names:
-            raise KeyError(name)
         try:
-            return self._read({part: tensors[stored] for part, stored in names.items()})
+            return self._read(parts, inputs)
         except KeyError as error:
             raise ValueError(f"weight {name} is stored without its {str(error.args[0]).lstrip('_')}") from error
         except ValueError as error:
             raise ValueError(f"weight {name}: {error}") from error
 
-    def _read(self, parts: Mapping[str, Tensor]) -> Weight:
+    def _read(self, parts: Mapping[str, Tensor], inputs: int) -> Weight:
         if "qweight" in parts:
             return self._awq(parts) if self.method == "awq" else self._gptq(parts)
         if "_blocks" in parts:
             return _e2m1(parts["_blocks"].flatten(-2), parts["_scales"].view(E8M0))
         if "_packed" in parts:
             if parts["_packed"].dtype == torch.int32:
-                return self._packed(parts)
+                return self._packed(parts, inputs)
             scale = parts["_scale"]
             if scale.dtype == torch.uint8:
                 return _e2m1(parts["_packed"], scale.view(E8M0))
@@ -141,12 +139,12 @@ class Format:
         if weight.dtype == FP8:
             return QuantizedWeight("e4m3", weight.view(torch.uint8), scale, block)
         zero = parts.get("_zero_point")
-        zero = None if zero is None or not zero.any() else _unsigned(zero.to(torch.int8)).reshape(scale.shape)
+        zero = None if zero is None else _unsigned(zero.to(torch.int8)).reshape(scale.shape)
         return QuantizedWeight("uint8", _unsigned(weight), scale, block, zero)
 
-    def _packed(self, parts: Mapping[str, Tensor]) -> QuantizedWeight:
+    def _packed(self, parts: Mapping[str, Tensor], inputs: int) -> QuantizedWeight:
         """compressed-tensors' integers in words of 32 bits: along the inputs, zero points along the outputs."""
-        scale, (outputs, inputs) = parts["_scale"], parts["_shape"].tolist()
+        scale, outputs = parts["_scale"], parts["_packed"].shape[0]
         bits = parts["_packed"].shape[-1] * 32 // inputs
         codes = _unpacked(parts["_packed"], bits)[..., :inputs]
         scale = scale.reshape(outputs, -1)
@@ -181,14 +179,18 @@ class Format:
         if numbers is None or (bits == 4 and codes.shape[-1] % 2):
             raise ValueError(f"{bits} bits for each of {codes.shape[-1]} inputs")
         length = _length(codes.shape[-1], scale.shape[-1], self.group)
-        if groups is not None and not torch.equal(groups, torch.arange(len(groups), dtype=groups.dtype) // length):
+        if groups is not None and not groups.is_meta and not _in_order(groups, length):
             # Inputs were ordered by activations: each has its own copy of its group's numbers.
             scale, zero, length = scale[..., groups], None if zero is None else zero[..., groups], 1
-        if zero is not None and bool((zero == MIDDLE[numbers]).all()):
+        if zero is not None and not zero.is_meta and bool((zero == MIDDLE[numbers]).all()):
             zero = None
         packed = codes[..., ::2] | codes[..., 1::2] << 4 if bits == 4 else codes
         zero = None if zero is None else zero.contiguous()
         return QuantizedWeight(numbers, packed.contiguous(), scale.contiguous(), (1, length), zero)
+
+
+PLAIN: Final = Format()
+"""Of checkpoints in 16 and 32 bits."""
 
 
 def _fp8(method: str, settings: dict[str, Any]) -> Format:
@@ -253,6 +255,10 @@ def _length(size: int, blocks: int, given: int) -> int:
     if size % blocks:
         raise ValueError(f"{blocks} scales for {size} rows or columns")
     return size // blocks
+
+
+def _in_order(groups: Tensor, length: int) -> bool:
+    return torch.equal(groups, torch.arange(len(groups), dtype=groups.dtype) // length)
 
 
 def _unsigned(x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from holdfast.kernels.linear import Activation, GatedMatrix, Matrix, even_out
 from holdfast.kernels.linear_state import LinearStates
+from holdfast.kernels.quantized import Weight
 from holdfast.replicas.kv.pages import NO_SLOT, StateUse
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.decoder import (
@@ -40,7 +41,6 @@ from holdfast.replicas.model.weights import (
     DecoderWeights,
     DeltaWeights,
     FeedForwardWeights,
-    Weight,
 )
 from holdfast.replicas.plan import Chunk, RowWrite
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from holdfast.kernels.fp8 import BLOCK, FP8, Fp8Blocks
 from holdfast.kernels.linear_state import LinearWeights
+from holdfast.kernels.quantized import QuantizedWeight, Weight, concatenated, dense
 from holdfast.replicas.config import DType
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.memory import trim
@@ -40,12 +40,12 @@ from holdfast.replicas.model.description import (
 )
 from holdfast.replicas.model.files import stored_tensors
 from holdfast.replicas.model.folder import cannot_serve, read_chat_template
+from holdfast.replicas.model.formats import UNUSED
 from holdfast.replicas.model.mapped import MappedTensors
 from holdfast.replicas.model.progress import Meter, Tell
 
 log = logging.getLogger(__name__)
 
-_SCALES = "_scale_inv"  # behind the name of a weight in FP8
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _TEXT_NAMES = (("model.language_model.", "model."), ("language_model.model.", "model."))  # beside a vision tower
 _DEFAULTS = {
@@ -145,8 +145,7 @@ def load_model(info: ModelInfo, dtype: DType, device: str) -> nn.Module:
 # ---- our decoder's ----
 
 
-Weight: TypeAlias = Tensor | Fp8Blocks
-"""A matrix [outputs, inputs] in the model's dtype, or as in the checkpoint where the device multiplies with that."""
+# A `Weight` is in the model's dtype, or quantised as in the checkpoint where the device multiplies with that.
 
 
 @dataclass(slots=True)
@@ -166,7 +165,8 @@ class AttentionWeights:
 class DeltaWeights:
     """qkvz [queries, keys, values, gates; hidden], ab [2 value heads, hidden], out [hidden, value_heads value_dim].
 
-    `ab` is apart, because it stays as it is where products are in int8 or FP8. `kernel`: of the convolution and decay.
+    `ab` is apart, because it is in the model's dtype where the others are in int8 or quantised. `kernel`: of the
+    convolution and decay.
     """
 
     qkvz: Weight
@@ -191,9 +191,9 @@ class ExpertsWeights:
     router: Tensor
     router_bias: Tensor | None
     correction: Tensor | None
-    first: Tensor
+    first: Weight
     first_bias: Tensor | None
-    down: Tensor
+    down: Weight
     down_bias: Tensor | None
     shared: FeedForwardWeights | None
     shared_gate: Tensor | None  # [1, hidden]
@@ -244,15 +244,6 @@ class Part:
     outputs: int
     rows: Tensor | None = None
 
-    def fits(self, first: int) -> bool:
-        """Whether in FP8 it can stand behind `first` other rows: it begins with a block of 128 rows, and its order
-        moves whole blocks.
-        """
-        rows = torch.arange(0) if self.rows is None else self.rows
-        blocks = rows[::BLOCK]
-        moved = (blocks[:, None] + torch.arange(BLOCK)).flatten()
-        return first % BLOCK == 0 and torch.equal(moved, rows) and not bool((blocks % BLOCK).any())
-
 
 class Source:
     """Where weights come from. This one makes them with undefined values; a `Checkpoint` reads them."""
@@ -280,10 +271,16 @@ class Source:
         """A matrix of parts, one above the other."""
         return torch.empty(sum(part.outputs for part in parts), inputs, dtype=self.dtype, device=self.device)
 
-    def matrices(self, experts: Sequence[Sequence[Part]], inputs: int) -> Tensor:
+    def matrices(self, experts: Sequence[Sequence[Part]], inputs: int) -> Weight:
         """A matrix of parts for each expert, [E, outputs, inputs]."""
         outputs = sum(part.outputs for part in experts[0])
         return torch.empty(len(experts), outputs, inputs, dtype=self.dtype, device=self.device)
+
+    def experts(self, name: str, *size: int, rows: Tensor | None = None, transposed: bool = False) -> Weight:
+        """The matrices of all experts, [E, outputs, inputs], that are one tensor of the checkpoint. `rows`: of its
+        outputs. `transposed`: it has inputs before outputs where it is not quantised.
+        """
+        return torch.empty(size, dtype=self.dtype, device=self.device)
 
     def finish(self) -> None:
         """Everything has been asked for."""
@@ -292,8 +289,8 @@ class Source:
 class Checkpoint(Source):
     """A checkpoint folder: tensors by the names of a text model, each copied once from the mapped file to its place.
 
-    `tensors`: by their names in the files. With `keep` weights in FP8 stay as they are, where whole blocks of 128 rows
-    make up the matrix. `finish` raises ConfigError for tensors that are missing, or that nobody asked for: they would
+    `tensors`: by their names in the files. With `keep` quantised weights stay so, where the kernels of a GPU can
+    multiply with them. `finish` raises ConfigError for tensors that are missing, or that nobody asked for: they would
     change the output.
     """
 
@@ -308,6 +305,7 @@ class Checkpoint(Source):
     ) -> None:
         super().__init__(dtype, device)
         self._path, self._keep, self._description, self._tensors = path, keep, description, tensors
+        self._format = description.format
         self._missing: list[str] = []
         self._dequantized = 0
         self._stored = {self._named(name): name for name in self._tensors}
@@ -320,46 +318,59 @@ class Checkpoint(Source):
         return name
 
     def has(self, name: str) -> bool:
-        return name in self._stored
+        return bool(self._format.stored(name, self._stored))
 
     def tensor(self, name: str, *size: int) -> Tensor:
-        target = super().tensor(name, *size)
-        if (found := self._read(name, size)) is not None:
-            target.copy_(found)
-        return target
+        return self._filled(super().tensor(name, *size), name)
 
     def floats(self, name: str, *size: int, plus: float = 0.0) -> Tensor:
-        target = super().floats(name, *size)
-        if (found := self._read(name, size)) is not None:
-            target.copy_(found).add_(plus)
-        return target
+        return self._filled(super().floats(name, *size), name).add_(plus)
 
     def matrix(self, parts: Sequence[Part], inputs: int) -> Weight:
-        begins = [sum(part.outputs for part in parts[:i]) for i in range(len(parts))]
-        if self._keep and all(
-            self.has(part.name + _SCALES) and part.fits(at) for part, at in zip(parts, begins, strict=True)
-        ):
-            kept = Fp8Blocks.empty(sum(part.outputs for part in parts), inputs, self.device)
-            views = kept.split([part.outputs for part in parts])
-            for part, view in zip(parts, views, strict=True):
-                self._fill_blocks(part, view)
-            return kept
+        found = [self._read(part.name, part.outputs, inputs) for part in parts]
+        ordered = [_ordered(each, part.rows) for each, part in zip(found, parts, strict=True)]
+        kept = [each for each in ordered if isinstance(each, QuantizedWeight)]
+        if self._keep and len(kept) == len(parts) and _alike(kept):
+            return concatenated(kept).to(self.device)
         weight = super().matrix(parts, inputs)
         assert isinstance(weight, Tensor)
-        self._fill(weight, parts)
+        for each, rows in zip(ordered, torch.split(weight, [part.outputs for part in parts]), strict=True):
+            self._fill(rows, each)
         return weight
 
-    def matrices(self, experts: Sequence[Sequence[Part]], inputs: int) -> Tensor:
-        weight = super().matrices(experts, inputs)
-        for each, parts in zip(weight, experts, strict=True):
-            self._fill(each, parts)
+    def matrices(self, experts: Sequence[Sequence[Part]], inputs: int) -> Weight:
+        kept: list[QuantizedWeight] = []
+        weight: Weight | None = None
+        for expert, parts in enumerate(experts):
+            matrix = self.matrix(parts, inputs)
+            if isinstance(matrix, QuantizedWeight):
+                kept.append(matrix)
+            else:
+                weight = super().matrices(experts, inputs) if weight is None else weight
+                assert isinstance(weight, Tensor)
+                weight[expert] = matrix
+        if kept and weight is not None:
+            raise ValueError(f"experts beside {experts[0][0].name} are of several formats")
+        return concatenated(kept, experts=True) if weight is None else weight
+
+    def experts(self, name: str, *size: int, rows: Tensor | None = None, transposed: bool = False) -> Weight:
+        count, outputs, inputs = size
+        turned = transposed and name in self._stored
+        found = self._read(name, *((count, inputs, outputs) if turned else size))
+        ordered = _ordered(found.mT if turned and isinstance(found, Tensor) else found, rows)
+        if self._keep and isinstance(ordered, QuantizedWeight) and _alike([ordered]):
+            return ordered.to(self.device)
+        weight = super().experts(name, *size)
+        assert isinstance(weight, Tensor)
+        self._fill(weight, ordered)
         return weight
 
     def finish(self) -> None:
         described = self._description
         if described.tied and _HEAD in self._unread and _HEAD in self._stored:
             self._unread.discard(_HEAD)
-        names = (name for name in self._unread if not name.startswith(described.skipped))
+        scales = {name for name in self._unread if UNUSED.search(name)}
+        names = (name for name in self._unread - scales if not name.startswith(described.skipped))
         if unknown := min((name for name in names if not name.endswith("rotary_emb.inv_freq")), default=""):
             raise cannot_serve(self._path, f"unknown weight {self._stored[unknown]}")
         if self._missing:
@@ -370,8 +381,14 @@ class Checkpoint(Source):
         if skipped := sum(name.startswith(described.skipped) for name in self._unread):
             unused = " and ".join(f"{each}*" for each in described.skipped if any(map(_begins(each), self._unread)))
             log.info("%d weights are not used: %s", skipped, unused)
+        if self._format.activations:
+            log.info("the configuration asks for quantised activations: they are computed in 16 or 32 bits")
+        if scales:
+            log.info("%d scales of activations, keys and values are not used: these are not quantised", len(scales))
         if self._dequantized:
-            log.info("%d weights in FP8 are turned into %s", self._dequantized, str(self.dtype).removeprefix("torch."))
+            log.info(
+                "%d quantised weights are turned into %s", self._dequantized, str(self.dtype).removeprefix("torch.")
+            )
 
     def tied_head(self, embedding: Tensor) -> None:
         """Raises ConfigError for a head in the files that differs from the embedding to which it is tied: transformers
@@ -381,42 +398,44 @@ class Checkpoint(Source):
             why = f"two different weights for {_EMBEDDING} (tie_word_embeddings is true)"
             raise cannot_serve(self._path, f"its files have {why}")
 
-    def _fill(self, matrix: Tensor, parts: Sequence[Part]) -> None:
-        for part, rows in zip(parts, torch.split(matrix, [part.outputs for part in parts]), strict=True):
-            found = self._read(part.name, (part.outputs, matrix.shape[1]))
-            if found is not None:
-                rows.copy_(found if part.rows is None else found[part.rows])
+    def _filled(self, target: Tensor, name: str) -> Tensor:
+        self._fill(target, self._read(name, *target.shape))
+        return target
 
-    def _fill_blocks(self, part: Part, blocks: Fp8Blocks) -> None:
-        weight = self._stored_tensor(part.name, tuple(blocks.shape))
-        scale = self._stored_tensor(part.name + _SCALES, tuple(blocks.scale.shape))
-        if part.rows is not None:  # torch has no order of FP8 numbers, but one of bytes
-            weight = weight.view(torch.uint8)[part.rows].view(FP8)
-            scale = scale[part.rows[::BLOCK] // BLOCK]
-        blocks.weight.copy_(weight)
-        blocks.scale.copy_(scale)
+    def _fill(self, target: Tensor, weight: Weight | None) -> None:
+        """Write a weight, dequantised; none where it is missing."""
+        if isinstance(weight, QuantizedWeight):
+            self._dequantized += 1
+        if weight is not None and not self.sizes:
+            target.copy_(weight if isinstance(weight, Tensor) else weight.dequantized(target.dtype))
 
-    def _read(self, name: str, size: tuple[int, ...]) -> Tensor | None:
-        """A tensor, dequantized; None where it is missing, which `finish` reports."""
-        if not self.has(name):
+    def _read(self, name: str, *size: int) -> Weight | None:
+        """A weight as it is stored; None where it is missing, which `finish` reports."""
+        names = self._format.stored(name, self._stored)
+        if not names:
             self._missing.append(name)
             return None
-        found = self._stored_tensor(name, size)
-        if found.dtype != FP8:
-            return found
-        if not self.has(name + _SCALES):
-            raise cannot_serve(self._path, f"weight {name} is in FP8 without scales")
-        scale = self._stored_tensor(name + _SCALES)
-        self._dequantized += 1
-        return Fp8Blocks(found, scale.float()).dequantized(self.dtype)
-
-    def _stored_tensor(self, name: str, size: tuple[int, ...] | None = None) -> Tensor:
-        stored = self._stored[name]
-        self._unread.discard(name)
-        found = self._tensors[stored]
-        if size is not None and found.shape != size:
-            raise cannot_serve(self._path, f"weight {stored} is {tuple(found.shape)}, not {size}")
+        parts = {part: self._stored_tensor(stored) for part, stored in names.items()}
+        found = self._format.read(name, parts, size[-1])
+        if found.shape != size:
+            raise cannot_serve(self._path, f"weight {name} is {tuple(found.shape)}, not {size}")
         return found
+
+    def _stored_tensor(self, name: str) -> Tensor:
+        self._unread.discard(name)
+        return self._tensors[self._stored[name]]
+
+
+def _ordered(weight: Weight | None, rows: Tensor | None) -> Weight | None:
+    """The outputs [..., out, in] in this order."""
+    if weight is None or rows is None:
+        return weight
+    return weight[..., rows, :] if isinstance(weight, Tensor) else weight.rows(rows)
+
+
+def _alike(weights: Sequence[QuantizedWeight]) -> bool:
+    """Whether they can be one weight of a GPU's kernels."""
+    return all(each.in_tiles for each in weights) and len({each.kind for each in weights}) == 1
 
 
 def _begins(start: str) -> Callable[[str], bool]:
@@ -568,7 +587,7 @@ def _delta(source: Source, at: str, op: GatedDeltaNet, hidden: int) -> DeltaWeig
     conv = source.floats(f"{at}conv1d.weight", shape.channels, 1, shape.kernel)[:, 0]
     return DeltaWeights(
         source.matrix(qkvz, hidden),
-        ab_weight if isinstance(ab_weight, Tensor) else ab_weight.dequantized(source.dtype),
+        dense(ab_weight, source.dtype),
         LinearWeights(conv, source.floats(f"{at}A_log", heads), source.floats(f"{at}dt_bias", heads)),
         source.floats(f"{at}norm.weight", shape.value_dim),
         source.matrix([Part(f"{at}out_proj.weight", hidden)], op.v_width),
@@ -594,13 +613,13 @@ def _experts(source: Source, at: str, op: MixtureOfExperts, hidden: int) -> Expe
     first_bias = down_bias = None
     if op.activation == "clamped":  # gpt-oss: inputs before outputs, and gates and ups by turns
         gates_first = torch.arange(op.width).view(-1, 2).T.flatten()
-        first = source.tensor(fused, count, hidden, op.width).transpose(1, 2)[:, gates_first]
-        down = source.tensor(f"{at}experts.down_proj", count, op.inner, hidden).transpose(1, 2).contiguous()
+        first = source.experts(fused, count, op.width, hidden, rows=gates_first, transposed=True)
+        down = source.experts(f"{at}experts.down_proj", count, hidden, op.inner, transposed=True)
         first_bias = source.floats(f"{fused}_bias", count, op.width)[:, gates_first]
         down_bias = source.floats(f"{at}experts.down_proj_bias", count, hidden)
     elif source.has(fused):
-        first = source.tensor(fused, count, op.width, hidden)
-        down = source.tensor(f"{at}experts.down_proj", count, hidden, op.inner)
+        first = source.experts(fused, count, op.width, hidden)
+        down = source.experts(f"{at}experts.down_proj", count, hidden, op.inner)
     else:
         names = ("up_proj",) if op.width == op.inner else ("gate_proj", "up_proj")
         each = range(count)

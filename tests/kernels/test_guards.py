@@ -11,8 +11,6 @@ from paged_world import PagedWorld
 from holdfast.kernels.attention_gpu import attend_gpu
 from holdfast.kernels.experts import Routing
 from holdfast.kernels.experts_gpu import GpuExperts, route_gpu
-from holdfast.kernels.fp8 import Fp8Blocks, quantized_blocks
-from holdfast.kernels.fp8_gpu import streamed_blocks
 from holdfast.kernels.layer_gpu import add_norm, gated_norm, rotate_and_store, sigmoid_gate, silu_and_mul
 from holdfast.kernels.linear_state import LinearShape, StateBatch
 from holdfast.kernels.quantized import FP8, quantized
@@ -81,9 +79,7 @@ def draws(guard: Guards) -> torch.Tensor:
 
 def products(guard: Guards) -> torch.Tensor:
     x, weight, bias = (guard(torch.randn(size)) for size in ((3, 300), (34, 300), 34))
-    blocks = quantized_blocks(weight)
-    blocks = Fp8Blocks(blocks.weight, guard(blocks.scale))
-    found = [streamed(x, weight, bias), streamed_tall(x, weight, bias), streamed_blocks(x, blocks, bias)]
+    found = [streamed(x, weight, bias), streamed_tall(x, weight, bias)]
     for how in (("e4m3", (128, 128)), ("e2m1", (1, 16), FP8), ("uint4", (1, 128), torch.float16, True)):
         made = quantized(weight, *how)
         scales = made.scales if made.scales.itemsize == 1 else guard(made.scales)

@@ -7,7 +7,7 @@ from torch.nn.functional import silu
 
 from holdfast.kernels.attention_gpu import INTERPRETED
 from holdfast.kernels.quantized import E8M0, FP8, QuantizedWeight, quantized, quantized_reference
-from holdfast.kernels.quantized_gpu import MOST_STREAMED, QuantizedGatedMatrix, QuantizedMatrix, supported
+from holdfast.kernels.quantized_gpu import MOST_STREAMED, QuantizedGatedMatrix, QuantizedMatrix
 
 # The interpreter cuts numbers to bfloat16 instead of rounding them: twice the error, and all of one sign.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3 if INTERPRETED else 3e-3, torch.float16: 1e-3}
@@ -94,6 +94,6 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ValueError, match="do not fit"):
             matrix.streamed(x)
     odd = quantized(torch.randn(8, 256), "uint4", (1, 1), torch.float16)
-    assert not supported(odd)
+    assert not odd.in_tiles
     with pytest.raises(ValueError, match="not for the kernels"):
         QuantizedMatrix(odd)

@@ -15,11 +15,9 @@ from holdfast.kernels.attention_gpu import attend_gpu, launch_items
 from holdfast.kernels.attention_plan import make_plan
 from holdfast.kernels.experts import Routing
 from holdfast.kernels.experts_gpu import GpuExperts, route_gpu
-from holdfast.kernels.fp8 import Fp8Blocks
-from holdfast.kernels.fp8_gpu import MOST_STREAMED, dequantised, streamed_blocks
 from holdfast.kernels.layer_gpu import add_norm, gated_norm, rotate_and_store, sigmoid_gate, silu_and_mul
 from holdfast.kernels.quantized import E8M0, FP8, QuantizedWeight, quantized
-from holdfast.kernels.quantized_gpu import QuantizedMatrix
+from holdfast.kernels.quantized_gpu import MOST_STREAMED, QuantizedMatrix
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
 from holdfast.kernels.stream_gpu import streamed, streamed_tall
 from holdfast.loadgen.bench.kernels import linear_state
@@ -83,10 +81,6 @@ def products():
     streamed_tall(x, wide)
     for rows in (40, 100):
         streamed(torch.zeros(rows, 4096, dtype=torch.bfloat16), wide)
-    blocks = Fp8Blocks.empty(4096, 5120)
-    for rows in (1, 64, MOST_STREAMED):
-        streamed_blocks(torch.zeros(rows, 5120, dtype=torch.bfloat16), blocks)
-    dequantised(blocks, torch.bfloat16)
 
 
 def experts(kind, width, inner, activation, *counts):

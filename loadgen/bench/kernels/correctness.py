@@ -15,9 +15,16 @@ from torch import Tensor
 
 from holdfast.kernels.attention import paged_attention_reference
 from holdfast.kernels.kv import PagedBatch, page_runs
+from holdfast.kernels.quantized import E8M0, FP8, quantized
 from holdfast.loadgen.bench.kernels import linear_state
 
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
+QUANTISED = {
+    "FP8 blocks": partial(quantized, numbers="e4m3", block=(128, 128)),
+    "MXFP4": partial(quantized, numbers="e2m1", block=(1, 32), scales=E8M0),
+    "NVFP4": partial(quantized, numbers="e2m1", block=(1, 16), scales=FP8),
+    "int4 in groups": partial(quantized, numbers="uint4", block=(1, 128), scales=torch.float16, asymmetric=True),
+}
 
 Calls = tuple[Callable[[], Tensor], Callable[[], Tensor]]
 """The kernel's call and the exact one."""
@@ -217,8 +224,9 @@ def _layer_cases(dtype: torch.dtype, device: str) -> Iterator[Named]:
     yield "rotate and store, normed", partial(_rotate, dtype, device, True)
     for rows in (1, 5, 16):
         yield f"product of {rows} rows", partial(_product, dtype, device, rows)
-    for rows in (1, 16, 100):
-        yield f"product of {rows} rows with FP8 blocks", partial(_blocks, dtype, device, rows)
+    for name in QUANTISED:
+        for rows in (1, 16, 100):
+            yield f"product of {rows} rows with {name}", partial(_quantised, dtype, device, rows, name)
 
 
 def _norm(dtype: torch.dtype, device: str) -> Calls:
@@ -270,12 +278,12 @@ def _product(dtype: torch.dtype, device: str, rows: int) -> Calls:
     return partial(streamed, x, weight, bias), partial(streamed_reference, x, weight, bias)
 
 
-def _blocks(dtype: torch.dtype, device: str, rows: int) -> Calls:
-    from holdfast.kernels.fp8 import fp8_reference, quantized_blocks
-    from holdfast.kernels.fp8_gpu import streamed_blocks
+def _quantised(dtype: torch.dtype, device: str, rows: int, name: str) -> Calls:
+    from holdfast.kernels.quantized import quantized_reference
+    from holdfast.kernels.quantized_gpu import QuantizedMatrix
 
-    x, blocks = torch.randn(rows, 300, device=device).to(dtype), quantized_blocks(torch.randn(200, 300, device=device))
-    return partial(streamed_blocks, x, blocks), partial(fp8_reference, x, blocks)
+    x, weight = torch.randn(rows, 320, device=device).to(dtype), QUANTISED[name](torch.randn(200, 320, device=device))
+    return partial(QuantizedMatrix(weight), x), partial(quantized_reference, x, weight)
 
 
 # ---- experts ----

@@ -8,6 +8,7 @@ take most of a step, are compared with torch's.
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from typing import Any, TypeAlias
 
 import torch
@@ -17,15 +18,15 @@ from torch.nn.functional import ScalingType, linear, pad, scaled_dot_product_att
 from holdfast.kernels.attention_gpu import attend_gpu, launch_items
 from holdfast.kernels.attention_plan import WIDE_ROWS, Tile, make_plan, tile_of
 from holdfast.kernels.ceilings import Ceilings, Clock, measure_ceilings
-from holdfast.kernels.fp8 import Fp8Blocks, fp8_reference, quantized_blocks, quantized_rows
-from holdfast.kernels.fp8_gpu import MOST_STREAMED, Fp8Matrix
 from holdfast.kernels.layer_gpu import add_norm, rotate_and_store, silu_and_mul
 from holdfast.kernels.linear_state import LinearShape
+from holdfast.kernels.quantized import FP8, QuantizedWeight, quantized_reference
+from holdfast.kernels.quantized_gpu import MOST_STREAMED, QuantizedMatrix
 from holdfast.kernels.sampling import row_keys
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
 from holdfast.kernels.stream_gpu import MOST_ROWS, streamed
 from holdfast.loadgen.bench.kernels import linear_state
-from holdfast.loadgen.bench.kernels.correctness import Paged, paged, relative_error
+from holdfast.loadgen.bench.kernels.correctness import QUANTISED, Paged, paged, relative_error
 from holdfast.loadgen.bench.parts import Deadline, Figures, Lines, Report
 
 HEADS, KV_HEADS, DIM, HIDDEN, INNER, VOCABULARY = 32, 8, 128, 4096, 14336, 128256
@@ -67,7 +68,15 @@ def time_kernels(report: Report) -> None:
         yield name, measure(clock(), Ceilings(**report.found["parts"]["ceilings"]["ceilings"]))
 
     report.run("ceilings", ceilings, _PART_S)
-    for name, measure in (*_decodes(), *_chunks(), *_products(), *_blocks(), *_layers(), *_linear_layers(), *_draws()):
+    for name, measure in (
+        *_decodes(),
+        *_chunks(),
+        *_products(),
+        *_quantised(),
+        *_layers(),
+        *_linear_layers(),
+        *_draws(),
+    ):
         report.run(name, partial(part, name, measure), _PART_S)
 
 
@@ -193,39 +202,50 @@ def _products() -> Iterator[tuple[str, Measure]]:
             yield f"product{'' if rows <= MOST_ROWS else ' by torch'}, {name}, {rows} rows", measure
 
 
-def _blocks() -> Iterator[tuple[str, Measure]]:
-    """Products with FP8 blocks of a 27B, compared with torch's in bfloat16 and with its own FP8 product."""
-    for rows in (1, 16, 128, 2048):
-        for name, (inputs, outputs) in {"gate and up": (5120, 34816), "down": (17408, 5120)}.items():
+def _quantised() -> Iterator[tuple[str, Measure]]:
+    """Products with quantised weights of a 27B, compared with torch's in bfloat16 and, in FP8, with its own product."""
+    for form, rows, (name, (inputs, outputs)) in product(
+        QUANTISED, (1, 16, 128, 2048), {"gate and up": (5120, 34816), "down": (17408, 5120)}.items()
+    ):
 
-            def measure(
-                clock: Clock, ceilings: Ceilings, rows: int = rows, inputs: int = inputs, outputs: int = outputs
-            ) -> Figures:
-                blocks = quantized_blocks(torch.randn(outputs, inputs, device="cuda"))
-                matrix, plain = Fp8Matrix(blocks), blocks.dequantized(torch.bfloat16)
-                x = torch.randn(rows, inputs, dtype=torch.bfloat16, device="cuda")
-                ours, torchs = clock.seconds(lambda: matrix(x)), clock.seconds(lambda: linear(x, plain))
-                found = {"torchs_seconds": torchs, "over_torch": ours / torchs} | _scaled(x, blocks, clock, ours)
-                if rows <= MOST_STREAMED:
-                    return _of_bandwidth(ours, blocks.weight.nbytes, ceilings) | found
-                return _of_rate(ours, 2.0 * rows * inputs * outputs, ceilings) | found
+        def measure(
+            clock: Clock,
+            ceilings: Ceilings,
+            form: str = form,
+            rows: int = rows,
+            inputs: int = inputs,
+            outputs: int = outputs,
+        ) -> Figures:
+            weight = QUANTISED[form](torch.randn(outputs, inputs, device="cuda"))
+            matrix, plain = QuantizedMatrix(weight), weight.dequantized(torch.bfloat16)
+            x = torch.randn(rows, inputs, dtype=torch.bfloat16, device="cuda")
+            ours, torchs = clock.seconds(lambda: matrix(x)), clock.seconds(lambda: linear(x, plain))
+            found = {"torchs_seconds": torchs, "over_torch": ours / torchs}
+            if form == "FP8 blocks":
+                found |= _scaled(x, weight, clock, ours)
+            if rows <= MOST_STREAMED:
+                read = sum(each.nbytes for each in weight.tensors if each is not None)
+                return _of_bandwidth(ours, read, ceilings) | found
+            return _of_rate(ours, 2.0 * rows * inputs * outputs, ceilings) | found
 
-            yield f"product with FP8 blocks, {name}, {rows} rows", measure
+        yield f"product with {form}, {name}, {rows} rows", measure
 
 
-def _scaled(x: Tensor, blocks: Fp8Blocks, clock: Clock, ours: float) -> Figures:
+def _scaled(x: Tensor, weight: QuantizedWeight, clock: Clock, ours: float) -> Figures:
     """torch's product of FP8 blocks with activations in groups, which has to quantise these; its error, too."""
-    padded = pad(blocks.scale, (0, -blocks.scale.shape[1] % 4)).T  # as cuBLAS wants it: in fours
+    padded = pad(weight.scales, (0, -weight.scales.shape[1] % 4)).T  # as cuBLAS wants it: in fours
 
-    def product() -> Tensor:
-        numbers, scale = quantized_rows(x)
+    def multiplied() -> Tensor:
+        groups = x.float().view(len(x), -1, 128)
+        scale = groups.abs().amax(-1) / torch.finfo(FP8).max
+        numbers = (groups / scale[..., None]).to(FP8).view(x.shape)
         by_group = (scale.T.contiguous().T, ScalingType.BlockWise1x128)
-        return scaled_mm(numbers, blocks.weight.T, *by_group, padded, ScalingType.BlockWise128x128)
+        return scaled_mm(numbers, weight.codes.view(FP8).T, *by_group, padded, ScalingType.BlockWise128x128)
 
     try:
-        exact = fp8_reference(x[:16], blocks)
-        error = relative_error(product()[:16], exact)
-        seconds = clock.seconds(product)
+        exact = quantized_reference(x[:16], weight)
+        error = relative_error(multiplied()[:16], exact)
+        seconds = clock.seconds(multiplied)
     except (RuntimeError, ValueError) as error_of:  # not on this device
         return {"scaled_failed": f"{error_of}"[:200]}
     return {"scaled_seconds": seconds, "over_scaled": ours / seconds, "scaled_error": error}

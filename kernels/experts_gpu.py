@@ -67,11 +67,8 @@ class _ExpertTile:
 
 
 _FEW = _ExpertTile(16, 64, 128, 4)
-_TILES = (
-    (8, _FEW),
-    (96, _ExpertTile(64, 128, 64, 8)),
-    (_NEVER, _ExpertTile(128, 128, 64, 8)),
-)  # by the mean of an expert's pairs
+_SOME, _MANY = _ExpertTile(64, 128, 64, 8), _ExpertTile(128, 128, 64, 8)
+_TILES = ((8, _FEW), (96, _SOME), (_NEVER, _MANY))  # up to so many pairs of an expert in the mean
 _DEPTH = {"fp8": 128, "fp4": 256}  # the same in every tile, for it has a part in the order of the sum
 _ROOM = 160 << 10  # bytes of shared memory for tiles in flight
 _STAGES = 4
@@ -572,9 +569,10 @@ class GpuExperts:
 
     @property
     def groupable(self) -> bool:
-        """Whether torch's grouped product can multiply."""
-        both = (self._gate_up, self._down)
-        return all(each.weight.dtype == torch.bfloat16 and not each.inputs % 8 for each in both)
+        """Whether torch's grouped product can multiply. On GPUs before Hopper it waits for the device."""
+        both, device = (self._gate_up, self._down), self._down.weight.device
+        able = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+        return able and all(each.weight.dtype == torch.bfloat16 and not each.inputs % 8 for each in both)
 
     @property
     def size(self) -> tuple[object, ...]:
@@ -672,7 +670,7 @@ class GpuExperts:
 
     def _grouped(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """y [P, D] of each pair, by torch. Pairs without an expert have undefined ones."""
-        found = _sorted(chosen, self._down.experts, _TILES[-1][1])
+        found = _sorted(chosen, self._down.experts, _MANY)
         order, ends = found.order.long(), found.ends[:-1]
         expert = chosen.flatten()[order]
 
@@ -700,7 +698,7 @@ class ExpertTimes:
 def choose_experts(layers: Sequence[GpuExperts], chosen: int, seconds: Seconds) -> list[ExpertTimes]:
     """Let layers whose tokens choose so many experts multiply by the faster way where they have many tokens.
 
-    Returns the times. Quantised weights and GPUs before Hopper, where torch waits for the device, are left out.
+    Returns the times. Layers that are not `groupable` are left out.
     """
     timed: list[ExpertTimes] = []
     sizes: dict[tuple[object, ...], list[GpuExperts]] = {}

@@ -287,6 +287,7 @@ def _choose_products(model: Model, config: EngineConfig) -> None:
     is impossible.
     """
     from holdfast.kernels.ceilings import Clock
+    from holdfast.kernels.experts_gpu import choose_experts
     from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_products
 
     if config.batch_invariant:
@@ -302,6 +303,8 @@ def _choose_products(model: Model, config: EngineConfig) -> None:
     elif isinstance(model, GpuDecoder):
         try:
             choose_products(model.matrices, Clock().seconds)
+            for chosen, layers in model.experts.items():
+                choose_experts(layers, chosen, Clock().seconds)
         except STEP_ERRORS:
             log.exception("products are left to torch: ours could not be timed")
 

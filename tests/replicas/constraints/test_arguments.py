@@ -29,6 +29,10 @@ TAGGED = {
     ToolFormat.MINIMAX_M2: (
         '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">{}</parameter>\n</invoke>\n</minimax:tool_call>',
     ),
+    ToolFormat.MUSE: (
+        '<atem:function_calls>\n<atem:invoke name="f">\n<atem:parameter name="x">{}</atem:parameter>\n'
+        "</atem:invoke>\n</atem:function_calls>",
+    ),
     ToolFormat.DEEPSEEK_V32: tuple(
         '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
         f'<｜DSML｜parameter name="x" string="{text}">{{}}</｜DSML｜parameter>\n'

@@ -173,7 +173,7 @@ def test_text_is_free_until_a_call_begins(format: ToolFormat, tokenizers: list[A
 
 
 SECTIONS = [ToolFormat.DEEPSEEK_V3, ToolFormat.DEEPSEEK_V31, ToolFormat.DEEPSEEK_V32, ToolFormat.KIMI_K2]
-SECTIONS += [ToolFormat.QWEN3_CODER, ToolFormat.MINIMAX_M2]
+SECTIONS += [ToolFormat.QWEN3_CODER, ToolFormat.MINIMAX_M2, ToolFormat.MUSE]
 
 
 @pytest.mark.parametrize("format", SECTIONS)

@@ -39,8 +39,8 @@ CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"city"
 FINAL = "<|channel|>final<|message|>It rains."
 
 
-def read(text: str, *pieces: str) -> tuple[str, str]:
-    reader = ChannelReader(CHANNELS[ToolFormat.HARMONY])
+def read(text: str, *pieces: str, format: ToolFormat = ToolFormat.HARMONY) -> tuple[str, str]:
+    reader = ChannelReader(CHANNELS[format])
     told = [*map(reader.feed, pieces or (text,)), reader.flush()]
     reasoning, content = ("".join(each[index] for each in told) for index in (0, 1))
     assert reader.skipped == len("".join(pieces) or text) - len(content)
@@ -63,6 +63,23 @@ def test_messages_are_told_apart_however_they_are_cut(messages: list[tuple[str, 
     )
     text = NEXT.join(written)
     assert read(text, *chunked(text, data)) == (thoughts, content)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.sampled_from(["self", "commentary", "user"]), TEXT), max_size=4), st.data())
+def test_messages_to_recipients_are_told_apart_however_they_are_cut(
+    messages: list[tuple[str, str]], data: st.DataObject
+) -> None:
+    """Of a message to a tool the body alone comes out; where a reply ends in a header, that is markup."""
+    call = '<atem:function_calls>\n<atem:invoke name="f">\n5" <|start|></atem:invoke>\n</atem:function_calls>'
+    thoughts, content = (
+        "\n\n".join(said for recipient, said in messages if said and (recipient == "self") is thought)
+        for thought in (True, False)
+    )
+    text = NEXT.join(f" to={recipient}<|message|>{said}<|eom|>" for recipient, said in [*messages, ("f", call)])
+    cut = data.draw(st.integers(0, len(" to=f<|message|>")))
+    text += NEXT + " to=user<|message|>"[:cut]
+    assert read(text, *chunked(text, data), format=ToolFormat.MUSE) == (thoughts, content + call)
 
 
 @pytest.mark.parametrize("space", ["\n", " ", " \n "])

@@ -393,6 +393,7 @@ SECTIONS = {
     ToolFormat.DEEPSEEK_V32: ("<｜DSML｜function_calls>\n", "\n</｜DSML｜function_calls>"),
     ToolFormat.KIMI_K2: ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ToolFormat.MINIMAX_M2: ("<minimax:tool_call>\n", "\n</minimax:tool_call>"),
+    ToolFormat.MUSE: ("<atem:function_calls>\n", "\n</atem:function_calls>"),
     ToolFormat.QWEN3_CODER: ("<tool_call>\n", "\n</tool_call>"),
 }
 

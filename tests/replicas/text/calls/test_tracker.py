@@ -62,6 +62,7 @@ OPENERS = {
     ToolFormat.KIMI_K2: "<|tool_call_begin|>",
     ToolFormat.DEEPSEEK_V32: '<｜DSML｜invoke name="',
     ToolFormat.MINIMAX_M2: '<invoke name="',
+    ToolFormat.MUSE: '<atem:invoke name="',
 }
 
 
@@ -136,7 +137,7 @@ def test_a_closed_call_stays_one_and_what_was_sent_stays_sent(
     cut = data.draw(st.integers(0, len(text)))
     options = {"early_stop": data.draw(st.booleans())}
     short, long = parser(format, **options), parser(format, **options)
-    _, sent = collected([text[:cut]], short)
+    _, sent = collected([text[:cut]], short, cut=True)
     _, all_sent = collected([text], long)
     assert long.calls[: len(short.calls)] == short.calls
     assert [name for name, _ in all_sent[: len(sent)]] == [name for name, _ in sent]

@@ -342,7 +342,8 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """The forms of one model: `first` for a reply that begins with calls, `triggered` by their openers in a text.
+    """The forms of one model: `first`, or `other`, for a reply that must begin with calls, `triggered` by their openers
+    in a text.
 
     A text that begins like `bare` is calls in that form. `begun`: the end of the prompt, from which an opener may go
     on. `thought`: the beginning and the end of thinking before a reply that must be calls or JSON, and the text behind
@@ -355,6 +356,7 @@ class Forms:
     begun: str = ""
     thought: tuple[str, str, str] | None = None
     answer: str = ""
+    other: CallForm | None = None
 
     @property
     def all(self) -> tuple[CallForm, ...]:
@@ -468,6 +470,7 @@ _FORMS: Mapping[ToolFormat, Forms] = {
         begun="<|start|>assistant",
         thought=("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant"),
         answer="<|channel|>final<|message|>",
+        other=replace(_HARMONY_STARTED, opener=" to="),  # as the template writes it
     ),
 }
 _WITH_TOKEN: Mapping[ToolFormat, tuple[str, Forms]] = {  # if a marker is a token of the model
@@ -1162,7 +1165,8 @@ def reply_grammar(rule: ReplyRule, forms: Forms | None) -> str:
         if rule.in_text:
             starts += [calls(g, form, rule.tools, rule.parallel and not form.restarts) for form in forms.all]
         else:
-            starts.append(calls(g, forms.first, rule.tools, rule.parallel))
+            forced = (forms.first, forms.other) if forms.other is not None else (forms.first,)
+            starts += [calls(g, form, rule.tools, rule.parallel) for form in forced]
     start = " | ".join(starts or [g.once("TEXT", _TEXT)])
     if rule.in_text and forms is not None and forms.over_when_complete(rule.parallel):
         start = f"({start}) {g.once('BEHIND', literal(_BEHIND))}?"

@@ -48,7 +48,7 @@ class Family:
 
     `thought`: around a thought behind the prompt. `call`: how one is written, `between` two and `around` all. `answer`
     begins the message of an answer. `off`: what a prompt ends with where thinking is switched off; None where it cannot
-    be. `forced`: how a call is written that has to be one, if that is another way.
+    be.
     """
 
     special: str
@@ -59,11 +59,9 @@ class Family:
     around: tuple[str, str] = ("", "")
     answer: str = ""
     off: str | None = None
-    forced: Callable[[str, dict[str, Any]], str] | None = None
 
-    def calls(self, *calls: dict[str, Any], forced: bool = False) -> str:
-        call = self.forced if forced and self.forced else self.call
-        return self.around[0] + self.between.join(call("f", each) for each in calls) + self.around[1]
+    def calls(self, *calls: dict[str, Any]) -> str:
+        return self.around[0] + self.between.join(self.call("f", each) for each in calls) + self.around[1]
 
 
 raw = partial(json.dumps, ensure_ascii=False)
@@ -108,10 +106,6 @@ def harmony(name: str, arguments: dict[str, Any]) -> str:
     return f"<|start|>assistant to=functions.{name}<|channel|>commentary json<|message|>{raw(arguments)}"
 
 
-def channel_first(name: str, arguments: dict[str, Any]) -> str:
-    return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{raw(arguments)}"
-
-
 CHATML = "<|im_start|> <|im_end|>"
 TAGS = "<tool_call> </tool_call> <think> </think>"
 ARGS = f"{TAGS} <arg_key> </arg_key> <arg_value> </arg_value>"
@@ -130,7 +124,6 @@ FAMILIES = {
         ("<|channel|>analysis<|message|>", "<|end|>"),
         harmony,
         answer="<|start|>assistant<|channel|>final<|message|>",
-        forced=channel_first,
     ),
     "Muse Glimmer": Family(
         "<|start|> <|message|> <|eom|> <|eot|>",
@@ -273,11 +266,10 @@ def test_a_forced_call_and_json_may_be_thought_about_and_are_held_to_their_schem
         tools=[], output=JsonOutput({"type": "object", "properties": {"a": {"type": "integer"}}}, strict=True)
     )
     wrong = [{**ARGUMENTS, "days": ["x"]}, {**ARGUMENTS, "near": {}}, {**ARGUMENTS, "more": 1}, {"exact": True}]
-    forced = partial(family.calls, forced=True)
-    other = (family.forced or family.call)("get.time", {"city": "Oslo"})
+    other = family.around[0] + family.call("get.time", {"city": "Oslo"}) + family.around[1]
     for ask, good, bad in (
-        (required, [forced(ARGUMENTS)], [forced(each) for each in wrong]),
-        (named, [forced({"city": "Oslo"})], [family.around[0] + other + family.around[1]]),
+        (required, [family.calls(ARGUMENTS)], [family.calls(each) for each in wrong]),
+        (named, [family.calls({"city": "Oslo"})], [other]),
         (answer, [family.answer.removeprefix(START) + '{"a": 1}'], [family.answer + '{"a": "x"}', "It rains."]),
     ):
         thought = family.thought[0].lstrip("\n") + THOUGHT + family.thought[1]

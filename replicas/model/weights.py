@@ -394,7 +394,10 @@ class Checkpoint(Source):
         """Raises ConfigError for a head in the files that differs from the embedding to which it is tied: transformers
         would take both.
         """
-        if self.has(_HEAD) and not self.sizes and not torch.equal(self.tensor(_HEAD, *embedding.shape), embedding):
+        if not self.has(_HEAD):
+            return
+        head = self.tensor(_HEAD, *embedding.shape)
+        if not self.sizes and not torch.equal(head, embedding):
             why = f"two different weights for {_EMBEDDING} (tie_word_embeddings is true)"
             raise cannot_serve(self._path, f"its files have {why}")
 

@@ -57,11 +57,13 @@ print(json.dumps([(kilobytes("VmHWM") - before) << 10, (kilobytes("VmRSS") - bef
 """
 
 
-def shards(folder: Path, count: int = 4) -> int:
+def shards(folder: Path, count: int = 4, config: tf.LlamaConfig = CONFIG) -> int:
     """Write a random model in so many files of about one size, with their index. Bytes of the largest."""
     with torch.device("meta"):
-        module = tf.AutoModelForCausalLM.from_config(CONFIG)
+        module = tf.AutoModelForCausalLM.from_config(config)
     tensors = {name: torch.rand(each.shape).mul_(0.1).to(torch.bfloat16) for name, each in module.named_parameters()}
+    if config.tie_word_embeddings:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     size = sum(each.nbytes for each in tensors.values()) / count
     files: list[dict[str, Tensor]] = [{}]
     for name, each in tensors.items():
@@ -74,7 +76,7 @@ def shards(folder: Path, count: int = 4) -> int:
         save_file(held, folder / name)
         places |= dict.fromkeys(held, name)
     (folder / INDEX).write_text(json.dumps({"weight_map": places}))
-    CONFIG.save_pretrained(folder)
+    config.save_pretrained(folder)
     return max(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
@@ -107,6 +109,15 @@ def test_what_is_read_is_told_to_the_last_byte(checkpoint):
     assert sum(1 for _ in weights.blocks) == 2 * LAYERS
     numbers = 2 * CONFIG.vocab_size * 1024 + 1024 + LAYERS * (4 * 1024**2 + 3 * 1024 * 2816 + 2 * 1024)
     assert told[-1].read == told[-1].total == 2 * numbers
+
+
+def test_a_tied_head_that_is_stored_as_well_counts(tmp_path):
+    config = tf.LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": 1, "tie_word_embeddings": True})
+    shards(tmp_path, 1, config)
+    told: list[Progress] = []
+    for _ in read_weights(str(tmp_path), describe(config), torch.bfloat16, "cpu", tell=told.append).blocks:
+        pass
+    assert told[-1].read == told[-1].total > 2 * 2 * CONFIG.vocab_size * 1024
 
 
 def test_a_weight_that_is_not_there_is_named_before_any_is_read(checkpoint, tmp_path, monkeypatch):

@@ -1,7 +1,8 @@
 """What a dtype costs in accuracy: ``python -m holdfast.loadgen.bench.precision [--model DIR] [--dtypes A,B,...]``.
 
 The same held-out tasks in each dtype, through our decoder and the engine on a CPU, against the first dtype. `A/int8` is
-A with KV in int8.
+A with KV in int8. A format of `loadgen.pocket.quantize` is the model with its layers rounded to that, and computed in
+float32.
 
 - greedy turns: how many are the same text; of those with calls, in how many the calls are the same; how many are right.
 - the right turn, teacher-forced: its perplexity; the root mean square of what the logits are off by, over that of the
@@ -17,6 +18,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 import numpy as np
@@ -26,6 +28,8 @@ from torch import Tensor
 from holdfast.kernels.linear_state import NO_STATE
 from holdfast.loadgen.pocket.agreement import mixed_tasks
 from holdfast.loadgen.pocket.evaluate import MOST_NEW_TOKENS, Task, judge, parse_calls
+from holdfast.loadgen.pocket.quantize import RECIPES, save_quantized
+from holdfast.loadgen.pocket.tokenizer import WEIGHTS
 from holdfast.replicas.config import DType, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.kv.pages import StateUse
@@ -81,7 +85,9 @@ class Prompts:
 
 
 def in_precision(config: EngineConfig, name: str) -> EngineConfig:
-    """The settings with one of `PRECISIONS`."""
+    """The settings with one of `PRECISIONS`, or for a folder in a format of `RECIPES`."""
+    if name in RECIPES:
+        name = "float32"
     dtype, _, kv = name.partition("/")
     settings: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv or "auto"}
     return replace(config, **settings)
@@ -155,7 +161,7 @@ def _line(one: Comparison) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Raises ConfigError like `load_runner`."""
-    parser = argparse.ArgumentParser(prog="bench precision", description="What a dtype costs in accuracy.")
+    parser = argparse.ArgumentParser(prog="bench precision", description="What a dtype or a format costs in accuracy.")
     parser.add_argument("--model", default="pocket", help="'pocket' or a model folder with Pocket's tokenizer")
     parser.add_argument("--dtypes", default="float32,bfloat16,int8", help="the others are compared with the first")
     parser.add_argument("--count", type=int, default=100, help="tasks")
@@ -163,14 +169,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args(argv)
     dtypes = options.dtypes.split(",")
-    if unknown := set(dtypes) - set(PRECISIONS):
-        parser.error(f"--dtypes: {', '.join(sorted(unknown))}: not one of {', '.join(PRECISIONS)}")
+    known = (*PRECISIONS, *RECIPES)
+    if unknown := set(dtypes) - set(known):
+        parser.error(f"--dtypes: {', '.join(sorted(unknown))}: not one of {', '.join(known)}")
     tasks, first, found = mixed_tasks(options.count), None, []
     print(f"{'':14} {'same turns':>12} {'same calls':>12} {'right':>6} {'perplexity':>11} {'logits off':>12} ", end="")
     print(f"{'same likeliest':>16}")
     for dtype in dtypes:
-        config = EngineConfig(model=options.model, device="cpu", threads=options.threads, cells=CELLS)
-        loaded = load_runner(in_precision(config, dtype))
+        with TemporaryDirectory() as folder:
+            model = options.model
+            if dtype in RECIPES:
+                save_quantized(WEIGHTS if model == "pocket" else Path(model), Path(folder), RECIPES[dtype])
+                model = folder
+            config = EngineConfig(model=model, device="cpu", threads=options.threads, cells=CELLS)
+            loaded = load_runner(in_precision(config, dtype))
         outcome = measure(loaded, Prompts(tasks, loaded.tokenizer), dtype)
         first = first or outcome
         found.append(compare(outcome, first))

@@ -9,14 +9,24 @@ from holdfast.loadgen.bench import precision
 
 def test_a_dtype_against_itself_and_another(tmp_path, capsys):
     out = tmp_path / "found.json"
-    options = ["--count", "2", "--threads", "1", "--dtypes", "float32,float32,int8,float32/int8", "--json", str(out)]
+    options = [
+        "--count",
+        "2",
+        "--threads",
+        "1",
+        "--dtypes",
+        "float32,float32,int8,float32/int8,nvfp4",
+        "--json",
+        str(out),
+    ]
     assert precision.main(options) == 0
-    _, same, other, kv = json.loads(out.read_text())["dtypes"]
+    _, same, other, kv, four = json.loads(out.read_text())["dtypes"]
     assert (same["same_turns"], same["tasks"], same["logit_error"], same["same_likeliest"]) == (2, 2, 0.0, 1.0)
     assert same["same_calls"] == same["calling"]
     assert 0.001 < other["logit_error"] < 0.2
     assert 1.0 < other["perplexity"] < 5.0
     assert 0.0001 < kv["logit_error"] < other["logit_error"]
+    assert 0.02 < four["logit_error"] < 0.5
     assert "int8" in capsys.readouterr().out
 
 

@@ -4,6 +4,7 @@ And an engine over our own: plain, as on a GPU, with graphs that are none.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from tempfile import TemporaryDirectory
 
@@ -12,7 +13,7 @@ import torch
 import transformers as tf
 from kv_audit import check_cache
 
-from holdfast.replicas.config import DraftConfig, EngineConfig
+from holdfast.replicas.config import DraftConfig, EngineConfig, least_window_cells
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.kv.tensors import CellShape, KVTensors
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
@@ -79,10 +80,12 @@ def decoder(
     return kind.load(_checkpoint(window).name, config, kv, 640, smoothed, int8), kv
 
 
-def load(kind: type[Decoder], window: int, pages: int, page_size: int) -> tuple[Decoder, KVTensors]:
+def load(
+    kind: type[Decoder], window: int, pages: int, page_size: int, window_pages: int = 0
+) -> tuple[Decoder, KVTensors]:
     """The same with a store of their own for layers with the window."""
-    config = config_of(window)
-    kv = KVTensors.of(describe(config).kinds(640), (pages, pages), page_size, torch.float32, scratch=True)
+    config, of_kinds = config_of(window), (pages, window_pages or pages)
+    kv = KVTensors.of(describe(config).kinds(640), of_kinds, page_size, torch.float32, scratch=True)
     for each in kv.kinds:
         each.data.fill_(torch.nan)
     decoder = kind.load(_checkpoint(window).name, config, kv, 640)
@@ -105,14 +108,23 @@ def replayed(call: Callable[[], None]) -> Callable[[], None]:
 
 
 class TinyEngine:
-    """`way`: "plain", "device" for steps as on a GPU, "graphs" for those with graphs as well."""
+    """`way`: "plain", "device" for steps as on a GPU, "graphs" for those with graphs as well.
+
+    The last two have pages of their own for layers with a window; plain steps keep every page.
+    """
 
     def __init__(self, way: str, overlap: str = "off", window: int | None = None, **settings) -> None:
         defaults = {"cells": 1024, "page_size": 4, "max_sequences": 6, "session_rows": 2, "context_length": CONTEXT}
         speculation = DraftConfig(enabled=settings.pop("drafts", False))
         self.config = EngineConfig(**(defaults | settings), overlap_steps=overlap, speculation=speculation)
         size = self.config.page_size
-        model, kv = decoder(Decoder if way == "plain" else GpuDecoder, self.config.cells // size, size, window)
+        kept, pages = 0, self.config.cells // size
+        if window is None or way == "plain":
+            model, kv = decoder(Decoder if way == "plain" else GpuDecoder, pages, size, window)
+        else:
+            kept = window + 1
+            self.config = replace(self.config, window_cells=3 * least_window_cells(kept, size))
+            model, kv = load(GpuDecoder, window, pages, size, self.config.window_cells // size)
         rows = self.config.max_sequences
         if way == "plain":
             self.runner = ModelRunner(model, kv, rows, CONTEXT, overlap=overlap == "on")
@@ -120,7 +132,7 @@ class TinyEngine:
             self.runner = GpuRunner(model, kv, rows, CONTEXT)
         if way == "graphs":
             self.runner.capture(replayed, ROOM, lambda line: None)
-        self.engine = Engine(self.config, self.runner, vocabulary=VOCABULARY)
+        self.engine = Engine(self.config, self.runner, vocabulary=VOCABULARY, window=kept)
 
     def answers(self, requests: list[Submit], together: int = 3) -> dict[str, tuple[int, ...]]:
         """All requests, `together` at once and then one more after every third step; what each was answered."""

@@ -323,13 +323,14 @@ def paged_attention_reference(
     group = q.shape[1] // kv.shape[4]
     first = 0
     for chunk, (start, length) in enumerate(zip(batch.starts, batch.lengths, strict=True)):
-        cells = batch.cells_of(chunk, 0, start + length)
+        low = max(0, start - window + 1) if window else 0  # pages before may be others' by now
+        cells = batch.cells_of(chunk, low, start + length)
         k = in_numbers(keys[cells], dtype).repeat_interleave(group, dim=1)  # [positions, heads, head_dim]
         v = in_numbers(values[cells], dtype).repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", q[first : first + length].to(dtype), k) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        visible = _visible(start, start + length, 0, window).to(q.device)
+        visible = _visible(start, start + length, low, window).to(q.device)
         scores = scores.masked_fill(~visible, -torch.inf)
         weights = scores.softmax(-1)
         if sinks is not None:

@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.replicas.config import DraftConfig, EngineConfig, Hardware, ModelShape, RetentionConfig, resolve
+from holdfast.replicas.config import (
+    DraftConfig,
+    EngineConfig,
+    Hardware,
+    ModelShape,
+    RetentionConfig,
+    WindowShape,
+    least_window_cells,
+    resolve,
+)
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.retention.policy import retention_policy
 from holdfast.replicas.scheduling.queue import RequestOrder, request_order
@@ -216,3 +225,30 @@ def test_too_few_slots_are_refused() -> None:
     with pytest.raises(ConfigError) as raised:
         resolve(EngineConfig(state_slots=2), Hardware(False, 2), STATEFUL)
     assert raised.value.field == "state_slots"
+
+
+WINDOWED = ModelShape(2048, "bfloat16", 1024, 2048, 64, window=WindowShape(512, 2048, 64))
+
+
+def test_windows_and_cells_share_the_memory() -> None:
+    found = resolve(EngineConfig(kv_memory=1.0), Hardware(False, 2), WINDOWED)
+    window = WINDOWED.window
+    assert window is not None
+    used = found.cells * WINDOWED.cell_bytes(4) + found.window_cells * window.cell_bytes(4)
+    assert 0.999 * 2**30 < used <= 2**30 + 16 * window.cell_bytes(4)
+    assert found.window_cells == pytest.approx(found.cells / 16, rel=0.01)  # a window for every 8,192 cells
+    asked = resolve(EngineConfig(cells=4096, window_cells=2048), Hardware(False, 2), WINDOWED)
+    assert (asked.cells, asked.window_cells) == (4096, 2048)
+    assert (
+        resolve(EngineConfig(window_cells=2048), Hardware(False, 2), replace(WINDOWED, window=None)).window_cells == 0
+    )
+
+
+def test_windows_have_room_for_two_sequences_at_least() -> None:
+    least = least_window_cells(512, 16)
+    assert resolve(EngineConfig(window_cells=least), Hardware(False, 2), WINDOWED).window_cells == least
+    with pytest.raises(ConfigError) as raised:
+        resolve(EngineConfig(window_cells=least - 16), Hardware(False, 2), WINDOWED)
+    assert raised.value.field == "window_cells"
+    small = resolve(EngineConfig(cells=1024), Hardware(False, 2), WINDOWED)
+    assert small.window_cells == max(least, 1024)

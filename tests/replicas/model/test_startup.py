@@ -7,10 +7,10 @@ import torch
 import transformers as tf
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_decoder import ROOM, TinyEngine, decoder, replayed
+from tiny_decoder import ROOM, TinyEngine, decoder, load, replayed
 
 from holdfast.kernels.linear_state import LinearShape, LinearStates
-from holdfast.replicas.config import DraftConfig, EngineConfig, ModelShape, split_memory
+from holdfast.replicas.config import DraftConfig, EngineConfig, ModelShape, WindowShape, split_memory
 from holdfast.replicas.errors import ConfigError, EngineError
 from holdfast.replicas.model import startup
 from holdfast.replicas.model.decoder import Decoder
@@ -181,6 +181,21 @@ def test_states_get_their_share_of_the_memory():
         assert (filled.cells, filled.state_slots, filled.window_cells) == expected
         assert filled.state_slots == asked or not asked
         assert left - 4 * kv.cell_bytes < kv.cells * kv.cell_bytes + states.slots * states.slot_bytes <= left
+
+
+def test_windows_get_their_share_of_the_memory():
+    _, whole = decoder(Decoder, 1, 4)
+    model, kv = load(Decoder, 6, pages_to_measure(CONFIG), 4)
+    window = WindowShape(7, kv.window.shape.values, kv.window.shape.head_dim)
+    shape = ModelShape(128, "float32", kv.shape.values, 128, kv.shape.head_dim, window=window)
+    source = Small(kv, beside=kv.window.data.nbytes)
+    filled = fill_memory(CONFIG, model, kv, source, shape)
+    left = 9_000_000 - 500_000 - 3_000_000
+    assert (filled.cells, filled.window_cells) == (kv.cells, kv.window.cells)
+    used = kv.cells * kv.cell_bytes + kv.window.cells * kv.window.cell_bytes
+    assert left - 8 * kv.cell_bytes < used <= left
+    assert kv.window.cells < kv.cells / 2
+    assert kv.cells > 1.5 * left / whole.cell_bytes
 
 
 def test_states_that_leave_no_room_for_the_store_are_refused():

@@ -60,17 +60,19 @@ _EXAMPLES = {
     "laguna": "Laguna XS and others",
     "muse_glimmer": "Muse-Glimmer-30B",
     "minimax_m2": "MiniMax-M2, M2.1 and M2.5",
+    "nemotron_h": "Nemotron 3 Nano and Super, Nemotron 3.5 Lightning, Nemotron-H",
 }
 _MIXERS = {
     "full": "attention",
     "window": "attention over a sliding window",
     "windows by type": "attention, over a sliding window where `layer_types` says so",
     "linear by type": "Gated DeltaNet and attention",
+    "alone by type": "Mamba-2, attention without positions, dense feed-forwards",
 }
 STATES = """\
-Linear layers (Gated DeltaNet) keep a recurrent state for each sequence in place of KV. `state_slots` is the number of
-states. Of a model with a vision tower the text part is served, and a request with an image is refused. Layers that
-predict further tokens (`mtp.*`) are not used.
+Linear layers (Gated DeltaNet, Mamba-2) keep a recurrent state for each sequence in place of KV. `state_slots` is the
+number of states. Of a model with a vision tower the text part is served, and a request with an image is refused. Layers
+that predict further tokens (`mtp.*`) are not used.
 """
 OTHERS = """## Through transformers
 
@@ -99,7 +101,7 @@ into bfloat16 adds less than 0.5 %, into int8 less than 2 %.
 """
 REFUSED = (
     ("an encoder-decoder", "only causal language models are served"),
-    ("layers that keep something other than KV, such as Mamba", "no kernel for them yet"),
+    ("layers that keep something else, such as Mamba 1 or RWKV", "no kernel for them"),
     ("a model that computes something else on paged KV", "found when it is loaded; its answers would be wrong"),
     ("a model that needs code of its own (`trust_remote_code`)", "code from a checkpoint is never run"),
     ("weights in `.bin` or `.pt` files", "reading pickled files may run code"),

@@ -24,9 +24,9 @@ from holdfast.kernels.attention import paged_attention
 from holdfast.kernels.attention_plan import AttentionWork, attention_work
 from holdfast.kernels.experts import Experts, route
 from holdfast.kernels.kv import PagedBatch, PageRuns
-from holdfast.kernels.layer import Rotation, gated_norm, rms_norm
+from holdfast.kernels.layer import Rotation, gated_norm, norm_of_gated, rms_norm
 from holdfast.kernels.linear import Activation, GatedMatrix, Matrix
-from holdfast.kernels.linear_state import LinearStates, LinearWeights, StateBatch, gated_delta
+from holdfast.kernels.linear_state import LinearShape, LinearStates, LinearWeights, StateBatch, gated_delta, mamba2
 from holdfast.kernels.quantized import Weight
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.description import (
@@ -35,7 +35,7 @@ from holdfast.replicas.model.description import (
     DenseAndExperts,
     Description,
     FeedForward,
-    GatedDeltaNet,
+    LinearAttention,
     MixtureOfExperts,
     Op,
     describe,
@@ -46,10 +46,10 @@ from holdfast.replicas.model.weights import (
     AttentionWeights,
     BlockWeights,
     DecoderWeights,
-    DeltaWeights,
     DenseAndExpertsWeights,
     ExpertsWeights,
     FeedForwardWeights,
+    LinearAttentionWeights,
     OpWeights,
     read_weights,
 )
@@ -339,20 +339,20 @@ class AttentionLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaLayer:
+class LinearAttentionLayer:
     """A linear attention and its place among the states."""
 
-    op: GatedDeltaNet
+    op: LinearAttention
     index: int  # among the linear layers
     qkvz: Matrix
-    ab: Matrix
+    gates: Matrix
     kernel: LinearWeights
     norm: Tensor
     out: Matrix
 
     @property
     def matrices(self) -> list[Matrix | GatedMatrix]:
-        return [self.qkvz, self.ab, self.out]
+        return [self.qkvz, self.gates, self.out]
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,10 +379,11 @@ class ExpertsLayer:
     experts: AllExperts
     shared: FeedForwardLayer | None
     shared_gate: Matrix | None
+    latent: tuple[Matrix, Matrix] | None
 
     @property
     def matrices(self) -> list[Matrix | GatedMatrix]:
-        return self.shared.matrices if self.shared is not None else []
+        return [*(self.shared.matrices if self.shared is not None else []), *(self.latent or ())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +402,7 @@ class DenseAndExpertsLayer:
         return [*self.dense.matrices, *self.experts.matrices]
 
 
-OpLayer: TypeAlias = AttentionLayer | DeltaLayer | FeedForwardLayer | ExpertsLayer | DenseAndExpertsLayer
+OpLayer: TypeAlias = AttentionLayer | LinearAttentionLayer | FeedForwardLayer | ExpertsLayer | DenseAndExpertsLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,8 +421,7 @@ class Decoder:
     """
 
     leave = False  # weights stay as they are, for kernels that read them so
-    delta_rule = staticmethod(gated_delta)
-    rms_norm = staticmethod(rms_norm)
+    rms_norm, gated_norm, norm_of_gated = staticmethod(rms_norm), staticmethod(gated_norm), staticmethod(norm_of_gated)
     route = staticmethod(route)
 
     def __init__(
@@ -468,11 +468,11 @@ class Decoder:
             norms = None if of.q_norm is None or of.k_norm is None else (of.q_norm, of.k_norm)
             qkv, out = self._matrix(of.qkv, of.qkv_bias), self._matrix(of.out, of.out_bias)
             return AttentionLayer(op, kind, index, turn, qkv, norms, out, of.sinks)
-        if isinstance(op, GatedDeltaNet):
-            assert isinstance(of, DeltaWeights)
-            index = sum(isinstance(block.op, DeltaLayer) for block in self.blocks)
-            ab = Matrix(of.ab, None, False, self.leave)
-            return DeltaLayer(op, index, self._matrix(of.qkvz), ab, of.kernel, of.norm, self._matrix(of.out))
+        if isinstance(op, LinearAttention):
+            assert isinstance(of, LinearAttentionWeights)
+            index = sum(isinstance(block.op, LinearAttentionLayer) for block in self.blocks)
+            qkvz, gates = self._matrix(of.qkvz), Matrix(of.gates, None, False, self.leave)
+            return LinearAttentionLayer(op, index, qkvz, gates, of.kernel, of.norm, self._matrix(of.out))
         if isinstance(op, FeedForward):
             assert isinstance(of, FeedForwardWeights)
             return self._feed_forward(op, of)
@@ -504,6 +504,7 @@ class Decoder:
             self._all_experts(op, of),
             shared,
             None if of.shared_gate is None else Matrix(of.shared_gate, None, False, self.leave),
+            None if of.latent is None else (self._matrix(of.latent[0]), self._matrix(of.latent[1])),
         )
 
     def _matrix(self, weight: Weight, bias: Tensor | None = None) -> Matrix:
@@ -608,7 +609,7 @@ class Decoder:
         """The op of `h` [T, D], and `plus`."""
         if isinstance(layer, AttentionLayer):
             return layer.out(self._attend(layer, h, batch, rotations), plus)
-        if isinstance(layer, DeltaLayer):
+        if isinstance(layer, LinearAttentionLayer):
             return layer.out(self._recur(layer, h, batch), plus)
         if isinstance(layer, FeedForwardLayer):
             return layer.down(self._inner(layer, h), plus)
@@ -653,18 +654,20 @@ class Decoder:
     def _without_weights(self, x: Tensor) -> Tensor:
         return self.rms_norm(x, self._unit[: x.shape[1]], self.description.eps)
 
-    def _recur(self, layer: DeltaLayer, h: Tensor, batch: ForwardBatch) -> Tensor:
-        """The delta rule of one linear layer before its output projection: [T, H v]."""
-        out, z = self._delta(layer, h, batch)
-        return gated_norm(out, z, layer.norm, self.description.eps)
-
-    def _delta(self, layer: DeltaLayer, h: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """What the states of a linear layer answer, [T, H, v], and the gates of that, [T, H v]."""
+    def _recur(self, layer: LinearAttentionLayer, h: Tensor, batch: ForwardBatch) -> Tensor:
+        """A linear attention before its output projection: [T, H v]."""
         if self.states is None or batch.states is None:
             raise ValueError("a step of a model with linear layers has no states")
+        shape, eps = layer.op.shape, self.description.eps
         mixed, z = layer.op.split(layer.qkvz(h))
-        a, b = layer.ab(h).chunk(2, dim=1)
-        return self.delta_rule(mixed, a, b, layer.kernel, self.states, layer.index, batch.states), z
+        gates = layer.gates(h).chunk(shape.gates, dim=1)
+        out = self._rule(shape)(mixed, *gates, layer.kernel, self.states, layer.index, batch.states)  # [T, H, v]
+        if shape.rule == "delta":
+            return self.gated_norm(out, z, layer.norm, eps)
+        return self.norm_of_gated(out.view(len(out), shape.key_heads, -1), z, layer.norm, eps)
+
+    def _rule(self, shape: LinearShape) -> Callable[..., Tensor]:
+        return gated_delta if shape.rule == "delta" else mamba2
 
     def _inner(self, layer: FeedForwardLayer, h: Tensor) -> Tensor:
         """A feed-forward before its last product: [T, inner]."""
@@ -682,7 +685,10 @@ class Decoder:
             else:
                 passed = shared.down(inner) * layer.shared_gate(h).sigmoid()
                 plus = passed if plus is None else plus + passed
-        return layer.experts(h, chosen, weights, plus)
+        if layer.latent is None:
+            return layer.experts(h, chosen, weights, plus)
+        into, out = layer.latent
+        return out(layer.experts(into(h), chosen, weights, None), plus)
 
 
 def _of_triton() -> tuple[type[Exception], ...]:

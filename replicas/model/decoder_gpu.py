@@ -22,10 +22,10 @@ from torch.nn.functional import linear
 from holdfast.kernels.attention_gpu import attend_gpu
 from holdfast.kernels.experts_gpu import GpuExperts, route_gpu
 from holdfast.kernels.layer import Rotation
-from holdfast.kernels.layer_gpu import add_norm, gated_norm, rotate_and_store, sigmoid_gate, silu_and_mul
+from holdfast.kernels.layer_gpu import add_norm, gated_norm, norm_of_gated, rotate_and_store, sigmoid_gate, silu_and_mul
 from holdfast.kernels.linear import Activation, GatedMatrix, Matrix, Route
-from holdfast.kernels.linear_state import LinearStates, LinearWeights, StateBatch, gated_delta
-from holdfast.kernels.linear_state_gpu import gated_delta_gpu, supported
+from holdfast.kernels.linear_state import LinearShape
+from holdfast.kernels.linear_state_gpu import gated_delta_gpu, mamba2_gpu, supported
 from holdfast.kernels.quantized import Weight
 from holdfast.kernels.quantized_gpu import QuantizedGatedMatrix, QuantizedMatrix
 from holdfast.kernels.stream_gpu import MOST_ORDERED, MOST_ROWS, streamed, streamed_tall
@@ -34,7 +34,6 @@ from holdfast.replicas.model.decoder import (
     AttentionLayer,
     AttentionShape,
     Decoder,
-    DeltaLayer,
     DenseAndExpertsLayer,
     ExpertsLayer,
     FeedForwardLayer,
@@ -56,14 +55,6 @@ _EACH = 1024  # up to here the order of sums is tested for every number of rows
 _SOME = 64  # beyond, for multiples of this; row counts in between are padded
 
 
-def _delta_rule(
-    mixed: Tensor, a: Tensor, b: Tensor, weights: LinearWeights, states: LinearStates, layer: int, batch: StateBatch
-) -> Tensor:
-    """`linear_state.gated_delta` by our kernels, or by torch for heads that they do not take."""
-    rule = gated_delta_gpu if supported(states.shape) else gated_delta
-    return rule(mixed, a, b, weights, states, layer, batch)
-
-
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return add_norm(x, None, weight, eps)
 
@@ -77,8 +68,7 @@ class GpuDecoder(Decoder):
     """`Decoder` with another forward."""
 
     leave = True
-    delta_rule = staticmethod(_delta_rule)
-    rms_norm = staticmethod(_rms_norm)
+    rms_norm, gated_norm, norm_of_gated = staticmethod(_rms_norm), staticmethod(gated_norm), staticmethod(norm_of_gated)
     route = staticmethod(route_gpu)
     _invariant = False
 
@@ -152,9 +142,11 @@ class GpuDecoder(Decoder):
     def _gated(self, out: Tensor, gate: Tensor, op: Attention) -> Tensor:
         return sigmoid_gate(out, gate) if op.gate == "sigmoid" else super()._gated(out, gate, op)
 
-    def _recur(self, layer: DeltaLayer, h: Tensor, batch: ForwardBatch) -> Tensor:
-        out, z = self._delta(layer, h, batch)
-        return gated_norm(out, z, layer.norm, self.description.eps)
+    def _rule(self, shape: LinearShape) -> Callable[..., Tensor]:
+        """Our kernel, or torch's way for heads that it does not take."""
+        if not supported(shape):
+            return super()._rule(shape)
+        return gated_delta_gpu if shape.rule == "delta" else mamba2_gpu
 
     def _inner(self, layer: FeedForwardLayer, h: Tensor) -> Tensor:
         if layer.op.activation == "silu":

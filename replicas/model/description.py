@@ -24,7 +24,10 @@ from holdfast.replicas.model.formats import PLAIN, Format
 
 ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional"}  # others change with the length of the sequence
 _KV_LAYERS = {"full_attention", "sliding_attention"}
-_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_FEED_FORWARDS = {"mlp", "moe"}  # where they are layers of their own
+_OTHER_LAYERS = {"linear by type": {"linear_attention"}, "alone by type": {"linear_attention", *_FEED_FORWARDS}}
+_NO_LIMITS = [0.0, float("inf")]  # of Mamba's time steps
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, AttributeError, TypeError, ImportError)
 """What transformers raises for files that it cannot load, besides `StrictDataclassError`."""
 
@@ -82,24 +85,34 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaNet:
-    """Linear attention with a recurrent state (`kernels.linear_state`), each head normed and gated."""
+class LinearAttention:
+    """A layer with a recurrent state (`kernels.linear_state`): Gated DeltaNet, each of whose heads is normed and gated,
+    or Mamba-2, whose groups of heads are gated and normed.
+    """
 
     shape: LinearShape
     by_key_head: bool = False  # in the checkpoint the parts of q, k, v and z of one key head stand together
+    conv_bias: bool = False
 
     @property
     def v_width(self) -> int:
         return self.shape.value_heads * self.shape.value_dim
 
     @property
+    def norm_width(self) -> int:
+        """Weights of the norm: all heads of Gated DeltaNet share theirs."""
+        return self.shape.value_dim if self.shape.rule == "delta" else self.v_width
+
+    @property
     def qkvz_width(self) -> int:
-        """Outputs of the fused product: queries, keys, values, gates."""
+        """Outputs of the fused product: queries, keys, values, output gates; of Mamba-2 the gates first."""
         return self.shape.channels + self.v_width
 
     def split(self, product: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries, keys, values [T, channels], and gates [T, value_heads value_dim]."""
-        return product[:, : self.shape.channels], product[:, self.shape.channels :]
+        """Queries, keys, values [T, channels], and output gates [T, value_heads value_dim]."""
+        if self.shape.rule == "delta":
+            return product[:, : self.shape.channels], product[:, self.shape.channels :]
+        return product[:, self.v_width :], product[:, : self.v_width]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +134,8 @@ class MixtureOfExperts:
 
     `inner`, `activation`: of an expert. With `bias` the router and the experts have biases; with `corrected` a bias of
     the scores counts for the choice alone. `shared`: the inner width of the shared one, 0: there is none; with
-    `shared_gate` a product decides how much of it is added.
+    `shared_gate` a product decides how much of it is added. `latent`: the width of what experts read and write, between
+    two products; 0: they read and write rows of the model.
     """
 
     inner: int
@@ -131,6 +145,7 @@ class MixtureOfExperts:
     corrected: bool = False
     shared: int = 0
     shared_gate: bool = False
+    latent: int = 0
 
     @property
     def width(self) -> int:
@@ -146,7 +161,7 @@ class DenseAndExperts:
     experts: MixtureOfExperts
 
 
-Op: TypeAlias = Attention | GatedDeltaNet | FeedForward | MixtureOfExperts | DenseAndExperts
+Op: TypeAlias = Attention | LinearAttention | FeedForward | MixtureOfExperts | DenseAndExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,12 +239,12 @@ class Description:
     @property
     def state(self) -> LinearShape | None:
         """The heads of the linear layers; None where there are none."""
-        return next((block.op.shape for block in self.blocks if isinstance(block.op, GatedDeltaNet)), None)
+        return next((block.op.shape for block in self.blocks if isinstance(block.op, LinearAttention)), None)
 
     @property
     def linear_layers(self) -> int:
         """How many layers have a state."""
-        return sum(isinstance(block.op, GatedDeltaNet) for block in self.blocks)
+        return sum(isinstance(block.op, LinearAttention) for block in self.blocks)
 
 
 # ---- families ----
@@ -252,7 +267,10 @@ class Family:
     embedding: Literal["", "scaled", "normed"] = ""
     partial_rotary: bool = False  # it knows `partial_rotary_factor`
     by_key_head: bool = False
-    mixers: Literal["full", "window", "windows by type", "linear by type"] = "full"  # as `layer_types` says
+    # "by type": as `layer_types` says. "alone by type": a layer is one block, with a mixer or a feed-forward.
+    mixers: Literal["full", "window", "windows by type", "linear by type", "alone by type"] = "full"
+    rotary: bool = True
+    activations: frozenset[Activation] = frozenset({"silu", "gelu_tanh"})
     score: Literal["softmax", "sigmoid"] = "softmax"
     clamped: bool = False  # the experts' activation
     router_bias: bool = False
@@ -339,6 +357,19 @@ _MINIMAX_M2 = Family(
         (".w3.", ".up_proj."),
     ),
 )
+_NEMOTRON_H = Family(
+    mixers="alone by type",
+    rotary=False,
+    activations=frozenset({"relu2"}),
+    score="sigmoid",
+    skipped=("mtp.",),
+    renamed=(
+        ("backbone.", "model."),
+        ("model.embeddings.", "model.embed_tokens."),
+        ("model.norm_f.", "model.norm."),
+        (".shared_experts.", ".shared_expert."),
+    ),
+)
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(mixers="window"),
@@ -359,6 +390,7 @@ FAMILIES = {
     "laguna": _LAGUNA,
     "muse_glimmer": _MUSE,
     "minimax_m2": _MINIMAX_M2,
+    "nemotron_h": _NEMOTRON_H,
 }
 """The families that our decoder runs, by `model_type`. Of those with a vision tower it runs the text."""
 
@@ -374,17 +406,20 @@ def describe(config: Any) -> Description | None:
     kinds = text.layer_types if family.by_type else ["full_attention"] * layers
     blocks: list[Block] = []
     for number, kind in enumerate(kinds):
-        linear = kind == "linear_attention"
-        mixer = GatedDeltaNet(_linear_shape(text), family.by_key_head) if linear else _attention(text, family, number)
-        blocks += _layer(f"model.layers.{number}.", mixer, _feed_forward(text, family, number), family)
+        at = f"model.layers.{number}."
+        mixer = None if kind in _FEED_FORWARDS else _mixer(text, family, number, kind)
+        if family.mixers == "alone by type":
+            blocks.append(Block(mixer or _feed_forward(text, family, number), at, "mixer", "norm"))
+        elif mixer is not None:
+            blocks += _layer(at, mixer, _feed_forward(text, family, number), family)
     scale = {"": 1.0, "scaled": float(torch.tensor(text.hidden_size**0.5)), "normed": 1.0}[family.embedding]
     return Description(
         tuple(blocks),
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
-        eps=text.rms_norm_eps,
+        eps=_eps(text),
         tied=bool(getattr(config, "tie_word_embeddings", text.tie_word_embeddings)),
-        post_eps=getattr(text, "post_norm_eps", text.rms_norm_eps),
+        post_eps=getattr(text, "post_norm_eps", _eps(text)),
         centred=family.centred,
         last_centred=family.centred if family.last_centred is None else family.last_centred,
         embedding_scale=scale,
@@ -397,9 +432,19 @@ def describe(config: Any) -> Description | None:
     )
 
 
-def _layer(at: str, mixer: Attention | GatedDeltaNet, feed_forward: Op, family: Family) -> list[Block]:
+def _eps(text: Any) -> float:
+    return float(_first(text, "rms_norm_eps", "layer_norm_epsilon"))
+
+
+def _mixer(text: Any, family: Family, number: int, kind: str) -> Attention | LinearAttention:
+    if kind != "linear_attention":
+        return _attention(text, family, number)
+    return LinearAttention(_linear_shape(text), family.by_key_head, bool(getattr(text, "use_conv_bias", False)))
+
+
+def _layer(at: str, mixer: Attention | LinearAttention, feed_forward: Op, family: Family) -> list[Block]:
     """The two blocks of a layer."""
-    name = "linear_attn" if isinstance(mixer, GatedDeltaNet) else "self_attn"
+    name = "linear_attn" if isinstance(mixer, LinearAttention) else "self_attn"
     if not family.around:
         first = Block(mixer, at, name, "input_layernorm")
         return [first, Block(feed_forward, at, "mlp", "post_attention_layernorm")]
@@ -438,7 +483,7 @@ def _attention(text: Any, family: Family, number: int) -> Attention:
         gate_in=family.gate_in,
         scale=family.scale(text),
         sinks=family.sinks,
-        rotary=None if thetas is not None and not thetas[number] else rotary,
+        rotary=None if not family.rotary or (thetas is not None and not thetas[number]) else rotary,
     )
 
 
@@ -458,7 +503,8 @@ def _feed_forward(text: Any, family: Family, number: int) -> FeedForward | Mixtu
         scale=float(_first(text, "routed_scaling_factor", "moe_routed_scaling_factor", default=1.0)),
         softcap=float(getattr(text, "moe_router_logit_softcapping", 0.0)),
     )
-    shared = _first(text, "shared_expert_intermediate_size", default=inner * getattr(text, "n_shared_experts", 0))
+    names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+    shared = _first(text, *names, default=inner * getattr(text, "n_shared_experts", 0))
     experts = MixtureOfExperts(
         inner,
         routing,
@@ -467,6 +513,7 @@ def _feed_forward(text: Any, family: Family, number: int) -> FeedForward | Mixtu
         corrected=family.score == "sigmoid",
         shared=shared,
         shared_gate=family.shared_gate and shared > 0,
+        latent=getattr(text, "moe_latent_size", None) or 0,
     )
     if getattr(text, "enable_moe_block", False):
         return DenseAndExperts(FeedForward(text.intermediate_size, activation), experts)
@@ -479,6 +526,8 @@ def _has_experts(text: Any, number: int) -> bool:
         return False
     if kinds := getattr(text, "mlp_layer_types", None):
         return bool(kinds[number] == "sparse")
+    if kinds := [each for each in getattr(text, "layer_types", None) or () if each in _FEED_FORWARDS]:
+        return bool(text.layer_types[number] == "moe")
     if number in (getattr(text, "mlp_only_layers", None) or ()):
         return False
     step = getattr(text, "decoder_sparse_step", 1)
@@ -500,24 +549,26 @@ def _first(text: Any, *names: str, default: Any = None) -> Any:
 
 
 def _activation(text: Any) -> str:
-    return str(_first(text, "hidden_activation", "hidden_act"))
+    return str(_first(text, "hidden_activation", "hidden_act", "mlp_hidden_act"))
 
 
 def why_not(config: Any) -> str:
     """The option of a configuration of a known family that our decoder does not compute; "": there is none."""
     text, family = config.get_text_config(decoder=True), FAMILIES[config.model_type]
     kinds = set(getattr(text, "layer_types", None) or ()) if family.by_type else set()
-    others = kinds - _KV_LAYERS - ({"linear_attention"} if family.mixers == "linear by type" else set())
+    others = kinds - _KV_LAYERS - _OTHER_LAYERS.get(family.mixers, set())
     ropes = {str(each.get("rope_type", "default")) for each in _rotaries(text)} - ROPE_TYPES
     partial = any(each.get("partial_rotary_factor", 1.0) != 1.0 for each in _rotaries(text))
     refused = {
-        f"the activation {_activation(text)}": _activation(text) not in _ACTIVATIONS,
-        "projections with a bias": getattr(text, "mlp_bias", False),
+        f"the activation {_activation(text)}": _ACTIVATIONS.get(_activation(text)) not in family.activations,
+        "projections with a bias": getattr(text, "mlp_bias", False) or getattr(text, "use_bias", False),
         f"rotary positions of type {min(ropes, default='')}": bool(ropes),
         "rotary positions over a part of each head": partial and not family.partial_rotary,
         f"layers of type {min(others, default='')}": bool(others),
         "other constants of the clamped activation": family.clamped and _clamp(text) != (1.702, 7.0),
-        "linear layers alone": kinds == {"linear_attention"},
+        "layers without attention alone": bool(kinds) and not kinds & _KV_LAYERS,
+        "limits of time steps": list(getattr(text, "time_step_limit", None) or _NO_LIMITS) != _NO_LIMITS,
+        f"the activation {_linear_activation(text)}": _linear_activation(text) != "silu",
         "soft caps of scores": getattr(text, "attn_logit_softcapping", None),
         "attention to later tokens": getattr(text, "use_bidirectional_attention", None) in (True, "all"),
         "embeddings for each layer": family.v_norm and text.hidden_size_per_layer_input,
@@ -551,7 +602,15 @@ def _unread_weights(config: Any) -> str:
     return ""
 
 
+def _linear_activation(text: Any) -> str:
+    """What follows the convolution of linear layers."""
+    return str(getattr(text, "mamba_hidden_act", "silu"))
+
+
 def _linear_shape(text: Any) -> LinearShape:
+    if hasattr(text, "mamba_num_heads"):
+        heads, sizes = (text.n_groups, text.mamba_num_heads), (text.ssm_state_size, text.mamba_head_dim)
+        return LinearShape(*heads, *sizes, text.conv_kernel, rule="mamba2")
     return LinearShape(
         text.linear_num_key_heads,
         text.linear_num_value_heads,

@@ -29,8 +29,8 @@ from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.decoder import (
     AttentionLayer,
     Decoder,
-    DeltaLayer,
     FeedForwardLayer,
+    LinearAttentionLayer,
     PageTable,
     Rotary,
     build_batch,
@@ -39,8 +39,8 @@ from holdfast.replicas.model.description import Attention, Description
 from holdfast.replicas.model.weights import (
     AttentionWeights,
     DecoderWeights,
-    DeltaWeights,
     FeedForwardWeights,
+    LinearAttentionWeights,
 )
 from holdfast.replicas.plan import Chunk, RowWrite
 
@@ -95,15 +95,15 @@ def smooth(
             if products and not block.op.v_norm:
                 _move_heads(op, block.op, seen.columns(layer.op.out))
             inputs, first = [op.qkv], layer.op.qkv
-        elif isinstance(op, DeltaWeights):
-            assert isinstance(layer.op, DeltaLayer)
+        elif isinstance(op, LinearAttentionWeights):
+            assert isinstance(layer.op, LinearAttentionLayer)
             if products:
                 size, out = len(op.norm), _dense(op.out)
-                largest = out.abs().amax(0).view(-1, size).amax(0)[None]  # [1, value_dim]
+                largest = out.abs().amax(0).view(-1, size).amax(0)[None]  # [1, size]
                 factors = even_out(seen.columns(layer.op.out).view(-1, size).amax(0), largest)
                 _move(factors, op.norm)
                 out *= factors.repeat(out.shape[1] // size).to(out.dtype)
-            inputs, first = [op.qkvz, op.ab], layer.op.qkvz
+            inputs, first = [op.qkvz, op.gates], layer.op.qkvz
         elif isinstance(op, FeedForwardWeights):
             assert isinstance(layer.op, FeedForwardLayer)
             if products and layer.op.op.activation != "relu2":  # the others are linear in `up`

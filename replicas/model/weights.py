@@ -33,7 +33,7 @@ from holdfast.replicas.model.description import (
     Block,
     Description,
     FeedForward,
-    GatedDeltaNet,
+    LinearAttention,
     MixtureOfExperts,
     ModelInfo,
     first_lines,
@@ -162,17 +162,17 @@ class AttentionWeights:
 
 
 @dataclass(slots=True)
-class DeltaWeights:
-    """qkvz [queries, keys, values, gates; hidden], ab [2 value heads, hidden], out [hidden, value_heads value_dim].
+class LinearAttentionWeights:
+    """qkvz [qkvz_width, hidden], gates [gates value_heads, hidden], out [hidden, value_heads value_dim].
 
-    `ab` is apart, because it is in the model's dtype where the others are in int8 or quantised. `kernel`: of the
+    `gates`, those of the rule, is in the model's dtype where the others are in int8 or quantised. `kernel`: of the
     convolution and decay.
     """
 
     qkvz: Weight
-    ab: Tensor
+    gates: Tensor
     kernel: LinearWeights
-    norm: Tensor  # [value_dim]
+    norm: Tensor  # [value_dim], or of Mamba-2 [value_heads value_dim]
     out: Weight
 
 
@@ -197,6 +197,7 @@ class ExpertsWeights:
     down_bias: Tensor | None
     shared: FeedForwardWeights | None
     shared_gate: Tensor | None  # [1, hidden]
+    latent: tuple[Weight, Weight] | None  # in front of the experts and behind them
 
 
 @dataclass(slots=True)
@@ -211,7 +212,9 @@ class DenseAndExpertsWeights:
     scales: Tensor
 
 
-OpWeights: TypeAlias = AttentionWeights | DeltaWeights | FeedForwardWeights | ExpertsWeights | DenseAndExpertsWeights
+OpWeights: TypeAlias = (
+    AttentionWeights | LinearAttentionWeights | FeedForwardWeights | ExpertsWeights | DenseAndExpertsWeights
+)
 
 
 @dataclass(slots=True)
@@ -238,11 +241,14 @@ class DecoderWeights:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`outputs` rows of a matrix that are one tensor of the checkpoint, whose rows are taken in the order `rows`."""
+    """`outputs` rows of a matrix, from one tensor of the checkpoint, whose rows are taken in the order `rows`. `of`:
+    how many the tensor has; 0: just these.
+    """
 
     name: str
     outputs: int
     rows: Tensor | None = None
+    of: int = 0
 
 
 class Source:
@@ -327,7 +333,7 @@ class Checkpoint(Source):
         return self._filled(super().floats(name, *size), name).add_(plus)
 
     def matrix(self, parts: Sequence[Part], inputs: int) -> Weight:
-        found = [self._read(part.name, part.outputs, inputs) for part in parts]
+        found = [self._read(part.name, part.of or part.outputs, inputs) for part in parts]
         ordered = [_ordered(each, part.rows) for each, part in zip(found, parts, strict=True)]
         kept = [each for each in ordered if isinstance(each, QuantizedWeight)]
         if self._keep and len(kept) == len(parts) and _alike(kept):
@@ -514,8 +520,8 @@ def _op(source: Source, block: Block, description: Description) -> OpWeights:
     op, at, hidden = block.op, f"{block.at}{block.name}.", description.hidden
     if isinstance(op, Attention):
         return _attention(source, at, op, description)
-    if isinstance(op, GatedDeltaNet):
-        return _delta(source, at, op, hidden)
+    if isinstance(op, LinearAttention):
+        return _linear_attention(source, at, op, hidden)
     if isinstance(op, FeedForward):
         return _feed_forward(source, at, op, hidden)
     if isinstance(op, MixtureOfExperts):
@@ -574,27 +580,49 @@ def _attention(source: Source, at: str, op: Attention, description: Description)
     )
 
 
-def _delta(source: Source, at: str, op: GatedDeltaNet, hidden: int) -> DeltaWeights:
+def _linear_attention(source: Source, at: str, op: LinearAttention, hidden: int) -> LinearAttentionWeights:
+    shape, heads = op.shape, op.shape.value_heads
+    qkvz, gates = (_of_mamba2 if shape.rule == "mamba2" else _of_delta)(source, at, op, hidden)
+    conv = source.floats(f"{at}conv1d.weight", shape.channels, 1, shape.kernel)[:, 0]
+    kernel = LinearWeights(
+        conv,
+        source.floats(f"{at}A_log", heads),
+        source.floats(f"{at}dt_bias", heads),
+        source.floats(f"{at}conv1d.bias", shape.channels) if op.conv_bias else None,
+        source.floats(f"{at}D", heads) if shape.rule == "mamba2" else None,
+    )
+    return LinearAttentionWeights(
+        qkvz,
+        dense(gates, source.dtype),
+        kernel,
+        source.floats(f"{at}norm.weight", op.norm_width),
+        source.matrix([Part(f"{at}out_proj.weight", hidden)], op.v_width),
+    )
+
+
+def _of_delta(source: Source, at: str, op: LinearAttention, hidden: int) -> tuple[Weight, Weight]:
     shape, heads = op.shape, op.shape.value_heads
     if op.by_key_head:
         group = heads // shape.key_heads
         values = group * shape.value_dim
         joined = _joined(shape.key_heads, [shape.key_dim, shape.key_dim, values, values])
-        qkvz = [Part(f"{at}in_proj_qkvz.weight", op.qkvz_width, joined)]
         b_then_a = _joined(shape.key_heads, [group, group])
+        qkvz = [Part(f"{at}in_proj_qkvz.weight", op.qkvz_width, joined)]
         ab = [Part(f"{at}in_proj_ba.weight", 2 * heads, b_then_a.roll(heads))]
     else:
         qkvz = [Part(f"{at}in_proj_qkv.weight", shape.channels), Part(f"{at}in_proj_z.weight", op.v_width)]
         ab = [Part(f"{at}in_proj_{name}.weight", heads) for name in "ab"]
-    ab_weight = source.matrix(ab, hidden)
-    conv = source.floats(f"{at}conv1d.weight", shape.channels, 1, shape.kernel)[:, 0]
-    return DeltaWeights(
-        source.matrix(qkvz, hidden),
-        dense(ab_weight, source.dtype),
-        LinearWeights(conv, source.floats(f"{at}A_log", heads), source.floats(f"{at}dt_bias", heads)),
-        source.floats(f"{at}norm.weight", shape.value_dim),
-        source.matrix([Part(f"{at}out_proj.weight", hidden)], op.v_width),
+    return source.matrix(qkvz, hidden), source.matrix(ab, hidden)
+
+
+def _of_mamba2(source: Source, at: str, op: LinearAttention, hidden: int) -> tuple[Weight, Weight]:
+    """One matrix in the checkpoint: output gates, values, keys, queries, dt."""
+    widths = [op.qkvz_width, op.shape.value_heads]
+    first, dt = (
+        source.matrix([Part(f"{at}in_proj.weight", len(rows), rows, of=sum(widths))], hidden)
+        for rows in torch.split(torch.arange(sum(widths)), widths)
     )
+    return first, dt
 
 
 def _joined(heads: int, widths: list[int]) -> Tensor:
@@ -611,7 +639,7 @@ def _feed_forward(source: Source, at: str, op: FeedForward, hidden: int) -> Feed
 
 
 def _experts(source: Source, at: str, op: MixtureOfExperts, hidden: int) -> ExpertsWeights:
-    count = op.routing.experts
+    count, size = op.routing.experts, op.latent or hidden
     fused = f"{at}experts.gate_up_proj"
     first_bias = down_bias = None
     if op.activation == "clamped":  # gpt-oss: inputs before outputs, and gates and ups by turns
@@ -621,15 +649,15 @@ def _experts(source: Source, at: str, op: MixtureOfExperts, hidden: int) -> Expe
         first_bias = source.floats(f"{fused}_bias", count, op.width)[:, gates_first]
         down_bias = source.floats(f"{at}experts.down_proj_bias", count, hidden)
     elif source.has(fused):
-        first = source.experts(fused, count, op.width, hidden)
-        down = source.experts(f"{at}experts.down_proj", count, hidden, op.inner)
+        first = source.experts(fused, count, op.width, size)
+        down = source.experts(f"{at}experts.down_proj", count, size, op.inner)
     else:
         names = ("up_proj",) if op.width == op.inner else ("gate_proj", "up_proj")
         each = range(count)
         first = source.matrices(
-            [[Part(f"{at}experts.{i}.{name}.weight", op.inner) for name in names] for i in each], hidden
+            [[Part(f"{at}experts.{i}.{name}.weight", op.inner) for name in names] for i in each], size
         )
-        down = source.matrices([[Part(f"{at}experts.{i}.down_proj.weight", hidden)] for i in each], op.inner)
+        down = source.matrices([[Part(f"{at}experts.{i}.down_proj.weight", size)] for i in each], op.inner)
     return ExpertsWeights(
         router=source.floats(f"{at}gate.weight", count, hidden),
         router_bias=source.floats(f"{at}gate.bias", count) if op.bias else None,
@@ -642,4 +670,10 @@ def _experts(source: Source, at: str, op: MixtureOfExperts, hidden: int) -> Expe
         if op.shared
         else None,
         shared_gate=source.tensor(f"{at}shared_expert_gate.weight", 1, hidden) if op.shared_gate else None,
+        latent=_latent(source, at, op.latent, hidden) if op.latent else None,
     )
+
+
+def _latent(source: Source, at: str, latent: int, hidden: int) -> tuple[Weight, Weight]:
+    into = source.matrix([Part(f"{at}fc1_latent_proj.weight", latent)], hidden)
+    return into, source.matrix([Part(f"{at}fc2_latent_proj.weight", hidden)], latent)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from kv_audit import check_cache
-from tiny_hybrid import VOCABULARY, answer, tiny_hybrid
+from tiny_hybrid import VOCABULARY, Hybrid, answer, tiny_hybrid
 
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
@@ -32,11 +32,11 @@ def words(seed: int, n: int) -> tuple[int, ...]:
 
 
 class Served:
-    """An engine over the tiny hybrid, driven by hand."""
+    """An engine over a tiny hybrid, driven by hand."""
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(self, model: Hybrid = "qwen3_5", **settings: object) -> None:
         defaults = {"cells": 2048, "max_sequences": 8, "session_rows": 3, "state_slots": 24, "dtype": "float32"}
-        loaded = load_runner(EngineConfig(model=str(tiny_hybrid()[0]), threads=1, **(defaults | settings)))
+        loaded = load_runner(EngineConfig(model=str(tiny_hybrid(model)[0]), threads=1, **(defaults | settings)))
         self.engine = Engine(loaded.config, loaded.runner, frozenset(), loaded.vocabulary)
         self.out: dict[str, list[int]] = {}
         self.ends: dict[str, Event] = {}
@@ -80,12 +80,16 @@ WAYS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_agents_get_the_tokens_of_transformers(way: str) -> None:
+CASES: list[tuple[Hybrid, str]] = [("qwen3_5", way) for way in WAYS]
+CASES += [("nemotron_h", way) for way in ("as served", "chunks of 7", "few slots", "few cells", "host tier")]
+
+
+@pytest.mark.parametrize(("model", "way"), CASES)
+def test_agents_get_the_tokens_of_transformers(model: Hybrid, way: str) -> None:
     """Eight agents with one preamble, three turns each; every other one leaves its last reply out, as if it was
     thought.
     """
-    served = Served(**WAYS[way])
+    served = Served(model, **WAYS[way])
     texts = {i: words(0, 40) + words(1 + i, 12 + i) for i in range(8)}
     for turn in range(3):
         for i, text in texts.items():
@@ -93,7 +97,7 @@ def test_agents_get_the_tokens_of_transformers(way: str) -> None:
         served.run()
         for i, text in texts.items():
             reply = served.out[f"{i}.{turn}"]
-            assert reply == answer(text, NEW), f"agent {i}, turn {turn}"
+            assert reply == answer(text, NEW, model), f"agent {i}, turn {turn}"
             texts[i] = (text[:-2] if i % 2 else text + tuple(reply)) + words(100 * turn + i, 9)
     if way in ("as served", "host tier"):
         stats = served.engine.stats

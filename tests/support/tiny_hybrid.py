@@ -1,45 +1,68 @@
-"""A tiny random checkpoint of Qwen3.5: three linear layers and one of full attention, and what transformers says."""
+"""Tiny random checkpoints with recurrent states: Qwen3.5, with three linear layers and one of full attention, and
+Nemotron-H, with Mamba-2, attention and feed-forwards as layers of their own; and what transformers says.
+"""
 
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal, TypeAlias
 
 import tokenizers
 import torch
 import transformers as tf
 
 VOCABULARY = 97
-_FOLDER = TemporaryDirectory(prefix="tiny-hybrid")
-
-
-@cache
-def tiny_hybrid() -> tuple[Path, torch.nn.Module]:
-    """Its folder, and the model. Weights are spread, so that attention and states matter."""
-    torch.manual_seed(3)
-    config = tf.Qwen3_5TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
+Hybrid: TypeAlias = Literal["qwen3_5", "nemotron_h"]
+_FOLDERS = TemporaryDirectory(prefix="tiny-hybrid")
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+}
+_MODELS = {
+    "qwen3_5": lambda: tf.Qwen3_5TextConfig(
+        **_COMMON,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=16,
         linear_value_head_dim=8,
-        max_position_embeddings=512,
-    )
-    model = tf.Qwen3_5ForCausalLM._from_config(config, dtype=torch.float32).eval()
+    ),
+    "nemotron_h": lambda: tf.NemotronHConfig(
+        **_COMMON,
+        layers_block_type=["linear_attention", "moe", "linear_attention", "full_attention", "mlp"],
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=16,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=40,
+    ),
+}
+
+
+@cache
+def tiny_hybrid(name: Hybrid = "qwen3_5") -> tuple[Path, torch.nn.Module]:
+    """Its folder, and the model. Weights are spread, so that attention and states matter."""
+    torch.manual_seed(3)
+    model = tf.AutoModelForCausalLM.from_config(_MODELS[name](), dtype=torch.float32).eval()
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith("conv1d.weight"):
+        for weight_name, weight in model.named_parameters():
+            if weight_name.endswith("conv1d.weight"):
                 weight.normal_(std=0.5)
-            elif weight.dim() == 2:
+            elif weight_name.endswith("mixer.dt_bias"):
+                weight.zero_()  # time steps that transformers does not clamp
+            elif weight.dim() >= 2:
                 weight.normal_(std=0.25)
             else:
                 weight.add_(torch.randn_like(weight) * 0.1)
-    folder = Path(_FOLDER.name)
+    folder = Path(_FOLDERS.name) / name
     model.save_pretrained(folder)
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="0"))
     tf.PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(folder)
@@ -47,11 +70,11 @@ def tiny_hybrid() -> tuple[Path, torch.nn.Module]:
 
 
 @cache
-def answer(prompt: tuple[int, ...], new: int) -> list[int]:
+def answer(prompt: tuple[int, ...], new: int, name: Hybrid = "qwen3_5") -> list[int]:
     """The greedy tokens of transformers."""
     ids = torch.tensor([prompt])
     with torch.inference_mode():
-        out = tiny_hybrid()[1].generate(
+        out = tiny_hybrid(name)[1].generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None
         )
     return out[0, len(prompt) :].tolist()

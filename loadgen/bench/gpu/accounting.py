@@ -11,7 +11,7 @@ import numpy as np
 
 from holdfast.kernels.ceilings import Ceilings
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.model.description import Attention, Description, FeedForward, GatedDeltaNet
+from holdfast.replicas.model.description import Attention, Description, FeedForward, LinearAttention
 from holdfast.replicas.plan import Flight, Runner, StepOutput, StepPlan
 from holdfast.replicas.requests import Finished, Tokens
 from holdfast.replicas.types import TokenIds
@@ -57,8 +57,8 @@ def matrix_sizes(shape: Description) -> list[tuple[int, int]]:
         op = block.op
         if isinstance(op, Attention):
             sizes += [(op.qkv_width, shape.hidden), (shape.hidden, op.q_width)]
-        elif isinstance(op, GatedDeltaNet):
-            sizes += [(op.qkvz_width + 2 * op.shape.value_heads, shape.hidden), (shape.hidden, op.v_width)]
+        elif isinstance(op, LinearAttention):
+            sizes += [(op.qkvz_width + op.shape.gates * op.shape.value_heads, shape.hidden), (shape.hidden, op.v_width)]
         elif isinstance(op, FeedForward):
             sizes += [(op.width, shape.hidden), (shape.hidden, op.inner)]
         else:

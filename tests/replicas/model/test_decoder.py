@@ -23,6 +23,9 @@ DECLINED = {
     "dynamic rope": tf.LlamaConfig(
         **COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     ),
+    "gated relu2": tf.LlamaConfig(**COMMON, hidden_act="relu2"),
+    "time steps with a limit": tf.NemotronHConfig(time_step_limit=[0.001, 0.1]),
+    "no attention": tf.NemotronHConfig(layers_block_type=["linear_attention", "mlp"]),
 }
 
 

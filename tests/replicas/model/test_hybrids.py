@@ -64,11 +64,35 @@ def _nested_experts() -> tf.PreTrainedConfig:
     return tf.Qwen3_5MoeConfig(text_config=_SIZES | _EXPERTS, vision_config=_VISION)
 
 
+NEMOTRON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 32,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 2.5,
+    "max_position_embeddings": 256,
+}
 CONFIGS: dict[str, tuple[Callable[[], tf.PreTrainedConfig], type]] = {
     "Qwen3_5ForCausalLM": (lambda: tf.Qwen3_5TextConfig(**_SIZES), tf.Qwen3_5ForCausalLM),
     "Qwen3_5ForConditionalGeneration": (_nested, tf.Qwen3_5ForConditionalGeneration),
     "Qwen3_5MoeForConditionalGeneration": (_nested_experts, tf.Qwen3_5MoeForConditionalGeneration),
     "Qwen3NextForCausalLM, experts": (lambda: tf.Qwen3NextConfig(**_SIZES, **_EXPERTS), tf.Qwen3NextForCausalLM),
+    "NemotronHForCausalLM": (lambda: tf.NemotronHConfig(**NEMOTRON), tf.NemotronHForCausalLM),
+    "NemotronHForCausalLM, latent": (
+        lambda: tf.NemotronHConfig(**NEMOTRON, moe_latent_size=16, use_conv_bias=False, n_group=4, topk_group=2),
+        tf.NemotronHForCausalLM,
+    ),
     "Qwen3NextForCausalLM": (lambda: tf.Qwen3NextConfig(**_SIZES, num_experts=0), tf.Qwen3NextForCausalLM),
     "Qwen3NextForCausalLM, layers named": (
         lambda: tf.Qwen3NextConfig(**_SIZES, num_experts=4, mlp_only_layers=[0, 1, 2, 3]),
@@ -87,10 +111,13 @@ def checkpoint(name: str) -> tuple[Path, tf.PreTrainedConfig, torch.nn.Module]:
     config._attn_implementation = "eager"
     model = kind._from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for weight_name, weight in model.named_parameters():
+        corrections = [each for each in model.named_buffers() if each[0].endswith("correction_bias")]
+        for weight_name, weight in (*model.named_parameters(), *corrections):
             if weight_name.endswith("conv1d.weight"):
                 weight.normal_(std=0.5)
-            elif weight.dim() == 2:
+            elif weight_name.endswith("mixer.dt_bias"):
+                weight.zero_()  # time steps that transformers does not clamp
+            elif weight.dim() >= 2:
                 weight.normal_(std=0.25)
             else:
                 weight.add_(torch.randn_like(weight) * 0.1)
@@ -218,7 +245,7 @@ def test_a_batch_of_mixed_lengths_is_answered_as_each_alone(name, most):
     assert Loop(name).generate(prompts, 10, most) == [answers(name, prompt, 10) for prompt in prompts]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     name=st.sampled_from(list(CONFIGS)),
     right=st.lists(st.integers(0, WINDOW), min_size=8, max_size=20),
@@ -268,30 +295,38 @@ def test_another_row_goes_on_from_states_that_marks_kept(name, most):
         assert other.tokens[len(tokens) :] == answers(name, tokens, 6)
 
 
-def test_a_gpus_kernels_answer_alike_in_graphs_and_without():
+@pytest.mark.parametrize(
+    ("name", "graphs"),
+    [
+        ("Qwen3_5ForConditionalGeneration", False),
+        ("Qwen3_5ForConditionalGeneration", True),
+        ("NemotronHForCausalLM", True),
+    ],
+)
+def test_a_gpus_kernels_answer_alike_in_graphs_and_without(name, graphs):
     """Prompts long enough for chunks, decode steps, drafts and marks; the graphs are plain calls."""
-    name, lengths = "Qwen3_5ForConditionalGeneration", (40, 5)
+    lengths = (40, 5)
     prompts = [prompt_of(length, length) for length in lengths]
     expected = [answers(name, prompt, 12) for prompt in prompts]
-    for room in (None, GraphRoom(tokens=12, items=64, wide_items=16, partials=256, programs=2)):
-        loop = Loop(name, gpu=True, scratch=True)
-        if room is not None:
-            assert loop.runner.capture(replayed, room, lambda text: None)
-        streams = [loop.stream(prompt) for prompt in prompts]
-        loop.step(streams, marks={0: ((33, 20),)})
-        for right, wrong in ((2, 1), (0, 2), (1, 0)):
-            drafts = {}
-            for stream, prompt, tokens in zip(streams, prompts, expected, strict=True):
-                at = len(stream.tokens) - len(prompt)
-                bad = [(token + 1) % VOCABULARY for token in tokens[at + right : at + right + wrong]]
-                drafts[stream.row] = tokens[at : at + right] + bad
-            loop.step(streams, drafts=drafts)
-        assert loop.runner.replayed == (3 if room is not None else 0)
+    room = GraphRoom(tokens=12, items=64, wide_items=16, partials=256, programs=2)
+    loop = Loop(name, gpu=True, scratch=True)
+    if graphs:
+        assert loop.runner.capture(replayed, room, lambda text: None)
+    streams = [loop.stream(prompt) for prompt in prompts]
+    loop.step(streams, marks={0: ((33, 20),)})
+    for right, wrong in ((2, 1), (0, 2), (1, 0)):
+        drafts = {}
         for stream, prompt, tokens in zip(streams, prompts, expected, strict=True):
-            made = stream.tokens[len(prompt) :]
-            assert len(made) == 7
-            assert made == tokens[:7]
-        assert not loop.states.recurrent[:, 20].isnan().any()
+            at = len(stream.tokens) - len(prompt)
+            bad = [(token + 1) % VOCABULARY for token in tokens[at + right : at + right + wrong]]
+            drafts[stream.row] = tokens[at : at + right] + bad
+        loop.step(streams, drafts=drafts)
+    assert loop.runner.replayed == (3 if graphs else 0)
+    for stream, prompt, tokens in zip(streams, prompts, expected, strict=True):
+        made = stream.tokens[len(prompt) :]
+        assert len(made) == 7
+        assert made == tokens[:7]
+    assert not loop.states.recurrent[:, 20].isnan().any()
 
 
 def test_weights_without_use_are_skipped_and_the_log_says_so(caplog, tmp_path):

@@ -49,6 +49,15 @@ CONFIGS = {
         linear_num_value_heads=4,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     ),
+    "nemotron_h": lambda: tf.NemotronHConfig(
+        **_SIZES,
+        head_dim=16,
+        layers_block_type=["linear_attention", "full_attention"],
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=16,
+    ),
 }
 TOKENS = torch.randint(0, VOCABULARY, (90,), generator=torch.Generator().manual_seed(1))
 
@@ -73,7 +82,7 @@ def model(family: str, outliers: float) -> tuple[tf.PreTrainedConfig, DecoderWei
     for block in weights.blocks:
         mixer = block.op
         block.norm[[3, 17, 30]] *= outliers
-        for name in ("qkv", "qkvz", "ab", "first"):
+        for name in ("qkv", "qkvz", "gates", "first"):
             if hasattr(mixer, name):
                 getattr(mixer, name)[:, [3, 17, 30]] /= outliers
         if isinstance(mixer, FeedForwardWeights):
@@ -82,7 +91,7 @@ def model(family: str, outliers: float) -> tuple[tf.PreTrainedConfig, DecoderWei
             continue
         if not isinstance(mixer, AttentionWeights):
             mixer.norm[3] *= outliers
-            mixer.out.view(len(mixer.out), 4, 8)[:, :, 3] /= outliers
+            mixer.out.view(len(mixer.out), -1, len(mixer.norm))[:, :, 3] /= outliers
             continue
         # Of 16: a pair that is turned together; where 8 of them turn, such a pair, and one that does not turn.
         channels = torch.tensor([2, 6, 14] if family == "qwen3_5_text" else [6, 14])
@@ -122,7 +131,7 @@ def test_the_float_model_stays_as_it_was_to_the_last_bit(family):
     before, after = model(family, 40.0), smoothed(family, 40.0)
     for a, b in zip(before[1].blocks, after[1].blocks, strict=True):
         assert not torch.equal(a.norm, b.norm)
-        for name in ("first", "down", "qkv", "out", "qkvz", "ab"):
+        for name in ("first", "down", "qkv", "out", "qkvz", "gates"):
             if hasattr(a.op, name):
                 assert not torch.equal(getattr(a.op, name), getattr(b.op, name))
     assert torch.equal(logits(*before), logits(*after))

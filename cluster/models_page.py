@@ -36,35 +36,39 @@ for token, in float32 on a CPU.
 """
 OWN = """## On our decoder
 
-`model_type` in `config.json` decides. Configurations of a family with other options than the table names run through
-transformers, or are refused where the family has linear layers: an activation other than `silu`, projections with a
-bias, rotary positions of the types `dynamic` and `longrope`.
+`model_type` in `config.json` decides. A configuration with an option that our decoder does not compute runs through
+transformers, or is refused where transformers cannot run it over our KV. `holdfast models FOLDER` names the option.
+Tool calls and thinking follow the checkpoint's chat template, not its `model_type`: the columns name what the models of
+the family bring. An empty cell means that nothing of that kind is tested.
 """
+_HERMES, _XML = "JSON in `<tool_call>`", "tags in `<tool_call>`"
+_THINK = "`<think>`, can be switched off"
 _EXAMPLES = {
-    "llama": "Llama 2 and 3, SmolLM2, many others",
-    "mistral": "Mistral 7B, Mistral Nemo, Ministral, Devstral",
-    "qwen2": "Qwen2, Qwen2.5, Qwen2.5-Coder",
-    "qwen3": "Qwen3, dense",
-    "qwen3_5": "Qwen3.5, Qwen3.6 and Qwen3.8, dense",
-    "qwen3_5_text": "the same as text models",
-    "qwen3_next": "Qwen3-Next, Qwen3-Coder-Next",
-    "qwen3_moe": "Qwen3-30B-A3B, Qwen3-Coder-30B-A3B, others with experts",
-    "qwen3_5_moe": "Qwen3.5-35B-A3B, Qwen3.6-35B-A3B, others with experts",
-    "qwen3_5_moe_text": "the same as text models",
-    "gpt_oss": "gpt-oss-20b, gpt-oss-120b",
-    "gemma3": "Gemma 3",
-    "gemma3_text": "Gemma 3 1B and 270M, others as text models",
-    "gemma4": "Gemma 4 but E2B and E4B",
-    "gemma4_text": "the same as text models",
-    "glm4_moe": "GLM-4.5, GLM-4.5-Air, GLM-4.7",
-    "laguna": "Laguna XS and others",
-    "muse_glimmer": "Muse-Glimmer-30B",
-    "minimax_m2": "MiniMax-M2, M2.1 and M2.5",
-    "nemotron_h": "Nemotron 3 Nano and Super, Nemotron 3.5 Lightning, Nemotron-H",
+    "llama": ("Llama 2 and 3, SmolLM2, many others", "Llama 3's JSON", ""),
+    "mistral": ("Mistral 7B, Mistral Nemo, Ministral, Devstral", "`[TOOL_CALLS]`", ""),
+    "qwen2": ("Qwen2, Qwen2.5, Qwen2.5-Coder", _HERMES, ""),
+    "qwen3": ("Qwen3, dense", _HERMES, _THINK),
+    "qwen3_moe": ("Qwen3-30B-A3B; Qwen3-Coder-30B-A3B calls in tags and does not think", _HERMES, _THINK),
+    "qwen3_5": ("Qwen3.5, Qwen3.6 and Qwen3.8, dense", _XML, f"{_THINK}; efforts in 3.8"),
+    "qwen3_5_text": ("the same as text models", _XML, f"{_THINK}; efforts in 3.8"),
+    "qwen3_5_moe": ("Qwen3.5-35B-A3B, Qwen3.6-35B-A3B, others with experts", _XML, _THINK),
+    "qwen3_5_moe_text": ("the same as text models", _XML, _THINK),
+    "qwen3_next": ("Qwen3-Next, Qwen3-Coder-Next", "", ""),
+    "gpt_oss": ("gpt-oss-20b, gpt-oss-120b", "Harmony", "a channel of its own; efforts; always on"),
+    "gemma3": ("Gemma 3", "", ""),
+    "gemma3_text": ("Gemma 3 1B and 270M, others as text models", "", ""),
+    "gemma4": ("Gemma 4 but E2B and E4B", "Gemma 4's own", "a block of its own; off unless asked for"),
+    "gemma4_text": ("the same as text models", "Gemma 4's own", "a block of its own; off unless asked for"),
+    "glm4_moe": ("GLM-4.5, GLM-4.5-Air, GLM-4.7", "GLM's tags", _THINK),
+    "laguna": ("Laguna XS and others", "GLM's tags", "`<think>`; off unless asked for"),
+    "muse_glimmer": ("Muse-Glimmer-30B", "Muse's messages", "messages to itself; efforts; always on"),
+    "minimax_m2": ("MiniMax-M2, M2.1 and M2.5", "MiniMax's tags", "`<think>`; always on"),
+    "nemotron_h": ("Nemotron 3 Nano and Super, Nemotron 3.5 Lightning, Nemotron-H", _XML, f"{_THINK}; two efforts"),
 }
+"""Of each family: its models, how they call tools, how they think."""
 _MIXERS = {
     "full": "attention",
-    "window": "attention over a sliding window",
+    "window": "attention, over a sliding window if there is one",
     "windows by type": "attention, over a sliding window where `layer_types` says so",
     "linear by type": "Gated DeltaNet and attention",
     "alone by type": "Mamba-2, attention without positions, dense feed-forwards",
@@ -88,16 +92,18 @@ TESTED = (
 WEIGHTS = (
     ("float32, bfloat16, float16", "in float32 or bfloat16, whichever is faster (`dtype`)", "as in the checkpoint"),
     (
-        "FP8 in blocks: `quant_method: fp8`, `weight_block_size: [128, 128]`",
-        "turned into the model's dtype when loaded; by our decoder only",
-        "kept in FP8, products in 16 bits; by our decoder only",
+        "FP8 in blocks, by channel or by tensor: `fp8`, `compressed-tensors`, ModelOpt",
+        "turned into the model's dtype when loaded",
+        "kept, products in 16 bits",
     ),
-    ("int8: `dtype: int8`", "made of any of these when loaded; by our decoder only", "not served"),
-    ("AWQ, GPTQ, bitsandbytes, other FP8", "if transformers can load them; not tested", "the same"),
+    ("MXFP4 (gpt-oss), NVFP4: `mxfp4`, `compressed-tensors`, ModelOpt", "the same", "the same"),
+    ("integers of 4 and 8 bits: AWQ, GPTQ, `compressed-tensors`", "the same", "kept; of experts turned into bfloat16"),
+    ("int8: `dtype: int8`", "made of any of these when loaded", "not served"),
+    ("others, such as bitsandbytes", "if transformers can load them; not tested", "the same"),
 )
-FP8 = """\
-FP8 itself costs precision: with random weights the logits are off by 10 to 12 % of their norm. To turn the weights
-into bfloat16 adds less than 0.5 %, into int8 less than 2 %.
+LOSSES = """\
+All but the last row are read by our decoder only. What each format costs in precision:
+[performance](performance.md#weights-of-4-and-8-bits).
 """
 REFUSED = (
     ("an encoder-decoder", "only causal language models are served"),
@@ -111,12 +117,15 @@ REFUSED = (
 
 def page() -> str:
     """All of it, in Markdown."""
-    own = _table(("model_type", "models", "class in transformers", "layers"), map(_own, FAMILIES.items()))
+    own = _table(
+        ("model_type", "models", "class in transformers", "layers", "tool calls", "thinking"),
+        map(_own, FAMILIES.items()),
+    )
     named = ((f"`{name}`", *rest) for name, *rest in TESTED)
     tested = _table(("model_type", "models", "why not on our decoder"), named)
     weights = _table(("weights", "on a CPU", "on a GPU"), WEIGHTS)
     refused = _table(("refused", "why"), REFUSED)
-    parts = (HEAD, OWN, own, STATES, OTHERS, tested, "## Weights\n", weights, FP8, "## What is refused\n", refused)
+    parts = (HEAD, OWN, own, STATES, OTHERS, tested, "## Weights\n", weights, LOSSES, "## What is refused\n", refused)
     return "\n".join(parts).rstrip()
 
 
@@ -137,7 +146,8 @@ def runs_on(name: str) -> str:
 def _own(item: tuple[str, Family]) -> Sequence[str]:
     name, family = item
     kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(name) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
-    return f"`{name}`", _EXAMPLES[name], f"`{kind}`", _layers(name, family)
+    models, calls, thinking = _EXAMPLES[name]
+    return f"`{name}`", models, f"`{kind}`", _layers(name, family), calls, thinking
 
 
 def _layers(name: str, family: Family) -> str:

@@ -41,6 +41,13 @@ def test_no_tenant_computes_it_and_none_has_its_cells():
     assert world.engine.stats.own_tokens["preamble"] == 42
 
 
+@pytest.mark.parametrize("model", [{"state_slots": 16}, {"window": 20, "window_cells": 160}])
+def test_tenants_go_on_from_its_checkpoint(model):
+    world = sharing(**model)
+    assert [ask(world, name, name) for name in "abc"] == [40, 40, 40]
+    assert world.engine.stats.own_tokens["preamble"] == 42
+
+
 def test_a_prompt_that_leaves_it_on_the_way_finds_what_is_the_same():
     world = sharing()
     world.submit("a", PREAMBLE[:30] + words(5, 9), 2, scope="a")

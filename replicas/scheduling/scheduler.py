@@ -276,7 +276,8 @@ class Scheduler:
                 if self._running.load(builder, sequence, self._config.step_tokens):
                     continue
                 room = self._running.room(sequence)
-                size = min(size, room)
+                if room < size:  # nor is a prompt's last token left alone by this (`_chunks`)
+                    size = room - (self._config.batch_invariant and room == sequence.pending - 1)
                 if size < 1:
                     continue  # the step in flight ends with pages that the window has passed
                 # What a grammar forces after the prompt is computed with the prompt's end.

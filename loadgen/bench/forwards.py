@@ -3,7 +3,8 @@
 
 For each shape of step, in one run and by turns: the step through the runner, and a plain chain of `linear` over
 matrices of the model's sizes; and the time that the step's memory traffic takes at the bandwidth measured here: every
-weight once, the KV of the sequences, and their recurrent states, which are read and written.
+weight once, the KV of the sequences (in layers with a window of its last tokens), and their recurrent states, which
+are read and written. Of the experts those that the step's tokens choose: each token others, at random.
 With `--beside DTYPE` the same steps of the model in another dtype take turns with them. The chain of int8 is in the
 dtype of what is not int8, its weights are a byte each.
 Attention, sampling and Python are in the step alone. Only models that our own decoder knows.
@@ -33,10 +34,16 @@ from holdfast.loadgen.bench.gpu.accounting import matrix_sizes
 from holdfast.loadgen.bench.precision import PRECISIONS, in_precision
 from holdfast.loadgen.client import Client
 from holdfast.loadgen.options import PAUSE_S, parse_server
-from holdfast.replicas.config import DraftConfig, EngineConfig
+from holdfast.replicas.config import SCALE_BYTES, DraftConfig, EngineConfig
 from holdfast.replicas.errors import ConfigError, UnavailableError
 from holdfast.replicas.kv.pages import StateUse
-from holdfast.replicas.model.description import Description, describe, inspect_model
+from holdfast.replicas.model.description import (
+    DenseAndExperts,
+    Description,
+    MixtureOfExperts,
+    describe,
+    inspect_model,
+)
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 
@@ -111,18 +118,18 @@ def step_plan(shape: StepShape, page_size: int, pages: int, scattered: bool, sta
     order = np.random.default_rng(0).permutation(pages) if scattered else np.arange(pages)
     rows = order[: shape.sequences * each].astype(np.int32).reshape(shape.sequences, each)
     draw = Draw(Sampling(), 0, drafts=shape.window - 1 if shape.drawn else 0)
-    tokens = np.ones(shape.window, np.int32)
+    tokens = 1 + np.arange(shape.sequences * shape.window, dtype=np.int32).reshape(shape.sequences, -1) % 250
     uses = [StateUse(row, row, held=draw.drafts) if states else None for row in range(shape.sequences)]
-    chunks = tuple(Chunk(row, shape.context, tokens, draw, state=use) for row, use in enumerate(uses))
+    chunks = tuple(Chunk(row, shape.context, tokens[row], draw, state=use) for row, use in enumerate(uses))
     return StepPlan(chunks, tuple(RowWrite(row, 0, numbers) for row, numbers in enumerate(rows)))
 
 
 class Floors:
     """What a step cannot beat: matrices of the model's sizes to chain, and the device's bandwidth."""
 
-    def __init__(self, shape: Description, dtype: torch.dtype, device: str, weight_bytes: int, cell_bytes: int) -> None:
-        """`weight_bytes`: of each weight, as the model holds it; `cell_bytes`: of one token's KV."""
-        self._weight_bytes, self._cell_bytes = weight_bytes, cell_bytes
+    def __init__(self, shape: Description, dtype: torch.dtype, device: str, weight_bytes: int, kv: torch.dtype) -> None:
+        """`weight_bytes`: of each weight, as the model holds it; `kv`: the dtype of keys and values."""
+        self._shape, self._weight_bytes, self._kv = shape, weight_bytes, kv
         self._state_bytes = 0
         if shape.state is not None:
             states = LinearStates(shape.state, shape.linear_layers, slots=1, window=0, dtype=dtype, device="meta")
@@ -150,11 +157,21 @@ class Floors:
         return read * self.step_bytes(shape) / self._stream.nbytes
 
     def step_bytes(self, shape: StepShape) -> int:
-        """Bytes that a step has to move: it reads every weight once, and for each sequence reads the KV before its
-        tokens, and reads and writes its state.
+        """Bytes that a step has to move: it reads every weight once, of experts those that its tokens choose, and for
+        each sequence reads the KV before its tokens, and reads and writes its state.
         """
-        weights = sum(weight.numel() for weight in (*self._layers, self._head)) * self._weight_bytes
-        return weights + shape.sequences * (shape.context * self._cell_bytes + 2 * self._state_bytes)
+        weights = sum(weight.numel() for weight in (*self._layers, self._head))
+        for block in self._shape.blocks:
+            op = block.op.experts if isinstance(block.op, DenseAndExperts) else block.op
+            if isinstance(op, MixtureOfExperts):
+                count, chosen = op.routing.experts, op.routing.chosen
+                read = count * (1 - (1 - chosen / count) ** (shape.sequences * shape.window))
+                weights += round((read - chosen) * (op.latent or self._shape.hidden) * (op.width + op.inner))
+        cached = 0
+        for each in self._shape.attentions:
+            cell = 2 * each.kv_heads * (each.head_dim * self._kv.itemsize + SCALE_BYTES * (self._kv == torch.int8))
+            cached += cell * min(shape.context, each.window or shape.context)
+        return weights * self._weight_bytes + shape.sequences * (cached + 2 * self._state_bytes)
 
 
 class LlamaServer:
@@ -294,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     beside = load_runner(in_precision(config, options.beside)) if options.beside else None
     dtype = loaded.runner.kv.dtype
     weight_bytes = 1 if loaded.config.dtype == "int8" else dtype.itemsize
-    floors = Floors(shape, dtype, loaded.config.device, weight_bytes, loaded.runner.kv.cell_bytes)
+    floors = Floors(shape, dtype, loaded.config.device, weight_bytes, loaded.runner.kv.data.dtype)
     print(f"{loaded.config.dtype}, KV {loaded.config.kv_dtype}, {loaded.config.threads} threads")
     columns = f"{'':26} {'step ms':>10} {'chain ms':>10} {'memory ms':>10} {'step/chain':>12} {'step/memory':>12}"
     theirs = "".join(f" {peer.name + ' ms':>13} {'/ours':>6}" for peer in peers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import shutil
 import struct
@@ -24,8 +25,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from holdfast.loadgen.pocket.padding import Inflation, Scales
+from holdfast.loadgen.pocket.padding import LIMIT, Inflation
 from holdfast.loadgen.pocket.shapes import (
     SHAPES,
     Family,
@@ -44,9 +46,16 @@ from holdfast.loadgen.pocket.shapes import (
 )
 from holdfast.loadgen.pocket.tokenizer import WEIGHTS
 
+log = logging.getLogger(__name__)
+
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _SPARE_BYTES = 64 << 20
 SHARD_BYTES = 2 << 30
+EXPERTS = {
+    Family.GPT_OSS: ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+    Family.GEMMA4: ("num_experts", "top_k_experts", "moe_intermediate_size"),
+}
+"""What a family calls its number of experts, those that a token chooses, and their inner width, if it is peculiar."""
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # as safetensors has them
 
 
@@ -114,11 +123,15 @@ def inflate(
         target = replace(target, layers=layers)
     if not pad_vocabulary or target.vocabulary < small.shape.vocabulary:
         target = replace(target, vocabulary=small.shape.vocabulary)
-    check_embeds(small.shape, target)
-    scales = Scales.of(small.shape, target, small.config.rms_norm_eps, small.theta)
-    inflation = Inflation(small.shape, target, scales, small.weights, dtype, seed)
+    context = small.config.max_position_embeddings
+    check_embeds(small.shape, target, context)
+    held = target.layers_for(small.shape, context)
+    if target.window is not None and not set(held) <= set(target.attention_layers):
+        log.warning("layers with a window hold a part: beyond %d tokens answers differ", target.window.tokens)
+    numbers = (small.config.rms_norm_eps, small.theta, held)
+    inflation = Inflation(small.shape, target, *numbers, small.weights, dtype, seed)
     tensors = tensors_of(target)
-    config = target_config(small, target, scales, dtype)
+    config = target_config(small, target, inflation, dtype)
     check_room(out, total_bytes(tensors, dtype))
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as made:
@@ -147,15 +160,16 @@ def check_room(out: Path, size: int) -> None:
         raise NoRoomError(f"{size / 1e9:.1f} GB are needed, {standing} has {free / 1e9:.1f} GB free")
 
 
-def target_config(source: Source, target: Shape, scales: Scales, dtype: torch.dtype) -> dict[str, Any]:
+def target_config(source: Source, target: Shape, inflation: Inflation, dtype: torch.dtype) -> dict[str, Any]:
     """The target's sizes with the source's context, rotary base and token ids."""
+    scales = inflation.scales(target)
     options: dict[str, Any] = {
         key: getattr(source.config, key)
         for key in ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
     }
     if target.family is Family.MISTRAL:
         options["sliding_window"] = None
-    if target.family in (Family.LLAMA, Family.QWEN3, Family.QWEN35):
+    if target.family not in (Family.MISTRAL, Family.QWEN2):
         options["attention_bias"] = target.attention_bias
     if target.family is Family.LLAMA:
         options["mlp_bias"] = target.mlp_bias
@@ -170,11 +184,38 @@ def target_config(source: Source, target: Shape, scales: Scales, dtype: torch.dt
             "linear_value_head_dim": target.linear.value_dim,
             "linear_conv_kernel_dim": target.linear.kernel,
         }
+    if target.window is not None:
+        kinds = {False: "sliding_attention", True: "full_attention"}
+        options["sliding_window"] = target.window.tokens
+        options["layer_types"] = [kinds[layer in target.attention_layers] for layer in range(target.layers)]
+    if target.around and target.window is not None:
+        windowed = target.at(0)
+        part = {"rope_type": "proportional", "partial_rotary_factor": target.rotary, "rope_theta": scales.theta}
+        rotary = {
+            "full_attention": part,
+            "sliding_attention": {"rope_type": "default", "rope_theta": inflation.scales(windowed).theta},
+        }
+        options |= {
+            "global_head_dim": target.head_dim,
+            "num_global_key_value_heads": target.kv_heads,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+        }
+        target = replace(target, head_dim=windowed.head_dim, kv_heads=windowed.kv_heads)
+    if target.experts is not None:
+        experts = target.experts
+        names = EXPERTS.get(target.family, ("num_experts", "num_experts_per_tok", "moe_intermediate_size"))
+        options |= dict(zip(names, (experts.count, experts.chosen, experts.inner), strict=True))
+        options |= {"shared_expert_intermediate_size": experts.shared} if experts.shared else {}
+        options |= {"norm_topk_prob": True} if target.family is Family.QWEN3_MOE else {}
+        options |= {"swiglu_limit": LIMIT} if target.family is Family.GPT_OSS else {}
+    if target.family not in (Family.GPT_OSS, Family.QWEN35_MOE):
+        options["intermediate_size"] = target.intermediate
     config = AutoConfig.for_model(
         str(target.family),
         vocab_size=target.vocabulary,
         hidden_size=target.hidden,
-        intermediate_size=target.intermediate,
         num_hidden_layers=target.layers,
         num_attention_heads=target.heads,
         num_key_value_heads=target.kv_heads,
@@ -185,7 +226,7 @@ def target_config(source: Source, target: Shape, scales: Scales, dtype: torch.dt
         dtype=dtype,
         **options,
     )
-    config.architectures = [f"{target.family.removesuffix('_text').capitalize()}ForCausalLM"]
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[str(target.family)]]
     written: dict[str, Any] = config.to_dict()
     return written | {"rope_theta": scales.theta, "torch_dtype": str(dtype).removeprefix("torch.")}
 

@@ -18,6 +18,17 @@ Notation: the source has hidden size d and head dim h, the target D and H.
 - Output gates (Qwen3.5): their rows are zero, sigmoid(0) is 1/2, and output projections are doubled.
 - Hybrids: the source's layers are the first layers with attention. Layers of linear attention compute on random
   numbers, and their output projections are zero.
+- Experts: where one is shared by all tokens, it has the source's feed-forward and the others add zeros. Otherwise each
+  expert has a copy, and the weights of the chosen ones sum to 1. Routers are random.
+- gpt-oss multiplies (up + 1) gate sigmoid(1.702 gate): gates are divided by 1.702 and outputs multiplied by that, and
+  the bias of ups is -1. `swiglu_limit` is raised, so that nothing is clamped. Sinks are so low that they weigh nothing.
+- Norms behind attention and feed-forwards (Gemma 4), and that of values, are undone as head norms are. Where a layer
+  has nothing of the source, their weights are zero, and all matrices are random.
+- gelu (Gemma 4): a neuron of silu is five of gelu (`shapes.GELUS`). This is not exact: silu is met within 5e-6.
+- Keys that are values (Gemma 4): keys and values lie in dimensions of their own. The weights of the keys' norm are zero
+  where values are, queries and output projections where the other ones are.
+- Gemma's rotary positions over a part of a head turn as slowly as if they were all of it: theta is raised for that.
+- Windows: the source's layers are those that see everything (`Shape.layers_for` has the exception).
 - Added vocabulary: every token carries a tiny constant in channel d, which no layer reads. After the final norm it is
   positive in every state; the added rows weigh it with a large negative number, so none of them is ever sampled.
 - Added layers, heads and neurons are random where they are read and zero where they are written to the residual.
@@ -27,16 +38,20 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from holdfast.loadgen.pocket.shapes import Shape, TensorSpec, kv_copies
+from holdfast.loadgen.pocket.shapes import GELUS, Family, Shape, TensorSpec, kv_copies
 
 HEAD_NORM_SHIFT = 2.0**-17
+ALPHA = 1.702  # of gpt-oss's activation
+LIMIT = 2.0**10
+SINK = -(2.0**14)
 ZERO_CENTRED_GAIN = 2.0**6
+_FILLED = {"shared_expert_gate": 0.0, "per_expert_scale": 1.0, "layer_scalar": 1.0, "sinks": SINK}
 MARKER = 2.0**-13
 MARKER_GAIN = 2.0**10
 MARKER_BAN = 2.0**17
@@ -47,23 +62,29 @@ class Scales:
     """The numbers that make padding exact. What a norm multiplies by beyond the source, `read` and `head` undo."""
 
     residual: float
+    embedding: float
     norm: float  # of the norms in the layers
     final_norm: float
     read: float  # of the matrices behind the layers' norms
     head: float  # of a head of its own
     query: float
     key: float
-    output: float
+    value: float
+    output: float  # of attention
+    down: float
+    post_norm: float
     epsilon: float
     head_norm: float
     theta: float
     stride: int
 
     @staticmethod
-    def of(source: Shape, target: Shape, epsilon: float, theta: float) -> Scales:
-        """Scales for a pair of shapes and the source's epsilon and rotary base."""
+    def of(source: Shape, target: Shape, epsilon: float, theta: float, dtype: torch.dtype = torch.float32) -> Scales:
+        """Scales for a pair of shapes, the source's epsilon and rotary base, and the dtype of weights.
+
+        `target`: as the layer has its heads (`Shape.at`).
+        """
         width = source.hidden / target.hidden
-        ratio = target.rotary_dim / source.head_dim
         even = target.rotary_dim % source.head_dim == 0
         gain = ZERO_CENTRED_GAIN if target.zero_centred else 1.0
         residual = 1.0 / gain
@@ -71,49 +92,97 @@ class Scales:
             residual = 2.0 ** round(-math.log2(epsilon * width) / 2)
         scaled = epsilon * width * residual**2
         shift = HEAD_NORM_SHIFT * 2.0 ** round(math.log2(scaled) / 2) if target.head_norms else 1.0
-        head = residual if target.tied else 1.0 / gain
+        head_norm = math.sqrt(scaled) / shift
+        embedding = residual
+        if target.around:
+            embedding /= float(torch.tensor(target.hidden**0.5, dtype=dtype))
+        head = embedding if target.tied else 1.0 / gain
+        scores = 1.0 if target.around else target.head_dim
+        slow = target.head_dim if target.keys_are_values else target.rotary_dim
         return Scales(
             residual=residual,
+            embedding=embedding,
             norm=math.sqrt(width) * gain,
             final_norm=math.sqrt(width) / head,
             read=1.0 / gain,
             head=head,
-            query=math.sqrt(target.head_dim / source.head_dim) * shift,
+            query=math.sqrt(scores / source.head_dim) * shift,
             key=shift,
-            output=residual * (2.0 if target.hybrid else 1.0),
+            value=shift if target.around else 1.0,
+            output=head_norm * shift if target.around else residual * (2.0 if target.hybrid else 1.0),
+            down=shift if target.around else residual * (2.0 if target.experts and target.experts.shared else 1.0),
+            post_norm=residual * head_norm,
             epsilon=scaled,
-            head_norm=math.sqrt(scaled) / shift,
-            theta=theta if even else theta**ratio,
+            head_norm=head_norm,
+            theta=theta ** (slow / (target.rotary_dim if even else source.head_dim)),
             stride=target.rotary_dim // source.head_dim if even else 1,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Inflation:
-    """The target's tensors as a function of the source's; nothing is held but the source."""
+    """The target's tensors as a function of the source's; nothing is held but the source.
+
+    `held`: the target's layers that hold the source's, in order.
+    """
 
     source: Shape
     target: Shape
-    scales: Scales
+    epsilon: float
+    theta: float
+    held: Sequence[int]
     weights: Mapping[str, Tensor]
     dtype: torch.dtype
     seed: int
 
+    def scales(self, target: Shape) -> Scales:
+        """Scales of a layer with such heads."""
+        return Scales.of(self.source, target, self.epsilon, self.theta, self.dtype)
+
     def tensor(self, spec: TensorSpec) -> Tensor:
         """One tensor of the target."""
-        part = spec.name.rsplit(".", 2)[-2]
-        own = self._own(spec.name)
+        layer = int(spec.name.split(".")[2]) if spec.name.startswith("model.layers.") else None
+        target = self.target if layer is None else self.target.at(layer)
+        return _Layer(self, target, self.scales(target), None if layer not in self.held else layer).tensor(spec)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The tensors of a layer, or of none. `held`: its number where it holds one of the source."""
+
+    of: Inflation
+    target: Shape
+    scales: Scales
+    held: int | None
+
+    @property
+    def source(self) -> Shape:
+        return self.of.source
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.of.dtype
+
+    def tensor(self, spec: TensorSpec) -> Tensor:
+        part = spec.name.removesuffix(".weight").removesuffix(".bias").rsplit(".", 1)[-1]
         if ".linear_attn." in spec.name:
             return self._linear_attention(spec)
+        if part in _FILLED:
+            return torch.full(spec.shape, _FILLED[part])
+        if part == "scale":
+            return torch.full(spec.shape, math.sqrt(self.target.hidden))
+        if ".experts." in spec.name and not spec.name.endswith(".weight"):
+            return self._experts(spec, part)
+        own = self._own(spec.name)
         if part == "embed_tokens":
-            return self._vocabulary_rows(own, self.scales.residual, marker=MARKER)
+            return self._vocabulary_rows(own, self.scales.embedding, marker=MARKER)
         if part == "lm_head":
-            head = own if own is not None else self.weights["model.embed_tokens.weight"]
+            head = own if own is not None else self.of.weights["model.embed_tokens.weight"]
             return self._vocabulary_rows(head, self.scales.head, marker=0.0)
         if part in ("q_norm", "k_norm"):
-            return self._norm_weight(torch.full(spec.shape, self.scales.head_norm))
-        if part.endswith("norm"):
-            return self._norm(spec, own)
+            return self._head_norm(spec, part)
+        if "norm" in part:
+            return self._norm(spec, own, part)
         if part in ("o_proj", "down_proj"):
             return self._output(spec, own, part)
         return self._input(spec, own, part)
@@ -126,10 +195,43 @@ class Inflation:
     def _own(self, name: str) -> Tensor | None:
         """The source's tensor that goes into this one of the target; None: there is none."""
         if not name.startswith("model.layers."):
-            return self.weights.get(name)
-        _, _, layer, rest = name.split(".", 3)
-        number, last = divmod(int(layer) + 1, self.target.interval)  # the source's layers have attention
-        return None if last or number > self.source.layers else self.weights.get(f"model.layers.{number - 1}.{rest}")
+            return self.of.weights.get(name)
+        if self.held is None:
+            return None
+        rest = name.split(".", 3)[3]
+        if self.target.around and rest.startswith("pre_feedforward_layernorm"):
+            rest = "post_attention_layernorm.weight"
+        if rest.startswith("mlp."):
+            rest = f"mlp.{'.'.join(rest.rsplit('.', 2)[1:])}"  # of an expert, too
+        own = self.of.weights.get(f"model.layers.{self.of.held.index(self.held)}.{rest}")
+        if own is None or not self.target.around or not rest.startswith("mlp."):
+            return own
+        if "down_proj" in rest:
+            return torch.cat([own * c for _, c in GELUS], dim=1)
+        return torch.cat([own * (a if "gate_proj" in rest else 1.0) for a, _ in GELUS])
+
+    def _experts(self, spec: TensorSpec, part: str) -> Tensor:
+        """A tensor of all experts. Only gpt-oss's hold the source's feed-forward; others' are noise, and what would add
+        to a residual that has no norm before it is zero.
+        """
+        writes, inner = part.startswith("down_proj"), self.source.intermediate
+        out = self._noise(spec, 0.0 if part.endswith("_bias") or (writes and not self.target.around) else 1.0)
+        if self.target.family is not Family.GPT_OSS or self.held is None:
+            return out
+        ups, gates = slice(1, 2 * inner, 2), slice(0, 2 * inner, 2)
+        if part == "gate_up_proj_bias":
+            out[:, ups] = -1.0
+        elif part in ("gate_up_proj", "down_proj"):
+            at = f"model.layers.{self.held}.mlp."
+            gate, up, down = (self._own(f"{at}{name}_proj.weight") for name in ("gate", "up", "down"))
+            if gate is None or up is None or down is None:
+                raise AssertionError(f"{at} is missing in the source")
+            if writes:
+                out[:, :inner, : self.source.hidden] = (down.T * ALPHA * self.scales.down).to(self.dtype)
+            else:
+                out[:, : self.source.hidden, gates] = (gate.T / ALPHA * self.scales.read).to(self.dtype)
+                out[:, : self.source.hidden, ups] = (up.T * self.scales.read).to(self.dtype)
+        return out
 
     def _vocabulary_rows(self, own: Tensor | None, scale: float, marker: float) -> Tensor:
         """Embedding or head: the source's rows, zeros beyond; with added rows also the marker channel."""
@@ -143,7 +245,16 @@ class Inflation:
             out[rows:, channel] = -MARKER_BAN * scale
         return out
 
-    def _norm(self, spec: TensorSpec, own: Tensor | None) -> Tensor:
+    def _head_norm(self, spec: TensorSpec, part: str) -> Tensor:
+        out = torch.full(spec.shape, self.scales.head_norm)
+        if part == "k_norm" and self.target.keys_are_values:
+            out[self._dims("v_proj")] = 0.0
+        return self._norm_weight(out)
+
+    def _norm(self, spec: TensorSpec, own: Tensor | None, part: str) -> Tensor:
+        if self.target.around and part.startswith("post_"):
+            of_dense = math.sqrt(self.scales.epsilon) if part.endswith("_1") else self.scales.post_norm
+            return torch.full(spec.shape, 0.0 if self.held is None or part.endswith("_2") else of_dense)
         out = torch.ones(spec.shape)
         final = spec.name == "model.norm.weight"
         if own is not None:
@@ -158,24 +269,25 @@ class Inflation:
 
     def _output(self, spec: TensorSpec, own: Tensor | None, part: str) -> Tensor:
         """A projection into the residual: zero but for the source's block."""
-        out = torch.zeros(spec.shape, dtype=self.dtype)
         if own is None:
-            return out
+            return self._noise(spec, 1.0 if self.target.around else 0.0)
+        out = torch.zeros(spec.shape, dtype=self.dtype)
         if part == "o_proj":
             columns, scale = self._places(self.source.heads, part), self.scales.output
         else:
-            columns, scale = torch.arange(self.source.intermediate), self.scales.residual
+            columns, scale = torch.arange(own.shape[1]), self.scales.down
         out[: self.source.hidden, columns] = (own * scale).to(self.dtype)
         return out
 
     def _input(self, spec: TensorSpec, own: Tensor | None, part: str) -> Tensor:
         """A projection out of the residual: noise with the source's rows in their places."""
-        scales = {"q_proj": self.scales.query, "k_proj": self.scales.key}
-        out = self._noise(spec, self.scales.key if part in scales else 1.0)
-        if self._own(spec.name.replace(".bias", ".weight")) is None:
+        scales = {"q_proj": self.scales.query, "k_proj": self.scales.key, "v_proj": self.scales.value}
+        out = self._noise(spec, scales[part] if part == "v_proj" else self.scales.key if part in scales else 1.0)
+        weight = self._own(spec.name.replace(".bias", ".weight"))
+        if weight is None:
             return out
         if part in ("gate_proj", "up_proj"):
-            rows = torch.arange(self.source.intermediate)
+            rows = torch.arange(len(weight))
         else:
             rows = self._places(self.source.heads if part == "q_proj" else self.source.kv_heads, part)
         if part == "k_proj":
@@ -193,6 +305,14 @@ class Inflation:
             kept = kept.view(self.source.kv_heads, 1, self.source.head_dim, -1)
             kept = kept.expand(-1, kv_copies(self.source, self.target), -1, -1).reshape(len(rows), -1)
         out[rows, : self.source.hidden] = kept.to(self.dtype)
+        if part == "k_proj" and self.target.keys_are_values:
+            values = self._own(spec.name.replace("k_proj", "v_proj"))
+            if values is None:
+                raise AssertionError(f"{spec.name} has no values in the source")
+            values = values.view(self.source.kv_heads, 1, self.source.head_dim, -1)
+            values = values.expand(-1, kv_copies(self.source, self.target), -1, -1).reshape(len(rows), -1)
+            places = self._places(self.source.kv_heads, "v_proj")
+            out[places, : self.source.hidden] = (values * self.scales.value * self.scales.read).to(self.dtype)
         return out
 
     def _linear_attention(self, spec: TensorSpec) -> Tensor:
@@ -212,8 +332,7 @@ class Inflation:
     def _places(self, heads: int, part: str) -> Tensor:
         """The target's rows (of o_proj: columns) for the source's heads, with all copies of key-value heads."""
         s, t = self.source, self.target
-        pairs = torch.arange(s.head_dim // 2) * self.scales.stride
-        dims = torch.cat((pairs, pairs + t.rotary_dim // 2))
+        dims = self._dims(part)
         copies = kv_copies(s, t)
         if part in ("q_proj", "o_proj"):
             placed = []
@@ -226,12 +345,20 @@ class Inflation:
         each = t.head_dim * (2 if part == "q_proj" and t.hybrid else 1)  # a gate behind each query
         return torch.cat([head * each + dims for head in placed])
 
+    def _dims(self, part: str) -> Tensor:
+        """The dimensions of a target's head that hold those of the source's."""
+        s, t = self.source, self.target
+        if t.keys_are_values and part in ("v_proj", "o_proj"):
+            return torch.arange(s.head_dim) + t.rotary_dim // 2
+        pairs = torch.arange(s.head_dim // 2) * self.scales.stride
+        return torch.cat((pairs, pairs + (t.head_dim if t.keys_are_values else t.rotary_dim) // 2))
+
     def _noise(self, spec: TensorSpec, scale: float) -> Tensor:
         """Random values of a weight's usual size, the same for the same name and seed."""
         out = torch.zeros(spec.shape, dtype=self.dtype)
         if scale == 0.0:
             return out
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{spec.name}".encode()))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.of.seed}/{spec.name}".encode()))
         inputs = spec.shape[-1] if len(spec.shape) > 2 else self.target.hidden  # of a convolution: its kernel
         spread = scale * inputs**-0.5 * math.sqrt(3)
         return out.uniform_(-spread, spread, generator=generator)

@@ -519,7 +519,8 @@ class Decoder:
     def _all_experts(self, op: MixtureOfExperts, of: ExpertsWeights) -> AllExperts:
         assert isinstance(of.first, Tensor)
         assert isinstance(of.down, Tensor)
-        return Experts(of.first, of.down, op.activation, of.first_bias, of.down_bias, self._int8)
+        biases = (of.first_bias, of.down_bias)
+        return Experts(of.first, of.down, op.activation, *biases, self._int8, op.alpha, op.limit)
 
     @classmethod
     def load(

@@ -81,7 +81,8 @@ class GpuDecoder(Decoder):
         return QuantizedGatedMatrix(weight, activation)
 
     def _all_experts(self, op: MixtureOfExperts, of: ExpertsWeights) -> AllExperts:
-        return GpuExperts(of.first, of.down, op.activation, of.first_bias, of.down_bias)
+        biases = (of.first_bias, of.down_bias)
+        return GpuExperts(of.first, of.down, op.activation, *biases, alpha=op.alpha, limit=op.limit)
 
     @property
     def experts(self) -> dict[int, list[GpuExperts]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from holdfast.kernels.experts import Routing
-from holdfast.kernels.linear import Activation
+from holdfast.kernels.linear import ALPHA, LIMIT, Activation
 from holdfast.kernels.linear_state import LinearShape
 from holdfast.replicas.config import BYTES, DType, ModelShape
 from holdfast.replicas.kv.tensors import CellShape, KVKind
@@ -146,6 +146,8 @@ class MixtureOfExperts:
     shared: int = 0
     shared_gate: bool = False
     latent: int = 0
+    alpha: float = ALPHA  # of "clamped", as `limit`
+    limit: float = LIMIT
 
     @property
     def width(self) -> int:
@@ -514,6 +516,8 @@ def _feed_forward(text: Any, family: Family, number: int) -> FeedForward | Mixtu
         shared=shared,
         shared_gate=family.shared_gate and shared > 0,
         latent=getattr(text, "moe_latent_size", None) or 0,
+        alpha=getattr(text, "swiglu_alpha", ALPHA),
+        limit=getattr(text, "swiglu_limit", LIMIT),
     )
     if getattr(text, "enable_moe_block", False):
         return DenseAndExperts(FeedForward(text.intermediate_size, activation), experts)
@@ -565,7 +569,6 @@ def why_not(config: Any) -> str:
         f"rotary positions of type {min(ropes, default='')}": bool(ropes),
         "rotary positions over a part of each head": partial and not family.partial_rotary,
         f"layers of type {min(others, default='')}": bool(others),
-        "other constants of the clamped activation": family.clamped and _clamp(text) != (1.702, 7.0),
         "layers without attention alone": bool(kinds) and not kinds & _KV_LAYERS,
         "limits of time steps": list(getattr(text, "time_step_limit", None) or _NO_LIMITS) != _NO_LIMITS,
         f"the activation {_linear_activation(text)}": _linear_activation(text) != "silu",
@@ -576,10 +579,6 @@ def why_not(config: Any) -> str:
         "heads that differ in layers of one type": _uneven_heads(text, family),
     }
     return next((reason for reason, found in refused.items() if found), "") or _unread_weights(config)
-
-
-def _clamp(text: Any) -> tuple[float, float]:
-    return getattr(text, "swiglu_alpha", 1.702), getattr(text, "swiglu_limit", 7.0)
 
 
 def _uneven_heads(text: Any, family: Family) -> bool:

@@ -48,6 +48,8 @@ CONFIGS = {
         head_dim=16,
         sliding_window=20,
         rope_parameters=YARN | {"truncate": False},
+        swiglu_alpha=1.4,
+        swiglu_limit=0.05,
     ),
     "gemma 3": tf.Gemma3TextConfig(
         **COMMON,

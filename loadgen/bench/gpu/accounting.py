@@ -11,7 +11,14 @@ import numpy as np
 
 from holdfast.kernels.ceilings import Ceilings
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.model.description import Attention, Description, FeedForward, LinearAttention
+from holdfast.replicas.model.description import (
+    Attention,
+    DenseAndExperts,
+    Description,
+    FeedForward,
+    LinearAttention,
+    MixtureOfExperts,
+)
 from holdfast.replicas.plan import Flight, Runner, StepOutput, StepPlan
 from holdfast.replicas.requests import Finished, Tokens
 from holdfast.replicas.types import TokenIds
@@ -51,7 +58,9 @@ class Bounds:
 
 
 def matrix_sizes(shape: Description) -> list[tuple[int, int]]:
-    """Outputs and inputs of the layers' matrices, in order."""
+    """Outputs and inputs of the matrices that a token is multiplied with in the layers, in order; of the experts those
+    of as many as it chooses.
+    """
     sizes = []
     for block in shape.blocks:
         op = block.op
@@ -60,10 +69,24 @@ def matrix_sizes(shape: Description) -> list[tuple[int, int]]:
         elif isinstance(op, LinearAttention):
             sizes += [(op.qkvz_width + op.shape.gates * op.shape.value_heads, shape.hidden), (shape.hidden, op.v_width)]
         elif isinstance(op, FeedForward):
-            sizes += [(op.width, shape.hidden), (shape.hidden, op.inner)]
+            sizes += _pair(op, shape.hidden)
         else:
-            raise ValueError("experts are measured by themselves")  # what a step reads of them depends on its tokens
+            if isinstance(op, DenseAndExperts):
+                sizes += _pair(op.dense, shape.hidden)
+                op = op.experts
+            if not isinstance(op, MixtureOfExperts):
+                raise ValueError(f"the matrices of {type(op).__name__} are not counted")
+            width = op.latent or shape.hidden
+            sizes += [(op.routing.experts, shape.hidden), *_pair(op, width) * op.routing.chosen]
+            if op.latent:
+                sizes += [(op.latent, shape.hidden), (shape.hidden, op.latent)]
+            if op.shared:
+                sizes += _pair(FeedForward(op.shared, op.activation), shape.hidden)
     return sizes
+
+
+def _pair(op: FeedForward | MixtureOfExperts, hidden: int) -> list[tuple[int, int]]:
+    return [(op.width, hidden), (hidden, op.inner)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,11 +65,34 @@ def test_a_hybrids_states_are_part_of_what_a_step_moves(tmp_path, capsys):
     assert forwards.main(["--model", str(model), *options, "--only", "verify 4, 300"]) == 0
     assert "8 verify 4, 300 cached" in capsys.readouterr().out
     described = describe(inspect_model(str(model)).config)
-    floors = forwards.Floors(described, torch.float32, "cpu", 4, 7 * 2 * 2 * 256 * 4)
+    floors = forwards.Floors(described, torch.float32, "cpu", 4, torch.float32)
     state = 7 * (4 * 32 * 32 + 256 * 3) * 4
     weights = sum(a * b for a, b in matrix_sizes(described)) + 1536 * 256
     moved = floors.step_bytes(forwards.StepShape("", 2, 1, 100))
     assert moved == weights * 4 + 2 * (100 * 7 * 2 * 2 * 256 * 4 + 2 * state)
+
+
+def test_of_experts_and_windows_a_step_moves_what_it_reads():
+    config = tf.Qwen3MoeConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=64,
+        moe_intermediate_size=8,
+        num_experts=16,
+        num_experts_per_tok=2,
+        use_sliding_window=True,
+        sliding_window=10,
+    )
+    floors = forwards.Floors(describe(config), torch.bfloat16, "cpu", 2, torch.int8)
+    attention, expert, table, router = (64 + 32) * 32, 3 * 8 * 32, 64 * 32, 16 * 32
+    kv = 2 * (16 + 4) * 10
+    one = floors.step_bytes(forwards.StepShape("", 1, 1, 1000))
+    assert one == 2 * (attention + router + table + 2 * expert) + kv
+    many = floors.step_bytes(forwards.StepShape("", 1, 400, 1000))
+    assert many == 2 * (attention + router + table + 16 * expert) + kv
 
 
 class Answering(BaseHTTPRequestHandler):

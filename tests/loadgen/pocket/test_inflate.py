@@ -47,6 +47,45 @@ HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
 }
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 48,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+}
+HYBRID_MOE = {
+    **HYBRID,
+    "model_type": "qwen3_5_moe_text",
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 48,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 5,
+    "head_dim": 16,
+    "sliding_window": 8,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+}
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "intermediate_size": 210,
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "global_head_dim": 64,
+    "num_global_key_value_heads": 2,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 16,
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +153,9 @@ def logits(folder: Path) -> torch.Tensor:
             "num_attention_heads": 6,
             "num_key_value_heads": 3,
         },
+        QWEN3_MOE,
+        HYBRID_MOE,
+        GPT_OSS,
     ],
     ids=str,
 )
@@ -122,7 +164,43 @@ def test_logits_are_the_sources(source: Path, tmp_path: Path, changes: dict[str,
     torch.testing.assert_close(logits(out), logits(source), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"model_type": "qwen3"}, HYBRID], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        GEMMA4,
+        # One layer that sees everything: the window of the others holds the rest of the source.
+        GEMMA4
+        | {"layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+        | {"num_hidden_layers": 3, "sliding_window": 96},
+    ],
+    ids=str,
+)
+def test_gelu_comes_near_the_source(
+    source: Path, tmp_path: Path, changes: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    out = inflate(str(source), target(tmp_path, **changes), tmp_path / "out", dtype=torch.float32)
+    torch.testing.assert_close(logits(out), logits(source), rtol=2e-4, atol=2e-4)
+    assert ("beyond 96 tokens answers differ" in caplog.text) == (changes["num_hidden_layers"] == 3)
+
+
+@pytest.mark.parametrize("changes", [QWEN3_MOE, HYBRID_MOE, GPT_OSS, GEMMA4], ids=lambda each: each["model_type"])
+def test_experts_cost_what_they_cost_elsewhere(source: Path, tmp_path: Path, changes: dict[str, object]) -> None:
+    """Tokens choose different experts."""
+    out = inflate(str(source), target(tmp_path, **changes), tmp_path / "out", dtype=torch.float32, pad_vocabulary=True)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    routers = [each for name, each in model.named_modules() if name.endswith((".gate", ".router"))]
+    chosen: list[torch.Tensor] = []
+    routers[-1].register_forward_hook(lambda module, given, found: chosen.append(found[2]))
+    with torch.inference_mode():
+        model(torch.arange(60)[None])
+    counts = chosen[0].flatten().bincount(minlength=6)
+    assert (counts > 0).all()
+    assert counts.max() < 60
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_word_embeddings": True}, {"model_type": "qwen3"}, HYBRID, GPT_OSS, GEMMA4], ids=str
+)
 def test_added_vocabulary_is_never_sampled(source: Path, tmp_path: Path, changes: dict[str, object]) -> None:
     shape = target(tmp_path, **changes)
     out = inflate(str(source), shape, tmp_path / "out", dtype=torch.float32, pad_vocabulary=True)
@@ -159,6 +237,10 @@ def test_shards_hold_what_one_file_holds(source: Path, tmp_path: Path, monkeypat
         (HYBRID | {"head_dim": 36}, "even number"),
         (HYBRID | {"layer_types": ["full_attention"] * 2 + ["linear_attention"] * 7}, "fixed interval"),
         ({"hidden_act": "gelu"}, "gelu"),
+        (GPT_OSS | {"num_hidden_layers": 3}, "--layers 4"),
+        (GEMMA4 | {"intermediate_size": 190}, "neurons"),
+        (GEMMA4 | {"global_head_dim": 16}, "rotary_dim"),
+        (GEMMA4 | {"enable_moe_block": False}, "without experts"),
         ({"num_hidden_layers": "many"}, "num_hidden_layers"),
     ],
     ids=str,
@@ -265,6 +347,10 @@ def test_no_room_is_said_before_writing(source: Path, tmp_path: Path, monkeypatc
         ("qwen3.5-0.8b", 752_393_024),
         ("qwen3.5-2b", 1_881_825_088),
         ("qwen3.5-27b", 26_895_998_464),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3.6-35b-a3b", 34_660_610_688),
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gemma-4-26b-a4b", 25_233_141_790),
     ],
 )
 def test_named_shapes_have_the_published_number_of_parameters(name: str, parameters: int) -> None:

@@ -83,40 +83,34 @@ def smooth(
     """
     weights = replace(weights, blocks=list(weights.blocks))
     seen = _Seen(replace(weights), description, rotary, sample, dtype)  # a decoder takes over what it is given
-    first: Matrix | GatedMatrix
     for block, of, layer in zip(description.blocks, weights.blocks, seen.blocks, strict=True):
-        op, norm = of.op, of.norm
+        op = of.op
         if isinstance(op, AttentionWeights):
             assert isinstance(block.op, Attention)
             assert isinstance(layer.op, AttentionLayer)
             if keys:
                 half = rotary[block.op.rotary][0].shape[1]
                 _move_keys(op, block.op, seen.keys(layer.op), half)
-            if products and not block.op.v_norm:
-                _move_heads(op, block.op, seen.columns(layer.op.out))
-            inputs, first = [op.qkv], layer.op.qkv
-        elif isinstance(op, LinearAttentionWeights):
-            assert isinstance(layer.op, LinearAttentionLayer)
             if products:
-                size, out = len(op.norm), _dense(op.out)
-                largest = out.abs().amax(0).view(-1, size).amax(0)[None]  # [1, size]
-                factors = even_out(seen.columns(layer.op.out).view(-1, size).amax(0), largest)
-                _move(factors, op.norm)
-                out *= factors.repeat(out.shape[1] // size).to(out.dtype)
-            inputs, first = [op.qkvz, op.gates], layer.op.qkvz
-        elif isinstance(op, FeedForwardWeights):
+                _move_inputs(of.norm, seen.columns(layer.op.qkv), op.qkv)
+                if not block.op.v_norm:
+                    _move_heads(op, block.op, seen.columns(layer.op.out))
+        elif isinstance(op, LinearAttentionWeights) and products:
+            assert isinstance(layer.op, LinearAttentionLayer)
+            _move_inputs(of.norm, seen.columns(layer.op.qkvz), op.qkvz, op.gates)
+            size, out = len(op.norm), _dense(op.out)
+            largest = out.abs().amax(0).view(-1, size).amax(0)[None]  # [1, size]
+            factors = even_out(seen.columns(layer.op.out).view(-1, size).amax(0), largest)
+            _move(factors, op.norm)
+            out *= factors.repeat(out.shape[1] // size).to(out.dtype)
+        elif isinstance(op, FeedForwardWeights) and products:
             assert isinstance(layer.op, FeedForwardLayer)
-            if products and layer.op.op.activation != "relu2":  # the others are linear in `up`
+            _move_inputs(of.norm, seen.columns(layer.op.first), op.first)
+            if layer.op.op.activation != "relu2":  # the others are linear in `up`
                 down, up = _dense(op.down), _dense(op.first).chunk(2)[1]
                 factors = even_out(seen.columns(layer.op.down), down)
                 up /= factors.to(up.dtype)[:, None]
                 down *= factors.to(down.dtype)
-            inputs, first = [op.first], layer.op.first
-        else:
-            continue
-        if products and norm is not None:
-            dense = [_dense(each) for each in inputs]
-            _move(even_out(seen.columns(first), torch.cat(dense)), norm, *dense)
     return weights
 
 
@@ -193,6 +187,13 @@ class _WatchedGated(GatedMatrix):
     def __call__(self, x: Tensor) -> Tensor:
         self._seen.saw(self, x)
         return super().__call__(x)
+
+
+def _move_inputs(norm: Tensor | None, columns: Tensor, *weights: Weight) -> None:
+    """Move factors from what a norm makes to the weights that read it."""
+    if norm is not None:
+        dense = [_dense(each) for each in weights]
+        _move(even_out(columns, torch.cat(dense)), norm, *dense)
 
 
 def _move(factors: Tensor, norm: Tensor, *weights: Tensor) -> None:

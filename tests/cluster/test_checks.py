@@ -63,7 +63,7 @@ def test_a_policy_that_cannot_be_imported_is_named(engine: EngineConfig, field: 
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="config\\.json"):
+    with pytest.raises(ConfigError, match="is empty"):
         checks.model_folder(str(tmp_path))
 
 

@@ -219,7 +219,7 @@ def test_a_whole_answer_that_outlives_it_is_refused_in_json(watched: Watched) ->
 def test_what_was_done_for_both_is_in_the_books(watched: Watched) -> None:
     cut_off = [each for each in watched.booked if each["outcome"] == "failed"]
     assert len(cut_off) == 2
-    assert all(each["input"] > 0 and each["output"] > 10 and each["drawn"] >= each["output"] for each in cut_off)
+    assert all(each["input"] > 0 and each["output"] > 0 and each["drawn"] >= each["output"] for each in cut_off)
 
 
 def test_who_comes_meanwhile_is_told_when_to_come_again(watched: Watched) -> None:

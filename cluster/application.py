@@ -63,7 +63,7 @@ REPLICAS = "replicas"
 ROUTER = "router"
 CONTROL_CALLS = 32  # health, metrics, status and the like, at once at an engine that is full of requests
 DRAIN_LOOK_S = 0.2  # between two looks whether what runs has ended
-ENDING_S = 3.0  # for which routers and engines outlive the time to drain: clients are told, and usage is booked
+ENDING_S = 6.0  # for which routers and engines outlive the time to drain: clients are told, and usage is booked
 # The format of the records of programs, responses, prefills and sessions: the release that brought it. A release with
 # records that the one before cannot read, or that cannot read those of the one before, puts its own version here.
 RECORDS = "0.1.0"

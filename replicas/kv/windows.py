@@ -90,86 +90,84 @@ class Windows(CheckpointStore[RunningWindow]):
         """The pages of the prefix's checkpoint; a copy of the last one, where that is not full."""
         need, row = self._needed(longest), np.zeros(self.pool.pages_for(max(longest, prefix.length)) + 1, np.int32)
         checkpoint, end = prefix.checkpoint, self.pool.pages_for(prefix.length)
-        state = RunningWindow(row, need, 0)
+        running = RunningWindow(row, need, 0)
         if checkpoint is not None:
             pages = checkpoint.checkpoint
-            state = RunningWindow(row, need, prefix.length, end - len(pages), end)
-            row[state.first : end] = pages
+            running = RunningWindow(row, need, prefix.length, end - len(pages), end)
+            row[running.first : end] = pages
             self._own(pages)
-            if (tail := prefix.length % self._size) and not self._copy_last(state, tail):
+            if (tail := prefix.length % self._size) and not self._copy_last(running, tail):
                 self._disown(pages)
                 self.checkpoints.drop(checkpoint)
                 return None
             self.checkpoints.use(checkpoint)
-        self.running.add(state)
-        return state
+        self.running.add(running)
+        return running
 
-    def grow(self, state: RunningWindow, end: int) -> bool:
+    def grow(self, running: RunningWindow, end: int) -> bool:
         """Give the row pages up to slot `end`. False, and nothing changed: there are not enough."""
-        missing = end - state.end
+        missing = end - running.end
         if missing <= 0:
             return True
-        self._drop_landing(state)
-        if missing > self.room(state):
+        self._drop_landing(running)
+        if missing > self.room(running):
             return False
-        pages = self._fresh(missing, state.row.item(state.end - 1) if state.end > state.first else None)
+        pages = self._fresh(missing, running.row.item(running.end - 1) if running.end > running.first else None)
         if pages is None:
             return False
-        if end > len(state.row):
-            state.row = np.concatenate((state.row, np.zeros(end, np.int32)))
-        state.row[state.end : end] = pages
-        state.end = end
+        if end > len(running.row):
+            running.row = np.concatenate((running.row, np.zeros(end, np.int32)))
+        running.row[running.end : end] = pages
+        running.end = end
         return True
 
-    def room(self, state: RunningWindow) -> int:
+    def room(self, running: RunningWindow) -> int:
         """Pages that it may take."""
-        return max(0, state.need - state.held) + max(0, self.unclaimed)
+        return max(0, running.need - running.held) + max(0, self.unclaimed)
 
-    def reach(self, state: RunningWindow) -> int:
+    def reach(self, running: RunningWindow) -> int:
         """Tokens up to which its row may grow."""
-        return (state.end + self.room(state)) * self._size
+        return (running.end + self.room(running)) * self._size
 
     def computed(self, running: RunningWindow, n_computed: int) -> None:
         """Take the marks that are passed, and release the pages behind the window."""
-        state, first = running, self._first(n_computed)
-        self._pass_marks(state, n_computed)
-        self._drop_landing(state)
-        if first > state.first:
-            self._disown(state.row[state.first : first])
-            state.first = first
-        state.at = n_computed
+        first = self._first(n_computed)
+        self._pass_marks(running, n_computed)
+        self._drop_landing(running)
+        if first > running.first:
+            self._disown(running.row[running.first : first])
+            running.first = first
+        running.at = n_computed
 
     def landing(self, running: RunningWindow, at: int) -> PageIds | None:
-        state = running
-        self._drop_landing(state)
+        self._drop_landing(running)
         n = self.pool.pages_for(at) - self._first(at)
-        pages = self._fresh(n) if n <= self.room(state) else None
+        pages = self._fresh(n) if n <= self.room(running) else None
         if pages is not None:
-            state.landing = pages
+            running.landing = pages
         return pages
 
     def landed(self, running: RunningWindow, at: int) -> None:
         """The pages that were copied in take the place of its row, which the page table does not show yet."""
-        state, pages = running, running.landing
-        self._disown(state.row[state.first : state.end])
-        state.landing, state.end = NO_PAGES, self.pool.pages_for(at)
-        state.first = state.shown = state.end - len(pages)
-        state.row[state.first : state.end] = pages
-        state.at, state.begun = at, at - 1
-        state.marks = [position for position in state.marks if position > at]
+        pages = running.landing
+        self._disown(running.row[running.first : running.end])
+        running.landing, running.end = NO_PAGES, self.pool.pages_for(at)
+        running.first = running.shown = running.end - len(pages)
+        running.row[running.first : running.end] = pages
+        running.at, running.begun = at, at - 1
+        running.marks = [position for position in running.marks if position > at]
 
     def keep(
         self, running: RunningWindow, root: Node, tokens: TokenIds, n_computed: int, *, last: bool = False
     ) -> None:
         """The last one is that at `n_computed`, where its window is still there."""
-        state = running
-        self._pass_marks(state, n_computed)
-        if last and n_computed > state.begun and self._first(n_computed) >= state.first:
-            self._keep_at(state, n_computed)
-        for at, pages in state.kept:
+        self._pass_marks(running, n_computed)
+        if last and n_computed > running.begun and self._first(n_computed) >= running.first:
+            self._keep_at(running, n_computed)
+        for at, pages in running.kept:
             if at <= n_computed:
                 self._users[pages] -= 1
-        state.kept = self.give(state.kept, root, tokens, n_computed)
+        running.kept = self.give(running.kept, root, tokens, n_computed)
 
     def end(self, running: RunningWindow) -> None:
         self.running.discard(running)
@@ -199,30 +197,30 @@ class Windows(CheckpointStore[RunningWindow]):
             self._users[pages] = 1
         return pages
 
-    def _copy_last(self, state: RunningWindow, cells: int) -> bool:
+    def _copy_last(self, running: RunningWindow, cells: int) -> bool:
         """Put a copy in place of the row's last page, of which others own `cells` cells."""
         pages = self._fresh(1)
         if pages is None:
             return False
-        last = state.row[state.end - 1 : state.end]
-        state.copies = (PageCopy(last.item(), pages.item(), cells, WINDOW_KIND),)
+        last = running.row[running.end - 1 : running.end]
+        running.copies = (PageCopy(last.item(), pages.item(), cells, WINDOW_KIND),)
         self._disown(last.copy())
         last[:] = pages
         return True
 
-    def _pass_marks(self, state: RunningWindow, n_computed: int) -> None:
+    def _pass_marks(self, running: RunningWindow, n_computed: int) -> None:
         """Keep the pages before the marks up to `n_computed`, as far as they are there and nobody claims others."""
-        while state.marks and state.marks[0] <= n_computed:
-            position = state.marks.pop(0)
+        while running.marks and running.marks[0] <= n_computed:
+            position = running.marks.pop(0)
             first = self._first(position)
-            if first >= state.first and self.pool.pages_for(position) - first <= self.unclaimed:
-                self._keep_at(state, position)
+            if first >= running.first and self.pool.pages_for(position) - first <= self.unclaimed:
+                self._keep_at(running, position)
 
-    def _keep_at(self, state: RunningWindow, position: int) -> None:
-        pages = state.row[self._first(position) : self.pool.pages_for(position)].copy()
+    def _keep_at(self, running: RunningWindow, position: int) -> None:
+        pages = running.row[self._first(position) : self.pool.pages_for(position)].copy()
         self._own(pages)
-        state.kept.append((position, pages))
+        running.kept.append((position, pages))
 
-    def _drop_landing(self, state: RunningWindow) -> None:
-        self._disown(state.landing)
-        state.landing = NO_PAGES
+    def _drop_landing(self, running: RunningWindow) -> None:
+        self._disown(running.landing)
+        running.landing = NO_PAGES

@@ -266,6 +266,7 @@ class Family:
     centred: bool = False
     last_centred: bool | None = None  # None: as `centred`
     around: bool = False  # norms before and behind each op
+    scaled: bool = False  # each layer's result is multiplied by a number of its own
     embedding: Literal["", "scaled", "normed"] = ""
     partial_rotary: bool = False  # it knows `partial_rotary_factor`
     by_key_head: bool = False
@@ -312,6 +313,7 @@ _GEMMA3 = replace(
 _GEMMA4 = replace(
     _GEMMA3,
     v_norm=True,
+    scaled=True,
     scale=lambda text: 1.0,
     centred=False,
     partial_rotary=True,
@@ -453,7 +455,7 @@ def _layer(at: str, mixer: Attention | LinearAttention, feed_forward: Op, family
     before = "" if isinstance(feed_forward, DenseAndExperts) else "pre_feedforward_layernorm"
     return [
         Block(mixer, at, name, "input_layernorm", "post_attention_layernorm"),
-        Block(feed_forward, at, "mlp", before, "post_feedforward_layernorm", scaled=family.v_norm),
+        Block(feed_forward, at, "mlp", before, "post_feedforward_layernorm", scaled=family.scaled),
     ]
 
 
@@ -574,7 +576,7 @@ def why_not(config: Any) -> str:
         f"the activation {_linear_activation(text)}": _linear_activation(text) != "silu",
         "soft caps of scores": getattr(text, "attn_logit_softcapping", None),
         "attention to later tokens": getattr(text, "use_bidirectional_attention", None) in (True, "all"),
-        "embeddings for each layer": family.v_norm and text.hidden_size_per_layer_input,
+        "embeddings for each layer": getattr(text, "hidden_size_per_layer_input", 0),
         "layers that share keys and values": getattr(text, "num_kv_shared_layers", 0),
         "heads that differ in layers of one type": _uneven_heads(text, family),
     }

@@ -7,7 +7,7 @@ the output.
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -372,11 +372,10 @@ class Checkpoint(Source):
         return weight
 
     def finish(self) -> None:
-        described = self._description
-        if described.tied and _HEAD in self._unread and _HEAD in self._stored:
-            self._unread.discard(_HEAD)
+        skipped = self._description.skipped
+        unused = {name for name in self._unread if name.startswith(skipped)}
         scales = {name for name in self._unread if UNUSED.search(name)}
-        names = (name for name in self._unread - scales if not name.startswith(described.skipped))
+        names = self._unread - scales - unused
         if unknown := min((name for name in names if not name.endswith("rotary_emb.inv_freq")), default=""):
             raise cannot_serve(self._path, f"unknown weight {self._stored[unknown]}")
         if self._missing:
@@ -384,9 +383,9 @@ class Checkpoint(Source):
             raise cannot_serve(self._path, f"its files lack {lacks}")
         if self.sizes:
             return
-        if skipped := sum(name.startswith(described.skipped) for name in self._unread):
-            unused = " and ".join(f"{each}*" for each in described.skipped if any(map(_begins(each), self._unread)))
-            log.info("%d weights are not used: %s", skipped, unused)
+        if unused:
+            begins = [each for each in skipped if any(name.startswith(each) for name in unused)]
+            log.info("%d weights are not used: %s", len(unused), " and ".join(f"{each}*" for each in begins))
         if self._format.activations:
             log.info("the configuration asks for quantised activations: they are computed in 16 or 32 bits")
         if scales:
@@ -445,10 +444,6 @@ def _ordered(weight: Weight | None, rows: Tensor | None) -> Weight | None:
 def _alike(weights: Sequence[QuantizedWeight]) -> bool:
     """Whether they can be one weight of a GPU's kernels."""
     return all(each.in_tiles for each in weights) and len({each.kind for each in weights}) == 1
-
-
-def _begins(start: str) -> Callable[[str], bool]:
-    return lambda name: name.startswith(start)
 
 
 def read_weights(

@@ -1,5 +1,7 @@
-"""Tiny random checkpoints with recurrent states: Qwen3.5, with three linear layers and one of full attention, and
-Nemotron-H, with Mamba-2, attention and feed-forwards as layers of their own; and what transformers says.
+"""Tiny random models whose cached prefixes are continued from checkpoints, and what transformers says.
+
+Qwen3.5 has three linear layers and one of full attention, Nemotron-H has Mamba-2, attention and feed-forwards as layers
+of their own, and Qwen3 has a window in two layers of three.
 """
 
 from functools import cache
@@ -12,8 +14,9 @@ import torch
 import transformers as tf
 
 VOCABULARY = 97
-Hybrid: TypeAlias = Literal["qwen3_5", "nemotron_h"]
-_FOLDERS = TemporaryDirectory(prefix="tiny-hybrid")
+Tiny: TypeAlias = Literal["qwen3_5", "nemotron_h", "qwen3"]
+WINDOW = 12
+_FOLDERS = TemporaryDirectory(prefix="tiny-models")
 _COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -44,12 +47,19 @@ _MODELS = {
         moe_intermediate_size=24,
         moe_shared_expert_intermediate_size=40,
     ),
+    "qwen3": lambda: tf.Qwen3Config(
+        **_COMMON,
+        num_hidden_layers=3,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
 }
 
 
 @cache
-def tiny_hybrid(name: Hybrid = "qwen3_5") -> tuple[Path, torch.nn.Module]:
-    """Its folder, and the model. Weights are spread, so that attention and states matter."""
+def tiny(name: Tiny = "qwen3_5") -> tuple[Path, torch.nn.Module]:
+    """Its folder, and the model. Weights are spread, so that attention, states and windows matter."""
     torch.manual_seed(3)
     model = tf.AutoModelForCausalLM.from_config(_MODELS[name](), dtype=torch.float32).eval()
     with torch.no_grad():
@@ -70,11 +80,11 @@ def tiny_hybrid(name: Hybrid = "qwen3_5") -> tuple[Path, torch.nn.Module]:
 
 
 @cache
-def answer(prompt: tuple[int, ...], new: int, name: Hybrid = "qwen3_5") -> list[int]:
+def answer(prompt: tuple[int, ...], new: int, name: Tiny = "qwen3_5") -> list[int]:
     """The greedy tokens of transformers."""
     ids = torch.tensor([prompt])
     with torch.inference_mode():
-        out = tiny_hybrid(name)[1].generate(
+        out = tiny(name)[1].generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None
         )
     return out[0, len(prompt) :].tolist()

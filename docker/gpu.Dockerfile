@@ -2,7 +2,7 @@
 #
 # torch's wheels bring the libraries of CUDA 13.0, so the base needs none. The driver comes from the node: 580 or later.
 ARG PYTHON=3.11.14-slim-bookworm
-# The base itself and not only its name, for all architectures; it changes with PYTHON (docs/operating.md).
+# The base itself and not only its name, for all architectures; it changes with PYTHON (docs/deploy.md).
 ARG DIGEST=@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 
 FROM python:${PYTHON}${DIGEST} AS build

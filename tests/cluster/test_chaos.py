@@ -1,4 +1,4 @@
-"""Each failure of docs/reliability.md against a real server under load. About eight minutes:
+"""Each failure of docs/failures.md against a real server under load. About eight minutes:
 
 HOLDFAST_TEST_FAILURES=1 .venv/bin/pytest -s tests/cluster/test_chaos.py
 """

@@ -1,4 +1,4 @@
-"""Redis behind a user of its own, as `docs/operating.md` makes one, and behind TLS with an authority of one's own."""
+"""Redis behind a user of its own, as `docs/deploy.md` makes one, and behind TLS with an authority of one's own."""
 
 import asyncio
 import contextlib
@@ -47,7 +47,7 @@ async def used(store: RedisStore) -> None:
 
 
 def test_the_user_that_the_docs_make_may_do_what_we_need_and_nothing_else(server: Any) -> None:
-    docs = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    docs = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
     [line] = re.findall(r"^ACL SETUSER holdfast .*$", docs, re.MULTILINE)
 
     async def scenario() -> None:

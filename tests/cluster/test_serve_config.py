@@ -91,7 +91,7 @@ def test_on_a_cluster_one_engine_that_does_not_start_is_not_the_end(starts: int)
 
 
 def test_the_file_of_the_operating_page_is_one_that_serve_takes(tmp_path: Path, tenants_file: Path) -> None:
-    (text,) = [block.text for block in blocks("operating.md") if block.language == "yaml" and block.cluster]
+    (text,) = [block.text for block in blocks("deploy.md") if block.language == "yaml" and block.cluster]
     (application,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
     assert application.import_path == "holdfast.cluster.serve_config:application"
     password = tmp_path / "password"
@@ -104,7 +104,7 @@ def test_the_file_of_the_operating_page_is_one_that_serve_takes(tmp_path: Path, 
 
 
 def test_the_scaling_of_the_operating_page_is_one_that_serve_takes() -> None:
-    (text,) = [block.text for block in blocks("operating.md") if "autoscaling_config" in block.text]
+    (text,) = [block.text for block in blocks("deploy.md") if "autoscaling_config" in block.text]
     (deployment,) = yaml.safe_load(text)
     read = DeploymentSchema(**deployment)
     assert read.autoscaling_config == deployment["autoscaling_config"]

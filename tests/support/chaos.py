@@ -1,6 +1,6 @@
 """Failures under load: a real server, clients that know what each answer must be, and one failure after the other.
 
-    python tests/support/chaos.py                    # each failure once: the table of docs/reliability.md
+    python tests/support/chaos.py                    # each failure once: the table of docs/failures.md
     python tests/support/chaos.py --seconds 7200     # failures drawn by chance, for two hours
     python tests/support/chaos.py --only "Redis"     # those whose name has this in it
     python tests/support/chaos.py --table FILE       # of a long run's journal (--journal FILE), each failure's worst

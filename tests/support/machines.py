@@ -275,7 +275,7 @@ class Machines:
                     found.append(pid)
         return found
 
-    # ---- what docs/operating.md says to do ----
+    # ---- what docs/deploy.md says to do ----
 
     def start_redis(self) -> None:
         redis = self["redis"]

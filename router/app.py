@@ -10,7 +10,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import WebSocketRoute
 
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError, UnavailableError
 from holdfast.replicas.requests import ModelCard
@@ -55,7 +54,6 @@ from holdfast.router.protocol.openapi import document, page, served
 from holdfast.router.protocol.tokens import detokenize_reply, read_detokenize, read_tokenize, tokenize_reply
 from holdfast.router.protocol.turn import find_model
 from holdfast.router.response_cache import ResponseCache
-from holdfast.router.response_socket import ResponseSocket
 from holdfast.router.responses import CompactionFormat, CountInput, ResponseEndpoints, ResponsesFormat
 from holdfast.router.session_histories import SessionHistories
 from holdfast.router.session_homes import SessionHomes
@@ -205,7 +203,6 @@ def create_app(
     for method, path, handler in routes:
         # Starlette's routes: FastAPI's own would parse and serialise what is done here by hand.
         app.router.add_route(path, supervised(handler, path), methods=[method])
-    app.router.routes.append(WebSocketRoute("/v1/responses", ResponseSocket(app, guard, drain).serve))
     app.add_exception_handler(HTTPException, _unrouted)
     app.add_middleware(AnswerHeadersMiddleware)
     if config.cors_origins:

@@ -17,7 +17,6 @@ class Drain:
         self._closed = False
         self._until: float | None = None
         self._open: set[asyncio.Timeout] = set()
-        self._idle: set[asyncio.Timeout] = set()
 
     def begin(self, seconds: float) -> None:
         """From now on nothing new; what is still under way so many seconds later is ended then."""
@@ -32,8 +31,6 @@ class Drain:
         self._until = now + seconds if self._until is None else min(now + seconds, self._until)
         for each in self._open:
             each.reschedule(self._until)
-        for each in self._idle:
-            each.reschedule(now)
 
     def check(self) -> None:
         """Raises UnavailableError where nothing new is let in."""
@@ -41,20 +38,16 @@ class Drain:
             raise UnavailableError("The server is stopping; another one, or this one anew, may be there soon")
 
     @asynccontextmanager
-    async def bounded(self, *, idle: bool = False) -> AsyncIterator[None]:
-        """What is done inside is cancelled when the time is over, which raises UnavailableError.
-
-        `idle`: a client that has asked for nothing is waited for, and no longer from `begin` or `bound` on.
-        """
-        timeout = asyncio.timeout_at(self._until if not idle or self._until is None else 0.0)
-        among = self._idle if idle else self._open
+    async def bounded(self) -> AsyncIterator[None]:
+        """What is done inside is cancelled when the time is over, which raises UnavailableError."""
+        timeout = asyncio.timeout_at(self._until)
         try:
             async with timeout:
-                among.add(timeout)
+                self._open.add(timeout)
                 try:
                     yield
                 finally:
-                    among.discard(timeout)
+                    self._open.discard(timeout)
         except TimeoutError:
             if not timeout.expired():
                 raise

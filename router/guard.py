@@ -15,8 +15,8 @@ from holdfast.router.accounts import Accounts, Admission
 from holdfast.router.audit import Audit
 from holdfast.router.config import WARM_UP_HEADER, RouterConfig
 from holdfast.router.drain import Drain
-from holdfast.router.http import answer_headers, caller, read_body, route_of, too_large
-from holdfast.router.limits import BodyBytes, BodyMemory, Limiter
+from holdfast.router.http import answer_headers, caller, read_body, route_of
+from holdfast.router.limits import BodyMemory, Limiter
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.parser_process import ParserProcess
 from holdfast.router.protocol.body import parse_long
@@ -108,17 +108,6 @@ class Guard:
             await admission.charge_call()
             answer_headers(request).standing = admission.standing
             yield principal.tenant
-
-    @contextmanager
-    def messages(self, tenant: Tenant) -> Iterator[BodyBytes]:
-        """What the messages of one WebSocket take while they wait for their turn."""
-        with self._bodies.body(tenant.name) as held:
-            yield held
-
-    def check_size(self, size: int) -> None:
-        """Raises RefusedError (413) for a message that is too long for a body, as `read` does for bodies."""
-        if size > self._config.max_body_bytes:
-            raise too_large(self._config.max_body_bytes)
 
     async def read(self, request: Request, parse: Callable[..., T], *arguments: object) -> T:
         """What `parse(body, *arguments)` makes of the request's body; a long one is parsed beside the event loop.

@@ -113,11 +113,6 @@ class BodyBytes:
             raise _too_much()
         self.size += size
 
-    def go(self, size: int) -> None:
-        """So many of these bytes are no longer held."""
-        self._memory.give_back(self._tenant, size)
-        self.size -= size
-
 
 def _too_much() -> OverloadedError:
     return OverloadedError("The server has as many bytes of request bodies as it takes at once")

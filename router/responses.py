@@ -26,7 +26,6 @@ from holdfast.router.protocol.responses import (
     compaction_turn,
     compacts,
     input_items,
-    read_create,
     read_input,
     read_responses,
     response_object,
@@ -35,7 +34,7 @@ from holdfast.router.protocol.responses import (
 )
 from holdfast.router.protocol.turn import Turn, check_length, find_model, with_defaults
 from holdfast.router.response_events import CompactionEncoder, ResponseEncoder
-from holdfast.router.stored_responses import LATEST, LatestResponse, StoredResponse, StoredResponses, StoredTurn
+from holdfast.router.stored_responses import StoredResponse, StoredResponses, StoredTurn
 
 PAGE = 20  # input items in one answer where a client does not say how many
 MOST = 100
@@ -45,15 +44,13 @@ MOST = 100
 class Asked:
     """A request with all that it goes on with: `before` are the responses of its chain, `own` the items it adds.
 
-    It `compacts` where it asks to have all of that made short, and for no answer. `latest`: its connection's memory, if
-    that has one.
+    It `compacts` where it asks to have all of that made short, and for no answer.
     """
 
     body: ResponsesBody
     before: list[StoredTurn]
     own: list[dict[str, Any]]
     translated: Translated
-    latest: LatestResponse | None = None
     compacts: bool = False
 
     @property
@@ -94,8 +91,6 @@ class ResponseExchange:
         asked, response = self._asked, self._written.response
         chain = [each.id for each in asked.before]
         turn = StoredTurn(response["id"], asked.own, response["output"], chain, program)
-        if asked.latest is not None:
-            asked.latest.keep([*asked.before, turn])
         if asked.body.store:
             self._lost = True  # also where this fails
             self._lost = not await self._stored.keep(self._arrival.tenant, StoredResponse(response, turn))
@@ -259,29 +254,23 @@ class CountInput:
 
 
 async def _asked(guard: Guard, stored: StoredResponses, request: Request, arrival: Arrival) -> tuple[Asked, ModelCard]:
-    latest: LatestResponse | None = request.scope.get(LATEST)
-    body: ResponsesBody = await guard.read(request, read_responses if latest is None else read_create)
-    asked = await _with_chain(stored, body, arrival, latest)
+    body = await guard.read(request, read_responses)
+    asked = await _with_chain(stored, body, arrival)
     card = find_model(body.model, arrival.models)
     return replace(asked, body=with_defaults(body, card)), card
 
 
-async def _with_chain(
-    stored: StoredResponses, body: ResponsesBody, arrival: Arrival, latest: LatestResponse | None = None
-) -> Asked:
-    before: list[StoredTurn] | None = []
+async def _with_chain(stored: StoredResponses, body: ResponsesBody, arrival: Arrival) -> Asked:
+    before: list[StoredTurn] = []
     if body.previous_response_id is not None:
-        before = latest.take(body.previous_response_id) if latest else None
-        if before is None:
-            before = await stored.conversation(arrival.tenant, body.previous_response_id, "previous_response_id")
-    assert before is not None
+        before = await stored.conversation(arrival.tenant, body.previous_response_id, "previous_response_id")
     own = input_items(body, arrival.unique)
     items = _items(before)
     if ENCRYPTED in body.include or compacts(own) or any("encrypted_content" in item for item in (*items, *own)):
         await stored.items.prepare()
     reveal = partial(stored.items.open, arrival.tenant)
     tools = DeclaredTools(body.tools)
-    return Asked(body, before, own, chat_messages(items, own, body.instructions, reveal, tools), latest)
+    return Asked(body, before, own, chat_messages(items, own, body.instructions, reveal, tools))
 
 
 def _items(turns: Sequence[StoredTurn]) -> list[dict[str, Any]]:

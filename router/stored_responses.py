@@ -21,8 +21,6 @@ from holdfast.router.store import Put, Store, not_found
 
 log = logging.getLogger(__name__)
 
-LATEST = "holdfast.latest"  # where the scope of a request of a connection with a memory keeps that
-
 
 @dataclass(frozen=True, slots=True)
 class StoredTurn:
@@ -47,27 +45,6 @@ class StoredResponse:
 
     response: dict[str, Any]
     turn: StoredTurn
-
-
-class LatestResponse:
-    """What a connection remembers: its latest response with all before it, whether they are stored or not."""
-
-    def __init__(self) -> None:
-        self._turns: list[StoredTurn] = []
-
-    def keep(self, turns: list[StoredTurn]) -> None:
-        """The last of `turns` is the latest."""
-        self._turns = turns
-
-    def take(self, response_id: str) -> list[StoredTurn] | None:
-        """The response and all before it, the oldest first; None where it is not the latest.
-
-        They are forgotten: where the turn that goes on with them fails, there is no latest response.
-        """
-        if not self._turns or self._turns[-1].id != response_id:
-            return None
-        turns, self._turns = self._turns, []
-        return turns
 
 
 class StoredResponses:

@@ -52,8 +52,6 @@ LOGPROBS = "message.output_text.logprobs"
 TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
 CALLS = frozenset({"function_call", "custom_tool_call"})
 TRIGGER = "compaction_trigger"
-CREATE = "response.create"  # the type of a WebSocket's message
-OVER_HTTP = ("stream", "stream_options")  # say how events come over HTTP
 SUMMARY = "Summary of the conversation so far:\n"
 SUMMARISE = (
     "Summarise this conversation for whoever goes on with it without having seen it: what was asked, what was done and "
@@ -280,17 +278,6 @@ def read_input(raw: bytes, model: str) -> ResponsesBody:
 def read_responses(raw: bytes) -> ResponsesBody:
     """A request body, checked as far as it can be without what it goes on with. Raises InvalidRequestError."""
     return _checked(validate(ResponsesBody, decode(raw)))
-
-
-def read_create(raw: bytes) -> ResponsesBody:
-    """The request that a WebSocket's message stands for. Raises as `read_responses`."""
-    body = decode(raw)
-    kind = body.pop("type", None)
-    if kind != CREATE:
-        raise InvalidRequestError(f"'type' must be '{CREATE}', and is {kind!r}", "type")
-    for name in OVER_HTTP:
-        body.pop(name, None)
-    return _checked(validate(ResponsesBody, {**body, "stream": True}))
 
 
 def _checked(body: ResponsesBody) -> ResponsesBody:

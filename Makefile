@@ -37,11 +37,11 @@ check: lint types test
 
 # What schemathesis makes of /openapi.json, sent to a router over HTTP.
 fuzz: $(STAMP_DEV)
-	PYTHONPATH=tests/support $(BIN)/python tests/support/api_fuzz.py --cases $(or $(CASES),20000)
+	$(BIN)/python tools/api_fuzz.py --cases $(or $(CASES),20000)
 
 # Clients of others (docs/clients.md), installed into .clients: all, or WHICH="LiteLLM,Claude Code"; TESTS= as pytest's -k.
 clients: $(STAMP_DEV)
-	$(BIN)/python tests/support/real_clients.py .clients "$(WHICH)"
+	$(BIN)/python tools/real_clients.py .clients "$(WHICH)"
 	HOLDFAST_CLIENTS=.clients $(BIN)/pytest -rs --durations 12 tests/cluster/test_clients.py $(if $(TESTS),-k "$(TESTS)")
 
 # The site, into build/site; a dead link or a page that is not in its menu is an error.
@@ -50,7 +50,7 @@ docs: $(STAMP_DEV)
 
 # The pictures of a server at work, from one that runs at URL= (make serve) while agents use it.
 pictures: $(STAMP_DEV)
-	PYTHONPATH=tests/support $(BIN)/python tests/support/pictures.py $(or $(URL),http://127.0.0.1:8000)
+	$(BIN)/python tools/pictures.py $(or $(URL),http://127.0.0.1:8000)
 
 # The page of all options, from the configuration classes.
 options: $(STAMP_DEV)

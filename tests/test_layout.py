@@ -304,8 +304,8 @@ def test_tests_mirror_the_code() -> None:
 BOUND = re.compile(
     r"""--port["'], ["'][1-9]|(\.bind|create_server|Server)\(\(["'][\w.]*["'], [1-9]|uvicorn\.Config\(.*port=[1-9]"""
 )
-# Ports of namespaces, and words that are read and start nothing.
-MADE_UP = {"support/machines.py", "cluster/test_cli.py", "loadgen/test_peers.py", "test_layout.py"}
+# Words that are read and start nothing.
+MADE_UP = {"cluster/test_cli.py", "loadgen/test_peers.py", "test_layout.py"}
 
 
 def test_no_test_listens_on_a_fixed_port() -> None:
@@ -322,18 +322,7 @@ def test_no_test_listens_on_a_fixed_port() -> None:
 
 WAITING = ROOT / "tests" / "support" / "waiting.py"
 PACED = {  # programs that put load on a server over time, servers that answer in pieces, and a terminal that is read
-    *(
-        "agents",
-        "calls_heard",
-        "chaos",
-        "first_events",
-        "flight_routers",
-        "live_cost",
-        "machines",
-        "order_in_serve",
-        "pictures",
-    ),
-    *("quota_routers", "rude_clients", "scaling_in_serve", "serve_rendered", "stub_server", "terminal"),
+    *("agents", "flight_routers", "order_in_serve", "scaling_in_serve", "serve_rendered", "stub_server", "terminal"),
 }
 WAITS = {"wait": 0, "join": 0, "timeout": 0, "wait_for": 1, "select": 3}  # their argument that is a time, the last one
 NO_WAITS = {"self.join", "chat_body"}

@@ -2,7 +2,7 @@
 
     python -m holdfast.loadgen.simulator.live URL --workload preambles --programs 120 --rate 1 --scale 0.1
 
-Where the server is `tests/support/serve_placements.py`, `--placement` says how it is to place them; several take
+Where the server is `tools/serve_placements.py`, `--placement` says how it is to place them; several take
 turns, with texts of their own in every run, and the mean over runs is printed with the least and the most.
 
 Texts are words, about as many as the simulated tokens times `scale`. Tools and sub-agents are waited for as in the

@@ -1,6 +1,6 @@
 """A real server among clients that trickle, idle and send too much: who is polite is served, and nothing is left over.
 
-How long the polite ones wait is measured by `tests/support/rude_clients.py`, not asserted here.
+How long the polite ones wait is measured by `tools/rude_clients.py`, not asserted here.
 """
 
 import json

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 WIDEST = "attention, chunk, heads of 256"
-SCRIPT = Path(__file__).parents[1] / "support" / "compile_kernels.py"
+SCRIPT = Path(__file__).parents[2] / "tools" / "compile_kernels.py"
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -252,7 +252,7 @@ def worked(world: World, since: str = "") -> tuple[int, str]:
 
 def test_an_answer_takes_no_more_work_than_what_is_new_in_it() -> None:
     """Less than 1 % of a core is what it is to take at 1,000 programs and one page: instructions are counted here,
-    `tests/support/live_cost.py` says what time they take.
+    `tools/live_cost.py` says what time they take.
     """
     (few, _), (many, _) = worked(World(Crowd(10))), worked(World(Crowd(1000)))
     assert many == few > 0, "what replicas say of a thousand pins is handed on as it came"

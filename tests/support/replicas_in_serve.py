@@ -37,6 +37,8 @@ def noting(replica: str, engine: Mapping[str, Any]) -> Iterator[tuple[str, Path]
         notes = Path(folder) / "notes"
         notes.touch()
         os.environ[NOTES] = str(notes)
+        # Ray's workers import the class of the replica by this path: it lies here, or beside the program that measures.
+        os.environ["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent), sys.path[0]))
         with serving("pocket", engine, (__file__, replica)) as url:
             yield url, notes
 

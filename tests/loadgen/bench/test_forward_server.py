@@ -5,7 +5,8 @@ import sys
 import threading
 from http.server import HTTPServer
 
-from holdfast.loadgen.bench import forward_server
+import forward_server
+
 from holdfast.loadgen.bench.forwards import LlamaServer, StepShape
 
 

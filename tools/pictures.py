@@ -1,7 +1,7 @@
 """The pictures of docs/pictures that show a server at work, taken of one that runs while agents use it.
 
     make serve                                                          # in one terminal
-    .venv/bin/python tests/support/pictures.py http://127.0.0.1:8000    # in another: `make pictures`
+    .venv/bin/python tools/pictures.py http://127.0.0.1:8000    # in another: `make pictures`
 
 `top.svg` is what `holdfast top` has on its screen; `page-*.png` are screenshots of the page in Chromium (apt install
 chromium). Agents ask for weather, wait for a tool of theirs, and ask again. `--programs 1000 --out FOLDER` for many.
@@ -12,6 +12,7 @@ import asyncio
 import io
 import random
 import re
+import sys
 import tempfile
 import threading
 import time
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import aiohttp
 import httpx
 from browser import Browser, Page

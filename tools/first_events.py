@@ -1,6 +1,6 @@
 """From the engine's first token to the first event of its text at the client, through all of `holdfast serve`.
 
-    python tests/support/first_events.py [--streams 200]
+    python tools/first_events.py [--streams 200]
 
 Streams of the three formats take turns, one at a time, over loopback. Both ends read the machine's monotonic clock: the
 engine when it has drawn the token (`Timing.first_token`), the client when the bytes are there. In between the replica
@@ -15,6 +15,7 @@ import json
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -24,6 +25,7 @@ from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import ray
 from replicas_in_serve import note, noting
 

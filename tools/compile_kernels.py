@@ -1,5 +1,5 @@
 """Compiles the Triton kernels for a GPU that need not be there, as their launchers ask for them, and prints what each
-program takes, as JSON: `python compile_kernels.py 90`, or with `--all` for every size of head and dtype.
+program takes, as JSON: `python tools/compile_kernels.py 90`, or with `--all` for every size of head and dtype.
 
 A process of its own: Triton decides at its first import whether it compiles or interprets.
 """

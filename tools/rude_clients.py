@@ -1,7 +1,7 @@
 """Rude clients against a running server, and how long polite ones wait meanwhile.
 
-    python tests/support/rude_clients.py [--seconds 12] [--rounds 3]
-    python tests/support/rude_clients.py --at URL POLITE_KEY LIMITED_KEY
+    python tools/rude_clients.py [--seconds 12] [--rounds 3]
+    python tools/rude_clients.py --at URL POLITE_KEY LIMITED_KEY
 
 Rude, all at once: 20 clients that trickle headers and 20 that trickle a body, a byte every half second; 4,096 that
 connect, say nothing and connect again when they are thrown out; a tenant near its limits that sends two bodies of

@@ -1,20 +1,25 @@
 """`holdfast serve` that compares ways to place turns: each is asked for by the ids of programs.
 
-    PYTHONPATH=tests/support python tests/support/serve_placements.py --config FILE
+    python tools/serve_placements.py --config FILE
     python -m holdfast.loadgen.simulator.live URL --placement ours --placement two-choices --rounds 3
 
 What it takes is what `holdfast serve` takes. `replicas.max_ongoing_requests` has to be more than ever come at once.
 """
 
+import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from holdfast.cluster import environment
 from holdfast.cluster.cli import main as holdfast
 
+SUPPORT = Path(__file__).resolve().parents[1] / "tests" / "support"
+
 
 def main() -> int:
+    os.environ["PYTHONPATH"] = str(SUPPORT)  # by which Ray's workers find `placements_in_serve`
     apply = environment.apply
 
     def applied(variables: Mapping[str, str]) -> None:

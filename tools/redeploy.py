@@ -1,6 +1,6 @@
 """Deploys the application again to the Serve of a running server, from a process of its own, as an operator's tool may.
 
-    python tests/support/redeploy.py GCS_ADDRESS CONFIG PORT ENGINES REPORT_S
+    python tools/redeploy.py GCS_ADDRESS CONFIG PORT ENGINES REPORT_S
 
 `ENGINES` is how many there are to be; Serve stops or starts as many. Where `REPORT_S`, the `placement.report_s`, is
 another one than before it replaces every engine and router, one after the other. Returns when Serve has been told.

@@ -1,4 +1,4 @@
-"""Cases that schemathesis makes of `/openapi.json`, sent to a router over HTTP: `python tests/support/api_fuzz.py`.
+"""Cases that schemathesis makes of `/openapi.json`, sent to a router over HTTP: `python tools/api_fuzz.py`.
 
 Each operation gets as many as every other, generation five times as many; half of them are as the document says, half
 are broken somewhere. No answer may be a 5xx, or anything that the document does not tell. The router is the real one;
@@ -17,8 +17,10 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import httpx
 import schemathesis
 from fake_backend import CALL, DONE, HELLO, FakeBackend, World

@@ -1,6 +1,6 @@
 """From the draw of the token that closes a call to the callback of the Python client, through all of `holdfast serve`.
 
-    python tests/support/calls_heard.py [--calls 200]
+    python tools/calls_heard.py [--calls 200]
 
 Runs of `holdfast.loadgen.orchestrator`, one at a time over loopback, whose questions ask for two calls. All ends read
 the machine's monotonic clock: the engine when it has drawn a step's tokens, the replica when it hands on the piece with
@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import random
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -22,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from aiohttp.client_proto import ResponseHandler
 from replicas_in_serve import note, noting
 

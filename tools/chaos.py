@@ -1,9 +1,9 @@
 """Failures under load: a real server, clients that know what each answer must be, and one failure after the other.
 
-    python tests/support/chaos.py                    # each failure once: the table of docs/failures.md
-    python tests/support/chaos.py --seconds 7200     # failures drawn by chance, for two hours
-    python tests/support/chaos.py --only "Redis"     # those whose name has this in it
-    python tests/support/chaos.py --table FILE       # of a long run's journal (--journal FILE), each failure's worst
+    python tools/chaos.py                    # each failure once: the table of docs/failures.md
+    python tools/chaos.py --seconds 7200     # failures drawn by chance, for two hours
+    python tools/chaos.py --only "Redis"     # those whose name has this in it
+    python tools/chaos.py --table FILE       # of a long run's journal (--journal FILE), each failure's worst
 
 Two routers, two engines with the shipped model, Redis in a process of its own. The clients, half of which stream, are
 of three tenants, one of them limited. They send prompts whose answers were asked for before anything failed, at
@@ -43,6 +43,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import httpx
 from chaos_books import Books, Usage, usage_of
 from redis_server import RedisServer
@@ -699,7 +700,7 @@ def main() -> None:
     if options.table:
         print("\n".join(table(options.table)))
         return
-    path = Path(__file__).parents[1] / "cluster" / "conftest.py"
+    path = Path(__file__).parents[1] / "tests" / "cluster" / "conftest.py"
     spec = importlib.util.spec_from_file_location("servers", path)
     assert spec is not None
     assert spec.loader is not None

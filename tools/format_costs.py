@@ -1,4 +1,4 @@
-"""What the router's formats cost beside chat completions: `python tests/support/format_costs.py`.
+"""What the router's formats cost beside chat completions: `python tools/format_costs.py`.
 
 Each request is read, and a reply of one token after the other is written as events, without a socket. The formats take
 turns; a figure is processor time, the median of all rounds. Then comes how long an event takes from a reply's first
@@ -10,6 +10,7 @@ own, and as the next of ten stored before, all with the same prompt. The event l
 from __future__ import annotations
 
 import asyncio
+import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import orjson
 import uvloop
 from fake_backend import CARD, DONE, FakeBackend, World

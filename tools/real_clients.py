@@ -1,6 +1,6 @@
 """Clients of others, at pinned versions in a folder of their own: installed by `make clients`, run without a network.
 
-    python tests/support/real_clients.py FOLDER [NAME,NAME ...]     installs them all, or those
+    python tools/real_clients.py FOLDER [NAME,NAME ...]     installs them all, or those
 
 Each runs in a home that is made for it, with telemetry and updates off, and a proxy that nobody listens at: nothing
 but this machine can be reached.
@@ -18,11 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from doc_commands import blocks
 
 DEAD = "http://127.0.0.1:9"
 PATIENCE_S = 240.0
-WEIGHTS = Path(__file__).parent.parent.parent / "replicas" / "pocket" / "weights"
+WEIGHTS = Path(__file__).resolve().parents[1] / "replicas" / "pocket" / "weights"
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,9 @@ from holdfast.router.oidc import IdentityTokens
 from holdfast.router.parser_process import ParserProcess
 from holdfast.router.prefills import StoredPrefills
 from holdfast.router.programs import ProgramTable
+from holdfast.router.records import Records, RedisAddress
 from holdfast.router.response_cache import ResponseCache
-from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.store import MemoryStore, RedisStore
 from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.tenant_store import TenantStore
 from holdfast.router.tenants import TenantDirectory
@@ -99,18 +100,20 @@ class Ingress:
         context = serve.get_replica_context()
         self._metrics = RouterMetrics(CollectorRegistry(), router=context.replica_id.unique_id)
         self._routers = (context.deployment, context.app_name)
-        self._store = RedisStore(redis, memory, config.store_timeout_s, config.store_retry_s, self._metrics.stored)
+        timeout_s, retry_s, observe = config.store_timeout_s, config.store_retry_s, self._metrics.stored
+        self._records = Records(redis, timeout_s, retry_s, observe, config.cache_key_file)
+        store = RedisStore(self._records, memory)
         self._metrics.watch(metric_list.EARLY, lambda: self._early.taken)
         watch_line(self._metrics, line_stats)
-        watch_redis(self._metrics, self._store)
+        watch_redis(self._metrics, self._records)
         placement = settings.placement
-        self._fleet = Listener(self._store, FLEET, placement.report_s, placement.silent_s)
-        self._served = Served(self._store, "slots", LINES, placement.report_s)
-        self._latencies = ToolLatencies(self._store, config.store_retry_s)
+        self._fleet = Listener(self._records, FLEET, placement.report_s, placement.silent_s)
+        self._served = Served(self._records, "slots", LINES, placement.report_s)
+        self._latencies = ToolLatencies(self._records, config.store_retry_s)
         entries, ttl_s = config.program_entries, config.program_ttl_s
         most = config.program_tenant_entries
         self._programs = ProgramTable(
-            self._store, entries, ttl_s, config.program_rest_s, config.store_retry_s, most=most
+            self._records, entries, ttl_s, config.program_rest_s, config.store_retry_s, most=most
         )
         # A key may have been revoked since the deployment: a file counts as it is now, or this router does not start.
         found = settings.tenants if tenants_file is None else await asyncio.to_thread(tenants_in, tenants_file)
@@ -118,8 +121,8 @@ class Ingress:
         tenants = TenantDirectory(found, exposed, config.hosts, config.cors_origins, self._tokens)
         # Every model's, whatever the format of the other records: who there is, what they may use, what they have used.
         shared = replace(redis, namespace=f"{settings.redis.namespace}/accounts")
-        self._books = RedisStore(shared, memory, config.store_timeout_s, config.store_retry_s, self._metrics.stored)
-        info = await self._store.info()
+        self._books = Records(shared, timeout_s, retry_s, observe)
+        info = await self._records.info()
         if info is not None and info.memory_limit and (crowded := config.crowded(info.memory_limit)):
             log.warning("%s", crowded)
         router = self._metrics.router
@@ -136,7 +139,7 @@ class Ingress:
         (card,) = await backend.models()
         # While a new configuration is rolled out, an engine of the old one may be who answers first.
         model = f"{checks.settings_digest(settings.engine, version('holdfast'))}{card.fingerprint}"
-        self._cache = ResponseCache(self._store, config, model)
+        self._cache = ResponseCache(store, config, model)
         self._app = create_app(
             backend,
             tenants,
@@ -147,12 +150,12 @@ class Ingress:
             self._latencies,
             TurnReports(self._spans),
             self._peers,
-            Conversations(self._programs, self._store, entries, ttl_s, places=most),
+            Conversations(self._programs, self._records, entries, ttl_s, places=most),
             self._drain,
             self._parser,
-            StoredResponses(self._store, config),
-            StoredPrefills(self._store, config),
-            self._store,
+            StoredResponses(store, config),
+            StoredPrefills(store, config),
+            store,
             self._accounts,
             self._kept,
             Books(self._books),
@@ -191,7 +194,7 @@ class Ingress:
         await self._served.close()
         await self._programs.close()
         await self._latencies.close()
-        await self._store.close()
+        await self._records.close()
         self._early.close()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)

@@ -48,7 +48,7 @@ from holdfast.router.backend import Batch, Routed
 from holdfast.router.config import RouterConfig
 from holdfast.router.elsewhere import Served
 from holdfast.router.fleet import Reporter
-from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.records import Records, RedisAddress
 from holdfast.router.tracing import TracingConfig
 
 if TYPE_CHECKING:
@@ -84,11 +84,10 @@ class EngineReplica:
         self._card = card = replace(self._service.card, replica_id=self._id, fingerprint=fingerprint)
         cells = self._service.engine.load().cells_total
         log.info("the engine is ready", extra=logs.fields(model=card.name, device=config.device, cells=cells))
-        # Nothing is kept in this store: a replica needs no memory of its own while Redis is away.
-        self._store = RedisStore(redis, MemoryStore(1, 1), router.store_timeout_s, router.store_retry_s)
-        self._tools = ToolWatch(self._store, router.tool_latency_s, self._learn)
-        self._served = Served(self._store, "steps", Steps(self._service), report_s)
-        self._reporter = Reporter(self._store, self._id, report_s, self._how, self._expect)
+        self._records = Records(redis, router.store_timeout_s, router.store_retry_s)
+        self._tools = ToolWatch(self._records, router.tool_latency_s, self._learn)
+        self._served = Served(self._records, "steps", Steps(self._service), report_s)
+        self._reporter = Reporter(self._records, self._id, report_s, self._how, self._expect)
 
     def _how(self) -> LoadReport | None:
         """How it is; None where a step hangs: routers pass it by then, long before Serve has replaced it."""
@@ -190,7 +189,7 @@ class EngineReplica:
         await self._reporter.close()
         await self._tools.close()
         await self._served.close()
-        await self._store.close()
+        await self._records.close()
         self._early.close()
         await self._service.close()
         if self._spans is not None:

@@ -37,7 +37,7 @@ from holdfast.cluster.memory_guard import MemoryGuard
 from holdfast.cluster.redis import EmbeddedRedis
 from holdfast.cluster.tenants_file import tenants_in
 from holdfast.replicas.errors import HoldfastError, UnavailableError
-from holdfast.router.store import RedisAddress
+from holdfast.router.records import RedisAddress
 
 Say = Callable[[str], None]
 TELL_S = 5.0  # in which routers have to hear that the server stops

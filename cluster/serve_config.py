@@ -18,7 +18,7 @@ from holdfast.cluster import checks, config_file
 from holdfast.cluster.config import Settings, check_tenants
 from holdfast.cluster.tenants_file import tenants_in
 from holdfast.replicas.errors import ConfigError
-from holdfast.router.store import RedisAddress
+from holdfast.router.records import RedisAddress
 
 STARTS = 3  # of an engine that fail before its deployment does: on another machine the next one may do better
 

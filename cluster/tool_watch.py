@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.router.background import forever
-from holdfast.router.store import RedisStore
+from holdfast.router.records import Records
 from holdfast.router.tool_latency import Reader
 
 Learn: TypeAlias = Callable[[LatencySnapshot], Awaitable[None]]
@@ -20,7 +20,7 @@ class ToolWatch:
     Create it on the event loop that it is to run on.
     """
 
-    def __init__(self, store: RedisStore, every_s: float, learn: Learn) -> None:
+    def __init__(self, store: Records, every_s: float, learn: Learn) -> None:
         self._reader = Reader(store)
         self._learn = learn
         watching = forever(self._look, every_s, "reading the cluster's tool latencies")

@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast.replicas.requests import NO_WORK, Usage
 from holdfast.router.background import forever
@@ -39,6 +39,7 @@ from holdfast.router.quotas import (
     admitted,
     quota_keys,
 )
+from holdfast.router.records import Argument, Call, Records
 from holdfast.router.round_trips import AT_ONCE, RoundTrips
 from holdfast.router.tenants import Principal, Tenant, TenantLimits
 from holdfast.router.usage import (
@@ -79,17 +80,6 @@ _LATEST = 0.05  # weight of the latest request among those by which it is estima
 _LEAST_DRAWN = 0.125  # of the tokens that a request may draw, that are reserved for it however few others drew, so that
 # many requests at once, unlike those before them, do not go over a limit by much
 
-Call = tuple[str, Sequence[str], Sequence[str | bytes | float]]  # a script's source, its keys and arguments
-
-
-class Scripts(Protocol):
-    """`RedisStore`, as far as it is needed here."""
-
-    @property
-    def degraded(self) -> bool: ...
-
-    async def scripts(self, calls: Sequence[Call]) -> list[list[Any]] | None: ...
-
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -112,9 +102,7 @@ class _Booking:
 
     tenant: str
     keys: list[str]
-    tell: Callable[
-        [float, float], list[str | bytes | float]
-    ]  # the arguments, so long after it ended and was told first
+    tell: Callable[[float, float], list[Argument]]  # the arguments, so long after it ended and was told first
     ended: float  # on the monotonic clock
     record: bool
     told: float | None = None  # likewise; None: Redis has not heard of it
@@ -129,7 +117,7 @@ class Accounts:
     def __init__(
         self,
         config: RouterConfig | None = None,
-        store: Scripts | None = None,
+        store: Records | None = None,
         router: str = "router",
         routers: int = 1,
         clock: Callable[[], float] = time.time,
@@ -311,7 +299,7 @@ class Accounts:
             return
         late, fixed = admission.late, self._now_ms
 
-        def tell(ago_s: float, told_s: float) -> list[str | bytes | float]:
+        def tell(ago_s: float, told_s: float) -> list[Argument]:
             return book_arguments(
                 None if fixed is None else fixed(),
                 ago_s,
@@ -378,7 +366,7 @@ class Accounts:
         return None if self._store is None or self._store.degraded else await self._trips.ask(call)
 
     async def _send(self, calls: Sequence[Call]) -> list[list[Any]] | None:
-        return None if self._store is None else await self._store.scripts(calls)
+        return None if self._store is None else await self._store.try_scripts(calls)
 
     def _local_ms(self) -> int:
         """By this the last minute is counted here. Not the time of day, which may be set back."""

@@ -18,7 +18,7 @@ import orjson
 
 from holdfast.replicas import logs
 from holdfast.router.background import forever
-from holdfast.router.store import Scripts
+from holdfast.router.records import Records
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Audit:
 
     def __init__(
         self,
-        store: Scripts | None = None,
+        store: Records | None = None,
         most: int = 10000,
         router: str = "router",
         clock: Callable[[], float] = time.time,
@@ -92,14 +92,14 @@ class Audit:
         entries, self._waiting = self._waiting, []
         if self._store is None:
             return
-        if await self._store.script(TELL, [REFUSALS], [self._most, *entries]) is None:
+        if await self._store.try_script(TELL, [REFUSALS], [self._most, *entries]) is None:
             self._waiting = [*entries, *self._waiting][-self._most :]
 
     async def read(self, begin: str, end: str, most: int) -> list[tuple[str, dict[str, Any]]] | None:
         """At most so many acts and so many refusals, the latest first, each with its place. None: Redis is away."""
         if self._store is None:
             return []
-        found = await self._store.script(READ, [STREAM, REFUSALS], [begin, end, most])
+        found = await self._store.try_script(READ, [STREAM, REFUSALS], [begin, end, most])
         return None if found is None else _entries(found)
 
 

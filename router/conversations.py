@@ -29,7 +29,7 @@ from holdfast.replicas.requests import Answer, ChatPrompt, RawPrompt
 from holdfast.router.identity import unnamed_program
 from holdfast.router.lru import SHARE, Lru
 from holdfast.router.programs import BEGIN, Begun, ProgramTable, Stand, program_name
-from holdfast.router.store import Scripts
+from holdfast.router.records import Records
 
 REPLIES = 32  # of a conversation that are looked back over, the latest
 MOST = 64  # programs kept at one place, the latest
@@ -318,7 +318,7 @@ class Conversations:
     def __init__(
         self,
         programs: ProgramTable,
-        scripts: Scripts | None,
+        scripts: Records | None,
         max_entries: int,
         ttl_s: float,
         clock: Callable[[], float] = time.time,
@@ -389,7 +389,7 @@ class Conversations:
         """The programs that a request may go on with, the likeliest first; None: Redis is away."""
         if self._scripts is None:
             return None
-        found = await self._scripts.script(_FIND, [_key(tenant, place) for place in sent.places], [MOST])
+        found = await self._scripts.try_script(_FIND, [_key(tenant, place) for place in sent.places], [MOST])
         if found is None:
             return None
         pairs = zip(found[::2], found[1::2], strict=True)

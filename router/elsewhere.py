@@ -17,7 +17,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from holdfast.router.background import forever
-from holdfast.router.store import Scripts
+from holdfast.router.records import Records
 
 TTL_S = 3600  # after which sums that nobody adds to are forgotten
 IDLE = 60  # looks after the last of which a tenant that was not served here is of no interest
@@ -92,7 +92,7 @@ class Ledger:
 class Sums:
     """The sums of `what`, in Redis, for one participant."""
 
-    def __init__(self, scripts: Scripts, what: str) -> None:
+    def __init__(self, scripts: Records, what: str) -> None:
         self._scripts = scripts
         self._key = f"served/{what}"
         self._ledger = Ledger()
@@ -103,14 +103,14 @@ class Sums:
         if not news.seconds:
             return {}
         arguments = [each for name, seconds in news.seconds.items() for each in (name, f"{seconds:.6f}")]
-        found = await self._scripts.script(_ADD, [self._key], [TTL_S, *arguments])
+        found = await self._scripts.try_script(_ADD, [self._key], [TTL_S, *arguments])
         return {} if found is None else self._ledger.answered(news, map(float, found))
 
 
 class Served:
     """Looks once in `every_s`, for one that shares. Create it on the event loop that it is to run on."""
 
-    def __init__(self, scripts: Scripts, what: str, sharing: Sharing, every_s: float) -> None:
+    def __init__(self, scripts: Records, what: str, sharing: Sharing, every_s: float) -> None:
         self._sums = Sums(scripts, what)
         self._sharing = sharing
         watching = forever(self._look, every_s, "reading what others have served")

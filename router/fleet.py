@@ -26,7 +26,7 @@ from holdfast.replicas.requests import GenerateRequest
 from holdfast.replicas.stats import LoadReport
 from holdfast.replicas.types import Priority
 from holdfast.router.background import Background, forever
-from holdfast.router.store import RedisStore
+from holdfast.router.records import Records
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class Reporter:
 
     def __init__(
         self,
-        store: RedisStore,
+        store: Records,
         replica_id: str,
         every_s: float,
         how: Callable[[], LoadReport | None],
@@ -223,7 +223,7 @@ class Listener:
     Create it on the event loop that it is to run on.
     """
 
-    def __init__(self, store: RedisStore, fleet: Fleet, every_s: float, silent_s: float) -> None:
+    def __init__(self, store: Records, fleet: Fleet, every_s: float, silent_s: float) -> None:
         self._store = store
         self._fleet = fleet
         self._every_s = every_s

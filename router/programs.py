@@ -29,7 +29,7 @@ from typing import Any
 import orjson
 
 from holdfast.router.lru import SHARE, Lru
-from holdfast.router.store import Scripts
+from holdfast.router.records import Records
 
 log = logging.getLogger(__name__)
 
@@ -344,9 +344,9 @@ class _Step:
     def keys(self) -> list[str]:
         return [*record_keys(self.key), *self.places]
 
-    async def run(self, scripts: Scripts, ttl_s: float, most: int) -> list[Any] | None:
+    async def run(self, scripts: Records, ttl_s: float, most: int) -> list[Any] | None:
         """What Redis says to it; None: it is away."""
-        return await scripts.script(self.source, self.keys, self.told(ttl_s, most, time.monotonic()))
+        return await scripts.try_script(self.source, self.keys, self.told(ttl_s, most, time.monotonic()))
 
     def told(self, ttl_s: float, most: int, now: float) -> list[str | bytes | float]:
         known = b"" if self.known is None else orjson.dumps(_row(self.known))
@@ -362,7 +362,7 @@ class ProgramTable:
 
     def __init__(
         self,
-        scripts: Scripts | None,
+        scripts: Records | None,
         max_entries: int,
         ttl_s: float,
         rest_s: float,
@@ -412,7 +412,7 @@ class ProgramTable:
             return None
         first: list[str | bytes | float] = [int(self._ttl_s * 1000), 0.0, id_, "", self._most, self._rest_s]
         told = [*first, secrets.token_hex(6), head, program_name(parent), *arguments]
-        answer = await self._scripts.script(source, [_records(tenant), *keys], told)
+        answer = await self._scripts.try_script(source, [_records(tenant), *keys], told)
         return None if answer is None else self._begun(f"{tenant}/{answer[0].decode()}", answer[1:])
 
     @property
@@ -511,7 +511,7 @@ class ProgramTable:
 
     async def look(self, key: str) -> Program | None:
         """The program's record, as it stands; None: there is none. Of one that Redis has lost this process's own."""
-        answer = None if self._scripts is None else await self._scripts.script(_LOOK, record_keys(key), [])
+        answer = None if self._scripts is None else await self._scripts.try_script(_LOOK, record_keys(key), [])
         program = _record(answer[0]) if answer else self._get(key)
         return None if program is None or program.gone else program
 

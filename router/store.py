@@ -4,29 +4,19 @@ Losing Redis fails no request: after the first failed operation everything goes 
 Redis answers again. Keys come in already scoped (`cache/<tenant>/...`); nothing here knows what they mean.
 """
 
-import asyncio
 import hashlib
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from itertools import accumulate, pairwise
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
-from urllib.parse import unquote, urlsplit
-
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.credentials import CredentialProvider
-from redis.exceptions import NoScriptError, RedisError
+from typing import Protocol, TypeVar
 
 from holdfast.replicas.errors import HoldfastError, UnavailableError
 from holdfast.router.lru import SHARE, Lru
-from holdfast.router.redis_info import RedisInfo
+from holdfast.router.records import Records
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -250,17 +240,6 @@ def not_found(store: Store, error: HoldfastError) -> HoldfastError:
     return UnavailableError("Redis does not answer, and may have what you ask for; retry") if store.degraded else error
 
 
-class Scripts(Protocol):
-    """`RedisStore`, as far as those need it who keep what only a script of their own can change."""
-
-    @property
-    def degraded(self) -> bool: ...
-
-    async def script(
-        self, source: str, keys: Sequence[str], arguments: Sequence[str | bytes | float]
-    ) -> list[Any] | None: ...
-
-
 class MemoryStore:
     """The store of one process: bounded in entries and bytes. Where it is full, who has most of it gives way."""
 
@@ -344,107 +323,33 @@ class MemoryStore:
         return
 
 
-@dataclass(frozen=True, slots=True)
-class RedisAddress:
-    """Where Redis is. With a `password_file` the password is the one there, whatever `url` has.
-
-    Every key begins with `namespace`: what has another one does not meet there.
-    `ca_file` has the certificates that a `rediss://` server's must be signed with; None: those that the system trusts.
-    """
-
-    url: str
-    password_file: Path | None = None
-    ca_file: Path | None = None
-    namespace: str = "holdfast"
-
-    @property
-    def trusted(self) -> dict[str, str]:
-        """What a client is told besides the URL."""
-        return {} if self.ca_file is None else {"ssl_ca_certs": str(self.ca_file)}
-
-
-class PasswordFile(CredentialProvider):
-    """The user of `url` with the password in `path`, which is read for every connection: it may change."""
-
-    def __init__(self, url: str, path: Path) -> None:
-        self._user = unquote(urlsplit(url).username or "")
-        self._path = path
-
-    def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        password = self._path.read_text().strip()
-        return (self._user, password) if self._user else (password,)
-
-    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        return await asyncio.to_thread(self.get_credentials)
-
-
 class RedisStore:
-    """Redis behind a circuit breaker, with `fallback` for the time it is away.
+    """Redis, with `fallback` for the time it is away."""
 
-    The breaker opens at the first operation that fails or takes longer than `timeout_s`. From then on Redis is
-    probed in the background, at once and then every `retry_s`, and used again as soon as it answers.
-    """
-
-    def __init__(
-        self,
-        address: RedisAddress,
-        fallback: Store,
-        timeout_s: float = 0.05,
-        retry_s: float = 1.0,
-        observe: Callable[[float, bool], None] | None = None,
-    ) -> None:
-        """`observe` is told of every operation how many seconds it took and whether it was done."""
-        self._prefix = f"{address.namespace}/"
+    def __init__(self, records: Records, fallback: Store) -> None:
+        self._records = records
         self._fallback = fallback
-        self._timeout_s = timeout_s
-        self._retry_s = retry_s
-        self._probe: asyncio.Task[None] | None = None
-        self._observe = observe
-        pool = BlockingConnectionPool.from_url(
-            address.url,
-            max_connections=CONNECTIONS,
-            # `_attempt` bounds the whole of an operation. Trap: by a limit of its own the client makes a task of every
-            # command that it sends, and by default it has some.
-            timeout=None,
-            socket_timeout=None,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            **address.trusted,
-        )
-        if address.password_file is not None:
-            # Trap: a user or password in the URL and a provider are not taken together.
-            for name in ("username", "password"):
-                pool.connection_kwargs.pop(name, None)
-            pool.connection_kwargs["credential_provider"] = PasswordFile(address.url, address.password_file)
-        self._redis: Any = Redis.from_pool(pool)  # redis-py types its commands as maybe synchronous
-        self._known: dict[str, Any] = {}  # scripts by their source, with digests
 
     @property
     def degraded(self) -> bool:
-        return self._probe is not None
-
-    async def info(self) -> RedisInfo | None:
-        """What the server says of itself; None where it does not answer."""
-
-        async def work() -> RedisInfo:
-            return RedisInfo.of(await self._redis.info())
-
-        return await self._attempt(work)
+        return self._records.degraded
 
     async def get(self, key: str) -> bytes | None:
         async def work() -> tuple[bytes | None]:
-            return (await self._redis.get(self._prefix + key),)
+            return (await self._records._redis.get(self._records._prefix + key),)
 
-        done = await self._guarded(work)
+        done = await self._records._guarded(work)
         return done[0] if done else await self._fallback.get(key)
 
     async def renew(self, keys: Sequence[str], ttl_s: float) -> list[bytes | None]:
         near = await self._fallback.renew(keys, ttl_s)  # what was put while Redis was away is here only
-        found = await self.script(RENEW, keys, [_milliseconds(ttl_s)])  # one command: the client takes long for each
+        found = await self._records.try_script(
+            RENEW, keys, [_milliseconds(ttl_s)]
+        )  # one command: the client takes long for each
         return near if found is None else [there or here for there, here in zip(found, near, strict=True)]
 
     async def follow(self, key: str, ttl_s: float) -> list[bytes]:
-        told = await self.script(FOLLOW, [key], [_milliseconds(ttl_s)])
+        told = await self._records.try_script(FOLLOW, [key], [_milliseconds(ttl_s)])
         if not told:
             return await self._fallback.follow(key, ttl_s)
         ends = list(accumulate(map(int, told[0].split())))
@@ -452,20 +357,21 @@ class RedisStore:
 
     async def set(self, key: str, value: bytes, ttl_s: float) -> None:
         async def work() -> bool:
-            await self._redis.set(self._prefix + key, value, px=_milliseconds(ttl_s))
+            await self._records._redis.set(self._records._prefix + key, value, px=_milliseconds(ttl_s))
             return True
 
-        if not await self._guarded(work):
+        if not await self._records._guarded(work):
             await self._fallback.set(key, value, ttl_s)
 
     async def set_shared(self, key: str, value: bytes, ttl_s: float, owner: str, most: int, version: str = "") -> Put:
-        done = await self.script(SET_SHARED, [key, f"put/{owner}"], [value, _milliseconds(ttl_s), most, version])
+        arguments: list[str | bytes | float] = [value, _milliseconds(ttl_s), most, version]
+        done = await self._records.try_script(SET_SHARED, [key, f"put/{owner}"], arguments)
         if done is None:
             return await self._fallback.set_shared(key, value, ttl_s, owner, most, version)
         return Put(done[0].decode())
 
     async def ends(self, key: str, head: int, tail: int) -> Ends | None:
-        found = await self.script(ENDS, [key], [head, tail])
+        found = await self._records.try_script(ENDS, [key], [head, tail])
         return Ends(*found) if found else None
 
     async def grow(
@@ -473,22 +379,22 @@ class RedisStore:
     ) -> Put:
         seen = at or Ends(b"", b"")
         told: list[str | bytes | float] = [more, _milliseconds(ttl_s), most, seen.head, seen.tail, "1" if anew else ""]
-        done = await self.script(GROW, [key, *_books(owner)], told)
+        done = await self._records.try_script(GROW, [key, *_books(owner)], told)
         return Put.AWAY if done is None else Put(done[0].decode())
 
     async def delete(self, key: str, owner: str = "") -> None:
         async def work() -> bool:
-            await self._redis.delete(self._prefix + key)
+            await self._records._redis.delete(self._records._prefix + key)
             return True
 
         if owner:
-            await self.script(DROP, [key, *_books(owner)], [])
+            await self._records.try_script(DROP, [key, *_books(owner)], [])
         else:
-            await self._guarded(work)
+            await self._records._guarded(work)
         await self._fallback.delete(key)  # what was kept here while Redis was away
 
     async def take(self, key: str, lease: str, owner: str, lease_s: float) -> bytes | bool:
-        done = await self.script(TAKE, [key, lease], [owner, _milliseconds(lease_s)])
+        done = await self._records.try_script(TAKE, [key, lease], [owner, _milliseconds(lease_s)])
         if done is None:
             return await self._fallback.take(key, lease, owner, lease_s)
         return done[0] if isinstance(done[0], bytes) else bool(done[0])
@@ -496,148 +402,26 @@ class RedisStore:
     async def extend(self, leases: Sequence[str], owner: str, lease_s: float = 0.0) -> None:
         arguments: list[str | bytes | float] = [owner, _milliseconds(lease_s)] if lease_s else [owner]
         for begin in range(0, len(leases), AT_ONCE):
-            await self.script(EXTEND, leases[begin : begin + AT_ONCE], arguments)
+            await self._records.try_script(EXTEND, leases[begin : begin + AT_ONCE], arguments)
 
     async def forget(self, prefix: str) -> None:
-        pattern = re.sub(r"([\\*?\[\]])", r"\\\1", self._prefix + prefix) + "*"
+        pattern = re.sub(r"([\\*?\[\]])", r"\\\1", self._records._prefix + prefix) + "*"
         cursor = 0
 
         async def work() -> tuple[int]:
-            found, keys = await self._redis.scan(cursor, pattern, SCANNED)
+            found, keys = await self._records._redis.scan(cursor, pattern, SCANNED)
             if keys:
-                await self._redis.unlink(*keys)
+                await self._records._redis.unlink(*keys)
             return (int(found),)
 
-        while (done := await self._guarded(work)) is not None:
+        while (done := await self._records._guarded(work)) is not None:
             (cursor,) = done
             if cursor == 0:
                 break
         await self._fallback.forget(prefix)
 
-    async def script(
-        self, source: str, keys: Sequence[str], arguments: Sequence[str | bytes | float]
-    ) -> list[Any] | None:
-        """What a Lua script returns, an array. It runs as one operation, or not at all.
-
-        None where Redis is away or too slow; then the script may have run, or may yet run, all the same.
-        """
-
-        async def work() -> list[Any]:
-            # By its digest, and with the source where the server does not know it (it may have been restarted).
-            if source not in self._known:
-                self._known[source] = self._redis.register_script(source)
-            done = await self._known[source]([self._prefix + key for key in keys], arguments)
-            return list(done)
-
-        return await self._guarded(work)
-
-    async def scripts(
-        self, calls: Sequence[tuple[str, Sequence[str], Sequence[str | bytes | float]]]
-    ) -> list[list[Any]] | None:
-        """What several scripts return, each with its keys and arguments, in one round trip. Each runs as one operation.
-
-        None where Redis is away or too slow; then some of them may have run all the same.
-        """
-
-        async def work() -> list[list[Any]]:
-            asked = [
-                (_digest(source), source, [self._prefix + key for key in keys], more) for source, keys, more in calls
-            ]
-            answers = await _evaluated(self._redis, asked)
-            unknown = [i for i, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
-            if unknown:  # the server has been restarted, or has never heard of them
-                for source in {asked[i][1] for i in unknown}:
-                    await self._redis.script_load(source)
-                for i, answer in zip(unknown, await _evaluated(self._redis, [asked[i] for i in unknown]), strict=True):
-                    answers[i] = answer
-            for answer in answers:
-                if isinstance(answer, Exception):
-                    raise answer
-            return [list(answer) for answer in answers]
-
-        return await self._guarded(work)
-
-    async def publish(self, channel: str, message: bytes) -> None:
-        """Tell those who listen now; nobody, while Redis is away."""
-
-        async def work() -> bool:
-            await self._redis.publish(self._prefix + channel, message)
-            return True
-
-        await self._guarded(work)
-
-    async def listen(self, channel: str, quiet_s: float) -> AsyncGenerator[bytes, None]:
-        """What is told on a channel from now on: first b"" once that is sure.
-
-        Ends where Redis is lost, and where nothing came for `quiet_s`: a connection may be cut without a sign.
-        """
-        pubsub = self._redis.pubsub()
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await pubsub.subscribe(self._prefix + channel)
-            while (message := await pubsub.get_message(timeout=quiet_s)) is not None:
-                yield b"" if message["type"] == "subscribe" else bytes(message["data"])
-        except (RedisError, OSError) as error:
-            log.debug("a channel of Redis is lost: %s", error)
-        finally:
-            await pubsub.aclose()
-
     async def close(self) -> None:
-        if self._probe is not None:
-            self._probe.cancel()
-            await asyncio.wait({self._probe})
-        await self._redis.aclose()
-        await self._redis.connection_pool.disconnect()
-
-    async def _guarded(self, work: Callable[[], Awaitable[T]]) -> T | None:
-        """What `work` gives, or None where Redis is away."""
-        if self._probe is not None:
-            return None
-        done = await self._attempt(work)
-        if done is None and self._probe is None:
-            log.warning("Redis does not answer; keeping values in memory until it does")
-            self._probe = asyncio.get_running_loop().create_task(self._wait_for_redis())
-        return done
-
-    async def _attempt(self, work: Callable[[], Awaitable[T]]) -> T | None:
-        began, done = time.monotonic(), None
-        task = asyncio.current_task()
-        cancelled = task.cancelling() if task else 0
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                done = await work()
-        except (RedisError, OSError, TimeoutError) as error:
-            log.debug("Redis operation failed: %s", error)
-        if task and task.cancelling() > cancelled:  # Trap: redis-py may swallow it and answer all the same
-            raise asyncio.CancelledError
-        if self._observe is not None:
-            self._observe(time.monotonic() - began, done is not None)
-        return done
-
-    async def _wait_for_redis(self) -> None:
-        while True:
-            try:
-                if await self._attempt(self._redis.ping) is not None:
-                    break
-            except Exception:  # the supervisor of the probe: without it Redis would count as away for good
-                log.exception("Redis could not be asked")
-            await asyncio.sleep(self._retry_s)
-        log.warning("Redis answers again")
-        self._probe = None
-
-
-async def _evaluated(redis: Any, asked: Sequence[tuple[str, str, Sequence[str], Sequence[Any]]]) -> list[Any]:
-    """What scripts return that the server knows by their digests, or why they did not."""
-    pipeline = redis.pipeline(transaction=False)
-    for digest, _, keys, arguments in asked:
-        pipeline.evalsha(digest, len(keys), *keys, *arguments)
-    return list(await pipeline.execute(raise_on_error=False))
-
-
-@cache
-def _digest(source: str) -> str:
-    """By which Redis knows a script."""
-    return hashlib.sha1(source.encode()).hexdigest()
+        await self._records.close()
 
 
 def _books(owner: str) -> list[str]:

@@ -22,10 +22,10 @@ from typing import Any
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
-from holdfast.replicas.errors import ConfigError, UnavailableError
+from holdfast.replicas.errors import ConfigError
 from holdfast.router.audit import STREAM
 from holdfast.router.background import forever
-from holdfast.router.store import Scripts
+from holdfast.router.records import Argument, Records
 from holdfast.router.tenants import Tenant, TenantDirectory
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ return {}
 class TenantStore:
     """Keeps `directory` as Redis has it. Create it, `start` it on the event loop, and `close` it."""
 
-    def __init__(self, store: Scripts, directory: TenantDirectory, most_audit: int = 10000) -> None:
+    def __init__(self, store: Records, directory: TenantDirectory, most_audit: int = 10000) -> None:
         self._store = store
         self._directory = directory
         self._most_audit = most_audit
@@ -115,7 +115,7 @@ class TenantStore:
         Raises UnavailableError.
         """
         text = b"" if after is None else orjson.dumps(asdict(after))
-        arguments: list[str | bytes | float] = [name, before, text, self._most_audit, entry]
+        arguments: list[Argument] = [name, before, text, self._most_audit, entry]
         done = await self._ask(CHANGE, [TENANTS, VERSION, STREAM], arguments)
         await self._load()
         return int(done[0]) > 0
@@ -125,7 +125,7 @@ class TenantStore:
 
         Raises UnavailableError.
         """
-        arguments: list[str | bytes | float] = [name, secrets.token_hex(4), self._most_audit, entry]
+        arguments: list[Argument] = [name, secrets.token_hex(4), self._most_audit, entry]
         await self._ask(PURGE, [PURGES, VERSION, STREAM], arguments)
         await self._load()
 
@@ -140,11 +140,8 @@ class TenantStore:
         found = await self._ask(READ, [USED], [])
         return {_pair(name.decode()): float(at) for name, at in zip(found[::2], found[1::2], strict=True)}
 
-    async def _ask(self, source: str, keys: Sequence[str], arguments: Sequence[str | bytes | float]) -> list[Any]:
-        found = await self._store.script(source, keys, arguments)
-        if found is None:
-            raise UnavailableError("Redis does not answer; tenants cannot be looked at or changed now")
-        return found
+    async def _ask(self, source: str, keys: Sequence[str], arguments: Sequence[Argument]) -> list[Any]:
+        return await self._store.script(source, keys, arguments)
 
     async def _watch(self) -> None:
         self._rounds += 1
@@ -153,7 +150,7 @@ class TenantStore:
             await self._tell_used()
 
     async def _look(self) -> None:
-        found = await self._store.script(LOOK, [VERSION], [])
+        found = await self._store.try_script(LOOK, [VERSION], [])
         if found is None or found[0] == self._version:
             return
         if int(found[0]) < int(self._version):
@@ -166,14 +163,14 @@ class TenantStore:
         """
         purges = [(name.encode(), purge.encode()) for name, purge in self._purges.items()]
         pairs = [*self._records.items(), *purges]
-        arguments: list[str | bytes | float] = [self._version, len(self._records), *chain.from_iterable(pairs)]
-        done = await self._store.script(RESTORE, [TENANTS, VERSION, PURGES], arguments)
+        arguments: list[Argument] = [self._version, len(self._records), *chain.from_iterable(pairs)]
+        done = await self._store.try_script(RESTORE, [TENANTS, VERSION, PURGES], arguments)
         if done is not None and int(done[0]):
             log.warning("Redis has lost the tenants that were made: %d of them are put back", len(self._records))
             self._told.clear()  # when keys were used is lost, too
 
     async def _load(self) -> None:
-        found = await self._store.script(LOAD, [TENANTS, VERSION, PURGES], [])
+        found = await self._store.try_script(LOAD, [TENANTS, VERSION, PURGES], [])
         if found is None or int(found[0]) < int(self._version):
             return  # it is away, or has forgotten: the next look tells
         version, records, purges = found
@@ -195,7 +192,7 @@ class TenantStore:
         if not news:
             return
         arguments = [each for (tenant, key_id), at in news.items() for each in (f"{tenant}/{key_id}", f"{at:.3f}")]
-        if await self._store.script(TELL_USED, [USED], arguments) is not None:
+        if await self._store.try_script(TELL_USED, [USED], arguments) is not None:
             self._told.update(news)
 
 

@@ -25,7 +25,7 @@ from holdfast.replicas.retention.latency import (
     Tally,
     ToolKey,
 )
-from holdfast.router.store import Scripts
+from holdfast.router.records import Records
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ return {since, version, read(base .. 'all'), sets}
 class Reader:
     """The statistics as this process last read them. Reading costs the intervals that are new."""
 
-    def __init__(self, store: Scripts) -> None:
+    def __init__(self, store: Records) -> None:
         self._store = store
         self._since = 0
         self._whole = False  # everything up to `since` has been read
@@ -144,7 +144,7 @@ class Reader:
     async def _read(self) -> bool:
         """Read a part of what is there; False where that is nothing."""
         arguments = [self._since, BATCH, "1" if self._whole else "0", DELTAS]
-        answer = await self._store.script(_READ, [BASE], arguments)
+        answer = await self._store.try_script(_READ, [BASE], arguments)
         if answer is None:
             return False
         since, version, overall, rows = answer
@@ -171,7 +171,7 @@ class Reader:
 class ToolLatencies:
     """Takes intervals in, and shows what is known. Without a `store`, of this process alone."""
 
-    def __init__(self, store: Scripts | None = None, retry_s: float = 1.0) -> None:
+    def __init__(self, store: Records | None = None, retry_s: float = 1.0) -> None:
         self._store = store
         self._retry_s = retry_s
         self._own = LatencyBook(MOST_SETS)
@@ -212,14 +212,14 @@ class ToolLatencies:
             self._writer.cancel()
             await asyncio.wait({self._writer})
 
-    async def _write(self, store: Scripts) -> None:
+    async def _write(self, store: Records) -> None:
         while self._pending:
             batch = list(self._pending)[:BATCH]
             arguments: list[str | bytes | float] = [RECENT, MOST_SETS, TTL_S, secrets.token_hex(8), LOG]
             for interval in batch:
                 arguments += interval
             # What is given up here may run there all the same: it is sent again unchanged, and its id counts once.
-            while await store.script(_RECORD, [BASE], arguments) is None:  # noqa: ASYNC110 (a store has no event)
+            while await store.try_script(_RECORD, [BASE], arguments) is None:  # noqa: ASYNC110 (a store has no event)
                 await asyncio.sleep(self._retry_s)
             for interval in batch:
                 if self._pending and self._pending[0] is interval:  # else it had to go for a later one

@@ -17,10 +17,9 @@ from typing import Any
 
 import orjson
 
-from holdfast.replicas.errors import UnavailableError
 from holdfast.router.config import Prices
 from holdfast.router.quotas import STATE, UNITS, Cost, quota_keys
-from holdfast.router.store import Scripts
+from holdfast.router.records import Argument, Records
 
 SEEN_S = 3600.0  # for which a record that is told again, and a try of a request, are known
 COUNTED = ("requests", "input", "cached", "output", "drawn", "drafted")  # of the sums, beside units and outcomes
@@ -193,7 +192,7 @@ def book_arguments(
     most: int,
     kept_s: float,
     told_s: float = 0.0,
-) -> list[str | bytes | float]:
+) -> list[Argument]:
     """What `BOOK` is told. `program`: its name, whether it is over, and how long it counts after a turn. `told_s`: how
     long ago it was told first.
 
@@ -202,7 +201,7 @@ def book_arguments(
     name, over, rest_s = program
     answered = record is not None and record.outcome in ("completed", "cached")
     now: str | int = "" if now_ms is None else now_ms
-    told: list[str | bytes | float] = [now, max(0, int(ago_s * 1000)), id_, retry, int(answered), *used.rates]
+    told: list[Argument] = [now, max(0, int(ago_s * 1000)), id_, retry, int(answered), *used.rates]
     told += [used.units, int(late), name, int(over), int(rest_s * 1000), most, int(SEEN_S * 1000)]
     told += [int(SEEN_S * 1000), int(kept_s * 1000)]
     if record is None:
@@ -226,7 +225,7 @@ return found
 class Books:
     """Reads what was booked. Its methods raise UnavailableError while Redis is away."""
 
-    def __init__(self, store: Scripts) -> None:
+    def __init__(self, store: Records) -> None:
         self._store = store
 
     async def records(self, tenant: str, begin: str, end: str, most: int) -> list[dict[str, Any]]:
@@ -243,11 +242,8 @@ class Books:
         found = await self._ask(SUMS, quota_keys(tenant)[4], periods)
         return [sums_row(period, each) for period, each in zip(periods, found, strict=True)]
 
-    async def _ask(self, source: str, key: str, arguments: Sequence[str | bytes | float]) -> list[Any]:
-        found = await self._store.script(source, [key], arguments)
-        if found is None:
-            raise UnavailableError("Redis does not answer; the books cannot be read now")
-        return found
+    async def _ask(self, source: str, key: str, arguments: Sequence[Argument]) -> list[Any]:
+        return await self._store.script(source, [key], arguments)
 
 
 def first_rows(rows: Iterable[dict[str, Any]], most: int) -> list[dict[str, Any]]:

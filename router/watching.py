@@ -10,7 +10,7 @@ from holdfast.router.line_stats import LineStats
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.placement import Reason
 from holdfast.router.quotas import LIMITS
-from holdfast.router.redis_info import RedisInfo
+from holdfast.router.records import RedisInfo
 from holdfast.router.response_cache import ResponseCache
 from holdfast.router.tenants import TenantDirectory
 

@@ -37,8 +37,9 @@ from holdfast.router.protocol.responses import (
     response_object,
     responses_turn,
 )
+from holdfast.router.records import Records, RedisAddress
 from holdfast.router.response_events import ResponseEncoder
-from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.store import MemoryStore, RedisStore
 from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.streaming import ChatEncoder, Encoder
 
@@ -133,7 +134,7 @@ async def _first_event(app: Any, backend: Timed, path: str, raw: bytes) -> float
 
 async def storing(address: str) -> dict[str, float]:
     """Milliseconds of the router's processor time for a whole request, by what is stored."""
-    store = RedisStore(RedisAddress(address), MemoryStore(10, 2**20), timeout_s=10.0)
+    store = RedisStore(Records(RedisAddress(address), timeout_s=10.0), MemoryStore(10, 2**20))
     app = World(FakeBackend(REPLY), responses=StoredResponses(store, RouterConfig())).app
     said = {"temperature": 0.5, "tools": BODIES["responses"]["tools"]}
     previous = None

@@ -37,7 +37,7 @@ from redis_server import RedisServer
 from holdfast.replicas.requests import Usage, Work
 from holdfast.router.accounts import Accounts, Served
 from holdfast.router.quotas import MINUTE_MS, PART_MS, QuotaError
-from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.records import Records, RedisAddress
 from holdfast.router.tenants import Principal, Tenant, TenantLimits
 from holdfast.router.usage import Books
 
@@ -87,8 +87,8 @@ def asks_for_too_much(number: int) -> bool:
     return number % 2 == 0
 
 
-def accounts(url: str, name: str, routers: int) -> tuple[Accounts, RedisStore]:
-    store = RedisStore(RedisAddress(url, namespace=SPACE), MemoryStore(10, 1000), 5.0)
+def accounts(url: str, name: str, routers: int) -> tuple[Accounts, Records]:
+    store = Records(RedisAddress(url, namespace=SPACE), 5.0)
     return Accounts(store=store, router=name, routers=routers), store
 
 
@@ -245,7 +245,7 @@ async def report(url: str, told: list[list[list[Any]]], n: int) -> None:
         mine.most = max(mine.most, most)
         mine.got += [] if got is None else [got]
         mine.wrongly += 0 if greedy else refused[i]
-    store = RedisStore(RedisAddress(url, namespace=SPACE), MemoryStore(10, 1000), 5.0)
+    store = Records(RedisAddress(url, namespace=SPACE), 5.0)
     books, equal = Books(store), 0
     days = sorted({time.strftime("%Y-%m-%d", time.gmtime(event[3])) for each in events.values() for event in each})
     for i, each in events.items():

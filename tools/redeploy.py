@@ -18,7 +18,7 @@ from ray import serve
 
 from holdfast.cluster import application, sources
 from holdfast.cluster.config import Overrides
-from holdfast.router.store import RedisAddress
+from holdfast.router.records import RedisAddress
 
 
 def main(address: str, config: str, port: str, engines: str, report_s: str) -> None:

@@ -23,8 +23,9 @@ from holdfast.router.accounts import BOOKING_S, COUNTING_S
 from holdfast.router.config import RouterConfig
 from holdfast.router.programs import ProgramTable
 from holdfast.router.protocol.errors import RefusedError
+from holdfast.router.records import Records, RedisAddress
 from holdfast.router.session_histories import Home, SessionHistories
-from holdfast.router.store import MemoryStore, Put, RedisAddress, RedisStore
+from holdfast.router.store import MemoryStore, Put, RedisStore
 from holdfast.router.stored_responses import StoredResponse, StoredResponses, StoredTurn
 from holdfast.router.tenants import Caller, Tenant, TenantDirectory, hash_key
 
@@ -210,25 +211,30 @@ def test_another_release_finds_the_records_of_this_one(monkeypatch: pytest.Monke
     server = RedisServer(tmp_path)
     server.start()
 
-    async def records(name: str, use: Callable[[RedisStore], Awaitable[None]]) -> None:
-        store = RedisStore(RedisAddress(server.url, namespace=name), MemoryStore(10, 2**16), 5.0)
+    async def records(name: str, use: Callable[[Records], Awaitable[None]]) -> None:
+        store = Records(RedisAddress(server.url, namespace=name), 5.0)
         await use(store)
         await store.close()
 
-    config = RouterConfig()
+    config, memory = RouterConfig(), MemoryStore(1, 1)
     turn = StoredTurn("resp_1", [{"role": "user", "content": "hello"}], [], [], "acme/p")
     home, history = Home("life", "r1"), History("life", 0, b"", 0, idle_s=60.0)
 
-    async def write(store: RedisStore) -> None:
+    async def write(store: Records) -> None:
         await ProgramTable(store, 10, 7200.0, 3600.0).begin("acme/p")
-        assert await StoredResponses(store, config).keep("acme", StoredResponse({"id": "resp_1"}, turn))
-        assert await SessionHistories(store, config).put("acme", "s", home, history, (), None) is Put.DONE
+        assert await StoredResponses(RedisStore(store, memory), config).keep(
+            "acme", StoredResponse({"id": "resp_1"}, turn)
+        )
+        assert (
+            await SessionHistories(RedisStore(store, memory), config).put("acme", "s", home, history, (), None)
+            is Put.DONE
+        )
 
-    async def read(store: RedisStore) -> None:
+    async def read(store: Records) -> None:
         begun = await ProgramTable(store, 10, 7200.0, 3600.0).begin("acme/p")
         assert begun.program.came == 2
-        assert (await StoredResponses(store, config).find("acme", "resp_1")).turn == turn
-        kept = await SessionHistories(store, config).read("acme", "s")
+        assert (await StoredResponses(RedisStore(store, memory), config).find("acme", "resp_1")).turn == turn
+        kept = await SessionHistories(RedisStore(store, memory), config).read("acme", "s")
         assert kept is not None
         assert kept.record.home == home
 

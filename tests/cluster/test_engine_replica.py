@@ -19,7 +19,7 @@ from holdfast.replicas.model.progress import Progress, Tell
 from holdfast.replicas.requests import ModelCard, Notice, ServedElsewhere
 from holdfast.replicas.service import Service
 from holdfast.router.config import RouterConfig
-from holdfast.router.store import RedisAddress
+from holdfast.router.records import RedisAddress
 
 LOOK_S = 0.01
 PATIENT = 60.0

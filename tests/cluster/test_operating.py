@@ -26,7 +26,7 @@ from redis_server import RedisServer
 from terminal import Terminal
 
 from holdfast.cluster import ports
-from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.records import Records, RedisAddress
 from holdfast.router.usage import Books
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -108,7 +108,7 @@ tracing: {{endpoint: '{collector.url}'}}
 
 async def records(redis: RedisServer) -> list[dict[str, Any]]:
     """What is in the books of the only tenant."""
-    store = RedisStore(RedisAddress(redis.url, namespace="holdfast/accounts"), MemoryStore(1, 1), 60.0)
+    store = Records(RedisAddress(redis.url, namespace="holdfast/accounts"), 60.0)
     try:
         return await Books(store).records("default", "-", "+", 1000)
     finally:

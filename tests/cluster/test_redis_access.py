@@ -17,7 +17,7 @@ from redis_server import RedisServer
 from holdfast.cluster.config import RedisConfig
 from holdfast.cluster.redis import ping
 from holdfast.replicas.errors import ConfigError
-from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.records import PutResult, Records, RedisAddress
 
 PATIENT = 60.0  # seconds a slow machine may take
 
@@ -30,19 +30,20 @@ def server(tmp_path: Path) -> Iterator[Any]:
     server.kill()
 
 
-def store_at(address: RedisAddress, retry_s: float = 0.01) -> RedisStore:
-    return RedisStore(address, MemoryStore(100, 2**20), PATIENT, retry_s)
+def store_at(address: RedisAddress, retry_s: float = 0.01) -> Records:
+    return Records(address, PATIENT, retry_s)
 
 
-async def used(store: RedisStore) -> None:
+async def used(store: Records) -> None:
     """Everything that a store is used for works."""
-    await store.set("a", b"1", 60.0)
-    assert await store.get("a") == b"1"
-    await store.set_shared("c", b"1", 60.0, "t", 10)
-    assert await store.get("c") == b"1"
+    assert await store.put("k/t/a", b"1", 60.0) is PutResult.STORED
+    record = await store.get("k/t/a", 90.0)
+    assert record is not None
+    assert await store.append("k/t/a", b"2", b"part", 60.0, 100, record.version) is PutResult.STORED
     assert await store.info() is not None
     assert await store.script("return redis.call('HGETALL', KEYS[1])", ["h"], []) == []
-    await store.delete("a")
+    assert await store.delete("k/t/a")
+    await store.delete_owner("k/t")
     assert not store.degraded
 
 

@@ -20,7 +20,7 @@ from holdfast.cluster.cli import main
 from holdfast.router.accounts import Accounts
 from holdfast.router.audit import Audit
 from holdfast.router.config import RouterConfig
-from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.records import Records, RedisAddress
 from holdfast.router.tenant_store import TenantStore
 from holdfast.router.tenants import TenantDirectory, hash_key
 from holdfast.router.usage import Books
@@ -33,7 +33,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     up, served = threading.Event(), []
 
     async def serve() -> None:
-        store = RedisStore(RedisAddress(redis.url), MemoryStore(10, 1000), 5.0)
+        store = Records(RedisAddress(redis.url), 5.0)
         config = RouterConfig(admin_key_hashes=(hash_key("admin"),))
         directory = TenantDirectory(exposed=True)
         tenants, accounts = TenantStore(store, directory), Accounts(config, store)

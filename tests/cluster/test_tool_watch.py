@@ -7,14 +7,14 @@ from waiting import until_async
 
 from holdfast.cluster.tool_watch import ToolWatch
 from holdfast.replicas.retention.latency import LatencySnapshot
-from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.records import Records, RedisAddress
 from holdfast.router.tool_latency import ToolLatencies
 
 PATIENT = 60.0
 
 
-def store_at(server: RedisServer) -> RedisStore:
-    return RedisStore(RedisAddress(server.url), MemoryStore(1, 1), PATIENT, 0.01)
+def store_at(server: RedisServer) -> Records:
+    return Records(RedisAddress(server.url), PATIENT, 0.01)
 
 
 def test_what_routers_record_reaches_the_replicas_through_a_loss_of_redis(tmp_path):

@@ -17,7 +17,7 @@ from holdfast.router.conversations import (
     preamble,
 )
 from holdfast.router.programs import ProgramTable
-from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.records import Records, RedisAddress
 
 PATIENT = 60.0
 TASK = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "fix the bug"})
@@ -34,7 +34,7 @@ class Routers:
         self.stores = []
         if server is not None:
             address = RedisAddress(server.url)
-            self.stores = [RedisStore(address, MemoryStore(10, 1000), PATIENT, 0.01, self.count) for _ in range(n)]
+            self.stores = [Records(address, PATIENT, 0.01, self.count) for _ in range(n)]
         self.tables = [ProgramTable(store, 1000, 1e5, 1e4, most=most) for store in self.stores or [None]]
         scripts = self.stores or [None]
         pairs = zip(self.tables, scripts, strict=True)

@@ -6,18 +6,18 @@ import pytest
 from waiting import until_async
 
 from holdfast.router.elsewhere import Ledger, Lines, Served, Sums
-from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.records import Records, RedisAddress
 
 PATIENT = 60.0
 RETRY = 0.01
 
 
-def store_at(server) -> RedisStore:
-    return RedisStore(RedisAddress(server.url), MemoryStore(10, 1000), PATIENT, RETRY)
+def store_at(server) -> Records:
+    return Records(RedisAddress(server.url), PATIENT, RETRY)
 
 
 class Away:
-    async def script(self, source, keys, arguments):
+    async def try_script(self, source, keys, arguments):
         return None
 
 

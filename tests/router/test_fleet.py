@@ -17,7 +17,7 @@ from holdfast.replicas.requests import GenerateRequest, RawPrompt
 from holdfast.replicas.stats import LoadReport
 from holdfast.replicas.types import Priority
 from holdfast.router.fleet import Fleet, Listener, Reporter, decode, encode
-from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.records import Records, RedisAddress
 
 PATIENT = 60.0
 OFTEN = 0.01
@@ -46,8 +46,8 @@ class Watcher:
         self.changes += 1
 
 
-def store_at(server: RedisServer) -> RedisStore:
-    return RedisStore(RedisAddress(server.url), MemoryStore(1, 1), PATIENT, OFTEN)
+def store_at(server: RedisServer) -> Records:
+    return Records(RedisAddress(server.url), PATIENT, OFTEN)
 
 
 def test_reports_and_waiting_programs_cross_redis_and_its_loss(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_reports_and_waiting_programs_cross_redis_and_its_loss(tmp_path: Path) -
         }
         expected: asyncio.Queue[tuple[str, str, str, float]] = asyncio.Queue()
 
-        def reporter(name: str, store: RedisStore) -> Reporter:
+        def reporter(name: str, store: Records) -> Reporter:
             return Reporter(store, name, OFTEN, lambda: how[name], lambda *what: expected.put_nowait((name, *what)))
 
         listener = Listener(stores[0], fleet, OFTEN, SILENT)

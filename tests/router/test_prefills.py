@@ -17,7 +17,8 @@ from holdfast.replicas.requests import Completed, Errored, Usage
 from holdfast.router.backend import ANYWHERE
 from holdfast.router.config import RouterConfig
 from holdfast.router.prefills import StoredPrefills
-from holdfast.router.store import MemoryStore, Put, RedisAddress, RedisStore
+from holdfast.router.records import Records, RedisAddress
+from holdfast.router.store import MemoryStore, Put, RedisStore
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 TOOL: Any = {
@@ -173,7 +174,7 @@ async def routers(server, backend, n=2) -> AsyncIterator[list[httpx.AsyncClient]
     async with AsyncExitStack() as stack:
         clients = []
         for _ in range(n):
-            store = RedisStore(RedisAddress(server.url), MemoryStore(10, 10**6), timeout_s=60.0)
+            store = RedisStore(Records(RedisAddress(server.url), timeout_s=60.0), MemoryStore(10, 10**6))
             stack.push_async_callback(store.close)
             world = World(backend, prefills=StoredPrefills(store, RouterConfig()))
             transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))

@@ -11,7 +11,7 @@ from waiting import until_async
 
 from holdfast.router import programs
 from holdfast.router.programs import Begun, ProgramTable, Run
-from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.records import Records, RedisAddress
 
 PATIENT = 60.0  # seconds a slow machine may take where the test is not about time
 RETRY = 0.01
@@ -23,7 +23,7 @@ class Router:
 
     def __init__(self, server, clock_off=0.0, rest_s=3600.0, namespace="holdfast"):
         address = RedisAddress(server.url, namespace=namespace)
-        self.store = RedisStore(address, MemoryStore(10, 1000), PATIENT, RETRY)
+        self.store = Records(address, PATIENT, RETRY)
         self.table = ProgramTable(self.store, 100, DAY, rest_s, RETRY, lambda: time.time() + clock_off)
 
     async def __aenter__(self):
@@ -52,8 +52,8 @@ class Dated:
     def __init__(self, store, ago):
         self.store, self.ago = store, ago
 
-    async def script(self, source, keys, arguments):
-        return await self.store.script(source, keys, [arguments[0], self.ago(), *arguments[2:]])
+    async def try_script(self, source, keys, arguments):
+        return await self.store.try_script(source, keys, [arguments[0], self.ago(), *arguments[2:]])
 
 
 class Away:
@@ -61,7 +61,7 @@ class Away:
 
     degraded = True
 
-    async def script(self, source, keys, arguments):
+    async def try_script(self, source, keys, arguments):
         return None
 
 
@@ -359,8 +359,8 @@ def test_a_step_that_ran_although_its_answer_was_lost_counts_once(server):
         def __init__(self, store, lost):
             self.store, self.lost = store, lost
 
-        async def script(self, source, keys, arguments):
-            answer = await self.store.script(source, keys, arguments)
+        async def try_script(self, source, keys, arguments):
+            answer = await self.store.try_script(source, keys, arguments)
             self.lost -= 1
             return None if self.lost >= 0 else answer
 

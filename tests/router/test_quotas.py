@@ -22,8 +22,8 @@ from holdfast.router.config import Prices, RouterConfig
 from holdfast.router.limit_headers import anthropic_headers, duration, openai_headers
 from holdfast.router.protocol.errors import Refusal, api_error
 from holdfast.router.quotas import DEVIATIONS, LEASE_S, PART_MS, QuotaError, Standing
+from holdfast.router.records import Records, RedisAddress
 from holdfast.router.round_trips import RoundTrips
-from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
 from holdfast.router.tenants import Principal, Tenant, TenantLimits
 from holdfast.router.usage import Books
 
@@ -59,9 +59,7 @@ class Routers:
         Routers._space += 1
         self.clock = clock or Clock()
         self.space = f"test/{Routers._space}"
-        self.stores = [
-            RedisStore(RedisAddress(redis.url, namespace=self.space), MemoryStore(10, 1000), 5.0) for _ in range(n)
-        ]
+        self.stores = [Records(RedisAddress(redis.url, namespace=self.space), 5.0) for _ in range(n)]
         self.each = [
             Accounts(config, store, f"r{i}", n, lambda: self.clock.now / 1000, self.clock)
             for i, store in enumerate(self.stores)
@@ -115,7 +113,7 @@ class Failing:
         self.trips = []
         self.go_on = asyncio.Event()
 
-    async def scripts(self, calls):
+    async def try_scripts(self, calls):
         self.trips.append(len(calls))
         await self.go_on.wait()
         if any(source == "bad" for source, _, _ in calls):
@@ -126,7 +124,7 @@ class Failing:
 def test_a_round_trip_that_fails_answers_everybody_and_is_the_failure_of_the_bad_call_alone():
     async def run():
         store = Failing()
-        trips = RoundTrips(store.scripts)
+        trips = RoundTrips(store.try_scripts)
         asked = [asyncio.create_task(trips.ask((source, [], []))) for source in ("bad", "a", "bad", "b")]
         while not store.trips:  # noqa: ASYNC110 (the first one is on its way)
             await asyncio.sleep(0)
@@ -596,7 +594,7 @@ def test_while_redis_is_gone_a_router_has_its_part_of_every_limit(limits, call, 
     class Gone:
         degraded = True
 
-        async def scripts(self, calls):
+        async def try_scripts(self, calls):
             return None
 
     async def run():
@@ -619,13 +617,13 @@ def test_a_tenant_without_limits_asks_nothing_of_redis_before_it_is_served(redis
         async with Routers(redis) as routers:
             asked = []
             store = routers.stores[0]
-            scripts = store.scripts
+            scripts = store.try_scripts
 
             async def counting(calls):
                 asked.append(len(calls))
                 return await scripts(calls)
 
-            store.scripts = counting
+            store.try_scripts = counting
             turn = await come(routers.each[0], tenant(), prompt=100, output=100)
             await turn.charge_program("p")
             assert asked == []

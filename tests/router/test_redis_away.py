@@ -10,7 +10,8 @@ from fake_backend import FakeBackend, World, chat_body
 from redis_server import RedisServer
 from waiting import until_async
 
-from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.records import Records, RedisAddress
+from holdfast.router.store import MemoryStore, RedisStore
 
 PATIENT = 60.0  # seconds that an operation may take on a slow machine
 PREFILL = {"model": "pocket", "messages": [{"role": "user", "content": "hello"}]}
@@ -79,7 +80,7 @@ def test_what_was_kept_meanwhile_is_found() -> None:
 
 def test_a_chain_and_a_prefill_go_on_once_redis_is_back(server: RedisServer) -> None:
     async def run() -> None:
-        store = RedisStore(RedisAddress(server.url), MemoryStore(100, 2**20), PATIENT, retry_s=0.01)
+        store = RedisStore(Records(RedisAddress(server.url), PATIENT, retry_s=0.01), MemoryStore(100, 2**20))
         world = World(FakeBackend(), shared=store)
         transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:

@@ -30,8 +30,9 @@ from holdfast.replicas.requests import (
 from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.body import validate
 from holdfast.router.protocol.responses import KINDS, ResponsesBody, response_object
+from holdfast.router.records import Records, RedisAddress
 from holdfast.router.response_events import ResponseEncoder
-from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.store import MemoryStore, RedisStore
 from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
 
@@ -746,7 +747,7 @@ def test_a_chain_may_be_in_two_places(tmp_path):
 
         async def scenario():
             memory = MemoryStore(10, 2**20)
-            store = RedisStore(RedisAddress(server.url), memory, PATIENT)
+            store = RedisStore(Records(RedisAddress(server.url), PATIENT), memory)
             world = World(responses=StoredResponses(store, RouterConfig()))
             first = await acall(world, input="one")
             second = await acall(world, input="two", previous_response_id=first["id"])
@@ -768,7 +769,7 @@ def test_what_a_tenant_may_store_is_bounded(tmp_path):
     try:
 
         async def scenario():
-            store = RedisStore(RedisAddress(server.url), MemoryStore(10, 2**20), timeout_s=PATIENT)
+            store = RedisStore(Records(RedisAddress(server.url), timeout_s=PATIENT), MemoryStore(10, 2**20))
             world = World(responses=StoredResponses(store, RouterConfig(response_tenant_bytes=4000)))
             told = [await acall(world, input=str(n)) for n in range(4)]
             found = [await store.get(f"responses/default/{each['id']}") is not None for each in told]
@@ -829,7 +830,7 @@ def test_a_chain_of_fifty_survives_a_restart_of_everything_but_redis(tmp_path, s
         async def turn(n, previous):
             trips = []
             memory = MemoryStore(10, 2**20)
-            store = RedisStore(RedisAddress(server.url), memory, PATIENT, observe=lambda *_: trips.append(1))
+            store = RedisStore(Records(RedisAddress(server.url), PATIENT, observe=lambda *_: trips.append(1)), memory)
             world = World(responses=StoredResponses(store, config))
             try:
                 answer = await acall(world, input=f"word {n}", previous_response_id=previous)

@@ -12,8 +12,9 @@ from waiting import until_async
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.requests import ReasoningDelta
 from holdfast.router.config import RouterConfig
+from holdfast.router.records import Records, RedisAddress
 from holdfast.router.seal import ITEM_KEY, AnotherTenantsError, ItemSeal, Seal
-from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.store import MemoryStore, RedisStore
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 
@@ -140,7 +141,7 @@ def test_a_content_of_a_key_file_from_before_tenants_were_named_is_read(tmp_path
 def test_routers_share_a_key_and_give_it_back_to_a_redis_that_lost_it(server: RedisServer):
     async def run():
         def router():
-            store = RedisStore(RedisAddress(server.url), MemoryStore(10, 1000), 60.0, retry_s=0.01)
+            store = RedisStore(Records(RedisAddress(server.url), 60.0, retry_s=0.01), MemoryStore(10, 1000))
             return store, ItemSeal(store, "")
 
         (one_store, one), (two_store, two) = router(), router()

@@ -22,9 +22,10 @@ from holdfast.replicas.requests import LOGGED_OPERATIONS, History, SessionState
 from holdfast.router.config import RouterConfig
 from holdfast.router.programs import ProgramTable
 from holdfast.router.protocol.sessions import question_reply
+from holdfast.router.records import Records, RedisAddress
 from holdfast.router.session_histories import Home, SessionHistories
 from holdfast.router.session_homes import Found, SessionHomes
-from holdfast.router.store import MemoryStore, Put, RedisAddress, RedisStore, Store
+from holdfast.router.store import MemoryStore, Put, RedisStore, Store
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 CONFIG = EngineConfig(
@@ -549,7 +550,7 @@ async def recovered(store: RedisStore) -> None:
 
 def test_two_routers_over_redis(loop: Loop, engines: Replicas, steady: Replicas, server: RedisServer) -> None:
     async def connect() -> RedisStore:
-        return RedisStore(RedisAddress(server.url), MemoryStore(100, 2**20), 5.0, 0.01)
+        return RedisStore(Records(RedisAddress(server.url), 5.0, 0.01), MemoryStore(100, 2**20))
 
     store = loop.run(connect())
     cluster, staying = Cluster.of(loop, engines, store), Cluster.of(loop, steady)
@@ -608,7 +609,7 @@ def test_what_was_told_while_redis_was_away_is_not_forgotten_silently(
     loop: Loop, engines: Replicas, server: RedisServer
 ) -> None:
     async def connect() -> RedisStore:
-        return RedisStore(RedisAddress(server.url), MemoryStore(100, 2**20), 0.5, 0.01)
+        return RedisStore(Records(RedisAddress(server.url), 0.5, 0.01), MemoryStore(100, 2**20))
 
     store = loop.run(connect())
     cluster = Cluster.of(loop, engines, store)

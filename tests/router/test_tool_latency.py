@@ -11,15 +11,15 @@ from waiting import until_async
 
 from holdfast.replicas.retention.latency import RECENT, LatencyBook, ToolLatency
 from holdfast.router import tool_latency
-from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.records import Records, RedisAddress
 from holdfast.router.tool_latency import TTL_S, Reader, ToolLatencies
 
 PATIENT = 60.0  # seconds a slow machine may take where the test is not about time
 RETRY = 0.01
 
 
-def store_at(server: RedisServer) -> RedisStore:
-    return RedisStore(RedisAddress(server.url), MemoryStore(10, 1000), PATIENT, RETRY)
+def store_at(server: RedisServer) -> Records:
+    return Records(RedisAddress(server.url), PATIENT, RETRY)
 
 
 class LosesAnswers:
@@ -27,11 +27,11 @@ class LosesAnswers:
 
     degraded = False
 
-    def __init__(self, store: RedisStore, lost: int, after: Callable[[], None] = lambda: None):
+    def __init__(self, store: Records, lost: int, after: Callable[[], None] = lambda: None):
         self.store, self.lost, self.after = store, lost, after
 
-    async def script(self, source, keys, arguments):
-        answer = await self.store.script(source, keys, arguments)
+    async def try_script(self, source, keys, arguments):
+        answer = await self.store.try_script(source, keys, arguments)
         if not self.lost:
             return answer
         self.lost -= 1
@@ -48,7 +48,7 @@ def close_to(found: ToolLatency, expected: ToolLatency) -> bool:
     )
 
 
-async def until_away(store: RedisStore) -> None:
+async def until_away(store: Records) -> None:
     await until_async(lambda: store.degraded)
 
 
@@ -114,11 +114,11 @@ class Counts:
 
     degraded = False
 
-    def __init__(self, store: RedisStore):
+    def __init__(self, store: Records):
         self.store, self.size = store, 0
 
-    async def script(self, source, keys, arguments):
-        answer = await self.store.script(source, keys, arguments)
+    async def try_script(self, source, keys, arguments):
+        answer = await self.store.try_script(source, keys, arguments)
         self.size += size_of(answer)
         return answer
 
@@ -285,7 +285,7 @@ def test_a_batch_whose_answer_was_lost_counts_once(server, monkeypatch):
 
 def test_a_server_that_was_slow_counts_once(server):
     async def scenario():
-        store = RedisStore(RedisAddress(server.url), MemoryStore(10, 1000), 0.5, RETRY)
+        store = Records(RedisAddress(server.url), 0.5, RETRY)
         latencies, reader = ToolLatencies(store, RETRY), Reader(store)
         latencies.record("a", "ls", 1.0)
         await written(latencies)

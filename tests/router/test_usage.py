@@ -30,7 +30,7 @@ from holdfast.router.backend import ANYWHERE
 from holdfast.router.config import RouterConfig
 from holdfast.router.drain import Drain
 from holdfast.router.protocol.admin import read_rows
-from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.records import Records, RedisAddress
 from holdfast.router.tenant_store import TenantStore
 from holdfast.router.tenants import ApiKey, Principal, Scope, Tenant, TenantDirectory, TenantLimits, hash_key
 from holdfast.router.usage import SEEN_S, Books, as_csv, first_rows
@@ -58,7 +58,7 @@ class Router:
         if not space:
             Router._space += 1
         self.space = space or f"usage/{Router._space}"
-        self.store = RedisStore(RedisAddress(redis.url, namespace=self.space), MemoryStore(10, 1000), 5.0)
+        self.store = Records(RedisAddress(redis.url, namespace=self.space), 5.0)
         self.accounts = Accounts(config, self.store)
         self.directory = TenantDirectory(tenants, exposed=True)
         self.tenants = TenantStore(self.store, self.directory)
@@ -241,13 +241,13 @@ def test_a_record_that_is_told_twice_is_booked_once(redis):
         limited = Tenant("acme", keys=ACME.keys, limits=TenantLimits(max_concurrent=2, output_tokens_per_minute=1000))
         async with Router(redis, tenants=[limited]) as router:
             told = []
-            scripts = router.store.scripts
+            scripts = router.store.try_scripts
 
             async def twice(calls):
                 told.append(await scripts(calls))
                 return await scripts(calls) if "XADD" in calls[0][0] else told[-1]
 
-            router.store.scripts = twice
+            router.store.try_scripts = twice
             for _ in range(3):
                 assert (await router.chat(max_tokens=5, headers=FRESH)).status_code == 200
             rows = await router.records()
@@ -321,7 +321,7 @@ def test_a_router_that_was_cut_off_for_very_long_books_nothing_twice(redis, monk
     async def run():
         config = replace(CONFIG, usage_records=1 if trimmed else 10000)
         async with Router(redis, FakeBackend(((WORKED,),)), [ACME], config) as router:
-            scripts, lost = router.store.scripts, []
+            scripts, lost = router.store.try_scripts, []
 
             async def deaf(calls):
                 answers = await scripts(calls)
@@ -330,7 +330,7 @@ def test_a_router_that_was_cut_off_for_very_long_books_nothing_twice(redis, monk
                     return None
                 return answers
 
-            router.store.scripts = deaf
+            router.store.try_scripts = deaf
             await router.chat(headers=FRESH)
             assert (router.accounts.unbooked, len(lost)) == (1, 1)
             [first] = await router.records()
@@ -725,7 +725,7 @@ def test_what_a_stopping_router_cuts_off_is_booked_before_it_ends(redis, stream,
             await until_async(lambda: backend.asked)
             if not silent:
                 asyncio.get_running_loop().call_later(0, backend.go_on.set)  # while it closes
-        store = RedisStore(RedisAddress(redis.url, namespace=router.space), MemoryStore(10, 1000), 5.0)
+        store = Records(RedisAddress(redis.url, namespace=router.space), 5.0)
         [record] = await Books(store).records("acme", "-", "+", 10)
         await store.close()
         assert (record["outcome"], record["input"], record["output"]) == ("failed", *((0, 0) if silent else (10, 3)))

@@ -8,8 +8,7 @@ from holdfast.router.limits import Limiter
 from holdfast.router.line_stats import LineStats
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.placement import Reason
-from holdfast.router.redis_info import RedisInfo
-from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.records import Records, RedisAddress, RedisInfo
 from holdfast.router.tenants import Principal, Tenant, TenantDirectory, TenantLimits, hash_key
 from holdfast.router.watching import watch_accounts, watch_line, watch_redis, watch_tenants
 
@@ -19,11 +18,11 @@ def test_redis_says_what_it_holds_and_nothing_once_it_is_gone(tmp_path):
         server = RedisServer(tmp_path)
         server.start()
         metrics = RouterMetrics(CollectorRegistry())
-        store = RedisStore(RedisAddress(server.url), MemoryStore(10, 1000), timeout_s=60.0, observe=metrics.stored)
+        store = Records(RedisAddress(server.url), timeout_s=60.0, observe=metrics.stored)
         watch_redis(metrics, store)
         value = metrics.registry.get_sample_value
         try:
-            await store.set("a", b"1", 60.0)
+            await store.script("return {redis.call('INCR', KEYS[1])}", ["a"], [])
             await metrics.exposition()
             assert value("holdfast_redis_up") == 1
             assert value("holdfast_redis_keys") == 1
@@ -31,7 +30,7 @@ def test_redis_says_what_it_holds_and_nothing_once_it_is_gone(tmp_path):
             assert value("holdfast_store_operations_total", {"result": "done"}) == 2
         finally:
             server.kill()
-        await store.get("a")
+        await store.try_script("return {1}", [], [])
         await metrics.exposition()
         assert value("holdfast_redis_up") == 0
         assert value("holdfast_redis_keys") is None
@@ -51,7 +50,7 @@ def test_a_router_that_goes_by_its_own_part_of_the_quotas_says_so(tmp_path):
     server.start()
 
     async def run():
-        store = RedisStore(RedisAddress(server.url), MemoryStore(10, 1000), 60.0)
+        store = Records(RedisAddress(server.url), 60.0)
         accounts = Accounts(store=store)
         watch_accounts(RouterMetrics(registry), accounts)
         who, told = Principal(Tenant("t", limits=TenantLimits(requests_per_minute=9))), []

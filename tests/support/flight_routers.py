@@ -27,7 +27,8 @@ from waiting import until_async
 from holdfast.replicas.requests import GenerateRequest, TextDelta
 from holdfast.router.backend import ANYWHERE, Batch, Place
 from holdfast.router.config import RouterConfig
-from holdfast.router.store import MemoryStore, RedisAddress, RedisStore
+from holdfast.router.records import Records, RedisAddress
+from holdfast.router.store import MemoryStore, RedisStore
 
 SECONDS = 0.3
 LEASE_S = 60.0  # longer than a test; who wants one to end takes it out of the store
@@ -89,7 +90,7 @@ class RouterProcess:
 
 
 async def route(url: str, name: str) -> None:
-    store = RedisStore(RedisAddress(url, namespace="flights"), MemoryStore(1000, 2**20), 5.0)
+    store = RedisStore(Records(RedisAddress(url, namespace="flights"), 5.0), MemoryStore(1000, 2**20))
     backend = Signing(name)
     world = World(backend, config=RouterConfig(cache_lease_s=LEASE_S), store=store)  # type: ignore[arg-type]
     transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))

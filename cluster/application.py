@@ -37,8 +37,8 @@ from holdfast.router.affinity import proxy_host
 from holdfast.router.app import create_app
 from holdfast.router.audit import Audit
 from holdfast.router.conversations import Conversations
-from holdfast.router.drain import Drain
 from holdfast.router.elsewhere import LINES, Served
+from holdfast.router.entry import Drain
 from holdfast.router.fleet import FLEET, Listener
 from holdfast.router.line_stats import line_stats
 from holdfast.router.metrics import RouterMetrics

@@ -14,7 +14,7 @@ from holdfast.replicas.errors import ConfigError, InvalidRequestError, Unavailab
 from holdfast.router.accounts import Accounts
 from holdfast.router.audit import Audit
 from holdfast.router.config import RouterConfig
-from holdfast.router.guard import Guard
+from holdfast.router.entry import Entry
 from holdfast.router.http import caller, json_response, route_of
 from holdfast.router.protocol.admin import (
     KeyBody,
@@ -37,13 +37,13 @@ T = TypeVar("T")
 class UsageEndpoints:
     """What a tenant has used, for itself: keys with the scope `usage`."""
 
-    def __init__(self, guard: Guard, books: Books | None, accounts: Accounts) -> None:
-        self._guard = guard
+    def __init__(self, entry: Entry, books: Books | None, accounts: Accounts) -> None:
+        self._entry = entry
         self._books = books
         self._accounts = accounts
 
     async def sums(self, request: Request) -> Response:
-        async with self._guard.entered(request, Scope.USAGE) as tenant:
+        async with self._entry.entered(request, Scope.USAGE) as tenant:
             periods = read_days(request.query_params, self._accounts.clock())
             rows = await _there(self._books).sums(tenant.name, periods)
             return json_response(
@@ -51,7 +51,7 @@ class UsageEndpoints:
             )
 
     async def records(self, request: Request) -> Response:
-        async with self._guard.entered(request, Scope.USAGE) as tenant:
+        async with self._entry.entered(request, Scope.USAGE) as tenant:
             rows = read_rows(request.query_params)
             return await export(rows, _there(self._books), [tenant.name])
 
@@ -65,7 +65,7 @@ class AdminEndpoints:
         tenants: TenantStore | None,
         books: Books | None,
         audit: Audit,
-        guard: Guard,
+        entry: Entry,
         config: RouterConfig,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -73,7 +73,7 @@ class AdminEndpoints:
         self._tenants = tenants
         self._books = books
         self._audit = audit
-        self._guard = guard
+        self._entry = entry
         self._clock = clock
         self._hashes = frozenset(config.admin_key_hashes)
         self._proxies = config.networks()
@@ -214,7 +214,7 @@ class AdminEndpoints:
         raise RefusedError(refusal, "This needs one of the keys of 'router.admin_key_hashes'")
 
     async def _read(self, request: Request, parse: Callable[..., T]) -> T:
-        return await self._guard.read(request, parse)
+        return await self._entry.read(request, parse)
 
     async def _known(self, name: str) -> tuple[Tenant, bytes]:
         found, before = await _there(self._tenants).find(name)

@@ -21,8 +21,8 @@ from holdfast.replicas.requests import (
     Usage,
 )
 from holdfast.router.backend import Backend
+from holdfast.router.entry import Entry
 from holdfast.router.formats import Arrival, Exchange, KeepsNothing
-from holdfast.router.guard import Guard
 from holdfast.router.http import answer_headers, json_response
 from holdfast.router.protocol.anthropic import (
     MessagesBody,
@@ -180,11 +180,11 @@ class MessagesFormat:
 
     name = "messages"
 
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
 
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
-        body = await self._guard.read(request, read_messages)
+        body = await self._entry.read(request, read_messages)
         card = find_model(body.model, arrival.models)
         translated = chat_prompt(body)
         turn = check_length(messages_turn(body, translated, card))
@@ -194,16 +194,16 @@ class MessagesFormat:
 class CountTokens:
     """`POST /v1/messages/count_tokens`."""
 
-    def __init__(self, guard: Guard, backend: Backend) -> None:
-        self._guard = guard
+    def __init__(self, entry: Entry, backend: Backend) -> None:
+        self._entry = entry
         self._backend = backend
 
     async def count(self, request: Request) -> Response:
-        async with self._guard.entered(request) as tenant:
+        async with self._entry.entered(request) as tenant:
             models = await self._backend.models()
             if not models:
                 raise UnavailableError("No model is loaded yet")
-            body = await self._guard.read(request, read_count)
+            body = await self._entry.read(request, read_count)
             find_model(body.model, models)
             translated = chat_prompt(body)
             answer_headers(request).skipped = ", ".join(translated.skipped)

@@ -22,9 +22,8 @@ from holdfast.router.backend import Backend
 from holdfast.router.cluster_status import ClusterStatus
 from holdfast.router.config import RouterConfig
 from holdfast.router.conversations import Conversations
-from holdfast.router.drain import Drain
+from holdfast.router.entry import Drain, Entry
 from holdfast.router.formats import ChatFormat, CompletionFormat, Format
-from holdfast.router.guard import Guard
 from holdfast.router.http import (
     VERSION,
     AnswerHeadersMiddleware,
@@ -103,13 +102,13 @@ def create_app(
     conversations = conversations or Conversations(programs, None, config.program_entries, config.program_ttl_s)
     drain = drain or Drain()
     accounts, audit = accounts or Accounts(config), audit or Audit()
-    guard = Guard(tenants, metrics, config, drain, parser or ParserProcess(), accounts, audit)
+    entry = Entry(tenants, metrics, config, drain, parser or ParserProcess(), accounts, audit)
     store = store or MemoryStore(config.store_entries, config.store_memory)
     homes = SessionHomes(backend, programs, SessionHistories(store, config), metrics)
     answers = KeptAnswers(store, config)
     turns = Turns(
         backend,
-        guard,
+        entry,
         programs,
         conversations,
         cache,
@@ -122,15 +121,15 @@ def create_app(
         answers,
     )
     responses = responses or StoredResponses(store, config)
-    stored = ResponseEndpoints(guard, responses)
+    stored = ResponseEndpoints(entry, responses)
     handles = prefills or StoredPrefills(store, config)
-    ahead = PrefillEndpoints(backend, guard, programs, conversations, handles, metrics, config, drain)
-    agents = ProgramEndpoints(backend, guard, programs, latencies, store)
-    sessions = SessionEndpoints(backend, guard, programs, turns, homes)
-    small = SmallEndpoints(backend, guard, drain)
+    ahead = PrefillEndpoints(backend, entry, programs, conversations, handles, metrics, config, drain)
+    agents = ProgramEndpoints(backend, entry, programs, latencies, store)
+    sessions = SessionEndpoints(backend, entry, programs, turns, homes)
+    small = SmallEndpoints(backend, entry, drain)
     status = ClusterStatus(backend, tenants, programs, reports, lambda: cache.degraded, metrics.router)
-    usage = UsageEndpoints(guard, books, accounts)
-    admin = AdminEndpoints(tenants, tenant_store, books, audit, guard, config)
+    usage = UsageEndpoints(entry, books, accounts)
+    admin = AdminEndpoints(tenants, tenant_store, books, audit, entry, config)
     told = MetricsEndpoints(backend, tenants, metrics, peers)
 
     def generates(format_: Format) -> Handler:
@@ -138,13 +137,13 @@ def create_app(
 
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     routes: tuple[tuple[str, str, Handler], ...] = (
-        ("POST", "/v1/chat/completions", generates(ChatFormat(guard, handles))),
-        ("POST", "/v1/completions", generates(CompletionFormat(guard))),
-        ("POST", "/v1/messages", generates(MessagesFormat(guard))),
-        ("POST", "/v1/messages/count_tokens", CountTokens(guard, backend).count),
-        ("POST", "/v1/responses", generates(ResponsesFormat(guard, backend, responses))),
-        ("POST", "/v1/responses/compact", generates(CompactionFormat(guard, responses))),
-        ("POST", "/v1/responses/input_tokens", CountInput(guard, backend, responses).count),
+        ("POST", "/v1/chat/completions", generates(ChatFormat(entry, handles))),
+        ("POST", "/v1/completions", generates(CompletionFormat(entry))),
+        ("POST", "/v1/messages", generates(MessagesFormat(entry))),
+        ("POST", "/v1/messages/count_tokens", CountTokens(entry, backend).count),
+        ("POST", "/v1/responses", generates(ResponsesFormat(entry, backend, responses))),
+        ("POST", "/v1/responses/compact", generates(CompactionFormat(entry, responses))),
+        ("POST", "/v1/responses/input_tokens", CountInput(entry, backend, responses).count),
         ("GET", "/v1/responses/{response_id}", stored.show),
         ("DELETE", "/v1/responses/{response_id}", stored.delete),
         ("POST", "/v1/responses/{response_id}/cancel", stored.cancel),
@@ -194,7 +193,7 @@ def create_app(
     )
     if config.page:
         page_files = PageFiles()
-        live = Live(backend, guard, reports, metrics.router)
+        live = Live(backend, entry, reports, metrics.router)
         routes += (
             ("GET", "/", page_files.index),
             ("GET", "/page/{name}", page_files.file),
@@ -219,36 +218,36 @@ def create_app(
 class SmallEndpoints:
     """Everything that generates nothing."""
 
-    def __init__(self, backend: Backend, guard: Guard, drain: Drain) -> None:
+    def __init__(self, backend: Backend, entry: Entry, drain: Drain) -> None:
         self._backend = backend
-        self._guard = guard
+        self._entry = entry
         self._drain = drain
         self._started = int(time.time())
 
     async def tokenize(self, request: Request) -> Response:
-        async with self._guard.entered(request) as tenant:
-            prompt, card = await self._guard.read(request, read_tokenize, await self._models())
+        async with self._entry.entered(request) as tenant:
+            prompt, card = await self._entry.read(request, read_tokenize, await self._models())
             return json_response(tokenize_reply(await self._backend.tokenize(prompt, tenant.name), card))
 
     async def detokenize(self, request: Request) -> Response:
-        async with self._guard.entered(request):
-            tokens = await self._guard.read(request, read_detokenize, await self._models())
+        async with self._entry.entered(request):
+            tokens = await self._entry.read(request, read_detokenize, await self._models())
             return json_response(detokenize_reply(await self._backend.detokenize(tokens)))
 
     async def models(self, request: Request) -> Response:
         reply = anthropic_models_reply if ANTHROPIC in request.headers else models_reply
-        async with self._guard.entered(request):
+        async with self._entry.entered(request):
             return json_response(reply(await self._backend.models(), self._started))
 
     async def model(self, request: Request) -> Response:
         reply = anthropic_model_reply if ANTHROPIC in request.headers else model_reply
-        async with self._guard.entered(request):
+        async with self._entry.entered(request):
             card = find_model(request.path_params["name"], await self._backend.models())
             return json_response(reply(card, self._started))
 
     async def version(self, request: Request) -> Response:
         """What runs here, as vLLM tells it."""
-        async with self._guard.entered(request):
+        async with self._entry.entered(request):
             return json_response(orjson.dumps({"version": VERSION}))
 
     async def health(self, request: Request) -> Response:
@@ -267,7 +266,7 @@ class SmallEndpoints:
 
     async def _document(self, request: Request) -> bytes:
         try:
-            self._guard.authenticate(request)
+            self._entry.authenticate(request)
         except RefusedError:
             return document()
         return document(served(await self._backend.models()))

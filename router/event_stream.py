@@ -8,6 +8,8 @@ from typing import Any, Protocol, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from holdfast.router.http import ClientGoneError
+
 T = TypeVar("T")
 
 EVENT_HEADERS = {
@@ -18,10 +20,6 @@ EVENT_HEADERS = {
 
 SILENCE_S = 10.0  # proxies and clients take a connection that is silent for longer, often 30 s or 60 s, for dead
 RAW_HEADERS = [(name.encode(), value.encode()) for name, value in EVENT_HEADERS.items()]
-
-
-class ClientGoneError(Exception):
-    """The client closed its connection before it had its answer; there is nobody to tell."""
 
 
 class Source(Protocol):

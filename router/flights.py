@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, TypeAlias, TypeVar
 
-from holdfast.router.event_stream import ClientGoneError
+from holdfast.router.http import ClientGoneError
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from starlette.requests import Request
 
 from holdfast.replicas.requests import Answer, ModelCard
-from holdfast.router.guard import Guard
+from holdfast.router.entry import Entry
 from holdfast.router.prefills import StoredPrefills
 from holdfast.router.protocol.chat import chat_reply, read_chat
 from holdfast.router.protocol.completions import completion_reply, read_completion
@@ -113,12 +113,12 @@ class ChatFormat:
 
     name = "chat"
 
-    def __init__(self, guard: Guard, prefills: StoredPrefills) -> None:
-        self._guard = guard
+    def __init__(self, entry: Entry, prefills: StoredPrefills) -> None:
+        self._entry = entry
         self._prefills = prefills
 
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
-        turn, program = await self._guard.read(request, read_chat, arrival.models), ""
+        turn, program = await self._entry.read(request, read_chat, arrival.models), ""
         if turn.prefill_id:
             prefill = await self._prefills.find(arrival.tenant, turn.prefill_id, "prefill_id")
             turn, program = check_length(continued(turn, prefill)), prefill.program
@@ -138,11 +138,11 @@ class CompletionFormat:
 
     name = "completion"
 
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
 
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
-        turn = await self._guard.read(request, read_completion, arrival.models)
+        turn = await self._entry.read(request, read_completion, arrival.models)
         reply_id, created, model = f"cmpl-{arrival.unique}", arrival.created, turn.model.name
         return PlainExchange(
             turn,

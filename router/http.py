@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import os
 import re
 import secrets
 import time
@@ -15,18 +14,16 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
-from starlette.requests import ClientDisconnect, HTTPConnection, Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.replicas.errors import EngineError, HoldfastError
-from holdfast.router.event_stream import ClientGoneError
 from holdfast.router.limit_headers import anthropic_headers, openai_headers
-from holdfast.router.limits import BodyBytes
 from holdfast.router.protocol.anthropic import anthropic_error
-from holdfast.router.protocol.errors import Refusal, RefusedError, api_error
+from holdfast.router.protocol.errors import api_error
 from holdfast.router.quotas import QuotaError, Standing
 from holdfast.router.tenants import Caller
 
@@ -49,6 +46,10 @@ CLIENT_GONE = 499  # nobody reads it; proxies log it
 LEAVING_S = 0.5  # within which a server tells of a socket that had no peer any more when it was accepted
 VERSION = metadata.version("holdfast")  # once: each look reads files
 READ_AHEAD = 64  # messages of a body, which may stand before that
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection before it had its answer; there is nobody to tell."""
 
 
 @dataclass(slots=True)
@@ -147,57 +148,13 @@ def retry_of(request: Request, name: str = DELIVERY) -> str:
     return digest
 
 
-def _asks(request: Request) -> "Hash | None":
-    """Where what `request` asks is put, for `retry_of`; None where nobody gave it a name."""
+def content_digest(request: Request) -> "Hash | None":
+    """The hash that whoever reads the body updates, for `retry_of`; None where nobody gave the request a name."""
     if IDEMPOTENCY not in request.headers and DELIVERY not in request.headers:
         return None
     asked: Hash = hashlib.sha256(f"{request.method} {request.url.path}\n".encode())
     request.scope[ASKED] = asked
     return asked
-
-
-async def read_body(request: Request, limit: int, patience_s: float, long: int, held: BodyBytes) -> bytes | BinaryIO:
-    """The body of `request`; one longer than `long` bytes as a file without a name, in memory, for the caller to close.
-    What has come of it is counted in `held`.
-
-    Raises RefusedError: 413 as soon as it is longer than `limit` bytes, 408 where the whole of it has not come after
-    `patience_s`; OverloadedError where there is no room for it. Trap: to join the parts of 32 MiB takes 25 ms, in which
-    the event loop serves nobody else.
-    """
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit():
-        if int(declared) > limit:
-            raise too_large(limit)
-        held.expect(int(declared))
-    parts: list[bytes] = []
-    asked = _asks(request)
-    with contextlib.ExitStack() as unread:
-        file: BinaryIO | None = None
-        try:
-            async with asyncio.timeout(patience_s):
-                async for part in request.stream():
-                    if held.size + len(part) > limit:
-                        raise too_large(limit)
-                    if asked is not None:
-                        asked.update(part)
-                    held.come(len(part))
-                    if file is None and held.size > long:
-                        file = unread.enter_context(open(os.memfd_create("body"), "wb"))  # noqa: ASYNC230 (memory)
-                        file.writelines(parts)
-                        parts.clear()
-                    if file is None:
-                        parts.append(part)
-                    else:
-                        file.write(part)
-        except ClientDisconnect:
-            raise ClientGoneError from None
-        except TimeoutError:
-            message = f"The request body has not come within {patience_s:g} s"
-            raise RefusedError(Refusal.SLOW_BODY, message) from None
-        if file is not None:
-            file.flush()
-        unread.pop_all()
-    return b"".join(parts) if file is None else file
 
 
 def json_response(body: bytes, status: int = 200) -> Response:
@@ -268,8 +225,3 @@ def _request_id(scope: Scope) -> str:
             if REQUEST_ID.fullmatch(given):
                 return str(given)
     return f"req-{secrets.token_hex(12)}"
-
-
-def too_large(limit: int) -> RefusedError:
-    """The refusal of a body that is longer than `limit` bytes."""
-    return RefusedError(Refusal.TOO_LARGE, f"The request body is longer than {limit} bytes")

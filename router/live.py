@@ -19,7 +19,7 @@ from starlette.responses import Response
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError
 from holdfast.replicas.stats import PIN, TURN
 from holdfast.router.backend import Backend
-from holdfast.router.guard import Guard
+from holdfast.router.entry import Entry
 from holdfast.router.http import VERSION, json_response
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.tenants import Scope
@@ -38,12 +38,12 @@ class Live:
     def __init__(
         self,
         backend: Backend,
-        guard: Guard,
+        entry: Entry,
         reports: TurnReports,
         router: str,
     ) -> None:
         self._backend = backend
-        self._guard = guard
+        self._entry = entry
         self._reports = reports
         self._router = router
         self._started = reports.clock()
@@ -52,7 +52,7 @@ class Live:
 
     async def show(self, request: Request) -> Response:
         """The answer. Raises RefusedError: for strangers, and for a tenant that asks more often than pages do."""
-        principal = self._guard.authenticate(request)
+        principal = self._entry.authenticate(request)
         tenant = principal.tenant
         now = self._reports.clock()
         self._pace(tenant.name, now)

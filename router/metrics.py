@@ -14,8 +14,8 @@ from holdfast.replicas.errors import ErrorKind, HoldfastError
 from holdfast.replicas.metrics import Metric, process_usage
 from holdfast.replicas.requests import NO_WORK, Timing, Usage
 from holdfast.router import metric_list as listed
-from holdfast.router.event_stream import ClientGoneError
 from holdfast.router.exposition import Read, Watched, own_exposition
+from holdfast.router.http import ClientGoneError
 from holdfast.router.programs import Run
 from holdfast.router.protocol.errors import Refusal, ReplyError, api_error, reason
 

@@ -25,9 +25,8 @@ from holdfast.router.accounts import Admission, Served
 from holdfast.router.backend import Backend, Place, Routed
 from holdfast.router.config import RouterConfig
 from holdfast.router.conversations import Conversations, conversation, placed_by, preamble, prompt_tokens
-from holdfast.router.drain import Drain
+from holdfast.router.entry import Drain, Entry
 from holdfast.router.event_stream import until_disconnect
-from holdfast.router.guard import Guard
 from holdfast.router.http import answer_headers, json_response, retry_of
 from holdfast.router.identity import program_named, shown_program, unnamed_program
 from holdfast.router.metrics import Meter, Outcome, RouterMetrics
@@ -94,7 +93,7 @@ class PrefillEndpoints:
     def __init__(
         self,
         backend: Backend,
-        guard: Guard,
+        entry: Entry,
         programs: ProgramTable,
         conversations: Conversations,
         stored: StoredPrefills,
@@ -103,7 +102,7 @@ class PrefillEndpoints:
         drain: Drain,
     ) -> None:
         self._backend = backend
-        self._guard = guard
+        self._entry = entry
         self._programs = programs
         self._conversations = conversations
         self._stored = stored
@@ -122,7 +121,7 @@ class PrefillEndpoints:
             models = await self._backend.models()
             if not models:
                 raise UnavailableError("No model is loaded yet")
-            asked = await self._guard.read(request, read_prefill, models)
+            asked = await self._entry.read(request, read_prefill, models)
             name, unique = asked.model.name, secrets.token_hex(12)
             program = program_named(tenant.name, asked.ids, request.headers, self._config.program_headers)
             if program is None:
@@ -146,7 +145,7 @@ class PrefillEndpoints:
         async with self._admitted(request) as admission:
             tenant = admission.principal.tenant
             known = await self._find(request, tenant)
-            messages, asked_s = await self._guard.read(request, read_extension)
+            messages, asked_s = await self._entry.read(request, read_extension)
             keep_s = None if asked_s is None else self._keep_s(asked_s)
 
             async def longer() -> Prefill:
@@ -162,13 +161,13 @@ class PrefillEndpoints:
                 return await self._compute(request, admission, await longer(), longer)
 
     async def show(self, request: Request) -> Response:
-        async with self._guard.entered(request) as tenant:
+        async with self._entry.entered(request) as tenant:
             prefill = await self._find(request, tenant)
             return json_response(prefill_reply(prefill, shown_program(prefill.program)))
 
     async def delete(self, request: Request) -> Response:
         """Nobody comes back for it: a tool has failed, say."""
-        async with self._guard.entered(request) as tenant:
+        async with self._entry.entered(request) as tenant:
             prefill = await self._find(request, tenant)
             await self._stored.delete(tenant.name, prefill.id)
             await self._backend.release(tenant.name, prefill.id)
@@ -178,11 +177,11 @@ class PrefillEndpoints:
     async def _admitted(self, request: Request) -> AsyncIterator[Admission]:
         """A call that may compute something. What is wrong counts, too."""
         try:
-            principal = self._guard.authenticate(request)
+            principal = self._entry.authenticate(request)
         except RefusedError as error:
             self._metrics.refused(error)
             raise
-        with self._guard.admitted(principal) as admission:
+        with self._entry.admitted(principal) as admission:
             try:
                 yield admission
             except HoldfastError:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from holdfast.replicas.errors import HoldfastError
 from holdfast.router.backend import Backend
 from holdfast.router.background import Background
-from holdfast.router.guard import Guard
+from holdfast.router.entry import Entry
 from holdfast.router.http import json_response
 from holdfast.router.identity import named_program
 from holdfast.router.lru import SHARE, Lru
@@ -107,10 +107,10 @@ class ProgramEndpoints:
     """What a tenant may do with its programs besides asking them."""
 
     def __init__(
-        self, backend: Backend, guard: Guard, programs: ProgramTable, latencies: ToolLatencies, store: Store
+        self, backend: Backend, entry: Entry, programs: ProgramTable, latencies: ToolLatencies, store: Store
     ) -> None:
         self._backend = backend
-        self._guard = guard
+        self._entry = entry
         self._programs = programs
         self._latencies = latencies
         self._store = store
@@ -122,7 +122,7 @@ class ProgramEndpoints:
         Raises RefusedError for an unknown one, UnavailableError where a replica does not answer, or Redis, which may
         know the program: to be tried again.
         """
-        async with self._guard.entered(request) as tenant:
+        async with self._entry.entered(request) as tenant:
             program_id = request.path_params["program_id"]
             key = named_program(tenant.name, program_id)
             if not await self._over(tenant.name, key):
@@ -132,10 +132,10 @@ class ProgramEndpoints:
 
     async def heartbeat(self, request: Request) -> Response:
         """The program's client is there. Where it does not say so again in time, the program is over."""
-        async with self._guard.entered(request) as tenant:
+        async with self._entry.entered(request) as tenant:
             program_id = request.path_params["program_id"]
             key = named_program(tenant.name, program_id)
-            within_s = await self._guard.read(request, read_heartbeat)
+            within_s = await self._entry.read(request, read_heartbeat)
             await self._heartbeats.heard(tenant.name, key, within_s)
             return json_response(heartbeat_reply(program_id, within_s))
 
@@ -153,6 +153,6 @@ class ProgramEndpoints:
 
     async def tool_latency(self, request: Request) -> Response:
         """The caller's own tools; for operators all tenants' together as well."""
-        async with self._guard.entered(request) as tenant:
+        async with self._entry.entered(request) as tenant:
             snapshot = await self._latencies.known()
             return json_response(latency_reply(tenant.name, snapshot, operates=tenant.operator))

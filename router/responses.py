@@ -13,8 +13,8 @@ from holdfast.replicas.errors import ContextLengthError, HoldfastError, InvalidR
 from holdfast.replicas.requests import Answer, ChatPrompt, ModelCard
 from holdfast.router.answers import pieces_of
 from holdfast.router.backend import Backend
+from holdfast.router.entry import Entry
 from holdfast.router.formats import Arrival, Exchange, KeepsNothing
-from holdfast.router.guard import Guard
 from holdfast.router.http import answer_headers, json_response
 from holdfast.router.protocol.declared_tools import DeclaredTools
 from holdfast.router.protocol.responses import (
@@ -133,13 +133,13 @@ class ResponsesFormat:
 
     name = "responses"
 
-    def __init__(self, guard: Guard, backend: Backend, stored: StoredResponses) -> None:
-        self._guard = guard
+    def __init__(self, entry: Entry, backend: Backend, stored: StoredResponses) -> None:
+        self._entry = entry
         self._backend = backend
         self._stored = stored
 
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
-        asked, card = await _asked(self._guard, self._stored, request, arrival)
+        asked, card = await _asked(self._entry, self._stored, request, arrival)
         asked = replace(asked, compacts=compacts(asked.own))
         translate = compaction_turn if asked.compacts else responses_turn
         turn, skipped = translate(asked.body, asked.translated, card)
@@ -184,12 +184,12 @@ class CompactionFormat:
 
     name = "compact"
 
-    def __init__(self, guard: Guard, stored: StoredResponses) -> None:
-        self._guard = guard
+    def __init__(self, entry: Entry, stored: StoredResponses) -> None:
+        self._entry = entry
         self._stored = stored
 
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
-        asked, card = await _asked(self._guard, self._stored, request, arrival)
+        asked, card = await _asked(self._entry, self._stored, request, arrival)
         await self._stored.items.prepare()
         body = asked.body.model_copy(update={"stream": False, "stream_options": None})
         turn, skipped = compaction_turn(body, asked.translated, card)
@@ -199,32 +199,32 @@ class CompactionFormat:
 class ResponseEndpoints:
     """Stored responses over HTTP."""
 
-    def __init__(self, guard: Guard, stored: StoredResponses) -> None:
-        self._guard = guard
+    def __init__(self, entry: Entry, stored: StoredResponses) -> None:
+        self._entry = entry
         self._stored = stored
 
     async def show(self, request: Request) -> Response:
-        async with self._guard.entered(request) as tenant:
+        async with self._entry.entered(request) as tenant:
             if request.query_params.get("stream", "false").lower() not in ("false", "0"):
                 raise InvalidRequestError("'stream': only responses made in the background can be streamed", "stream")
             stored = await self._stored.find(tenant.name, request.path_params["response_id"])
             return json_response(orjson.dumps(stored.response))
 
     async def delete(self, request: Request) -> Response:
-        async with self._guard.entered(request) as tenant:
+        async with self._entry.entered(request) as tenant:
             response_id = request.path_params["response_id"]
             await self._stored.delete(tenant.name, response_id)
             return json_response(orjson.dumps({"id": response_id, "object": "response", "deleted": True}))
 
     async def cancel(self, request: Request) -> Response:
         """Always refused: what is stored has ended, and nothing is made in the background."""
-        async with self._guard.entered(request) as tenant:
+        async with self._entry.entered(request) as tenant:
             await self._stored.find(tenant.name, request.path_params["response_id"])
             raise InvalidRequestError("Cannot cancel a synchronous response: close its connection instead")
 
     async def input_items(self, request: Request) -> Response:
         """The items that the response's own request had, the latest first unless `order` says `asc`."""
-        async with self._guard.entered(request) as tenant:
+        async with self._entry.entered(request) as tenant:
             stored = await self._stored.find(tenant.name, request.path_params["response_id"])
             return json_response(orjson.dumps(_page(stored.turn.input, request.query_params)))
 
@@ -232,17 +232,17 @@ class ResponseEndpoints:
 class CountInput:
     """`POST /v1/responses/input_tokens`: how many tokens the prompt of a response would have."""
 
-    def __init__(self, guard: Guard, backend: Backend, stored: StoredResponses) -> None:
-        self._guard = guard
+    def __init__(self, entry: Entry, backend: Backend, stored: StoredResponses) -> None:
+        self._entry = entry
         self._backend = backend
         self._stored = stored
 
     async def count(self, request: Request) -> Response:
-        async with self._guard.entered(request) as tenant:
+        async with self._entry.entered(request) as tenant:
             models = await self._backend.models()
             if not models:
                 raise UnavailableError("No model is loaded yet")
-            body = await self._guard.read(request, read_input, models[0].name)
+            body = await self._entry.read(request, read_input, models[0].name)
             asked = await _with_chain(self._stored, body, Arrival(tenant.name, "counted", 0, models))
             turn, skipped = responses_turn(body, asked.translated, find_model(body.model, models))
             answer_headers(request).skipped = ", ".join(skipped)
@@ -253,8 +253,8 @@ class CountInput:
             return json_response(orjson.dumps({"object": "response.input_tokens", "input_tokens": len(tokens)}))
 
 
-async def _asked(guard: Guard, stored: StoredResponses, request: Request, arrival: Arrival) -> tuple[Asked, ModelCard]:
-    body = await guard.read(request, read_responses)
+async def _asked(entry: Entry, stored: StoredResponses, request: Request, arrival: Arrival) -> tuple[Asked, ModelCard]:
+    body = await entry.read(request, read_responses)
     asked = await _with_chain(stored, body, arrival)
     card = find_model(body.model, arrival.models)
     return replace(asked, body=with_defaults(body, card)), card

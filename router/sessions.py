@@ -30,9 +30,9 @@ from holdfast.replicas.requests import (
 )
 from holdfast.router.backend import Backend
 from holdfast.router.background import Background
+from holdfast.router.entry import Entry
 from holdfast.router.event_stream import until_disconnect
 from holdfast.router.formats import Arrival, Exchange, Format, KeepsNothing
-from holdfast.router.guard import Guard
 from holdfast.router.http import DELIVERY, IDEMPOTENCY, json_response, retry_of
 from holdfast.router.identity import MAX_LENGTH, session_program
 from holdfast.router.programs import Begun, ProgramTable
@@ -86,12 +86,12 @@ class OpenFormat:
 
     name = "session_open"
 
-    def __init__(self, guard: Guard, sessions: SessionHomes) -> None:
-        self._guard = guard
+    def __init__(self, entry: Entry, sessions: SessionHomes) -> None:
+        self._entry = entry
         self._sessions = sessions
 
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
-        turn = await self._guard.read(request, read_open, arrival.models, f"sess_{arrival.unique}")
+        turn = await self._entry.read(request, read_open, arrival.models, f"sess_{arrival.unique}")
         assert turn.session is not None
         session_id, created, model = turn.session.session_id, arrival.created, turn.model.name
         await self._sessions.check_free(arrival.tenant, session_id)
@@ -109,13 +109,13 @@ class AppendFormat:
 
     name = "session_append"
 
-    def __init__(self, guard: Guard, sessions: SessionHomes) -> None:
-        self._guard = guard
+    def __init__(self, entry: Entry, sessions: SessionHomes) -> None:
+        self._entry = entry
         self._sessions = sessions
 
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
         session_id = request.path_params["session_id"]
-        turn = _named(request, await self._guard.read(request, read_append, arrival.models, session_id))
+        turn = _named(request, await self._entry.read(request, read_append, arrival.models, session_id))
         await self._sessions.find(arrival.tenant, session_id)
         setattr(request.state, NAMED, (arrival.tenant, session_id))
         return SessionExchange(
@@ -131,13 +131,13 @@ class QueryFormat:
 
     name = "session_query"
 
-    def __init__(self, guard: Guard, sessions: SessionHomes) -> None:
-        self._guard = guard
+    def __init__(self, entry: Entry, sessions: SessionHomes) -> None:
+        self._entry = entry
         self._sessions = sessions
 
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
         session_id = request.path_params["session_id"]
-        turn = _named(request, await self._guard.read(request, read_query, arrival.models, session_id))
+        turn = _named(request, await self._entry.read(request, read_query, arrival.models, session_id))
         await self._sessions.find(arrival.tenant, session_id)
         setattr(request.state, NAMED, (arrival.tenant, session_id))
         reply_id, created, model = f"cmpl-{arrival.unique}", arrival.created, turn.model.name
@@ -153,16 +153,16 @@ class SessionEndpoints:
     """What a tenant may do with its sessions."""
 
     def __init__(
-        self, backend: Backend, guard: Guard, programs: ProgramTable, turns: Turns, homes: SessionHomes
+        self, backend: Backend, entry: Entry, programs: ProgramTable, turns: Turns, homes: SessionHomes
     ) -> None:
         self._backend = backend
-        self._guard = guard
+        self._entry = entry
         self._programs = programs
         self._turns = turns
         self._homes = homes
-        self._open = OpenFormat(guard, homes)
-        self._append = AppendFormat(guard, homes)
-        self._query = QueryFormat(guard, homes)
+        self._open = OpenFormat(entry, homes)
+        self._append = AppendFormat(entry, homes)
+        self._query = QueryFormat(entry, homes)
         self._background = Background()
 
     async def open(self, request: Request) -> Response:
@@ -176,8 +176,8 @@ class SessionEndpoints:
 
     async def fork(self, request: Request) -> Response:
         """A second session with the history that the first one has now."""
-        async with self._guard.entered(request) as tenant:
-            child = await self._guard.read(request, read_fork) or f"sess_{secrets.token_hex(12)}"
+        async with self._entry.entered(request) as tenant:
+            child = await self._entry.read(request, read_fork) or f"sess_{secrets.token_hex(12)}"
             session_id, life = request.path_params["session_id"], secrets.token_hex(8)
             await self._homes.find(tenant.name, session_id)
             await self._homes.check_free(tenant.name, child)
@@ -196,13 +196,13 @@ class SessionEndpoints:
             return json_response(session_reply(state, (await self._card()).name))
 
     async def show(self, request: Request) -> Response:
-        async with self._guard.entered(request) as tenant:
+        async with self._entry.entered(request) as tenant:
             state = await self._homes.ask(tenant, DescribeSession(tenant.name, request.path_params["session_id"]))
             return json_response(session_reply(state, (await self._card()).name))
 
     async def listed(self, request: Request) -> Response:
         """The caller's own ones that replicas have, the latest first."""
-        async with self._guard.entered(request) as tenant:
+        async with self._entry.entered(request) as tenant:
             limit = _limit(request.query_params.get("limit", "100"))
             found = {}  # where a session has moved from its old home may still have it, as it was then
             for state in sorted(await self._backend.sessions(tenant.name), key=lambda state: state.tokens):
@@ -212,7 +212,7 @@ class SessionEndpoints:
 
     async def close(self, request: Request) -> Response:
         """The session is over. One that was lost with its replica is over, too."""
-        async with self._guard.entered(request) as tenant:
+        async with self._entry.entered(request) as tenant:
             session_id = request.path_params["session_id"]
             await self._homes.close(tenant.name, session_id)
             return json_response(closed_reply(session_id))
@@ -221,27 +221,27 @@ class SessionEndpoints:
 
     async def stand(self, request: Request) -> Response:
         """A question is to be answered ahead, after each append."""
-        async with self._guard.entered(request) as tenant:
+        async with self._entry.entered(request) as tenant:
             session_id, question_id = request.path_params["session_id"], f"q_{secrets.token_hex(8)}"
-            question = await self._guard.read(request, read_question, (await self._card(),), question_id)
+            question = await self._entry.read(request, read_question, (await self._card(),), question_id)
             state = await self._homes.ask(tenant, AddQuestion(tenant.name, session_id, question))
             return json_response(question_reply(state, question_id))
 
     async def questions(self, request: Request) -> Response:
-        async with self._guard.entered(request) as tenant:
+        async with self._entry.entered(request) as tenant:
             state = await self._homes.ask(tenant, DescribeSession(tenant.name, request.path_params["session_id"]))
             return json_response(questions_reply(state))
 
     async def answer(self, request: Request) -> Response:
         """The latest answer, with what it has seen."""
-        async with self._guard.entered(request) as tenant:
+        async with self._entry.entered(request) as tenant:
             named = request.path_params
             call = DescribeSession(tenant.name, named["session_id"], question_id=named["question_id"])
             state = await self._homes.ask(tenant, call)
             return json_response(question_reply(state, named["question_id"]))
 
     async def withdraw(self, request: Request) -> Response:
-        async with self._guard.entered(request) as tenant:
+        async with self._entry.entered(request) as tenant:
             named = request.path_params
             await self._homes.ask(tenant, RemoveQuestion(tenant.name, named["session_id"], named["question_id"]))
             return json_response(question_removed_reply(named["question_id"]))

@@ -12,8 +12,9 @@ from starlette.responses import Response
 from holdfast.replicas.errors import EngineError, HoldfastError
 from holdfast.replicas.requests import Answer, AnswerBuilder, Completed, Errored, Started
 from holdfast.router.backend import Batch
-from holdfast.router.drain import Drain
-from holdfast.router.event_stream import ClientGoneError, EventStream
+from holdfast.router.entry import Drain
+from holdfast.router.event_stream import EventStream
+from holdfast.router.http import ClientGoneError
 from holdfast.router.metrics import Meter, Outcome
 from holdfast.router.protocol.errors import ReplyError
 from holdfast.router.protocol.fields import CHAT_FIELDS, FieldNames

@@ -41,10 +41,9 @@ from holdfast.router.conversations import (
     preamble,
     prompt_tokens,
 )
-from holdfast.router.drain import Drain
+from holdfast.router.entry import Drain, Entry
 from holdfast.router.event_stream import EVENT_HEADERS, SILENCE_S, Connection, EventStream, until_disconnect
 from holdfast.router.formats import Arrival, Exchange, Format
-from holdfast.router.guard import Guard
 from holdfast.router.http import answer_headers, json_response, retry_of
 from holdfast.router.idempotency import KeptAnswers, NamedRequest, named
 from holdfast.router.identity import (
@@ -124,7 +123,7 @@ class Turns:
     def __init__(
         self,
         backend: Backend,
-        guard: Guard,
+        entry: Entry,
         programs: ProgramTable,
         conversations: Conversations,
         cache: ResponseCache,
@@ -140,7 +139,7 @@ class Turns:
         self._backend = backend
         self._sessions = sessions
         self._kept_answers = kept_answers
-        self._guard = guard
+        self._entry = entry
         self._drain = drain or Drain()
         self._programs = programs
         self._conversations = conversations
@@ -155,16 +154,16 @@ class Turns:
         """The answer to `request`. Raises HoldfastError or ClientGoneError, counted already."""
         arrived = asyncio.get_running_loop().time()
         # The server's own first request is served like any other, and counts among none.
-        own = self._guard.warms_up(request)
+        own = self._entry.warms_up(request)
         meter = Meter(RouterMetrics.unseen() if own else self._metrics, format_.name)
         reports = TurnReports() if own else self._reports
         report = reports.begin(request, format_.name, answer_headers(request).request_id)
         meter.on_end = report.ended
         try:
-            principal = self._guard.authenticate(request)
+            principal = self._entry.authenticate(request)
             meter.tenant = report.facts.tenant = principal.tenant.name
             with ExitStack() as held:
-                report.admission = admission = held.enter_context(self._guard.admitted(principal))
+                report.admission = admission = held.enter_context(self._entry.admitted(principal))
                 try:
                     accepted = await self._accept(request, format_, admission, meter, report, arrived)
                     known = await _find_kept(accepted, self._kept_answers)
@@ -174,7 +173,7 @@ class Turns:
                 if known is not None:
                     return await self._replay(request, accepted, known)
                 for _ in accepted.turn.others:  # each answer counts against the tenant's limits
-                    held.enter_context(self._guard.place(principal.tenant))
+                    held.enter_context(self._entry.place(principal.tenant))
                 await self._charge(request, accepted)
                 served = await self._begin(accepted)
                 if not accepted.turn.stream:
@@ -372,7 +371,7 @@ class Turns:
             sampling=_seeded(accepted, accepted.turn.sampling),
             stop=accepted.turn.stop,
             scope=accepted.tenant.name,
-            origin=Origin.WARM_UP if self._guard.warms_up(request) else Origin.CLIENT,
+            origin=Origin.WARM_UP if self._entry.warms_up(request) else Origin.CLIENT,
             program_id=served.key,
             program_arrival=program.arrival,
             program_turns=program.turns,

@@ -5,7 +5,6 @@ from typing import Protocol
 
 from holdfast.router import metric_list as listed
 from holdfast.router.accounts import Accounts
-from holdfast.router.limits import Limiter
 from holdfast.router.line_stats import LineStats
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.placement import Reason
@@ -15,7 +14,7 @@ from holdfast.router.response_cache import ResponseCache
 from holdfast.router.tenants import TenantDirectory
 
 
-def watch_tenants(metrics: RouterMetrics, directory: TenantDirectory, limiter: Limiter, most: int) -> None:
+def watch_tenants(metrics: RouterMetrics, directory: TenantDirectory, places: Callable[[str], int], most: int) -> None:
     """What each of the first `most` tenants may ask for, and has in flight; the others' requests are summed up."""
     directory.watch(lambda tenants: metrics.name_tenants([tenant.name for tenant in tenants], most))
 
@@ -23,7 +22,7 @@ def watch_tenants(metrics: RouterMetrics, directory: TenantDirectory, limiter: L
         found: dict[tuple[str, ...], float] = {}
         for tenant in directory.tenants:
             label = (metrics.tenant(tenant.name),)
-            found[label] = found.get(label, 0.0) + limiter.of(tenant.name)
+            found[label] = found.get(label, 0.0) + places(tenant.name)
         return found
 
     def allowed() -> Mapping[tuple[str, ...], float]:

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.requests import TextDelta
 from holdfast.router.app import create_app
-from holdfast.router.drain import Drain
+from holdfast.router.entry import Drain
 from holdfast.router.metrics import RouterMetrics
 
 
@@ -124,7 +124,7 @@ def test_a_router_that_serve_stops_serves_what_comes_and_ends_what_outlives_the_
             async with drain.bounded():
                 await asyncio.Event().wait()
         if ("begin", 100.0) in times:
-            with pytest.raises(UnavailableError, match="stopping"):
+            with pytest.raises(UnavailableError, match="shutting down"):
                 drain.check()
         else:
             drain.check()

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 import pytest
 
 from holdfast.router.config import RouterConfig
-from holdfast.router.event_stream import SILENCE_S, ClientGoneError, Connection, EventStream, until_disconnect
+from holdfast.router.event_stream import SILENCE_S, Connection, EventStream, until_disconnect
+from holdfast.router.http import ClientGoneError
 from holdfast.router.turns import HEADERS_S
 
 

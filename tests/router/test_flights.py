@@ -7,8 +7,8 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from holdfast.router.event_stream import ClientGoneError
 from holdfast.router.flights import Flights, Lead
+from holdfast.router.http import ClientGoneError
 
 KEYS = st.sampled_from(["a", "b"])
 

@@ -16,7 +16,7 @@ from waiting import until_async
 
 from holdfast.router import http
 from holdfast.router.config import RouterConfig
-from holdfast.router.limits import BodyBytes, BodyMemory
+from holdfast.router.entry import BodyBytes, Shares, read_body
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 PATIENT = 60.0  # seconds a slow machine may take
@@ -157,7 +157,7 @@ def test_a_retry_is_the_same_body_to_the_same_path_under_the_same_name(one, othe
 
         scope = {"type": "http", "method": "POST", "path": path, "headers": [(name, value)], "query_string": b""}
         request = Request(scope, receive)
-        whole = await http.read_body(request, 10, PATIENT, long, BodyBytes(BodyMemory(64), "acme"))
+        whole = await read_body(request, 10, PATIENT, long, BodyBytes(Shares(64), "acme"))
         if not isinstance(whole, bytes):
             whole.close()
         found = [http.retry_of(request, each) for each in ("idempotency-key", "x-holdfast-delivery")]

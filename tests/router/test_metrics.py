@@ -9,8 +9,8 @@ from holdfast.replicas.errors import ErrorInfo, ErrorKind, InvalidRequestError, 
 from holdfast.replicas.requests import Timing, Usage
 from holdfast.replicas.types import Origin
 from holdfast.router.config import WARM_UP_HEADER
-from holdfast.router.event_stream import ClientGoneError
 from holdfast.router.exposition import Merged
+from holdfast.router.http import ClientGoneError
 from holdfast.router.metric_list import LINE
 from holdfast.router.metrics import OTHER, Meter, Outcome, RouterMetrics, outcome_of
 from holdfast.router.programs import Run

@@ -28,7 +28,7 @@ from holdfast.router.accounts import Accounts
 from holdfast.router.audit import Audit
 from holdfast.router.backend import ANYWHERE
 from holdfast.router.config import RouterConfig
-from holdfast.router.drain import Drain
+from holdfast.router.entry import Drain
 from holdfast.router.protocol.admin import read_rows
 from holdfast.router.records import Records, RedisAddress
 from holdfast.router.tenant_store import TenantStore

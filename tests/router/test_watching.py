@@ -4,7 +4,6 @@ from prometheus_client import CollectorRegistry
 from redis_server import RedisServer
 
 from holdfast.router.accounts import Accounts
-from holdfast.router.limits import Limiter
 from holdfast.router.line_stats import LineStats
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.placement import Reason
@@ -70,12 +69,11 @@ def test_tenants_that_come_later_have_series_and_limits():
     def tenant(name, **limits):
         return Tenant(name, (hash_key(name),), limits=TenantLimits(**limits))
 
-    metrics, directory, limiter = RouterMetrics(CollectorRegistry()), TenantDirectory([tenant("a")]), Limiter(9)
-    watch_tenants(metrics, directory, limiter, most=2)
+    metrics, directory = RouterMetrics(CollectorRegistry()), TenantDirectory([tenant("a")])
+    watch_tenants(metrics, directory, {"a": 0, "b": 1}.__getitem__, most=2)
     assert metrics.tenant("b") == "other"
     directory.replace([tenant("a"), tenant("b", max_concurrent=3)])
     assert metrics.tenant("b") == "b"
-    limiter.enter(directory.tenants[1])
     value = metrics.registry.get_sample_value
     assert value("holdfast_tenant_limit", {"tenant": "b", "limit": "max_concurrent"}) == 3
     assert value("holdfast_tenant_requests_in_flight", {"tenant": "b"}) == 1

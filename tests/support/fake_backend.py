@@ -37,7 +37,7 @@ from holdfast.router.app import create_app
 from holdfast.router.audit import Audit
 from holdfast.router.backend import ANYWHERE, Batch, Place, Routed
 from holdfast.router.config import RouterConfig
-from holdfast.router.drain import Drain
+from holdfast.router.entry import Drain
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.prefills import StoredPrefills
 from holdfast.router.programs import ProgramTable

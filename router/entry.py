@@ -1,0 +1,315 @@
+"""The way in: who calls, whether the call is admitted now, and how its body is read. One for every endpoint.
+
+In this order: key or address, then a place and what is known of the tenant's limits, then the declared length, and only
+then the bytes. So a caller who is refused again costs no body. What a call counts against its tenant's limits is
+charged once that is known (`accounts`). A call keeps its place until its answer is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from typing import BinaryIO, Self, TypeVar
+
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
+
+from holdfast.replicas.errors import OverloadedError, UnavailableError
+from holdfast.router.accounts import Accounts, Admission
+from holdfast.router.audit import Audit
+from holdfast.router.config import WARM_UP_HEADER, RouterConfig
+from holdfast.router.http import ClientGoneError, answer_headers, caller, content_digest, route_of
+from holdfast.router.metrics import RouterMetrics
+from holdfast.router.parser_process import ParserProcess
+from holdfast.router.protocol.body import parse_long
+from holdfast.router.protocol.errors import Refusal, RefusedError, reason
+from holdfast.router.tenants import Principal, Scope, Tenant, TenantDirectory
+from holdfast.router.watching import watch_accounts, watch_tenants
+
+T = TypeVar("T")
+
+TENANT = "holdfast.tenant"  # where a request's scope keeps whose it is
+NOBODY = Tenant("nobody")
+
+
+class Entry:
+    """Lets calls in. One for all endpoints of a router, so that they share its limits."""
+
+    def __init__(
+        self,
+        tenants: TenantDirectory,
+        metrics: RouterMetrics,
+        config: RouterConfig,
+        drain: Drain,
+        parser: ParserProcess,
+        accounts: Accounts | None = None,
+        audit: Audit | None = None,
+    ) -> None:
+        self._tenants = tenants
+        self._config = config
+        self._metrics = metrics
+        self._places = Shares(config.max_in_flight)
+        self._bodies = Shares(config.body_memory)
+        for each in (self._places, self._bodies):
+            tenants.watch(each.share)
+        self._drain = drain
+        self._parser = parser
+        self._accounts = accounts or Accounts(config)
+        self._audit = audit or Audit()
+        self._proxies = config.networks()
+        tenants.watch(self._accounts.keep)
+        watch_accounts(metrics, self._accounts)
+        watch_tenants(metrics, tenants, self._places.of, config.metrics_tenants)
+
+    def warms_up(self, request: HTTPConnection) -> bool:
+        """Whether the server sent this request itself, to warm up. Where there are keys nobody can say so."""
+        return WARM_UP_HEADER in request.headers and not self._tenants.has_keys
+
+    def authenticate(self, request: HTTPConnection, scope: Scope = Scope.INFER) -> Principal:
+        """Whose call it is. Raises RefusedError (401, 403; also for a key that is not for this) or ClientGoneError."""
+        who = caller(request)
+        try:
+            principal = self._tenants.authenticate(who)
+            if not principal.allows(scope):
+                raise RefusedError(Refusal.FORBIDDEN, f"This API key does not have the scope '{scope}'")
+        except RefusedError as error:
+            self._audit.refused(reason(error), who.address(self._proxies), route_of(request))
+            raise
+        request.scope[TENANT] = principal.tenant
+        return principal
+
+    @contextmanager
+    def place(self, tenant: Tenant) -> Iterator[None]:
+        """A place for one call of `tenant`. Raises OverloadedError (429), or UnavailableError (503) while the server
+        stops.
+        """
+        self._drain.check()
+        places = self._places
+        if not places.take(tenant.name, 1):
+            reserved = "" if places.total >= places.most else ", the other places are reserved for other tenants"
+            raise OverloadedError(f"The server has {places.total} requests in flight already{reserved}")
+        try:
+            yield
+        finally:
+            places.give_back(tenant.name, 1)
+
+    @contextmanager
+    def admitted(self, principal: Principal) -> Iterator[Admission]:
+        """A place for a call, which is yet to be charged. Raises as `place`, and QuotaError (429) where it is known
+        already that the tenant has no room.
+        """
+        with self.place(principal.tenant):
+            yield self._accounts.admission(principal)
+
+    @asynccontextmanager
+    async def entered(self, request: Request, scope: Scope = Scope.INFER) -> AsyncIterator[Tenant]:
+        """All of it, for a call that generates nothing: the tenant that calls, with a place for the call."""
+        try:
+            principal = self.authenticate(request, scope)
+        except RefusedError as error:
+            self._metrics.refused(error)
+            raise
+        with self.admitted(principal) as admission:
+            await admission.charge_call()
+            answer_headers(request).standing = admission.standing
+            yield principal.tenant
+
+    async def read(self, request: Request, parse: Callable[..., T], *arguments: object) -> T:
+        """What `parse(body, *arguments)` makes of the request's body; a long one is parsed beside the event loop.
+
+        So `parse` is a function of a module, and all that crosses can be pickled. Raises RefusedError (413, 408),
+        OverloadedError where the bodies of this tenant, or of all, are too much at once, what `parse` raises, or
+        ClientGoneError.
+        """
+        config, tenant = self._config, request.scope.get(TENANT, NOBODY)
+        with BodyBytes(self._bodies, tenant.name) as held:
+            most = config.max_body_bytes
+            body = await read_body(request, most, config.body_timeout_s, config.long_body_bytes, held)
+            if isinstance(body, bytes):
+                return parse(body, *arguments)
+            work, told = held.size / tenant.weight, (config.max_body_values, parse, arguments)
+            return await self._parser.call(parse_long, *told, body=body, payer=tenant.name, work=work)
+
+
+# ---- what a router takes on at once ----
+
+
+class Shares:
+    """An amount that tenants share. Half of it is reserved for tenants by their weights, the rest is first come, first
+    served. Counts are this process's own.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.total = 0  # taken by all
+        self._taken: Counter[str] = Counter()
+        self._reserved: dict[str, int] = {}  # by tenant
+        self._unused = 0  # of what is reserved
+
+    def of(self, tenant: str) -> int:
+        return self._taken[tenant]
+
+    def share(self, tenants: Sequence[Tenant]) -> None:
+        """From now on these are the tenants."""
+        total = sum(tenant.weight for tenant in tenants)
+        self._reserved = {each.name: int(self.most * each.weight / total / 2) for each in tenants}
+        self._unused = sum(map(self._left, self._reserved))
+
+    def room(self, tenant: str, amount: int) -> bool:
+        """Whether `take` would give a tenant so much."""
+        left, after = self._left(tenant), self.total + amount
+        return after <= self.most and (amount <= left or after + self._unused - left <= self.most)
+
+    def take(self, tenant: str, amount: int) -> bool:
+        """False where there is no room; then nothing is taken."""
+        room = self.room(tenant, amount)
+        if room:
+            self._move(tenant, amount)
+        return room
+
+    def give_back(self, tenant: str, amount: int) -> None:
+        self._move(tenant, -amount)
+
+    def _move(self, tenant: str, amount: int) -> None:
+        before = self._left(tenant)
+        self.total += amount
+        self._taken[tenant] += amount
+        self._unused += self._left(tenant) - before
+        if not self._taken[tenant]:
+            del self._taken[tenant]
+
+    def _left(self, tenant: str) -> int:
+        """What a tenant has not taken of its reserved part."""
+        return max(0, self._reserved.get(tenant, 0) - self._taken[tenant])
+
+
+class BodyBytes:
+    """The bytes that are held of one body: `size`."""
+
+    def __init__(self, memory: Shares, tenant: str) -> None:
+        self._memory, self._tenant = memory, tenant
+        self.size = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._memory.give_back(self._tenant, self.size)
+
+    def expect(self, size: int) -> None:
+        """Raises OverloadedError (429) where there is no room for so many bytes now. None are taken: a client that
+        sends slowly keeps nobody else's room.
+        """
+        if not self._memory.room(self._tenant, size):
+            raise _no_room()
+
+    def add(self, size: int) -> None:
+        """So many bytes have arrived. Raises OverloadedError (429), and counts nothing, where there is no room."""
+        if not self._memory.take(self._tenant, size):
+            raise _no_room()
+        self.size += size
+
+
+async def read_body(request: Request, limit: int, patience_s: float, long: int, held: BodyBytes) -> bytes | BinaryIO:
+    """The body of `request`. One longer than `long` bytes is a file in memory, for the caller to close.
+
+    Raises RefusedError: 413 as soon as it is longer than `limit` bytes, 408 where it is not whole after `patience_s`;
+    OverloadedError where there is no room for it. Trap: to join the parts of 32 MiB takes 25 ms, in which the event
+    loop serves nobody else.
+    """
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit():
+        if int(declared) > limit:
+            raise too_large(limit)
+        held.expect(int(declared))
+    parts: list[bytes] = []
+    digest = content_digest(request)
+    with ExitStack() as unread:
+        file: BinaryIO | None = None
+        try:
+            async with asyncio.timeout(patience_s):
+                async for part in request.stream():
+                    if held.size + len(part) > limit:
+                        raise too_large(limit)
+                    if digest is not None:
+                        digest.update(part)
+                    held.add(len(part))
+                    if file is None and held.size > long:
+                        file = unread.enter_context(open(os.memfd_create("body"), "wb"))  # noqa: ASYNC230 (memory)
+                        file.writelines(parts)
+                        parts.clear()
+                    if file is None:
+                        parts.append(part)
+                    else:
+                        file.write(part)
+        except ClientDisconnect:
+            raise ClientGoneError from None
+        except TimeoutError:
+            message = f"The request body has not come within {patience_s:g} s"
+            raise RefusedError(Refusal.SLOW_BODY, message) from None
+        if file is not None:
+            file.flush()
+        unread.pop_all()
+    return b"".join(parts) if file is None else file
+
+
+def too_large(limit: int) -> RefusedError:
+    """The refusal of a body that is longer than `limit` bytes."""
+    return RefusedError(Refusal.TOO_LARGE, f"The request body is longer than {limit} bytes")
+
+
+def _no_room() -> OverloadedError:
+    return OverloadedError("The server holds as many bytes of request bodies as it takes at once")
+
+
+# ---- the end of a router ----
+
+
+class Drain:
+    """How a router stops: nothing new is admitted, and what still runs when the time is over ends with an error.
+
+    Without it a server that stops would cut its streams, and a client could not tell a whole answer from half of one.
+    Used on one event loop. Until `begin` or `bound` it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._closed = False
+        self._until: float | None = None
+        self._open: set[asyncio.Timeout] = set()
+
+    def begin(self, seconds: float) -> None:
+        """From now on nothing new; what runs is ended after so many seconds."""
+        self._closed = True
+        self.bound(seconds)
+
+    def bound(self, seconds: float) -> None:
+        """What runs is ended after so many seconds. Until then requests are admitted: the proxy sends some here before
+        it knows that this router stops.
+        """
+        now = asyncio.get_running_loop().time()
+        self._until = now + seconds if self._until is None else min(now + seconds, self._until)
+        for each in self._open:
+            each.reschedule(self._until)
+
+    def check(self) -> None:
+        """Raises UnavailableError where nothing new is admitted."""
+        if self._closed:
+            raise UnavailableError("The server is shutting down; retry")
+
+    @asynccontextmanager
+    async def bounded(self) -> AsyncIterator[None]:
+        """What is done inside is cancelled when the time is over, which raises UnavailableError."""
+        timeout = asyncio.timeout_at(self._until)
+        try:
+            async with timeout:
+                self._open.add(timeout)
+                try:
+                    yield
+                finally:
+                    self._open.discard(timeout)
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise UnavailableError("The server stopped before the answer was complete") from None

@@ -219,8 +219,8 @@ class Encryption:
         raise ValueError("not encrypted by any of the keys")
 
 
-class Records:
-    """The records of one namespace. Create it on the event loop that uses it, and `close` it."""
+class RedisClient:
+    """Scripts and messages in one namespace, behind a circuit breaker. `close` it at the end."""
 
     def __init__(
         self,
@@ -228,16 +228,14 @@ class Records:
         timeout_s: float = 1.0,
         retry_s: float = 1.0,
         observe: Callable[[float, bool], None] | None = None,
-        key_file: str = "",
     ) -> None:
         """An operation may take `timeout_s`; a lost Redis is probed every `retry_s`. `observe` gets the duration of
-        each operation in seconds and whether Redis answered. Raises ConfigError for a `key_file` without keys.
+        each operation in seconds and whether Redis answered.
         """
         self._address = address
         self._prefix = f"{address.namespace}/"
         self._timeout_s = timeout_s
         self._retry_s = retry_s
-        self._encryption = Encryption(Path(key_file)) if key_file else None
         self._observe = observe
         self._probe: asyncio.Task[None] | None = None
         self._redis: Any = self._connect()  # redis-py types its commands as maybe synchronous
@@ -246,72 +244,6 @@ class Records:
     def degraded(self) -> bool:
         """Whether Redis is away."""
         return self._probe is not None
-
-    # ---- records ----
-
-    async def get(self, key: str, ttl_s: float | None = None) -> Record | None:
-        """The record without its parts. With `ttl_s` it expires so long from now. None: absent, or unreadable because
-        another key encrypted it.
-        """
-        (record,) = await self._read([key], ttl_s, 0)
-        return record
-
-    async def get_all(self, keys: Sequence[str], ttl_s: float | None = None) -> list[Record | None]:
-        """As `get`, of several records of one owner."""
-        return await self._read(keys, ttl_s, 0) if keys else []
-
-    async def read(self, key: str) -> Record | None:
-        """The record with its parts."""
-        (record,) = await self._read([key], None, -1)
-        return record
-
-    async def put(self, key: str, value: bytes, ttl_s: float, limit: int = UNBOUNDED, version: str = "") -> PutResult:
-        """Store `value` in the place of the record, unless its owner's records then take more than `limit` bytes, or
-        another version than this is stored. `ABSENT`: there must be none; "": any may be.
-        """
-        return await self._put(key, value, None, ttl_s, limit, version)
-
-    async def append(self, key: str, value: bytes, part: bytes, ttl_s: float, limit: int, version: str) -> PutResult:
-        """Replace the value of the record that has this version, and add a part. It costs what it adds."""
-        return await self._put(key, value, part, ttl_s, limit, version)
-
-    async def delete(self, key: str) -> bool:
-        """Whether there was such a record."""
-        (deleted,) = await self.script(_DELETE, [*_owner_keys(key), key], [_name(key)])
-        return bool(deleted)
-
-    async def delete_owner(self, owner: str) -> None:
-        """Delete all records of `owner`."""
-        await self.script(_DELETE_OWNER, [*_owner_keys(f"{owner}/"), owner], [])
-
-    async def _read(self, keys: Sequence[str], ttl_s: float | None, last: int) -> list[Record | None]:
-        ttl: Argument = "" if ttl_s is None else _milliseconds(ttl_s)
-        arguments: list[Argument] = [ttl, last, *map(_name, keys)]
-        rows = await self.script(_READ, [*_owner_keys(keys[0]), *keys], arguments)
-        return [self._record(key, row) for key, row in zip(keys, rows, strict=True)]
-
-    async def _put(
-        self, key: str, value: bytes, part: bytes | None, ttl_s: float, limit: int, version: str
-    ) -> PutResult:
-        value, added = self._encrypted(key, value), b"" if part is None else self._encrypted(key, part)
-        appends = int(part is not None)
-        arguments: list[Argument] = [_name(key), value, appends, added, _milliseconds(ttl_s), limit, version]
-        (result,) = await self.script(_PUT, [*_owner_keys(key), key], arguments)
-        return PutResult(result.decode())
-
-    def _record(self, key: str, row: Sequence[bytes]) -> Record | None:
-        if not row:
-            return None
-        try:
-            value, *parts = row if self._encryption is None else [self._encryption.decrypt(key, each) for each in row]
-        except ValueError:
-            return None
-        return Record(value, hashlib.sha1(row[0]).hexdigest(), tuple(parts))
-
-    def _encrypted(self, key: str, value: bytes) -> bytes:
-        return value if self._encryption is None else self._encryption.encrypt(key, value)
-
-    # ---- scripts and messages ----
 
     async def script(self, source: str, keys: Sequence[str], arguments: Sequence[Argument]) -> list[Any]:
         """The array that a Lua script returns. It runs as one operation.
@@ -460,6 +392,86 @@ class Records:
             await asyncio.sleep(self._retry_s)
         log.warning("Redis answers again")
         self._probe = None
+
+
+class Records(RedisClient):
+    """The records of one namespace, encrypted with the keys in `key_file` where one is named.
+
+    Raises ConfigError for a file without keys.
+    """
+
+    def __init__(
+        self,
+        address: RedisAddress,
+        timeout_s: float = 1.0,
+        retry_s: float = 1.0,
+        observe: Callable[[float, bool], None] | None = None,
+        key_file: str = "",
+    ) -> None:
+        super().__init__(address, timeout_s, retry_s, observe)
+        self._encryption = Encryption(Path(key_file)) if key_file else None
+
+    async def get(self, key: str, ttl_s: float | None = None) -> Record | None:
+        """The record without its parts. With `ttl_s` it expires so long from now. None: absent, or unreadable because
+        another key encrypted it.
+        """
+        (record,) = await self._read([key], ttl_s, 0)
+        return record
+
+    async def get_all(self, keys: Sequence[str], ttl_s: float | None = None) -> list[Record | None]:
+        """As `get`, of several records of one owner."""
+        return await self._read(keys, ttl_s, 0) if keys else []
+
+    async def read(self, key: str) -> Record | None:
+        """The record with its parts."""
+        (record,) = await self._read([key], None, -1)
+        return record
+
+    async def put(self, key: str, value: bytes, ttl_s: float, limit: int = UNBOUNDED, version: str = "") -> PutResult:
+        """Store `value` in the place of the record, unless its owner's records then take more than `limit` bytes, or
+        another version than this is stored. `ABSENT`: there must be none; "": any may be.
+        """
+        return await self._put(key, value, None, ttl_s, limit, version)
+
+    async def append(self, key: str, value: bytes, part: bytes, ttl_s: float, limit: int, version: str) -> PutResult:
+        """Replace the value of the record that has this version, and add a part. It costs what it adds."""
+        return await self._put(key, value, part, ttl_s, limit, version)
+
+    async def delete(self, key: str) -> bool:
+        """Whether there was such a record."""
+        (deleted,) = await self.script(_DELETE, [*_owner_keys(key), key], [_name(key)])
+        return bool(deleted)
+
+    async def delete_owner(self, owner: str) -> None:
+        """Delete all records of `owner`."""
+        await self.script(_DELETE_OWNER, [*_owner_keys(f"{owner}/"), owner], [])
+
+    async def _read(self, keys: Sequence[str], ttl_s: float | None, last: int) -> list[Record | None]:
+        ttl: Argument = "" if ttl_s is None else _milliseconds(ttl_s)
+        arguments: list[Argument] = [ttl, last, *map(_name, keys)]
+        rows = await self.script(_READ, [*_owner_keys(keys[0]), *keys], arguments)
+        return [self._record(key, row) for key, row in zip(keys, rows, strict=True)]
+
+    async def _put(
+        self, key: str, value: bytes, part: bytes | None, ttl_s: float, limit: int, version: str
+    ) -> PutResult:
+        value, added = self._encrypted(key, value), b"" if part is None else self._encrypted(key, part)
+        appends = int(part is not None)
+        arguments: list[Argument] = [_name(key), value, appends, added, _milliseconds(ttl_s), limit, version]
+        (result,) = await self.script(_PUT, [*_owner_keys(key), key], arguments)
+        return PutResult(result.decode())
+
+    def _record(self, key: str, row: Sequence[bytes]) -> Record | None:
+        if not row:
+            return None
+        try:
+            value, *parts = row if self._encryption is None else [self._encryption.decrypt(key, each) for each in row]
+        except ValueError:
+            return None
+        return Record(value, hashlib.sha1(row[0]).hexdigest(), tuple(parts))
+
+    def _encrypted(self, key: str, value: bytes) -> bytes:
+        return value if self._encryption is None else self._encryption.encrypt(key, value)
 
 
 def owner_of(key: str) -> str:

@@ -58,7 +58,7 @@ REMOVED: Mapping[str, str] = {
         )
     },
     **{
-        f"engine.retention.{name}": "it is a constant of a policy now (docs/policies.md)"
+        f"engine.retention.{name}": "it is a constant of a policy now (docs/scheduling.md)"
         for name in (
             *("settle_s", "fixed_s", "delta", "tool_samples", "overall_samples", "unknown_s", "turns_weight"),
             *("trusted_samples", "wait_window", "prior_s", "away_waits"),

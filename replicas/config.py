@@ -69,7 +69,7 @@ class RetentionConfig:
     """How long a program's KV cells are kept between two turns, and how many of them. Times in seconds."""
 
     policy: PolicyName = (  # when to give up the cells of a program whose tools run: `none`, `continuum`, `infercept`,
-        "expected_waste"  # `expected_waste`, or a class of your own as `module:Class` (docs/policies.md)
+        "expected_waste"  # `expected_waste`, or a class of your own as `module:Class` (docs/scheduling.md)
     )
     most_s: float = 60.0  # longest time that the cells of a paused program are kept, whatever the policy says
     share: float = 1.0  # share of all cells that paused programs may keep

@@ -1,6 +1,6 @@
 """Orders of requests and retention policies that Holdfast's own are compared with: the baselines of the papers.
 
-A server runs one by its `module:Class` (docs/policies.md). The tables here are the short names of the command line.
+A server runs one by its `module:Class` (docs/scheduling.md). The tables here are the short names of the command line.
 """
 
 ORDERS = {

@@ -103,7 +103,7 @@ WEIGHTS = (
 )
 LOSSES = """\
 All but the last row are read by our decoder only. What each format costs in precision:
-[performance](performance.md#weights-of-4-and-8-bits).
+[performance](results.md#weights-of-4-and-8-bits).
 """
 REFUSED = (
     ("an encoder-decoder", "only causal language models are served"),

@@ -11,14 +11,6 @@ ELSEWHERE = {"chart.md": "helm/holdfast/README.md", "changelog.md": "CHANGELOG.m
 UNLINKED = ("../../docker",)  # folders, which are no pages
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """The pages about GPU kernels, one for each, are in the menu by themselves."""
-    pages = sorted(path.relative_to(config.docs_dir).as_posix() for path in Path(config.docs_dir).glob("gpu/*.md"))
-    if pages and config.nav is not None:
-        config.nav.append({"On a GPU": pages})
-    return config
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, path in ELSEWHERE.items():
         files.append(File.generated(config, name, content=(ROOT / path).read_text()))
@@ -28,7 +20,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     for name, path in ELSEWHERE.items():
         markdown = markdown.replace(f"](../{path})", f"]({name})").replace(f"](../{path}#", f"]({name}#")
-    markdown = markdown.replace("](../../docs/", "](")  # from the chart's page
+    markdown = markdown.replace("](../../docs/", "](").replace("](docs/", "](")  # of the chart and of the change log
     for folder in UNLINKED:
         markdown = markdown.replace(f"]({folder})", "](quickstart.md#on-a-kubernetes-cluster)")
     return markdown

@@ -70,7 +70,7 @@ _MEASURED = (
         cells=427_000,
         host_cells=0,
     ),
-    # 253 M in bfloat16 on two cores with AVX512-BF16: docs/performance.md, forwards on a CPU.
+    # 253 M in bfloat16 on two cores with AVX512-BF16: docs/results.md, forwards.
     Profile(
         "253m-cpu",
         2e-3,

@@ -31,7 +31,7 @@ format: $(STAMP_DEV)
 	$(BIN)/ruff check --fix .
 
 types: $(STAMP_DEV)
-	$(BIN)/mypy $(foreach p,kernels replicas router cluster loadgen,-p holdfast.$(p))
+	$(BIN)/mypy $(foreach p,kernels replicas router cluster loadgen,-p holdfast.$(p)) -p helm.build
 
 check: lint types test
 
@@ -67,11 +67,7 @@ models: $(STAMP_DEV)
 # What is made for and from the chart: dashboards, rules and the tables of docs/metrics.md; the schema of its values, its
 # README, and the rendered objects that reviews look at.
 chart: $(STAMP_DEV)
-	$(BIN)/python -m holdfast.cluster.metrics_page docs/metrics.md
-	$(BIN)/python -m holdfast.cluster.dashboards --out helm/holdfast/files/dashboards
-	$(BIN)/python -m holdfast.cluster.rules --out helm/holdfast/files/rules
-	$(BIN)/python helm/schema.py
-	$(BIN)/python helm/readme.py
+	$(BIN)/python -m helm.build
 	$(BIN)/python tests/helm/snapshots.py
 
 clean:

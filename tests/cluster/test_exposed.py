@@ -17,11 +17,9 @@ from program_load import Load
 from prometheus_server import Prometheus, found
 from waiting import until
 
+from helm.build.dashboards import BOARDS
+from helm.build.rules import ALERTS, RECORDINGS, files
 from holdfast.cluster import ports
-from holdfast.cluster.dashboards.listed import BOARDS
-from holdfast.cluster.rules.alerts import ALERTS
-from holdfast.cluster.rules.files import files
-from holdfast.cluster.rules.recording import RECORDINGS
 from holdfast.router.tenants import hash_key
 
 WITHIN_S = 240.0  # on a machine that others keep busy; a few seconds on one that is free

@@ -5,8 +5,8 @@ import json
 from helm_chart import CHART, render
 from kubernetes_schemas import problems
 
-from holdfast.cluster.dashboards.listed import BOARDS
-from holdfast.cluster.rules.alerts import ALERTS
+from helm.build.dashboards import BOARDS
+from helm.build.rules import ALERTS
 
 ON = ("monitoring.rules.enabled=true", "monitoring.dashboards.enabled=true")
 

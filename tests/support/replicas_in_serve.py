@@ -37,8 +37,9 @@ def noting(replica: str, engine: Mapping[str, Any]) -> Iterator[tuple[str, Path]
         notes = Path(folder) / "notes"
         notes.touch()
         os.environ[NOTES] = str(notes)
-        # Ray's workers import the class of the replica by this path: it lies here, or beside the program that measures.
-        os.environ["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent), sys.path[0]))
+        # The server and Ray's workers import the replica's class from this folder or from that of the program.
+        folders = Path(__file__).resolve().parent, Path(sys.argv[0]).resolve().parent
+        os.environ["PYTHONPATH"] = os.pathsep.join(map(str, folders))
         with serving("pocket", engine, (__file__, replica)) as url:
             yield url, notes
 

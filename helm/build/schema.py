@@ -1,26 +1,26 @@
-"""Writes what of values.schema.json follows from the code: `python helm/schema.py`.
+"""The parts of values.schema.json that follow from the code: `config` and `alerts`.
 
-The keys of `config` are those of the configuration classes, with the comments behind their fields; `alerts` names the
-alerts that there are. All else in the file is written by hand.
+`config` has the fields of the configuration classes, with the comments behind them; `alerts` has the names of the
+alerts. The rest of the file is written by hand.
 """
 
 import dataclasses
 import json
-from enum import EnumMeta
+from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from helm.build.rules import ALERTS
 from holdfast.cluster.config import Settings
 from holdfast.cluster.option_table import comments
-from holdfast.cluster.rules.alerts import ALERTS
 
-FILE = Path(__file__).parent / "holdfast" / "values.schema.json"
+FILE = Path(__file__).parents[1] / "holdfast" / "values.schema.json"
 PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null"}
 
 
 def of(hint: Any) -> dict[str, Any]:
-    """JSON schema of a value of type `hint`, as `cluster.config_file` reads it. TypeError for one that it knows not."""
+    """JSON schema of a value of type `hint`, as `cluster.config_file` reads it. Raises TypeError for other types."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return of_class(hint)
     if hint in PLAIN:
@@ -34,7 +34,7 @@ def of(hint: Any) -> dict[str, Any]:
         return {"anyOf": [of(each) for each in inside]}
     if get_origin(hint) is tuple:
         return {"type": "array", "items": of(inside[0])}
-    if isinstance(hint, EnumMeta):
+    if isinstance(hint, type) and issubclass(hint, Enum):
         return {"enum": [each.value for each in hint]}
     raise TypeError(f"no schema for {hint}")
 
@@ -63,7 +63,3 @@ def schema(file: Path = FILE) -> str:
     read = json.loads(file.read_text())
     read["$defs"] |= {"config": of_class(Settings), "alerts": alerts()}
     return json.dumps(read, indent=2) + "\n"
-
-
-if __name__ == "__main__":
-    FILE.write_text(schema())

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from holdfast.cluster.dashboards.board import JOB, MODEL, REPLICA, Board, Chosen, Kind, Panel, Query, Row, Unit
+from helm.build.dashboards.board import JOB, MODEL, REPLICA, Board, Chosen, Kind, Panel, Query, Row, Unit
 
 WHO = Chosen((JOB, MODEL, REPLICA))
 LINES = Chosen((JOB,))  # for metrics of routers

@@ -1,6 +1,6 @@
 """Who asks for how much, what they are allowed, and what they get."""
 
-from holdfast.cluster.dashboards.board import JOB, MODEL, TENANT, Board, Chosen, Kind, Panel, Query, Row, Unit
+from helm.build.dashboards.board import JOB, MODEL, TENANT, Board, Chosen, Kind, Panel, Query, Row, Unit
 
 WHO = Chosen((JOB, MODEL, TENANT))
 ALL = Chosen((JOB, TENANT))  # for metrics that know no model

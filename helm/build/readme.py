@@ -1,4 +1,4 @@
-"""Writes the chart's README from its introduction and the comments of values.yaml: `python helm/readme.py`.
+"""The chart's README, made from README.md.in and the comments of values.yaml.
 
 A comment that begins with `# --` describes the key below it. Every value that is not a group of others has a row.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-CHART = Path(__file__).parent / "holdfast"
+CHART = Path(__file__).parents[1] / "holdfast"
 MARK = "# --"
 
 
@@ -38,7 +38,9 @@ def rows(text: str) -> Iterator[Row]:
                 default = " ".join(text[value.start_mark.index : value.end_mark.index].split())
                 yield Row(name, default, description)
 
-    yield from walk(yaml.compose(text, yaml.SafeLoader), "")
+    root = yaml.compose(text, yaml.SafeLoader)
+    assert isinstance(root, yaml.MappingNode)
+    yield from walk(root, "")
 
 
 def comment_above(lines: list[str], line: int) -> str:
@@ -65,7 +67,3 @@ def readme(chart: Path = CHART) -> str:
     """The whole text of README.md."""
     values = (chart / "values.yaml").read_text()
     return (chart / "README.md.in").read_text().replace("{{ values }}", table(values))
-
-
-if __name__ == "__main__":
-    (CHART / "README.md").write_text(readme())

@@ -10,9 +10,7 @@ from typing import Any
 import yaml
 from prometheus_server import found
 
-from holdfast.cluster.rules.alerts import ALERTS
-from holdfast.cluster.rules.definition import Alert
-from holdfast.cluster.rules.files import RUNBOOK, files
+from helm.build.rules import ALERTS, RUNBOOK, Alert, files
 
 
 @dataclass(frozen=True)

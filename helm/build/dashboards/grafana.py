@@ -28,7 +28,7 @@ from grafana_foundation_sdk.models.dashboard import (
     VariableSort,
 )
 
-from holdfast.cluster.dashboards.board import Board, Kind, Panel, Variable
+from helm.build.dashboards.board import Board, Kind, Panel, Variable
 
 TAG = "holdfast"
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")

@@ -12,15 +12,13 @@ import yaml
 from prometheus_client import CollectorRegistry
 from prometheus_server import found
 
+from helm.build.rules import ALERTS, GROUPS, RECORDINGS, RUNBOOK, files
 from holdfast.cluster.config import Settings
-from holdfast.cluster.rules.alerts import ALERTS, GROUPS
-from holdfast.cluster.rules.files import RUNBOOK, files
-from holdfast.cluster.rules.recording import RECORDINGS
 from holdfast.replicas import metrics as replica
 from holdfast.router import metric_list as router
 from holdfast.router.metrics import Meter, RouterMetrics
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 RAY = Path(ray.__file__).parent
 FOLDER = ROOT / "helm" / "holdfast" / "files" / "rules"
 METRICS = {each.name: each for each in replica.ALL} | {each.name: each for each in router.ALL}
@@ -66,7 +64,7 @@ def test_options_that_the_runbook_names_exist() -> None:
 
 
 def test_metrics_and_panels_that_the_runbook_names_exist() -> None:
-    from holdfast.cluster.dashboards.listed import BOARDS
+    from helm.build.dashboards import BOARDS
 
     text = (ROOT / RUNBOOK).read_text()
     assert set(re.findall(r"`(holdfast_\w+)", text)) <= METRICS.keys()

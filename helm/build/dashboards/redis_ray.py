@@ -1,6 +1,6 @@
 """What Holdfast stands on: routers, Redis, Ray's nodes and Serve's deployments."""
 
-from holdfast.cluster.dashboards.board import JOB, Board, Chosen, Kind, Panel, Query, Row, Unit
+from helm.build.dashboards.board import JOB, Board, Chosen, Kind, Panel, Query, Row, Unit
 
 WHO = Chosen((JOB,))
 RAY = Chosen(())  # scraped by a job of its own

@@ -1,7 +1,137 @@
-"""Alerts. Each has a section in `docs/runbook.md`: what it means, how to see it, what to do."""
+"""Recording rules and alerts as data, and the YAML that Prometheus reads.
 
-from holdfast.cluster.rules.definition import Alert, Severity
-from holdfast.cluster.rules.recording import rate, share
+Prometheus takes the YAML as `rule_files`; on Kubernetes it is the `spec` of PrometheusRules. Each alert has a section
+in `docs/runbook.md`: what it means, how to see it, what to do.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import yaml
+
+# ---- definitions ----
+
+
+class Severity(StrEnum):
+    CRITICAL = "critical"  # requests fail, or soon will: now
+    WARNING = "warning"  # slower or dearer than it should be: today
+    INFO = "info"  # worth knowing when something is looked at
+
+
+def rollout(window: str) -> str:
+    """Applications that were replaced in the last `window`: 3 is Serve's UPDATING (`DeploymentStatus.to_numeric`)."""
+    updating = 'ray_serve_deployment_status{deployment=~"replicas|router"} == bool 3'
+    return f"max by (application) (max_over_time(({updating})[{window}:1m])) > 0"
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """`name` is level:metric:operation, as Prometheus' own guide has it."""
+
+    name: str
+    expression: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """Fires where `value` has met `condition` for `lasting`. In the texts `$labels` and `$value` are Prometheus'.
+
+    A condition is a comparison and its threshold. `absent` alerts have none: they fire where there is no series that
+    `value` selects. With `after_rollout` an alert keeps quiet while Serve replaces replicas of the same application and
+    so long after, as far as Ray's metrics are scraped; `HoldfastRolloutStuck` looks after those that never end.
+    """
+
+    name: str
+    severity: Severity
+    value: str
+    condition: str
+    lasting: str
+    summary: str
+    description: str
+    after_rollout: str = ""
+
+    @property
+    def absent(self) -> bool:
+        return not self.condition
+
+    @property
+    def expression(self) -> str:
+        value = f"absent({self.value})" if self.absent else self.value
+        if self.after_rollout:
+            labels = "" if self.absent else "application"
+            value = f"({value} unless on ({labels}) ({rollout(self.after_rollout)}))"
+        return f"{value} {self.condition}".rstrip()
+
+
+# ---- recording rules: computed often or over long windows; some alerts use them ----
+
+
+MODEL = "job, model"
+TENANT = "job, tenant"
+
+
+def rate(counter: str, by: str, labels: str = "", window: str = "5m") -> str:
+    return f"sum by ({by}) (rate({counter}{labels}[{window}]))"
+
+
+def p95(histogram: str, by: str) -> str:
+    return f"histogram_quantile(0.95, {rate(f'{histogram}_bucket', f'{by}, le')})"
+
+
+def share(part: str, whole: str) -> str:
+    """0 where there is none of the part, no sample where there is none of the whole."""
+    return f"(({part}) or 0 * ({whole})) / (({whole}) > 0)"
+
+
+def failed(window: str) -> str:
+    """Share of the requests in `window` that failed on our side."""
+    requests = rate("holdfast_requests_total", MODEL, window=window)
+    return share(rate("holdfast_requests_total", MODEL, '{outcome="failed"}', window), requests)
+
+
+def slow(window: str) -> str:
+    """Share of the requests with a token in `window` that waited longer than FIRST_TOKEN_S for it."""
+    in_time = rate("holdfast_time_to_first_token_seconds_bucket", MODEL, f'{{le="{FIRST_TOKEN_S}"}}', window)
+    return f"1 - {share(in_time, rate('holdfast_time_to_first_token_seconds_count', MODEL, window=window))}"
+
+
+FIRST_TOKEN_S = "5.0"  # a bucket of the histogram
+BURN_WINDOWS = ("5m", "30m", "1h", "6h")  # the pairs of the burn-rate alerts
+REQUESTS = rate("holdfast_requests_total", MODEL)
+CACHED = rate("holdfast_prompt_tokens_cached_total", MODEL)
+COMPUTED = rate("holdfast_prompt_tokens_computed_total", MODEL)
+HITS = rate("holdfast_pin_hits_total", MODEL, window="15m")
+MISSES = rate("holdfast_pin_misses_total", MODEL, window="15m")
+
+RECORDINGS = (
+    Recording("model:holdfast_requests:rate5m", REQUESTS),
+    *(Recording(f"model:holdfast_requests_failed:ratio_rate{each}", failed(each)) for each in BURN_WINDOWS),
+    *(Recording(f"model:holdfast_first_tokens_slow:ratio_rate{each}", slow(each)) for each in BURN_WINDOWS),
+    Recording(
+        "model:holdfast_time_to_first_token_seconds:p95_rate5m", p95("holdfast_time_to_first_token_seconds", MODEL)
+    ),
+    Recording(
+        "model:holdfast_time_per_output_token_seconds:p95_rate5m", p95("holdfast_time_per_output_token_seconds", MODEL)
+    ),
+    Recording("model:holdfast_turn_seconds:p95_rate5m", p95("holdfast_turn_seconds", MODEL)),
+    Recording("model:holdfast_program_seconds:p95_rate5m", p95("holdfast_program_seconds", MODEL)),
+    Recording("model:holdfast_bubble_seconds:p95_rate5m", p95("holdfast_bubble_seconds", MODEL)),
+    Recording("model:holdfast_completion_tokens:rate5m", rate("holdfast_completion_tokens_total", MODEL)),
+    Recording("model:holdfast_prompt_tokens_cached:ratio_rate5m", share(CACHED, f"{CACHED} + {COMPUTED}")),
+    Recording("model:holdfast_pin_hits:ratio_rate15m", share(HITS, f"{HITS} + {MISSES}")),
+    Recording(
+        "model:holdfast_cells_held:ratio",
+        f'sum by ({MODEL}) (holdfast_cells{{state="held"}}) / sum by ({MODEL}) (holdfast_cell_capacity)',
+    ),
+    Recording("tenant:holdfast_requests:rate5m", rate("holdfast_requests_total", TENANT)),
+    Recording("tenant:holdfast_tenant_tokens:rate5m", rate("holdfast_tenant_tokens_total", f"{TENANT}, kind")),
+)
+
+
+# ---- alerts ----
+
 
 CRITICAL, WARNING, INFO = Severity.CRITICAL, Severity.WARNING, Severity.INFO
 # Burn rates after Google's SRE workbook: of the errors that an objective allows in 30 days 2 % go in an hour at 14.4
@@ -332,3 +462,39 @@ RAY = (
 
 GROUPS = {"serving": SERVING, "agents": AGENTS, "engine": ENGINE, "redis": REDIS, "ray": RAY}
 ALERTS = tuple(alert for group in GROUPS.values() for alert in group)
+
+
+# ---- files ----
+
+
+RUNBOOK = "docs/runbook.md"  # the chart puts its own address of it here
+MADE = "# Made by `make chart` from helm/build/rules.py; do not edit.\n"
+
+
+def files() -> Mapping[str, str]:
+    """Text by file name."""
+    recorded = [{"record": each.name, "expr": each.expression} for each in RECORDINGS]
+    return {
+        "recording.yaml": _text([{"name": "holdfast.recording", "rules": recorded}]),
+        "alerts.yaml": _text(
+            [{"name": f"holdfast.{name}", "rules": [_alert(each) for each in group]} for name, group in GROUPS.items()]
+        ),
+    }
+
+
+def _alert(alert: Alert) -> dict[str, Any]:
+    return {
+        "alert": alert.name,
+        "expr": alert.expression,
+        "for": alert.lasting,
+        "labels": {"severity": alert.severity.value},
+        "annotations": {
+            "summary": alert.summary,
+            "description": alert.description,
+            "runbook_url": f"{RUNBOOK}#{alert.name.lower()}",
+        },
+    }
+
+
+def _text(groups: list[dict[str, Any]]) -> str:
+    return MADE + yaml.safe_dump({"groups": groups}, sort_keys=False, width=120)

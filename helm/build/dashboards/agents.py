@@ -1,6 +1,6 @@
 """What programs go through: how long they run, what they wait for, and whether their cells were kept meanwhile."""
 
-from holdfast.cluster.dashboards.board import JOB, MODEL, Board, Chosen, Kind, Panel, Query, Row, Unit, number
+from helm.build.dashboards.board import JOB, MODEL, Board, Chosen, Kind, Panel, Query, Row, Unit, number
 
 WHO = Chosen((JOB, MODEL))
 HITS, MISSES = WHO.rate("holdfast_pin_hits_total"), WHO.rate("holdfast_pin_misses_total")

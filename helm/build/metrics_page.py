@@ -1,9 +1,5 @@
-"""The tables of `docs/metrics.md` from the definitions: `python -m holdfast.cluster.metrics_page docs/metrics.md`.
+"""The tables of `docs/metrics.md`, made from the metrics' definitions. The text around them is written by hand."""
 
-What stands around them in that file is written by hand.
-"""
-
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +7,7 @@ from holdfast.replicas import metrics as replica
 from holdfast.replicas.metrics import Metric
 from holdfast.router import metric_list as router
 
+FILE = Path(__file__).parents[2] / "docs" / "metrics.md"
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 HEAD = "| metric | type, unit | labels | what, and what to do about it |\n|---|---|---|---|"
 
@@ -25,7 +22,7 @@ def tables() -> str:
 
 
 def rewritten(page: str) -> str:
-    """`page` with the tables between its two marks made anew. Raises ValueError where a mark is missing."""
+    """`page` with the tables between its two marks made again. Raises ValueError where a mark is missing."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     if BEGIN not in page or END not in rest:
@@ -42,8 +39,3 @@ def _section(title: str, intro: str, groups: Mapping[str, Sequence[Metric]]) -> 
 def _row(metric: Metric) -> str:
     unit = f", {metric.unit}" if metric.unit else ""
     return f"| `{metric.name}` | {metric.kind}{unit} | {', '.join(metric.labels)} | {metric.help}. {metric.advice} |"
-
-
-if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(rewritten(path.read_text()))

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.cluster.dashboards.board import WIDTH, Board, Kind, Panel
-from holdfast.cluster.dashboards.listed import BOARDS
+from helm.build.dashboards import BOARDS
+from helm.build.dashboards.board import WIDTH, Board, Kind, Panel
 from holdfast.replicas import metrics as replica
 from holdfast.router import metric_list as router
 
-FOLDER = Path(__file__).parents[3] / "helm" / "holdfast" / "files" / "dashboards"
+FOLDER = Path(__file__).parents[2] / "helm" / "holdfast" / "files" / "dashboards"
 METRICS = {each.name: each for each in replica.ALL} | {each.name: each for each in router.ALL}
 PANELS = [(board, panel) for board in BOARDS for row in board.rows for panel in row.panels]
 EACH_PANEL = pytest.mark.parametrize(("board", "panel"), PANELS, ids=[f"{b.name}: {p.title}" for b, p in PANELS])
@@ -25,7 +25,7 @@ def document(board: Board) -> dict[str, Any]:
 
 def test_the_files_are_what_the_code_makes() -> None:
     pytest.importorskip("grafana_foundation_sdk")
-    from holdfast.cluster.dashboards.grafana import document as made
+    from helm.build.dashboards.grafana import document as made
 
     there = {path.stem: path.read_text() for path in FOLDER.glob("*.json")}
     assert there == {board.name: made(board) for board in BOARDS}, "run `make chart`"

@@ -1,6 +1,6 @@
 """Whether all is well, at a glance."""
 
-from holdfast.cluster.dashboards.board import JOB, MODEL, Board, Chosen, Kind, Panel, Query, Row, Unit, number
+from helm.build.dashboards.board import JOB, MODEL, Board, Chosen, Kind, Panel, Query, Row, Unit, number
 
 WHO = Chosen((JOB, MODEL))
 ALL = Chosen((JOB,))  # for metrics of a router, which know no model

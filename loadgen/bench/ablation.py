@@ -85,7 +85,7 @@ VARIANTS = (
     Variant("cuda_graphs", {"without": ("cuda_graphs",)}, gpu=True),
     Variant("batch_invariant", {"batch_invariant": True}, gpu=True),
 )
-"""Every mechanism that can be turned off; `docs/mechanisms.md` says what each is. One list for benchmark and tests."""
+"""Every mechanism that can be turned off; `docs/architecture.md` describes each. One list for benchmark and tests."""
 
 
 def chosen(names: str) -> tuple[Variant, ...]:

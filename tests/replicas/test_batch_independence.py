@@ -1,4 +1,4 @@
-"""What a reply depends on besides its request, as docs/mechanisms.md says it for each precision on a CPU.
+"""What a reply depends on besides its request, as docs/concepts.md says it for each precision on a CPU.
 
 A request alone, one token at a time after a prompt computed in one piece, against the same request among seven others:
 beside parts of prompts, with its own prompt cut otherwise, with drafts. By our own decoder and by that of transformers.

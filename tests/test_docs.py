@@ -1,6 +1,8 @@
 """The docs name what there is."""
 
+import argparse
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 from holdfast.replicas import metrics as replica
@@ -48,3 +50,30 @@ def test_links_of_the_docs_lead_somewhere():
             there = page.parent / path if path else page
             assert there.exists(), f"{page.name}: {target}"
             assert not heading or there.suffix != ".md" or heading in headings(there), f"{page.name}: {target}"
+
+
+def options(parser: argparse.ArgumentParser, words: list[str]) -> set[str]:
+    """The options of a command, whose subcommands are the first words."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            assert words[0] in action.choices, words
+            return options(action.choices[words[0]], words[1:])
+    return set(parser._option_string_actions)
+
+
+def test_commands_of_the_figures_exist_with_their_options():
+    from holdfast.cluster import cli
+
+    pages = ("results.md", "measuring.md", "scheduling.md", "gpu/README.md", "sizing.md", "architecture.md")
+    files = [*(ROOT / "docs" / page for page in pages), *(ROOT / "docs/data").glob("*.csv")]
+    text = "\n".join(file.read_text() for file in files).replace("\\\n", " ")
+    for module in set(re.findall(r"python3? -m (holdfast[\w.]+[a-z_])\b", text)):
+        assert find_spec(module), module
+    for tool in set(re.findall(r"python (tools/\w+\.py)", text)):
+        assert (ROOT / tool).exists(), tool
+    commands = set(re.findall(r"\bholdfast ((?:bench|simulate|simulate-\w+|doctor|sizing) [^`\n#;]*)", text))
+    for command in commands:
+        known = options(cli._parser(), command.split())
+        given = set(re.findall(r"(?<!\S)--[a-z][\w-]*", re.sub(r"'[^']*'", "", command)))
+        assert given <= known or "ablation" in command, command  # that of the ablation has a parser of its own
+    assert len(commands) > 40

@@ -31,7 +31,7 @@ format: $(STAMP_DEV)
 	$(BIN)/ruff check --fix .
 
 types: $(STAMP_DEV)
-	$(BIN)/mypy $(foreach p,kernels replicas router cluster loadgen,-p holdfast.$(p)) -p helm.build
+	$(BIN)/mypy $(foreach p,kernels replicas router cluster loadgen,-p holdfast.$(p)) -p helm.build -p pocket
 
 check: lint types test
 

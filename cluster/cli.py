@@ -202,9 +202,9 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _inflate(options: argparse.Namespace) -> int:
-    from holdfast.loadgen.pocket import inflate
+    from holdfast.loadgen.inflate import model
 
-    return inflate.main(options.rest)
+    return model.main(options.rest)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def llama_cpp(wanted: Wanted) -> Peer:
     ``ngram``: with drafts from the text itself. Raises ConfigError for what is no GGUF file.
     """
     if not wanted.model.endswith(".gguf"):
-        hint = "python -m holdfast.loadgen.pocket.gguf_file MODEL --out FILE.gguf"
+        hint = "python -m holdfast.loadgen.inflate.gguf_file MODEL --out FILE.gguf"
         raise ConfigError(f"llama.cpp serves a GGUF file, which {wanted.model} is not; {hint} writes one", "model")
     if wanted.tool_parser is not None:
         raise ConfigError("llama.cpp's server finds its parser of tool calls by itself", "tool-parser")

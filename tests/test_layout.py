@@ -152,6 +152,12 @@ def test_imports_go_one_way(folder: str) -> None:
     assert wrong == []
 
 
+def test_the_product_imports_nothing_beside_its_packages() -> None:
+    """`pocket`, `tools`, `helm` and `tests` are not installed."""
+    outside = {"pocket", "tools", "helm", "tests"}
+    assert [name for name in modules() if {each.split(".")[0] for each in imported(modules()[name])} & outside] == []
+
+
 def test_there_are_no_cycles() -> None:
     try:
         TopologicalSorter({name: own_imports(name) for name in modules()}).prepare()
@@ -291,7 +297,7 @@ def test_versions_of_dependencies_are_pinned_and_explained() -> None:
 def test_tests_mirror_the_code() -> None:
     """A test file lies in the folder of what it tests, so that it is found."""
     known = {path.parent.relative_to(ROOT) for path in modules().values()} | {Path(folder) for folder in FOLDERS}
-    known.add(Path("helm"))  # the chart, which is no package
+    known |= {Path("helm"), Path("pocket")}  # the chart, and how Pocket is made: no packages of the product
     stray = {
         folder
         for path in (ROOT / "tests").rglob("test_*.py")

@@ -295,7 +295,7 @@ def _check_writable(path: Path) -> None:
 
 async def _warm(service: Service, seed: int) -> None:
     """A few turns that nobody counts."""
-    warm = Scenario("warm", lanes=2, turns=2, tools=2, rounds=1)
+    warm = Scenario("warm", lanes=2, turns=2, rounds=1)
     await alternate(service, service, list(rounds(warm, seed)), "warm")
 
 

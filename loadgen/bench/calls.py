@@ -41,7 +41,7 @@ import torch
 import transformers
 
 from holdfast.loadgen.bench.call_tasks import TASKS, CallTask
-from holdfast.loadgen.pocket.tokenizer import WEIGHTS
+from holdfast.loadgen.inflate import WEIGHTS
 from holdfast.replicas.config import EngineConfig, Guarantee
 from holdfast.replicas.constraints.compiler import CompilerThreads
 from holdfast.replicas.constraints.grammar import PYTHON, CallForm, forms_of

@@ -26,7 +26,7 @@ from holdfast.kernels import attention, linear
 from holdfast.kernels.kv import PagedBatch
 from holdfast.loadgen.bench.attention_cpu import CASES, Case
 from holdfast.loadgen.bench.forwards import StepShape, step_plan
-from holdfast.loadgen.pocket.shapes import Shape, resolve_shape
+from holdfast.loadgen.inflate.shapes import Shape, resolve_shape
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.decoder import Decoder
 from holdfast.replicas.model.description import describe

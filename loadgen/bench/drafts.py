@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from holdfast.loadgen.pocket.conversations import Conversation
-from holdfast.loadgen.pocket.tokenizer import CUT, END, MARKS, spans, train_bpe
+from holdfast.loadgen.bench.conversations import END, MARKS, Conversation, spans, train_bpe
+from holdfast.loadgen.inflate import CUT
 from holdfast.loadgen.traces import logs
 from holdfast.loadgen.traces.history import prompts
 from holdfast.loadgen.traces.model import Program

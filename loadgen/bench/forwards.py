@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -31,10 +31,9 @@ from torch.nn.functional import linear
 
 from holdfast.kernels.linear_state import LinearStates
 from holdfast.loadgen.bench.gpu.accounting import matrix_sizes
-from holdfast.loadgen.bench.precision import PRECISIONS, in_precision
 from holdfast.loadgen.client import Client
 from holdfast.loadgen.options import PAUSE_S, parse_server
-from holdfast.replicas.config import SCALE_BYTES, DraftConfig, EngineConfig
+from holdfast.replicas.config import SCALE_BYTES, DraftConfig, DType, EngineConfig
 from holdfast.replicas.errors import ConfigError, UnavailableError
 from holdfast.replicas.kv.pages import StateUse
 from holdfast.replicas.model.description import (
@@ -47,6 +46,7 @@ from holdfast.replicas.model.description import (
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 
+PRECISIONS = tuple(f"{dtype}{kv}" for dtype in get_args(DType) for kv in ("", "/int8"))
 _BANDWIDTH_BYTES = 256 << 20  # beyond any cache
 _DECODED = 9  # tokens asked of a peer where a single one is measured
 
@@ -243,6 +243,13 @@ def measure(
         other = statistics.median(others[1:]) * 1e3 if others else None
         told = {name: _median(found[1:]) for name, found in theirs.items()}
         yield Timing(shape.name, step, plain, floors.memory_s(shape) * 1e3, other, told)
+
+
+def in_precision(config: EngineConfig, name: str) -> EngineConfig:
+    """The settings with one of `PRECISIONS`: a dtype, with `/int8` behind it for KV in int8."""
+    dtype, _, kv = name.partition("/")
+    settings: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv or "auto"}
+    return replace(config, **settings)
 
 
 def _median(found: Sequence[float | None]) -> float | None:

@@ -22,7 +22,7 @@ from statistics import median
 import numpy as np
 
 from holdfast.loadgen.bench.drafts import decoding, draft
-from holdfast.loadgen.bench.workload import BURST_TOOLS, Scenario, rounds
+from holdfast.loadgen.bench.workload import Scenario, rounds
 from holdfast.loadgen.policies import RETENTION
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig, RetentionConfig
 from holdfast.replicas.constraints.guidance import AVAILABLE
@@ -122,7 +122,7 @@ def drafting() -> Iterator[Figure]:
     side = _text_side(EngineConfig())
     turns = [
         (side.encode(lane[i]).tokens, side.encode(lane[i + 1]).tokens)
-        for each in rounds(Scenario("drafting", lanes=32, turns=8, tools=5, rounds=1))
+        for each in rounds(Scenario("drafting", lanes=32, turns=8, rounds=1))
         for lane in each.lanes
         for i in range(len(lane) - 1)
     ]
@@ -171,7 +171,7 @@ def retention() -> Iterator[Figure]:
 
 def text() -> Iterator[Figure]:
     """Rendering and tokenizing the prompts of a long conversation, turn by turn."""
-    (each,) = rounds(Scenario("text", lanes=1, turns=30, tools=4, rounds=1))
+    (each,) = rounds(Scenario("text", lanes=1, turns=30, rounds=1))
     prompts = each.lanes[0]
     on = EngineConfig()
     for name, config in ("with the token cache", on), ("without", replace(on, without=("tokenize_cache",))):
@@ -183,7 +183,7 @@ def masks() -> Iterator[Figure]:
     """Which tokens a constrained reply may have next: one row, and a row for each of eight drafts."""
     if not AVAILABLE:
         return
-    (each,) = rounds(Scenario("masks", lanes=1, turns=1, tools=BURST_TOOLS, rounds=1, burst=True))
+    (each,) = rounds(Scenario("masks", lanes=1, turns=1, rounds=1, burst=True))
     prompt = each.lanes[0][0]
     required = ChatPrompt(prompt.messages, prompt.tools, tool_choice="required")
     side = _text_side(EngineConfig())

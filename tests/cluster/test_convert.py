@@ -11,8 +11,8 @@ import pytest
 from holdfast.cluster import checks, cli, convert, doctor_checks, model_files
 from holdfast.cluster.config import Settings
 from holdfast.cluster.doctor import State
-from holdfast.loadgen.pocket.gguf_file import write_gguf
-from holdfast.loadgen.pocket.tokenizer import WEIGHTS
+from holdfast.loadgen.inflate import WEIGHTS
+from holdfast.loadgen.inflate.gguf_file import write_gguf
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.errors import ConfigError

@@ -24,7 +24,7 @@ import httpx
 import pytest
 import torch
 
-from holdfast.loadgen.pocket.inflate import inflate
+from holdfast.loadgen.inflate.model import inflate
 
 SETTINGS = """
 engine: {threads: 1, kv_memory: 0.5, hung_s: 5, speculation: {enabled: false}}

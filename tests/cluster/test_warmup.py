@@ -13,7 +13,7 @@ from stub_server import Answer, Asked, models, stub_server
 
 from holdfast.cluster import warmup
 from holdfast.cluster.config import Settings
-from holdfast.loadgen.pocket.tokenizer import WEIGHTS
+from holdfast.loadgen.inflate import WEIGHTS
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import UnavailableError
 from holdfast.router.protocol.chat import ChatBody

@@ -1,4 +1,4 @@
-"""What measures an engine, and what makes Pocket, needs nothing but torch, transformers, numpy and what they bring."""
+"""The benchmarks of an engine and `inflate` need nothing but torch, transformers, numpy and what they bring."""
 
 import subprocess
 import sys
@@ -34,9 +34,9 @@ for module in sys.argv[1:]:
 """
 
 
-def test_benchmarks_and_pocket_import_nothing_that_a_bare_clone_lacks() -> None:
-    files = [path for folder in ("bench", "pocket") for path in sorted((ROOT / "loadgen" / folder).rglob("*.py"))]
+def test_benchmarks_and_inflate_import_nothing_that_a_bare_clone_lacks() -> None:
+    files = [path for folder in ("bench", "inflate") for path in sorted((ROOT / "loadgen" / folder).rglob("*.py"))]
     names = [".".join(("holdfast", *path.relative_to(ROOT).with_suffix("").parts)) for path in files]
-    assert {"holdfast.loadgen.bench.gpu.__main__", "holdfast.loadgen.pocket.train"} <= set(names)
+    assert {"holdfast.loadgen.bench.gpu.__main__", "holdfast.loadgen.inflate.model"} <= set(names)
     done = subprocess.run([sys.executable, "-c", SCRIPT, *names], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -24,7 +24,7 @@ from holdfast.loadgen.bench.gpu.accounting import CountingRunner
 from holdfast.loadgen.bench.gpu.peers import load_model
 from holdfast.loadgen.bench.gpu.stage import dialogues, free_device
 from holdfast.loadgen.bench.parts import Deadline, Figures, Lines, Report
-from holdfast.loadgen.pocket.tokenizer import WEIGHTS
+from holdfast.loadgen.inflate import WEIGHTS
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.kv.tensors import HostPages, KVTensors

@@ -3,13 +3,11 @@
 Inflated Pocket says what Pocket says, at the cost of a large model. It is written to a folder first, while something
 else is measured: there is one way to load a model, and transformers reads the same files.
 
-The conversations come from the generator of Pocket's held-out ones and follow from the seed alone. The history of a
-turn has the replies on record, whatever was said (teacher forcing), and tool results.
+The history of a turn has the replies on record, whatever was generated (teacher forcing), and tool results.
 """
 
 import gc
 import json
-import random
 import subprocess
 import sys
 import tempfile
@@ -22,11 +20,10 @@ import numpy as np
 import torch
 
 from holdfast.kernels.ceilings import Ceilings
+from holdfast.loadgen.bench.conversations import Conversation, recorded, spans
 from holdfast.loadgen.bench.gpu.accounting import Bounds, CountingRunner
-from holdfast.loadgen.pocket.conversations import Conversation, lexicon, write
-from holdfast.loadgen.pocket.inflate import inflate
-from holdfast.loadgen.pocket.tokenizer import WEIGHTS, spans
-from holdfast.loadgen.pocket.words import Split
+from holdfast.loadgen.inflate import WEIGHTS
+from holdfast.loadgen.inflate.model import inflate
 from holdfast.replicas.config import POCKET, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.model.description import describe, inspect_model
@@ -53,34 +50,36 @@ class Dialogue:
 
 
 def dialogues(tokenizer: Any, programs: int, turns: int, most_tokens: int, seed: int = 0) -> list[Dialogue]:
-    """`programs` conversations of exactly `turns` turns, none longer than `most_tokens` with its last reply."""
-    found = []
-    for program in range(programs):
-        rng = random.Random(f"{seed}/{turns}/{program}")
-        exchanges: tuple[Exchange, ...] = ()
-        while not exchanges:
-            conversation = write(rng, lexicon(Split.HELD_OUT), tools=rng.randint(2, 6), turns=turns)
-            exchanges = _exchanges(tokenizer, conversation, turns, most_tokens)
-        found.append(Dialogue(exchanges))
+    """The first `turns` turns of `programs` recorded conversations, none longer than `most_tokens` with its last reply.
+
+    Another `seed` begins at another conversation. Raises ValueError where too few of them are short enough.
+    """
+    first = seed * len(recorded()) // 2 % len(recorded())
+    found: list[Dialogue] = []
+    for conversation in recorded()[first:] + recorded()[:first]:
+        if len(found) < programs and (exchanges := _exchanges(tokenizer, conversation, turns, most_tokens)):
+            found.append(Dialogue(exchanges))
+    if len(found) < programs:
+        raise ValueError(f"{len(found)} recorded conversations have {turns} turns in {most_tokens} tokens")
     return found
 
 
 def _exchanges(tokenizer: Any, conversation: Conversation, turns: int, most_tokens: int) -> tuple[Exchange, ...]:
-    """The first `turns` turns; nothing where they are too long."""
+    """The first `turns` turns; empty where there are fewer or they are too long."""
 
     def ids(text: str) -> TokenIds:
         return np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     texts: list[tuple[str, str]] = []
-    told = ""
+    before = ""
     for span in spans(conversation):
         if span.learned:
-            texts.append((told, span.text))
-        told += span.text
-    prompt, reply = texts[turns - 1]
-    if len(ids(prompt)) + len(ids(reply)) > most_tokens:
+            texts.append((before, span.text))
+        before += span.text
+    texts = texts[:turns]
+    if len(texts) < turns or len(ids("".join(texts[-1]))) > most_tokens:
         return ()
-    return tuple(Exchange(ids(prompt), ids(reply)) for prompt, reply in texts[:turns])
+    return tuple(Exchange(ids(prompt), ids(reply)) for prompt, reply in texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +224,7 @@ def _inflated(shape: str, folder: Path, sizes: TurnSizes) -> Path:
     dtype = str(sizes.dtype).removeprefix("torch.")
     options = ["--shape", shape, "--out", str(folder), "--dtype", dtype, "--pad-vocabulary"]
     command = ["env", f"OMP_NUM_THREADS={_THREADS}", "CUDA_VISIBLE_DEVICES=", sys.executable]
-    command += ["-m", "holdfast.loadgen.pocket.inflate", POCKET, *options]
+    command += ["-m", "holdfast.loadgen.inflate.model", POCKET, *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the model could not be written: {done.stderr[-500:]}")

@@ -16,7 +16,7 @@ from holdfast.replicas.service import Service
 
 
 def test_each_prompt_goes_on_from_the_one_before_and_rounds_repeat_nothing() -> None:
-    scenario = Scenario("s", lanes=2, turns=4, tools=3, rounds=2)
+    scenario = Scenario("s", lanes=2, turns=4, rounds=2)
     lanes = [lane for each in rounds(scenario) for lane in each.lanes]
     assert len(lanes) == 4
     for lane in lanes:
@@ -31,7 +31,7 @@ def test_each_prompt_goes_on_from_the_one_before_and_rounds_repeat_nothing() -> 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 1.5])
 def test_lanes_have_an_even_number_of_rounds_so_that_each_side_begins_as_often(scale: float) -> None:
-    for scenario in (*SCENARIOS, Scenario("s", lanes=2, turns=1, tools=1, rounds=1)):
+    for scenario in (*SCENARIOS, Scenario("s", lanes=2, turns=1, rounds=1)):
         found = len(list(rounds(scenario, scale=scale)))
         assert found % 2 == 0 or scenario.lanes == 1
         assert found >= scenario.rounds * scale - 0.5
@@ -59,7 +59,7 @@ def test_figures_compare_turn_with_turn() -> None:
 
 
 def test_turns_of_one_lane_alternate_and_both_services_see_the_same() -> None:
-    scenario = Scenario("s", lanes=1, turns=2, tools=1, rounds=1)
+    scenario = Scenario("s", lanes=1, turns=2, rounds=1)
 
     async def both() -> tuple[Samples, Samples]:
         service = Service.load(EngineConfig(cells=4096, threads=1))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from holdfast.loadgen.bench import dispatch
 from holdfast.loadgen.bench.attention_cpu import CASES
-from holdfast.loadgen.pocket.shapes import SHAPES
+from holdfast.loadgen.inflate.shapes import SHAPES
 
 
 def test_a_layer_costs_something_at_any_number_of_rows():

@@ -13,7 +13,7 @@ import transformers as tf
 
 from holdfast.loadgen.bench import forwards
 from holdfast.loadgen.bench.gpu.accounting import matrix_sizes
-from holdfast.loadgen.pocket.inflate import inflate
+from holdfast.loadgen.inflate.model import inflate
 from holdfast.replicas.errors import ConfigError, UnavailableError
 from holdfast.replicas.model.description import describe, inspect_model
 

@@ -9,8 +9,8 @@ import torch
 import transformers as tf
 
 from holdfast.kernels.quantized import QuantizedWeight
-from holdfast.loadgen.pocket.quantize import RECIPES
 from holdfast.replicas.model.formats import UNUSED, Format
+from pocket.quantize import RECIPES
 
 OUT, IN = 136, 192
 NAME = "model.layers.0.mlp.up_proj.weight"

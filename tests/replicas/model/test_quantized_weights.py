@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.kernels.linear_state import LinearStates
 from holdfast.kernels.quantized import QuantizedWeight, concatenated
-from holdfast.loadgen.pocket.quantize import RECIPES, save_quantized
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.pages import StateUse
 from holdfast.replicas.kv.tensors import KVTensors
@@ -23,6 +22,7 @@ from holdfast.replicas.model.description import describe, why_not
 from holdfast.replicas.model.smoothing import smooth
 from holdfast.replicas.model.weights import read_weights
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling
+from pocket.quantize import RECIPES, save_quantized
 
 SIZES = {
     "vocab_size": 97,

@@ -1,1 +1,0 @@
-"""How Pocket, the shipped model, is made: data, training, scores; inflation and GGUF."""

@@ -1,0 +1,116 @@
+"""Drills: training conversations made of decisions alone, nearly twice as many per token as in whole conversations.
+
+Requests follow one another without final answers and mostly without results, and some replies are learned only up to
+the point where nothing is left to decide. The scores never use drills.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+from holdfast.loadgen.bench.conversations import Conversation
+from pocket.conversations import Writer, chain, draw_tools, parallel_requests, same_tool, sequence, stranger
+from pocket.tools import Tool, camel_cased, in_words, random_tool, schema
+from pocket.utterances import Request, ask, off_topic, sentence
+from pocket.words import VERBS, Lexicon
+
+NO_TOOL = "I have no tool for that."
+
+
+def drill(rng: random.Random, lex: Lexicon, most_tools: int) -> Conversation:
+    """Six to twelve requests over one set of tools; half the sets have no descriptions of parameters."""
+    tools = tuple(varied(tool, rng, lex) for tool in draw_tools(rng, lex, rng.randint(1, most_tools), 0.3))
+    if rng.random() < 0.5:
+        tools = tuple(undescribed(tool) for tool in tools)
+    writer = Writer(rng, lex, tools, terse=True)
+    kinds, weights = zip(*TURNS, strict=True)
+    for _ in range(rng.randint(6, 12)):
+        rng.choices(kinds, weights)[0](writer)
+    return Conversation(tuple(writer.messages), tuple(schema(tool, rng) for tool in tools))
+
+
+def undescribed(tool: Tool) -> Tool:
+    """``tool`` without descriptions of its parameters."""
+    return replace(tool, parameters=tuple(replace(p, description="") for p in tool.parameters))
+
+
+def varied(tool: Tool, rng: random.Random, lex: Lexicon) -> Tool:
+    """``tool``, more often than elsewhere with camel-case names, or with parameters named after something as well."""
+    names = [f"{lex.noun(rng)}_{p.name}" if rng.random() < 0.12 else p.name for p in tool.parameters]
+    parameters = tuple(replace(p, name=name) for p, name in zip(tool.parameters, names, strict=True))
+    tool = replace(tool, parameters=parameters) if len({*names}) == len(names) else tool
+    return camel_cased(tool) if rng.random() < 0.2 else tool
+
+
+def decide(w: Writer) -> None:
+    """A request for one of the tools or, as often, for none of them; learned up to the tool's name.
+
+    Both are said in the same ways, with arguments and without, so that only the tools tell them apart.
+    """
+    if w.rng.random() < 0.5:
+        tool = w.rng.choice(w.tools)
+        w.say("user", _said(w, tool))
+        _begin(w, f'<tool_call>\n{{"name": "{tool.name}", "arguments": {{')
+        return
+    elsewhere = w.rng.random() < 0.15
+    w.say("user", off_topic(w.rng, w.lex) if elsewhere else _said(w, _unfitting(w)))
+    _begin(w, NO_TOOL)
+
+
+def _unfitting(w: Writer) -> Tool:
+    """A tool that is not there; mostly one that does to another thing what one of those there does."""
+    verbs = [verb for tool in w.tools if (verb := in_words(tool.name).split(" ")[0]) in VERBS]
+    if not verbs or w.rng.random() < 0.35:
+        return stranger(w)
+    known = {word for tool in w.tools for word in in_words(tool.name).split(" ")}
+    while True:
+        tool = random_tool(w.rng, w.lex, verb=w.rng.choice(verbs))
+        if not known & set(in_words(tool.name).split(" ")[1:]):
+            return tool
+
+
+def _said(w: Writer, tool: Tool) -> str:
+    """A request for ``tool``: its name in words, a sentence without arguments, or one with all that it needs."""
+    how = w.rng.random()
+    if how < 0.15:
+        return in_words(tool.name)
+    bare = [pattern for pattern in tool.requests if "{" not in pattern]
+    request = Request(w.rng.choice(bare), tool, {}) if bare and how < 0.4 else ask(tool, w.rng, w.lex)
+    return sentence(request, w.rng)
+
+
+def call(w: Writer) -> None:
+    """One request, one call."""
+    request = ask(w.rng.choice(w.tools), w.rng, w.lex)
+    w.say("user", sentence(request, w.rng))
+    w.ask_for([request])
+
+
+def calls(w: Writer) -> None:
+    """One request, several calls."""
+    w.ask_for(parallel_requests(w))
+
+
+def spread(w: Writer) -> None:
+    """One request for the same call with several values, where a tool lends itself."""
+    for tool in w.rng.sample(w.tools, len(w.tools)):
+        if requests := same_tool(tool, w.rng.choice((2, 2, 3)), w):
+            w.ask_for(requests)
+            return
+    calls(w)
+
+
+def _begin(w: Writer, text: str) -> None:
+    w.messages.append({"role": "assistant", "content": text, "unfinished": True})
+
+
+TURNS: tuple[tuple[Callable[[Writer], None], float], ...] = (
+    (decide, 0.20),
+    (call, 0.20),
+    (calls, 0.36),
+    (spread, 0.08),
+    (chain, 0.12),
+    (sequence, 0.04),
+)

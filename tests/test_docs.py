@@ -67,7 +67,7 @@ def test_commands_of_the_figures_exist_with_their_options():
     pages = ("results.md", "measuring.md", "scheduling.md", "gpu/README.md", "sizing.md", "architecture.md")
     files = [*(ROOT / "docs" / page for page in pages), *(ROOT / "docs/data").glob("*.csv")]
     text = "\n".join(file.read_text() for file in files).replace("\\\n", " ")
-    for module in set(re.findall(r"python3? -m (holdfast[\w.]+[a-z_])\b", text)):
+    for module in set(re.findall(r"python3? -m ((?:holdfast|pocket)\.[\w.]+[a-z_])\b", text)):
         assert find_spec(module), module
     for tool in set(re.findall(r"python (tools/\w+\.py)", text)):
         assert (ROOT / tool).exists(), tool

@@ -27,7 +27,7 @@ from holdfast.loadgen.report.ablation import read_ablation
 from holdfast.loadgen.report.page import check_plotting, write_report
 from holdfast.loadgen.runner import Runner, Server
 from holdfast.loadgen.summary import Summary, summarize
-from holdfast.loadgen.table import print_report
+from holdfast.loadgen.table import check_writable, print_report
 from holdfast.loadgen.traces import formats
 from holdfast.loadgen.traces.formats import Format
 from holdfast.loadgen.traces.recording import recorded
@@ -177,15 +177,6 @@ async def _version(client: ChatClient) -> dict[str, str]:
         return {"version": str((await client.get("/version"))["version"])}
     except (UnavailableError, LookupError, TypeError):
         return {}
-
-
-def check_writable(path: Path, field_name: str) -> None:
-    """Raises ConfigError where ``path`` cannot be written; makes its folder."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}", field_name) from error
 
 
 def _check_tenants(options: Options, planned: Sequence[Part]) -> None:

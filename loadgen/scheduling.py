@@ -29,6 +29,7 @@ from holdfast.loadgen.report.commands import read_run
 from holdfast.loadgen.report.page import read_rows
 from holdfast.loadgen.serving import serving
 from holdfast.loadgen.simulator.policies import Policy, policy
+from holdfast.loadgen.table import check_writable
 from holdfast.loadgen.workloads.script import Sizes
 from holdfast.replicas.errors import ConfigError
 
@@ -130,11 +131,11 @@ def main(asked: Asked, json_file: Path | None = None) -> int:
     program failed. Raises ConfigError.
     """
     if json_file is not None:
-        compare.check_writable(json_file, "json")
+        check_writable(json_file, "json")
     told: list[Faster] = []
     with TemporaryDirectory() as temporary:
         folder = asked.folder or Path(temporary)
-        compare.check_writable(folder / f"{asked.caches[0]}-0.json", "folder")
+        check_writable(folder / f"{asked.caches[0]}-0.json", "folder")
         for cache, cells in zip(TARGETS, asked.cells, strict=True):
             if cache not in asked.caches:
                 continue

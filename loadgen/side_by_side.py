@@ -21,7 +21,7 @@ from holdfast.loadgen.options import PAUSE_S, Options
 from holdfast.loadgen.peers import Peer, Wanted
 from holdfast.loadgen.report.commands import read_run
 from holdfast.loadgen.serving import serving, serving_peer
-from holdfast.loadgen.table import brief
+from holdfast.loadgen.table import brief, check_writable
 from holdfast.loadgen.workloads.script import Sizes
 from holdfast.replicas.errors import ConfigError
 
@@ -109,7 +109,7 @@ def main(asked: Asked) -> int:
     files = []
     for number, group in enumerate(asked.groups):
         file = asked.folder / f"{number}.json"
-        compare.check_writable(file, "folder")
+        check_writable(file, "folder")
         with ExitStack() as stack:
             servers = [(name, _start(stack, asked, name, file)) for name in group]
             status = compare.main(asked.options(servers, file))

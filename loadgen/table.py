@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from holdfast.loadgen.measure import Estimate
 from holdfast.loadgen.summary import Summary
+from holdfast.replicas.errors import ConfigError
 
 WIDTH = 170  # where the output is no terminal
 HEADS = (
@@ -47,6 +49,26 @@ PROGRAM_HEADS = (
     "programs/s",
     "cached, turn 1, 2, 3, later",
 )
+
+
+def print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
+    """A table on the terminal, or as wide as it needs to be elsewhere; the first ``left`` columns are names."""
+    shown = Table(title=Text(title, "table.title") if title else None, title_justify="left", box=SIMPLE)
+    for number, head in enumerate(heads):
+        shown.add_column(head, justify="left" if number < left else "right", no_wrap=number < left)
+    for row in rows:
+        shown.add_row(*(Text(each) for each in row))
+    console = Console()
+    (console if console.is_terminal else Console(width=2 * WIDTH)).print(shown)
+
+
+def check_writable(path: Path, field_name: str) -> None:
+    """Make the folder of ``path``. Raises ConfigError where the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}", field_name) from error
 
 
 def print_report(summaries: Sequence[Summary], drawn: Mapping[str, str], notes: Sequence[str]) -> None:
@@ -105,15 +127,15 @@ def figures(summary: Summary) -> list[str]:
     agreement = summary.agreement
     return [
         _requests(summary),
-        *(_cell(summary.latency[name], 1e3) for name in ("p50", "p90", "p99")),
-        *(_cell(summary.ttft[name], 1e3) for name in ("p50", "p99")),
-        _cell(summary.per_token, 1e3),
-        _cell(summary.wall),
-        _cell(summary.tokens_per_s),
-        _share(summary.cached_share),
-        _share(summary.call_share),
-        _share(summary.fitting_share),
-        _share(summary.scripted_share),
+        *(cell(summary.latency[name], 1e3) for name in ("p50", "p90", "p99")),
+        *(cell(summary.ttft[name], 1e3) for name in ("p50", "p99")),
+        cell(summary.per_token, 1e3),
+        cell(summary.wall),
+        cell(summary.tokens_per_s),
+        share(summary.cached_share),
+        share(summary.call_share),
+        share(summary.fitting_share),
+        share(summary.scripted_share),
         "" if agreement is None else f"{agreement.same_answer} of {agreement.same_prompt}\n({agreement.asked} asked)",
     ]
 
@@ -122,7 +144,7 @@ def ratios(summary: Summary) -> list[str]:
     """A server's cells under `HEADS` over the first server's."""
     names = [f"latency {name}" for name in ("p50", "p90", "p99")]
     names += ["ttft p50", "ttft p99", "per token p50", "wall", "tokens per s"]
-    return _padded(["", *(_cell(summary.ratios[name], unit="x") for name in names)], len(HEADS))
+    return _padded(["", *(cell(summary.ratios[name], unit="x") for name in names)], len(HEADS))
 
 
 def program_figures(summary: Summary) -> list[str]:
@@ -131,14 +153,14 @@ def program_figures(summary: Summary) -> list[str]:
     times = [summary.job[name] for name in ("mean", "p50", "p90", "p99")]
     first = (summary.last_first_token["p50"], summary.last_first_token["p90"], summary.tool_share)
     rest = (*first, summary.tool, summary.bubble, summary.programs_per_s)
-    found = " ".join(_share(share) for share in summary.cached_by_turn)
-    return [f"{summary.programs}", turns, *(_cell(estimate) for estimate in (*times, *rest)), found]
+    found = " ".join(share(each) for each in summary.cached_by_turn)
+    return [f"{summary.programs}", turns, *(cell(estimate) for estimate in (*times, *rest)), found]
 
 
 def program_ratios(summary: Summary) -> list[str]:
     """A server's cells under `PROGRAM_HEADS` over the first server's."""
     names = ("job mean", "job p50", "job p90", "job p99", "last first token p50")
-    return _padded(["", "", *(_cell(summary.ratios[name], unit="x") for name in names)], len(PROGRAM_HEADS))
+    return _padded(["", "", *(cell(summary.ratios[name], unit="x") for name in names)], len(PROGRAM_HEADS))
 
 
 def has_programs(summaries: Sequence[Summary]) -> bool:
@@ -150,7 +172,8 @@ def _padded(cells: list[str], length: int) -> list[str]:
     return cells + [""] * (length - len(cells))
 
 
-def _cell(estimate: Estimate | None, scale: float = 1, unit: str = "") -> str:
+def cell(estimate: Estimate | None, scale: float = 1, unit: str = "") -> str:
+    """A figure, and below it its interval."""
     if estimate is None:
         return "-"
     told = brief(estimate.value * scale) + unit
@@ -161,11 +184,12 @@ def _cell(estimate: Estimate | None, scale: float = 1, unit: str = "") -> str:
 
 def brief(value: float) -> str:
     """A figure with three digits or more."""
-    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"
 
 
-def _share(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
+def share(value: float | None) -> str:
+    """A share in percent."""
+    return "-" if value is None else f"{value:.0%}"
 
 
 REQUESTS = Layout(HEADS, figures, ratios)

@@ -23,7 +23,7 @@ import numpy as np
 
 from holdfast.loadgen.bench.drafts import decoding, draft
 from holdfast.loadgen.bench.workload import Scenario, rounds
-from holdfast.loadgen.policies import RETENTION
+from holdfast.loadgen.simulator.policies import RETENTION
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig, RetentionConfig
 from holdfast.replicas.constraints.guidance import AVAILABLE
 from holdfast.replicas.engine import Engine

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdfast.loadgen.measure import estimate, median, ratio
-from holdfast.loadgen.policies.fixed import SUTRADHARA_TTL, TTL_S
+from holdfast.loadgen.simulator.policies import SUTRADHARA_TTL, TTL_S
 from holdfast.loadgen.workloads.words import KINDS, filler
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig, RetentionConfig
 from holdfast.replicas.errors import ConfigError, EngineError, HoldfastError

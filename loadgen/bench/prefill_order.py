@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.loadgen.simulator import machines
+from holdfast.loadgen.simulator.machines import Profile
 from holdfast.loadgen.simulator.policies import PAGE, engine_config
-from holdfast.loadgen.simulator.profile import Profile
-from holdfast.loadgen.simulator.programs import Workload
-from holdfast.loadgen.simulator.runner import CostRunner
+from holdfast.loadgen.simulator.replica import CostRunner
 from holdfast.loadgen.simulator.simulation import Simulation
+from holdfast.loadgen.simulator.workloads import Workload
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.plan import Landed, Sampling, StepPlan

@@ -5,9 +5,9 @@
     pinned     a program's next turn, whose replica has room
     new        a program whose prompt begins with what a tenth of the replicas hold
     named      a program of which only the name is known, while Redis is away
-    report     what a replica tells, once a second each, with 64 beginnings of prompts: taken in
+    report     a replica's report with 64 beginnings of prompts, which comes once a second: taken in
 
-`sent` and `ended` are counted with each turn, as a router does. Ratios are to the smallest number of replicas.
+A turn includes the router's two counts of it. Ratios are to the smallest number of replicas.
 """
 
 import argparse
@@ -15,62 +15,59 @@ import random
 import time
 from collections.abc import Callable
 
+from holdfast.loadgen.table import print_table
 from holdfast.replicas.stats import LoadReport
 from holdfast.router.placement import Ask, Placement, PlacementConfig, Prefix
 
-BUSY = 8  # turns in hand of a replica, on average
-PREFIXES = 64  # that a replica tells of
-
-
-def fleet(replicas: int, rng: random.Random) -> tuple[Placement, list[tuple[str, LoadReport]]]:
-    """A router's view of so many replicas at work, and what they tell."""
-    made = Placement(PlacementConfig(), rng)
-    names = [f"replicas#{i:06d}" for i in range(replicas)]
-    made.update(dict.fromkeys(names, 1024))
-    told = []
-    for i, name in enumerate(names):
-        others = {f"{rng.getrandbits(64):016x}": rng.randrange(100, 9000) for _ in range(PREFIXES - 1)}
-        prefixes = others | ({"shared": 3000} if i % 10 == 0 else {})
-        report = LoadReport(rng.randrange(2 * BUSY), 0, 0, 65536, 9000, 4000, 1e-4, prefixes)
-        made.report(name, report)
-        told.append((name, report))
-    return made, told
-
-
-def per_turn(made: Placement, ask: Callable[[int], Ask], turns: int) -> float:
-    """Microseconds of processor time of a choice and its two counts."""
-    began = time.thread_time()
-    for i in range(turns):
-        choice = made.choose(ask(i))
-        assert choice is not None
-        made.sent(choice.replica_id)
-        made.ended(choice.replica_id)
-    return (time.thread_time() - began) / turns * 1e6
+BUSY = 8  # turns in progress at a replica, on average
+PREFIXES = 64  # in a replica's report
 
 
 def measure(replicas: int, turns: int) -> tuple[float, ...]:
-    """Pinned, new, named and report, in microseconds."""
-    made, told = fleet(replicas, random.Random(replicas))
-    prefixes = (Prefix("shared", 3000),)
-    pinned = per_turn(made, lambda i: Ask(8000, home=f"replicas#{i % replicas:06d}", held=8000), turns)
-    new = per_turn(made, lambda i: Ask(8000, prefixes), turns)
-    named = per_turn(made, lambda i: Ask(8000, name=f"acme/{i}"), turns)
-    began = time.thread_time()
-    for i in range(turns):
-        made.report(*told[i % replicas])
-    return pinned, new, named, (time.thread_time() - began) / turns * 1e6
+    """Microseconds of a pinned, a new and a named turn, and of a report."""
+    rng = random.Random(replicas)
+    names = [f"replicas#{i:06d}" for i in range(replicas)]
+    router = Placement(PlacementConfig(), rng)
+    router.update(dict.fromkeys(names, 1024))
+    reports = []
+    for i, name in enumerate(names):
+        prefixes = {f"{rng.getrandbits(64):016x}": rng.randrange(100, 9000) for _ in range(PREFIXES - 1)}
+        prefixes |= {"shared": 3000} if i % 10 == 0 else {}
+        reports.append((name, LoadReport(rng.randrange(2 * BUSY), 0, 0, 65536, 9000, 4000, 1e-4, prefixes)))
+        router.report(*reports[-1])
+
+    def turn(request: Ask) -> None:
+        choice = router.choose(request)
+        assert choice is not None
+        router.sent(choice.replica_id)
+        router.ended(choice.replica_id)
+
+    def timed(once: Callable[[int], None]) -> float:
+        began = time.thread_time()
+        for i in range(turns):
+            once(i)
+        return (time.thread_time() - began) / turns * 1e6
+
+    return (
+        timed(lambda i: turn(Ask(8000, home=names[i % replicas], held=8000))),
+        timed(lambda i: turn(Ask(8000, (Prefix("shared", 3000),)))),
+        timed(lambda i: turn(Ask(8000, name=f"acme/{i}"))),
+        timed(lambda i: router.report(*reports[i % replicas])),
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", default="10,100,1000")
     parser.add_argument("--turns", type=int, default=5000)
-    asked = parser.parse_args()
-    found = {each: measure(each, asked.turns) for each in map(int, asked.replicas.split(","))}
+    options = parser.parse_args()
+    found = {each: measure(each, options.turns) for each in map(int, options.replicas.split(","))}
     first = next(iter(found.values()))
-    print("replicas | pinned us | new us | named us | report us")
-    for replicas, costs in found.items():
-        print(replicas, *(f"{us:.1f} ({us / base:.2f})" for us, base in zip(costs, first, strict=True)), sep=" | ")
+    rows = [
+        [str(replicas), *(f"{us:.1f} ({us / base:.2f})" for us, base in zip(costs, first, strict=True))]
+        for replicas, costs in found.items()
+    ]
+    print_table("microseconds", ["replicas", "pinned", "new", "named", "report"], rows)
 
 
 if __name__ == "__main__":

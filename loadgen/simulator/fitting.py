@@ -1,10 +1,10 @@
-"""A profile of the machine at hand, measured, and how well a simulation with it foretells another workload.
+"""A profile of the machine at hand, measured, and how well a simulation with it predicts another workload.
 
     python -m holdfast.loadgen.simulator.fitting [--json FILE]
 
-The real engine and the real model run under the virtual clock: steps take what they take, tools and pauses pass at
-once. So nothing but the cost of steps is foretold, and nothing else is measured. The two workloads take turns, with
-other programs each time: a shared machine's speed drifts by more than a simulation errs.
+The real engine and the real model run under the virtual clock: steps take their measured time, tools and pauses pass at
+once. So only the cost of steps is predicted, and only that is measured. The two workloads take turns, with other
+programs each time: a shared machine's speed drifts by more than a simulation errs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.loadgen.simulator.outcome import Outcome
-from holdfast.loadgen.simulator.profile import Profile
-from holdfast.loadgen.simulator.programs import Workload
+from holdfast.loadgen.simulator.machines import Profile
 from holdfast.loadgen.simulator.replica import Bulk
-from holdfast.loadgen.simulator.simulation import Clients, Simulation
+from holdfast.loadgen.simulator.simulation import Outcome, Simulation
+from holdfast.loadgen.simulator.workloads import Workload
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
@@ -34,18 +33,18 @@ MEASURED = Bulk(free=0, blind=1)
 FIT_ON = Workload("bfcl", 12, 1.0, turns_times=2, scale=0.1, context=6000)
 CHECK_ON = Workload("swe", 8, 0.5, scale=0.1, context=6000)
 WITHIN = 0.1  # of mean completion time
-_REWEIGHTED = 8  # of the fit; what is said changes by less than a thousandth after three
+_REWEIGHTED = 8  # rounds of the fit; the prediction changes by less than a thousandth after three
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One step: seconds, and how much there was of what takes time."""
+    """One step: its seconds, and the amounts of what takes time."""
 
     seconds: float
     sequences: int
     tokens: int
     pairs: float  # of prompts
-    cells: int  # that decodes looked at
+    cells: int  # that decodes read
 
     @classmethod
     def of(cls, plan: StepPlan, seconds: float) -> Sample:
@@ -63,7 +62,7 @@ class Sample:
 
 @dataclass(slots=True)
 class TimedRunner:
-    """A real runner as a machine of the simulation; keeps what every step took."""
+    """A real runner as a machine of the simulation; keeps a sample of every step."""
 
     runner: Runner
     samples: list[Sample] = field(default_factory=list)
@@ -95,26 +94,26 @@ class TimedRunner:
 
 
 def fit(samples: Sequence[Sample], name: str, cells: int) -> Profile:
-    """The profile that errs least on these steps, relative to the root of what it says they take. No cost is negative.
+    """The profile with the least error on these steps, relative to the root of its prediction. No cost is negative.
 
-    A weight by what is said, not by what was measured, makes the sum over all steps come out right.
+    A weight by the prediction, not by the measurement, makes the sum over all steps come out right.
     """
     x = np.array([(1.0, s.sequences, s.tokens, s.pairs, s.cells) for s in samples])
     y = np.array([s.seconds for s in samples])
     size = np.maximum(np.abs(x).max(axis=0), 1e-12)
     x, least = x / size, 1e-3 * y.mean()
-    said = y
+    predicted = y
     for _ in range(_REWEIGHTED):
-        weighted = x / np.maximum(said, least)[:, None]
-        found = not_negative(x.T @ weighted, weighted.T @ y)
-        said = x @ found
-    step_s, sequence_s, token_s, pair_s, cell_s = (float(cost) for cost in found / size)
+        weighted = x / np.maximum(predicted, least)[:, None]
+        costs = not_negative(x.T @ weighted, weighted.T @ y)
+        predicted = x @ costs
+    step_s, sequence_s, token_s, pair_s, cell_s = (float(cost) for cost in costs / size)
     return Profile(name, step_s, 0.0, token_s, pair_s, cell_s, 0.0, cells, 0, sequence_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Mean completion times of a workload, and the simulated one over the measured one."""
+    """Mean completion times of a workload's programs, measured and simulated, and the machine's steps."""
 
     workload: str
     measured_s: float
@@ -127,30 +126,21 @@ class Agreement:
         return self.simulated_s / self.measured_s
 
 
-@dataclass(frozen=True, slots=True)
-class Fitted:
-    """A profile, and what it foretells of the workload it was fitted on and of the other."""
-
-    profile: Profile
-    agreements: tuple[Agreement, ...]
-
-
 def measure(loaded: LoadedRunner, workload: Workload, seed: int) -> tuple[Outcome, list[Sample]]:
     """Run a workload on the real engine."""
     timed = TimedRunner(loaded.runner)
     nothing = Profile("unknown", 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, loaded.config.cells, 0)
-    clients = Clients(exact=True, vocabulary=loaded.vocabulary)
-    outcome = Simulation(nothing, loaded.config, 1, MEASURED, clients, lambda: timed).run(workload.draw(seed))
-    return outcome, timed.samples
+    real = Simulation(nothing, loaded.config, 1, MEASURED, lambda: timed, exact=True, vocabulary=loaded.vocabulary)
+    return real.run(workload.draw(seed)), timed.samples
 
 
-def foretell(profile: Profile, config: EngineConfig, workload: Workload, seed: int) -> Outcome:
+def predict(profile: Profile, config: EngineConfig, workload: Workload, seed: int) -> Outcome:
     """Simulate the same with a profile."""
-    return Simulation(profile, config, clients=Clients(exact=True)).run(workload.draw(seed))
+    return Simulation(profile, config, exact=True).run(workload.draw(seed))
 
 
 def agreement(workload: Workload, measured: Sequence[Outcome], simulated: Sequence[Outcome]) -> Agreement:
-    """How well some runs of a workload were foretold."""
+    """How well some runs of a workload were predicted."""
     means, steps = [], []
     for runs in (measured, simulated):
         seconds = [program.seconds for run in runs for program in run.programs]
@@ -159,22 +149,23 @@ def agreement(workload: Workload, measured: Sequence[Outcome], simulated: Sequen
     return Agreement(workload.kind, means[0], means[1], steps[0], steps[1])
 
 
-def compare(loaded: LoadedRunner, workloads: tuple[Workload, Workload], seeds: Sequence[int], name: str) -> Fitted:
-    """Measure both workloads in turns, fit on the first, foretell both."""
+def compare(
+    loaded: LoadedRunner, workloads: Sequence[Workload], seeds: Sequence[int], name: str
+) -> tuple[Profile, list[Agreement]]:
+    """Measure the workloads in turns, fit on the first, predict all."""
     measure(loaded, replace(workloads[0], programs=1), seeds[-1] + 1)  # to warm up
     runs = [[measure(loaded, workload, seed) for workload in workloads] for seed in seeds]
-    samples = [sample for (_, steps), _ in runs for sample in steps]
-    profile = fit(samples, name, loaded.config.cells)
-    told = []
+    profile = fit([sample for (_, steps), *_ in runs for sample in steps], name, loaded.config.cells)
+    agreements = []
     for workload, measured in zip(workloads, zip(*runs, strict=True), strict=True):
-        simulated = [foretell(profile, loaded.config, workload, seed) for seed in seeds]
-        told.append(agreement(workload, [outcome for outcome, _ in measured], simulated))
-    return Fitted(profile, tuple(told))
+        simulated = [predict(profile, loaded.config, workload, seed) for seed in seeds]
+        agreements.append(agreement(workload, [outcome for outcome, _ in measured], simulated))
+    return profile, agreements
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the exit status is 1 where one of the two workloads is missed by over 10 %."""
-    parser = argparse.ArgumentParser(prog="fitting", description="A profile of this machine, and what it foretells.")
+    parser = argparse.ArgumentParser(prog="fitting", description="Fit a profile of this machine, and check it.")
     parser.add_argument("--model", default="pocket", help="as for serve (default: pocket)")
     parser.add_argument("--cells", type=int, default=24576, help="of the KV cache (default: 24576)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1)")
@@ -187,20 +178,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--rounds must be at least 1")
     speculation = DraftConfig(enabled=False)
     config = EngineConfig(options.model, cells=options.cells, threads=options.threads, speculation=speculation)
-    workloads = FIT_ON, CHECK_ON
-    if options.programs:
-        workloads = replace(FIT_ON, programs=options.programs), replace(CHECK_ON, programs=options.programs)
+    workloads = [replace(each, programs=options.programs or each.programs) for each in (FIT_ON, CHECK_ON)]
     seeds = range(options.seed, options.seed + options.rounds)
-    fitted = compare(load_runner(config), workloads, seeds, f"{options.model} here")
-    profile, told = fitted.profile, fitted.agreements
+    profile, agreements = compare(load_runner(config), workloads, seeds, f"{options.model} here")
     print(profile)
-    for use, each in zip(("fitted on", "checked on"), told, strict=True):
+    for use, each in zip(("fitted on", "checked on"), agreements, strict=True):
         print(f"{use} {each.workload}: measured {each.measured_s:.3f} s, simulated {each.simulated_s:.3f} s a program, "
               f"ratio {each.ratio:.3f}; steps {each.steps_measured} and {each.steps_simulated}")  # fmt: skip
     if options.json:
-        content = {"profile": asdict(profile), "agreements": [asdict(each) | {"ratio": each.ratio} for each in told]}
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return int(any(abs(each.ratio - 1) > WITHIN for each in told))
+        told = [asdict(each) | {"ratio": each.ratio} for each in agreements]
+        options.json.write_text(json.dumps({"profile": asdict(profile), "agreements": told}, indent=1) + "\n")
+    return int(any(abs(each.ratio - 1) > WITHIN for each in agreements))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """Which replica a turn goes to: the router's own placement, and what others do, behind one Protocol.
 
     round-robin       one after the other, whoever asks
-    two-choices       the less loaded of two drawn at random (Mitzenmacher 2001)
+    two-choices       the less loaded of two random replicas (Mitzenmacher 2001)
     consistent-hash   the program's place on a ring (Karger et al. 1997), 100 points for each replica
     bounded-hash      the same, past replicas that have 1.25 times the mean in hand (Mirrokni et al. 2018)
     prefix            where the longest beginning of the prompt was sent last, else the least loaded
-    ours              the router's: it knows what it sent, and what replicas tell once a second
-    ours-4-routers    four of them that take turns; each knows what it sent itself, and what replicas tell
+    ours              the router's: it knows what it sent, and what replicas report once a second
+    ours-4-routers    four routers that take turns; each knows what it sent itself, and what replicas report
 
-The others see all that they would like to at once: one router, and a turn counts from the moment it is sent to the
-moment it ends. No replica refuses a turn here, so nothing waits in the router.
+The others know everything at once: they have one router, and a turn counts from the moment it is sent to the moment it
+ends. No replica refuses a turn here, so nothing waits in the router.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from hashlib import blake2b
 from math import ceil, inf
 from typing import Protocol
 
-from holdfast.loadgen.simulator.programs import Program
+from holdfast.loadgen.program import Program
 from holdfast.loadgen.simulator.replica import Replica
+from holdfast.loadgen.simulator.workloads import tokens_of
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.stats import LoadReport
 from holdfast.replicas.types import TokenIds
@@ -34,15 +35,16 @@ from holdfast.router.placement import Ask, Placement, PlacementConfig, Prefix
 
 _CAPACITY = 1 << 30
 REPORT_S = 1.0
-TOLD = 32  # beginnings that a replica tells of, the latest
+REPORTED = 32  # beginnings in a replica's report, the latest
 _POINTS = 100  # of each replica on the ring
 _BOUND = 1.25  # times the mean
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A turn that is to be placed: turn `at` of `program`, which was last served at `home`. `near`: the name of the
-    program that it is to be served with, and where that was last.
+class Placing:
+    """Turn `at` of `program` is to be placed, with a prompt of `tokens`; `home` served its previous turn.
+
+    `near`: the name of its parent program, and where that was last.
     """
 
     program: Program
@@ -50,25 +52,30 @@ class Asked:
     tokens: int
     home: int | None
     near: tuple[str, int | None] | None
-    now: float
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Names of the beginnings of its prompt that another prompt may have too, longest first."""
+        begins = self.program.begins
+        return (self.program.standing(self.at - 1), begins) if self.at else (begins,)
 
 
 class Routing(Protocol):
-    """Places turns on replicas, which are numbers. `every`: how often replicas tell how they are, in seconds."""
+    """Places turns on replicas, which are numbers. `every`: seconds between a replica's reports."""
 
     every: float
 
-    def place(self, asked: Asked) -> int: ...
+    def place(self, turn: Placing) -> int: ...
 
     def ended(self, replica: int, program: Program, at: int) -> None:
         """A turn that was placed has ended."""
 
-    def report(self, number: int, replica: Replica, now: float) -> None:
-        """A replica tells how it is."""
+    def report(self, number: int, replica: Replica) -> None:
+        """A replica reports its load."""
 
 
 class InHand:
-    """How many turns each replica has in hand; the least loaded one is found without a search of all."""
+    """Turns in hand of each replica; finds the least loaded one without a search of all."""
 
     def __init__(self, replicas: int) -> None:
         self.turns = [0] * replicas
@@ -88,7 +95,7 @@ class InHand:
 
 
 class Counting:
-    """What places by counts of its own: a turn counts from when it is placed until it ends."""
+    """A way that counts turns itself: a turn counts from when it is placed until it ends."""
 
     every = inf
 
@@ -96,18 +103,18 @@ class Counting:
         self.replicas = replicas
         self.hand = InHand(replicas)
 
-    def place(self, asked: Asked) -> int:
-        chosen = self.choose(asked)
+    def place(self, turn: Placing) -> int:
+        chosen = self.choose(turn)
         self.hand.add(chosen, 1)
         return chosen
 
-    def choose(self, asked: Asked) -> int:
+    def choose(self, turn: Placing) -> int:
         raise NotImplementedError
 
     def ended(self, replica: int, program: Program, at: int) -> None:
         self.hand.add(replica, -1)
 
-    def report(self, number: int, replica: Replica, now: float) -> None:
+    def report(self, number: int, replica: Replica) -> None:
         pass
 
 
@@ -118,7 +125,7 @@ class RoundRobin(Counting):
         super().__init__(replicas)
         self._next = -1
 
-    def choose(self, asked: Asked) -> int:
+    def choose(self, turn: Placing) -> int:
         self._next = (self._next + 1) % self.replicas
         return self._next
 
@@ -130,7 +137,7 @@ class TwoChoices(Counting):
         super().__init__(replicas)
         self._rng = random.Random("two choices")
 
-    def choose(self, asked: Asked) -> int:
+    def choose(self, turn: Placing) -> int:
         two = self._rng.sample(range(self.replicas), min(2, self.replicas))
         return min(two, key=self.hand.turns.__getitem__)
 
@@ -146,8 +153,8 @@ class ConsistentHash(Counting):
         self._points = [point for point, _ in ring]
         self._owners = [number for _, number in ring]
 
-    def choose(self, asked: Asked) -> int:
-        at = bisect_left(self._points, _hash(asked.program.name))
+    def choose(self, turn: Placing) -> int:
+        at = bisect_left(self._points, _hash(turn.program.id))
         room = inf if self.bound == inf else ceil(self.bound * (self.hand.total + 1) / self.replicas)
         while self.hand.turns[owner := self._owners[at % len(self._owners)]] >= room:
             at += 1
@@ -167,18 +174,19 @@ class LongestPrefix(Counting):
         super().__init__(replicas)
         self._sent: dict[str, int] = {}
 
-    def choose(self, asked: Asked) -> int:
-        known = asked.program.known(asked.at)
+    def choose(self, turn: Placing) -> int:
+        known = turn.known
         chosen = next((self._sent[name] for name in known if name in self._sent), None)
         chosen = self.hand.least() if chosen is None else chosen
-        self._sent |= dict.fromkeys((*known, asked.program.standing(asked.at)), chosen)
+        self._sent |= dict.fromkeys((*known, turn.program.standing(turn.at)), chosen)
         return chosen
 
 
 class Ours:
-    """The router's placement, one for each of `routers`, which take turns one after the other. The program table is
-    theirs together: each knows where a program and its parent were last. What else they know is what they sent, and
-    what every replica tells once in `every` seconds.
+    """The router's placement, one for each of `routers`, which take turns.
+
+    They share the program table: each knows where a program and its parent were last. Beside that each knows what it
+    sent itself, and what every replica reports once in `every` seconds.
     """
 
     every = REPORT_S
@@ -188,30 +196,30 @@ class Ours:
         self._routers = [Placement(config or PlacementConfig(), random.Random(f"router {i}")) for i in range(routers)]
         for router in self._routers:
             router.update(dict.fromkeys(self._names, _CAPACITY))
-        self._held = [BlockedBy() for _ in range(replicas)]
-        self._by: dict[tuple[int, int], Placement] = {}  # who sent a turn of a program
+        self._held = [ServedPrefixes() for _ in range(replicas)]
+        self._by: dict[tuple[int, int], Placement] = {}  # the router that sent a turn of a program
         self._next = 0
 
-    def place(self, asked: Asked) -> int:
+    def place(self, turn: Placing) -> int:
         router = self._routers[self._next % len(self._routers)]
         self._next += 1
-        program, home = asked.program, asked.home
-        prompt = program.turns[asked.at].prompt
-        begins = Prefix(program.begins, program.shared)
-        near = None if asked.near is None or asked.near[1] is None else self._names[asked.near[1]]
-        ask = Ask(asked.tokens, (begins,), None if home is None else self._names[home], asked.tokens - prompt, near)
+        program, home = turn.program, turn.home
+        begins = Prefix(program.begins, program.beginning.tokens)
+        near = None if turn.near is None or turn.near[1] is None else self._names[turn.near[1]]
+        held = turn.tokens - program.turns[turn.at].added
+        ask = Ask(turn.tokens, (begins,), None if home is None else self._names[home], held, near)
         choice = router.choose(ask)
         assert choice is not None
         router.sent(choice.replica_id)
-        router.holds(choice.replica_id, (begins, Prefix(program.standing(asked.at), asked.tokens)))
-        self._by[program.number, asked.at] = router
+        router.holds(choice.replica_id, (begins, Prefix(program.standing(turn.at), turn.tokens)))
+        self._by[program.number, turn.at] = router
         return int(choice.replica_id)
 
     def ended(self, replica: int, program: Program, at: int) -> None:
         self._by.pop((program.number, at)).ended(self._names[replica])
         self._held[replica].served(program)
 
-    def report(self, number: int, replica: Replica, now: float) -> None:
+    def report(self, number: int, replica: Replica) -> None:
         cells = replica.engine.occupancy()
         report = LoadReport(
             running=replica.ongoing,
@@ -223,21 +231,21 @@ class Ours:
             router.report(self._names[number], report)
 
 
-class BlockedBy:
-    """Beginnings of prompts that a replica has served lately, and which of them its cache still has."""
+class ServedPrefixes:
+    """Beginnings of prompts that a replica served lately, and which of them its cache still has."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, tuple[str, TokenIds]] = OrderedDict()
 
     def served(self, program: Program) -> None:
         if program.begins not in self._known:
-            self._known[program.begins] = program.tenant, program.tokens()[: program.shared + 1]
+            self._known[program.begins] = program.tenant, tokens_of(program)[: program.beginning.tokens + 1]
         self._known.move_to_end(program.begins)
-        if len(self._known) > TOLD:
+        if len(self._known) > REPORTED:
             self._known.popitem(last=False)
 
     def still(self, replica: Replica) -> dict[str, int]:
-        """Tokens by names: those that are there whole."""
+        """Tokens of the beginnings that are there whole, by name."""
         cache = replica.engine.cache
         return {
             name: len(tokens) - 1
@@ -258,7 +266,7 @@ ROUTINGS: dict[str, Callable[[int], Routing]] = {
 
 
 def routing(name: str) -> Callable[[int], Routing]:
-    """What places turns under that name. Raises ConfigError."""
+    """The placement of that name. Raises ConfigError."""
     if name not in ROUTINGS:
         raise ConfigError(f"there is no placement {name!r}; there are {', '.join(ROUTINGS)}", "placement")
     return ROUTINGS[name]

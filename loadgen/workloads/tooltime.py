@@ -1,4 +1,4 @@
-"""How long tools take, drawn: seconds, from a generator that is passed in."""
+"""Lengths and tool times, drawn from a generator that is passed in."""
 
 from __future__ import annotations
 
@@ -13,6 +13,18 @@ def log_normal(rng: random.Random, mean: float, variance: float) -> float:
     """A draw from the log-normal distribution with this mean and variance."""
     spread = math.log1p(variance / mean**2)
     return rng.lognormvariate(math.log(mean) - spread / 2, math.sqrt(spread))
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Tokens, log-normal with this mean; `spread` is of the logarithm."""
+
+    mean: float
+    spread: float
+
+    def draw(self, rng: random.Random, scale: float = 1.0) -> int:
+        """A length, 1 at least; `scale` multiplies the mean."""
+        return max(1, round(rng.lognormvariate(math.log(self.mean * scale) - self.spread**2 / 2, self.spread)))
 
 
 @dataclass(frozen=True, slots=True)

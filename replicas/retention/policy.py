@@ -3,7 +3,7 @@
 A policy answers three questions about a program that pauses, each a pure function of the pause, the tools' statistics
 and the replica's load. `ExpectedWaste` is the default: InferCept's waste, weighed by the distribution of the pause.
 `Continuum` is that paper's rule (section 4.3), `InferCept` that of InferCept. Policies that are only compared with
-these are in `loadgen/policies`. Not here: how long tools take (`latency`), which cells are kept (`scheduling/pins`).
+these are in `loadgen/simulator/policies.py`. Not here: how long tools take (`latency`), which cells are kept.
 """
 
 import math

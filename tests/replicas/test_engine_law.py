@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from holdfast.loadgen.policies import ORDERS as COMPARED
+from holdfast.loadgen.simulator.policies import ORDERS as COMPARED
 from holdfast.replicas.config import ORDERS, DraftConfig, least_window_cells
 from holdfast.replicas.kv.radix import Pin
 from holdfast.replicas.programs import Kind, Sequence

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from pinning import KEEP, QUICK_CONTINUUM
 
-from holdfast.loadgen import policies
+from holdfast.loadgen.simulator import policies
 from holdfast.replicas.config import ORDERS, POLICIES, DraftConfig, RetentionConfig
 from holdfast.replicas.programs import ProgramKey
 from holdfast.replicas.requests import Abort, Finished, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from pinning import KEEP
 
-from holdfast.loadgen.policies import RETENTION
+from holdfast.loadgen.simulator.policies import RETENTION
 from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import ChatPrompt, GenerateRequest, ProgramEnded, RawPrompt, ToolLatencies

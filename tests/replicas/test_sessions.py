@@ -7,7 +7,7 @@ from fake_runner import complete
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.loadgen.policies import ORDERS
+from holdfast.loadgen.simulator.policies import ORDERS
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorKind, UnavailableError
 from holdfast.replicas.plan import Sampling

@@ -9,7 +9,7 @@ from fake_runner import EOS, VOCABULARY, FakeRunner, complete
 from kv_audit import check_cache
 from pinned_pages import pinned_pages
 
-from holdfast.loadgen.policies.plas import Plas
+from holdfast.loadgen.simulator.policies import Plas
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.kv.tags import labels_of

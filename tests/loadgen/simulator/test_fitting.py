@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from holdfast.loadgen.simulator.fitting import MEASURED, Sample, TimedRunner, agreement, fit, foretell
+from holdfast.loadgen.simulator.fitting import MEASURED, Sample, TimedRunner, agreement, fit, predict
+from holdfast.loadgen.simulator.machines import Profile
 from holdfast.loadgen.simulator.policies import engine_config
-from holdfast.loadgen.simulator.profile import Profile
-from holdfast.loadgen.simulator.programs import Workload
-from holdfast.loadgen.simulator.simulation import Clients, Simulation
+from holdfast.loadgen.simulator.simulation import Simulation
+from holdfast.loadgen.simulator.workloads import Workload
 from holdfast.replicas.plan import Chunk, Draw, Drawn, Landed, Sampling, StepOutput, StepPlan
 
 KNOWN = Profile("known", 3e-3, 0.0, 1e-4, 2e-6, 1e-6, 0.0, 24576, 0, sequence_s=5e-4)
@@ -52,7 +52,7 @@ def test_steps_that_vary_add_up_to_what_they_took() -> None:
 
 def test_runs_agree_by_the_mean_over_all_their_programs() -> None:
     config = replace(engine_config("continuum", KNOWN, host=False), context_length=8192)
-    few, more = (foretell(KNOWN, config, replace(CALM, programs=count), 0) for count in (1, 3))
+    few, more = (predict(KNOWN, config, replace(CALM, programs=count), 0) for count in (1, 3))
     told = agreement(CALM, [few, more], [few, few])
     seconds = [program.seconds for run in (few, more) for program in run.programs]
     assert told.measured_s == pytest.approx(sum(seconds) / 4)
@@ -74,9 +74,9 @@ class Sevens:
 def test_a_model_is_measured_on_the_programs_that_are_simulated() -> None:
     config = replace(engine_config("continuum", KNOWN, host=False), context_length=8192)
     timed = TimedRunner(Sevens())
-    clients = Clients(exact=True, vocabulary=100)
-    measured = Simulation(KNOWN, config, 1, MEASURED, clients, lambda: timed).run(CALM.draw(0))
-    simulated = foretell(KNOWN, config, CALM, 0)
+    real = Simulation(KNOWN, config, 1, MEASURED, lambda: timed, exact=True, vocabulary=100)
+    measured = real.run(CALM.draw(0))
+    simulated = predict(KNOWN, config, CALM, 0)
     for one, other in zip(measured.programs, simulated.programs, strict=True):
         assert (one.turns, one.prompt, one.drawn, one.cached) == (other.turns, other.prompt, other.drawn, other.cached)
     assert len(timed.samples) == measured.counts.steps

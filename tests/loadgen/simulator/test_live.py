@@ -1,6 +1,7 @@
 """The simulator's programs over HTTP: what a server is sent, and what is told of its answers."""
 
 import json
+import re
 import threading
 from collections import Counter
 from itertools import groupby, pairwise
@@ -9,8 +10,8 @@ from pathlib import Path
 import pytest
 from stub_server import DONE, Answer, Asked, chunk, models, stub_server, usage
 
-from holdfast.loadgen.simulator.crowds import Crowd
 from holdfast.loadgen.simulator.live import main
+from holdfast.loadgen.simulator.workloads import Crowd
 
 GOOD = ((0.0, chunk({"content": "hello"}) + usage(30, 1, 2) + DONE),)
 
@@ -78,7 +79,9 @@ def test_placements_take_turns_and_are_named_by_their_programs(
     assert [(run["placement"], run["seed"]) for run in runs] == [
         ("ours", 100), ("prefix", 100), ("prefix", 101), ("ours", 101)
     ]  # fmt: skip
-    assert all(run["told"]["computed"] == 29 * run["told"]["turns"] and run["told"]["moves"] == 0 for run in runs)
-    assert "| prefix | 0.0333 (0.0333 to 0.0333) |" in capsys.readouterr().out
+    assert all(
+        run["figures"]["computed"] == 29 * run["figures"]["turns"] and run["figures"]["moves"] == 0 for run in runs
+    )
+    assert re.search(r"prefix +0\.0333 \(0\.0333 to 0\.0333\)", capsys.readouterr().out)
     texts = {each.body["messages"][0]["content"] for each in sent}
     assert len(texts) == 4, "no run finds what another has left"

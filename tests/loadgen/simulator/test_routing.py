@@ -4,17 +4,17 @@ from collections import Counter
 
 import pytest
 
-from holdfast.loadgen.simulator.programs import Program, Turn
-from holdfast.loadgen.simulator.routing import ROUTINGS, Asked, Routing, routing
+from holdfast.loadgen.program import Beginning, Program, sized, sized_turn
+from holdfast.loadgen.simulator.routing import ROUTINGS, Placing, Routing, routing
 from holdfast.replicas.errors import ConfigError
 
 
 def program(number: int, preamble: int = 0) -> Program:
-    return Program(number, 0.0, 5000, (Turn(5100, 10, "a", 0.1), Turn(50, 10)), preamble=preamble)
+    return sized(number, (sized_turn(5100, 10, "a", 0.1), sized_turn(50, 10)), 0.0, Beginning(5000, preamble))
 
 
 def place(router: Routing, which: Program, at: int = 0, home: int | None = None) -> int:
-    return router.place(Asked(which, at, 5100, home, None, 0.0))
+    return router.place(Placing(which, at, 5100, home, None))
 
 
 def test_round_robin_takes_turns() -> None:

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from kv_audit import check_cache
 
-from holdfast.loadgen.simulator.machines import profile
-from holdfast.loadgen.simulator.outcome import Outcome
+from holdfast.loadgen.program import Beginning, sized, sized_turn
+from holdfast.loadgen.simulator.machines import Profile, profile
 from holdfast.loadgen.simulator.policies import POLICIES, engine_config
-from holdfast.loadgen.simulator.profile import Profile
-from holdfast.loadgen.simulator.programs import Program, Turn, Workload
 from holdfast.loadgen.simulator.replica import ONE_BY_ONE, Bulk
-from holdfast.loadgen.simulator.simulation import Simulation
+from holdfast.loadgen.simulator.routing import ROUTINGS, routing
+from holdfast.loadgen.simulator.scenarios import CELLS, RATES, crowd_engine, play_placement
+from holdfast.loadgen.simulator.simulation import USUAL, Outcome, Served, Simulation
+from holdfast.loadgen.simulator.workloads import CROWDS, Crowd, Workload
 from holdfast.replicas.plan import Chunk, Draw, Sampling, StepPlan
 
 SMALL = replace(profile("8b-a100"), cells=24_000, host_cells=48_000)
@@ -24,7 +25,7 @@ def simulate(
     policy: str = "continuum",
     *,
     host: bool = False,
-    bulk: Bulk | None = None,
+    bulk: Bulk = USUAL,
     machine: Profile = SMALL,
     replicas: int = 1,
     seed: int = 0,
@@ -48,11 +49,11 @@ def test_every_program_ends_once_and_every_token_is_counted(policy: str, host: b
     outcome = simulate(BUSY, policy, host=host)
     assert [done.number for done in outcome.programs] == list(range(BUSY.programs))
     for program, done in zip(programs, outcome.programs, strict=True):
-        lengths = np.cumsum([[turn.prompt, turn.reply] for turn in program.turns]).tolist()
+        lengths = np.cumsum([[turn.added, turn.reply] for turn in program.turns]).tolist()
         assert done.turns == len(program.turns)
         assert done.prompt == sum(lengths[::2])
         assert done.drawn == sum(turn.reply for turn in program.turns)
-        assert done.tool_s == pytest.approx(sum(turn.tool_s for turn in program.turns))
+        assert done.tool_s == pytest.approx(sum(turn.pause_s for turn in program.turns))
         assert 0 <= done.cached < done.prompt
         assert 0 <= done.bubble_s <= done.seconds - done.tool_s
         assert done.arrived == program.arrived
@@ -78,19 +79,21 @@ def test_the_same_again(replicas: int) -> None:
 
 
 def test_a_program_alone_takes_the_sum_of_its_parts() -> None:
-    program = Program(0, 2.0, 100, (Turn(5000, 30, "a", 1.5), Turn(300, 1, "b", 0.25), Turn(200, 17)))
+    program = sized(
+        0, (sized_turn(5000, 30, "a", 1.5), sized_turn(300, 1, "b", 0.25), sized_turn(200, 17)), 2.0, Beginning(100)
+    )
     machine = profile("8b-a100")
     outcome = Simulation(machine, engine_config("program", machine, host=False)).run([program])
     whole, length, cached = 0.0, 0, 0
     for turn in program.turns:
-        length += turn.prompt
+        length += turn.added
         while cached < length:
             end = min(cached + 4096, length)
             draw = Draw(Sampling(), 0) if end == length else None
             plan = StepPlan((Chunk(0, cached, np.zeros(end - cached, np.int32), draw),))
             whole += machine.step(plan, 16)
             cached = end
-        whole += machine.decode_s(1, length + 1, turn.reply - 1) + turn.tool_s
+        whole += machine.decode_s(1, length + 1, turn.reply - 1) + turn.pause_s
         length += turn.reply
         cached = length - 1  # nobody has computed the cell of the token that was drawn last
     (done,) = outcome.programs
@@ -101,7 +104,7 @@ def test_a_program_alone_takes_the_sum_of_its_parts() -> None:
 
 def test_where_nobody_waits_steps_in_bulk_are_steps_one_by_one() -> None:
     calm, machine = Workload("swe", 5, 0.1), profile("8b-a100")
-    bulk, single = (simulate(calm, machine=machine, bulk=how) for how in (None, ONE_BY_ONE))
+    bulk, single = (simulate(calm, machine=machine, bulk=how) for how in (USUAL, ONE_BY_ONE))
     assert seconds(bulk) == pytest.approx(seconds(single))
     assert bulk.counts.machine_steps == single.counts.machine_steps == single.counts.steps
     assert bulk.counts.steps < single.counts.steps / 5
@@ -110,7 +113,7 @@ def test_where_nobody_waits_steps_in_bulk_are_steps_one_by_one() -> None:
 @pytest.mark.parametrize("policy", ["request", "continuum"])
 def test_where_somebody_waits_for_the_one_replica_they_are_as_well(policy: str) -> None:
     """The cells of a bulk are taken when the step is planned, so none is missing to who is let in by it."""
-    bulk, single = (seconds(simulate(BUSY, policy, bulk=how)) for how in (None, ONE_BY_ONE))
+    bulk, single = (seconds(simulate(BUSY, policy, bulk=how)) for how in (USUAL, ONE_BY_ONE))
     assert bulk == pytest.approx(single)
 
 
@@ -127,3 +130,77 @@ def test_more_replicas_share_the_programs() -> None:
     assert len(four.programs) == BUSY.programs
     assert seconds(four).mean() < seconds(one).mean() / 1.5
     assert sum(d.cached for d in four.programs) > 0.2 * sum(d.prompt for d in four.programs)  # each stays at home
+
+
+# ---- many replicas ----
+
+MACHINE = replace(profile("8b-a100"), cells=CELLS)
+
+
+def crowd(kind: str, programs: int = 40) -> Crowd:
+    return Crowd(kind, programs, 4 * RATES[kind])
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_every_program_and_sub_agent_ends_once(name: str) -> None:
+    programs = list(crowd("fan-out", 24).draw(0))
+    expected = {program.number for program in programs}
+    expected |= {child.number for program in programs for turn in program.turns for child in turn.children}
+    simulation = Simulation(MACHINE, crowd_engine(MACHINE), 4, routing=routing(name))
+    outcome = simulation.run(programs)
+    assert [done.number for done in outcome.programs] == sorted(expected)
+    ended = {done.number: done.ended for done in outcome.programs}
+    for program in programs:
+        assert all(ended[child.number] < ended[program.number] for turn in program.turns for child in turn.children)
+    for site in simulation.sites:
+        check_cache(site.replica.engine.cache)
+        assert site.replica.ongoing == 0
+
+
+def play(kind: str, programs: int, placement: str, seed: int = 0) -> dict[str, float]:
+    (figures,) = play_placement(kind, crowd(kind, programs), MACHINE, 4, placement, seed).values()
+    return figures
+
+
+@pytest.mark.parametrize("kind", CROWDS)
+def test_ours_finds_more_cached_than_who_does_not_look(kind: str) -> None:
+    ours, blind = (play(kind, 40, name) for name in ("ours", "round-robin"))
+    assert ours["hit"] > blind["hit"] + 0.05
+    assert ours["p99_s"] < blind["p99_s"]
+    assert ours["most_in_hand"] < blind["most_in_hand"]
+
+
+def test_a_crowd_runs_the_same_again() -> None:
+    first, second = (play("preambles", 40, "ours-4-routers", 3) for _ in range(2))
+    assert first | {"took_s": 0.0} == second | {"took_s": 0.0}
+
+
+def test_a_run_ends_with_the_turns_of_its_window_which_are_what_they_are_in_a_whole_one() -> None:
+    programs = list(crowd("fan-out", 16).draw(0))
+    window = programs[4].arrived, programs[-1].arrived
+    told: list[list[Served]] = []
+    for asked in (window, (0.0, float("inf"))):
+        told.append([])
+        simulation = Simulation(MACHINE, crowd_engine(MACHINE), 4, window=asked, served=told[-1].append)
+        simulation.run(programs)
+    ended, whole = ([turn for turn in turns if window[0] <= turn.asked <= window[1]] for turns in told)
+    assert ended == whole
+    assert len(told[0]) < len(told[1])
+
+
+def test_turns_that_take_too_long_count_with_the_time_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = play("agents", 30, "prefix")
+    assert whole["cut"] == 0
+    monkeypatch.setattr("holdfast.loadgen.simulator.simulation.BEHIND_S", 5.0)
+    cut = play("agents", 30, "prefix")
+    assert cut["turns"] == whole["turns"]
+    assert 0 < cut["cut"] < cut["turns"]
+    assert cut["p99_s"] < whole["p99_s"]
+    assert 0 < cut["hit"] < 1
+
+
+def test_others_than_the_hot_tenant_have_a_figure_of_their_own() -> None:
+    figures = play("hot-tenant", 40, "ours")
+    assert figures["others_p99_s"] > 0
+    assert 0 < figures["busy"] <= 1
+    assert "others_p99_s" not in play("agents", 12, "ours")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.loadgen.policies import RETENTION
+from holdfast.loadgen.simulator.policies import RETENTION
 from holdfast.replicas.retention.latency import (
     AGES,
     RECENT,

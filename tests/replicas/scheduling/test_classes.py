@@ -5,7 +5,7 @@ from engine_world import World, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.loadgen.policies import ORDERS as COMPARED
+from holdfast.loadgen.simulator.policies import ORDERS as COMPARED
 from holdfast.replicas.types import Priority
 
 ORDERS = ("program", "fair", "request", COMPARED["plas"])

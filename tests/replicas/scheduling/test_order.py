@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from engine_world import World, words
 
-from holdfast.loadgen.policies import ORDERS as COMPARED
+from holdfast.loadgen.simulator.policies import ORDERS as COMPARED
 from holdfast.replicas.config import ORDERS
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Sequence

@@ -7,7 +7,7 @@ from engine_world import World, words
 from fake_runner import complete
 from pinning import KEEP
 
-from holdfast.loadgen.policies import RETENTION
+from holdfast.loadgen.simulator.policies import RETENTION
 from holdfast.replicas.config import DraftConfig, RetentionConfig
 from holdfast.replicas.programs import ProgramPin
 from holdfast.replicas.requests import Abort, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.loadgen.policies.plas import Plas
+from holdfast.loadgen.simulator.policies import Plas
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Sequence
 from holdfast.replicas.requests import SessionTurn, Submit

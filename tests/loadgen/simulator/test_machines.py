@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from holdfast.loadgen.simulator import machines
-from holdfast.loadgen.simulator.profile import Profile
+from holdfast.loadgen.simulator.machines import Profile
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.pages import PageMoves
 from holdfast.replicas.plan import Chunk, Draw, Sampling, StepPlan

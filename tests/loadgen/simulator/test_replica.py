@@ -8,7 +8,7 @@ from fake_runner import EOS, VOCABULARY, complete
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.loadgen.simulator.runner import more_cells
+from holdfast.loadgen.simulator.replica import more_cells
 from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.plan import Drawn, Landed, Sampling, StepPlan

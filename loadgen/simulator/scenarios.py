@@ -1,0 +1,631 @@
+"""What `holdfast simulate` and the `simulate-` commands compare: each scenario is an entry of `SCENARIOS`.
+
+A scenario says which runs its options ask for, how one run is played, and which figures are printed. `cli` has the
+options; `commands` turns the runs into rows, and the rows into tables and a file.
+
+The engines, the scheduler, the router's placement and the tenants' shares are the real ones, over a cost model.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from holdfast.loadgen.measure import Estimate, estimate, mean
+from holdfast.loadgen.program import Program
+from holdfast.loadgen.simulator import states
+from holdfast.loadgen.simulator.clients import AgentDone, Deadlines, Ends, Orchestrated, Visit, Way
+from holdfast.loadgen.simulator.machines import Profile, profile
+from holdfast.loadgen.simulator.policies import ORDERS, PAGE, SUTRADHARA_TTL, TTL_S, USUAL, engine_config
+from holdfast.loadgen.simulator.replica import Replica
+from holdfast.loadgen.simulator.routing import ROUTINGS, Ours, routing
+from holdfast.loadgen.simulator.simulation import Served, Simulation
+from holdfast.loadgen.simulator.workloads import (
+    AGENTS,
+    CROWD_CONTEXT,
+    CROWDS,
+    Crowd,
+    Workload,
+    agents,
+    of_tenants,
+)
+from holdfast.loadgen.workloads.tooltime import Length
+from holdfast.replicas.config import DraftConfig, EngineConfig, RetentionConfig
+from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.requests import ServedElsewhere
+from holdfast.replicas.types import Priority
+from holdfast.router.elsewhere import Ledger
+
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run: `play` returns the figures of each case that it covers. `load` is its place on a picture's axis."""
+
+    case: str
+    way: str
+    seed: int
+    play: Callable[[], Mapping[str, Figures]]
+    load: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The figures of one case in one run."""
+
+    case: str
+    way: str
+    seed: int
+    load: float
+    figures: Figures
+
+
+def summary(values: Sequence[float]) -> Estimate:
+    """The mean over seeds with its interval."""
+    found = estimate(values, mean, 0)
+    if found is None:
+        raise ConfigError("there is no run", "seeds")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One printed figure: the mean over seeds.
+
+    `kind`: "%" a share; "over" and "under": this way's figure over the first way's, and the other way round; "gained":
+    1 minus the first; "best": over the best of all rows.
+    """
+
+    head: str
+    figure: str
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One command, whose options are in `cli`.
+
+    `tables`: titles and columns; the first way of a case is what the others are compared to. `notes`: lines after the
+    tables.
+    """
+
+    runs: Callable[[Namespace], list[Run]]
+    tables: Mapping[str, Sequence[Column]]
+    notes: Callable[[Sequence[Row]], Iterator[str]] = lambda rows: iter(())
+
+
+def _spread(seconds: Sequence[float], *percents: int) -> Figures:
+    return {f"p{percent}_s": float(np.percentile(seconds, percent)) for percent in percents}
+
+
+def _seeds(options: Namespace) -> range:
+    return range(options.seed, options.seed + options.seeds)
+
+
+def _at_least_one(options: Namespace, *names: str) -> None:
+    for name in ("seeds", *names):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"{name} must be at least 1", name)
+
+
+# ---- policies ----
+
+
+def _policies(options: Namespace) -> list[Run]:
+    _at_least_one(options, "replicas")
+    machine = profile(options.profile, options.cells)
+    hosts = {"off": (False,), "on": (True,), "both": (False, True)}[options.host_tier]
+    runs = []
+    for host, times, rate in product(hosts, options.turns_times, options.rates):
+        workload = Workload(options.workload, options.programs, rate, times, options.scale, options.tool_times).within(
+            machine.cells
+        )
+        name = f"{workload.kind}{f' x{times}' if times > 1 else ''} {rate:g}/s on {options.replicas} x {machine.name}"
+        name += ", host tier" if host else ""
+        load = times if len(options.turns_times) > 1 else rate
+        for seed, policy in product(_seeds(options), options.policy or USUAL):
+            config = engine_config(policy, machine, host)
+            play = partial(play_policy, name, workload, machine, config, options.replicas, seed)
+            runs.append(Run(name, policy, seed, play, load))
+    return runs
+
+
+def play_policy(
+    case: str, workload: Workload, machine: Profile, config: EngineConfig, replicas: int, seed: int
+) -> Mapping[str, Figures]:
+    """One run of a workload: completion times of programs, and what the engines counted."""
+    outcome = Simulation(machine, config, replicas).run(workload.draw(seed))
+    done = outcome.programs
+    seconds = [each.seconds for each in done]
+    figures = {"mean_s": fmean(seconds), **_spread(seconds, 50, 90, 99)}
+    figures |= {"programs": len(done), "programs_per_s": outcome.programs_per_s}
+    figures |= {"bubble_s": fmean(each.bubble_s for each in done), "tool_s": fmean(each.tool_s for each in done)}
+    figures["cached"] = sum(each.cached for each in done) / sum(each.prompt for each in done)
+    return {case: figures | asdict(outcome.counts)}
+
+
+# ---- placement ----
+
+ROWS = 32  # of a replica: so many turns at once
+CELLS = 1 << 16
+RATES = {"agents": 0.22, "preambles": 0.45, "fan-out": 0.17, "hot-tenant": 0.4}  # programs a second and replica
+WARM = 1 / 3  # of the arrivals, before anything counts
+
+
+def crowd_engine(machine: Profile) -> EngineConfig:
+    """One replica of many: the default order and retention, few rows."""
+    usual = engine_config("default", machine, host=False)
+    return replace(usual, context_length=CROWD_CONTEXT, max_sequences=ROWS, session_rows=ROWS // 2)
+
+
+def _placements(options: Namespace) -> list[Run]:
+    _at_least_one(options)
+    machine = profile(options.profile, options.cells)
+    runs = []
+    for replicas, workload in product(options.replicas, options.workload or CROWDS):
+        if replicas < 1:
+            raise ConfigError("replicas must be at least 1", "replicas")
+        crowd = Crowd(workload, options.programs * replicas, RATES.get(workload, 1.0) * options.load * replicas)
+        for seed, name in product(_seeds(options), options.placement or ROUTINGS):
+            routing(name)
+            case = f"{workload}, {replicas}"
+            runs.append(Run(case, name, seed, partial(play_placement, case, crowd, machine, replicas, name, seed)))
+    return runs
+
+
+def play_placement(
+    case: str, crowd: Crowd, machine: Profile, replicas: int, placement: str, seed: int
+) -> Mapping[str, Figures]:
+    """One run. What counts is the time from the first third of the arrivals to the last of them.
+
+    Before that caches are empty, after it replicas have nothing to do. Turns that take very long are cut short.
+    """
+    programs = list(crowd.draw(seed))
+    window = programs[int(WARM * len(programs))].arrived, programs[-1].arrived
+    turns: list[Served] = []
+    began = time.process_time()
+    simulation = Simulation(
+        machine, crowd_engine(machine), replicas, window=window, routing=routing(placement), served=turns.append
+    )
+    simulation.run(programs)
+    took = time.process_time() - began
+    counted = [turn for turn in turns if window[0] <= turn.asked <= window[1]]
+    figures = turn_figures(counted, window[1] - window[0], replicas)
+    figures |= {"turns": len(counted), "cut": sum(not turn.prompt for turn in counted), "took_s": took}
+    busy = np.array([site.busy_s for site in simulation.sites])
+    figures |= {"busy": float(busy.mean()) / (window[1] - window[0])}
+    return {case: figures | {"most_busy": float(busy.max() / busy.mean()), "busy_cv": float(busy.std() / busy.mean())}}
+
+
+def turn_figures(turns: Sequence[Served], seconds: float, replicas: int) -> Figures:
+    """Of turns that were sent within so many seconds. `others_p99_s`: of all tenants but the hot one.
+
+    `in_hand`: turns in progress at a replica in the mean, and of the replica with the most.
+    """
+    whole, first = [turn.seconds for turn in turns], [turn.first_s for turn in turns]
+    hand = np.zeros(replicas)
+    np.add.at(hand, [turn.replica for turn in turns], np.array(whole) / seconds)
+    figures = {"hit": sum(turn.cached for turn in turns) / sum(turn.prompt for turn in turns)}
+    figures |= _spread(whole, 50, 99) | {f"first_{name}": value for name, value in _spread(first, 50, 99).items()}
+    figures |= {"in_hand": float(hand.mean()), "most_in_hand": float(hand.max())}
+    others = [turn.seconds for turn in turns if turn.tenant != "hot"]
+    if 0 < len(others) < len(turns):
+        figures["others_p99_s"] = float(np.percentile(others, 99))
+    return figures
+
+
+# ---- tenants ----
+
+WITHIN_S = 10.0  # all programs come in this time
+STEP_MS = 100.0  # `engine.step_ms` of the tables in docs/scheduling.md
+NOISY, QUIET = "tenant-0", "tenant-1"
+
+
+class Sharing(Ours):
+    """The router's placement; each report of a replica also adds to the sums of every tenant's seconds."""
+
+    def __init__(self, replicas: int, routers: int, *, share: bool) -> None:
+        super().__init__(replicas, routers=routers)
+        self._share = share
+        self._sums: dict[str, float] = {}
+        self._ledgers = [Ledger() for _ in range(replicas)]
+
+    def report(self, number: int, replica: Replica) -> None:
+        super().report(number, replica)
+        if not self._share:
+            return
+        ledger = self._ledgers[number]
+        news = ledger.news(replica.engine.contended)
+        for name, seconds in news.seconds.items():
+            self._sums[name] = self._sums.get(name, 0.0) + seconds
+        if elsewhere := ledger.answered(news, [self._sums[name] for name in news.seconds]):
+            replica.notice(ServedElsewhere(elsewhere))
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """One run: its turns, the seconds of service of each tenant at moments on the way, and when programs ended."""
+
+    turns: Sequence[Served]
+    service: Sequence[tuple[float, Mapping[str, float]]]
+    ended: Mapping[str, Sequence[float]]  # by tenant
+
+    def shares(self) -> dict[str, float]:
+        """Seconds of service of each tenant while all are busy: until the first has ended half of its programs."""
+        end = min(moments[len(moments) // 2] for moments in self.ended.values())
+        inside = [total for moment, total in self.service if WITHIN_S <= moment <= end]
+        return {tenant: inside[-1][tenant] - inside[0].get(tenant, 0.0) for tenant in inside[-1]}
+
+
+def share(programs: Sequence[Program], machine: Profile, replicas: int, order: str, routers: int, but: str) -> Shared:
+    """One run to the end of all programs, those of the tenant `but` excepted."""
+    turns: list[Served] = []
+    service: list[tuple[float, Mapping[str, float]]] = []
+
+    def served(turn: Served) -> None:
+        turns.append(turn)
+        now = turn.asked + turn.seconds
+        if service and now < service[-1][0] + 1.0:
+            return
+        total: dict[str, float] = {}
+        for site in simulation.sites:
+            for tenant, seconds in site.replica.engine.stats.served_s.items():
+                total[tenant] = total.get(tenant, 0.0) + seconds
+        service.append((now, total))
+
+    config = replace(crowd_engine(machine), order=ORDERS.get(order, order), step_ms=STEP_MS)
+    placement = partial(Sharing, routers=routers, share=order == "fair")
+    simulation = Simulation(machine, config, replicas, routing=placement, served=served)
+    left = {program.number for program in programs if program.tenant != but}
+
+    def enough(number: int) -> bool:
+        left.discard(number)
+        return not left
+
+    outcome = simulation.run(programs, enough=enough)
+    tenants = {program.number: program.tenant for program in programs}
+    ended: dict[str, list[float]] = {program.tenant: [] for program in programs}
+    for done in outcome.programs:
+        ended[tenants[done.number]].append(done.ended)
+    return Shared(turns, service, {tenant: sorted(moments) for tenant, moments in ended.items()})
+
+
+def jain(values: Sequence[float]) -> float:
+    """Jain's index of fairness: 1 where all have the same, 1/n where one has all."""
+    return sum(values) ** 2 / (len(values) * sum(value**2 for value in values))
+
+
+def _tenants(options: Namespace) -> list[Run]:
+    _at_least_one(options, "quiet", "routers")
+    if options.tenants < 2 or options.programs < 2 * options.tenants:
+        raise ConfigError("there must be two tenants, and two programs of each", "tenants")
+    if options.replicas < 2 or options.replicas % 2:
+        raise ConfigError("replicas must be an even number", "replicas")
+    orders = options.order or ("program", "fair")
+    return [
+        Run("tenants", order, seed, partial(play_tenants, options, order, seed))
+        for seed, order in product(_seeds(options), orders)
+    ]
+
+
+def play_tenants(options: Namespace, order: str, seed: int) -> Mapping[str, Figures]:
+    """The runs of one order and seed.
+
+    `equal`: all tenants have as many programs, more than the replicas can serve at once. `noise`: one tenant has as
+    many programs as all others together; the others' turns count, over their turns where all have as many. `pair`: two
+    tenants, one with very many programs; the other's turns count, over its turns alone on half of the machines.
+    """
+    machine, count = profile(options.profile, options.cells), options.tenants
+
+    def run(programs: dict[str, int], but: str = NOISY, replicas: int = 0, slower: float = 1.0) -> Shared:
+        drawn = of_tenants(seed, programs, WITHIN_S)
+        return share(drawn, machine.slowed(slower), replicas or options.replicas, order, options.routers, but)
+
+    def figures(ran: Shared, but: str = NOISY, only: str = "", base: Figures | None = None) -> Figures:
+        seconds = [turn.seconds for turn in ran.turns if turn.tenant != but and only in ("", turn.tenant)]
+        found = _spread(seconds, 50, 99) | {"turns": len(seconds)}
+        return found if base is None else found | {"raised": found["p50_s"] / base["p50_s"]}
+
+    each = options.programs // count
+    equal = run({f"tenant-{i}": each for i in range(count)}, "")
+    shares = list(equal.shares().values())
+    rows = {"equal": figures(equal, "")}
+    rows["equal"] |= {"jain": jain(shares), "most_over_least": max(shares) / min(shares)}
+
+    others = {f"tenant-{i}": options.programs // 2 // (count - 1) for i in range(1, count)}
+    calm = rows["noise: as many as each other"] = figures(run({NOISY: others[QUIET], **others}))
+    noise = run({NOISY: options.programs // 2, **others})
+    rows["noise: half of all, over as many as each other"] = figures(noise, base=calm)
+    alone = figures(run({NOISY: 0, QUIET: others[QUIET]}, slower=count))
+    rows[f"noise: one alone, 1/{count} as fast"] = alone
+    rows[f"noise: half of all, one of the others over alone, 1/{count} as fast"] = figures(noise, "", QUIET, alone)
+
+    quiet = {NOISY: 0, QUIET: options.quiet}
+    slow = rows["pair: alone, half as fast"] = figures(run(quiet, slower=2))
+    few = rows["pair: alone, half of the replicas"] = figures(run(quiet, replicas=options.replicas // 2))
+    pair = run({**quiet, NOISY: options.programs // 2})
+    rows["pair: beside, over alone, half as fast"] = figures(pair, base=slow)
+    rows["pair: beside, over alone, half of the replicas"] = figures(pair, base=few)
+    return rows
+
+
+# ---- orchestrator ----
+
+WHOLE = 1 << 20  # tokens of a step, of which no prompt fills a quarter
+DEPTHS = 4  # the last one stands for all deeper ones
+NEITHER, SPLIT, BOTH = Way(), Way(split=True), Way(split=True, dispatch=True)
+_TAGS: dict[str, Any] = {"without": ("grouped_prefill",)}
+_OURS = EngineConfig()
+PARTS: dict[str, tuple[Way, dict[str, Any]]] = {
+    "baseline": (NEITHER, {}),
+    "+ splitting": (SPLIT, {}),
+    "+ dispatch": (BOTH, {}),
+    "+ tags": (BOTH, _TAGS),
+    "+ all other defaults": (
+        BOTH,
+        {"without": (), "step_tokens": _OURS.step_tokens, "retention": _OURS.retention},
+    ),
+    "baseline, whole prompts": (NEITHER, {"step_tokens": WHOLE}),
+    f"baseline, TTL {TTL_S:g} s": (NEITHER, {"retention": RetentionConfig(SUTRADHARA_TTL)}),
+}
+"""Sutradhara's table, one part added after another: what the orchestrator does, and the engine's settings."""
+SWEPT = ("baseline", "+ tags")
+
+
+def _orchestrator(options: Namespace) -> list[Run]:
+    _at_least_one(options, "agents")
+    if options.workload not in AGENTS:
+        raise ConfigError(f"there is no workload {options.workload!r}; there are {', '.join(AGENTS)}", "workload")
+    if not all(rate > 0 for rate in (options.rate, *options.rates)):
+        raise ConfigError("rates must be more than 0", "rates")
+    if not options.tools >= 0:
+        raise ConfigError("tools must be at least 0", "tools")
+    machine = profile(options.profile, options.cells)
+    wanted = [(options.rate, part) for part in PARTS]
+    wanted += [(rate, part) for rate in options.rates if rate != options.rate for part in SWEPT]
+    runs = []
+    for (rate, part), seed in product(wanted, _seeds(options)):
+        case = f"{options.workload} {rate:g}/s"
+        play = partial(play_agents, case, options.workload, options.agents, rate, options.tools, machine, part, seed)
+        runs.append(Run(case, part, seed, play, rate))
+    return runs
+
+
+def play_agents(
+    case: str, workload: str, count: int, rate: float, tools: float, machine: Profile, part: str, seed: int
+) -> Mapping[str, Figures]:
+    """One run. `found`: cached when a turn began; `reused`: computed neither for the turn nor ahead of it."""
+    way, settings = PARTS[part]
+    config = engine_config("program", machine, host=False)
+    config = replace(config, step_tokens=256, without=("grouped_prefill", "kv_tags"))
+    simulated = Orchestrated(machine, replace(config, **settings), way)
+    done = simulated.run(agents(workload, count, rate, seed, tools))
+    stats = simulated.engine.stats
+    turns = [turn for each in done for turn in each.turns]
+    prompt, cached = sum(turn.prompt for turn in turns), sum(turn.across + turn.within + turn.ahead for turn in turns)
+    first = [each.first_s for each in done]
+    tool, decode = fmean(each.tool_s for each in done), fmean(each.decode_s for each in done)
+    figures = {f"first_{name}": value for name, value in _spread(first, 50, 90).items()}
+    figures |= _spread([each.seconds for each in done], 50, 90)
+    shares = np.percentile([each.tool_s / each.first_s for each in done], (50, 90, 99))
+    figures |= {f"tools_p{percent}": float(share) for percent, share in zip((50, 90, 99), shares, strict=True)}
+    figures |= {"prompt_s": fmean(first) - tool - decode, "decode_s": decode, "tool_s": tool}
+    figures |= {"found": cached / prompt, "reused": 1 - (stats.prompt_computed + stats.ahead_computed) / prompt}
+    for depth in range(DEPTHS):
+        figures |= _depth(done, depth)
+    return {case: figures}
+
+
+def _depth(done: Sequence[AgentDone], depth: int) -> Figures:
+    turns = [turn for each in done for at, turn in enumerate(each.turns) if min(at, DEPTHS - 1) == depth]
+    prompt = max(sum(turn.prompt for turn in turns), 1)
+    kinds = ("across", "within", "ahead")
+    return {f"{kind}_{depth}": sum(getattr(turn, kind) for turn in turns) / prompt for kind in kinds}
+
+
+def _equal_latency(rows: Sequence[Row]) -> Iterator[str]:
+    """For each of the baseline's loads: the load that all parts together carry at the same median FTR."""
+    loads = sorted({row.load for row in rows if row.way == SWEPT[1]})
+    if len(loads) < 2:
+        return
+    base, ours = (
+        [fmean(r.figures["first_p50_s"] for r in rows if (r.way, r.load) == (way, load)) for load in loads]
+        for way in SWEPT
+    )
+    for load, wanted in zip(loads[:-1], base, strict=False):
+        reached = [n for n in range(len(loads)) if ours[n] <= wanted]
+        if not reached:
+            continue
+        last, at = max(reached), f"at the baseline's FTR of {wanted:.1f} s at {load:g}/s"
+        if last + 1 == len(loads):
+            yield f"{at}: over {loads[-1] / load:.1f} times the load"
+            continue
+        part = (wanted - ours[last]) / (ours[last + 1] - ours[last])
+        yield f"{at}: {(loads[last] + part * (loads[last + 1] - loads[last])) / load:.2f} times the load"
+
+
+# ---- overload ----
+
+LONGEST = 8192  # tokens of a prompt, and of a reply
+WARM_S = 60.0  # at the beginning of a run, which do not count
+
+
+def visits(options: Namespace, rate: float, seed: int, batch: float) -> Iterator[Visit]:
+    """The requests of a run, in order: `batch` of them of that class, all lengths lognormal."""
+    draw, at = random.Random(seed), 0.0
+    prompt, reply = Length(options.prompt, 0.7), Length(options.reply, 0.7)
+    while (at := at + draw.expovariate(rate)) < options.seconds + WARM_S:
+        within_s = options.deadline * draw.uniform(0.5, 1.5)
+        priority = Priority.BATCH if draw.random() < batch else Priority.INTERACTIVE
+        yield Visit(at, min(prompt.draw(draw), LONGEST), min(reply.draw(draw), LONGEST), within_s, priority)
+
+
+def _deadlines(options: Namespace, rate: float, seed: int, *, told: bool, flood: bool = False) -> Ends:
+    machine = profile(options.profile, options.cells)
+    config = EngineConfig(
+        context_length=2 * LONGEST,
+        cells=machine.cells // PAGE * PAGE,
+        page_size=PAGE,
+        max_sequences=options.sequences,
+        session_rows=0,
+        max_waiting=1 << 30,
+        queue_timeout_s=1e9,
+        speculation=DraftConfig(enabled=False),
+        without=("prefix_cache",),  # no two prompts begin alike
+    )
+    clients = Deadlines(machine, config, options.seconds + WARM_S, WARM_S, told=told, leave=not flood)
+    return clients.run(visits(options, rate, seed, 0.0 if flood else options.batch))
+
+
+def capacity(options: Namespace, seed: int) -> float:
+    """Requests a second that the machine completes while many wait and no client leaves."""
+    ends = _deadlines(options, 50.0, seed, told=False, flood=True).ends
+    return float((ends["in time"] + ends["late"]) / options.seconds)
+
+
+def _overload(options: Namespace) -> list[Run]:
+    _at_least_one(options)
+    runs = []
+    for seed in _seeds(options):
+        most = capacity(options, seed)
+        for load, way in product(options.loads, ("told", "not told")):
+            case = f"{load:g} x {most:.2f} a second"
+            runs.append(Run(case, way, seed, partial(play_overload, case, options, load * most, way, seed), load))
+    return runs
+
+
+def play_overload(case: str, options: Namespace, rate: float, way: str, seed: int) -> Mapping[str, Figures]:
+    """One run. `in_time_per_s` is the goodput; shares are of the requests that ended."""
+    found = _deadlines(options, rate, seed, told=way == "told")
+    refused, ended = sorted(found.refused_s) or [0.0], found.ends.total()
+    figures = {"in_time_per_s": found.in_time.total() / options.seconds}
+    figures |= {name.replace(" ", "_"): found.ends[name] / ended for name in ("in time", "refused", "dropped", "left")}
+    figures |= {f"{each.name.lower()}_per_s": found.in_time[each] / options.seconds for each in Priority}
+    return {case: figures | {"refusal_ms": refused[int(0.99 * (len(refused) - 1))] * 1e3}}
+
+
+# ---- states ----
+
+
+def _states(options: Namespace) -> list[Run]:
+    _at_least_one(options, "slots")
+    machine = profile(options.profile, options.cells)
+    workload = Workload(options.workload, options.programs, options.rate)
+    case = f"{options.workload} {options.rate:g}/s, {options.slots} slots"
+    return [
+        Run(case, way, seed, partial(_play_states, case, machine, workload, way, options.slots, seed))
+        for seed, way in product(_seeds(options), states.WAYS)
+    ]
+
+
+def _play_states(
+    case: str, machine: Profile, workload: Workload, way: str, slots: int, seed: int
+) -> Mapping[str, Figures]:
+    return {case: states.play(machine, list(workload.draw(seed)), way, slots)}
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "simulate": Scenario(
+        _policies,
+        {
+            "": (
+                *(Column(head, f"{figure}_s") for head, figure in (("job s mean", "mean"), ("p50", "p50"))),
+                *(Column(head, f"{head}_s") for head in ("p90", "p99")),
+                Column("programs/s", "programs_per_s"),
+                Column("bubble s", "bubble_s"),
+                Column("cached", "cached", "%"),
+                Column("faster", "mean_s", "under"),
+                Column("throughput", "programs_per_s", "over"),
+            )
+        },
+    ),
+    "simulate-placement": Scenario(
+        _placements,
+        {
+            "": (
+                Column("hit rate", "hit", "%"),
+                *(
+                    column
+                    for head, figure in (
+                        ("p50 s", "p50_s"),
+                        ("p99 s", "p99_s"),
+                        ("1st token p50 s", "first_p50_s"),
+                        ("1st p99 s", "first_p99_s"),
+                        ("most in hand", "most_in_hand"),
+                    )
+                    for column in (Column(head, figure), Column("over", figure, "over"))
+                ),
+                Column("busiest over mean", "most_busy"),
+                Column("cv", "busy_cv"),
+            )
+        },
+    ),
+    "simulate-tenants": Scenario(
+        _tenants,
+        {
+            "": (
+                Column("turn p50 s", "p50_s"),
+                Column("p99 s", "p99_s"),
+                Column("p50 over", "raised"),
+                Column("Jain's index", "jain"),
+                Column("most over least", "most_over_least"),
+            )
+        },
+    ),
+    "simulate-orchestrator": Scenario(
+        _orchestrator,
+        {
+            "": (
+                Column("FTR p50", "first_p50_s"),
+                Column("p90", "first_p90_s"),
+                Column("E2E p50", "p50_s"),
+                Column("p90", "p90_s"),
+                Column("FTR gained", "first_p50_s", "gained"),
+                Column("E2E gained", "p50_s", "gained"),
+                *(Column(name, name, "%") for name in ("found", "reused")),
+                *(Column(f"{name} s", f"{name}_s") for name in ("prompt", "decode", "tool")),
+                *(Column(f"tools of FTR {name}", f"tools_{name}", "%") for name in ("p50", "p90", "p99")),
+            ),
+            "found at each depth: of others, of earlier turns, computed ahead": tuple(
+                Column(f"{depth}{'+' * (depth == DEPTHS - 1)} {kind}", f"{kind}_{depth}", "%")
+                for depth in range(DEPTHS)
+                for kind in ("across", "within", "ahead")
+            ),
+        },
+        _equal_latency,
+    ),
+    "simulate-overload": Scenario(
+        _overload,
+        {
+            "": (
+                Column("in time a second", "in_time_per_s"),
+                Column("of the best", "in_time_per_s", "best"),
+                *(Column(name.replace("_", " "), name, "%") for name in ("in_time", "refused", "dropped", "left")),
+                Column("refusal ms p99", "refusal_ms"),
+                *(Column(f"{each.name.lower()}/s", f"{each.name.lower()}_per_s") for each in Priority),
+            )
+        },
+    ),
+    "simulate-states": Scenario(
+        _states,
+        {
+            "": (
+                Column("seconds of a program", "mean_s"),
+                Column("over ours", "mean_s", "over"),
+                Column("p90 over ours", "p90_s", "over"),
+                Column("hits", "hits", "%"),
+                Column("checkpoints evicted", "evicted"),
+            )
+        },
+    ),
+}

@@ -1,7 +1,6 @@
 """The HTTP application: which path is served by what. The way of a generation request is in `turns`."""
 
 import time
-from collections.abc import Sequence
 from functools import partial
 
 import orjson
@@ -12,18 +11,16 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError, UnavailableError
-from holdfast.replicas.requests import ModelCard
 from holdfast.router import metric_list as listed
 from holdfast.router.accounts import Accounts
 from holdfast.router.admin import AdminEndpoints, UsageEndpoints
-from holdfast.router.anthropic import CountTokens, MessagesFormat
 from holdfast.router.audit import Audit
 from holdfast.router.backend import Backend
 from holdfast.router.cluster_status import ClusterStatus
 from holdfast.router.config import RouterConfig
 from holdfast.router.conversations import Conversations
 from holdfast.router.entry import Drain, Entry
-from holdfast.router.formats import ChatFormat, CompletionFormat, Format
+from holdfast.router.formats import ChatFormat, CompletionFormat, Format, MessagesFormat, loaded_models
 from holdfast.router.http import (
     VERSION,
     AnswerHeadersMiddleware,
@@ -42,6 +39,7 @@ from holdfast.router.parser_process import ParserProcess
 from holdfast.router.prefills import PrefillEndpoints, StoredPrefills
 from holdfast.router.program_endpoints import ProgramEndpoints
 from holdfast.router.programs import ProgramTable
+from holdfast.router.protocol.completions import detokenize_reply, read_detokenize, read_tokenize, tokenize_reply
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.protocol.models import (
     anthropic_model_reply,
@@ -50,10 +48,9 @@ from holdfast.router.protocol.models import (
     models_reply,
 )
 from holdfast.router.protocol.openapi import document, page, served
-from holdfast.router.protocol.tokens import detokenize_reply, read_detokenize, read_tokenize, tokenize_reply
 from holdfast.router.protocol.turn import find_model
 from holdfast.router.response_cache import ResponseCache
-from holdfast.router.responses import CompactionFormat, CountInput, ResponseEndpoints, ResponsesFormat
+from holdfast.router.responses import CompactionFormat, ResponseEndpoints, ResponsesFormat
 from holdfast.router.session_histories import SessionHistories
 from holdfast.router.session_homes import SessionHomes
 from holdfast.router.sessions import SessionEndpoints
@@ -121,7 +118,8 @@ def create_app(
         answers,
     )
     responses = responses or StoredResponses(store, config)
-    stored = ResponseEndpoints(entry, responses)
+    stored = ResponseEndpoints(entry, backend, responses)
+    messages = MessagesFormat(entry, backend)
     handles = prefills or StoredPrefills(store, config)
     ahead = PrefillEndpoints(backend, entry, programs, conversations, handles, metrics, config, drain)
     agents = ProgramEndpoints(backend, entry, programs, latencies, store)
@@ -139,11 +137,11 @@ def create_app(
     routes: tuple[tuple[str, str, Handler], ...] = (
         ("POST", "/v1/chat/completions", generates(ChatFormat(entry, handles))),
         ("POST", "/v1/completions", generates(CompletionFormat(entry))),
-        ("POST", "/v1/messages", generates(MessagesFormat(entry))),
-        ("POST", "/v1/messages/count_tokens", CountTokens(entry, backend).count),
+        ("POST", "/v1/messages", generates(messages)),
+        ("POST", "/v1/messages/count_tokens", messages.count),
         ("POST", "/v1/responses", generates(ResponsesFormat(entry, backend, responses))),
         ("POST", "/v1/responses/compact", generates(CompactionFormat(entry, responses))),
-        ("POST", "/v1/responses/input_tokens", CountInput(entry, backend, responses).count),
+        ("POST", "/v1/responses/input_tokens", stored.count),
         ("GET", "/v1/responses/{response_id}", stored.show),
         ("DELETE", "/v1/responses/{response_id}", stored.delete),
         ("POST", "/v1/responses/{response_id}/cancel", stored.cancel),
@@ -226,12 +224,12 @@ class SmallEndpoints:
 
     async def tokenize(self, request: Request) -> Response:
         async with self._entry.entered(request) as tenant:
-            prompt, card = await self._entry.read(request, read_tokenize, await self._models())
+            prompt, card = await self._entry.read(request, read_tokenize, await loaded_models(self._backend))
             return json_response(tokenize_reply(await self._backend.tokenize(prompt, tenant.name), card))
 
     async def detokenize(self, request: Request) -> Response:
         async with self._entry.entered(request):
-            tokens = await self._entry.read(request, read_detokenize, await self._models())
+            tokens = await self._entry.read(request, read_detokenize, await loaded_models(self._backend))
             return json_response(detokenize_reply(await self._backend.detokenize(tokens)))
 
     async def models(self, request: Request) -> Response:
@@ -270,12 +268,6 @@ class SmallEndpoints:
         except RefusedError:
             return document()
         return document(served(await self._backend.models()))
-
-    async def _models(self) -> Sequence[ModelCard]:
-        models = await self._backend.models()
-        if not models:
-            raise UnavailableError("No model is loaded yet")
-        return models
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:

@@ -22,8 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.replicas.errors import EngineError, HoldfastError
 from holdfast.router.limit_headers import anthropic_headers, openai_headers
-from holdfast.router.protocol.anthropic import anthropic_error
-from holdfast.router.protocol.errors import api_error
+from holdfast.router.protocol.errors import anthropic_error, api_error
 from holdfast.router.quotas import QuotaError, Standing
 from holdfast.router.tenants import Caller
 

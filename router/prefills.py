@@ -31,11 +31,11 @@ from holdfast.router.http import answer_headers, json_response, retry_of
 from holdfast.router.identity import program_named, shown_program, unnamed_program
 from holdfast.router.metrics import Meter, Outcome, RouterMetrics
 from holdfast.router.programs import ProgramTable
+from holdfast.router.protocol.body import deleted_reply
 from holdfast.router.protocol.errors import Refusal, RefusedError, ReplyError
 from holdfast.router.protocol.prefills import (
     Prefill,
     check_extension,
-    prefill_deleted_reply,
     prefill_reply,
     read_extension,
     read_prefill,
@@ -171,7 +171,7 @@ class PrefillEndpoints:
             prefill = await self._find(request, tenant)
             await self._stored.delete(tenant.name, prefill.id)
             await self._backend.release(tenant.name, prefill.id)
-            return json_response(prefill_deleted_reply(prefill.id))
+            return json_response(deleted_reply("prefill", prefill.id))
 
     @asynccontextmanager
     async def _admitted(self, request: Request) -> AsyncIterator[Admission]:

@@ -1,4 +1,4 @@
-"""`/v1/responses`: its wire formats for `turns`, and what else a tenant may do with its stored responses."""
+"""`/v1/responses`: its formats for `turns`, and the endpoints of stored responses."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,123 +9,88 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from holdfast.replicas.errors import ContextLengthError, HoldfastError, InvalidRequestError, UnavailableError
+from holdfast.replicas.errors import ContextLengthError, InvalidRequestError
 from holdfast.replicas.requests import Answer, ChatPrompt, ModelCard
 from holdfast.router.answers import pieces_of
 from holdfast.router.backend import Backend
 from holdfast.router.entry import Entry
-from holdfast.router.formats import Arrival, Exchange, KeepsNothing
+from holdfast.router.formats import Arrival, Exchange, PlainExchange, count_tokens, loaded_models
 from holdfast.router.http import answer_headers, json_response
+from holdfast.router.protocol.body import deleted_reply
 from holdfast.router.protocol.declared_tools import DeclaredTools
+from holdfast.router.protocol.replies import Encoder
 from holdfast.router.protocol.responses import (
     ENCRYPTED,
+    CompactionEncoder,
+    ResponseEncoder,
     ResponsesBody,
-    Translated,
+    TranslatedItems,
     chat_messages,
     compacted,
     compaction_turn,
     compacts,
     input_items,
-    read_input,
     read_responses,
     response_object,
     response_usage,
     responses_turn,
 )
 from holdfast.router.protocol.turn import Turn, check_length, find_model, with_defaults
-from holdfast.router.response_events import CompactionEncoder, ResponseEncoder
 from holdfast.router.stored_responses import StoredResponse, StoredResponses, StoredTurn
 
-PAGE = 20  # input items in one answer where a client does not say how many
+PAGE = 20  # input items on a page by default
 MOST = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request with all that it goes on with: `before` are the responses of its chain, `own` the items it adds.
-
-    It `compacts` where it asks to have all of that made short, and for no answer.
-    """
+class ChainedRequest:
+    """A request, the stored turns that it continues, and the items that it adds."""
 
     body: ResponsesBody
     before: list[StoredTurn]
     own: list[dict[str, Any]]
-    translated: Translated
-    compacts: bool = False
+    translated: TranslatedItems
 
     @property
     def program(self) -> str:
         return self.before[-1].program if self.before else ""
 
 
-class ResponseExchange:
-    """One response. It is stored as it was written; where there is no room for it, its `store` is false at its end."""
+class ResponseExchange(Exchange):
+    """One response, stored as it was written. If there is no room for it, its last event says `store: false`."""
 
-    def __init__(self, asked: Asked, arrival: Arrival, turn: Turn, skipped: str, stored: StoredResponses) -> None:
-        self.turn = turn
-        self.skipped = skipped
-        self.program = asked.program
-        self._asked = asked
+    def __init__(self, chained: ChainedRequest, arrival: Arrival, turn: Turn, stored: StoredResponses) -> None:
+        super().__init__(turn, chained.program)
+        self._chained = chained
         self._arrival = arrival
         self._stored = stored
         self._written: ResponseEncoder | None = None
-        self._lost = False  # it was to be stored, and is not
+        self._lost = False  # it should be stored, and is not
 
     def encoder(self, choice: int = 0) -> ResponseEncoder:
-        arrival, body = self._arrival, self._asked.body
-        shell = response_object(body, f"resp_{arrival.unique}", arrival.created)
-        conceal = partial(self._stored.items.close, arrival.tenant)
-        if self._asked.compacts:
-            self._written = CompactionEncoder(shell, arrival.unique, conceal)
+        body, unique = self._chained.body, self._arrival.unique
+        shell = response_object(body, f"resp_{unique}", self._arrival.created)
+        conceal = partial(self._stored.items.close, self._arrival.tenant)
+        if compacts(self._chained.own):
+            self._written = CompactionEncoder(shell, unique, conceal)
         else:
-            conceals = conceal if ENCRYPTED in body.include else None
-            self._written = ResponseEncoder(shell, arrival.unique, conceals, self._asked.translated.tools)
+            conceal_thoughts = conceal if ENCRYPTED in body.include else None
+            self._written = ResponseEncoder(shell, unique, conceal_thoughts, self._chained.translated.tools)
         return self._written
 
     def reply(self, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
         return self.encoder().whole(pieces_of(answer))
 
     async def keep(self, program: str) -> None:
-        if self._written is None:
+        if self._written is None or not self._chained.body.store:
             return
-        asked, response = self._asked, self._written.response
-        chain = [each.id for each in asked.before]
-        turn = StoredTurn(response["id"], asked.own, response["output"], chain, program)
-        if asked.body.store:
-            self._lost = True  # also where this fails
-            self._lost = not await self._stored.keep(self._arrival.tenant, StoredResponse(response, turn))
+        response, chain = self._written.response, [each.id for each in self._chained.before]
+        turn = StoredTurn(response["id"], self._chained.own, response["output"], chain, program)
+        self._lost = True  # also if this fails
+        self._lost = not await self._stored.keep(self._arrival.tenant, StoredResponse(response, turn))
 
     def kept(self, data: bytes) -> bytes:
         return self._written.not_stored(data) if self._written is not None and self._lost else data
-
-
-class CompactionExchange(KeepsNothing):
-    """A conversation made short: what its users said, and a summary by the model that only we can read."""
-
-    def __init__(self, asked: Asked, arrival: Arrival, turn: Turn, skipped: str, stored: StoredResponses) -> None:
-        self.turn = turn
-        self.skipped = skipped
-        self.program = asked.program
-        self._asked = asked
-        self._arrival = arrival
-        self._stored = stored
-
-    def encoder(self, choice: int = 0) -> ResponseEncoder:
-        raise NotImplementedError("a compaction is not streamed")
-
-    def reply(self, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
-        arrival, items = self._arrival, [*_items(self._asked.before), *self._asked.own]
-        summary = self._stored.items.close(arrival.tenant, (answer.text or "").strip())
-        compaction = {"id": f"cmp_{arrival.unique}", "type": "compaction", "encrypted_content": summary}
-        return orjson.dumps(
-            {
-                "id": f"resp_{arrival.unique}",
-                "object": "response.compaction",
-                "created_at": arrival.created,
-                "output": compacted(items, compaction),
-                "usage": response_usage(answer.usage),
-            }
-        )
 
 
 class ResponsesFormat:
@@ -139,27 +104,25 @@ class ResponsesFormat:
         self._stored = stored
 
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
-        asked, card = await _asked(self._entry, self._stored, request, arrival)
-        asked = replace(asked, compacts=compacts(asked.own))
-        translate = compaction_turn if asked.compacts else responses_turn
-        turn, skipped = translate(asked.body, asked.translated, card)
-        if asked.body.truncation == "auto" and isinstance(turn.prompt, ChatPrompt):
-            turn = await self._fitted(turn, turn.prompt, arrival.tenant)
-        return ResponseExchange(asked, arrival, check_length(turn), ", ".join(skipped), self._stored)
+        chained, card = await _read(self._entry, self._stored, request, arrival)
+        translate = compaction_turn if compacts(chained.own) else responses_turn
+        turn = translate(chained.body, chained.translated, card)
+        if chained.body.truncation == "auto" and isinstance(turn.prompt, ChatPrompt):
+            turn = await self._truncated(turn, turn.prompt, arrival.tenant)
+        return ResponseExchange(chained, arrival, check_length(turn), self._stored)
 
-    async def _fitted(self, turn: Turn, prompt: ChatPrompt, tenant: str) -> Turn:
-        """`turn` without as many of the oldest exchanges of its `prompt` as it takes to fit, and to leave room for a
-        reply.
+    async def _truncated(self, turn: Turn, prompt: ChatPrompt, tenant: str) -> Turn:
+        """`turn` without as many of the oldest exchanges as it takes to fit and to leave room for a reply.
 
-        What stands before the first user's message stays, and so does the last exchange, whether it fits or not.
+        The messages before the first user's stay, and the last exchange stays even if it does not fit.
         """
         messages, fields = prompt.messages, turn.fields.messages
-        begins = [index for index, message in enumerate(messages) if message["role"] == "user"]
-        if not begins:
+        starts = [index for index, message in enumerate(messages) if message["role"] == "user"]
+        if not starts:
             return turn
 
         def without(n: int) -> ChatPrompt:
-            return replace(prompt, messages=[*messages[: begins[0]], *messages[begins[n] :]])
+            return replace(prompt, messages=[*messages[: starts[0]], *messages[starts[n] :]])
 
         async def fits(n: int) -> bool:
             try:
@@ -167,7 +130,7 @@ class ResponsesFormat:
             except ContextLengthError:
                 return False
 
-        least, most = 0, len(begins) - 1
+        least, most = 0, len(starts) - 1
         while least < most:
             n = (least + most) // 2
             if await fits(n):
@@ -175,12 +138,12 @@ class ResponsesFormat:
             else:
                 least = n + 1
         if fields is not None:
-            fields = [*fields[: begins[0]], *fields[begins[least] :]]
+            fields = [*fields[: starts[0]], *fields[starts[least] :]]
         return replace(turn, prompt=without(least), fields=replace(turn.fields, messages=fields))
 
 
 class CompactionFormat:
-    """`POST /v1/responses/compact`."""
+    """`POST /v1/responses/compact`: the users' messages, and the model's summary, encrypted."""
 
     name = "compact"
 
@@ -189,24 +152,43 @@ class CompactionFormat:
         self._stored = stored
 
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
-        asked, card = await _asked(self._entry, self._stored, request, arrival)
+        chained, card = await _read(self._entry, self._stored, request, arrival)
         await self._stored.items.prepare()
-        body = asked.body.model_copy(update={"stream": False, "stream_options": None})
-        turn, skipped = compaction_turn(body, asked.translated, card)
-        return CompactionExchange(asked, arrival, check_length(turn), ", ".join(skipped), self._stored)
+        body = chained.body.model_copy(update={"stream": False, "stream_options": None})
+        turn = check_length(compaction_turn(body, chained.translated, card))
+
+        def reply(answer: Answer, others: Sequence[Answer]) -> bytes:
+            summary = self._stored.items.close(arrival.tenant, (answer.text or "").strip())
+            compaction = {"id": f"cmp_{arrival.unique}", "type": "compaction", "encrypted_content": summary}
+            return orjson.dumps(
+                {
+                    "id": f"resp_{arrival.unique}",
+                    "object": "response.compaction",
+                    "created_at": arrival.created,
+                    "output": compacted([*_items(chained.before), *chained.own], compaction),
+                    "usage": response_usage(answer.usage),
+                }
+            )
+
+        return PlainExchange(turn, chained.program, _no_encoder, reply)
+
+
+def _no_encoder(choice: int) -> Encoder:
+    raise NotImplementedError("a compaction is not streamed")
 
 
 class ResponseEndpoints:
-    """Stored responses over HTTP."""
+    """Stored responses, and the count of a prompt's tokens."""
 
-    def __init__(self, entry: Entry, stored: StoredResponses) -> None:
+    def __init__(self, entry: Entry, backend: Backend, stored: StoredResponses) -> None:
         self._entry = entry
+        self._backend = backend
         self._stored = stored
 
     async def show(self, request: Request) -> Response:
         async with self._entry.entered(request) as tenant:
             if request.query_params.get("stream", "false").lower() not in ("false", "0"):
-                raise InvalidRequestError("'stream': only responses made in the background can be streamed", "stream")
+                raise InvalidRequestError("'stream': a stored response cannot be streamed", "stream")
             stored = await self._stored.find(tenant.name, request.path_params["response_id"])
             return json_response(orjson.dumps(stored.response))
 
@@ -214,53 +196,42 @@ class ResponseEndpoints:
         async with self._entry.entered(request) as tenant:
             response_id = request.path_params["response_id"]
             await self._stored.delete(tenant.name, response_id)
-            return json_response(orjson.dumps({"id": response_id, "object": "response", "deleted": True}))
+            return json_response(deleted_reply("response", response_id))
 
     async def cancel(self, request: Request) -> Response:
-        """Always refused: what is stored has ended, and nothing is made in the background."""
+        """Always refused: a stored response has ended."""
         async with self._entry.entered(request) as tenant:
             await self._stored.find(tenant.name, request.path_params["response_id"])
             raise InvalidRequestError("Cannot cancel a synchronous response: close its connection instead")
 
     async def input_items(self, request: Request) -> Response:
-        """The items that the response's own request had, the latest first unless `order` says `asc`."""
+        """A page of the items of the response's own request, the latest first unless `order` is `asc`."""
         async with self._entry.entered(request) as tenant:
             stored = await self._stored.find(tenant.name, request.path_params["response_id"])
             return json_response(orjson.dumps(_page(stored.turn.input, request.query_params)))
 
-
-class CountInput:
-    """`POST /v1/responses/input_tokens`: how many tokens the prompt of a response would have."""
-
-    def __init__(self, entry: Entry, backend: Backend, stored: StoredResponses) -> None:
-        self._entry = entry
-        self._backend = backend
-        self._stored = stored
-
     async def count(self, request: Request) -> Response:
+        """`POST /v1/responses/input_tokens`."""
         async with self._entry.entered(request) as tenant:
-            models = await self._backend.models()
-            if not models:
-                raise UnavailableError("No model is loaded yet")
-            body = await self._entry.read(request, read_input, models[0].name)
-            asked = await _with_chain(self._stored, body, Arrival(tenant.name, "counted", 0, models))
-            turn, skipped = responses_turn(body, asked.translated, find_model(body.model, models))
-            answer_headers(request).skipped = ", ".join(skipped)
-            try:
-                tokens = await self._backend.tokenize(turn.prompt, tenant.name)
-            except HoldfastError as error:
-                raise turn.fields.error(error) from error
-            return json_response(orjson.dumps({"object": "response.input_tokens", "input_tokens": len(tokens)}))
+            models = await loaded_models(self._backend)
+            body = await self._entry.read(request, read_responses, models[0].name)
+            chained = await _with_chain(self._stored, body, Arrival(tenant.name, "counted", 0, models))
+            turn = responses_turn(body, chained.translated, find_model(body.model, models))
+            answer_headers(request).skipped = ", ".join(turn.skipped)
+            count = await count_tokens(self._backend, turn.prompt, tenant.name, turn.fields)
+            return json_response(orjson.dumps({"object": "response.input_tokens", "input_tokens": count}))
 
 
-async def _asked(entry: Entry, stored: StoredResponses, request: Request, arrival: Arrival) -> tuple[Asked, ModelCard]:
+async def _read(
+    entry: Entry, stored: StoredResponses, request: Request, arrival: Arrival
+) -> tuple[ChainedRequest, ModelCard]:
     body = await entry.read(request, read_responses)
-    asked = await _with_chain(stored, body, arrival)
+    chained = await _with_chain(stored, body, arrival)
     card = find_model(body.model, arrival.models)
-    return replace(asked, body=with_defaults(body, card)), card
+    return replace(chained, body=with_defaults(body, card)), card
 
 
-async def _with_chain(stored: StoredResponses, body: ResponsesBody, arrival: Arrival) -> Asked:
+async def _with_chain(stored: StoredResponses, body: ResponsesBody, arrival: Arrival) -> ChainedRequest:
     before: list[StoredTurn] = []
     if body.previous_response_id is not None:
         before = await stored.conversation(arrival.tenant, body.previous_response_id, "previous_response_id")
@@ -270,11 +241,11 @@ async def _with_chain(stored: StoredResponses, body: ResponsesBody, arrival: Arr
         await stored.items.prepare()
     reveal = partial(stored.items.open, arrival.tenant)
     tools = DeclaredTools(body.tools)
-    return Asked(body, before, own, chat_messages(items, own, body.instructions, reveal, tools))
+    return ChainedRequest(body, before, own, chat_messages(items, own, body.instructions, reveal, tools))
 
 
 def _items(turns: Sequence[StoredTurn]) -> list[dict[str, Any]]:
-    """What a conversation has so far; a compaction in it stands for what was before."""
+    """The items of a conversation; a compaction replaces the items before it."""
     items: list[dict[str, Any]] = []
     for each in turns:
         items += each.items
@@ -283,8 +254,8 @@ def _items(turns: Sequence[StoredTurn]) -> list[dict[str, Any]]:
     return items
 
 
-def _page(items: Sequence[dict[str, Any]], asked: Mapping[str, str]) -> dict[str, Any]:
-    order, limit, after = asked.get("order", "desc"), asked.get("limit", str(PAGE)), asked.get("after")
+def _page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    order, limit, after = query.get("order", "desc"), query.get("limit", str(PAGE)), query.get("after")
     if order not in ("asc", "desc"):
         raise InvalidRequestError("'order' must be 'asc' or 'desc'", "order")
     if not (limit.isascii() and limit.isdigit() and len(limit) <= len(str(MOST)) and 1 <= int(limit) <= MOST):

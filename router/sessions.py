@@ -1,30 +1,24 @@
-"""Sessions over HTTP: contexts that stay on a replica, fed as data comes and asked at the cost of the question alone.
+"""Sessions over HTTP: contexts that stay on a replica, are fed as data arrives, and are queried at the cost of the
+query.
 
-A session is a program: its record in the program table counts its operations. To open, append and query are generation
-requests and go the way of `turns`; the rest is asked of the session's replica. Which that is, and where it goes on when
-that is gone, is for `session_homes` to say.
+A session is a program: its record in the program table counts its operations. Open, append and query are generation
+requests and are served by `turns`; the other calls go to the session's replica. `session_homes` knows which replica
+that is, and where the session continues when the replica is lost.
 """
 
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from holdfast.replicas.errors import (
-    ErrorKind,
-    HoldfastError,
-    InvalidRequestError,
-    SessionExistsError,
-    UnavailableError,
-)
+from holdfast.replicas.errors import ErrorKind, HoldfastError, InvalidRequestError, SessionExistsError
 from holdfast.replicas.requests import (
     AddQuestion,
     Answer,
     DescribeSession,
     ForkSession,
-    ModelCard,
     RemoveQuestion,
     SessionState,
 )
@@ -32,125 +26,71 @@ from holdfast.router.backend import Backend
 from holdfast.router.background import Background
 from holdfast.router.entry import Entry
 from holdfast.router.event_stream import until_disconnect
-from holdfast.router.formats import Arrival, Exchange, Format, KeepsNothing
+from holdfast.router.formats import Arrival, Exchange, PlainExchange, loaded_models
 from holdfast.router.http import DELIVERY, IDEMPOTENCY, json_response, retry_of
 from holdfast.router.identity import MAX_LENGTH, session_program
 from holdfast.router.programs import Begun, ProgramTable
-from holdfast.router.protocol.completions import completion_reply
+from holdfast.router.protocol.body import deleted_reply
+from holdfast.router.protocol.completions import CompletionEncoder, completion_reply
 from holdfast.router.protocol.sessions import (
+    READERS,
+    Operation,
     appended_reply,
-    closed_reply,
     opened_reply,
-    question_removed_reply,
+    question_object,
     question_reply,
-    questions_reply,
-    read_append,
     read_fork,
-    read_open,
-    read_query,
     read_question,
-    session_reply,
-    sessions_reply,
+    session_object,
 )
 from holdfast.router.protocol.turn import Turn
 from holdfast.router.session_homes import SessionHomes
-from holdfast.router.streaming import CompletionEncoder, Encoder
 from holdfast.router.turns import Turns
 
 MOST_LISTED = 1000
-NAMED = "session"  # attribute of a request's state: the tenant and the id of the session that it is about
+NAMED = "session"  # attribute of a request's state: the tenant and the id of its session
 
 
-@dataclass(frozen=True, slots=True)
-class SessionExchange(KeepsNothing):
-    """An operation of a session, its program."""
+class SessionFormat:
+    """`POST /v1/sessions`, and `append` and `query` below a session. A query is answered like a completion."""
 
-    turn: Turn
-    program: str
-    make_encoder: Callable[[], Encoder]
-    make_reply: Callable[[Answer], bytes]
-
-    @property
-    def skipped(self) -> str:
-        return ", ".join(self.turn.skipped)
-
-    def encoder(self, choice: int = 0) -> Encoder:
-        return self.make_encoder()
-
-    def reply(self, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
-        return self.make_reply(answer)
-
-
-class OpenFormat:
-    """`POST /v1/sessions`."""
-
-    name = "session_open"
-
-    def __init__(self, entry: Entry, sessions: SessionHomes) -> None:
+    def __init__(self, operation: Operation, entry: Entry, homes: SessionHomes) -> None:
+        self.name = f"session_{operation}"
+        self._operation = operation
         self._entry = entry
-        self._sessions = sessions
+        self._homes = homes
 
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
-        turn = await self._entry.read(request, read_open, arrival.models, f"sess_{arrival.unique}")
+        opens = self._operation == "open"
+        session_id = f"sess_{arrival.unique}" if opens else request.path_params["session_id"]
+        turn = await self._entry.read(request, READERS[self._operation], arrival.models, session_id)
         assert turn.session is not None
-        session_id, created, model = turn.session.session_id, arrival.created, turn.model.name
-        await self._sessions.check_free(arrival.tenant, session_id)
+        session_id = turn.session.session_id
+        if opens:
+            await self._homes.check_free(arrival.tenant, session_id)
+        else:
+            turn = _named(request, turn)
+            await self._homes.find(arrival.tenant, session_id)
         setattr(request.state, NAMED, (arrival.tenant, session_id))
-        return SessionExchange(
+        created, model = arrival.created, turn.model.name
+
+        def reply(answer: Answer, others: object) -> bytes:
+            if opens:
+                return opened_reply(session_id, created, model, answer)
+            if self._operation == "append":
+                return appended_reply(session_id, answer)
+            return completion_reply(f"cmpl-{arrival.unique}", created, model, answer)
+
+        return PlainExchange(
             turn,
             session_program(arrival.tenant, session_id),
-            lambda: CompletionEncoder(session_id, created, model, False),
-            lambda answer: opened_reply(session_id, created, model, answer),
-        )
-
-
-class AppendFormat:
-    """`POST /v1/sessions/{session_id}/append`."""
-
-    name = "session_append"
-
-    def __init__(self, entry: Entry, sessions: SessionHomes) -> None:
-        self._entry = entry
-        self._sessions = sessions
-
-    async def read(self, request: Request, arrival: Arrival) -> Exchange:
-        session_id = request.path_params["session_id"]
-        turn = _named(request, await self._entry.read(request, read_append, arrival.models, session_id))
-        await self._sessions.find(arrival.tenant, session_id)
-        setattr(request.state, NAMED, (arrival.tenant, session_id))
-        return SessionExchange(
-            turn,
-            session_program(arrival.tenant, session_id),
-            lambda: CompletionEncoder(session_id, arrival.created, turn.model.name, False),
-            lambda answer: appended_reply(session_id, answer),
-        )
-
-
-class QueryFormat:
-    """`POST /v1/sessions/{session_id}/query`: answered as a plain completion is, whole or streamed."""
-
-    name = "session_query"
-
-    def __init__(self, entry: Entry, sessions: SessionHomes) -> None:
-        self._entry = entry
-        self._sessions = sessions
-
-    async def read(self, request: Request, arrival: Arrival) -> Exchange:
-        session_id = request.path_params["session_id"]
-        turn = _named(request, await self._entry.read(request, read_query, arrival.models, session_id))
-        await self._sessions.find(arrival.tenant, session_id)
-        setattr(request.state, NAMED, (arrival.tenant, session_id))
-        reply_id, created, model = f"cmpl-{arrival.unique}", arrival.created, turn.model.name
-        return SessionExchange(
-            turn,
-            session_program(arrival.tenant, session_id),
-            lambda: CompletionEncoder(reply_id, created, model, turn.include_usage),
-            lambda answer: completion_reply(reply_id, created, model, answer),
+            lambda choice: CompletionEncoder(f"cmpl-{arrival.unique}", created, model, turn.include_usage),
+            reply,
         )
 
 
 class SessionEndpoints:
-    """What a tenant may do with its sessions."""
+    """The calls of a tenant about its sessions."""
 
     def __init__(
         self, backend: Backend, entry: Entry, programs: ProgramTable, turns: Turns, homes: SessionHomes
@@ -160,22 +100,20 @@ class SessionEndpoints:
         self._programs = programs
         self._turns = turns
         self._homes = homes
-        self._open = OpenFormat(entry, homes)
-        self._append = AppendFormat(entry, homes)
-        self._query = QueryFormat(entry, homes)
+        self._formats = {name: SessionFormat(name, entry, homes) for name in READERS}
         self._background = Background()
 
     async def open(self, request: Request) -> Response:
-        return await self._serve(request, self._open)
+        return await self._serve(request, "open")
 
     async def append(self, request: Request) -> Response:
-        return await self._serve(request, self._append)
+        return await self._serve(request, "append")
 
     async def query(self, request: Request) -> Response:
-        return await self._serve(request, self._query)
+        return await self._serve(request, "query")
 
     async def fork(self, request: Request) -> Response:
-        """A second session with the history that the first one has now."""
+        """A second session with the present history of the first one."""
         async with self._entry.entered(request) as tenant:
             child = await self._entry.read(request, read_fork) or f"sess_{secrets.token_hex(12)}"
             session_id, life = request.path_params["session_id"], secrets.token_hex(8)
@@ -193,103 +131,102 @@ class SessionEndpoints:
                 self._background.start(self._homes.forget(tenant.name, child))
                 raise
             await self._background.finish(self._end(begun, state))
-            return json_response(session_reply(state, (await self._card()).name))
+            return json_response(orjson.dumps(session_object(state, await self._model())))
 
     async def show(self, request: Request) -> Response:
         async with self._entry.entered(request) as tenant:
             state = await self._homes.ask(tenant, DescribeSession(tenant.name, request.path_params["session_id"]))
-            return json_response(session_reply(state, (await self._card()).name))
+            return json_response(orjson.dumps(session_object(state, await self._model())))
 
     async def listed(self, request: Request) -> Response:
-        """The caller's own ones that replicas have, the latest first."""
+        """The caller's own sessions on replicas, the latest first."""
         async with self._entry.entered(request) as tenant:
             limit = _limit(request.query_params.get("limit", "100"))
-            found = {}  # where a session has moved from its old home may still have it, as it was then
-            for state in sorted(await self._backend.sessions(tenant.name), key=lambda state: state.tokens):
-                found[state.session_id] = state
-            states = sorted(found.values(), key=lambda state: state.age_s)
-            return json_response(sessions_reply(states, (await self._card()).name, limit))
+            # A session that has moved may be on its old replica too, with fewer tokens.
+            known = sorted(await self._backend.sessions(tenant.name), key=lambda state: state.tokens)
+            states = sorted({each.session_id: each for each in known}.values(), key=lambda state: state.age_s)
+            model = await self._model()
+            data = [session_object(each, model) for each in states[:limit]]
+            return json_response(orjson.dumps({"object": "list", "data": data, "has_more": len(states) > limit}))
 
     async def close(self, request: Request) -> Response:
-        """The session is over. One that was lost with its replica is over, too."""
+        """End a session, also one whose replica was lost."""
         async with self._entry.entered(request) as tenant:
             session_id = request.path_params["session_id"]
             await self._homes.close(tenant.name, session_id)
-            return json_response(closed_reply(session_id))
+            return json_response(deleted_reply("session.deleted", session_id))
 
     # ---- standing questions ----
 
     async def stand(self, request: Request) -> Response:
-        """A question is to be answered ahead, after each append."""
+        """Register a question that is answered ahead after each append."""
         async with self._entry.entered(request) as tenant:
             session_id, question_id = request.path_params["session_id"], f"q_{secrets.token_hex(8)}"
-            question = await self._entry.read(request, read_question, (await self._card(),), question_id)
+            models = (await loaded_models(self._backend))[:1]
+            question = await self._entry.read(request, read_question, models, question_id)
             state = await self._homes.ask(tenant, AddQuestion(tenant.name, session_id, question))
             return json_response(question_reply(state, question_id))
 
     async def questions(self, request: Request) -> Response:
         async with self._entry.entered(request) as tenant:
             state = await self._homes.ask(tenant, DescribeSession(tenant.name, request.path_params["session_id"]))
-            return json_response(questions_reply(state))
+            data = [question_object(each, state) for each in state.questions]
+            return json_response(orjson.dumps({"object": "list", "data": data}))
 
     async def answer(self, request: Request) -> Response:
-        """The latest answer, with what it has seen."""
+        """The latest answer to a question, with the number of the append that it has seen."""
         async with self._entry.entered(request) as tenant:
-            named = request.path_params
-            call = DescribeSession(tenant.name, named["session_id"], question_id=named["question_id"])
-            state = await self._homes.ask(tenant, call)
-            return json_response(question_reply(state, named["question_id"]))
+            names = request.path_params
+            call = DescribeSession(tenant.name, names["session_id"], question_id=names["question_id"])
+            return json_response(question_reply(await self._homes.ask(tenant, call), names["question_id"]))
 
     async def withdraw(self, request: Request) -> Response:
         async with self._entry.entered(request) as tenant:
-            named = request.path_params
-            await self._homes.ask(tenant, RemoveQuestion(tenant.name, named["session_id"], named["question_id"]))
-            return json_response(question_removed_reply(named["question_id"]))
+            names = request.path_params
+            await self._homes.ask(tenant, RemoveQuestion(tenant.name, names["session_id"], names["question_id"]))
+            return json_response(deleted_reply("session.question.deleted", names["question_id"]))
 
     # ---- parts ----
 
-    async def _serve(self, request: Request, format_: Format) -> Response:
+    async def _serve(self, request: Request, operation: Operation) -> Response:
         try:
-            return await self._turns.serve(request, format_)
+            return await self._turns.serve(request, self._formats[operation])
         except BaseException as error:
             named: tuple[str, str] | None = getattr(request.state, NAMED, None)
-            if named is not None and _nothing_left(error, opens=format_ is self._open):
+            if named is not None and _is_gone(error, opens=operation == "open"):
                 self._background.start(self._homes.forget(*named))
             raise
 
     async def _end(self, begun: Begun, state: SessionState) -> None:
         await self._programs.end(begun, state.replica_id)
 
-    async def _card(self) -> ModelCard:
-        models = await self._backend.models()
-        if not models:
-            raise UnavailableError("No model is loaded yet")
-        return models[0]
+    async def _model(self) -> str:
+        return (await loaded_models(self._backend))[0].name
 
 
 def _named(request: Request, turn: Turn) -> Turn:
-    """What changes a session with the name that its client, or the proxy, has given it: it is done once.
+    """`turn` with the client's or the proxy's name for it, if it changes the session: it is then done only once.
 
     Raises InvalidRequestError for a name that is too long.
     """
-    name = next((name for name in (IDEMPOTENCY, DELIVERY) if name in request.headers), None)
-    if name is None or turn.session is None or not turn.session.keep:
+    header = next((name for name in (IDEMPOTENCY, DELIVERY) if name in request.headers), None)
+    if header is None or turn.session is None or not turn.session.keep:
         return turn
-    given = request.headers[name]
-    if len(given) > MAX_LENGTH:
-        raise InvalidRequestError(f"'{name}' must be at most {MAX_LENGTH} characters", name)
-    session = replace(turn.session, name=f"{name}/{given}", content=retry_of(request, name))
+    value = request.headers[header]
+    if len(value) > MAX_LENGTH:
+        raise InvalidRequestError(f"'{header}' must be at most {MAX_LENGTH} characters", header)
+    session = replace(turn.session, name=f"{header}/{value}", content=retry_of(request, header))
     return replace(turn, session=session)
 
 
-def _nothing_left(error: BaseException, *, opens: bool) -> bool:
-    """Whether there is no session of this name after an operation that ended in `error`."""
+def _is_gone(error: BaseException, *, opens: bool) -> bool:
+    """Whether the session does not exist after an operation that ended in `error`."""
     if opens:
         return not isinstance(error, SessionExistsError)
     return isinstance(error, HoldfastError) and error.kind is ErrorKind.NO_SESSION
 
 
-def _limit(given: str) -> int:
-    if not (given.isascii() and given.isdigit() and len(given) <= 4 and 1 <= int(given) <= MOST_LISTED):
+def _limit(value: str) -> int:
+    if not (value.isascii() and value.isdigit() and len(value) <= 4 and 1 <= int(value) <= MOST_LISTED):
         raise InvalidRequestError(f"'limit' must be a number from 1 to {MOST_LISTED}", "limit")
-    return int(given)
+    return int(value)

@@ -16,9 +16,8 @@ from holdfast.router.entry import Drain
 from holdfast.router.event_stream import EventStream
 from holdfast.router.http import ClientGoneError
 from holdfast.router.metrics import Meter, Outcome
-from holdfast.router.protocol.errors import ReplyError
-from holdfast.router.protocol.fields import CHAT_FIELDS, FieldNames
-from holdfast.router.streaming import COMMENT, Encoder
+from holdfast.router.protocol.errors import CHAT_FIELDS, FieldNames, ReplyError
+from holdfast.router.protocol.replies import COMMENT, Encoder
 
 log = logging.getLogger(__name__)
 

@@ -25,12 +25,13 @@ from fake_backend import CARD, DONE, FakeBackend, World
 from redis_server import RedisServer
 
 from holdfast.replicas.requests import GenerateRequest, TextDelta
-from holdfast.router.anthropic import AnthropicEncoder
 from holdfast.router.backend import ANYWHERE, Batch, Place
 from holdfast.router.config import RouterConfig
-from holdfast.router.protocol.anthropic import chat_prompt, messages_turn, read_messages
-from holdfast.router.protocol.chat import read_chat
+from holdfast.router.protocol.anthropic import AnthropicEncoder, chat_prompt, messages_turn, read_messages
+from holdfast.router.protocol.chat import ChatEncoder, read_chat
+from holdfast.router.protocol.replies import Encoder
 from holdfast.router.protocol.responses import (
+    ResponseEncoder,
     chat_messages,
     input_items,
     read_responses,
@@ -38,10 +39,8 @@ from holdfast.router.protocol.responses import (
     responses_turn,
 )
 from holdfast.router.records import Records, RedisAddress
-from holdfast.router.response_events import ResponseEncoder
 from holdfast.router.store import MemoryStore, RedisStore
 from holdfast.router.stored_responses import StoredResponses
-from holdfast.router.streaming import ChatEncoder, Encoder
 
 ROUNDS, TOKENS, FIRST = 400, 256, 200
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

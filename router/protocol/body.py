@@ -1,7 +1,6 @@
-"""From bytes to a validated pydantic model: JSON, fields that are ignored or not supported, and errors that name
-the field as OpenAI's do (`messages.2.content`).
+"""From bytes to a validated pydantic model, and errors that name the field as OpenAI's do (`messages.2.content`).
 
-The supported fields themselves are in `chat`, `completions` and `tokens`.
+The fields of each endpoint stand with it. The fields that every endpoint ignores or refuses stand here.
 """
 
 import contextlib
@@ -20,11 +19,13 @@ from holdfast.router.protocol.errors import Refusal, RefusedError
 Model = TypeVar("Model", bound="Body")
 T = TypeVar("T")
 
+CLOSED = ConfigDict(strict=True, extra="forbid")
+OPEN = ConfigDict(strict=True, extra="allow")
 MOST_MESSAGES = 8192  # of a conversation, and parts of one message
 MOST_TOOLS = 1024
-EXACT = 2.0**53  # integers beyond it are no integers to everybody
-TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # one that does not end goes to the end
-# Every escape of a text, so that none is taken for one which begins inside of another; a pair of surrogates is one.
+EXACT = 2.0**53  # a float beyond it need not be the integer that was written
+TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # a JSON string; an open one goes to the end
+# Every escape in a string, so that a match cannot begin inside another escape. A surrogate pair is one match.
 ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL)
 
 IGNORED = frozenset(
@@ -53,7 +54,7 @@ IGNORED = frozenset(
         "user",
     }
 )
-"""Fields of OpenAI's, of other servers' and of gateways' that cannot change the answer: nothing is done with them."""
+"""Fields of OpenAI, other servers and gateways that cannot change an answer. They are accepted and not used."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
@@ -100,43 +101,42 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Fields that would change the answer and are not supported, with the values that change nothing."""
-
+"""Fields that would change an answer and are not supported, each with the values that change nothing."""
 
 WORD = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-MOST_WORDS = 32  # that the header of what was skipped names
+MOST_WORDS = 32  # in the header that lists what was skipped
 
 
 def word(name: object) -> str:
-    """A type or a name as it may stand in a header, whatever a client has sent."""
+    """`name` if it may stand in a header, else "unknown"."""
     return name if isinstance(name, str) and WORD.fullmatch(name) else "unknown"
 
 
-class Unknown:
-    """Collects the fields that are not known of a request's parts, each by its path without numbers."""
+class UnknownFields:
+    """Collects the unknown fields of a request's parts, each by its path without indices."""
 
     def __init__(self) -> None:
-        self.found: set[str] = set()
+        self.paths: set[str] = set()
 
-    def look(self, given: Mapping[str, Any], known: frozenset[str], where: str) -> None:
-        if not given.keys() <= known:
-            self.found.update(f"{where}.{word(n)}" for n in given.keys() - known if given[n] is not None)
+    def check(self, part: Mapping[str, Any], known: frozenset[str], path: str) -> None:
+        if not part.keys() <= known:
+            self.paths.update(f"{path}.{word(n)}" for n in part.keys() - known if part[n] is not None)
 
 
 def one_or_many(value: object) -> str:
-    """Discriminates a field that is a string or a list, so that an error speaks of the one that was meant."""
+    """Discriminates a string from a list, so that an error is about the one that was sent."""
     return "many" if isinstance(value, list) else "one"
 
 
-def without_nulls(given: Any) -> Any:
-    """An object without those of its members that are null."""
-    if isinstance(given, dict) and None in given.values():
-        return {name: value for name, value in given.items() if value is not None}
-    return given
+def without_nulls(value: Any) -> Any:
+    """An object without its members that are null."""
+    if isinstance(value, dict) and None in value.values():
+        return {name: member for name, member in value.items() if member is not None}
+    return value
 
 
 NULL_IS_ABSENT = BeforeValidator(without_nulls)
-"""Marks an object below the top level of a body whose members count as absent where they are null."""
+"""In an object below the top level of a body: a member that is null counts as absent."""
 
 
 class Body(BaseModel):
@@ -151,9 +151,14 @@ class Lenient(Body):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
 
+def read(model: type[Model], raw: bytes) -> Model:
+    """`raw` as a `model`. Raises InvalidRequestError that names the field."""
+    return validate(model, decode(raw))
+
+
 def decode(raw: bytes) -> dict[str, Any]:
-    """The JSON object in `raw`. Raises InvalidRequestError that names the position of a syntax error, or the field
-    that is nested deeper than can be written again.
+    """The JSON object in `raw`. Raises InvalidRequestError for a syntax error, and for a field that is nested deeper
+    than the JSON writer can write.
     """
     try:
         body = _loads(raw)
@@ -164,21 +169,21 @@ def decode(raw: bytes) -> dict[str, Any]:
         raise InvalidRequestError("The request body must be a JSON object")
     for name, value in body.items():
         try:
-            orjson.dumps([[[[value]]]])  # 254 levels at most; in a request's digest it stands a few further down
+            orjson.dumps([[[[value]]]])  # it writes 254 levels; a request's digest puts the value a few levels deeper
         except TypeError:
             raise InvalidRequestError(f"'{name}' is nested too deeply", name) from None
     return body
 
 
 def _loads(raw: bytes) -> Any:
-    """The JSON in `raw`, with U+FFFD for each half of a surrogate pair.
+    """The JSON in `raw`, with U+FFFD for half a surrogate pair.
 
-    JavaScript's clients send a half where they cut a text inside of a pair, and would send it again with each turn.
+    JavaScript clients send a half when they cut a text inside a pair, and send it again with each turn.
     """
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError:
-        whole = ESCAPE.sub(lambda found: rb"\ufffd" if found["half"] else found[0], raw)
+        whole = ESCAPE.sub(lambda match: rb"\ufffd" if match["half"] else match[0], raw)
         if whole == raw:
             raise
     return orjson.loads(whole)
@@ -187,24 +192,24 @@ def _loads(raw: bytes) -> Any:
 def parse_long(raw: bytes, most: int, parse: Callable[..., T], arguments: Sequence[object]) -> T:
     """What `parse` makes of a long body.
 
-    Raises RefusedError (413) for JSON with more than `most` values in it, before any of them is made: a value of two
-    bytes takes a hundred in memory. What stands between values is counted, outside of texts.
+    Raises RefusedError (413) if the JSON has more than `most` values, before any of them is made: a value of two bytes
+    takes a hundred in memory. Separators outside of strings are counted.
     """
-    if _signs(raw) > most and _signs(TEXT.sub(b"", raw)) > most:
+    if _separators(raw) > most and _separators(TEXT.sub(b"", raw)) > most:
         raise RefusedError(Refusal.TOO_LARGE, f"The request body has more than {most} values")
     return parse(raw, *arguments)
 
 
-def _signs(raw: bytes) -> int:
+def _separators(raw: bytes) -> int:
     return raw.count(b",") + raw.count(b"[") + raw.count(b"{")
 
 
 def validate(model: type[Model], body: Mapping[str, Any]) -> Model:
-    """`body` as a `model`. A field that is null counts as absent, further in where `NULL_IS_ABSENT` stands.
+    """`body` as a `model`. A field that is null counts as absent; deeper down where `NULL_IS_ABSENT` says so.
 
-    Raises InvalidRequestError for the first thing that is wrong, with the field's path.
+    Raises InvalidRequestError for the first fault, with the field's path.
     """
-    given: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in body.items():
         known = name in model.model_fields
         if value is None or (name in IGNORED and not known):
@@ -212,19 +217,19 @@ def validate(model: type[Model], body: Mapping[str, Any]) -> Model:
         if name in NEUTRAL and not known:
             _require_neutral(name, value)
             continue
-        given[name] = value
+        fields[name] = value
     try:
-        return model.model_validate(given)
+        return model.model_validate(fields)
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=False)
         if any(each["type"] == "int_type" and isinstance(each["input"], float) for each in details):
             with contextlib.suppress(ValidationError):
-                return model.model_validate(_whole(given))  # to JSON, 5.0 is an integer as well
-        raise _translate(model, error.errors(include_url=False), given) from None
+                return model.model_validate(_whole(fields))  # in JSON, 5.0 is an integer too
+        raise _translate(model, error.errors(include_url=False), fields) from None
 
 
 def _whole(value: Any) -> Any:
-    """`value` with integers for all numbers in it that are some."""
+    """`value` with an integer for each float that is one."""
     if isinstance(value, float) and value.is_integer() and abs(value) < EXACT:
         return int(value)
     if isinstance(value, list):
@@ -240,20 +245,19 @@ def _require_neutral(name: str, value: object) -> None:
     raise InvalidRequestError(f"'{name}' is not supported{only}", name)
 
 
-def _translate(model: type[Body], details: Sequence[ErrorDetails], given: Mapping[str, Any]) -> InvalidRequestError:
+def _translate(model: type[Body], details: Sequence[ErrorDetails], fields: Mapping[str, Any]) -> InvalidRequestError:
     detail = details[0]
-    if detail["type"] == "missing":  # perhaps because of a misspelling, which says more
+    if detail["type"] == "missing":  # a misspelled field, if there is one, says more
         detail = next((item for item in details if item["type"] == "extra_forbidden"), detail)
     kind = detail["type"]
-    path = _path(detail["loc"], given, missing=kind == "missing")
+    path = _path(detail["loc"], fields, missing=kind == "missing")
     if kind == "extra_forbidden":
         return InvalidRequestError(f"Unrecognized request argument supplied: {path}{_nearest(model, path)}", path)
-    if kind == "missing":
-        return InvalidRequestError(f"Missing required parameter: '{path}'", path)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         path = f"{path}.{detail['ctx']['discriminator'].strip(chr(39))}"
-        if kind == "union_tag_not_found":
-            return InvalidRequestError(f"Missing required parameter: '{path}'", path)
+    if kind in ("missing", "union_tag_not_found"):
+        return missing(path)
+    if kind == "union_tag_invalid":
         expected = detail["ctx"]["expected_tags"]
         return InvalidRequestError(f"Invalid value for '{path}': '{detail['ctx']['tag']}', not one of {expected}", path)
     if kind == "literal_error":
@@ -263,16 +267,20 @@ def _translate(model: type[Body], details: Sequence[ErrorDetails], given: Mappin
     return InvalidRequestError(f"Invalid value for '{path}': {message[:1].lower()}{message[1:]}", path)
 
 
-def _path(location: Sequence[int | str], given: object, *, missing: bool) -> str:
-    """`location` without the names of union branches, which pydantic mixes in and a client never wrote.
+def missing(path: str) -> InvalidRequestError:
+    return InvalidRequestError(f"Missing required parameter: '{path}'", path)
 
-    The last step of a `missing` field is not in what was `given`.
+
+def _path(location: Sequence[int | str], fields: object, *, missing: bool) -> str:
+    """`location` without the names of union branches, which pydantic puts in and a client never wrote.
+
+    The last step of a `missing` field is not in `fields`.
     """
     parts: list[str] = []
-    here = given
+    here = fields
     for index, step in enumerate(location):
         last = index + 1 == len(location)
-        if isinstance(here, dict) and step in here:  # noqa: SIM114 (types are lost in the joint form)
+        if isinstance(here, dict) and step in here:  # noqa: SIM114 (mypy loses the types in the joint form)
             here = here[step]
         elif isinstance(here, list) and isinstance(step, int):
             here = here[step]
@@ -283,5 +291,10 @@ def _path(location: Sequence[int | str], given: object, *, missing: bool) -> str
 
 
 def _nearest(model: type[Body], path: str) -> str:
-    near = get_close_matches(path, [*model.model_fields, *NEUTRAL], n=1, cutoff=0.75) if "." not in path else ()
+    near = get_close_matches(path, [*model.model_fields, *NEUTRAL], n=1, cutoff=0.7) if "." not in path else ()
     return f" (did you mean '{near[0]}'?)" if near else ""
+
+
+def deleted_reply(kind: str, name: str) -> bytes:
+    """The answer to a DELETE, in JSON."""
+    return orjson.dumps({"id": name, "object": kind, "deleted": True})

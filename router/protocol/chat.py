@@ -1,36 +1,52 @@
-"""`/v1/chat/completions`: its request body, the turn it becomes, and the whole reply. Chunks are in `streaming`."""
+"""`/v1/chat/completions`: messages and tools in, the turn that they become, the reply and its chunks out.
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Annotated, Any
+Chat is the inner form: completions, responses and Anthropic's messages become the same prompt. Shapes are typed
+dictionaries, so that validation returns dictionaries and copies nothing. Content is text. Unknown fields of a message
+change nothing: clients send back what they got and add fields of their own.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias, get_args
 
 import orjson
-from pydantic import Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, with_config
+from typing_extensions import TypedDict  # pydantic accepts typing's own only from Python 3.12 on
 
 from holdfast.replicas.errors import InvalidRequestError
-from holdfast.replicas.requests import Answer, ChatPrompt, ModelCard
-from holdfast.router.protocol.body import MOST_WORDS, decode, validate
-from holdfast.router.protocol.kv_hints import KvHints, check_ranges, read_hints
-from holdfast.router.protocol.messages import (
-    Messages,
-    Tools,
-    check_tools,
-    plain_messages,
-    plain_tools,
-    unknown_fields,
+from holdfast.replicas.requests import (
+    Answer,
+    ChatPrompt,
+    Completed,
+    Errored,
+    JsonOutput,
+    ModelCard,
+    Piece,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
 )
-from holdfast.router.protocol.output import (
-    Effort,
-    ResponseFormat,
-    TextFormat,
-    json_output,
-    template_arguments,
-    tool_choice,
+from holdfast.router.protocol.body import (
+    CLOSED,
+    MOST_MESSAGES,
+    MOST_TOOLS,
+    MOST_WORDS,
+    NULL_IS_ABSENT,
+    OPEN,
+    UnknownFields,
+    missing,
+    one_or_many,
+    read,
+    word,
 )
+from holdfast.router.protocol.replies import ChunkEncoder, chat_logprobs, closed_choice, whole_reply
 from holdfast.router.protocol.turn import (
+    MAX_LOGPROBS,
     Choices,
     GenerationBody,
     Identifier,
+    ToolChoiceField,
     Turn,
     build_sampling,
     build_turn,
@@ -39,39 +55,443 @@ from holdfast.router.protocol.turn import (
     several,
     with_defaults,
 )
-from holdfast.router.protocol.usage import chat_logprobs, usage_object
 
-MAX_TOP_LOGPROBS = 20
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+CALL_CLOSED = "holdfast.tool_call.closed"
+# The first line of Claude Code's system prompt, and the values in it that differ between requests.
+_BILLING = "x-anthropic-billing-header:"
+_BILLING_LINE = re.compile(f"^{_BILLING}.*$", re.MULTILINE)
+_NONCE = re.compile(r"\b(cch|cc_version)=[^;\s]*")
+
+
+# ---- messages ----
+
+
+@with_config(OPEN)
+class TextPart(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+@with_config(OPEN)
+class RefusalPart(TypedDict):
+    """A refusal by one of OpenAI's models; to a template it is text."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+@with_config(OPEN)
+class OtherPart(TypedDict):
+    """A part of a tool's result that is not text, for example an image."""
+
+    type: str
+
+
+def _result_part(part: object) -> str:
+    return "text" if isinstance(part, Mapping) and part.get("type") == "text" else "another"
+
+
+_MANY = Field(max_length=MOST_MESSAGES)
+Content: TypeAlias = Annotated[
+    Annotated[str, Tag("one")] | Annotated[list[Annotated[TextPart, NULL_IS_ABSENT]], _MANY, Tag("many")],
+    Discriminator(one_or_many),
+]
+AssistantPart: TypeAlias = Annotated[TextPart | RefusalPart, Field(discriminator="type"), NULL_IS_ABSENT]
+AssistantContent: TypeAlias = Annotated[
+    Annotated[str, Tag("one")] | Annotated[list[AssistantPart], _MANY, Tag("many")], Discriminator(one_or_many)
+]
+ResultPart: TypeAlias = Annotated[
+    Annotated[TextPart, Tag("text")] | Annotated[OtherPart, Tag("another")],
+    Discriminator(_result_part),
+    NULL_IS_ABSENT,
+]
+ResultContent: TypeAlias = Annotated[
+    Annotated[str, Tag("one")] | Annotated[list[ResultPart], _MANY, Tag("many")], Discriminator(one_or_many)
+]
+
+
+@with_config(OPEN)
+class FunctionCall(TypedDict):
+    """`parsed_arguments` is what a client parsed out of our text; it is not read."""
+
+    name: str
+    arguments: str
+    parsed_arguments: NotRequired[Any]
+
+
+@with_config(OPEN)
+class CallMessage(TypedDict):
+    """A tool call of an assistant message. Clients that keep streamed deltas send `index` back."""
+
+    id: Annotated[str, Field(min_length=1)]
+    function: Annotated[FunctionCall, NULL_IS_ABSENT]
+    type: NotRequired[Literal["function"]]
+    index: NotRequired[int]
+
+
+@with_config(OPEN)
+class SystemMessage(TypedDict):
+    role: Literal["system", "developer"]
+    content: Content
+    name: NotRequired[str]
+
+
+@with_config(OPEN)
+class UserMessage(TypedDict):
+    role: Literal["user"]
+    content: Content
+    name: NotRequired[str]
+
+
+@with_config(OPEN)
+class AssistantMessage(TypedDict):
+    """The fields that a template reads, and those that other servers' messages have.
+
+    `reasoning` and `reasoning_details` (OpenRouter) and `thinking_blocks` (LiteLLM) count as `reasoning_content`.
+    """
+
+    role: Literal["assistant"]
+    content: NotRequired[AssistantContent]
+    tool_calls: NotRequired[list[Annotated[CallMessage, NULL_IS_ABSENT]]]
+    name: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[Any]
+    reasoning_details: NotRequired[Any]
+    thinking_blocks: NotRequired[Any]
+    refusal: NotRequired[str]
+    annotations: NotRequired[list[Any]]
+    parsed: NotRequired[Any]
+
+
+@with_config(OPEN)
+class ToolMessage(TypedDict):
+    role: Literal["tool"]
+    content: ResultContent
+    tool_call_id: str
+    name: NotRequired[str]
+
+
+Message: TypeAlias = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role"), NULL_IS_ABSENT
+]
+Messages: TypeAlias = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]], *, go_on: bool = False) -> list[dict[str, Any]]:
+    """`messages` as a template reads them: text parts joined, empty and foreign fields left out.
+
+    `go_on`: they follow messages that are not known here. Otherwise raises as `check_results`.
+    """
+    plain = [_assistant(message) if message["role"] == "assistant" else _other(message) for message in messages]
+    if not go_on:
+        check_results((), plain)
+    return plain
+
+
+def check_results(before: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises InvalidRequestError for a tool message that answers no earlier call, among `messages` or in `before`."""
+    calls = {call["id"] for message in before for call in message.get("tool_calls") or ()}
+    for index, message in enumerate(messages):
+        calls.update(call["id"] for call in message.get("tool_calls") or ())
+        if message["role"] == "tool" and message["tool_call_id"] not in calls:
+            field, call_id = f"messages.{index}.tool_call_id", message["tool_call_id"]
+            raise InvalidRequestError(f"'{field}': no earlier assistant message has a tool call {call_id!r}", field)
+
+
+def _assistant(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    content = message.get("content")
+    if content is None:
+        content = message.get("refusal")
+    if content is None and not calls:
+        content = ""
+    plain: dict[str, Any] = {"role": "assistant", "content": None if content is None else _text(content)}
+    if calls:
+        plain["tool_calls"] = [chat_call(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in calls]
+    if message.get("name") is not None:
+        plain["name"] = message["name"]
+    if reasoning := _reasoning(message):
+        plain["reasoning_content"] = reasoning
+    return plain
+
+
+def chat_call(call_id: str | None, name: str, arguments: str) -> dict[str, Any]:
+    """A tool call of an assistant message."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _reasoning(message: Mapping[str, Any]) -> str:
+    """The reasoning of an assistant message, under whichever name a server gave it."""
+    for name in ("reasoning_content", "reasoning"):
+        if isinstance(text := message.get(name), str) and text:
+            return text
+    for name in ("reasoning_details", "thinking_blocks"):
+        parts = message.get(name)
+        mappings = [part for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
+        members = ("text", "summary", "thinking")
+        texts = [part[key] for part in mappings for key in members if isinstance(part.get(key), str)]
+        if any(texts):
+            return "".join(texts)
+    return ""
+
+
+def _other(message: Mapping[str, Any]) -> dict[str, Any]:
+    role = message["role"]
+    text = _text(message["content"])
+    if role in ("system", "developer"):
+        role, text = "system", system_text(text)
+    plain = {"role": role, "content": text}
+    for name in ("name", "tool_call_id"):
+        if message.get(name) is not None:
+            plain[name] = message[name]
+    return plain
+
+
+def _text(content: str | Sequence[Mapping[str, str]]) -> str:
+    if isinstance(content, str):
+        return content
+    kinds = ("text", "refusal")
+    return "\n".join(part[part["type"]] if part["type"] in kinds else left_out(part["type"]) for part in content)
+
+
+def system_text(text: str) -> str:
+    """A system prompt without the values of Claude Code's billing line: with them no two prompts share a prefix."""
+    return _BILLING_LINE.sub(lambda line: _NONCE.sub(r"\1=", line[0]), text) if _BILLING in text else text
+
+
+def left_out(kind: object) -> str:
+    """The note in place of a part of a tool's result that is not text; `kind` is the part's type."""
+    name = word(kind).removeprefix("input_").removesuffix("_url")
+    return f"[{name} left out: this model reads only text]"
+
+
+# ---- tools ----
+
+
+def _without_null_keywords(parameters: Any) -> Any:
+    """`parameters` without `properties` and `required` that are null. For other keywords null may be the value."""
+    if not isinstance(parameters, dict):
+        return parameters
+    optional = ("properties", "required")
+    return {name: value for name, value in parameters.items() if value is not None or name not in optional}
+
+
+Parameters: TypeAlias = Annotated[
+    dict[str, Any],
+    BeforeValidator(_without_null_keywords),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "description": "A JSON schema of type object",
+            "properties": {
+                "type": {"const": "object"},
+                "properties": {"type": "object"},
+                "required": {"type": "array", "items": {"type": "string"}},
+            },
+        }
+    ),
+]
+ToolName: TypeAlias = Annotated[str, WithJsonSchema({"type": "string", "pattern": f"^{TOOL_NAME.pattern}$"})]
+
+
+@with_config(OPEN)
+class FunctionTool(TypedDict):
+    """The arguments of a `strict` tool follow `parameters`."""
+
+    name: ToolName
+    description: NotRequired[str | None]
+    parameters: NotRequired[Parameters | None]
+    strict: NotRequired[bool | None]
+
+
+@with_config(OPEN)
+class Tool(TypedDict):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+Tools: TypeAlias = Annotated[list[Tool], Field(max_length=MOST_TOOLS)]
+
+
+def plain_tools(tools: Sequence[Tool]) -> tuple[Mapping[str, Any], ...]:
+    """`tools` without unknown fields, which a template would show to the model."""
+    return tuple(_plain_tool(tool) for tool in tools)
+
+
+def _plain_tool(tool: Tool) -> Mapping[str, Any]:
+    function = tool["function"]
+    if tool.keys() <= _OF_TOOL and function.keys() <= _OF_TOOL_FUNCTION:
+        return tool
+    known = {name: value for name, value in function.items() if name in _OF_TOOL_FUNCTION}
+    return {"type": "function", "function": known}
+
+
+def check_name(name: str, path: str) -> None:
+    """Raises InvalidRequestError for a tool name, the value of field `path`, that is not well formed."""
+    if not TOOL_NAME.fullmatch(name):
+        raise InvalidRequestError(f"Invalid '{path}': {name!r} is not [a-zA-Z0-9_-]{{1,64}}", path)
+
+
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Raises InvalidRequestError unless names are well formed and unique and parameters describe an object."""
+    seen: set[str] = set()
+    for index, tool in enumerate(tools):
+        function, path = tool["function"], f"tools.{index}.function"
+        name = function["name"]
+        check_name(name, f"{path}.name")
+        if name in seen:
+            raise InvalidRequestError(f"'{path}.name': there are two tools named {name!r}", f"{path}.name")
+        seen.add(name)
+        _check_parameters(function.get("parameters") or {}, f"{path}.parameters")
+
+
+def _check_parameters(parameters: Mapping[str, Any], path: str) -> None:
+    """Checks the keywords that every reader of tools uses. Deeper faults matter only when a reply must follow them."""
+    if parameters.get("type", "object") != "object":
+        raise InvalidRequestError(f"'{path}' must be a JSON schema of type 'object'", path)
+    if not isinstance(parameters.get("properties", {}), dict):
+        raise InvalidRequestError(f"'{path}.properties' must be an object of JSON schemas", f"{path}.properties")
+    required = parameters.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise InvalidRequestError(f"'{path}.required' must be a list of names", f"{path}.required")
+
+
+# ---- which tools may be called, and the form of the reply ----
+
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORTS: tuple[str, ...] = get_args(Effort)
+Mode: TypeAlias = Literal["auto", "none", "required"]
+_MODES: Mapping[str, Mode] = {"auto": "auto", "none": "none", "required": "required"}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """How tools may be called. `forced`: the one that must be called; `allowed`: the ones that may be, () for all."""
+
+    mode: Mode
+    forced: str = ""
+    allowed: tuple[str, ...] = ()
+
+
+@with_config(CLOSED)
+class TextFormat(TypedDict):
+    type: Literal["text"]
+
+
+@with_config(CLOSED)
+class JsonObjectFormat(TypedDict):
+    type: Literal["json_object"]
+
+
+@with_config(CLOSED)
+class JsonSchema(TypedDict):
+    """`name` and `description` change nothing: no template shows them to the model."""
+
+    name: Annotated[str, Field(pattern=re.compile(f"^{TOOL_NAME.pattern}$"))]
+    description: NotRequired[str | None]
+    schema: NotRequired[dict[str, Any] | None]
+    strict: NotRequired[bool | None]
+
+
+@with_config(CLOSED)
+class JsonSchemaFormat(TypedDict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat: TypeAlias = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+def json_output(form: ResponseFormat) -> JsonOutput | None:
+    """The JSON that a reply must be; None for text. A format without a schema means any object."""
+    if form["type"] == "text":
+        return None
+    if form["type"] == "json_object":
+        return JsonOutput({"type": "object"})
+    body = form["json_schema"]
+    return JsonOutput(body.get("schema") or {"type": "object"}, bool(body.get("strict")))
+
+
+def tool_choice(value: str | Mapping[str, Any], declared: Sequence[str]) -> ToolChoice:
+    """How the tools named `declared` may be called. Raises InvalidRequestError, naming the field."""
+    if isinstance(value, str):
+        if value not in _MODES:
+            message = f"'tool_choice': {value!r} is not 'auto', 'none', 'required' or a function"
+            raise InvalidRequestError(message, "tool_choice")
+        if value == "required" and not declared:
+            raise InvalidRequestError("'tool_choice': 'required' is only allowed with 'tools'", "tool_choice")
+        return ToolChoice(_MODES[value])
+    if value.get("type") == "allowed_tools":
+        return _allowed(value.get("allowed_tools"), declared)
+    return ToolChoice("required", forced=_function_name(value, declared, "tool_choice"))
+
+
+def _allowed(value: object, declared: Sequence[str]) -> ToolChoice:
+    path = "tool_choice.allowed_tools"
+    if not isinstance(value, Mapping):
+        raise missing(path)
+    mode, tools = value.get("mode"), value.get("tools")
+    if not isinstance(mode, str) or mode not in ("auto", "required"):
+        raise InvalidRequestError(f"'{path}.mode': {mode!r} is not 'auto' or 'required'", f"{path}.mode")
+    if not isinstance(tools, list) or not tools:
+        raise InvalidRequestError(f"'{path}.tools' must be a list of functions", f"{path}.tools")
+    names = [_function_name(tool, declared, f"{path}.tools.{index}") for index, tool in enumerate(tools)]
+    return ToolChoice(_MODES[mode], allowed=tuple(dict.fromkeys(names)))
+
+
+def _function_name(value: object, declared: Sequence[str], path: str) -> str:
+    """The name in `{"type": "function", "function": {"name": ...}}`, the value of field `path`."""
+    kind = value.get("type") if isinstance(value, Mapping) else value
+    if kind != "function" or not isinstance(value, Mapping):
+        raise InvalidRequestError(f"'{path}.type': {kind!r} is not 'function'", f"{path}.type")
+    field, function = f"{path}.function.name", value.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise missing(field)
+    name: str = function["name"]
+    if name not in declared:
+        raise InvalidRequestError(f"'{field}': no tool is named {name!r}", field)
+    return name
+
+
+def template_arguments(kwargs: Mapping[str, Any], effort: str | None) -> Mapping[str, Any]:
+    """Arguments of the chat template: `effort` by the two names that templates use, unless `kwargs` has them."""
+    if effort is None:
+        return kwargs
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none", **kwargs}
+
+
+# ---- the request ----
 
 
 class ChatBody(GenerationBody):
-    """What a client may send; `max_tokens` is the old name of `max_completion_tokens`."""
+    """`max_tokens` is the old name of `max_completion_tokens`."""
 
     messages: Messages
     tools: Tools = Field(default_factory=list)
-    tool_choice: str | dict[str, Any] = "auto"
+    tool_choice: ToolChoiceField = "auto"
     parallel_tool_calls: bool = True
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     response_format: ResponseFormat = Field(default_factory=lambda: TextFormat(type="text"))
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: Effort | None = None
-    thinking_budget: Annotated[int, Field(ge=0)] | None = None  # Qwen's: tokens of a block of thinking
-    include_reasoning: bool = True  # vLLM's and OpenRouter's; false: what is thought is left out of the answer
+    thinking_budget: Annotated[int, Field(ge=0)] | None = None  # Qwen's: the most tokens of a block of reasoning
+    include_reasoning: bool = True  # vLLM's and OpenRouter's; false leaves the reasoning out of the answer
     n: Choices = 1
-    prefill_id: Identifier | None = None  # ours: `messages` come after those of this handle
-    kv_hints: KvHints | None = None  # vLLM's: what parts of the prompt are worth in the cache
+    prefill_id: Identifier | None = None  # ours: `messages` follow those of this prefill
 
 
 def read_chat(raw: bytes, models: Sequence[ModelCard]) -> Turn:
-    """The turn that a request body asks for. Raises InvalidRequestError, ContextLengthError or RefusedError."""
-    body = validate(ChatBody, decode(raw))
+    """The turn of a request body. Raises InvalidRequestError, ContextLengthError or RefusedError."""
+    body = read(ChatBody, raw)
     return check_length(chat_turn(body, find_model(body.model, models)))
 
 
 def chat_turn(body: ChatBody, card: ModelCard) -> Turn:
-    """The turn `body` asks for. Raises InvalidRequestError or ContextLengthError, naming the field."""
+    """The turn of `body`. Raises InvalidRequestError, naming the field."""
     body = with_defaults(body, card)
     max_tokens, max_field = _max_tokens(body)
     if body.top_logprobs is not None and not body.logprobs:
@@ -79,8 +499,9 @@ def chat_turn(body: ChatBody, card: ModelCard) -> Turn:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     check_tools(body.tools)
     choice = tool_choice(body.tool_choice, [tool["function"]["name"] for tool in body.tools])
+    prefilled = body.prefill_id is not None
     prompt = ChatPrompt(
-        messages=plain_messages(body.messages, go_on=body.prefill_id is not None),
+        messages=plain_messages(body.messages, go_on=prefilled),
         tools=plain_tools(body.tools),
         tool_choice=choice.mode,
         parallel_tool_calls=body.parallel_tool_calls,
@@ -90,19 +511,54 @@ def chat_turn(body: ChatBody, card: ModelCard) -> Turn:
         output=json_output(body.response_format),
         thinking_budget=body.thinking_budget,
     )
-    turn = build_turn(body, prompt, card, build_sampling(body, card, logprobs, max_tokens, max_field))
-    hints = read_hints(body.kv_hints)
-    if body.prefill_id is None:
-        check_ranges(hints, len(body.messages))
-    unknown = [*sorted(unknown_fields(body.messages, body.tools)), *turn.skipped]
-    turn = replace(
-        turn,
-        prefill_id=body.prefill_id or "",
-        hints=hints,
-        skipped=tuple(unknown[:MOST_WORDS]),
-        thoughts=body.include_reasoning,
-    )
+    sampling = build_sampling(body, card, max_tokens, max_field, logprobs)
+    turn = build_turn(body, prompt, card, sampling, prefilled=prefilled)
+    skipped = (*sorted(_unknown_fields(body)), *turn.skipped)[:MOST_WORDS]
+    turn = replace(turn, prefill_id=body.prefill_id or "", skipped=skipped, thoughts=body.include_reasoning)
     return several(turn, [prompt], body.n) if body.n > 1 else turn
+
+
+def _max_tokens(body: ChatBody) -> tuple[int | None, str]:
+    if body.max_completion_tokens is None:
+        return body.max_tokens, "max_tokens"
+    if body.max_tokens not in (None, body.max_completion_tokens):
+        raise InvalidRequestError("'max_tokens' and 'max_completion_tokens' contradict each other", "max_tokens")
+    return body.max_completion_tokens, "max_completion_tokens"
+
+
+_OF_ROLE: Mapping[str, frozenset[str]] = {
+    "system": frozenset(SystemMessage.__annotations__),
+    "developer": frozenset(SystemMessage.__annotations__),
+    "user": frozenset(UserMessage.__annotations__),
+    "assistant": frozenset(AssistantMessage.__annotations__),
+    "tool": frozenset(ToolMessage.__annotations__),
+}
+_OF_PART = frozenset({"type", "text", "refusal"})
+_OF_CALL, _OF_FUNCTION = frozenset(CallMessage.__annotations__), frozenset(FunctionCall.__annotations__)
+_OF_TOOL, _OF_TOOL_FUNCTION = frozenset(Tool.__annotations__), frozenset(FunctionTool.__annotations__)
+
+
+def _unknown_fields(body: ChatBody) -> set[str]:
+    """The unknown fields of messages, parts, calls and tools, each by its path without indices."""
+    unknown = UnknownFields()
+    check = unknown.check
+    for message in body.messages:
+        check(message, _OF_ROLE[message["role"]], "messages")
+        content: Any = message.get("content")
+        if content is not None and not isinstance(content, str):
+            for part in content:
+                check(part, _OF_PART, "messages.content")
+        calls: Any = message.get("tool_calls")
+        for call in calls or ():
+            check(call, _OF_CALL, "messages.tool_calls")
+            check(call["function"], _OF_FUNCTION, "messages.tool_calls.function")
+    for tool in body.tools:
+        check(tool, _OF_TOOL, "tools")
+        check(tool["function"], _OF_TOOL_FUNCTION, "tools.function")
+    return unknown.paths
+
+
+# ---- the reply ----
 
 
 def chat_reply(
@@ -113,43 +569,72 @@ def chat_reply(
     others: Sequence[Answer] = (),
     thoughts: bool = True,
 ) -> bytes:
-    """The `chat.completion` object in JSON. `created` is in seconds since the epoch.
+    """The `chat.completion` object in JSON. `others` are the choices after the first; `answer` has the usage of all.
 
-    `others` are the choices after the first; the usage of all of them is that of `answer`. Without `thoughts` they are
-    left out, and counted.
+    Without `thoughts` the reasoning is left out; its tokens count.
     """
-    return orjson.dumps(
-        {
-            "id": reply_id,
-            "object": "chat.completion",
-            "created": created,
-            "model": model,
-            "choices": [_choice(index, each, thoughts) for index, each in enumerate((answer, *others))],
-            "usage": usage_object(answer.usage),
-        }
-    )
+    choices = [
+        closed_choice(index, each, chat_logprobs(each.logprobs), message=_message(each, thoughts))
+        for index, each in enumerate((answer, *others))
+    ]
+    return whole_reply("chat.completion", reply_id, created, model, choices, answer.usage)
 
 
-def _choice(index: int, answer: Answer, thoughts: bool) -> dict[str, Any]:
+def _message(answer: Answer, thoughts: bool) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.reasoning and thoughts:
         message["reasoning_content"] = answer.reasoning
     if answer.tool_calls:
-        message["tool_calls"] = [
-            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in answer.tool_calls
-        ]
-    return {
-        "index": index,
-        "message": message,
-        "logprobs": chat_logprobs(answer.logprobs) if answer.logprobs else None,
-        "finish_reason": answer.reason,
-    }
+        message["tool_calls"] = [chat_call(call.call_id, call.name, call.arguments) for call in answer.tool_calls]
+    return message
 
 
-def _max_tokens(body: ChatBody) -> tuple[int | None, str]:
-    if body.max_completion_tokens is None:
-        return body.max_tokens, "max_tokens"
-    if body.max_tokens not in (None, body.max_completion_tokens):
-        raise InvalidRequestError("'max_tokens' and 'max_completion_tokens' contradict each other", "max_tokens")
-    return body.max_completion_tokens, "max_completion_tokens"
+class ChatEncoder(ChunkEncoder):
+    """Writes `chat.completion.chunk`: the role, then reasoning, text and tool-call deltas, then the reason.
+
+    A client may run a tool call before the reply ends: the chunk that closes the call has its index in
+    `holdfast.tool_call_closed`. With `event_names` that chunk is also an event named `CALL_CLOSED`. Without `thoughts`
+    the reasoning is left out.
+    """
+
+    def __init__(
+        self,
+        reply_id: str,
+        created: int,
+        model: str,
+        include_usage: bool,
+        event_names: bool = False,
+        index: int = 0,
+        thoughts: bool = True,
+    ) -> None:
+        super().__init__("chat.completion.chunk", reply_id, created, model, include_usage, index)
+        self._thoughts = thoughts
+        self._closed_name = b"event: " + CALL_CLOSED.encode() + b"\n" if event_names else b""
+        self._text_open = self.open + b'"delta":{"content":'
+        self._text_close = b'},"logprobs":null,"finish_reason":null' + self.close
+
+    def opening(self) -> bytes:
+        return self.chunk(None, None, delta={"role": "assistant", "content": "", "refusal": None})
+
+    def event(self, piece: Piece) -> bytes:
+        if isinstance(piece, TextDelta):
+            if piece.logprobs:
+                return self.chunk(chat_logprobs(piece.logprobs), None, delta={"content": piece.text})
+            return self._text_open + orjson.dumps(piece.text) + self._text_close if piece.text else b""
+        if isinstance(piece, ToolCallDelta):
+            return self._call(piece)
+        if isinstance(piece, ReasoningDelta):
+            return self.chunk(None, None, delta={"reasoning_content": piece.text}) if self._thoughts else b""
+        if isinstance(piece, Completed):
+            return self.chunk(None, piece.reason, delta={}) + self.ending(piece.usage, piece.timing)
+        return self.failed(piece.error) if isinstance(piece, Errored) else b""
+
+    def _call(self, piece: ToolCallDelta) -> bytes:
+        call: dict[str, Any] = {"index": piece.index, "function": {"arguments": piece.arguments}}
+        if piece.name is not None:
+            call = {"index": piece.index, **chat_call(piece.call_id, piece.name, piece.arguments)}
+        chunk = self.chunk(None, None, delta={"tool_calls": [call]})
+        if not piece.closed:
+            return chunk
+        closed = self.close_with(holdfast={"tool_call_closed": piece.index})
+        return self._closed_name + chunk.removesuffix(self.close) + closed

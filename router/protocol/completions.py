@@ -1,18 +1,25 @@
-"""`/v1/completions`: its request body, the turn it becomes, and the whole reply. Chunks are in `streaming`."""
+"""`/v1/completions`, `/tokenize` and `/detokenize` (in vLLM's shapes): requests in, replies and events out."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 import orjson
-from pydantic import Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from holdfast.replicas.errors import InvalidRequestError
-from holdfast.replicas.requests import Answer, ModelCard, RawPrompt
-from holdfast.router.protocol.body import decode, validate
-from holdfast.router.protocol.kv_hints import KvHints, check_ranges, read_hints
+from holdfast.replicas.requests import Answer, ChatPrompt, Completed, Errored, ModelCard, Piece, RawPrompt, TextDelta
+from holdfast.router.protocol.body import Body, missing, read
+from holdfast.router.protocol.chat import Messages, Tools, check_tools, plain_messages, plain_tools
+from holdfast.router.protocol.replies import (
+    ChunkEncoder,
+    TextOffsets,
+    closed_choice,
+    completion_logprobs,
+    whole_reply,
+)
 from holdfast.router.protocol.turn import (
     MAX_ANSWERS,
+    MAX_LOGPROBS,
     Choices,
     GenerationBody,
     TokenId,
@@ -25,96 +32,149 @@ from holdfast.router.protocol.turn import (
     several,
     with_defaults,
 )
-from holdfast.router.protocol.usage import completion_logprobs, usage_object
 
-MAX_LOGPROBS = 20
+OBJECT = "text_completion"
+Text = Annotated[str, Field(min_length=1)]
+Tokens = Annotated[list[TokenId], Field(min_length=1)]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
-def _prompt_kind(given: object) -> str:
-    if not isinstance(given, list):
+def _prompt_kind(value: object) -> str:
+    if not isinstance(value, list):
         return "a text"
-    first = given[0] if given else None
+    first = value[0] if value else None
     return "texts" if isinstance(first, str) else "lists of token ids" if isinstance(first, list) else "token ids"
 
 
 class CompletionBody(GenerationBody):
-    """What a client may send. A prompt is text or token ids; there may be a list of them. `max_tokens` may be 0
-    with `echo`.
-    """
+    """A prompt is text or token ids; there may be a list of prompts. `max_tokens` may be 0 with `echo`."""
 
     prompt: Annotated[
-        Annotated[str, Tag("a text")]
-        | Annotated[list[TokenId], Tag("token ids")]
-        | Annotated[Annotated[list[str], Field(max_length=MAX_ANSWERS)], Tag("texts")]
-        | Annotated[Annotated[list[list[TokenId]], Field(max_length=MAX_ANSWERS)], Tag("lists of token ids")],
+        Annotated[Text, Tag("a text")]
+        | Annotated[Tokens, Tag("token ids")]
+        | Annotated[Annotated[list[Text], Field(max_length=MAX_ANSWERS)], Tag("texts")]
+        | Annotated[Annotated[list[Tokens], Field(max_length=MAX_ANSWERS)], Tag("lists of token ids")],
         Discriminator(_prompt_kind),
     ]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Logprobs | None = None
     n: Choices = 1
-    echo: bool = False  # the reply begins with the prompt, with its log probabilities where some are asked for
-    kv_hints: KvHints | None = None  # vLLM's: what parts of the prompt are worth in the cache
+    echo: bool = False  # the reply begins with the prompt, with its log probabilities if any are asked for
 
 
 def read_completion(raw: bytes, models: Sequence[ModelCard]) -> Turn:
-    """The turn that a request body asks for. Raises InvalidRequestError, ContextLengthError or RefusedError."""
-    body = validate(CompletionBody, decode(raw))
+    """The turn of a request body. Raises InvalidRequestError, ContextLengthError or RefusedError."""
+    body = read(CompletionBody, raw)
     return check_length(completion_turn(body, find_model(body.model, models)))
 
 
 def completion_turn(body: CompletionBody, card: ModelCard) -> Turn:
-    """The turn `body` asks for. Raises InvalidRequestError or ContextLengthError, naming the field."""
+    """The turn of `body`. Raises InvalidRequestError, naming the field."""
     body = with_defaults(body, card)
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequestError("'max_tokens' may be 0 only with 'echo': true", "max_tokens")
     prompts = _prompts(body, card)
-    sampling = build_sampling(body, card, body.logprobs, body.max_tokens, "max_tokens")
-    hints = read_hints(body.kv_hints)
-    check_ranges(hints, 0)
-    turn = replace(build_turn(body, prompts[0], card, sampling), hints=hints)
+    turn = build_turn(body, prompts[0], card, build_sampling(body, card, body.max_tokens, logprobs=body.logprobs))
     return several(turn, prompts, body.n) if len(prompts) > 1 or body.n > 1 else turn
 
 
 def _prompts(body: CompletionBody, card: ModelCard) -> list[RawPrompt]:
-    given = body.prompt
-    if isinstance(given, str) or not given or isinstance(given[0], int):
-        return [raw_prompt(given, card, echo=body.echo)]  # type: ignore[arg-type]
-    if len(given) == 1:
-        return [raw_prompt(given[0], card, echo=body.echo)]
-    return [raw_prompt(each, card, f"prompt.{i}", echo=body.echo) for i, each in enumerate(given)]  # type: ignore[arg-type]
+    value: Any = body.prompt
+    single = isinstance(value, str) or isinstance(value[0], int)
+    prompts = [value] if single else value
+    return [
+        raw_prompt(each, card, f"prompt.{i}" if len(prompts) > 1 else "prompt", echo=body.echo)
+        for i, each in enumerate(prompts)
+    ]
 
 
-def raw_prompt(given: str | list[int], card: ModelCard, field: str = "prompt", *, echo: bool = False) -> RawPrompt:
-    """A prompt of text or token ids. Raises InvalidRequestError where it is empty or an id is unknown."""
-    if not given:
-        raise InvalidRequestError(f"'{field}' must not be empty", field)
-    if isinstance(given, str):
-        return RawPrompt(given, echo)
-    check_tokens(given, card, field)
-    return RawPrompt(tuple(given), echo)
+def raw_prompt(value: str | list[int], card: ModelCard, field: str, *, echo: bool = False) -> RawPrompt:
+    """A prompt of text or token ids. Raises InvalidRequestError for an id outside the vocabulary."""
+    if isinstance(value, str):
+        return RawPrompt(value, echo)
+    check_tokens(value, card, field)
+    return RawPrompt(tuple(value), echo)
 
 
 def completion_reply(reply_id: str, created: int, model: str, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
-    """The `text_completion` object in JSON. `created` is in seconds since the epoch.
-
-    `others` are the choices after the first; the usage of all of them is that of `answer`.
-    """
-    return orjson.dumps(
-        {
-            "id": reply_id,
-            "object": "text_completion",
-            "created": created,
-            "model": model,
-            "choices": [_choice(index, each) for index, each in enumerate((answer, *others))],
-            "usage": usage_object(answer.usage),
-        }
-    )
+    """The `text_completion` object in JSON. `others` are the choices after the first; `answer` has the usage of all."""
+    choices = [
+        closed_choice(index, each, completion_logprobs(each.logprobs), text=each.text or "")
+        for index, each in enumerate((answer, *others))
+    ]
+    return whole_reply(OBJECT, reply_id, created, model, choices, answer.usage)
 
 
-def _choice(index: int, answer: Answer) -> dict[str, Any]:
-    return {
-        "index": index,
-        "text": answer.text or "",
-        "logprobs": completion_logprobs(answer.logprobs) if answer.logprobs else None,
-        "finish_reason": answer.reason,
-    }
+class CompletionEncoder(ChunkEncoder):
+    """Writes `text_completion` chunks. Completions have no reasoning and no tool calls."""
+
+    def __init__(self, reply_id: str, created: int, model: str, include_usage: bool = False, index: int = 0) -> None:
+        super().__init__(OBJECT, reply_id, created, model, include_usage, index)
+        self._text_open = self.open + b'"text":'
+        self._text_close = b',"logprobs":null,"finish_reason":null' + self.close
+        self._offsets = TextOffsets()
+
+    def event(self, piece: Piece) -> bytes:
+        if isinstance(piece, TextDelta):
+            if piece.logprobs:
+                return self.chunk(completion_logprobs(piece.logprobs, self._offsets), None, text=piece.text)
+            return self._text_open + orjson.dumps(piece.text) + self._text_close if piece.text else b""
+        if isinstance(piece, Completed):
+            return self.chunk(None, piece.reason, text="") + self.ending(piece.usage, piece.timing)
+        return self.failed(piece.error) if isinstance(piece, Errored) else b""
+
+
+# ---- /tokenize and /detokenize ----
+
+
+class TokenizeBody(Body):
+    """Either `prompt` or `messages`. A generation from the same input starts with the same ids."""
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    tools: Tools = Field(default_factory=list)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+def read_tokenize(raw: bytes, models: Sequence[ModelCard]) -> tuple[ChatPrompt | RawPrompt, ModelCard]:
+    """The prompt of a request body, and the model. Raises InvalidRequestError unless there is exactly one prompt."""
+    body = read(TokenizeBody, raw)
+    card = _card(body.model, models)
+    if (body.messages is None) == (body.prompt is None):
+        raise InvalidRequestError("Give either 'prompt' or 'messages'", "prompt")
+    if body.messages is None:
+        return raw_prompt(body.prompt or "", card, "prompt"), card
+    check_tools(body.tools)
+    kwargs = body.chat_template_kwargs
+    return ChatPrompt(plain_messages(body.messages), plain_tools(body.tools), template_kwargs=kwargs), card
+
+
+def read_detokenize(raw: bytes, models: Sequence[ModelCard]) -> list[int]:
+    """The ids of a request body. Raises InvalidRequestError for an id outside the vocabulary."""
+    body = read(DetokenizeBody, raw)
+    check_tokens(body.tokens, _card(body.model, models), "tokens")
+    return body.tokens
+
+
+def tokenize_reply(tokens: Sequence[int], card: ModelCard) -> bytes:
+    ids = [int(token) for token in tokens]
+    return orjson.dumps({"count": len(ids), "max_model_len": card.context_length, "tokens": ids, "token_strs": None})
+
+
+def detokenize_reply(text: str) -> bytes:
+    return orjson.dumps({"prompt": text})
+
+
+def _card(name: str | None, models: Sequence[ModelCard]) -> ModelCard:
+    """The model called `name`, or the only one. Raises RefusedError or InvalidRequestError."""
+    if name is None and len(models) > 1:
+        raise missing("model")
+    return models[0] if name is None else find_model(name, models)

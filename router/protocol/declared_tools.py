@@ -19,7 +19,7 @@ import orjson
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.router.protocol.body import MOST_TOOLS, word
-from holdfast.router.protocol.messages import TOOL_NAME, Tool
+from holdfast.router.protocol.chat import Tool, check_name
 
 _JSON = json.JSONDecoder(strict=False)
 LONGEST = 64  # characters of a name that a model sees
@@ -126,9 +126,7 @@ class DeclaredTools:
         if not is_function(tool) and not is_custom(tool):
             self.skipped.append(word(tool.get("type") if isinstance(tool, Mapping) else None))
             return []
-        name = tool["name"]
-        if not TOOL_NAME.fullmatch(name):
-            raise InvalidRequestError(f"Invalid '{where}.name': {name!r} is not [a-zA-Z0-9_-]{{1,64}}", f"{where}.name")
+        check_name(tool["name"], f"{where}.name")
         return [DeclaredTool(tool, namespace, where, note)]
 
 

@@ -1,11 +1,11 @@
-"""The one table from error kinds to HTTP, and the OpenAI error shape.
+"""The one table from kinds of errors to HTTP, in OpenAI's and Anthropic's shapes, and the field names in messages.
 
-Kinds that the engine knows come from `holdfast.replicas.errors`; `Refusal` adds those that only an HTTP front can
-have. Nothing here reads a request.
+The engine's kinds come from `holdfast.replicas.errors`; `Refusal` adds those that only an HTTP server has.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import ceil
 from typing import Any
@@ -17,7 +17,7 @@ from holdfast.replicas.requests import NOTHING_USED, Usage
 
 
 class Refusal(StrEnum):
-    """Why the router itself refuses a request. The value is the `code` a client sees."""
+    """Why the router itself refuses a request. The value is the `code` that a client sees."""
 
     UNAUTHENTICATED = "invalid_api_key"
     FORBIDDEN = "forbidden"
@@ -39,7 +39,7 @@ class Refusal(StrEnum):
 
 
 class RefusedError(HoldfastError):
-    """A request that the router does not let in. `retry_after_s` says when it may be tried again."""
+    """The router refuses a request. `retry_after_s`: seconds until a retry makes sense."""
 
     kind = ErrorKind.INVALID
 
@@ -55,10 +55,10 @@ class RefusedError(HoldfastError):
 
 
 class ReplyError(HoldfastError):
-    """A replica's reply was the error `info`; `usage` is what was done for it until then."""
+    """A replica replied with the error `info` after the work `usage`."""
 
     def __init__(self, info: ErrorInfo, usage: Usage = NOTHING_USED) -> None:
-        super().__init__(info.message, info.field)
+        super().__init__(info.message, info.field, info.retry_after_s)
         self.kind = info.kind
         self.usage = usage
         self._info = info
@@ -97,7 +97,7 @@ TABLE: Mapping[ErrorKind | Refusal, Row] = {
     Refusal.NO_MODEL: Row(404, "invalid_request_error", "model_not_found"),
     Refusal.NO_PROGRAM: Row(404, "invalid_request_error", "program_not_found"),
     Refusal.NO_RESPONSE: Row(404, "invalid_request_error", "response_not_found"),
-    # As at OpenAI, whose clients know by it that they have to send the whole conversation.
+    # OpenAI's status and code. Clients then send the whole conversation.
     Refusal.NO_PREVIOUS: Row(400, "invalid_request_error", "previous_response_not_found"),
     Refusal.NO_PREFILL: Row(404, "invalid_request_error", "prefill_not_found"),
     Refusal.NO_TENANT: Row(404, "invalid_request_error", "tenant_not_found"),
@@ -116,9 +116,22 @@ TABLE: Mapping[ErrorKind | Refusal, Row] = {
 }
 
 
+ANTHROPIC_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's error types by status. Other statuses below 500 have the type of 400; other ones have `api_error`."""
+
+
 @dataclass(frozen=True, slots=True)
 class ApiError:
-    """An error as it goes over the wire: `body` is the OpenAI error object in JSON."""
+    """An HTTP error. `body` is the error object in JSON."""
 
     status: int
     body: bytes
@@ -132,17 +145,88 @@ class ApiError:
 
 
 def reason(error: HoldfastError) -> str:
-    """The kind of `error` in a word, for counting: one of as many as `TABLE` has rows."""
+    """The kind of `error` as a label of metrics, one of the rows of `TABLE`."""
     return error.refusal.value if isinstance(error, RefusedError) else error.kind.value
 
 
 def api_error(error: HoldfastError | ErrorInfo) -> ApiError:
-    """What a client is told about `error`."""
-    key: ErrorKind | Refusal = error.kind
-    if isinstance(error, RefusedError):
-        key, retry_after_s = error.refusal, error.retry_after_s
-    else:
-        retry_after_s = (error if isinstance(error, ErrorInfo) else error.info).retry_after_s
-    row = TABLE[key]
+    """`error` in OpenAI's shape."""
+    row, retry_after_s = _row(error)
     body = {"message": error.message, "type": row.type, "param": error.field, "code": row.code}
-    return ApiError(row.status, orjson.dumps({"error": body}), retry_after_s or row.retry_after_s)
+    return ApiError(row.status, orjson.dumps({"error": body}), retry_after_s)
+
+
+def anthropic_error(error: HoldfastError | ErrorInfo) -> ApiError:
+    """`error` in Anthropic's shape."""
+    row, retry_after_s = _row(error)
+    kind = ANTHROPIC_TYPES.get(row.status) or ("api_error" if row.status >= 500 else ANTHROPIC_TYPES[400])
+    # Anthropic's clients look for these words and then shorten the conversation.
+    message = f"prompt is too long: {error.message}" if error.kind is ErrorKind.TOO_LONG else error.message
+    body = {"type": "error", "error": {"type": kind, "message": message}}
+    return ApiError(row.status, orjson.dumps(body), retry_after_s)
+
+
+def _row(error: HoldfastError | ErrorInfo) -> tuple[Row, float | None]:
+    """The row of `TABLE` for `error`, and the seconds for `Retry-After`."""
+    row = TABLE[error.refusal if isinstance(error, RefusedError) else error.kind]
+    return row, error.retry_after_s or row.retry_after_s
+
+
+# ---- field names ----
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """How one request calls the fields of the chat completion that it becomes.
+
+    Chat is the inner form: the checks of a prompt, here and in a replica, name fields of a chat completion.
+    `prefixes` maps paths of a chat completion to the request's own. `tools` and `messages` list the fields of the
+    request from which the tools and messages were made; None means the same names. `schema` is the member of a tool
+    that describes its arguments: one name for all tools, or one for each.
+    """
+
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+    tools: Sequence[str] | None = None
+    messages: Sequence[str] | None = None
+    schema: str | Sequence[str] = "parameters"
+
+    def of(self, name: str) -> str:
+        """The request's own name of field `name` of the chat completion."""
+        kind, _, rest = name.partition(".")
+        index, _, rest = rest.partition(".")
+        listed = {"tools": self.tools, "messages": self.messages}.get(kind)
+        if listed is not None and index.isdigit() and int(index) < len(listed):
+            if kind == "messages":  # the inside of an item differs from the inside of its message
+                return listed[int(index)]
+            rest = rest.removeprefix("function.")
+            if rest == "parameters" or rest.startswith("parameters."):
+                schema = self.schema if isinstance(self.schema, str) else self.schema[int(index)]
+                rest = schema + rest.removeprefix("parameters")
+            return f"{listed[int(index)]}.{rest}".rstrip(".")
+        for prefix in sorted(self.prefixes, key=len, reverse=True):
+            if name == prefix or name.startswith(f"{prefix}."):
+                return self.prefixes[prefix] + name[len(prefix) :]
+        return name
+
+    def info(self, error: ErrorInfo) -> ErrorInfo:
+        """`error` with the request's own names, in its message too."""
+        if error.field is None or (own := self.of(error.field)) == error.field:
+            return error
+        # A name of one word counts only in quotes: without them it may be a word of the sentence.
+        name = rf"(?<![\w.]){re.escape(error.field)}(?!\w)" if "." in error.field else f"'{re.escape(error.field)}'"
+        message = re.sub(name, lambda match: match[0].replace(error.field or "", own), error.message)
+        return replace(error, field=own, message=message)
+
+    def error(self, error: HoldfastError) -> HoldfastError:
+        """`error`, of the same type, with the request's own names."""
+        info = self.info(error.info)
+        if info.field == error.field:
+            return error
+        if isinstance(error, ReplyError):
+            return ReplyError(info, error.usage)
+        error.message, error.field = info.message, info.field
+        error.args = (info.message, info.field, error.retry_after_s)
+        return error
+
+
+CHAT_FIELDS = FieldNames()

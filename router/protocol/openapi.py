@@ -1,9 +1,6 @@
-"""`/openapi.json`: every operation with its headers, its body, its answers, events and errors; and as a page, `/docs`.
+"""`/openapi.json`: every operation with its headers, body, answers, events and errors; and as a page, `/docs`.
 
-Bodies come from the pydantic models that validate requests, answers from `replies`, events of streams from `events`,
-headers from `headers`, errors from the one table of them.
-What a model cannot say of a body, and `body.validate` does, is added here: null counts as absent, some fields are taken
-and ignored, some have one value.
+Bodies come from the pydantic models that validate requests, answers and events from `shapes`, errors from their table.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,213 +14,189 @@ import orjson
 from pydantic import TypeAdapter
 
 from holdfast.replicas.requests import ModelCard
-from holdfast.router.protocol import events, headers, replies
+from holdfast.router.protocol import headers, shapes
 from holdfast.router.protocol.admin import MOST_ROWS, ChangeBody, KeyBody, TenantBody
 from holdfast.router.protocol.anthropic import CountBody, MessagesBody
 from holdfast.router.protocol.body import IGNORED, NEUTRAL, Body
 from holdfast.router.protocol.chat import ChatBody
-from holdfast.router.protocol.completions import CompletionBody
+from holdfast.router.protocol.completions import CompletionBody, DetokenizeBody, TokenizeBody
 from holdfast.router.protocol.errors import TABLE
 from holdfast.router.protocol.prefills import ExtendBody, PrefillBody
 from holdfast.router.protocol.programs import HeartbeatBody
 from holdfast.router.protocol.responses import ResponsesBody
-from holdfast.router.protocol.sessions import (
-    KINDS,
-    NO_PROGRAM,
-    NO_STREAM,
-    AppendBody,
-    ForkBody,
-    OpenBody,
-    QueryBody,
-    QuestionBody,
-)
-from holdfast.router.protocol.tokens import DetokenizeBody, TokenizeBody
-from holdfast.router.protocol.turn import MAX_STOPS, GenerationBody
+from holdfast.router.protocol.sessions import AppendBody, ForkBody, OpenBody, QueryBody, QuestionBody
 
 EVENTS = "text/event-stream"
 JSON = "application/json"
 TEXT = "text/plain"
 LINES = "application/jsonl"
-CSV = "text/csv"  # where lines may be asked for as such
-ANY = {401: "", 403: "", 429: "", 500: "", 503: ""}
-BODY = (400, 404, 408, 413)
-ASKED = (409, 410, 504)
-LEAST: Mapping[str, Mapping[str, Any]] = {"string": {"minLength": 1}, "array": {"minItems": 1}}
-Served: TypeAlias = tuple[str, int, int]  # a model's name, its context and how many tokens it knows
-ONE_OF = (OpenBody, AppendBody, QueryBody, QuestionBody, TokenizeBody)  # one of the fields for a prompt is given
+CSV = "text/csv"  # the other form of `LINES`
 REF = "#/components/schemas/{model}"
+ServedModel: TypeAlias = tuple[str, int]  # a model's name, and the size of its vocabulary
+Query: TypeAlias = Mapping[str, Mapping[str, Any]]
+
+EVERY = (401, 403, 429, 500, 503)  # errors that every operation may answer with
+BODY = (400, 404, 408, 413)  # errors of an operation with a body
+GENERATION = (*BODY, 409, 410, 422, 504)
+LOST = (404, 410)
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One path and method. `events`: what a streamed answer is made of; `errors` beside `ANY`."""
+    """One path and method. `events`: the events of a streamed answer. `errors`: the statuses besides `EVERY`."""
 
     summary: str
     answer: Any
     body: type[Body] | None = None
+    errors: Sequence[int] = ()
+    query: Query | None = None
     events: Any = None
     generates: bool = False
-    errors: Sequence[int] = ()
-    query: Mapping[str, Mapping[str, Any]] | None = None
-    needs: Sequence[str] = ()  # fields that the model takes for optional and something else asks for
-    optional: bool = False  # the body
+    optional_body: bool = False
     media: str = JSON
 
 
-def _generation(summary: str, body: type[Body], answer: Any, events: Any, *needs: str) -> Operation:
-    return Operation(summary, answer, body, events, generates=True, errors=(*BODY, *ASKED, 422), needs=needs)
+def _generation(summary: str, body: type[Body], answer: Any, events: Any = None) -> Operation:
+    return Operation(summary, answer, body, GENERATION, events=events, generates=True)
 
 
 def _number(least: int, most: int) -> Mapping[str, Any]:
     return {"type": "integer", "minimum": least, "maximum": most}
 
 
-PAGE: Mapping[str, Mapping[str, Any]] = {
-    "order": {"enum": ["asc", "desc"]},
-    "limit": _number(1, 100),
-    "after": {"type": "string"},
-}
-
-TENANT: Mapping[str, Mapping[str, Any]] = {"tenant": {"type": "string"}}
-DAYS: Mapping[str, Mapping[str, Any]] = {"days": _number(1, 400)}
-DAYS_OF = {**DAYS, **TENANT}
-RECORDS: Mapping[str, Mapping[str, Any]] = {
+TENANT: Query = {"tenant": {"type": "string"}}
+DAYS: Query = {"days": _number(1, 400)}
+RECORDS: Query = {
     "from": {"type": "string", "format": "date"},
     "to": {"type": "string", "format": "date"},
     "after": {"type": "string", "pattern": "^[0-9]{1,13}-[0-9]{1,6}$"},
     "limit": _number(1, MOST_ROWS),
     "format": {"enum": ["jsonl", "csv"]},
 }
-RECORDS_OF = {**RECORDS, **TENANT}
+ITEMS: Query = {"order": {"enum": ["asc", "desc"]}, "limit": _number(1, 100), "after": {"type": "string"}}
+SESSION = "/v1/sessions/{session_id}"
+RESPONSE = "/v1/responses/{response_id}"
+ADMIN = "/v1/admin/tenants/{name}"
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): _generation(
-        "A chat completion", ChatBody, replies.ChatCompletion, events.ChatEvent
+        "A chat completion", ChatBody, shapes.ChatCompletion, shapes.ChatEvent
     ),
     ("POST", "/v1/completions"): _generation(
-        "A completion of text or token ids", CompletionBody, replies.Completion, events.CompletionEvent
+        "A completion of text or token ids", CompletionBody, shapes.Completion, shapes.CompletionEvent
     ),
-    ("POST", "/v1/messages"): _generation("A message", MessagesBody, replies.MessageReply, events.MessageEvent),
+    ("POST", "/v1/messages"): _generation("A message", MessagesBody, shapes.MessageReply, shapes.MessageEvent),
     ("POST", "/v1/messages/count_tokens"): Operation(
-        "How many tokens a message's prompt has", replies.InputTokens, CountBody, errors=BODY
+        "Count the tokens of a message's prompt", shapes.InputTokens, CountBody, BODY
     ),
-    ("POST", "/v1/responses"): _generation(
-        "A response", ResponsesBody, replies.ResponseReply, events.ResponseEvent, "input"
-    ),
-    ("POST", "/v1/responses/compact"): _generation(
-        "A conversation made short", ResponsesBody, replies.CompactionReply, None
-    ),
+    ("POST", "/v1/responses"): _generation("A response", ResponsesBody, shapes.ResponseReply, shapes.ResponseEvent),
+    ("POST", "/v1/responses/compact"): _generation("Compact a conversation", ResponsesBody, shapes.CompactionReply),
     ("POST", "/v1/responses/input_tokens"): Operation(
-        "How many tokens a response's prompt has", replies.CountedInput, ResponsesBody, errors=BODY
+        "Count the tokens of a response's prompt", shapes.CountedInput, ResponsesBody, BODY
     ),
-    ("GET", "/v1/responses/{response_id}"): Operation(
-        "A stored response", replies.ResponseReply, errors=(400, 404), query={"stream": {"enum": ["false", "0"]}}
+    ("GET", RESPONSE): Operation(
+        "A stored response", shapes.ResponseReply, None, (400, 404), {"stream": {"enum": ["false", "0"]}}
     ),
-    ("DELETE", "/v1/responses/{response_id}"): Operation("It is deleted", replies.Deleted, errors=(404,)),
-    ("POST", "/v1/responses/{response_id}/cancel"): Operation("Refused", replies.ResponseReply, errors=(400, 404)),
-    ("GET", "/v1/responses/{response_id}/input_items"): Operation(
-        "What its own request had", replies.ItemPage, errors=(400, 404), query=PAGE
+    ("DELETE", RESPONSE): Operation("Delete a stored response", shapes.Deleted, None, (404,)),
+    ("POST", f"{RESPONSE}/cancel"): Operation("Always refused", shapes.ResponseReply, None, (400, 404)),
+    ("GET", f"{RESPONSE}/input_items"): Operation(
+        "The items of a response's own request", shapes.ItemPage, None, (400, 404), ITEMS
     ),
     ("POST", "/v1/prefills"): Operation(
-        "The beginning of a prompt is computed", replies.PrefillReply, PrefillBody, errors=(*BODY, *ASKED)
+        "Compute the beginning of a prompt", shapes.PrefillReply, PrefillBody, (*BODY, 409, 410, 504)
     ),
-    ("GET", "/v1/prefills/{prefill_id}"): Operation("What the handle stands for", replies.PrefillReply, errors=(404,)),
-    ("DELETE", "/v1/prefills/{prefill_id}"): Operation("Nobody comes back for it", replies.Deleted, errors=(404,)),
+    ("GET", "/v1/prefills/{prefill_id}"): Operation("A prefill", shapes.PrefillReply, None, (404,)),
+    ("DELETE", "/v1/prefills/{prefill_id}"): Operation("Release a prefill", shapes.Deleted, None, (404,)),
     ("POST", "/v1/prefills/{prefill_id}/extend"): Operation(
-        "More of it has become known", replies.PrefillReply, ExtendBody, errors=(*BODY, *ASKED)
+        "Compute more messages of a prefill", shapes.PrefillReply, ExtendBody, (*BODY, 409, 410, 504)
     ),
-    ("POST", "/v1/sessions"): _generation("Opens a session", OpenBody, replies.SessionOpened, None),
+    ("POST", "/v1/sessions"): _generation("Open a session", OpenBody, shapes.SessionOpened),
     ("GET", "/v1/sessions"): Operation(
-        "The caller's own sessions", replies.SessionList, errors=(400,), query={"limit": _number(1, 1000)}
+        "The caller's sessions", shapes.SessionList, None, (400,), {"limit": _number(1, 1000)}
     ),
-    ("GET", "/v1/sessions/{session_id}"): Operation("A session", replies.SessionReply, errors=(404, 410)),
-    ("DELETE", "/v1/sessions/{session_id}"): Operation("It is closed", replies.Deleted, errors=(404, 410)),
-    ("POST", "/v1/sessions/{session_id}/append"): _generation(
-        "What comes next in it", AppendBody, replies.SessionAppended, None
+    ("GET", SESSION): Operation("A session", shapes.SessionReply, None, LOST),
+    ("DELETE", SESSION): Operation("Close a session", shapes.Deleted, None, LOST),
+    ("POST", f"{SESSION}/append"): _generation("Append to a session", AppendBody, shapes.SessionAppended),
+    ("POST", f"{SESSION}/query"): _generation("Query a session", QueryBody, shapes.Completion, shapes.CompletionEvent),
+    ("POST", f"{SESSION}/fork"): Operation(
+        "A second session with the same history", shapes.SessionReply, ForkBody, (*BODY, 409, 410), optional_body=True
     ),
-    ("POST", "/v1/sessions/{session_id}/query"): _generation(
-        "A question", QueryBody, replies.Completion, events.CompletionEvent, "max_tokens"
+    ("POST", f"{SESSION}/questions"): Operation(
+        "Ask a question that is answered ahead", shapes.QuestionReply, QuestionBody, (*BODY, 409, 410)
     ),
-    ("POST", "/v1/sessions/{session_id}/fork"): Operation(
-        "A second session with its history", replies.SessionReply, ForkBody, errors=(*BODY, 409, 410), optional=True
+    ("GET", f"{SESSION}/questions"): Operation("The standing questions", shapes.QuestionList, None, LOST),
+    ("GET", f"{SESSION}/questions/{{question_id}}"): Operation(
+        "The latest answer to a question", shapes.QuestionReply, None, LOST
     ),
-    ("POST", "/v1/sessions/{session_id}/questions"): Operation(
-        "A question to be answered ahead",
-        replies.QuestionReply,
-        QuestionBody,
-        errors=(*BODY, 409, 410),
-        needs=("max_tokens",),
-    ),
-    ("GET", "/v1/sessions/{session_id}/questions"): Operation(
-        "Those that stand", replies.QuestionList, errors=(404, 410)
-    ),
-    ("GET", "/v1/sessions/{session_id}/questions/{question_id}"): Operation(
-        "Its latest answer", replies.QuestionReply, errors=(404, 410)
-    ),
-    ("DELETE", "/v1/sessions/{session_id}/questions/{question_id}"): Operation(
-        "It stands no longer", replies.Deleted, errors=(404, 410)
-    ),
+    ("DELETE", f"{SESSION}/questions/{{question_id}}"): Operation("Withdraw a question", shapes.Deleted, None, LOST),
     ("POST", "/v1/programs/{program_id}/heartbeat"): Operation(
-        "The program's client is there", replies.HeartbeatReply, HeartbeatBody, errors=BODY
+        "The program's client is alive", shapes.HeartbeatReply, HeartbeatBody, BODY
     ),
-    ("DELETE", "/v1/programs/{program_id}"): Operation("The program is over", replies.Deleted, errors=(400, 404)),
-    ("GET", "/v1/tools/latency"): Operation("How long the caller's tools take", replies.LatencyList),
-    ("GET", "/v1/usage"): Operation("What the caller has used", replies.UsageSums, errors=(400,), query=DAYS),
+    ("DELETE", "/v1/programs/{program_id}"): Operation("End a program", shapes.Deleted, None, (400, 404)),
+    ("GET", "/v1/tools/latency"): Operation("How long the caller's tools take", shapes.LatencyList),
+    ("GET", "/v1/usage"): Operation("The caller's usage", shapes.UsageSums, None, (400,), DAYS),
     ("GET", "/v1/usage/records"): Operation(
-        "The caller's requests, one record each", str, errors=(400,), query=RECORDS, media=LINES
+        "One record for each request of the caller", str, None, (400,), RECORDS, media=LINES
     ),
-    ("GET", "/v1/admin/tenants"): Operation("Tenants and their keys", replies.TenantList),
+    ("GET", "/v1/admin/tenants"): Operation("Tenants and their keys", shapes.TenantList),
     ("POST", "/v1/admin/tenants"): Operation(
-        "A tenant, with its first key", replies.KeyMade, TenantBody, errors=(*BODY, 409)
+        "Make a tenant with its first key", shapes.KeyMade, TenantBody, (*BODY, 409)
     ),
-    ("PATCH", "/v1/admin/tenants/{name}"): Operation(
-        "What a tenant is and may use", replies.TenantRow, ChangeBody, errors=(*BODY, 409)
+    ("PATCH", ADMIN): Operation("Change a tenant", shapes.TenantRow, ChangeBody, (*BODY, 409)),
+    ("DELETE", ADMIN): Operation("Delete a tenant", shapes.Deleted, None, (400, 404, 409)),
+    ("DELETE", f"{ADMIN}/cache"): Operation("Delete a tenant's cached answers", shapes.Deleted, None, (400, 404)),
+    ("POST", f"{ADMIN}/keys"): Operation(
+        "Make another key for a tenant", shapes.KeyMade, KeyBody, (*BODY, 409), optional_body=True
     ),
-    ("DELETE", "/v1/admin/tenants/{name}"): Operation("A tenant goes", replies.Deleted, errors=(400, 404, 409)),
-    ("DELETE", "/v1/admin/tenants/{name}/cache"): Operation(
-        "Its cached answers go", replies.Deleted, errors=(400, 404)
-    ),
-    ("POST", "/v1/admin/tenants/{name}/keys"): Operation(
-        "One more key of a tenant", replies.KeyMade, KeyBody, errors=(*BODY, 409), optional=True
-    ),
-    ("DELETE", "/v1/admin/tenants/{name}/keys/{key_id}"): Operation(
-        "A key goes", replies.Deleted, errors=(400, 404, 409)
-    ),
-    ("GET", "/v1/admin/usage"): Operation("What tenants have used", replies.UsageOfAll, errors=(400,), query=DAYS_OF),
+    ("DELETE", f"{ADMIN}/keys/{{key_id}}"): Operation("Delete a key", shapes.Deleted, None, (400, 404, 409)),
+    ("GET", "/v1/admin/usage"): Operation("The usage of tenants", shapes.UsageOfAll, None, (400,), {**DAYS, **TENANT}),
     ("GET", "/v1/admin/usage/records"): Operation(
-        "Requests, one record each", str, errors=(400,), query=RECORDS_OF, media=LINES
+        "One record for each request", str, None, (400,), {**RECORDS, **TENANT}, media=LINES
     ),
-    ("GET", "/v1/admin/audit"): Operation("The audit log", str, errors=(400,), query=RECORDS, media=LINES),
+    ("GET", "/v1/admin/audit"): Operation("The audit log", str, None, (400,), RECORDS, media=LINES),
     ("GET", "/v1/cluster/status"): Operation(
-        "The cluster at this moment", replies.StatusReply, errors=(400,), query={"programs": _number(0, 1000)}
+        "The cluster at this moment", shapes.StatusReply, None, (400,), {"programs": _number(0, 1000)}
     ),
     ("GET", "/v1/live"): Operation(
-        "What the caller's programs do now", replies.LiveReply, errors=(400,), query={"since": {"type": "string"}}
+        "What the caller's programs do now", shapes.LiveReply, None, (400,), {"since": {"type": "string"}}
     ),
-    ("POST", "/tokenize"): Operation("A prompt as token ids", replies.TokenizeReply, TokenizeBody, errors=BODY),
-    ("POST", "/detokenize"): Operation("Token ids as text", replies.DetokenizeReply, DetokenizeBody, errors=BODY),
-    ("GET", "/v1/models"): Operation("What is served", replies.AnyModelList),
-    ("GET", "/v1/models/{name}"): Operation("One model", replies.AnyModel, errors=(404,)),
-    ("GET", "/version"): Operation("Holdfast's version", replies.VersionReply),
-    ("GET", "/health"): Operation("Whether a replica can take requests", replies.HealthReply),
+    ("POST", "/tokenize"): Operation("A prompt as token ids", shapes.TokenizeReply, TokenizeBody, BODY),
+    ("POST", "/detokenize"): Operation("Token ids as text", shapes.DetokenizeReply, DetokenizeBody, BODY),
+    ("GET", "/v1/models"): Operation("The served models", shapes.AnyModelList),
+    ("GET", "/v1/models/{name}"): Operation("One model", shapes.AnyModel, None, (404,)),
+    ("GET", "/version"): Operation("Holdfast's version", shapes.VersionReply),
+    ("GET", "/health"): Operation("Whether a replica can take requests", shapes.HealthReply),
     ("GET", "/metrics"): Operation("Prometheus text of all processes", str, media=TEXT),
-    ("GET", "/metrics/targets"): Operation("Where each process's own metrics are", replies.TargetList),
-    ("GET", "/metrics/processes/{process}"): Operation("One process's metrics", str, errors=(404,), media=TEXT),
+    ("GET", "/metrics/targets"): Operation("The addresses of each process's own metrics", shapes.TargetList),
+    ("GET", "/metrics/processes/{process}"): Operation("One process's metrics", str, None, (404,), media=TEXT),
 }
 
 
+def served(cards: Sequence[ModelCard]) -> tuple[ServedModel, ...]:
+    """The models as `document` takes them."""
+    return tuple((card.name, card.vocabulary) for card in cards)
+
+
 @lru_cache(maxsize=4)
-def document(models: tuple[Served, ...] = ()) -> bytes:
-    """The OpenAPI 3.1 document in JSON, with what is served where that is told."""
-    schemas = _schemas()
-    limited: set[type[Body]] = set()
-    for operation in OPERATIONS.values():
-        if operation.body is not None and operation.body not in limited:
-            limited.add(operation.body)  # as the first that has it says
-            _limit(schemas, operation, models)
+def document(models: tuple[ServedModel, ...] = ()) -> bytes:
+    """The OpenAPI 3.1 document in JSON, with the names and limits of `models` in it."""
+    kinds = {each: None for op in OPERATIONS.values() for each in (op.answer, op.body, op.events) if each is not None}
+    kinds |= dict.fromkeys((shapes.Error, shapes.AnthropicError))
+    adapters = [(kind, "validation", TypeAdapter(kind)) for kind in kinds]
+    by_kind, components = TypeAdapter.json_schemas(adapters, ref_template=REF)  # type: ignore[arg-type]
+    references = {kind: schema for (kind, _), schema in by_kind.items()}
+    schemas = components["$defs"]
+    for body in {op.body for op in OPERATIONS.values() if op.body is not None}:
+        _add_common_fields(schemas[body.__name__])
+    if models:
+        schemas["ModelName"]["enum"] = [name for name, _ in models]
+        most = max(size for _, size in models) - 1
+        schemas["TokenId"]["maximum"] = most
+        schemas["LogitBias"]["propertyNames"] = {"pattern": f"^[0-9]{{1,{len(str(most))}}}$"}
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in OPERATIONS.items():
-        paths.setdefault(path, {})[method.lower()] = _operation(method, path, operation)
+        paths.setdefault(path, {})[method.lower()] = _operation(method, path, operation, references)
+    statuses = sorted({row.status for row in TABLE.values()})
     return orjson.dumps(
         {
             "openapi": "3.1.0",
@@ -237,10 +210,10 @@ def document(models: tuple[Served, ...] = ()) -> bytes:
             "components": {
                 "schemas": schemas,
                 "parameters": headers.parameters(),
-                "headers": headers.told(),
+                "headers": headers.components(),
                 "responses": {
-                    _error_name(status, anthropic): _error(status, anthropic)
-                    for status in sorted({row.status for row in TABLE.values()})
+                    _error_name(status, anthropic): _error(status, anthropic, references)
+                    for status in statuses
                     for anthropic in (False, True)
                 },
                 "securitySchemes": {
@@ -252,200 +225,85 @@ def document(models: tuple[Served, ...] = ()) -> bytes:
     )
 
 
-def served(cards: Sequence[ModelCard]) -> tuple[Served, ...]:
-    """What `document` tells of the models."""
-    return tuple((card.name, card.context_length, card.vocabulary) for card in cards)
+def _add_common_fields(schema: dict[str, Any]) -> None:
+    """What `body.validate` does with every body: some fields are accepted and not used, and null counts as absent."""
+    properties = schema["properties"]
+    if schema.get("additionalProperties") is False:
+        for name in sorted(IGNORED - properties.keys()):
+            properties[name] = {"description": "Accepted and not used"}
+        for name, values in sorted(NEUTRAL.items()):
+            properties.setdefault(name, {"enum": [*values], "description": "Only where it changes nothing"})
+    null = {"type": "null"}
+    for name, each in properties.items():
+        if name not in schema.get("required", ()) and each and null not in each.get("anyOf", ()):
+            properties[name] = {"anyOf": [each, null]}
 
 
-def _operation(method: str, path: str, operation: Operation) -> dict[str, Any]:
-    content: dict[str, Any] = {operation.media: {"schema": _schema_of(operation.answer)}}
+def _operation(method: str, path: str, operation: Operation, references: Mapping[Any, Any]) -> dict[str, Any]:
+    content: dict[str, Any] = {operation.media: {"schema": references[operation.answer]}}
+    anthropic = path.startswith("/v1/messages")
     if operation.events is not None:
-        content[EVENTS] = {"schema": _event(operation.events)}
+        content[EVENTS] = {"schema": _event(references[operation.events], done=not anthropic)}
     if operation.media == LINES:
         content[CSV] = {"schema": {"type": "string"}}
-    anthropic = path.startswith("/v1/messages")
     turn = operation.generates and "session" not in path
     reads = operation.generates or operation.body in (CountBody, ResponsesBody)
-    told: dict[str, Any] = {
-        "operationId": _name(method, path),
+    errors = {
+        str(status): {"$ref": f"#/components/responses/{_error_name(status, anthropic)}"}
+        for status in sorted({*EVERY, *operation.errors})
+    }
+    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    parameters = [{"name": each, "in": "path", "required": True, "schema": {"type": "string"}} for each in names]
+    parameters += [{"name": each, "in": "query", "schema": schema} for each, schema in (operation.query or {}).items()]
+    parameters += headers.of_request(
+        turn=turn,
+        program=turn or operation.body is PrefillBody,
+        anthropic=anthropic or path.startswith("/v1/models"),
+    ).values()
+    words = [part.strip("{}") for part in path.split("/") if part not in ("", "v1")]
+    described: dict[str, Any] = {
+        "operationId": "_".join((method.lower(), *words)).replace(".", "_"),
         "summary": operation.summary,
+        "parameters": parameters,
         "responses": {
             "200": {
                 "description": operation.summary,
                 "headers": headers.of_answer(anthropic=anthropic, reads=reads),
                 "content": content,
             },
-            **{
-                str(status): {"$ref": f"#/components/responses/{_error_name(status, anthropic)}"}
-                for status in sorted({*ANY, *operation.errors})
-            },
+            **errors,
         },
     }
-    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-    parameters = [{"name": each, "in": "path", "required": True, "schema": {"type": "string"}} for each in names]
-    parameters += [{"name": each, "in": "query", "schema": schema} for each, schema in (operation.query or {}).items()]
-    sent = headers.of_request(
-        turn=turn,
-        program=turn or operation.body is PrefillBody,
-        anthropic=anthropic or path.startswith("/v1/models"),
-    )
-    told["parameters"] = [*parameters, *sent.values()]
     if operation.body is not None:
-        schema = {"$ref": REF.format(model=operation.body.__name__)}
-        told["requestBody"] = {"required": not operation.optional, "content": {JSON: {"schema": schema}}}
+        schema = references[operation.body]
+        described["requestBody"] = {"required": not operation.optional_body, "content": {JSON: {"schema": schema}}}
     if operation.generates:
-        told["tags"] = ["generation"]
-    return told
+        described["tags"] = ["generation"]
+    return described
 
 
 def _error_name(status: int, anthropic: bool) -> str:
     return f"anthropic-{status}" if anthropic else str(status)
 
 
-def _error(status: int, anthropic: bool) -> dict[str, Any]:
-    kind = replies.AnthropicError if anthropic else replies.Error
+def _error(status: int, anthropic: bool, references: Mapping[Any, Any]) -> dict[str, Any]:
+    kind = shapes.AnthropicError if anthropic else shapes.Error
     return {
         "description": ", ".join(row.code or row.type for row in TABLE.values() if row.status == status),
         "headers": headers.of_answer(anthropic=anthropic, later=status in (429, 503)),
-        "content": {JSON: {"schema": _schema_of(kind)}},
+        "content": {JSON: {"schema": references[kind]}},
     }
 
 
-def _event(kinds: Any) -> dict[str, Any]:
-    """An event of a stream; its data has one of these forms, or ends the stream."""
-    data: dict[str, Any] = {"type": "string", "contentMediaType": JSON, "contentSchema": _schema_of(kinds)}
-    if kinds is not events.MessageEvent:
-        data = {"anyOf": [data, {"const": "[DONE]"}]}
+def _event(schema: Any, *, done: bool) -> dict[str, Any]:
+    """An event of a stream. `done`: the last event has `[DONE]` instead of JSON."""
+    data: dict[str, Any] = {"type": "string", "contentMediaType": JSON, "contentSchema": schema}
     return {
         "type": "object",
-        "description": "An event: `data` is JSON" + ("; the last one says [DONE]" if "anyOf" in data else ""),
-        "properties": {"event": {"type": "string"}, "data": data},
+        "description": "An event: `data` is JSON" + ("; the last one is [DONE]" if done else ""),
+        "properties": {"event": {"type": "string"}, "data": {"anyOf": [data, {"const": "[DONE]"}]} if done else data},
         "required": ["data"],
     }
-
-
-def _name(method: str, path: str) -> str:
-    words = [part.strip("{}") for part in path.split("/") if part not in ("", "v1")]
-    return "_".join((method.lower(), *words)).replace(".", "_")
-
-
-def _schema_of(answer: Any) -> dict[str, Any]:
-    schema: dict[str, Any] = TypeAdapter(answer).json_schema(ref_template=REF)
-    schema.pop("$defs", None)
-    name = getattr(answer, "__name__", "")
-    return {"$ref": REF.format(model=name)} if schema.get("type") == "object" and name else schema
-
-
-def _schemas() -> dict[str, Any]:
-    """All schemas that operations name, by name, each with those it is made of."""
-    found: dict[str, Any] = {}
-    kinds = [replies.Error, replies.AnthropicError]
-    for operation in OPERATIONS.values():
-        kinds += [each for each in (operation.answer, operation.body, operation.events) if each is not None]
-    for kind in dict.fromkeys(kinds):
-        # Names of parts are kept apart by whose they are: two bodies may mean different things by one name.
-        name = getattr(kind, "__name__", "")
-        schema = TypeAdapter(kind).json_schema(ref_template=REF)
-        parts = schema.pop("$defs", {})
-        clash = {part: f"{name}{part}" for part, each in parts.items() if found.get(part, each) != each}
-        for part, each in parts.items():
-            found[clash.get(part, part)] = _renamed(each, clash)
-        if schema.get("type") == "object" and name:
-            found[name] = _renamed(schema, clash)
-    return found
-
-
-def _renamed(schema: Any, names: Mapping[str, str]) -> Any:
-    if isinstance(schema, list):
-        return [_renamed(each, names) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    told = {key: _renamed(value, names) for key, value in schema.items()}
-    part = str(told.get("$ref", "")).rpartition("/")[2]
-    return {**told, "$ref": REF.format(model=names[part])} if part in names else told
-
-
-def _limit(schemas: dict[str, Any], operation: Operation, models: Sequence[Served]) -> None:
-    """Add to a body's schema what `body.validate`, and the model that is served, have to say of it."""
-    assert operation.body is not None
-    context = max((each for _, each, _ in models), default=2**31)
-    vocabulary = max((each for _, _, each in models), default=2**31)
-    schema = schemas[operation.body.__name__]
-    properties, required = schema["properties"], [*schema.get("required", ()), *operation.needs]
-    if issubclass(operation.body, GenerationBody):
-        text = {"type": "string", "minLength": 1}
-        properties["stop"] = {"anyOf": [text, {"type": "array", "items": text, "maxItems": MAX_STOPS}]}
-        properties["logit_bias"]["propertyNames"] = {"pattern": f"^[0-9]{{1,{len(str(vocabulary - 1))}}}$"}
-        if set(NO_PROGRAM) & set(properties) and issubclass(operation.body, QuestionBody):
-            for refused in (*NO_PROGRAM, *(() if operation.body is QueryBody else NO_STREAM)):
-                del properties[refused]
-    if schema.get("additionalProperties") is False:
-        for name in sorted(IGNORED - properties.keys()):
-            properties[name] = {"description": "Taken, and nothing is done with it"}
-        for name, values in sorted(NEUTRAL.items()):
-            properties.setdefault(name, {"enum": [*values], "description": "Only where it changes nothing"})
-    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"):
-        if name in properties and operation.body is not MessagesBody:
-            _integers(properties[name], maximum=context)
-    for name in ("prompt", "tokens", "stop_token_ids"):
-        if name in properties:
-            _integers(properties[name], maximum=vocabulary - 1)
-    if "tool_choice" in properties and operation.body in (ChatBody, ResponsesBody):
-        properties["tool_choice"] = {"anyOf": [{"enum": ["auto", "none", "required"]}, {"type": "object"}]}
-    if operation.body is CompletionBody:
-        properties["prompt"] = _not_empty(properties["prompt"])
-    if operation.body is ResponsesBody:
-        properties.pop("max_tokens", None)  # it is `max_output_tokens` there
-        given = properties["input"]["oneOf"]
-        properties["input"] = {"anyOf": [{**each, **LEAST[each["type"]]} for each in given]}
-    for name, each in properties.items():
-        if name not in required and each and {"type": "null"} not in each.get("anyOf", ()):
-            properties[name] = {"anyOf": [each, {"type": "null"}]}
-        elif name in required and {"type": "null"} in each.get("anyOf", ()):
-            properties[name] = next(one for one in each["anyOf"] if one != {"type": "null"})
-    if models and "model" in properties:
-        properties["model"] = {"type": "string", "enum": [name for name, _, _ in models]}
-    schema["required"] = required
-    one_of = [kind for kind in ("prompt", *KINDS) if kind in properties] if operation.body in ONE_OF else []
-    if one_of:
-        empty = {} if operation.body is not OpenBody else {"": None}
-        schemas[operation.body.__name__] = {
-            "anyOf": [_only(schema, kind, one_of) for kind in (*one_of, *empty)],
-            "type": "object",
-            "description": f"One of {', '.join(one_of)} is given{', or none' if empty else ''}",
-        }
-
-
-def _only(schema: Mapping[str, Any], kind: str, kinds: Sequence[str]) -> dict[str, Any]:
-    """The form of a body in which this one of `kinds` is given."""
-    gone = {*kinds} - {kind} | (set() if kind == "messages" else {"chat_template_kwargs", "tools"})
-    properties = {name: each for name, each in schema["properties"].items() if name not in gone}
-    if kind:
-        given = properties[kind]
-        properties[kind] = next((each for each in given.get("anyOf", ()) if each != {"type": "null"}), given)
-    return {**schema, "properties": properties, "required": [*schema["required"], *([kind] if kind else [])]}
-
-
-def _integers(schema: Any, **limits: int) -> None:
-    """Put `limits` on the integers in `schema`."""
-    if isinstance(schema, list):
-        for each in schema:
-            _integers(each, **limits)
-    elif isinstance(schema, dict):
-        if schema.get("type") == "integer":
-            schema.update(limits)
-        for each in list(schema.values()):
-            _integers(each, **limits)
-
-
-def _not_empty(schema: Any) -> Any:
-    """`schema` without empty texts and lists."""
-    if isinstance(schema, list):
-        return [_not_empty(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    told = {key: _not_empty(value) for key, value in schema.items()}
-    return {**told, **LEAST.get(str(told.get("type")), {})}
 
 
 # ---- the page ----
@@ -458,20 +316,20 @@ STYLE = (
 
 
 def page(raw: bytes) -> str:
-    """The document as HTML. It needs no script and nothing from elsewhere."""
-    told = orjson.loads(raw)
+    """The document as HTML, without scripts and without anything from other servers."""
+    spec = orjson.loads(raw)
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><title>Holdfast API</title>",
-        f"<style>{STYLE}</style><h1>Holdfast {escape(told['info']['version'])}</h1>",
-        f"<p>{escape(told['info']['description'])} <a href=openapi.json>openapi.json</a></p>",
+        f"<style>{STYLE}</style><h1>Holdfast {escape(spec['info']['version'])}</h1>",
+        f"<p>{escape(spec['info']['description'])} <a href=openapi.json>openapi.json</a></p>",
     ]
-    for path, methods in told["paths"].items():
+    for path, methods in spec["paths"].items():
         for method, operation in methods.items():
             parts.append(f"<details><summary><b>{method.upper()}</b> <code>{escape(path)}</code> ")
-            shown = "".join(_shown(operation, told["components"]["responses"]))
+            shown = "".join(_shown(operation, spec["components"]["responses"]))
             parts.append(f"{escape(operation['summary'])}</summary>{shown}</details>")
     parts.append("<h2>Schemas</h2>")
-    for name, schema in sorted(told["components"]["schemas"].items()):
+    for name, schema in sorted(spec["components"]["schemas"].items()):
         parts.append(
             f"<details id={escape(name)}><summary><code>{escape(name)}</code></summary>{_table(schema)}</details>"
         )
@@ -482,14 +340,14 @@ def _shown(operation: Mapping[str, Any], errors: Mapping[str, Any]) -> Iterator[
     for each in operation["parameters"]:
         if "$ref" not in each:
             yield f"<p><code>{escape(each['name'])}</code> in the {each['in']}: {_type(each['schema'])}</p>"
-    sent = [each["$ref"].rpartition("/")[2] for each in operation["parameters"] if "$ref" in each]
-    yield f"<p>Headers: {', '.join(f'<code>{escape(name)}</code>' for name in sent)}</p>"
+    names = [each["$ref"].rpartition("/")[2] for each in operation["parameters"] if "$ref" in each]
+    yield f"<p>Headers: {', '.join(f'<code>{escape(name)}</code>' for name in names)}</p>"
     if "requestBody" in operation:
         yield f"<p>Body: {_type(operation['requestBody']['content'][JSON]['schema'])}</p>"
     yield "<table>"
-    for status, given in operation["responses"].items():
-        answer = errors[given["$ref"].rpartition("/")[2]] if "$ref" in given else given
-        kinds = ", ".join(f"{_type(each['schema'])} ({media})" for media, each in answer["content"].items())
+    for status, each in operation["responses"].items():
+        answer = errors[each["$ref"].rpartition("/")[2]] if "$ref" in each else each
+        kinds = ", ".join(f"{_type(one['schema'])} ({media})" for media, one in answer["content"].items())
         yield f"<tr><td>{status}<td>{escape(answer['description'])}<td>{kinds}"
     yield "</table>"
 
@@ -503,7 +361,7 @@ def _table(schema: Mapping[str, Any]) -> str:
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """A schema in a few words, with a link where it has a name."""
+    """A schema in a few words, with a link if it has a name."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f"<a href='#{name}'>{name}</a>"

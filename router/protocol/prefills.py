@@ -9,21 +9,21 @@ from pydantic import Field
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import ChatPrompt, ModelCard
-from holdfast.router.protocol.body import Body, decode, validate
+from holdfast.router.protocol.body import Body, read
+from holdfast.router.protocol.chat import Messages, Tools, check_results, check_tools, plain_messages, plain_tools
 from holdfast.router.protocol.kv_hints import check_ranges
-from holdfast.router.protocol.messages import Messages, Tools, check_results, check_tools, plain_messages, plain_tools
-from holdfast.router.protocol.turn import ClaimedIds, Identifier, Turn, find_model
+from holdfast.router.protocol.turn import ClaimedIds, Identifier, ModelName, Name, Turn, find_model
 
 
 class PrefillBody(Body):
     """`messages` may end in calls that no result has been sent for yet, or in some of their results."""
 
-    model: str
+    model: ModelName
     messages: Messages
     tools: Tools = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     program_id: Identifier | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    cache_salt: Name | None = None
     keep_s: Annotated[float, Field(gt=0)] | None = None
 
 
@@ -74,7 +74,7 @@ class Prefill:
 
 def read_prefill(raw: bytes, models: Sequence[ModelCard]) -> Asked:
     """What a request body asks for. Raises InvalidRequestError or RefusedError."""
-    body = validate(PrefillBody, decode(raw))
+    body = read(PrefillBody, raw)
     check_tools(body.tools)
     prompt = ChatPrompt(
         plain_messages(body.messages), plain_tools(body.tools), template_kwargs=body.chat_template_kwargs
@@ -92,7 +92,7 @@ def read_extension(raw: bytes) -> tuple[list[dict[str, Any]], float | None]:
     """The messages that a request body adds to a handle's, and for how long it wants them kept. Raises
     InvalidRequestError; whether they answer calls is for `check_extension` to say.
     """
-    body = validate(ExtendBody, decode(raw))
+    body = read(ExtendBody, raw)
     return plain_messages(body.messages, go_on=True), body.keep_s
 
 
@@ -151,7 +151,3 @@ def prefill_reply(prefill: Prefill, program_id: str) -> bytes:
             "complete": prefill.complete,
         }
     )
-
-
-def prefill_deleted_reply(prefill_id: str) -> bytes:
-    return orjson.dumps({"id": prefill_id, "object": "prefill", "deleted": True})

@@ -1,52 +1,80 @@
-"""`/v1/responses`: its request body, the chat prompt that its items become, and the response object.
+"""`/v1/responses`: items in, the chat prompt that they become, the response object and its events out.
 
-Chat is the inner form: items become messages, so a conversation has the same prompt whichever API it comes by. Events
-are in `response_events`, what is kept between requests in `stored_responses`.
+Items become chat messages, so a conversation has the same prompt in every API. What is stored between requests is in
+`stored_responses`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, WithJsonSchema, with_config
-from typing_extensions import TypedDict  # pydantic takes typing's own only from Python 3.12 on
+import orjson
+from pydantic import Discriminator, Field, Tag, WithJsonSchema, with_config
+from typing_extensions import TypedDict  # pydantic accepts typing's own only from Python 3.12 on
 
-from holdfast.replicas.errors import InvalidRequestError
-from holdfast.replicas.requests import ChatPrompt, ModelCard, Usage
+from holdfast.replicas.errors import ErrorInfo, ErrorKind, InvalidRequestError
+from holdfast.replicas.requests import (
+    ChatPrompt,
+    Completed,
+    Errored,
+    LogprobText,
+    ModelCard,
+    Piece,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    ToolCallDelta,
+    Usage,
+)
 from holdfast.router.protocol.body import (
     MOST_MESSAGES,
     MOST_TOOLS,
     MOST_WORDS,
     NULL_IS_ABSENT,
+    OPEN,
     Body,
-    Unknown,
+    UnknownFields,
     decode,
+    missing,
     one_or_many,
     validate,
     word,
 )
+from holdfast.router.protocol.chat import (
+    EFFORTS,
+    JsonObjectFormat,
+    Parameters,
+    TextFormat,
+    ToolName,
+    chat_call,
+    check_tools,
+    json_output,
+    left_out,
+    system_text,
+    template_arguments,
+    tool_choice,
+)
 from holdfast.router.protocol.declared_tools import (
+    CustomInput,
     DeclaredTools,
     custom_arguments,
     is_custom,
     is_function,
     is_namespace,
 )
-from holdfast.router.protocol.fields import FieldNames
-from holdfast.router.protocol.kv_hints import KvHints, check_ranges, read_hints
-from holdfast.router.protocol.messages import Parameters, ToolName, check_tools, left_out, system_text
-from holdfast.router.protocol.output import (
-    EFFORTS,
-    JsonObjectFormat,
-    TextFormat,
-    json_output,
-    template_arguments,
-    tool_choice,
+from holdfast.router.protocol.errors import TABLE, FieldNames
+from holdfast.router.protocol.replies import COMMENT, DONE, scored_tokens
+from holdfast.router.protocol.turn import (
+    FLEX,
+    MAX_LOGPROBS,
+    GenerationBody,
+    ToolChoiceField,
+    Turn,
+    build_sampling,
+    build_turn,
 )
-from holdfast.router.protocol.turn import FLEX, GenerationBody, Turn, build_sampling, build_turn
 
-OPEN = ConfigDict(strict=True, extra="allow")
-MAX_TOP_LOGPROBS = 20
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
@@ -57,6 +85,8 @@ SUMMARISE = (
     "Summarise this conversation for whoever goes on with it without having seen it: what was asked, what was done and "
     "found, which files, names and values matter, what is decided, and what is left. Answer with the summary only."
 )
+
+# ---- the request ----
 
 Content: TypeAlias = Annotated[
     Annotated[str, Tag("one")]
@@ -77,7 +107,7 @@ Texts: TypeAlias = Annotated[
 class MessageItem(TypedDict):
     type: NotRequired[Literal["message"]]
     role: Literal["user", "assistant", "system", "developer"]
-    content: NotRequired[Texts]  # of an assistant alone: see `input_items`
+    content: NotRequired[Texts]  # only an assistant may leave it out: see `input_items`
 
 
 @with_config(OPEN)
@@ -107,7 +137,7 @@ class CallOutputItem(TypedDict):
 
 @with_config(OPEN)
 class ReasoningItem(TypedDict):
-    """`encrypted_content` is what we have given out, or a foreign server's, which is not read."""
+    """`encrypted_content` of another server is not read."""
 
     type: Literal["reasoning"]
     content: NotRequired[list[dict[str, Any]]]
@@ -122,7 +152,7 @@ class CompactionItem(TypedDict):
 
 @with_config(OPEN)
 class TriggerItem(TypedDict):
-    """The last item of a request that asks for a compaction of all before it."""
+    """The last item of a request that asks for a compaction of all items before it."""
 
     type: Literal["compaction_trigger"]
 
@@ -148,7 +178,7 @@ KINDS: Mapping[str, str] = {
 
 
 def _kind(item: object) -> str:
-    """Discriminates items. Those of types that are not known are kept and not shown to the model."""
+    """Discriminates items. Items of unknown types are stored and not shown to the model."""
     if not isinstance(item, Mapping):
         return "another"
     kind = item.get("type") or ("message" if "role" in item else "item_reference" if set(item) == {"id"} else "")
@@ -188,7 +218,7 @@ class GrammarFormat(TypedDict):
 
 @with_config(OPEN)
 class CustomTool(TypedDict):
-    """A tool whose input is text, and no JSON."""
+    """A tool whose input is text, not JSON."""
 
     type: Literal["custom"]
     name: ToolName
@@ -231,7 +261,7 @@ class JsonSchemaFormat(TypedDict):
 
 
 class TextField(Body):
-    """`verbosity` changes nothing: no model that is served knows it."""
+    """`verbosity` changes nothing: no served model knows it."""
 
     format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] = Field(
         default_factory=lambda: TextFormat(type="text")
@@ -240,9 +270,7 @@ class TextField(Body):
 
 
 class ResponsesBody(GenerationBody):
-    """What a client may send. What is about bills and users changes nothing and is told back; of `reasoning` the chat
-    template is told the `effort`.
-    """
+    """Fields about bills and users are only echoed. The chat template gets the `effort` of `reasoning`."""
 
     input: Annotated[
         Annotated[str, Tag("one")] | Annotated[Annotated[list[Item], Field(max_length=MOST_MESSAGES)], Tag("many")],
@@ -250,12 +278,12 @@ class ResponsesBody(GenerationBody):
     ] = Field(default_factory=list)
     instructions: str | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS)] = Field(default_factory=list)
-    tool_choice: str | dict[str, Any] = "auto"
+    tool_choice: ToolChoiceField = "auto"
     parallel_tool_calls: bool = True
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # of built-in tools, of which there are none
     text: Annotated[TextField, NULL_IS_ABSENT] = Field(default_factory=TextField)
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     include: list[str] = Field(default_factory=list)
     truncation: Literal["auto", "disabled"] = "disabled"
     reasoning: dict[str, Any] | None = None
@@ -267,65 +295,58 @@ class ResponsesBody(GenerationBody):
     user: str | None = None
     safety_identifier: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    kv_hints: KvHints | None = None  # as in a chat; messages are those that items become
 
 
-def read_input(raw: bytes, model: str) -> ResponsesBody:
-    """A request whose prompt is to be counted; `model` is meant where it names none. Raises as `read_responses`."""
-    return _checked(validate(ResponsesBody, {"model": model, **decode(raw)}))
+def read_responses(raw: bytes, model: str | None = None) -> ResponsesBody:
+    """A request body, checked as far as possible without the stored responses that it continues.
 
-
-def read_responses(raw: bytes) -> ResponsesBody:
-    """A request body, checked as far as it can be without what it goes on with. Raises InvalidRequestError."""
-    return _checked(validate(ResponsesBody, decode(raw)))
-
-
-def _checked(body: ResponsesBody) -> ResponsesBody:
+    `model`: the model of a body that names none. Raises InvalidRequestError.
+    """
+    body = validate(ResponsesBody, {**({"model": model} if model else {}), **decode(raw)})
     if body.background:
         raise InvalidRequestError("'background' is not supported; only false is accepted", "background")
-    if body.max_tokens is not None:
-        message = "Unrecognized request argument supplied: max_tokens (did you mean 'max_output_tokens'?)"
-        raise InvalidRequestError(message, "max_tokens")
     if not body.input and body.previous_response_id is None:
-        raise InvalidRequestError("Missing required parameter: 'input'", "input")
+        raise missing("input")
     return body
 
 
 def input_items(body: ResponsesBody, unique: str) -> list[dict[str, Any]]:
-    """The request's own items, each with a type and an id, as they are kept and shown.
+    """The request's own items as they are stored and shown, each with a type and an id.
 
-    Raises InvalidRequestError for a type or an id that is no text, and for a message without content. An assistant's
-    counts as empty.
+    Raises InvalidRequestError for a type or an id that is not a string, and for a message without content; an
+    assistant's content counts as empty.
     """
+    items: list[dict[str, Any]] = []
     given: Sequence[Mapping[str, Any]] = (
         [{"type": "message", "role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     )
-    items = []
-    for index, item in enumerate(given):
-        kept: dict[str, Any] = {**item}
-        kept.setdefault("type", "message" if "role" in kept else "item_reference" if "id" in kept else "unknown")
-        if kept["type"] == "message" and "content" not in kept:
-            if kept["role"] != "assistant":
-                field = f"input.{index}.content"
-                raise InvalidRequestError(f"Missing required parameter: '{field}'", field)
-            kept["content"] = ""
-        if kept["type"] == "message" and isinstance(kept["content"], str):
-            part = "output_text" if kept["role"] == "assistant" else "input_text"
-            more: dict[str, Any] = {"annotations": []} if kept["role"] == "assistant" else {}
-            kept["content"] = [{"type": part, "text": kept["content"], **more}]
-        if kept["type"] == "message":
-            kept.setdefault("status", "completed")
+    for index, each in enumerate(given):
+        item: dict[str, Any] = {**each}
+        item.setdefault("type", "message" if "role" in item else "item_reference" if "id" in item else "unknown")
         for name in ("type", "id"):
-            if not isinstance(kept.get(name, ""), str):
-                field = f"input.{index}.{name}"
-                raise InvalidRequestError(f"'{field}' must be a string", field)
-        kept.setdefault("id", f"{PREFIXES.get(kept['type'], 'item')}_{unique}_in{index}")
-        items.append(kept)
+            if not isinstance(item.get(name, ""), str):
+                path = f"input.{index}.{name}"
+                raise InvalidRequestError(f"'{path}' must be a string", path)
+        if item["type"] == "message":
+            _complete_message(item, f"input.{index}.content")
+        item.setdefault("id", f"{PREFIXES.get(item['type'], 'item')}_{unique}_in{index}")
+        items.append(item)
     return items
 
 
+def _complete_message(item: dict[str, Any], path: str) -> None:
+    assistant = item["role"] == "assistant"
+    if "content" not in item and not assistant:
+        raise missing(path)
+    content = item.get("content", "")
+    if isinstance(content, str):
+        part = {"type": "output_text" if assistant else "input_text", "text": content}
+        item["content"] = [{**part, "annotations": []} if assistant else part]
+    item.setdefault("status", "completed")
+
+
 def compacts(own: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a request asks for a compaction, by its last item. Raises InvalidRequestError for one before others."""
+    """Whether the last item asks for a compaction. Raises InvalidRequestError if an earlier one does."""
     for index, item in enumerate(own[:-1]):
         if item["type"] == TRIGGER:
             message = f"'input.{index}': a {TRIGGER} must be the last item"
@@ -334,13 +355,13 @@ def compacts(own: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def compacted(items: Sequence[dict[str, Any]], compaction: dict[str, Any]) -> list[dict[str, Any]]:
-    """What stands for `items` from then on: what users said, and the summary of it all."""
-    said = [item for item in items if item["type"] == "message" and item.get("role") == "user"]
-    return [*said, compaction]
+    """The items that replace `items`: the users' messages, and the summary of everything."""
+    users = [item for item in items if item["type"] == "message" and item.get("role") == "user"]
+    return [*users, compaction]
 
 
 def _of(kind: Any, *more: str) -> frozenset[str]:
-    """The fields that are known of an item: those that are read, and those that clients send back as we told them."""
+    """The known fields of an item: the ones that are read, and the ones that clients send back as we sent them."""
     return frozenset({*kind.__annotations__, "id", "status", *more})
 
 
@@ -362,32 +383,34 @@ _OF_REASONING = frozenset({"effort", "summary", "generate_summary"})
 
 
 def unknown_fields(body: ResponsesBody) -> set[str]:
-    """The fields of items, parts, functions and the like that are not known, each by its path without numbers."""
-    unknown = Unknown()
+    """The unknown fields of items, parts, tools and the like, each by its path without indices."""
+    unknown = UnknownFields()
     for item in body.input if isinstance(body.input, list) else ():
         kind = _kind(item)
         if kind not in _OF_ITEM:
-            continue  # it is left out as a whole, by its type
-        unknown.look(item, _OF_ITEM[kind], "input")
+            continue  # the whole item is skipped, by its type
+        unknown.check(item, _OF_ITEM[kind], "input")
         for name in ("content", "output"):
             parts = item.get(name)
             for part in parts if isinstance(parts, list) else ():
-                unknown.look(part, _OF_PART, f"input.{name}")
+                unknown.check(part, _OF_PART, f"input.{name}")
     for tool in body.tools:
-        _look_into(tool, "tools", unknown)
-    unknown.look(body.text.format, _OF_FORMAT, "text.format")
-    unknown.look(body.reasoning or {}, _OF_REASONING, "reasoning")
-    return unknown.found
+        _check_tool(tool, "tools", unknown)
+    unknown.check(body.text.format, _OF_FORMAT, "text.format")
+    unknown.check(body.reasoning or {}, _OF_REASONING, "reasoning")
+    return unknown.paths
 
 
-def _look_into(tool: Mapping[str, Any], where: str, unknown: Unknown) -> None:
+def _check_tool(tool: Mapping[str, Any], path: str, unknown: UnknownFields) -> None:
     if is_namespace(tool):
-        unknown.look(tool, _OF_NAMESPACE, where)
+        unknown.check(tool, _OF_NAMESPACE, path)
         for each in tool["tools"]:
-            _look_into(each, f"{where}.tools", unknown)
+            _check_tool(each, f"{path}.tools", unknown)
     elif is_function(tool) or is_custom(tool):
-        unknown.look(tool, _OF_TOOL if is_function(tool) else _OF_CUSTOM, where)
+        unknown.check(tool, _OF_TOOL if is_function(tool) else _OF_CUSTOM, path)
 
+
+# ---- the prompt ----
 
 PREFIXES: Mapping[str, str] = {
     "message": "msg",
@@ -401,8 +424,8 @@ PREFIXES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Translated:
-    """A conversation's messages and `tools`, the types of items that were left out, and the messages' `fields`."""
+class TranslatedItems:
+    """A conversation's messages and tools, the item types that were left out, and the field of each message."""
 
     messages: list[dict[str, Any]]
     skipped: tuple[str, ...]
@@ -416,13 +439,13 @@ def chat_messages(
     instructions: str | None,
     reveal: Callable[[str], str | None],
     tools: DeclaredTools | None = None,
-) -> Translated:
-    """The messages that items stand for: what a model said between two messages of others is one of its own.
+) -> TranslatedItems:
+    """The messages of a conversation. Adjacent items of the assistant become one message.
 
-    `reveal` reads an `encrypted_content`; None: it cannot, ValueError: that is another tenant's. Raises
+    `reveal` decrypts an `encrypted_content`: None if it cannot, ValueError for another tenant's. Raises
     InvalidRequestError that names the item.
     """
-    # A reference that was stored has the id of what it refers to, and would lead to itself.
+    # A stored reference has the id of the item that it refers to, and would lead to itself.
     known = {item["id"]: item for item in history if "id" in item and item["type"] != "item_reference"}
     tools = tools or DeclaredTools()
     reader = _ItemReader(reveal, known, tools)
@@ -438,11 +461,11 @@ def chat_messages(
         fields += [f"input.{index}"] * (len(reader.messages) - len(fields))
     if not reader.messages:
         raise InvalidRequestError("'input' has no item that a model can read", "input")
-    return Translated(reader.messages, tuple(dict.fromkeys(reader.skipped)), tools, fields)
+    return TranslatedItems(reader.messages, tuple(dict.fromkeys(reader.skipped)), tools, fields)
 
 
 class _ItemReader:
-    """Reads items one after the other."""
+    """Translates one item after the other."""
 
     def __init__(
         self, reveal: Callable[[str], str | None], known: Mapping[str, Mapping[str, Any]], tools: DeclaredTools
@@ -455,34 +478,34 @@ class _ItemReader:
         self._calls: set[str] = set()
         self._own: dict[str, Any] | None = None  # the assistant's message that may still grow
 
-    def read(self, item: Mapping[str, Any], where: str) -> None:
+    def read(self, item: Mapping[str, Any], path: str) -> None:
         kind: str = item["type"]
         if kind == "item_reference":
             known = self._known.get(item["id"])
             if known is None:
-                raise InvalidRequestError(f"'{where}.id': no earlier item is {item['id']!r}", f"{where}.id")
-            self.read(known, where)
+                raise InvalidRequestError(f"'{path}.id': no earlier item is {item['id']!r}", f"{path}.id")
+            self.read(known, path)
         elif kind == "message":
-            self._message(item, where)
+            self._message(item, path)
         elif kind in CALLS:
             self._call(item, kind)
         elif kind.removesuffix("_output") in CALLS:
-            self._output(item, where)
+            self._output(item, path)
         elif kind == "reasoning":
-            self._reasoning(item, where)
+            self._reasoning(item, path)
         elif kind == TRIGGER:
-            pass  # what it asks for is asked at the end of the messages
+            pass  # `compaction_turn` puts the question at the end
         elif kind.startswith("compaction"):
-            summary = self._revealed(item, where)
+            summary = self._revealed(item, path)
             if summary is None:
-                field = f"{where}.encrypted_content"
-                raise InvalidRequestError(f"'{field}' was not made by this server, or its key is gone", field)
+                field_ = f"{path}.encrypted_content"
+                raise InvalidRequestError(f"'{field_}' was not made by this server, or its key is gone", field_)
             self._others({"role": "user", "content": SUMMARY + summary})
         else:
             self.skipped.append(word(kind))
 
-    def _message(self, item: Mapping[str, Any], where: str) -> None:
-        role, text = item["role"], _text(item["content"], f"{where}.content")
+    def _message(self, item: Mapping[str, Any], path: str) -> None:
+        role, text = item["role"], _text(item["content"], f"{path}.content")
         if role != "assistant":
             if role in ("system", "developer"):
                 role, text = "system", system_text(text)
@@ -496,20 +519,20 @@ class _ItemReader:
     def _call(self, item: Mapping[str, Any], kind: str) -> None:
         own = self._own or self._begin()
         arguments = item["arguments"] if kind == "function_call" else custom_arguments(item["input"])
-        function = {"name": self._tools.shown(item["name"], item.get("namespace", "")), "arguments": arguments}
-        own.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+        name = self._tools.shown(item["name"], item.get("namespace", ""))
+        own.setdefault("tool_calls", []).append(chat_call(item["call_id"], name, arguments))
         self._calls.add(item["call_id"])
 
-    def _output(self, item: Mapping[str, Any], where: str) -> None:
+    def _output(self, item: Mapping[str, Any], path: str) -> None:
         call_id = item["call_id"]
         if call_id not in self._calls:
             message = f"No tool call found for function call output with call_id {call_id}."
-            raise InvalidRequestError(message, f"{where}.call_id")
-        text = self._result(item["output"], f"{where}.output")
+            raise InvalidRequestError(message, f"{path}.call_id")
+        text = self._result(item["output"], f"{path}.output")
         self._others({"role": "tool", "content": text, "tool_call_id": call_id})
 
-    def _result(self, output: str | Sequence[Mapping[str, Any]], where: str) -> str:
-        """The text of a tool's output; a note stands for each part of it that is no text."""
+    def _result(self, output: str | Sequence[Mapping[str, Any]], path: str) -> str:
+        """The text of a tool's output, with a note for each part that is not text."""
         if isinstance(output, str):
             return output
         parts = []
@@ -519,19 +542,19 @@ class _ItemReader:
                 self.skipped.append(word(kind))
                 part = {"type": "text", "text": left_out(kind)}
             parts.append(part)
-        return _text(parts, where)
+        return _text(parts, path)
 
-    def _revealed(self, item: Mapping[str, Any], where: str) -> str | None:
+    def _revealed(self, item: Mapping[str, Any], path: str) -> str | None:
         try:
             return self._reveal(item["encrypted_content"])
         except ValueError:
-            field = f"{where}.encrypted_content"
-            raise InvalidRequestError(f"'{field}' was made for another tenant", field) from None
+            field_ = f"{path}.encrypted_content"
+            raise InvalidRequestError(f"'{field_}' was made for another tenant", field_) from None
 
-    def _reasoning(self, item: Mapping[str, Any], where: str) -> None:
+    def _reasoning(self, item: Mapping[str, Any], path: str) -> None:
         text = "".join(str(part.get("text", "")) for part in item.get("content") or ())
         if not text and "encrypted_content" in item:
-            text = self._revealed(item, where) or ""
+            text = self._revealed(item, path) or ""
         if text:
             self._begin()["reasoning_content"] = text
 
@@ -545,7 +568,7 @@ class _ItemReader:
         self.messages.append(message)
 
 
-def _text(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
+def _text(content: str | Sequence[Mapping[str, Any]], path: str) -> str:
     if isinstance(content, str):
         return content
     texts: list[str] = []
@@ -554,25 +577,29 @@ def _text(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
         kind = kind if isinstance(kind, str) else None
         text = part.get("text") if kind in TEXT_PARTS else part.get("refusal") if kind == "refusal" else None
         if not isinstance(text, str):
-            field = f"{where}.{index}"
-            raise InvalidRequestError(f"'{field}': {kind!r} is not supported; content is text", field)
+            field_ = f"{path}.{index}"
+            raise InvalidRequestError(f"'{field_}': {kind!r} is not supported; content is text", field_)
         texts.append(text)
     return "\n".join(texts)
 
 
-def responses_turn(body: ResponsesBody, translated: Translated, card: ModelCard) -> tuple[Turn, tuple[str, ...]]:
-    """The turn, and all that was left out. Raises InvalidRequestError or ContextLengthError, naming the field."""
+# ---- the turn ----
+
+
+def responses_turn(body: ResponsesBody, translated: TranslatedItems, card: ModelCard) -> Turn:
+    """The turn of `body`. Raises InvalidRequestError, naming the field."""
     declared = translated.tools
     tools = [each.function() for each in declared.tools]
-    whole = isinstance(body.input, str)  # one message, and no item
-    messages = ["input" if whole and each.startswith("input.") else each for each in translated.fields]
+    one_text = isinstance(body.input, str)
+    sources = ["input" if one_text and each.startswith("input.") else each for each in translated.fields]
     schemas = ["format.definition" if each.custom else "parameters" for each in declared.tools]
-    fields = FieldNames(_BEGINNINGS, [each.field for each in declared.tools], messages, schemas)
+    fields = FieldNames(_PREFIXES, [each.field for each in declared.tools], sources, schemas)
     try:
         check_tools(tools)
         choice = tool_choice(_chat_choice(body.tool_choice, declared), [each.shown for each in declared.tools])
     except InvalidRequestError as error:
         raise fields.error(error) from None
+    form: Any = body.text.format
     prompt = ChatPrompt(
         messages=translated.messages,
         tools=tuple(tools),
@@ -581,20 +608,22 @@ def responses_turn(body: ResponsesBody, translated: Translated, card: ModelCard)
         template_kwargs=template_arguments(body.chat_template_kwargs, _effort(body)),
         forced_tool=choice.forced,
         allowed_tools=choice.allowed,
-        output=json_output(_chat_format(body.text)),
+        output=json_output({"type": "json_schema", "json_schema": form} if form["type"] == "json_schema" else form),
     )
-    wanted = body.top_logprobs if body.top_logprobs or LOGPROBS in body.include else None
-    sampling = build_sampling(body, card, wanted, body.max_output_tokens, "max_output_tokens")
-    hints = read_hints(body.kv_hints)
-    check_ranges(hints, len(prompt.messages))
-    turn = replace(build_turn(body, prompt, card, sampling), hints=hints, fields=fields)
-    # The response that it goes on with names the program itself (`Exchange.program`).
-    turn = replace(turn, ids=replace(turn.ids, previous_response_id=None))
-    left_out = (*declared.skipped, *translated.skipped, *sorted(unknown_fields(body)), *turn.skipped)
-    return turn, tuple(dict.fromkeys(left_out))[:MOST_WORDS]
+    logprobs = body.top_logprobs if body.top_logprobs or LOGPROBS in body.include else None
+    sampling = build_sampling(body, card, body.max_output_tokens, "max_output_tokens", logprobs)
+    turn = build_turn(body, prompt, card, sampling)
+    skipped = (*declared.skipped, *translated.skipped, *sorted(unknown_fields(body)), *turn.skipped)
+    return replace(
+        turn,
+        # The response that it continues names the program itself (`Exchange.program`).
+        ids=replace(turn.ids, previous_response_id=None),
+        skipped=tuple(dict.fromkeys(skipped))[:MOST_WORDS],
+        fields=fields,
+    )
 
 
-_BEGINNINGS: Mapping[str, str] = {
+_PREFIXES: Mapping[str, str] = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "tool_choice.function": "tool_choice",
@@ -603,11 +632,9 @@ _BEGINNINGS: Mapping[str, str] = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-"""What fields of a chat completion are called here."""
 
 
 def _effort(body: ResponsesBody) -> str | None:
-    """How much is to be thought. Raises InvalidRequestError for a word that is not known."""
     effort = (body.reasoning or {}).get("effort")
     if effort is not None and effort not in EFFORTS:
         message = f"Invalid value for 'reasoning.effort': {effort!r} is not one of {', '.join(EFFORTS)}"
@@ -615,15 +642,51 @@ def _effort(body: ResponsesBody) -> str | None:
     return effort
 
 
-def compaction_turn(body: ResponsesBody, translated: Translated, card: ModelCard) -> tuple[Turn, tuple[str, ...]]:
-    """The turn in which the model sums its conversation up: no calls, no form."""
-    asked = [*translated.messages, {"role": "user", "content": SUMMARISE}]
+def compaction_turn(body: ResponsesBody, translated: TranslatedItems, card: ModelCard) -> Turn:
+    """The turn in which the model summarises its conversation, without tool calls and in plain text."""
+    messages = [*translated.messages, {"role": "user", "content": SUMMARISE}]
     plain = body.model_copy(update={"tool_choice": "none", "text": TextField()})
-    return responses_turn(plain, replace(translated, messages=asked), card)
+    return responses_turn(plain, replace(translated, messages=messages), card)
+
+
+def _chat_choice(choice: str | Mapping[str, Any], tools: DeclaredTools) -> str | Mapping[str, Any]:
+    """`tool_choice` as chat has it. Raises InvalidRequestError for a tool that no model here can call."""
+    if isinstance(choice, str):
+        return choice
+    kind = choice.get("type")
+    if kind == "allowed_tools":
+        allowed = {"mode": choice.get("mode"), "tools": _allowed(choice.get("tools"), tools)}
+        return {"type": kind, "allowed_tools": allowed}
+    if kind not in ("function", "custom"):
+        raise InvalidRequestError(f"'tool_choice.type': {kind!r} is not supported", "tool_choice.type")
+    [chosen] = tools.chosen(choice, "tool_choice")
+    return _function(chosen)
+
+
+def _allowed(entries: Any, tools: DeclaredTools) -> Any:
+    """The functions that may be called. Tools of other kinds are skipped, unless there are no functions among them."""
+    if not isinstance(entries, list):
+        return entries
+    kinds = ("function", "custom", "namespace")
+    known = [(i, each) for i, each in enumerate(entries) if isinstance(each, Mapping) and each.get("type") in kinds]
+    if not known:
+        return entries
+    shown = [name for index, each in known for name in tools.chosen(each, f"tool_choice.tools.{index}")]
+    return [_function(each) for each in dict.fromkeys(shown)]
+
+
+def _function(name: str) -> Mapping[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+# ---- the response object ----
 
 
 def response_object(body: ResponsesBody, reply_id: str, created: int) -> dict[str, Any]:
     """The response before its first item."""
+    form: Any = body.text.format
+    if form["type"] == "json_schema":
+        form = {"description": None, "strict": False, **form}
     return {
         "id": reply_id,
         "object": "response",
@@ -646,9 +709,9 @@ def response_object(body: ResponsesBody, reply_id: str, created: int) -> dict[st
         "service_tier": FLEX if body.service_tier == FLEX else "default",
         "store": body.store,
         "temperature": body.temperature,
-        "text": {"format": _told_format(body.text), "verbosity": body.text.verbosity or "medium"},
+        "text": {"format": form, "verbosity": body.text.verbosity or "medium"},
         "tool_choice": body.tool_choice,
-        "tools": [_told_tool(tool) for tool in body.tools],
+        "tools": [_shown_tool(tool) for tool in body.tools],
         "top_logprobs": body.top_logprobs,
         "top_p": body.top_p,
         "presence_penalty": body.presence_penalty,
@@ -660,8 +723,14 @@ def response_object(body: ResponsesBody, reply_id: str, created: int) -> dict[st
     }
 
 
+def _shown_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    if is_namespace(tool):
+        return {"description": "", **tool}
+    return {"description": None, "parameters": None, "strict": None, **tool} if is_function(tool) else tool
+
+
 def response_usage(usage: Usage) -> dict[str, Any]:
-    """Token counts. What was not cached has been written to the cache."""
+    """Token counts. Input that was not cached has been written to the cache."""
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": usage.prompt - usage.cached},
@@ -671,53 +740,267 @@ def response_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _chat_choice(given: str | Mapping[str, Any], tools: DeclaredTools) -> str | Mapping[str, Any]:
-    """`tool_choice` as chat has it. Raises InvalidRequestError for one that no model here can call."""
-    if isinstance(given, str):
-        return given
-    kind = given.get("type")
-    if kind == "allowed_tools":
-        return {
-            "type": kind,
-            "allowed_tools": {"mode": given.get("mode"), "tools": _allowed(given.get("tools"), tools)},
-        }
-    if kind not in ("function", "custom"):
-        raise InvalidRequestError(f"'tool_choice.type': {kind!r} is not supported", "tool_choice.type")
-    [chosen] = tools.chosen(given, "tool_choice")
-    return _named(chosen)
+# ---- the events ----
+
+DELTAS = {
+    "message": "response.output_text.delta",
+    "reasoning": "response.reasoning_text.delta",
+    "function_call": "response.function_call_arguments.delta",
+    "custom_tool_call": "response.custom_tool_call_input.delta",
+}
 
 
-def _allowed(given: Any, tools: DeclaredTools) -> Any:
-    """The functions that may be called. Tools that are skipped where they are declared are skipped here, too, unless
-    there are no others.
+@dataclass(slots=True)
+class OpenItem:
+    """The item that is being written: `item` as it was added, and its text since then."""
+
+    item: dict[str, Any]
+    delta_open: bytes  # an event up to the delta itself
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[LogprobText] = field(default_factory=list)
+    input: CustomInput | None = None  # reads the text of a custom call
+
+
+class ResponseEncoder:
+    """Writes one response as events. `response` is the object at this moment, complete after the last event.
+
+        response.created, response.in_progress
+          one item after the other:  output_item.added, its parts and deltas, output_item.done
+        response.completed | response.incomplete | response.failed,  then [DONE]
+
+    Every event has the next `sequence_number`. An item is a message, reasoning or a call. The parts that are the same
+    in every delta of an item are made once, so that a token costs one JSON string and one join.
+
+    `shell` is the object before its first item. `conceal` makes the `encrypted_content` of reasoning, if the client
+    asked for it. `tools` give calls the names under which they were declared.
     """
-    if not isinstance(given, list):
-        return given
-    known = ("function", "custom", "namespace")
-    kept = [
-        (index, tool) for index, tool in enumerate(given) if isinstance(tool, Mapping) and tool.get("type") in known
-    ]
-    if not kept:
-        return given
-    shown = [name for index, tool in kept for name in tools.chosen(tool, f"tool_choice.tools.{index}")]
-    return [_named(each) for each in dict.fromkeys(shown)]
+
+    def __init__(
+        self,
+        shell: dict[str, Any],
+        unique: str,
+        conceal: Callable[[str], str] | None = None,
+        tools: DeclaredTools | None = None,
+    ) -> None:
+        self.response = shell
+        self._unique = unique
+        self._conceal = conceal
+        self._tools = tools or DeclaredTools()
+        self._items: list[dict[str, Any]] = []
+        self._open: OpenItem | None = None
+        self._sequence = 0
+        self._streams = True
+
+    def opening(self) -> bytes:
+        return self._event("response.created", response=self.response) + self._event(
+            "response.in_progress", response=self.response
+        )
+
+    def encode(self, pieces: Iterable[Piece]) -> bytes:
+        before = self._sequence
+        try:
+            return b"".join([self._piece(piece) for piece in pieces])
+        except Exception:
+            self._sequence = before  # none of these events is sent; the next one ends the stream
+            raise
+
+    def whole(self, pieces: Iterable[Piece]) -> bytes:
+        """The response in JSON, when it is not streamed."""
+        self._streams = False
+        self.encode(pieces)
+        return orjson.dumps(self.response)
+
+    def not_stored(self, data: bytes) -> bytes:
+        """`data`, which ends with the whole response, with `store` false in it."""
+        before = self._last()
+        self.response = {**self.response, "store": False}
+        return data.removesuffix(before) + self._last()
+
+    def _last(self) -> bytes:
+        """The whole response as it was sent last."""
+        if not self._streams:
+            return orjson.dumps(self.response)
+        self._sequence -= 1
+        return self._event(f"response.{self.response['status']}", response=self.response) + DONE
+
+    def failed(self, error: ErrorInfo) -> bytes:
+        # An item that was cut off is not in the output: a client must not continue with it.
+        self._end("failed")
+        self.response["error"] = {"code": _code(error.kind), "message": error.message}
+        return self._event("response.failed", response=self.response) + DONE
+
+    def silence(self) -> bytes:
+        return COMMENT
+
+    def _piece(self, piece: Piece) -> bytes:
+        if isinstance(piece, TextDelta):
+            if not piece.text and not piece.logprobs:
+                return b""
+            begun = self._begin("message")
+            return begun + self._delta(piece.text, piece.logprobs)
+        if isinstance(piece, ReasoningDelta):
+            return self._begin("reasoning") + self._delta(piece.text) if piece.text else b""
+        if isinstance(piece, ToolCallDelta):
+            begun = b"" if piece.name is None else self._close() + self._add_call(piece)
+            events = begun + self._arguments(piece.arguments)
+            return events + self._close(closed=True) if piece.closed else events
+        if isinstance(piece, Completed):
+            return self._completed(piece)
+        if isinstance(piece, Started):
+            return b""
+        assert isinstance(piece, Errored)
+        return self.failed(piece.error)
+
+    def _begin(self, kind: str) -> bytes:
+        """Open an item of this kind unless one is open."""
+        if self._open is not None and self._open.item["type"] == kind:
+            return b""
+        closed, index = self._close(), len(self._items)
+        item: dict[str, Any]
+        part: dict[str, Any]
+        if kind == "message":
+            item = {"id": f"msg_{self._unique}_{index}", "type": kind, "status": "in_progress", "role": "assistant"}
+            item["content"] = []
+            part = _text_part("")
+        else:
+            item = {"id": f"rs_{self._unique}_{index}", "type": kind, "summary": [], "content": []}
+            part = {"type": "reasoning_text", "text": ""}
+        added = self._add(item, b'"content_index":0,' + (b'"logprobs":[],' if kind == "message" else b""))
+        return closed + added + self._of_item("response.content_part.added", content_index=0, part=part)
+
+    def _add_call(self, piece: ToolCallDelta) -> bytes:
+        tool = self._tools.called(piece.name or "")
+        custom = tool is not None and tool.custom
+        item = {
+            "id": f"{'ctc' if custom else 'fc'}_{self._unique}_{len(self._items)}",
+            "type": "custom_tool_call" if custom else "function_call",
+            "status": "in_progress",
+            "call_id": piece.call_id,
+            "name": piece.name if tool is None else tool.name,
+            **({"namespace": tool.namespace} if tool is not None and tool.namespace else {}),
+            "input" if custom else "arguments": "",
+        }
+        added = self._add(item, b"")
+        if custom and self._open is not None:
+            self._open.input = CustomInput()
+        return added
+
+    def _arguments(self, arguments: str) -> bytes:
+        opened = self._open
+        text = arguments if opened is None or opened.input is None else opened.input.feed(arguments)
+        return self._delta(text) if text else b""
+
+    def _add(self, item: dict[str, Any], more: bytes) -> bytes:
+        kind, index = DELTAS[item["type"]], len(self._items)
+        same = orjson.dumps({"type": kind, "item_id": item["id"], "output_index": index})[:-1]
+        self._open = OpenItem(item, f"event: {kind}\ndata: ".encode() + same + b"," + more + b'"delta":')
+        return self._event("response.output_item.added", output_index=index, item=item)
+
+    def _delta(self, text: str, logprobs: tuple[LogprobText, ...] = ()) -> bytes:
+        opened = self._open
+        assert opened is not None  # an item begins before its deltas
+        opened.texts.append(text)
+        if logprobs:
+            opened.logprobs.extend(logprobs)
+        if not self._streams:
+            return b""
+        if logprobs:
+            scores = scored_tokens(logprobs)
+            return self._of_item(DELTAS["message"], content_index=0, delta=text, logprobs=scores)
+        self._sequence += 1
+        return b'%b%b,"sequence_number":%d}\n\n' % (opened.delta_open, orjson.dumps(text), self._sequence - 1)
+
+    def _close(self, status: str = "completed", *, closed: bool = False) -> bytes:
+        """The end of the open item, if there is one. A call that has not `closed` is incomplete: it must not be run."""
+        opened = self._open
+        if opened is None:
+            return b""
+        rest = opened.input.end() if opened.input is not None else ""
+        events = self._delta(rest) if rest else b""
+        item, text, index = opened.item, "".join(opened.texts), len(self._items)
+        if item["type"] == "custom_tool_call":
+            item = {**item, "input": text, "status": "completed" if closed else "incomplete"}
+            events += self._of_item("response.custom_tool_call_input.done", input=text)
+        elif item["type"] == "function_call":
+            item = {**item, "arguments": text, "status": "completed" if closed else "incomplete"}
+            done = {"arguments": text, "name": item["name"]}
+            events = self._of_item("response.function_call_arguments.done", **done)
+        elif item["type"] == "message":
+            part = _text_part(text, opened.logprobs)
+            item = {**item, "status": status, "content": [part]}
+            events = self._of_item("response.output_text.done", content_index=0, text=text, logprobs=part["logprobs"])
+            events += self._of_item("response.content_part.done", content_index=0, part=part)
+        else:
+            part = {"type": "reasoning_text", "text": text}
+            item = {**item, "content": [part]}
+            if self._conceal is not None:
+                item["encrypted_content"] = self._conceal(text)
+            events = self._of_item("response.reasoning_text.done", content_index=0, text=text)
+            events += self._of_item("response.content_part.done", content_index=0, part=part)
+        self._open = None
+        self._items.append(item)
+        return events + self._event("response.output_item.done", output_index=index, item=item)
+
+    def _completed(self, piece: Completed) -> bytes:
+        cut = piece.reason == "length"
+        status = "incomplete" if cut else "completed"
+        # An empty reply is an empty message: clients read the first item.
+        begun = b"" if self._items or self._open else self._begin("message")
+        events = begun + self._close(status)
+        self._end(status)
+        self.response["usage"] = response_usage(piece.usage)
+        if cut:
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            self.response["completed_at"] = int(time.time())
+        return events + self._event(f"response.{status}", response=self.response) + DONE
+
+    def _end(self, status: str) -> None:
+        self._open = None
+        self.response = {**self.response, "status": status, "output": self._items}
+
+    def _of_item(self, kind: str, **fields: Any) -> bytes:
+        assert self._open is not None
+        return self._event(kind, item_id=self._open.item["id"], output_index=len(self._items), **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        if not self._streams:
+            return b""
+        data = orjson.dumps({"type": kind, "sequence_number": self._sequence, **fields})
+        self._sequence += 1
+        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
 
-def _named(name: str) -> Mapping[str, Any]:
-    return {"type": "function", "function": {"name": name}}
+class CompactionEncoder(ResponseEncoder):
+    """Writes a response whose only item is a compaction: the model's summary, encrypted."""
+
+    def __init__(self, shell: dict[str, Any], unique: str, conceal: Callable[[str], str]) -> None:
+        super().__init__(shell, unique)
+        self._encrypt = conceal
+        self._summary: list[str] = []
+
+    def _piece(self, piece: Piece) -> bytes:
+        if isinstance(piece, TextDelta):
+            self._summary.append(piece.text)
+            return b""
+        if isinstance(piece, ReasoningDelta | ToolCallDelta):
+            return b""
+        return super()._piece(piece)
+
+    def _completed(self, piece: Completed) -> bytes:
+        summary = self._encrypt("".join(self._summary).strip())
+        item = {"id": f"cmp_{self._unique}", "type": "compaction", "encrypted_content": summary}
+        self._items.append(item)
+        added = self._event("response.output_item.added", output_index=0, item=item)
+        return added + self._event("response.output_item.done", output_index=0, item=item) + super()._completed(piece)
 
 
-def _chat_format(text: TextField) -> Any:
-    given: Any = text.format
-    return {"type": "json_schema", "json_schema": given} if given["type"] == "json_schema" else given
+def _text_part(text: str, logprobs: Iterable[LogprobText] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "annotations": [], "logprobs": scored_tokens(tuple(logprobs)), "text": text}
 
 
-def _told_format(text: TextField) -> Any:
-    given: Any = text.format
-    return {"description": None, "strict": False, **given} if given["type"] == "json_schema" else given
-
-
-def _told_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    if is_namespace(tool):
-        return {"description": "", **tool}
-    return {"description": None, "parameters": None, "strict": None, **tool} if is_function(tool) else tool
+def _code(kind: ErrorKind) -> str:
+    """The code of an error in a response object: OpenAI has fewer of them than over HTTP."""
+    if kind is ErrorKind.OVERLOADED:
+        return "rate_limit_exceeded"
+    return TABLE[kind].code or "invalid_prompt" if kind in (ErrorKind.INVALID, ErrorKind.TOO_LONG) else "server_error"

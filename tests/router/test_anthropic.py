@@ -26,8 +26,7 @@ from holdfast.replicas.requests import (
 )
 from holdfast.replicas.text.calls.formats import ToolFormat
 from holdfast.replicas.text.calls.tracker import CallTracker
-from holdfast.router.anthropic import AnthropicEncoder
-from holdfast.router.protocol.anthropic import message_object
+from holdfast.router.protocol.anthropic import AnthropicEncoder, message_object
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 PATH = "/v1/messages"
@@ -576,7 +575,7 @@ def test_an_answer_that_cannot_be_encoded_is_not_kept(monkeypatch):
         raise TypeError("not JSON")
 
     with monkeypatch.context() as patched:
-        patched.setattr("holdfast.router.anthropic.message_object", fail)
+        patched.setattr("holdfast.router.formats.message_object", fail)
         assert post(world).status_code == 500
     again = post(world)
     assert (again.status_code, again.headers["x-holdfast-cache"]) == (200, "miss")

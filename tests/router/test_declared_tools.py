@@ -16,8 +16,7 @@ from service_backend import ServiceBackend
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import Completed, ToolCallDelta
 from holdfast.router.protocol.declared_tools import LONGEST, CustomInput, DeclaredTools, custom_arguments
-from holdfast.router.protocol.events import ResponseEvent
-from holdfast.router.protocol.replies import ResponseReply
+from holdfast.router.protocol.shapes import ResponseEvent, ResponseReply
 
 PATH = "/v1/responses"
 READ = {"type": "function", "name": "read_file", "parameters": {"type": "object", "properties": {"path": {}}}}

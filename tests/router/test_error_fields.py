@@ -10,8 +10,7 @@ from fake_backend import FakeBackend, World
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.requests import Errored, TextDelta
-from holdfast.router.protocol.errors import ReplyError
-from holdfast.router.protocol.fields import CHAT_FIELDS, FieldNames
+from holdfast.router.protocol.errors import CHAT_FIELDS, FieldNames, ReplyError
 
 SCHEMA: Any = {"type": "object", "properties": {}}
 CHAT: Any = {

@@ -14,7 +14,7 @@ from holdfast.replicas.errors import ErrorInfo, ErrorKind, UnavailableError
 from holdfast.replicas.requests import Errored, GenerateRequest, Started
 from holdfast.router import turns
 from holdfast.router.backend import ANYWHERE, Batch, Place
-from holdfast.router.streaming import COMMENT
+from holdfast.router.protocol.replies import COMMENT
 
 BEGUN = ((Started("q", 10, 4),), *HELLO)
 MESSAGE = {"model": "pocket", "max_tokens": 9, "messages": [{"role": "user", "content": "hello"}]}

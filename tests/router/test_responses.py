@@ -29,9 +29,8 @@ from holdfast.replicas.requests import (
 )
 from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.body import validate
-from holdfast.router.protocol.responses import KINDS, ResponsesBody, response_object
+from holdfast.router.protocol.responses import KINDS, ResponseEncoder, ResponsesBody, response_object
 from holdfast.router.records import Records, RedisAddress
-from holdfast.router.response_events import ResponseEncoder
 from holdfast.router.store import MemoryStore, RedisStore
 from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
@@ -737,30 +736,6 @@ def test_a_continued_chain_lives_on_and_another_ends():
     broken = post(world, previous_response_id=second["id"])
     assert (broken.status_code, broken.json()["error"]["code"]) == (400, "previous_response_not_found")
     assert world.call("GET", f"{PATH}/{idle['id']}").status_code == 404
-
-
-def test_a_chain_may_be_in_two_places(tmp_path):
-    """What is stored while Redis is away stays with its router, and is found beside what came before it."""
-    server = RedisServer(tmp_path)
-    server.start()
-    try:
-
-        async def scenario():
-            memory = MemoryStore(10, 2**20)
-            store = RedisStore(Records(RedisAddress(server.url), PATIENT), memory)
-            world = World(responses=StoredResponses(store, RouterConfig()))
-            first = await acall(world, input="one")
-            second = await acall(world, input="two", previous_response_id=first["id"])
-            key = f"responses/default/{second['id']}"
-            await memory.set(key, await store.get(key), 60.0)
-            await store._redis.delete(f"holdfast/{key}")
-            await acall(world, input="three", previous_response_id=second["id"])
-            await store.close()
-            return [message["content"] for message in world.backend.requests[-1].prompt.messages]
-
-        assert asyncio.run(scenario()) == ["one", "Hello!", "two", "Hello!", "three"]
-    finally:
-        server.kill()
 
 
 def test_what_a_tenant_may_store_is_bounded(tmp_path):

@@ -20,9 +20,9 @@ from holdfast.replicas.requests import (
     Usage,
     Work,
 )
-from holdfast.router.protocol.chat import chat_reply
-from holdfast.router.protocol.usage import chat_logprobs, completion_logprobs
-from holdfast.router.streaming import ChatEncoder, CompletionEncoder
+from holdfast.router.protocol.chat import ChatEncoder, chat_reply
+from holdfast.router.protocol.completions import CompletionEncoder
+from holdfast.router.protocol.replies import chat_logprobs, completion_logprobs
 
 ODD = 'quote " newline \n line separator \u2028 é 🐎 </script>'
 TOKEN = LogprobText("ab", b"ab", -0.5, (LogprobText("ab", b"ab", -0.5), LogprobText("c", b"c", -math.inf)))

@@ -11,10 +11,10 @@ from holdfast.replicas.requests import Errored, GenerateRequest, RawPrompt, Star
 from holdfast.router.backend import Batch
 from holdfast.router.config import RouterConfig
 from holdfast.router.metrics import Meter, RouterMetrics
+from holdfast.router.protocol.chat import ChatEncoder
 from holdfast.router.protocol.errors import ReplyError
 from holdfast.router.store import MemoryStore
 from holdfast.router.stored_responses import StoredResponses
-from holdfast.router.streaming import ChatEncoder
 from holdfast.router.turn_stream import TurnStream
 
 PATIENT = 60.0  # seconds a slow machine may take

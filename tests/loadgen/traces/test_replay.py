@@ -15,8 +15,7 @@ from holdfast.loadgen.traces.recording import Observed, recorded
 from holdfast.loadgen.traces.replay import Answers, Ask, Forcing, Lengths, Manner, first, following
 from holdfast.replicas.errors import ConfigError
 from holdfast.router.protocol.body import validate
-from holdfast.router.protocol.chat import ChatBody
-from holdfast.router.protocol.messages import plain_messages
+from holdfast.router.protocol.chat import ChatBody, plain_messages
 
 FEW = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 SHARED = Path(__file__).parents[4] / "shared" / "traces"

@@ -7,9 +7,8 @@ from holdfast.replicas.requests import ModelCard
 from holdfast.router.protocol.anthropic import MessagesBody
 from holdfast.router.protocol.body import IGNORED, NEUTRAL, decode, validate
 from holdfast.router.protocol.chat import ChatBody, chat_turn
-from holdfast.router.protocol.completions import CompletionBody
+from holdfast.router.protocol.completions import CompletionBody, TokenizeBody
 from holdfast.router.protocol.responses import ResponsesBody
-from holdfast.router.protocol.tokens import TokenizeBody
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 

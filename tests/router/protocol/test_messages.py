@@ -2,8 +2,8 @@ import pytest
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.router.protocol.body import validate
-from holdfast.router.protocol.messages import check_tools, plain_messages
-from holdfast.router.protocol.tokens import TokenizeBody
+from holdfast.router.protocol.chat import check_tools, plain_messages
+from holdfast.router.protocol.completions import TokenizeBody
 
 USER = {"role": "user", "content": "hi"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}

@@ -8,11 +8,15 @@ from holdfast.replicas.requests import JsonOutput, ModelCard, RawPrompt
 from holdfast.router.protocol.anthropic import MessagesBody, chat_prompt, messages_turn
 from holdfast.router.protocol.body import validate
 from holdfast.router.protocol.chat import ChatBody, chat_turn
-from holdfast.router.protocol.completions import CompletionBody, completion_turn
+from holdfast.router.protocol.completions import (
+    CompletionBody,
+    completion_turn,
+    read_detokenize,
+    read_tokenize,
+)
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.protocol.prefills import read_prefill
 from holdfast.router.protocol.sessions import read_open
-from holdfast.router.protocol.tokens import DetokenizeBody, TokenizeBody, detokenize_tokens, tokenize_prompt
 from holdfast.router.protocol.turn import find_model
 
 MODEL = ModelCard("m", context_length=100, vocabulary=50)
@@ -243,17 +247,20 @@ def test_an_unknown_model_is_told_what_there_is():
 
 
 def test_tokenize_takes_a_prompt_or_messages():
-    assert tokenize_prompt(validate(TokenizeBody, {"prompt": "hi"}), MODEL) == RawPrompt("hi")
-    assert tokenize_prompt(validate(TokenizeBody, {"messages": MESSAGES}), MODEL).messages == MESSAGES
+    def read(body):
+        return read_tokenize(orjson.dumps(body), (MODEL,))[0]
+
+    assert read({"prompt": "hi"}) == RawPrompt("hi")
+    assert read({"messages": MESSAGES}).messages == MESSAGES
     for body in ({}, {"prompt": "hi", "messages": MESSAGES}):
         with pytest.raises(InvalidRequestError):
-            tokenize_prompt(validate(TokenizeBody, body), MODEL)
+            read(body)
 
 
 def test_detokenize_refuses_ids_the_model_does_not_have():
-    assert detokenize_tokens(validate(DetokenizeBody, {"tokens": [1, 49]}), MODEL) == [1, 49]
+    assert read_detokenize(b'{"tokens": [1, 49]}', (MODEL,)) == [1, 49]
     with pytest.raises(InvalidRequestError) as refused:
-        detokenize_tokens(validate(DetokenizeBody, {"tokens": [1, 50]}), MODEL)
+        read_detokenize(b'{"tokens": [1, 50]}', (MODEL,))
     assert refused.value.field == "tokens.1"
 
 
@@ -262,8 +269,8 @@ def test_a_template_sees_no_field_of_a_tool_that_is_not_known():
     tool = {"type": "function", "function": {"name": "f", "description": "d"}}
     written = {**tool, "cache_control": {}, "function": {**tool["function"], "defer_loading": True}}
     assert chat(tools=[written]).prompt.tools == (tool,)
-    body = validate(TokenizeBody, {"messages": MESSAGES, "tools": [written]})
-    assert tokenize_prompt(body, MODEL).tools == (tool,)
+    body = orjson.dumps({"messages": MESSAGES, "tools": [written]})
+    assert read_tokenize(body, (MODEL,))[0].tools == (tool,)
     raw = orjson.dumps({"model": "m", "messages": MESSAGES, "tools": [written]})
     assert read_prefill(raw, (MODEL,)).prompt.tools == (tool,)
     opened = orjson.dumps({"model": "m", "messages": MESSAGES, "tools": [written]})

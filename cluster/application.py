@@ -32,7 +32,6 @@ from holdfast.replicas import logs
 from holdfast.replicas.config import POCKET
 from holdfast.replicas.errors import HoldfastError
 from holdfast.router import metric_list, tracing
-from holdfast.router.accounts import Accounts
 from holdfast.router.affinity import proxy_host
 from holdfast.router.app import create_app
 from holdfast.router.audit import Audit
@@ -42,10 +41,12 @@ from holdfast.router.entry import Drain
 from holdfast.router.fleet import FLEET, Listener
 from holdfast.router.line_stats import line_stats
 from holdfast.router.metrics import RouterMetrics
+from holdfast.router.metrics_endpoints import watch_line, watch_redis
 from holdfast.router.oidc import IdentityTokens
 from holdfast.router.parser_process import ParserProcess
 from holdfast.router.prefills import StoredPrefills
 from holdfast.router.programs import ProgramTable
+from holdfast.router.quotas import Quotas
 from holdfast.router.records import Records, RedisAddress
 from holdfast.router.response_cache import ResponseCache
 from holdfast.router.store import MemoryStore, RedisStore
@@ -53,9 +54,8 @@ from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.tenant_store import TenantStore
 from holdfast.router.tenants import TenantDirectory
 from holdfast.router.tool_latency import ToolLatencies
-from holdfast.router.turn_report import TurnReports
-from holdfast.router.usage import Books
-from holdfast.router.watching import watch_line, watch_redis
+from holdfast.router.turn_log import TurnLog
+from holdfast.router.usage import UsageBooks
 
 log = logging.getLogger(__name__)
 
@@ -126,11 +126,11 @@ class Ingress:
         if info is not None and info.memory_limit and (crowded := config.crowded(info.memory_limit)):
             log.warning("%s", crowded)
         router = self._metrics.router
-        self._accounts = Accounts(config, self._books, router, settings.server.routers)
+        self._usage = UsageBooks(config, Quotas(self._books, settings.server.routers), self._books)
         self._audit = Audit(self._books, config.audit_records, router)
         self._kept = TenantStore(self._books, tenants, config.audit_records)
         await self._kept.start()
-        self._accounts.start()
+        self._usage.start()
         self._audit.start()
         if self._tokens is not None:
             await self._tokens.start()
@@ -148,7 +148,7 @@ class Ingress:
             self._metrics,
             config,
             self._latencies,
-            TurnReports(self._spans),
+            TurnLog(self._spans),
             self._peers,
             Conversations(self._programs, self._records, entries, ttl_s, places=most),
             self._drain,
@@ -156,9 +156,8 @@ class Ingress:
             StoredResponses(store, config),
             StoredPrefills(store, config),
             store,
-            self._accounts,
             self._kept,
-            Books(self._books),
+            self._usage,
             self._audit,
         )
 
@@ -186,7 +185,7 @@ class Ingress:
             await self._tokens.close()
         await self._kept.close()
         await self._cache.close()
-        await self._accounts.close()
+        await self._usage.close()
         await self._audit.close()
         await self._books.close()
         await self._parser.close()

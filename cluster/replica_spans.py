@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from holdfast.replicas.requests import Answer, Completed, Errored, GenerateRequest, Piece, Timing, ToolCallDelta, Usage
 
 if TYPE_CHECKING:
-    from holdfast.router.spans import Span, Spans
+    from holdfast.router.tracing import Span, Spans
 
 
 def begin(spans: Spans | None, request: GenerateRequest) -> GenerationSpan | None:

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from holdfast.replicas.errors import ConfigError, InvalidRequestError, UnavailableError
-from holdfast.router.accounts import Accounts
 from holdfast.router.audit import Audit
 from holdfast.router.config import RouterConfig
 from holdfast.router.entry import Entry
@@ -29,7 +28,7 @@ from holdfast.router.protocol.admin import (
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.tenant_store import TenantStore
 from holdfast.router.tenants import ApiKey, Scope, Tenant, TenantDirectory, expect_floors, hash_key, key_of, make_key
-from holdfast.router.usage import Books, as_csv, as_json_lines, first_rows
+from holdfast.router.usage import UsageBooks, as_csv, as_json_lines, first_rows
 
 T = TypeVar("T")
 
@@ -37,15 +36,14 @@ T = TypeVar("T")
 class UsageEndpoints:
     """What a tenant has used, for itself: keys with the scope `usage`."""
 
-    def __init__(self, entry: Entry, books: Books | None, accounts: Accounts) -> None:
+    def __init__(self, entry: Entry) -> None:
         self._entry = entry
-        self._books = books
-        self._accounts = accounts
+        self._books = entry.books
 
     async def sums(self, request: Request) -> Response:
         async with self._entry.entered(request, Scope.USAGE) as tenant:
-            periods = read_days(request.query_params, self._accounts.clock())
-            rows = await _there(self._books).sums(tenant.name, periods)
+            periods = read_days(request.query_params, self._books.quotas.clock())
+            rows = await self._books.sums(tenant.name, periods)
             return json_response(
                 orjson.dumps({"tenant": tenant.name, "limits": asdict(tenant.limits), "periods": rows})
             )
@@ -53,7 +51,7 @@ class UsageEndpoints:
     async def records(self, request: Request) -> Response:
         async with self._entry.entered(request, Scope.USAGE) as tenant:
             rows = read_rows(request.query_params)
-            return await export(rows, _there(self._books), [tenant.name])
+            return await export(rows, self._books, [tenant.name])
 
 
 class AdminEndpoints:
@@ -63,7 +61,6 @@ class AdminEndpoints:
         self,
         directory: TenantDirectory,
         tenants: TenantStore | None,
-        books: Books | None,
         audit: Audit,
         entry: Entry,
         config: RouterConfig,
@@ -71,7 +68,7 @@ class AdminEndpoints:
     ) -> None:
         self._directory = directory
         self._tenants = tenants
-        self._books = books
+        self._books = entry.books
         self._audit = audit
         self._entry = entry
         self._clock = clock
@@ -178,7 +175,7 @@ class AdminEndpoints:
     async def sums(self, request: Request) -> Response:
         """Of `tenant`, or of all that there are and were."""
         self._authorize(request)
-        periods, books = read_days(request.query_params, self._clock()), _there(self._books)
+        periods, books = read_days(request.query_params, self._clock()), self._books
         rows = [{"tenant": name, "periods": await books.sums(name, periods)} for name in await self._asked(request)]
         return json_response(orjson.dumps({"tenants": rows}))
 
@@ -186,7 +183,7 @@ class AdminEndpoints:
         """Of `tenant`, or of all that there are and were, as they were booked."""
         self._authorize(request)
         rows = read_rows(request.query_params, several=not request.query_params.get("tenant"))
-        return await export(rows, _there(self._books), await self._asked(request))
+        return await export(rows, self._books, await self._asked(request))
 
     async def audit(self, request: Request) -> Response:
         """The audit log, the latest first, as JSON lines: up to `limit` acts, and as many refusals."""
@@ -252,13 +249,13 @@ class AdminEndpoints:
         name = request.query_params.get("tenant")
         if name:
             return [name]
-        return sorted({*(tenant.name for tenant in self._directory.tenants), *await _there(self._books).tenants()})
+        return sorted({*(tenant.name for tenant in self._directory.tenants), *await self._books.tenants()})
 
 
 JSON_LINES = "application/jsonl"
 
 
-async def export(asked: RowQuery, books: Books, tenants: Iterable[str]) -> Response:
+async def export(asked: RowQuery, books: UsageBooks, tenants: Iterable[str]) -> Response:
     """Records as JSON lines or CSV. Raises UnavailableError."""
     rows: list[dict[str, Any]] = []
     for tenant in tenants:

@@ -1,5 +1,13 @@
-"""A whole answer as pieces, and its form in the store. Pieces to answer: `replicas/requests.py`."""
+"""Answers: several to one request, a whole answer as pieces, and its form in the store.
 
+Of several answers the first is the turn of its program, with which the client goes on; the others are nobody's turn.
+Pieces to answer: `replicas/requests.py`.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from hashlib import blake2b
 from math import inf, isnan, nan
@@ -7,9 +15,14 @@ from typing import Any
 
 import orjson
 
+from holdfast.replicas.errors import HoldfastError
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import (
+    NOTHING_USED,
     Answer,
     Completed,
+    Errored,
+    GenerateRequest,
     LogprobText,
     Piece,
     ReasoningDelta,
@@ -19,10 +32,14 @@ from holdfast.replicas.requests import (
     ToolCall,
     ToolCallDelta,
     Usage,
+    Work,
 )
 from holdfast.replicas.retention.latency import Called
+from holdfast.router.backend import Backend, Batch, Place, Routed
+from holdfast.router.protocol.errors import ReplyError
+from holdfast.router.protocol.turn import Choice
 
-NONE = "none"  # a log probability that there is not
+NONE = "none"  # stands for an absent log probability
 
 
 def pieces_of(answer: Answer) -> tuple[Piece, ...]:
@@ -39,7 +56,7 @@ def pieces_of(answer: Answer) -> tuple[Piece, ...]:
 
 
 def repeated(answer: Answer, unique: str) -> Answer:
-    """`answer` to another request: its calls have ids of their own, made from `unique`.
+    """`answer` for another request: its calls get ids of their own, made from `unique`.
 
     An id that the model wrote itself (`functions.get_weather:0`) stays: its template shows ids to the model.
     """
@@ -101,3 +118,134 @@ def _unpack(packed: list[Any]) -> LogprobText:
     token, raw, logprob, top = packed
     value = -inf if logprob is None else nan if logprob == NONE else logprob  # JSON has no infinity
     return LogprobText(token, bytes.fromhex(raw), value, tuple(_unpack(other) for other in top))
+
+
+# ---- several answers ----
+
+
+def ids(first: str, others: Sequence[Choice]) -> list[str]:
+    """The ids by which replicas know the answers to the request `first`."""
+    return [first, *(f"{first}-{number}" for number in range(1, len(others) + 1))]
+
+
+def commands(first: GenerateRequest, others: Sequence[Choice]) -> list[GenerateRequest]:
+    """The commands to the replicas: the turn, and the other answers."""
+    names = ids(first.request_id, others)[1:]
+    return [first] + [
+        replace(
+            first,
+            request_id=name,
+            prompt=other.prompt,
+            sampling=other.sampling,
+            program_id="",
+            program_turns=0,
+            answered_turns=0,
+            program_end=False,
+        )
+        for name, other in zip(names, others, strict=True)
+    ]
+
+
+def varied(sampling: Sampling) -> Sampling:
+    """`sampling` with a random seed where it has none: the same prompt then gives another answer each time."""
+    if sampling.seed is not None or sampling.temperature <= 0:
+        return sampling
+    return replace(sampling, seed=secrets.randbits(63))
+
+
+def total(usages: Sequence[Usage], others: Sequence[Choice]) -> Usage:
+    """The usage of all answers, where each prompt counts once."""
+    prompts = [usages[0], *(usage for usage, other in zip(usages[1:], others, strict=True) if not other.again)]
+    return Usage(
+        prompt=sum(each.prompt for each in prompts),
+        cached=sum(each.cached for each in prompts),
+        completion=sum(each.completion for each in usages),
+        reasoning=sum(each.reasoning for each in usages),
+        work=sum((each.work for each in usages), Work()),
+    )
+
+
+async def generate(
+    backend: Backend, asked: Sequence[GenerateRequest], others: Sequence[Choice], place: Place
+) -> tuple[Routed, list[Answer]]:
+    """The first reply, with the usage of all, and the other answers. Raises ReplyError where one of them fails."""
+    tasks = [asyncio.create_task(backend.generate(each, place)) for each in asked]
+    try:
+        routed, *rest = await asyncio.gather(*tasks)
+    except HoldfastError as error:
+        await _end(tasks)
+        usages = [None if task.cancelled() or task.exception() else task.result().reply.usage for task in tasks]
+        raise ReplyError(error.info, await _used(backend, asked, usages, others)) from error
+    finally:
+        await _end(tasks)
+    usage = total([each.reply.usage for each in (routed, *rest)], others)
+    answers: list[Answer] = []
+    for each in (routed, *rest):
+        if isinstance(each.reply, Errored):
+            raise ReplyError(each.reply.error, usage)
+        answers.append(each.reply)
+    return replace(routed, reply=replace(answers[0], usage=usage)), answers[1:]
+
+
+async def stream(
+    backend: Backend, asked: Sequence[GenerateRequest], others: Sequence[Choice], place: Place
+) -> AsyncGenerator[Batch, None]:
+    """The replies as they are made. The first one ends last, with the usage of all; it fails where another does."""
+    queue: asyncio.Queue[Batch | BaseException] = asyncio.Queue(len(asked))
+    usages: list[Usage | None] = [None] * len(asked)  # of those that have ended
+
+    async def read(number: int) -> None:
+        try:
+            async with aclosing(backend.stream(asked[number], place)) as batches:
+                async for batch in batches:
+                    await queue.put(replace(batch, choice=number))
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(read(number)) for number in range(len(asked))]
+    left, last_batch = len(asked), None
+    try:
+        while left:
+            batch = await queue.get()
+            if isinstance(batch, HoldfastError):
+                await _end(tasks)
+                raise ReplyError(batch.info, await _used(backend, asked, usages, others)) from batch
+            if isinstance(batch, BaseException):
+                raise batch
+            last = batch.pieces[-1]
+            if isinstance(last, Errored):
+                usages[batch.choice] = last.usage
+                await _end(tasks)
+                usage = await _used(backend, asked, usages, others)
+                yield replace(batch, choice=0, pieces=(replace(last, usage=usage),))
+                return
+            if isinstance(last, Completed):
+                left -= 1
+                usages[batch.choice] = last.usage
+                if batch.choice == 0:
+                    last_batch = replace(batch, pieces=(last,))
+                    batch = replace(batch, pieces=batch.pieces[:-1])
+            if batch.pieces:
+                yield batch
+        assert last_batch is not None  # the first has completed
+        [last] = last_batch.pieces
+        assert isinstance(last, Completed)
+        usage = total([each or NOTHING_USED for each in usages], others)
+        yield replace(last_batch, pieces=(replace(last, usage=usage),))
+    finally:
+        await _end(tasks)
+
+
+async def _used(
+    backend: Backend, asked: Sequence[GenerateRequest], usages: Sequence[Usage | None], others: Sequence[Choice]
+) -> Usage:
+    """The usage of all answers. Replicas are asked about those that were cut off."""
+    used = [known or await backend.drawn(each.request_id) for each, known in zip(asked, usages, strict=True)]
+    return total([each or NOTHING_USED for each in used], others)
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks that have not ended, and wait for them."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)

@@ -12,7 +12,6 @@ from starlette.responses import HTMLResponse, Response
 
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError, UnavailableError
 from holdfast.router import metric_list as listed
-from holdfast.router.accounts import Accounts
 from holdfast.router.admin import AdminEndpoints, UsageEndpoints
 from holdfast.router.audit import Audit
 from holdfast.router.backend import Backend
@@ -33,7 +32,7 @@ from holdfast.router.http import (
 from holdfast.router.idempotency import KeptAnswers
 from holdfast.router.live import Live
 from holdfast.router.metrics import RouterMetrics
-from holdfast.router.metrics_endpoints import MetricsEndpoints, Peers
+from holdfast.router.metrics_endpoints import MetricsEndpoints, Peers, watch_cache
 from holdfast.router.page_files import PageFiles
 from holdfast.router.parser_process import ParserProcess
 from holdfast.router.prefills import PrefillEndpoints, StoredPrefills
@@ -59,10 +58,9 @@ from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.tenant_store import TenantStore
 from holdfast.router.tenants import TenantDirectory
 from holdfast.router.tool_latency import ToolLatencies
-from holdfast.router.turn_report import TurnReports
+from holdfast.router.turn_log import TurnLog
 from holdfast.router.turns import Turns
-from holdfast.router.usage import Books
-from holdfast.router.watching import watch_cache
+from holdfast.router.usage import UsageBooks
 
 ANTHROPIC = "anthropic-version"  # a header of Anthropic's clients, and of no others
 
@@ -75,7 +73,7 @@ def create_app(
     metrics: RouterMetrics,
     config: RouterConfig | None = None,
     latencies: ToolLatencies | None = None,
-    reports: TurnReports | None = None,
+    turns: TurnLog | None = None,
     peers: Peers | None = None,
     conversations: Conversations | None = None,
     drain: Drain | None = None,
@@ -83,55 +81,39 @@ def create_app(
     responses: StoredResponses | None = None,
     prefills: StoredPrefills | None = None,
     store: Store | None = None,
-    accounts: Accounts | None = None,
     tenant_store: TenantStore | None = None,
-    books: Books | None = None,
+    books: UsageBooks | None = None,
     audit: Audit | None = None,
 ) -> FastAPI:
-    """The application around `backend`. Whoever made the arguments closes them."""
+    """The application around `backend`. The caller closes the arguments."""
     config = config or RouterConfig()
     latencies = latencies or ToolLatencies()
     metrics.watch(listed.DEGRADED, lambda: float(cache.degraded))
     watch_cache(metrics, cache)
     if tenant_store is not None:
         tenant_store.watch_purges(cache.purged)
-    reports = reports or TurnReports()
     conversations = conversations or Conversations(programs, None, config.program_entries, config.program_ttl_s)
-    drain = drain or Drain()
-    accounts, audit = accounts or Accounts(config), audit or Audit()
-    entry = Entry(tenants, metrics, config, drain, parser or ParserProcess(), accounts, audit)
+    audit = audit or Audit()
+    entry = Entry(tenants, metrics, config, drain, parser, books, audit, turns)
     store = store or MemoryStore(config.store_entries, config.store_memory)
     homes = SessionHomes(backend, programs, SessionHistories(store, config), metrics)
     answers = KeptAnswers(store, config)
-    turns = Turns(
-        backend,
-        entry,
-        programs,
-        conversations,
-        cache,
-        metrics,
-        config,
-        latencies,
-        reports,
-        drain,
-        homes,
-        answers,
-    )
+    serving = Turns(backend, entry, programs, conversations, cache, config, latencies, homes, answers)
     responses = responses or StoredResponses(store, config)
     stored = ResponseEndpoints(entry, backend, responses)
     messages = MessagesFormat(entry, backend)
     handles = prefills or StoredPrefills(store, config)
-    ahead = PrefillEndpoints(backend, entry, programs, conversations, handles, metrics, config, drain)
+    ahead = PrefillEndpoints(backend, entry, programs, conversations, handles, config)
     agents = ProgramEndpoints(backend, entry, programs, latencies, store)
-    sessions = SessionEndpoints(backend, entry, programs, turns, homes)
-    small = SmallEndpoints(backend, entry, drain)
-    status = ClusterStatus(backend, tenants, programs, reports, lambda: cache.degraded, metrics.router)
-    usage = UsageEndpoints(entry, books, accounts)
-    admin = AdminEndpoints(tenants, tenant_store, books, audit, entry, config)
-    told = MetricsEndpoints(backend, tenants, metrics, peers)
+    sessions = SessionEndpoints(backend, entry, programs, serving, homes)
+    small = SmallEndpoints(backend, entry)
+    status = ClusterStatus(backend, tenants, programs, entry.turns, lambda: cache.degraded, metrics.router)
+    usage = UsageEndpoints(entry)
+    admin = AdminEndpoints(tenants, tenant_store, audit, entry, config)
+    exposition = MetricsEndpoints(backend, tenants, metrics, peers)
 
     def generates(format_: Format) -> Handler:
-        return partial(turns.serve, format_=format_)
+        return partial(serving.serve, format_=format_)
 
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     routes: tuple[tuple[str, str, Handler], ...] = (
@@ -185,13 +167,13 @@ def create_app(
         ("GET", "/health", small.health),
         ("GET", "/openapi.json", small.openapi),
         ("GET", "/docs", small.docs),
-        ("GET", "/metrics", told.all),
-        ("GET", "/metrics/targets", told.targets),
-        ("GET", "/metrics/processes/{process}", told.process),
+        ("GET", "/metrics", exposition.all),
+        ("GET", "/metrics/targets", exposition.targets),
+        ("GET", "/metrics/processes/{process}", exposition.process),
     )
     if config.page:
         page_files = PageFiles()
-        live = Live(backend, entry, reports, metrics.router)
+        live = Live(backend, entry)
         routes += (
             ("GET", "/", page_files.index),
             ("GET", "/page/{name}", page_files.file),
@@ -214,12 +196,11 @@ def create_app(
 
 
 class SmallEndpoints:
-    """Everything that generates nothing."""
+    """The endpoints that generate nothing and belong to nobody else."""
 
-    def __init__(self, backend: Backend, entry: Entry, drain: Drain) -> None:
+    def __init__(self, backend: Backend, entry: Entry) -> None:
         self._backend = backend
         self._entry = entry
-        self._drain = drain
         self._started = int(time.time())
 
     async def tokenize(self, request: Request) -> Response:
@@ -244,19 +225,19 @@ class SmallEndpoints:
             return json_response(reply(card, self._started))
 
     async def version(self, request: Request) -> Response:
-        """What runs here, as vLLM tells it."""
+        """The version of this server, in vLLM's shape."""
         async with self._entry.entered(request):
             return json_response(orjson.dumps({"version": VERSION}))
 
     async def health(self, request: Request) -> Response:
-        """Open to everybody: it tells nothing but whether there is a replica, and that this router takes requests."""
-        self._drain.check()
+        """Whether there is a replica and this router takes requests. Open to everybody."""
+        self._entry.drain.check()
         if not await self._backend.healthy():
             raise UnavailableError("No replica is ready")
         return json_response(b'{"status":"ok"}')
 
     async def openapi(self, request: Request) -> Response:
-        """Open to everybody; which models are served is told to callers with a key."""
+        """Open to everybody; only callers with a key learn which models are served."""
         return json_response(await self._document(request))
 
     async def docs(self, request: Request) -> Response:

@@ -20,7 +20,7 @@ from holdfast.router.backend import Backend
 from holdfast.router.http import VERSION, caller, json_response
 from holdfast.router.programs import Program, ProgramTable
 from holdfast.router.tenants import TenantDirectory
-from holdfast.router.turn_report import TurnFacts, TurnReports
+from holdfast.router.turn_log import TurnFacts, TurnLog
 
 PROGRAMS = 50  # of the programs, unless `?programs=` asks for another number
 MOST_PROGRAMS = 1000
@@ -34,7 +34,7 @@ class ClusterStatus:
         backend: Backend,
         tenants: TenantDirectory,
         programs: ProgramTable,
-        reports: TurnReports,
+        reports: TurnLog,
         degraded: Callable[[], bool],
         router: str = "router",
         clock: Callable[[], float] = time.time,

@@ -2,73 +2,122 @@
 
 In this order: key or address, then a place and what is known of the tenant's limits, then the declared length, and only
 then the bytes. So a caller who is refused again costs no body. What a call counts against its tenant's limits is
-charged once that is known (`accounts`). A call keeps its place until its answer is complete.
+charged once that is known (`call`, `quotas`). A call keeps its place until its answer is complete.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import BinaryIO, Self, TypeVar
 
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 
 from holdfast.replicas.errors import OverloadedError, UnavailableError
-from holdfast.router.accounts import Accounts, Admission
+from holdfast.router import metric_list as listed
 from holdfast.router.audit import Audit
+from holdfast.router.call import NOBODY, Call
 from holdfast.router.config import WARM_UP_HEADER, RouterConfig
 from holdfast.router.http import ClientGoneError, answer_headers, caller, content_digest, route_of
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.parser_process import ParserProcess
 from holdfast.router.protocol.body import parse_long
 from holdfast.router.protocol.errors import Refusal, RefusedError, reason
+from holdfast.router.quotas import LIMITS, Cost, Quotas
 from holdfast.router.tenants import Principal, Scope, Tenant, TenantDirectory
-from holdfast.router.watching import watch_accounts, watch_tenants
+from holdfast.router.turn_log import TurnLog
+from holdfast.router.usage import UsageBooks
 
 T = TypeVar("T")
+Samples = Mapping[tuple[str, ...], float]
 
 TENANT = "holdfast.tenant"  # where a request's scope keeps whose it is
-NOBODY = Tenant("nobody")
 
 
 class Entry:
-    """Lets calls in. One for all endpoints of a router, so that they share its limits."""
+    """Lets calls in. One for all endpoints of a router, so that they share its limits.
+
+    An endpoint that generates nothing needs `entered` and `read`. One that generates has a `Call`: `begin` makes it,
+    and it is served inside `admitted`.
+    """
 
     def __init__(
         self,
         tenants: TenantDirectory,
         metrics: RouterMetrics,
         config: RouterConfig,
-        drain: Drain,
-        parser: ParserProcess,
-        accounts: Accounts | None = None,
+        drain: Drain | None = None,
+        parser: ParserProcess | None = None,
+        books: UsageBooks | None = None,
         audit: Audit | None = None,
+        turns: TurnLog | None = None,
     ) -> None:
+        self.drain = drain or Drain()
+        self.books = books or UsageBooks(config, Quotas())
+        self.turns = turns or TurnLog()
+        self.metrics = metrics
         self._tenants = tenants
         self._config = config
-        self._metrics = metrics
         self._places = Shares(config.max_in_flight)
         self._bodies = Shares(config.body_memory)
-        for each in (self._places, self._bodies):
-            tenants.watch(each.share)
-        self._drain = drain
-        self._parser = parser
-        self._accounts = accounts or Accounts(config)
+        self._parser = parser or ParserProcess()
         self._audit = audit or Audit()
         self._proxies = config.networks()
-        tenants.watch(self._accounts.keep)
-        watch_accounts(metrics, self._accounts)
-        watch_tenants(metrics, tenants, self._places.of, config.metrics_tenants)
+        for tell in (self._places.share, self._bodies.share, self.books.quotas.keep):
+            tenants.watch(tell)
+        most = config.metrics_tenants
+        tenants.watch(lambda each: metrics.name_tenants([tenant.name for tenant in each], most))
+        self._watch()
+
+    # ---- calls that generate nothing ----
+
+    @asynccontextmanager
+    async def entered(self, request: Request, scope: Scope = Scope.INFER) -> AsyncIterator[Tenant]:
+        """The tenant that calls, with a place for its call, which is counted. Raises as `admitted`."""
+        try:
+            principal = self.authenticate(request, scope)
+        except RefusedError as error:
+            self.metrics.refused(error)
+            raise
+        tenant, quotas = principal.tenant, self.books.quotas
+        with self.place(tenant):
+            quotas.check(tenant)
+            if tenant.limits.requests_per_minute is not None:
+                status = await quotas.admit(tenant, secrets.token_hex(12), Cost(), lease=False)
+                answer_headers(request).rate_limit = status
+            yield tenant
+
+    # ---- calls that generate ----
+
+    def begin(self, request: Request, endpoint: str) -> Call:
+        """The call of a request that has just come. The server's own first request is counted nowhere."""
+        own = self.warms_up(request)
+        metrics, turns = (RouterMetrics.unseen(), TurnLog()) if own else (self.metrics, self.turns)
+        return Call(request, endpoint, metrics, turns, self.books, self._config.prices)
+
+    @contextmanager
+    def admitted(self, call: Call) -> Iterator[None]:
+        """A place for a call, once it is known who calls. Raises as `authenticate` and `place`, and QuotaError (429)
+        where the tenant is known to have used up a limit.
+        """
+        call.principal = self.authenticate(call.request)
+        call.facts.tenant = call.tenant.name
+        with self.place(call.tenant):
+            self.books.quotas.check(call.tenant)
+            yield
+
+    # ---- parts ----
 
     def warms_up(self, request: HTTPConnection) -> bool:
-        """Whether the server sent this request itself, to warm up. Where there are keys nobody can say so."""
+        """Whether the server sent this request itself, to warm up. Where there are keys nobody can claim it."""
         return WARM_UP_HEADER in request.headers and not self._tenants.has_keys
 
     def authenticate(self, request: HTTPConnection, scope: Scope = Scope.INFER) -> Principal:
-        """Whose call it is. Raises RefusedError (401, 403; also for a key that is not for this) or ClientGoneError."""
+        """Who calls. Raises RefusedError (401; 403 also for a key without this scope) or ClientGoneError."""
         who = caller(request)
         try:
             principal = self._tenants.authenticate(who)
@@ -85,7 +134,7 @@ class Entry:
         """A place for one call of `tenant`. Raises OverloadedError (429), or UnavailableError (503) while the server
         stops.
         """
-        self._drain.check()
+        self.drain.check()
         places = self._places
         if not places.take(tenant.name, 1):
             reserved = "" if places.total >= places.most else ", the other places are reserved for other tenants"
@@ -95,33 +144,12 @@ class Entry:
         finally:
             places.give_back(tenant.name, 1)
 
-    @contextmanager
-    def admitted(self, principal: Principal) -> Iterator[Admission]:
-        """A place for a call, which is yet to be charged. Raises as `place`, and QuotaError (429) where it is known
-        already that the tenant has no room.
-        """
-        with self.place(principal.tenant):
-            yield self._accounts.admission(principal)
-
-    @asynccontextmanager
-    async def entered(self, request: Request, scope: Scope = Scope.INFER) -> AsyncIterator[Tenant]:
-        """All of it, for a call that generates nothing: the tenant that calls, with a place for the call."""
-        try:
-            principal = self.authenticate(request, scope)
-        except RefusedError as error:
-            self._metrics.refused(error)
-            raise
-        with self.admitted(principal) as admission:
-            await admission.charge_call()
-            answer_headers(request).standing = admission.standing
-            yield principal.tenant
-
     async def read(self, request: Request, parse: Callable[..., T], *arguments: object) -> T:
-        """What `parse(body, *arguments)` makes of the request's body; a long one is parsed beside the event loop.
+        """The result of `parse(body, *arguments)`. A long body is parsed in another process: `parse` is a function of a
+        module, and its arguments and result can be pickled.
 
-        So `parse` is a function of a module, and all that crosses can be pickled. Raises RefusedError (413, 408),
-        OverloadedError where the bodies of this tenant, or of all, are too much at once, what `parse` raises, or
-        ClientGoneError.
+        Raises RefusedError (413, 408), OverloadedError where this tenant's bodies, or all bodies, are too many bytes at
+        once, what `parse` raises, or ClientGoneError.
         """
         config, tenant = self._config, request.scope.get(TENANT, NOBODY)
         with BodyBytes(self._bodies, tenant.name) as held:
@@ -129,8 +157,46 @@ class Entry:
             body = await read_body(request, most, config.body_timeout_s, config.long_body_bytes, held)
             if isinstance(body, bytes):
                 return parse(body, *arguments)
-            work, told = held.size / tenant.weight, (config.max_body_values, parse, arguments)
-            return await self._parser.call(parse_long, *told, body=body, payer=tenant.name, work=work)
+            work, more = held.size / tenant.weight, (config.max_body_values, parse, arguments)
+            return await self._parser.call(parse_long, *more, body=body, payer=tenant.name, work=work)
+
+    def _watch(self) -> None:
+        """Show what tenants may use, have used and have in flight, and how far usage is booked."""
+        metrics, books, tenants = self.metrics, self.books, self._tenants
+        quotas, most = books.quotas, self._config.metrics_tenants
+
+        def in_flight() -> Samples:
+            return _summed(((metrics.tenant(each.name),), self._places.of(each.name)) for each in tenants.tenants)
+
+        def allowed() -> Samples:
+            of = ((each, name) for each in tenants.tenants[:most] for name in LIMITS)
+            pairs = ((each.name, name, getattr(each.limits, name)) for each, name in of)
+            return {(tenant, name): float(value) for tenant, name, value in pairs if value is not None}
+
+        def used() -> Samples:
+            of = ((name, status) for name, status in quotas.status.items() if metrics.tenant(name) == name)
+            rows = ((name, status, limit, n) for name, status in of for limit, n in status.used.items())
+            return {(name, limit): n for name, status, limit, n in rows if getattr(status.limits, limit) is not None}
+
+        def refused() -> Samples:
+            return _summed(((metrics.tenant(name), limit), n) for (name, limit), n in quotas.refusals.items())
+
+        metrics.watch(listed.TENANT_IN_FLIGHT, in_flight)
+        metrics.watch(listed.TENANT_LIMIT, allowed)
+        metrics.watch(listed.QUOTA_USED, used)
+        metrics.watch(listed.QUOTA_REFUSED, refused)
+        metrics.watch(listed.QUOTA_LOCAL, lambda: float(quotas.local))
+        metrics.watch(listed.QUOTA_ROUTERS, lambda: float(quotas.routers))
+        metrics.watch(listed.USAGE_RECORDS, lambda: {(each,): float(n) for each, n in books.booked.items()})
+        metrics.watch(listed.USAGE_WAITING, lambda: float(books.waiting))
+
+
+def _summed(samples: Iterable[tuple[tuple[str, ...], float]]) -> Samples:
+    """Samples with the same labels, added up."""
+    sums: dict[tuple[str, ...], float] = {}
+    for labels, value in samples:
+        sums[labels] = sums.get(labels, 0.0) + value
+    return sums
 
 
 # ---- what a router takes on at once ----

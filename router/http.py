@@ -21,9 +21,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.replicas.errors import EngineError, HoldfastError
-from holdfast.router.limit_headers import anthropic_headers, openai_headers
 from holdfast.router.protocol.errors import anthropic_error, api_error
-from holdfast.router.quotas import QuotaError, Standing
+from holdfast.router.quotas import QuotaError, RateLimitStatus, anthropic_headers, openai_headers
 from holdfast.router.tenants import Caller
 
 if TYPE_CHECKING:
@@ -64,31 +63,31 @@ class AnswerHeaders:
     server_timing: str = ""  # empty: no such header
     skipped: str = ""  # likewise
     tools_as_text: bool = False  # the request's tools are told in the system prompt
-    standing: Standing | None = None  # with the tenant's limits; likewise
+    rate_limit: RateLimitStatus | None = None  # the tenant's; likewise
     anthropic: bool = False  # the request came by Anthropic's API: limits and errors are told as there
 
     def encode(self) -> list[tuple[bytes, bytes]]:
-        told = [
+        pairs = [
             (b"x-request-id", self.request_id.encode()),
             (b"request-id", self.request_id.encode()),  # as Anthropic's clients look for it
             (b"x-holdfast-cache", self.cache.encode()),
             (b"x-holdfast-replica", self.replica.encode()),
         ]
         if self.age_s is not None:
-            told.append((b"age", str(int(self.age_s)).encode()))
+            pairs.append((b"age", str(int(self.age_s)).encode()))
         if self.replayed:
-            told.append((b"idempotent-replayed", b"true"))
+            pairs.append((b"idempotent-replayed", b"true"))
         if self.same_draw:
-            told.append((b"x-holdfast-repeat", b"prompt-seed"))
+            pairs.append((b"x-holdfast-repeat", b"prompt-seed"))
         if self.server_timing:
-            told.append((b"server-timing", self.server_timing.encode()))
+            pairs.append((b"server-timing", self.server_timing.encode()))
         if self.skipped:
-            told.append((b"x-holdfast-skipped", self.skipped.encode()))
+            pairs.append((b"x-holdfast-skipped", self.skipped.encode()))
         if self.tools_as_text:
-            told.append((b"x-holdfast-tools", b"system-prompt"))
-        if self.standing is not None:
-            told += anthropic_headers(self.standing, time.time()) if self.anthropic else openai_headers(self.standing)
-        return told
+            pairs.append((b"x-holdfast-tools", b"system-prompt"))
+        if (status := self.rate_limit) is not None:
+            pairs += anthropic_headers(status, time.time()) if self.anthropic else openai_headers(status)
+        return pairs
 
 
 class AnswerHeadersMiddleware:
@@ -182,7 +181,7 @@ def supervised(handler: Handler, path: str = "") -> Handler:
             return await handler(known)
         except HoldfastError as error:
             if isinstance(error, QuotaError):
-                answer_headers(request).standing = error.standing
+                answer_headers(request).rate_limit = error.status
             return error_response(error, anthropic=anthropic)
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE)

@@ -23,7 +23,7 @@ from holdfast.router.entry import Entry
 from holdfast.router.http import VERSION, json_response
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.tenants import Scope
-from holdfast.router.turn_report import ENDED, Totals, TurnReports
+from holdfast.router.turn_log import ENDED, Totals
 
 LIVE = ("program", "request", "arrived")  # of a turn that is being served
 MOST_TURNS = 4096  # that have ended, in one answer
@@ -35,18 +35,12 @@ MOST_SINCE = 1024  # characters
 class Live:
     """Serves it. Replicas are asked only while somebody looks, at most once in `LOOK_S` for each tenant."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        entry: Entry,
-        reports: TurnReports,
-        router: str,
-    ) -> None:
+    def __init__(self, backend: Backend, entry: Entry) -> None:
         self._backend = backend
         self._entry = entry
-        self._reports = reports
-        self._router = router
-        self._started = reports.clock()
+        self._turns = entry.turns
+        self._router = entry.metrics.router
+        self._started = entry.turns.clock()
         self._looks: dict[str | None, tuple[float, asyncio.Task[Sequence[bytes]]]] = {}
         self._asked: dict[str, tuple[int, int]] = {}  # by tenant: a second, and how often in it
 
@@ -54,15 +48,15 @@ class Live:
         """The answer. Raises RefusedError: for strangers, and for a tenant that asks more often than pages do."""
         principal = self._entry.authenticate(request)
         tenant = principal.tenant
-        now = self._reports.clock()
+        now = self._turns.clock()
         self._pace(tenant.name, now)
         after = _since(request.query_params.get("since", ""), self._router)
         whole = principal.allows(Scope.OPERATE)
         scope = None if whole else tenant.name
         looked, replicas = await self._look(scope)
-        ended = self._reports.ended(after, scope, MOST_TURNS)
-        live = [each for each in self._reports.live if each.program and scope in (None, each.tenant)]
-        totals = self._reports.totals
+        ended = self._turns.ended(after, scope, MOST_TURNS)
+        live = [each for each in self._turns.live if each.program and scope in (None, each.tenant)]
+        totals = self._turns.totals
         names = sorted({*totals, *(each.tenant for each in live)}) if whole else [tenant.name]
         told = {
             "router": self._router,
@@ -71,7 +65,7 @@ class Live:
             "started": self._started,
             "tenant": tenant.name,
             "operator": whole,
-            "number": self._reports.number,
+            "number": self._turns.number,
             "left_out": len(ended) == MOST_TURNS,
             "fields": {"live": LIVE, "ended": ENDED, "turns": TURN, "pins": PIN},
             "live": [(each.program, each.request_id, each.arrived) for each in live],

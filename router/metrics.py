@@ -1,35 +1,39 @@
-"""What the router counts and times. What there is stands in `metric_list`, its text is made in `exposition`.
+"""What the router counts and times, and Prometheus' text of it. The definitions are in `metric_list`.
 
 Labels come from configuration only (tenant, served model), never from what a client sends.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from holdfast.replicas.errors import ErrorKind, HoldfastError
-from holdfast.replicas.metrics import Metric, process_usage
-from holdfast.replicas.requests import NO_WORK, Timing, Usage
+from holdfast.replicas.metrics import Metric, MetricKind, process_usage
 from holdfast.router import metric_list as listed
-from holdfast.router.exposition import Read, Watched, own_exposition
 from holdfast.router.http import ClientGoneError
-from holdfast.router.programs import Run
-from holdfast.router.protocol.errors import Refusal, ReplyError, api_error, reason
+from holdfast.router.protocol.errors import Refusal, api_error, reason
 
 OTHER = "other"  # the tenant whose series are those of all that have none of their own
-# Of these the first one counts: alerts look at how many came, and a series that begins with a 1 has risen by nothing.
-# So they stand at 0 from the start.
+# Alerts look at the rise of these: a series that begins with a 1 has not risen. So they are 0 from the start.
 REFUSED = (Refusal.RATE_LIMITED.value, ErrorKind.OVERLOADED.value, ErrorKind.DEADLINE.value)  # of a tenant
 UNKNOWN = Refusal.UNAUTHENTICATED.value  # of nobody
 
 Refresh: TypeAlias = Callable[[], Awaitable[None]]
+Read: TypeAlias = Callable[[], float | Mapping[tuple[str, ...], float]]
+SUFFIXES = ("", "_total", "_bucket", "_sum", "_count", "_info")  # of samples, after their family's name
 
 
 class Outcome(StrEnum):
-    """How a request ended; every one ends in exactly one of these."""
+    """How a request ended. Each request has exactly one outcome."""
 
     COMPLETED = "completed"
     CACHED = "cached"  # answered by the response cache
@@ -82,7 +86,7 @@ class RouterMetrics:
 
     @classmethod
     def unseen(cls) -> Self:
-        """Counts that nobody reads."""
+        """Metrics that nobody reads."""
         return cls(CollectorRegistry())
 
     def watch(self, metric: Metric, read: Read, refresh: Refresh | None = None) -> None:
@@ -92,7 +96,7 @@ class RouterMetrics:
             self._refreshed.append(refresh)
 
     def name_tenants(self, names: Sequence[str], most: int) -> None:
-        """The first `most` of these tenants have series of their own, the others share those of one."""
+        """The first `most` of these tenants have series of their own, the others share one."""
         self._named = frozenset(names[:most])
         for name in {self.tenant(each) for each in names}:
             for why in REFUSED:
@@ -103,7 +107,7 @@ class RouterMetrics:
         return name if not name or self._named is None or name in self._named else OTHER
 
     def refused(self, error: HoldfastError) -> None:
-        """A call that generates nothing was not let in, whoever it came from."""
+        """A call that generates nothing was refused before its tenant was known."""
         self.errors.labels("", reason(error)).inc()
 
     def stored(self, seconds: float, done: bool) -> None:
@@ -112,7 +116,7 @@ class RouterMetrics:
         self.store_seconds.observe(seconds)
 
     async def exposition(self) -> str:
-        """What this process has, in Prometheus' text."""
+        """This process's metrics, in Prometheus' text."""
         for refresh in self._refreshed:
             await refresh()
         return own_exposition(self.registry, {"router": self.router})
@@ -124,100 +128,67 @@ class RouterMetrics:
         return Histogram(metric.name, metric.help, metric.labels, buckets=metric.buckets, registry=self.registry)
 
 
-class Meter:
-    """Times one request and counts how it ended, once."""
+# ---- text ----
 
-    def __init__(self, metrics: RouterMetrics, endpoint: str) -> None:
-        self._metrics = metrics
-        self._endpoint = endpoint
-        self._started = metrics.clock()
-        self._first: float | None = None
-        self._ended = False
-        self._follows = False
-        self.tenant = ""  # empty until they are known
-        self.model = ""
-        self.on_end: Callable[[Outcome, Usage | None], None] = lambda outcome, used: None  # as `end`
-        metrics.in_flight.inc()
 
-    def asks(self, model: str) -> None:
-        """The request is for `model`."""
-        self.model = model
-        self._metrics.requests.labels(*self._who, self._endpoint, Outcome.FAILED.value)  # from 0, as `REFUSED`
+@dataclass(frozen=True, slots=True, eq=False)
+class Watched(Collector):
+    """A counter or gauge that is kept elsewhere. `read` gives its value, or one value for each tuple of labels."""
 
-    def first_token(self) -> None:
-        """The first token has come."""
-        if self._first is None:
-            self._first = self._metrics.clock()
+    metric: Metric
+    read: Read
 
-    def resumed(self, pause_s: float) -> None:
-        """The request is the next turn of a program whose tools took so long."""
-        self._follows = True
-        self._metrics.tool.labels(*self._who).observe(pause_s)
+    def collect(self) -> Iterator[Family]:
+        kind = CounterMetricFamily if self.metric.kind is MetricKind.COUNTER else GaugeMetricFamily
+        family = kind(self.metric.name.removesuffix("_total"), self.metric.help, labels=self.metric.labels)
+        value = self.read()
+        for labels, number in value.items() if isinstance(value, Mapping) else (((), value),):
+            family.add_metric(labels, number)
+        yield family
 
-    def looked_up(self, result: str) -> None:
-        """What the response cache said."""
-        self._metrics.cache.labels(self._who[0], result).inc()
 
-    def skipped(self, n: int) -> None:
-        """So many fields, items, blocks or tools of the request were left out."""
-        self._metrics.skips.labels(self._who[0], self._endpoint).inc(n)
+@dataclass(frozen=True, slots=True, eq=False)
+class Labelled(Collector):
+    """The metrics of `registry`, with `labels` on every sample, and without the times at which they were made."""
 
-    def answered(self, usage: Usage, timing: Timing) -> None:
-        """The request completed; `timing` is on its replica's clock."""
-        metrics, who, now = self._metrics, self._who, self._metrics.clock()
-        first = self._first
-        if first is None and timing.first_token is not None:  # not streamed
-            first = self._started + timing.first_token - timing.arrived
-        metrics.turn.labels(*who).observe(now - self._started)
-        if first is not None:
-            metrics.first_token.labels(*who).observe(first - self._started)
-            if usage.completion > 1:
-                metrics.per_token.labels(*who).observe((now - first) / (usage.completion - 1))
-        self.used(usage)
-        if timing.scheduled is not None:
-            metrics.queue.labels(*who).observe(timing.scheduled - timing.arrived)
-            if self._follows:
-                metrics.bubble.labels(*who).observe(max(self._unserved(timing, timing.scheduled, now), 0.0))
-        self.end(Outcome.COMPLETED)
+    registry: CollectorRegistry
+    labels: Mapping[str, str]
 
-    def used(self, usage: Usage) -> None:
-        """So many tokens were computed, cached and drawn for the request, however it ended."""
-        for kind, n in (("prompt", usage.prompt), ("cached", usage.cached), ("completion", usage.completion)):
-            self._metrics.tokens.labels(*self._who, kind).inc(n)
+    def collect(self) -> Iterator[Family]:
+        for family in self.registry.collect():
+            kept = (each for each in family.samples if not each.name.endswith("_created"))
+            family.samples = [Sample(each.name, {**self.labels, **each.labels}, *each[2:]) for each in kept]
+            yield family
 
-    def program_ended(self, run: Run) -> None:
-        """The request was the last of its program's turns, for now."""
-        self._metrics.program.labels(*self._who).observe(run.seconds)
-        self._metrics.program_turns.labels(*self._who).observe(run.turns)
 
-    def failed(self, error: BaseException) -> None:
-        """The request ended in `error`."""
-        if not self._ended and isinstance(error, Exception) and not isinstance(error, ClientGoneError):
-            why = reason(error) if isinstance(error, HoldfastError) else ErrorKind.INTERNAL.value
-            self._metrics.errors.labels(self._who[0], why).inc()
-        used = error.usage if isinstance(error, ReplyError) else None
-        if not self._ended and used is not None and used.work != NO_WORK:
-            self.used(used)
-        self.end(outcome_of(error), used)
+def own_exposition(registry: CollectorRegistry, labels: Mapping[str, str]) -> str:
+    around = CollectorRegistry(auto_describe=False)
+    around.register(Labelled(registry, labels))
+    return generate_latest(around).decode()
 
-    def end(self, outcome: Outcome, used: Usage | None = None) -> None:
-        """The request has ended; `used` by a reply that failed, None where nobody tells. Only the first call counts."""
-        if self._ended:
-            return
-        self._ended = True
-        self._metrics.in_flight.dec()
-        self._metrics.requests.labels(*self._who, self._endpoint, outcome.value).inc()
-        self.on_end(outcome, used)
 
-    @property
-    def _who(self) -> tuple[str, str]:
-        return self._metrics.tenant(self.tenant), self.model
+class Merged:
+    """One exposition of several: samples of a family stand together under one HELP and TYPE, as scrapers demand."""
 
-    def _unserved(self, timing: Timing, scheduled: float, now: float) -> float:
-        """Seconds in which the engine did not work on the request: all but those of its first token, or of its all.
+    def __init__(self) -> None:
+        self._headings: dict[str, dict[str, str]] = {}
+        self._samples: dict[str, list[str]] = {}
 
-        A stream's last tokens may wait for their client, so there it counts to the first one.
-        """
-        if self._first is not None and timing.first_token is not None:
-            return self._first - self._started - (timing.first_token - scheduled)
-        return now - self._started - ((timing.finished or scheduled) - scheduled)
+    def add(self, text: str) -> None:
+        """Another process's exposition."""
+        family = ""
+        for line in text.splitlines():
+            if line.startswith(("# HELP ", "# TYPE ")):
+                _, word, family, *_ = line.split(" ", 3)
+                self._headings.setdefault(family, {}).setdefault(word, line)
+                self._samples.setdefault(family, [])
+            elif line and not line.startswith("#"):
+                name = line.split("{", 1)[0].split(" ", 1)[0]
+                if name.removeprefix(family) not in SUFFIXES:
+                    family = name
+                self._samples.setdefault(family, []).append(line)
+
+    def families(self) -> Iterator[str]:
+        """The text, a family at a time."""
+        for family, samples in self._samples.items():
+            yield "\n".join((*self._headings.get(family, {}).values(), *samples, ""))

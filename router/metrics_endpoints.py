@@ -5,18 +5,22 @@ Each router joins all of them, its own among them, so it does not matter which o
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 from urllib.parse import quote
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from holdfast.router import metric_list as listed
 from holdfast.router.backend import Backend
-from holdfast.router.exposition import Merged
 from holdfast.router.http import caller, json_response
-from holdfast.router.metrics import RouterMetrics
+from holdfast.router.line_stats import LineStats
+from holdfast.router.metrics import Merged, RouterMetrics
+from holdfast.router.placement import Reason
 from holdfast.router.protocol.errors import Refusal, RefusedError
+from holdfast.router.records import RedisInfo
+from holdfast.router.response_cache import ResponseCache
 from holdfast.router.tenants import TenantDirectory
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -93,3 +97,57 @@ async def _in_turns(texts: Iterable[str]) -> AsyncIterator[str]:
 
 def _text(text: str) -> Response:
     return Response(text, headers={"content-type": METRICS_TYPE})
+
+
+# ---- metrics that are kept elsewhere in the router ----
+
+
+def watch_cache(metrics: RouterMetrics, cache: ResponseCache) -> None:
+    """What this process keeps of answers, and who waits for one that is being computed."""
+    flights = cache.flights
+    metrics.watch(listed.CACHE_BYTES, lambda: float(cache.weight))
+    metrics.watch(listed.FLIGHTS_WAITING, lambda: float(flights.waiting))
+    metrics.watch(
+        listed.FLIGHTS_BROKEN, lambda: {("left",): float(flights.handed_over), ("failed",): float(flights.failed)}
+    )
+
+
+def watch_line(metrics: RouterMetrics, read: Callable[[], LineStats]) -> None:
+    metrics.watch(listed.LINE, lambda: read().waiting)
+    metrics.watch(listed.LINE_TOKENS, lambda: read().tokens)
+    metrics.watch(listed.LINE_WAITS, lambda: _by_aim(read().home_waits, read().waits))
+    metrics.watch(listed.LINE_SECONDS, lambda: _by_aim(read().home_wait_s, read().wait_s))
+    metrics.watch(listed.FORETOLD, lambda: read().foretold)
+    metrics.watch(listed.PLACED, lambda: {(each.value,): float(read().placed.get(each, 0)) for each in Reason})
+    metrics.watch(listed.BALANCE, lambda: read().balance)
+    metrics.watch(listed.REPLICAS, lambda: read().replicas)
+    metrics.watch(listed.REPLICAS_JOINED, lambda: read().joined)
+    metrics.watch(listed.REPLICAS_LOST, lambda: read().lost)
+
+
+def _by_aim(home: float, both: float) -> Mapping[tuple[str, ...], float]:
+    return {("home",): float(home), ("any",): float(both - home)}
+
+
+class Informed(Protocol):
+    """`RedisStore`, as far as it is needed here."""
+
+    async def info(self) -> RedisInfo | None: ...
+
+
+def watch_redis(metrics: RouterMetrics, store: Informed) -> None:
+    """What the server says of itself, asked once a scrape; no samples but `up` while it does not answer."""
+    last: list[RedisInfo | None] = [None]
+
+    async def ask() -> None:
+        last[0] = await store.info()
+
+    def told(field: str) -> Callable[[], Mapping[tuple[str, ...], float]]:
+        return lambda: {} if last[0] is None else {(): float(getattr(last[0], field))}
+
+    metrics.watch(listed.REDIS_UP, lambda: float(last[0] is not None), ask)
+    metrics.watch(listed.REDIS_MEMORY, told("memory"))
+    metrics.watch(listed.REDIS_LIMIT, told("memory_limit"))
+    metrics.watch(listed.REDIS_CLIENTS, told("clients"))
+    metrics.watch(listed.REDIS_KEYS, told("keys"))
+    metrics.watch(listed.REDIS_EVICTED, told("evicted"))

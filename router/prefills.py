@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -21,15 +22,15 @@ from holdfast.replicas.errors import HoldfastError, InvalidRequestError, Overloa
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import Errored, GenerateRequest, PartialPrefill, Usage
 from holdfast.replicas.types import salted
-from holdfast.router.accounts import Admission, Served
 from holdfast.router.backend import Backend, Place, Routed
+from holdfast.router.call import Call, estimate
 from holdfast.router.config import RouterConfig
 from holdfast.router.conversations import Conversations, conversation, placed_by, preamble, prompt_tokens
-from holdfast.router.entry import Drain, Entry
+from holdfast.router.entry import Entry
 from holdfast.router.event_stream import until_disconnect
-from holdfast.router.http import answer_headers, json_response, retry_of
+from holdfast.router.http import json_response, retry_of
 from holdfast.router.identity import program_named, shown_program, unnamed_program
-from holdfast.router.metrics import Meter, Outcome, RouterMetrics
+from holdfast.router.metrics import Outcome
 from holdfast.router.programs import ProgramTable
 from holdfast.router.protocol.body import deleted_reply
 from holdfast.router.protocol.errors import Refusal, RefusedError, ReplyError
@@ -40,6 +41,7 @@ from holdfast.router.protocol.prefills import (
     read_extension,
     read_prefill,
 )
+from holdfast.router.quotas import Cost
 from holdfast.router.seal import Seal
 from holdfast.router.store import Put, Store, not_found, version_of
 from holdfast.router.tenants import Tenant
@@ -97,18 +99,14 @@ class PrefillEndpoints:
         programs: ProgramTable,
         conversations: Conversations,
         stored: StoredPrefills,
-        metrics: RouterMetrics,
         config: RouterConfig,
-        drain: Drain,
     ) -> None:
         self._backend = backend
         self._entry = entry
         self._programs = programs
         self._conversations = conversations
         self._stored = stored
-        self._metrics = metrics
         self._config = config
-        self._drain = drain
         self._extending: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by handle
 
     async def create(self, request: Request) -> Response:
@@ -116,8 +114,8 @@ class PrefillEndpoints:
 
         It belongs to the program that is named, or whose conversation it goes on with; else to a new one.
         """
-        async with self._admitted(request) as admission:
-            tenant = admission.principal.tenant
+        async with self._admitted(request) as call:
+            tenant = call.tenant
             models = await self._backend.models()
             if not models:
                 raise UnavailableError("No model is loaded yet")
@@ -138,12 +136,12 @@ class PrefillEndpoints:
                 created=int(time.time()),
                 cache_salt=asked.cache_salt,
             )
-            return await self._compute(request, admission, prefill)
+            return await self._compute(call, prefill)
 
     async def extend(self, request: Request) -> Response:
         """More has become known: compute that as well, under the same handle."""
-        async with self._admitted(request) as admission:
-            tenant = admission.principal.tenant
+        async with self._admitted(request) as call:
+            tenant = call.tenant
             known = await self._find(request, tenant)
             messages, asked_s = await self._entry.read(request, read_extension)
             keep_s = None if asked_s is None else self._keep_s(asked_s)
@@ -158,7 +156,7 @@ class PrefillEndpoints:
             # Results of tools that ran at once come at once. In one router each waits for the one before it; what
             # another router adds meanwhile is found as this is stored, and then it is computed once more behind that.
             async with self._extending.setdefault(known.id, asyncio.Lock()):
-                return await self._compute(request, admission, await longer(), longer)
+                return await self._compute(call, await longer(), longer)
 
     async def show(self, request: Request) -> Response:
         async with self._entry.entered(request) as tenant:
@@ -174,98 +172,60 @@ class PrefillEndpoints:
             return json_response(deleted_reply("prefill", prefill.id))
 
     @asynccontextmanager
-    async def _admitted(self, request: Request) -> AsyncIterator[Admission]:
-        """A call that may compute something. What is wrong counts, too."""
+    async def _admitted(self, request: Request) -> AsyncIterator[Call]:
+        """A call that may compute something. One that is wrong counts, too."""
+        call = self._entry.begin(request, "prefill")
         try:
-            principal = self._entry.authenticate(request)
-        except RefusedError as error:
-            self._metrics.refused(error)
+            with self._entry.admitted(call):
+                try:
+                    yield call
+                except HoldfastError:
+                    if not call.charged:
+                        await call.charge(Cost(), lease=False)
+                    raise
+        except BaseException as error:
+            call.failed(error)
             raise
-        with self._entry.admitted(principal) as admission:
-            try:
-                yield admission
-            except HoldfastError:
-                if not admission.charged:
-                    await admission.charge_call()
-                raise
 
     async def _compute(
-        self,
-        request: Request,
-        admission: Admission,
-        prefill: Prefill,
-        again: Callable[[], Awaitable[Prefill]] | None = None,
+        self, call: Call, prefill: Prefill, again: Callable[[], Awaitable[Prefill]] | None = None
     ) -> Response:
-        """Compute it and keep it; `again` makes it anew of what stands in its place by then.
-
-        The end is booked by its outcome; what was done for one that is cut off is asked.
-        """
-        tenant, began = admission.principal.tenant, time.monotonic()
-        await admission.charge(1, prompt_tokens(prefill.prompt))
-        answer_headers(request).standing = admission.standing
-        request_id = ""  # the latest
-        used: Usage | None = None
-        retry = retry_of(request)
-
-        def book(outcome: Outcome, used: Usage) -> None:
-            replica, http_id = answer_headers(request).replica, answer_headers(request).request_id
-            program = prefill.program.partition("/")[2]
-            served = Served(
-                prefill.model, program, "prefill", replica=replica, http_id=http_id, retry=retry, ahead=True
+        """Compute a prefill and keep it; `again` makes it anew of the one that is kept by then."""
+        tenant = call.tenant
+        call.asks(prefill.model, program=prefill.program, retry=retry_of(call.request))
+        await call.charge(estimate(self._config.prices, 1, prompt_tokens(prefill.prompt), 0))
+        while True:
+            request_id = f"{prefill.id}/{secrets.token_hex(4)}"
+            call.sent(partial(self._drawn, request_id))
+            routed = await self._generate(call.request, tenant, prefill, request_id)
+            call.headers.replica = call.facts.replica = routed.replica_id or "none"
+            if isinstance(routed.reply, Errored):
+                raise ReplyError(routed.reply.error, routed.reply.usage)
+            call.facts.usage = usage = routed.reply.usage
+            call.count_tokens(usage)
+            done = replace(
+                prefill,
+                replica=routed.replica_id,
+                tokens=usage.prompt,
+                cached=usage.cached,
+                complete=routed.reply.reason == "length",
+                expires=int(time.time() + prefill.keep_s),
             )
-            admission.end(outcome.value, used, time.monotonic() - began, served)
-
-        async def count(outcome: Outcome) -> None:
-            drawn = None
             try:
-                drawn = await self._backend.drawn(request_id)
-            finally:
-                if drawn is None:
-                    admission.uncounted()
-                book(outcome, drawn or Usage())
+                if await self._stored.keep(tenant.name, done) or again is None:
+                    break
+                prefill = await again()
+            except (OverloadedError, RefusedError):  # there is no room for it, or nobody comes back for it
+                await self._backend.release(tenant.name, done.id)
+                raise
+        await self._programs.placed(prefill.program, routed.replica_id)
+        call.end(Outcome.COMPLETED, usage)
+        await call.booked()
+        return json_response(prefill_reply(done, shown_program(done.program)))
 
-        def booked(outcome: Outcome, failed: Usage | None) -> None:
-            known = used or failed
-            if known is None and outcome in (Outcome.ABORTED, Outcome.FAILED):
-                admission.count(count(outcome))
-            else:
-                book(outcome, known or Usage())
-
-        meter = Meter(self._metrics, "prefill")
-        meter.tenant = tenant.name
-        meter.on_end = booked
-        try:
-            meter.asks(prefill.model)
-            while True:
-                request_id = f"{prefill.id}/{secrets.token_hex(4)}"
-                routed = await self._generate(request, tenant, prefill, request_id)
-                answer_headers(request).replica = routed.replica_id or "none"
-                if isinstance(routed.reply, Errored):
-                    raise ReplyError(routed.reply.error, routed.reply.usage)
-                used = usage = routed.reply.usage
-                meter.used(usage)
-                done = replace(
-                    prefill,
-                    replica=routed.replica_id,
-                    tokens=usage.prompt,
-                    cached=usage.cached,
-                    complete=routed.reply.reason == "length",
-                    expires=int(time.time() + prefill.keep_s),
-                )
-                try:
-                    if await self._stored.keep(tenant.name, done) or again is None:
-                        break
-                    prefill = await again()
-                except (OverloadedError, RefusedError):  # there is no room for it, or nobody comes back for it
-                    await self._backend.release(tenant.name, done.id)
-                    raise
-            await self._programs.placed(prefill.program, routed.replica_id)
-            meter.end(Outcome.COMPLETED)
-            await admission.booked()
-            return json_response(prefill_reply(done, shown_program(done.program)))
-        except BaseException as error:
-            meter.failed(error)
-            raise
+    async def _drawn(self, request_id: str) -> tuple[Usage, bool]:
+        usage = await self._backend.drawn(request_id)
+        return usage or Usage(), usage is not None
 
     async def _generate(self, request: Request, tenant: Tenant, prefill: Prefill, request_id: str) -> Routed:
         """Have it computed, where its program is or its beginning stands. Raises ClientGoneError."""
@@ -287,7 +247,7 @@ class PrefillEndpoints:
         last = prefill.replica or (known.last_replica if known is not None else None)
         prefixes = () if last else command.prefixes
         place = Place(last, None, prefixes, begins.prompt_tokens, 0 if last else begins.tokens)
-        async with self._drain.bounded():
+        async with self._entry.drain.bounded():
             return await until_disconnect(request.receive, self._backend.generate(command, place))
 
     async def _find(self, request: Request, tenant: Tenant) -> Prefill:

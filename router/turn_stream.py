@@ -12,10 +12,11 @@ from starlette.responses import Response
 from holdfast.replicas.errors import EngineError, HoldfastError
 from holdfast.replicas.requests import Answer, AnswerBuilder, Completed, Errored, Started
 from holdfast.router.backend import Batch
+from holdfast.router.call import Call
 from holdfast.router.entry import Drain
 from holdfast.router.event_stream import EventStream
 from holdfast.router.http import ClientGoneError
-from holdfast.router.metrics import Meter, Outcome
+from holdfast.router.metrics import Outcome
 from holdfast.router.protocol.errors import CHAT_FIELDS, FieldNames, ReplyError
 from holdfast.router.protocol.replies import COMMENT, Encoder
 
@@ -25,50 +26,46 @@ ASKED_S = 0.001  # by which a replica has been asked: from then on the router ha
 
 
 class TurnStream:
-    """A `Source` of events. `note` gets the replica and the whole answer before the request counts as ended, and
-    `on_answer` after that; its client learns of the end when that is done. `on_left` is called where the client leaves
-    before the end, `on_cut` where the reply fails and nobody says what was done for it. `kept` says of the last events
-    what they are once `on_answer` is done. `on_whole`, where it is set, gets all events before the client has the last.
+    """A `Source` of events. Call `start` first; `close` gives back what `held` holds and the replica's generator.
 
-    Call `start` first. What `held` holds is given back in `close`, as is the replica's generator. `encoders` write the
-    answers of a request, one each. `fields` are the names by which errors tell the request's own.
+    `finish` gets the replica and the whole answer once the call has completed; its client learns of the end after that.
+    `kept` then says what the last events are. `on_whole`, where it is set, gets all events before the client has the
+    last one. `on_left` is called where the client leaves before the end. `encoders` write the answers of a request, one
+    each. `fields` are the names by which errors tell the request's own.
     """
 
     def __init__(
         self,
         batches: AsyncGenerator[Batch, None],
         encoders: Sequence[Encoder],
-        meter: Meter,
-        on_answer: Callable[[str, Answer], Awaitable[None]],
-        note: Callable[[str, Answer], None] | None = None,
-        drain: Drain | None = None,
-        on_left: Callable[[], None] = lambda: None,
-        on_cut: Callable[[], None] = lambda: None,
+        call: Call,
+        drain: Drain,
+        finish: Callable[[str, Answer], Awaitable[None]],
         kept: Callable[[bytes], bytes] = lambda events: events,
         fields: FieldNames = CHAT_FIELDS,
+        on_whole: Callable[[bytes], Awaitable[None]] | None = None,
+        on_left: Callable[[], None] = lambda: None,
     ) -> None:
         self.replica_id = ""
         self.held = ExitStack()
         self._batches = batches
         self._encoders = encoders
-        self._meter = meter
-        self._on_answer = on_answer
-        self._note = note
-        self._drain = drain or Drain()
-        self._on_left = on_left
-        self._on_cut = on_cut
+        self._call = call
+        self._drain = drain
+        self._finish = finish
         self._kept = kept
         self._fields = fields
+        self._on_whole = on_whole
+        self._on_left = on_left
         self._built = AnswerBuilder()
         self._opening: bytes | None = None
         self._sent: list[bytes] = []
-        self.on_whole: Callable[[bytes], Awaitable[None]] | None = None
 
     async def start(self) -> None:
-        """Wait for the first pieces. What stands before them is written meanwhile.
+        """Wait for the first pieces, and write meanwhile what stands before them.
 
-        Raises HoldfastError where the reply is an error from the first piece on: the answer can still be an HTTP
-        error then, and whoever called gives everything back.
+        Raises HoldfastError where the reply is an error from the first piece on: the answer can still be an HTTP error
+        then, and the caller gives everything back.
         """
         ahead = asyncio.get_running_loop().call_later(ASKED_S, self._open)
         try:
@@ -90,10 +87,10 @@ class TurnStream:
         data, self._opening = self._opening or b"", b""
         while not data and self._built.terminal is None:
             data = await self._receive()
-        if data and self.on_whole is not None:
+        if data and self._on_whole is not None:
             self._sent.append(data)
             if isinstance(self._built.terminal, Completed):
-                await self.on_whole(b"".join(self._sent))
+                await self._on_whole(b"".join(self._sent))
         return data or None
 
     def silence(self) -> bytes:
@@ -105,7 +102,7 @@ class TurnStream:
             await self._batches.aclose()
         finally:
             with self.held:
-                self._meter.end(Outcome.ABORTED)  # counts only where nothing ended the request before
+                self._call.end(Outcome.ABORTED)  # counts only where nothing ended the request before
                 if self._built.terminal is None:
                     self._on_left()
 
@@ -126,10 +123,9 @@ class TurnStream:
             return self._fail(EngineError("The server failed during the reply"))
 
     async def _take(self, batch: Batch) -> bytes:
-        built = self._built
-        if not isinstance(batch.pieces[-1], Started):
-            self._meter.first_token()
-        pieces, last = batch.pieces, batch.pieces[-1]
+        call, built, pieces, last = self._call, self._built, batch.pieces, batch.pieces[-1]
+        if not isinstance(last, Started):
+            call.first_token()
         if isinstance(last, Errored):
             pieces = (*pieces[:-1], replace(last, error=self._fields.info(last.error)))
         events = self._encoders[batch.choice].encode(pieces)
@@ -137,29 +133,26 @@ class TurnStream:
             return events
         built.add(batch.pieces)
         if isinstance(built.terminal, Errored):
-            self._meter.failed(ReplyError(built.terminal.error, built.terminal.usage))
+            call.failed(ReplyError(built.terminal.error, built.terminal.usage))
         elif isinstance(built.terminal, Completed):
             answer = built.answer()
             assert answer is not None  # the reply has completed
-            if self._note is not None:
-                self._note(batch.replica_id, answer)
-            self._meter.answered(answer.usage, answer.timing)
-            await self._on_answer(batch.replica_id, answer)
+            call.answered(batch.replica_id, answer)
+            call.completed(answer.usage, answer.timing)
+            await self._finish(batch.replica_id, answer)
             return self._kept(events)
         return events
 
     def _fail(self, error: HoldfastError) -> bytes:
         self._built.terminal = Errored(error.info)
-        if not isinstance(error, ReplyError):
-            self._on_cut()
-        self._meter.failed(error)
+        self._call.failed(error)
         return self._encoders[0].failed(self._fields.info(error.info))
 
 
 async def soon(
     answer: Coroutine[Any, Any, Response], within_s: float, encoder: Callable[[], Encoder]
 ) -> "Response | LateStream":
-    """What `answer` returns, where it does so within so many seconds; else a stream that goes on waiting for that."""
+    """The result of `answer`, where it is there within so many seconds; else a stream that goes on waiting for it."""
     loop = asyncio.get_running_loop()
     settled = loop.create_future()
 
@@ -188,8 +181,8 @@ async def soon(
 
 
 class LateStream:
-    """A `Source` whose answer is not there when its headers go out: `answering` makes the response, and finds out where
-    the client leaves meanwhile. `encoder` writes the error that it may be instead.
+    """A `Source` whose headers are sent before its answer is there. `answering` makes the response, and notices where
+    the client leaves meanwhile. `encoder` writes the error that the answer may be instead.
     """
 
     def __init__(self, answering: asyncio.Task[Response], encoder: Callable[[], Encoder]) -> None:

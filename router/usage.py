@@ -1,83 +1,70 @@
-"""What was used: one record of each request, and sums of them by day and month. In Redis, each tenant's own.
+"""What was used: one record of each request, and sums of them by day and month. In Redis, apart for each tenant.
 
-A record is booked once, by the request's id, however often that is told; the same script settles its quotas and adds it
-to the sums, so records, sums and budgets agree. Two things cost nothing once they have been answered: the same request
-that comes again from the proxy, which has lost a router, and the same named operation of a session. Their record says
-what the engine did again, and no units.
+A record is booked once, by the request's id, however often it is sent; the same script settles the call's reservation
+(`quotas`) and adds it to the sums. So records, sums and budgets agree. Two requests cost nothing once they have been
+answered: one that the proxy sends again after it lost a router, and a named operation of a session that is repeated.
+Their record says what the engine did again, and has no units.
+
+While Redis is away records wait here, in order.
 """
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import heapq
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
 import orjson
 
-from holdfast.router.config import Prices
-from holdfast.router.quotas import STATE, UNITS, Cost, quota_keys
+from holdfast.replicas.errors import UnavailableError
+from holdfast.router.background import forever
+from holdfast.router.config import Prices, RouterConfig
+from holdfast.router.quotas import PROGRAM_S, STATE, UNITS, Cost, Quotas, periods, quota_keys
 from holdfast.router.records import Argument, Records
 
-SEEN_S = 3600.0  # for which a record that is told again, and a try of a request, are known
-COUNTED = ("requests", "input", "cached", "output", "drawn", "drafted")  # of the sums, beside units and outcomes
+log = logging.getLogger(__name__)
 
-# KEYS: those of the quotas, the stream of records, the ids that were booked lately.
-# ARGV: now in ms ('': Redis' clock), how long ago it ended in ms, id, what its retries have in common, whether it has
-# its answer, what was used (answers, input, uncached, output), units, whether its answers are still to be counted (it
-# was let in while Redis was away), program ('': none), whether that is over, its time in ms, most records, ms for which
-# ids and retries are known and sums are kept, outcome, the record, the counts of the sums, whether an engine worked
-# for it, and how long ago it was told first in ms.
-# Returns 1 where it was booked, 2 where there was nothing to book, 0 where it was before, 3 where nobody knows that any
-# more; then units, and where it was booked how many records there are.
+SEEN_S = 3600.0  # for which the ids of booked records, and the tries of a request, are known
+BEAT_S = 2.0  # between two tries to book what waits
+RENEW_S = 10.0  # between two renewals of the reservations of calls that go on
+COUNTING_S = 5.0  # a router that stops waits so long for replicas to say what they did
+BOOKING_S = 0.5  # and then so long for Redis
+MOST_WAITING = 65536  # records that wait for Redis; beyond that the oldest are lost, and counted
+COUNTED = ("requests", "input", "cached", "output", "drawn", "drafted")  # of the sums, beside units and outcomes
+LISTED = "usage/tenants"  # the names of the tenants that have records
+
+# KEYS: those of the quotas, the stream of records, the ids booked lately.
+# ARGV: now in ms ('': Redis' clock), id, what its tries have in common, whether it has its answer, what was used
+# (answers, tokens input, uncached, output, units), program ('': none), whether that has ended, its time in ms, most
+# records, ms for which ids and tries are known, ms for which sums are kept, day, month, outcome, the record ('': there
+# is nothing to book), whether an engine worked for it, and the counts of the sums.
+# Returns 1 where it was booked, 2 where there was nothing to book, 0 where it was booked before; and how many records
+# there are.
 BOOK = (
     STATE
     + """
-local ago, id, retried, answered = tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5] == '1'
-local more = {tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])}
-local units, late = tonumber(ARGV[10]), ARGV[11] == '1'
-local program, over, rest = ARGV[12], ARGV[13] == '1', tonumber(ARGV[14])
-local most, known, repeats, kept = ARGV[15], tonumber(ARGV[16]), ARGV[17], tonumber(ARGV[18])
-local outcome, record = ARGV[19], ARGV[20]
+local id, retried, answered = ARGV[2], ARGV[3], ARGV[4] == '1'
+local used, units = {}, tonumber(ARGV[9])
+for i = 1, 4 do used[i] = tonumber(ARGV[4 + i]) end
+local program, over, rest = ARGV[10], ARGV[11] == '1', tonumber(ARGV[12])
+local most, known, kept = ARGV[13], tonumber(ARGV[14]), tonumber(ARGV[15])
+local outcome, record = ARGV[18], ARGV[19]
 local stream, seen = KEYS[6], KEYS[7]
 if redis.call('ZSCORE', seen, id) then return {0, 0} end
-local told = tonumber(ARGV[28])
-if record ~= '' and told >= known then -- ids of that time are forgotten, but its record has one
-  local from = string.format('%.0f', now - told - 1000)
-  repeat
-    local rows = redis.call('XRANGE', stream, from, '+', 'COUNT', 1000)
-    for _, row in ipairs(rows) do
-      if string.find(row[2][2], '"id":"' .. id .. '"', 1, true) then return {0, 0} end
-      from = '(' .. row[1]
-    end
-  until #rows < 1000
-  local oldest = redis.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
-  if redis.call('XLEN', stream) >= tonumber(most) and tonumber(string.match(oldest[1], '%d+')) > now - told then
-    return {3, 0} -- it may have been among those that have gone since
-  end
-end
 redis.call('ZADD', seen, now, id)
 redis.call('ZREMRANGEBYSCORE', seen, '-inf', now - known)
 redis.call('PEXPIRE', seen, known)
 
 local lease = release(id)
-if lease or late then
-  roll()
-  if not lease then
-    local at = math.floor((now - ago) / PART)
-    if at >= first then count(math.min(at, part), more) end
-  else
-    local news = {0, more[2] - lease[3], more[3] - lease[4], more[4] - lease[5]}
-    if lease[1] >= first then
-      count(lease[1], news)
-    else -- its own part has gone: only what was not foreseen is new
-      count(part, {0, math.max(0, news[2]), math.max(0, news[3]), math.max(0, news[4])})
-    end
-  end
-  save()
-end
+if lease then settle(lease, used) end
 if program ~= '' and redis.call('ZSCORE', programs, program) then
   if over then redis.call('ZREM', programs, program) else redis.call('ZADD', programs, now + rest, program) end
 end
@@ -87,22 +74,21 @@ local again = false
 if retried ~= '' then
   local first_answer = seen .. '/' .. retried
   again = redis.call('EXISTS', first_answer) == 1
-  if not again and answered then redis.call('SET', first_answer, id, 'PX', repeats) end
+  if not again and answered then redis.call('SET', first_answer, id, 'PX', known) end
   if again then
-    if ARGV[27] == '0' then return {2, 0} end
+    if ARGV[20] == '0' then return {2, 0} end
     units = 0
   end
 end
 redis.call('XADD', stream, 'MAXLEN', '~', most, '*', 'record', record, 'units', whole(units), 'again', again and 1 or 0)
-local today = date(math.floor((now - ago) / DAY))
-for _, period in ipairs({today, string.sub(today, 1, 7)}) do
+for _, period in ipairs({ARGV[16], ARGV[17]}) do
   local key = sums .. '/' .. period
   for i, name in ipairs({'requests', 'input', 'cached', 'output', 'drawn', 'drafted'}) do
     if ARGV[20 + i] ~= '0' then redis.call('HINCRBY', key, name, ARGV[20 + i]) end
   end
   if units > 0 then redis.call('HINCRBY', key, 'units', whole(units)) end
   redis.call('HINCRBY', key, 'ended/' .. outcome, 1)
-  -- Trap: a full Redis evicts keys that expire, and a budget would begin anew.
+  -- Trap: a full Redis evicts keys that expire, and a budget would begin anew. So sums are deleted here.
   redis.call('PERSIST', key)
   redis.call('ZADD', sums, whole(now + kept), period)
 end
@@ -110,23 +96,27 @@ for _, period in ipairs(redis.call('ZRANGEBYSCORE', sums, '-inf', now)) do
   redis.call('DEL', sums .. '/' .. period)
   redis.call('ZREM', sums, period)
 end
-return {1, units, redis.call('XLEN', stream)}
+return {1, redis.call('XLEN', stream)}
 """
 )
-# KEYS: the names of the tenants that have records. ARGV: one more.
-LIST = "return {redis.call('SADD', KEYS[1], ARGV[1])}"
-LISTED = "usage/tenants"
-
-COLUMNS_AFTER = ("units", "again")
+ADD_MEMBER = "return {redis.call('SADD', KEYS[1], ARGV[1])}"
+MEMBERS = "return redis.call('SMEMBERS', KEYS[1])"
+# KEYS: a stream. ARGV: from and to as ids, at most how many.
+READ = "return redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[2], 'COUNT', ARGV[3])"
+# KEYS: the prefix of the names of sums. ARGV: periods.
+SUMS = """
+local rows = {}
+for i, period in ipairs(ARGV) do rows[i] = redis.call('HGETALL', KEYS[1] .. '/' .. period) end
+return rows
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class UsageRecord:
     """One request, as it is booked. Names, counts and times: no texts, no keys.
 
-    `input` to `output` are what the client was told, of which `drawn` and `drafted` are what engines did for it: more
-    than `output` was drawn where a reply was ended early. `computed`, `ahead` and `found` count the prompt for every
-    answer. `replica` and `seconds` are the last attempt's and the request's.
+    The client was told `input` to `output`. Engines did `drawn` to `found` for it: they draw more than `output` where a
+    reply was ended early, and count the prompt for every answer. `replica` is the last attempt's.
     """
 
     id: str
@@ -140,11 +130,11 @@ class UsageRecord:
     input: int = 0
     cached: int = 0  # of the input tokens
     output: int = 0
-    drawn: int = 0  # by engines
-    drafted: int = 0  # by engines
-    computed: int = 0  # by engines
-    ahead: int = 0  # likewise, before the turn came that has them
-    found: int = 0  # by engines, in their caches
+    drawn: int = 0
+    drafted: int = 0
+    computed: int = 0
+    ahead: int = 0  # computed before the turn that has these tokens came
+    found: int = 0  # in the engines' caches
     seconds: float = 0.0
     stream: bool = False
     replica: str = ""
@@ -156,19 +146,180 @@ class UsageRecord:
         return bool(self.computed or self.ahead or self.drawn)
 
 
-COLUMNS = ("place", *(each.name for each in fields(UsageRecord)), *COLUMNS_AFTER)
+COLUMNS = ("place", *(each.name for each in fields(UsageRecord)), "units", "again")
 
 
-def cost_of(prices: Prices, record: UsageRecord, answers: int = 1) -> Cost:
-    """What a request counts against its tenant's limits, and costs. Failures of ours cost nothing."""
+@dataclass(slots=True)
+class CallEnd:
+    """The end of a call, on its way to Redis. `record` None: there is nothing to book, only to settle."""
+
+    tenant: str
+    id: str
+    record: UsageRecord | None
+    used: Cost
+    at: float  # when it ended, seconds since the epoch
+    retry: str = ""  # what the tries of one request have in common
+    program: str = ""  # that counts against `max_programs`
+    program_ended: bool = False
+    sent: float | None = None  # when it was sent first, on the monotonic clock
+
+    @property
+    def answered(self) -> bool:
+        return self.record is not None and self.record.outcome in ("completed", "cached")
+
+
+class UsageBooks:
+    """Books what was used, and reads it. `store` None: nothing is kept, records are only counted.
+
+    Call `start` on the event loop where there is a store, and `close` at the end.
+    """
+
+    def __init__(self, config: RouterConfig, quotas: Quotas, store: Records | None = None) -> None:
+        self._config = config
+        self.quotas = quotas
+        self._store = store
+        self._waiting: deque[CallEnd] = deque()
+        self._listed: set[str] = set()  # tenants that Redis knows to have records
+        self.booked: Counter[str] = Counter({"booked": 0, "again": 0, "lost": 0, "uncounted": 0})
+        self._counting: set[asyncio.Task[None]] = set()
+        self._booking: set[asyncio.Task[None]] = set()
+        self._beats: list[asyncio.Task[None]] = []
+
+    @property
+    def waiting(self) -> int:
+        """Ends of calls that Redis does not know yet."""
+        return len(self._waiting)
+
+    def start(self) -> None:
+        """Renew reservations and book what waits, from now on."""
+        loop = asyncio.get_running_loop()
+        self._beats.append(loop.create_task(forever(self.catch_up, BEAT_S, "booking what waits")))
+        self._beats.append(loop.create_task(forever(self.quotas.renew, RENEW_S, "renewing reservations")))
+
+    async def close(self) -> None:
+        """Book what is left, if Redis is there. Replicas have `COUNTING_S` to say what they did for calls that were cut
+        off; a record that lacks it is counted as `uncounted`.
+        """
+        for beat in self._beats:
+            beat.cancel()
+        if self._beats:
+            await asyncio.wait(self._beats)
+        if self._counting:
+            await asyncio.wait(self._counting, timeout=COUNTING_S)
+        for task in self._counting:
+            task.cancel()  # it is booked without what is not known
+        if self._counting:
+            await asyncio.wait(tuple(self._counting))
+        if self._booking:
+            await asyncio.wait(self._booking, timeout=BOOKING_S)
+        await self.catch_up()
+        lost = sum(end.record is not None for end in self._waiting)
+        self.booked["lost"] += lost
+        if lost or self.booked["uncounted"]:
+            uncounted = self.booked["uncounted"]
+            log.warning("%d records of usage are lost, %d were booked without what was used", lost, uncounted)
+
+    # ---- booking ----
+
+    def count(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work`, which asks replicas what they did for a call that was cut off, and then books it."""
+        _run(work, self._counting)
+
+    def uncounted(self) -> None:
+        """What was done for a call could not be learnt: its record lacks it."""
+        self.booked["uncounted"] += 1
+
+    def book(self, end: CallEnd) -> asyncio.Task[None]:
+        """Book the end of a call. The task ends when Redis has it, or is known to be away."""
+        self.quotas.settle(end.id, end.used)
+        return _run(self._book_or_wait(end), self._booking)
+
+    async def catch_up(self) -> None:
+        """Book what waits, in order."""
+        while self._waiting and self._store is not None and not self._store.degraded:
+            end = self._waiting.popleft()
+            if not await self._book(end):
+                self._waiting.appendleft(end)
+                return
+
+    async def _book_or_wait(self, end: CallEnd) -> None:
+        if await self._book(end):
+            return
+        self._waiting.append(end)
+        if len(self._waiting) > MOST_WAITING:
+            self.booked["lost"] += self._waiting.popleft().record is not None
+
+    async def _book(self, end: CallEnd) -> bool:
+        """False where Redis is away."""
+        booked = end.record is not None
+        if self._store is None:
+            self.booked["booked"] += booked
+            return True
+        now = time.monotonic()
+        if end.sent is not None and now - end.sent >= SEEN_S:  # it may have been booked, and its id be forgotten
+            self.booked["lost"] += booked
+            return True
+        if self._store.degraded:
+            return False
+        end.sent = end.sent or now
+        try:
+            answer = await self._store.try_script(BOOK, usage_keys(end.tenant), self._arguments(end))
+        except Exception:  # another try would fail as well
+            log.exception("a record of usage could not be booked")
+            self.booked["lost"] += booked
+            return True
+        if answer is None:
+            return False
+        if booked:
+            self.booked["booked" if int(answer[0]) == 1 else "again"] += 1
+            if int(answer[0]) == 1 and (int(answer[1]) == 1 or end.tenant not in self._listed):
+                with suppress(Exception):  # the record is booked, and the next one of this tenant tries again
+                    if await self._store.try_script(ADD_MEMBER, [LISTED], [end.tenant]) is not None:
+                        self._listed.add(end.tenant)
+        return True
+
+    def _arguments(self, end: CallEnd) -> list[Argument]:
+        config, record = self._config, end.record
+        head: list[Argument] = [self.quotas.redis_now(), end.id, end.retry, int(end.answered)]
+        head += [*end.used.rates, end.used.units, end.program, int(end.program_ended), int(PROGRAM_S * 1000)]
+        head += [config.usage_records, int(SEEN_S * 1000), int(config.usage_days * 86_400_000), *periods(end.at)]
+        if record is None:
+            return [*head, "", ""]
+        counts = (1, record.input, record.cached, record.output, record.drawn, record.drafted)
+        return [*head, record.outcome, orjson.dumps(record), int(record.worked), *counts]
+
+    # ---- reading ----
+
+    async def records(self, tenant: str, begin: str, end: str, most: int) -> list[dict[str, Any]]:
+        """A tenant's records between two places of its stream, the oldest first. Raises UnavailableError, as all that
+        reads does while Redis is away.
+        """
+        rows = await self._read(READ, usage_keys(tenant)[5], [begin, end, most])
+        return [{"place": place, **row} for place, row in _record_rows(rows)]
+
+    async def tenants(self) -> list[str]:
+        """The tenants that have records, also those that have been removed."""
+        return [name.decode() for name in await self._read(MEMBERS, LISTED, [])]
+
+    async def sums(self, tenant: str, of: Sequence[str]) -> list[dict[str, Any]]:
+        """Of days (`2026-11-23`) and months (`2026-11`)."""
+        rows = await self._read(SUMS, quota_keys(tenant)[4], of)
+        return [_sums_row(period, each) for period, each in zip(of, rows, strict=True)]
+
+    async def _read(self, source: str, key: str, arguments: Sequence[Argument]) -> list[Any]:
+        if self._store is None:
+            raise UnavailableError("This needs Redis, and this router has none")
+        return await self._store.script(source, [key], arguments)
+
+
+def cost_of(prices: Prices, record: UsageRecord) -> Cost:
+    """What a request counts against its tenant's limits, and costs. Failures of the server cost nothing."""
+    if record.outcome in ("failed", "rejected"):
+        return Cost()
     uncached = record.input - record.cached
     part = prices.repeat if record.outcome == "cached" else 1.0
-    units = priced(prices, uncached, record.cached, record.output) * part
-    if record.outcome in ("failed", "rejected"):
-        return Cost(answers)
-    if record.outcome == "cached":
-        return Cost(answers, int(record.input * part), int(uncached * part), int(record.output * part), round(units))
-    return Cost(answers, record.input, uncached, record.output, round(units))
+    units = round(priced(prices, uncached, record.cached, record.output) * part)
+    return Cost(1, int(record.input * part), int(uncached * part), int(record.output * part), units)
 
 
 def priced(prices: Prices, uncached: float, cached: float, output: float) -> float:
@@ -180,92 +331,9 @@ def usage_keys(tenant: str) -> list[str]:
     return [*quota_keys(tenant), f"{{{tenant}}}/usage", f"{{{tenant}}}/booked"]
 
 
-def book_arguments(
-    now_ms: int | None,
-    ago_s: float,
-    record: UsageRecord | None,
-    id_: str,
-    retry: str,
-    used: Cost,
-    late: bool,
-    program: tuple[str, bool, float],
-    most: int,
-    kept_s: float,
-    told_s: float = 0.0,
-) -> list[Argument]:
-    """What `BOOK` is told. `program`: its name, whether it is over, and how long it counts after a turn. `told_s`: how
-    long ago it was told first.
-
-    `record` None: the call is over, and there is nothing to book.
-    """
-    name, over, rest_s = program
-    answered = record is not None and record.outcome in ("completed", "cached")
-    now: str | int = "" if now_ms is None else now_ms
-    told: list[Argument] = [now, max(0, int(ago_s * 1000)), id_, retry, int(answered), *used.rates]
-    told += [used.units, int(late), name, int(over), int(rest_s * 1000), most, int(SEEN_S * 1000)]
-    told += [int(SEEN_S * 1000), int(kept_s * 1000)]
-    if record is None:
-        return [*told, "", ""]
-    counts = (1, record.input, record.cached, record.output, record.drawn, record.drafted)
-    return [*told, record.outcome, orjson.dumps(record), *counts, int(record.worked), int(told_s * 1000)]
-
-
-# ---- reading ----
-
-# KEYS: a stream. ARGV: from and to as ids, at most how many.
-READ = "return redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[2], 'COUNT', ARGV[3])"
-# KEYS: the beginning of the names of sums. ARGV: periods.
-SUMS = """
-local found = {}
-for i, period in ipairs(ARGV) do found[i] = redis.call('HGETALL', KEYS[1] .. '/' .. period) end
-return found
-"""
-
-
-class Books:
-    """Reads what was booked. Its methods raise UnavailableError while Redis is away."""
-
-    def __init__(self, store: Records) -> None:
-        self._store = store
-
-    async def records(self, tenant: str, begin: str, end: str, most: int) -> list[dict[str, Any]]:
-        """A tenant's records between two places of its stream, the oldest first."""
-        found = await self._ask(READ, usage_keys(tenant)[5], [begin, end, most])
-        return [{"place": place, **row} for place, row in record_rows(found)]
-
-    async def tenants(self) -> list[str]:
-        """Those that have records, also where they are no tenants any more."""
-        return [name.decode() for name in await self._ask("return redis.call('SMEMBERS', KEYS[1])", LISTED, [])]
-
-    async def sums(self, tenant: str, periods: Sequence[str]) -> list[dict[str, Any]]:
-        """Of days (`2026-11-23`) and months (`2026-11`)."""
-        found = await self._ask(SUMS, quota_keys(tenant)[4], periods)
-        return [sums_row(period, each) for period, each in zip(periods, found, strict=True)]
-
-    async def _ask(self, source: str, key: str, arguments: Sequence[Argument]) -> list[Any]:
-        return await self._store.script(source, [key], arguments)
-
-
 def first_rows(rows: Iterable[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     """The first of several tenants' rows, in the order in which they were booked."""
     return heapq.nsmallest(most, rows, key=lambda row: (*map(int, row["place"].split("-")), row["tenant"]))
-
-
-def record_rows(answer: Iterable[Sequence[Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The records that `READ` found, each with its place in the stream."""
-    for place, values in answer:
-        pairs = dict(zip(values[::2], values[1::2], strict=True))
-        row = orjson.loads(pairs[b"record"])
-        yield place.decode(), {**row, "units": int(pairs[b"units"]) / UNITS, "again": pairs[b"again"] == b"1"}
-
-
-def sums_row(period: str, answer: Sequence[bytes]) -> dict[str, Any]:
-    """The sums of a day or a month that `SUMS` found; all 0 where there are none."""
-    found = {name.decode(): int(n) for name, n in zip(answer[::2], answer[1::2], strict=True)}
-    units = found.pop("units", 0) / UNITS
-    counts = {name: found.pop(name, 0) for name in COUNTED}
-    outcomes = {name.removeprefix("ended/"): n for name, n in found.items()}
-    return {"period": period, **counts, "units": units, "outcomes": outcomes}
 
 
 def as_csv(rows: Iterable[Mapping[str, Any]], head: bool = True) -> str:
@@ -281,6 +349,35 @@ def as_csv(rows: Iterable[Mapping[str, Any]], head: bool = True) -> str:
 
 def as_json_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
     return b"".join(orjson.dumps(row) + b"\n" for row in rows)
+
+
+def _run(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
+    def ended(task: asyncio.Task[None]) -> None:
+        tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("booking usage failed", exc_info=error)
+
+    task = asyncio.get_running_loop().create_task(work)
+    tasks.add(task)
+    task.add_done_callback(ended)
+    return task
+
+
+def _record_rows(answer: Iterable[Sequence[Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The records in an answer of `READ`, each with its place in the stream."""
+    for place, values in answer:
+        pairs = dict(zip(values[::2], values[1::2], strict=True))
+        row = orjson.loads(pairs[b"record"])
+        yield place.decode(), {**row, "units": int(pairs[b"units"]) / UNITS, "again": pairs[b"again"] == b"1"}
+
+
+def _sums_row(period: str, answer: Sequence[bytes]) -> dict[str, Any]:
+    """The sums of a day or a month in an answer of `SUMS`; all 0 where there are none."""
+    values = {name.decode(): int(n) for name, n in zip(answer[::2], answer[1::2], strict=True)}
+    units = values.pop("units", 0) / UNITS
+    counts = {name: values.pop(name, 0) for name in COUNTED}
+    outcomes = {name.removeprefix("ended/"): n for name, n in values.items()}
+    return {"period": period, **counts, "units": units, "outcomes": outcomes}
 
 
 def _plain(value: Any) -> Any:

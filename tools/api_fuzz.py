@@ -45,7 +45,9 @@ from holdfast.replicas.requests import (
     TextDelta,
 )
 from holdfast.router.backend import ANYWHERE, Batch, Place
-from holdfast.router.usage import SUMS, Books
+from holdfast.router.config import RouterConfig
+from holdfast.router.quotas import Quotas
+from holdfast.router.usage import SUMS, UsageBooks
 
 WANTED = (
     "not_a_server_error",
@@ -59,7 +61,9 @@ TINY = EngineConfig(cells=1024, context_length=256, threads=1, speculation=Draft
 
 
 class NoBooks:
-    """Where nothing was booked."""
+    """Where nothing is booked."""
+
+    degraded = True
 
     async def script(self, source: str, keys: Sequence[str], arguments: Sequence[str | bytes | float]) -> list[Any]:
         return [[] for _ in arguments] if source == SUMS else []
@@ -264,7 +268,7 @@ def main() -> int:
     backend = ServiceBackend(TINY) if options.engine else Talker()
     began, found = time.monotonic(), Found()
     with (
-        World(backend, books=Books(NoBooks())).served() as address,
+        World(backend, books=UsageBooks(RouterConfig(), Quotas(), NoBooks())).served() as address,
         suppress(KeyboardInterrupt),
     ):  # which ends it with what there is
         fuzz(address, options.cases, found)

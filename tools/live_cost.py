@@ -20,13 +20,13 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import httpx
-from fake_backend import FakeBackend, World
-from starlette.requests import Request
+from fake_backend import FakeBackend, World, begun
 
 from holdfast.replicas.requests import Usage
 from holdfast.replicas.stats import EngineStats, Occupancy, replica_status
+from holdfast.router.call import Call
 from holdfast.router.metrics import Outcome
-from holdfast.router.turn_report import TurnReport
+from holdfast.router.tenants import Tenant
 
 CPU = re.compile(r"^holdfast_router_cpu_seconds_total\{[^}]*\} (\S+)$", re.MULTILINE)
 
@@ -108,16 +108,17 @@ class Busy:
         self.world = World(Crowd(programs))
         self._turns = [self._begun(number) for number in range(programs)]
 
-    def _begun(self, number: int) -> TurnReport:
-        turn = self.world.reports.begin(Request({"type": "http", "path": "/", "headers": []}), "chat", "id")
-        turn.accepted(f"request-{number:024}", "default", f"default/agent-{number}", "pocket", stream=True)
+    def _begun(self, number: int) -> Call:
+        turn = begun(tenant=Tenant("default"), turns=self.world.turns)
+        turn.id = f"request-{number:024}"
+        turn.asks("pocket", stream=True, program=f"default/agent-{number}")
         turn.facts.usage, turn.facts.stages_ms = Usage(200, 150, 20), {"queue": 1.0, "prefill": 5.0, "decode": 9.0}
         return turn
 
     def end(self, numbers: range) -> None:
         """Turns of these programs end, and their next ones begin."""
         for number in numbers:
-            self._turns[number].ended(Outcome.COMPLETED)
+            self._turns[number].end(Outcome.COMPLETED)
             self._turns[number] = self._begun(number)
 
 

@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import json
 import random
+import secrets
 import statistics
 import subprocess
 import sys
@@ -34,12 +35,11 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from redis_server import RedisServer
 
-from holdfast.replicas.requests import Usage, Work
-from holdfast.router.accounts import Accounts, Served
-from holdfast.router.quotas import MINUTE_MS, PART_MS, QuotaError
+from holdfast.router.config import RouterConfig
+from holdfast.router.quotas import MINUTE_MS, PART_MS, Cost, QuotaError, Quotas
 from holdfast.router.records import Records, RedisAddress
-from holdfast.router.tenants import Principal, Tenant, TenantLimits
-from holdfast.router.usage import Books
+from holdfast.router.tenants import Tenant, TenantLimits
+from holdfast.router.usage import CallEnd, UsageBooks, UsageRecord, cost_of, priced
 
 SPACE = "quotas"
 PROMPT, OUTPUT = (500, 1500), (1, 200)  # tokens of a request
@@ -87,14 +87,28 @@ def asks_for_too_much(number: int) -> bool:
     return number % 2 == 0
 
 
-def accounts(url: str, name: str, routers: int) -> tuple[Accounts, Records]:
+CONFIG = RouterConfig()
+
+
+def books_of(url: str, routers: int) -> tuple[UsageBooks, Records]:
     store = Records(RedisAddress(url, namespace=SPACE), 5.0)
-    return Accounts(store=store, router=name, routers=routers), store
+    return UsageBooks(CONFIG, Quotas(store, routers), store), store
+
+
+def need_of(prompt: int, output: int) -> Cost:
+    return Cost(1, prompt, prompt, output, round(priced(CONFIG.prices, prompt, 0, output)))
+
+
+def ended(id_: str, tenant: str, prompt: int, cached: int, output: int, program: str, over: bool) -> CallEnd:
+    """The end of a call that has completed."""
+    at = time.time()
+    record = UsageRecord(id_, at, tenant, "", "pocket", program, "chat", "completed", prompt, cached, output, output)
+    return CallEnd(tenant, id_, record, cost_of(CONFIG.prices, record), at, program=program, program_ended=over)
 
 
 async def route(url: str, number: int, routers: int, n: int, seconds: float, seed: int) -> list[list[object]]:
     """One router: what it let in, and how many requests of each tenant it refused."""
-    mine, store = accounts(url, f"r{number}", routers)
+    mine, store = books_of(url, routers)
     mine.start()
     everybody, draw, let_in, refused = tenants(n), random.Random(seed * routers + number), [], defaultdict(int)
     ends: set[asyncio.Task[None]] = set()
@@ -107,18 +121,18 @@ async def route(url: str, number: int, routers: int, n: int, seconds: float, see
         program = f"p{draw.randrange(PROGRAMS // 4 if few else PROGRAMS)}"
         over, guess = draw.random() < 0.1, round(prompt * draw.uniform(*kind.guessed))
         try:
-            admission = mine.admission(Principal(everybody[i]))
-            at = time.time()
-            await admission.charge(1, guess, output if kind.reserved is None else kind.reserved, program)
+            mine.quotas.check(everybody[i])
+            at, id_ = time.time(), secrets.token_hex(12)
+            need = need_of(guess, output if kind.reserved is None else kind.reserved)
+            await mine.quotas.admit(everybody[i], id_, need, program, lease=True)
         except QuotaError:
             refused[i] += 1
             return
         came = time.time()
         await asyncio.sleep(draw.random() * 2)
         cached = round(prompt * CACHED)
-        usage, left = Usage(prompt, cached, output, work=Work(prompt - cached, cached, output)), time.time()
-        admission.end("completed", usage, 1.0, Served("pocket", program, "chat", over=over))
-        await admission.booked()
+        left = time.time()
+        await mine.book(ended(id_, everybody[i].name, prompt, cached, output, program, over))
         let_in.append([i, at, came, left, time.time(), prompt, prompt - cached, output, program, over])
 
     def after(task: asyncio.Task[None]) -> None:
@@ -136,7 +150,7 @@ async def route(url: str, number: int, routers: int, n: int, seconds: float, see
         task.add_done_callback(after)
     while ends:
         await asyncio.wait(ends)
-    while mine.unbooked:  # noqa: ASYNC110 (what Redis has not heard of is told again every two seconds)
+    while mine.waiting:  # noqa: ASYNC110 (what Redis has not heard of is told again every two seconds)
         await asyncio.sleep(0.1)
     await mine.close()
     await store.close()
@@ -246,7 +260,7 @@ async def report(url: str, told: list[list[list[Any]]], n: int) -> None:
         mine.got += [] if got is None else [got]
         mine.wrongly += 0 if greedy else refused[i]
     store = Records(RedisAddress(url, namespace=SPACE), 5.0)
-    books, equal = Books(store), 0
+    books, equal = UsageBooks(CONFIG, Quotas(), store), 0
     days = sorted({time.strftime("%Y-%m-%d", time.gmtime(event[3])) for each in events.values() for event in each})
     for i, each in events.items():
         sums = await books.sums(f"t{i}", days)
@@ -269,26 +283,24 @@ async def cost() -> None:
     with tempfile.TemporaryDirectory() as folder:
         redis = RedisServer(Path(folder))
         redis.start()
-        mine, store = accounts(redis.url, "r0", 1)
+        mine, store = books_of(redis.url, 1)
         big = 10**9
         limits = TenantLimits(big, big, big, big, 10**6, 10**6, float(big), float(big))
         kinds = {"no limits": Tenant("free"), "all limits": Tenant("limited", limits=limits)}
         took: dict[tuple[str, int, str], list[float]] = defaultdict(list)
 
-        async def request(who: Principal) -> None:
-            admission = mine.admission(who)
-            await admission.charge(1, 500, 100, "p1")
-            usage = Usage(500, 400, 50, work=Work(100, 400, 50))
-            admission.end("completed", usage, 1.0, Served("pocket", "p1", "chat"))
-            await admission.booked()
+        async def request(who: Tenant) -> None:
+            id_ = secrets.token_hex(12)
+            if who.limits.any:
+                await mine.quotas.admit(who, id_, need_of(500, 100), "p1", lease=True)
+            await mine.book(ended(id_, who.name, 500, 400, 50, "p1" if who.limits.any else "", False))
 
         for block in range(40):
             for name, tenant in kinds.items():
-                who = Principal(tenant)
                 for at_once in (1, 32):
                     began, cpu = time.perf_counter(), time.process_time()
                     for _ in range(64 // at_once):
-                        await asyncio.gather(*(request(who) for _ in range(at_once)))
+                        await asyncio.gather(*(request(tenant) for _ in range(at_once)))
                     if block:
                         took[name, at_once, "of the router"].append((time.process_time() - cpu) / 64 * 1e6)
                         took[name, at_once, "in all"].append((time.perf_counter() - began) / 64 * 1e6)

@@ -10,7 +10,7 @@ import orjson
 from holdfast.replicas.errors import ErrorInfo
 from holdfast.replicas.requests import Answer, LogprobText, Piece, Timing, Usage
 from holdfast.router.protocol.errors import api_error
-from holdfast.router.server_timing import stages
+from holdfast.router.tracing import stages
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": still working\n\n"  # readers of server-sent events skip it

@@ -19,7 +19,6 @@ from holdfast.cluster.config import RedisConfig, ServerConfig, Settings, check_t
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.requests import History, ModelCard
-from holdfast.router.accounts import BOOKING_S, COUNTING_S
 from holdfast.router.config import RouterConfig
 from holdfast.router.programs import ProgramTable
 from holdfast.router.protocol.errors import RefusedError
@@ -28,6 +27,7 @@ from holdfast.router.session_histories import Home, SessionHistories
 from holdfast.router.store import MemoryStore, Put, RedisStore
 from holdfast.router.stored_responses import StoredResponse, StoredResponses, StoredTurn
 from holdfast.router.tenants import Caller, Tenant, TenantDirectory, hash_key
+from holdfast.router.usage import BOOKING_S, COUNTING_S
 
 REDIS = RedisAddress("redis://127.0.0.1:1/0")
 DEPLOYED = Settings(tenants=(Tenant("a", key_hashes=(hash_key("leaked"),)),))

@@ -26,8 +26,10 @@ from redis_server import RedisServer
 from terminal import Terminal
 
 from holdfast.cluster import ports
+from holdfast.router.config import RouterConfig
+from holdfast.router.quotas import Quotas
 from holdfast.router.records import Records, RedisAddress
-from holdfast.router.usage import Books
+from holdfast.router.usage import UsageBooks
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SECRET = "xylophone"
@@ -110,7 +112,7 @@ async def records(redis: RedisServer) -> list[dict[str, Any]]:
     """What is in the books of the only tenant."""
     store = Records(RedisAddress(redis.url, namespace="holdfast/accounts"), 60.0)
     try:
-        return await Books(store).records("default", "-", "+", 1000)
+        return await UsageBooks(RouterConfig(), Quotas(), store).records("default", "-", "+", 1000)
     finally:
         await store.close()
 

@@ -24,9 +24,8 @@ from holdfast.replicas.service import Service
 from holdfast.router import spans as spans_module
 from holdfast.router import tracing
 from holdfast.router.backend import ANYWHERE, Batch, Place, Routed
-from holdfast.router.spans import Spans
-from holdfast.router.tracing import TracingConfig
-from holdfast.router.turn_report import TurnReports
+from holdfast.router.tracing import Spans, TracingConfig
+from holdfast.router.turn_log import TurnLog
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = CALLER[:-1] + "0"
@@ -84,14 +83,14 @@ def traced(request: pytest.FixtureRequest) -> Iterator[Traced]:
         router, replica = tracing.start(config, "router"), tracing.start(config, "replica r1")
         assert router is not None
         assert replica is not None
-        yield Traced(collector, router, replica, World(TracedReplica(replica, False), reports=TurnReports(router)))
+        yield Traced(collector, router, replica, World(TracedReplica(replica, False), turns=TurnLog(router)))
         router.close()
         replica.close()
 
 
 def test_one_trace_from_the_caller_to_the_engines_steps(traced: Traced) -> None:
     backend = TracedReplica(traced.replica, engine=True)
-    world = World(backend, reports=TurnReports(traced.router))
+    world = World(backend, turns=TurnLog(traced.router))
     body = chat_body(messages=QUESTION, tools=[TOOL], temperature=0, max_tokens=40, program_id="trip")
     try:
         with world.served() as address, httpx.Client(base_url=address, trust_env=False) as client:
@@ -174,7 +173,7 @@ def test_a_trace_that_is_not_sampled_is_recorded_nowhere(traced: Traced, headers
             assert replica_spans.begin(traced.replica, request) is None
             return await super().generate(request, place)
 
-    world = World(Seen(), reports=TurnReports(traced.router))
+    world = World(Seen(), turns=TurnLog(traced.router))
     assert world.call("POST", "/v1/chat/completions", json=chat_body(), headers=headers).status_code == 200
     flags = int(world.backend.requests[0].trace["traceparent"].rpartition("-")[2], 16)
     assert not flags & 1
@@ -244,7 +243,7 @@ def _request(**changes: Any) -> GenerateRequest:
 def test_a_collector_that_is_away_costs_the_spans_and_no_time_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans_module, "CLOSE_S", 0.0)
     nobody = Spans.exporting("http://127.0.0.1:9/v1/traces", 1.0, "router")
-    world = World(reports=TurnReports(nobody))
+    world = World(turns=TurnLog(nobody))
     assert world.chat().status_code == 200
     nobody.close()
 

@@ -17,13 +17,13 @@ from redis_server import RedisServer
 from waiting import PATIENCE_S, until_async
 
 from holdfast.cluster.cli import main
-from holdfast.router.accounts import Accounts
 from holdfast.router.audit import Audit
 from holdfast.router.config import RouterConfig
+from holdfast.router.quotas import Quotas
 from holdfast.router.records import Records, RedisAddress
 from holdfast.router.tenant_store import TenantStore
 from holdfast.router.tenants import TenantDirectory, hash_key
-from holdfast.router.usage import Books
+from holdfast.router.usage import UsageBooks
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +36,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         store = Records(RedisAddress(redis.url), 5.0)
         config = RouterConfig(admin_key_hashes=(hash_key("admin"),))
         directory = TenantDirectory(exposed=True)
-        tenants, accounts = TenantStore(store, directory), Accounts(config, store)
+        tenants, books = TenantStore(store, directory), UsageBooks(config, Quotas(store), store)
         await tenants.start()
         world = World(
             FakeBackend(),
             directory,
             config,
-            accounts=accounts,
             tenant_store=tenants,
-            books=Books(store),
+            books=books,
             audit=Audit(store),
         )
         server = uvicorn.Server(uvicorn.Config(world.app, port=0, log_level="warning", lifespan="off"))
@@ -55,7 +54,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         up.set()
         await running
         await tenants.close()
-        await accounts.close()
+        await books.close()
         await store.close()
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ray
 import yaml
+from fake_backend import begun
 from prometheus_client import CollectorRegistry
 from prometheus_server import found
 
@@ -16,7 +17,7 @@ from helm.build.rules import ALERTS, GROUPS, RECORDINGS, RUNBOOK, files
 from holdfast.cluster.config import Settings
 from holdfast.replicas import metrics as replica
 from holdfast.router import metric_list as router
-from holdfast.router.metrics import Meter, RouterMetrics
+from holdfast.router.metrics import RouterMetrics
 
 ROOT = Path(__file__).parents[2]
 RAY = Path(ray.__file__).parent
@@ -98,7 +99,7 @@ def test_what_an_alert_counts_is_0_before_the_first_of_it(rule: Any) -> None:
     for watched in (router.REPLICAS_LOST, router.REDIS_EVICTED):  # where they stand they are there from the start
         metrics.watch(watched, lambda: 0.0)
     metrics.name_tenants(["acme"], 1)
-    Meter(metrics, "chat").asks("pocket")
+    begun(metrics).asks("pocket")
     shown = asyncio.run(metrics.exposition())
     for name, labels in COUNTED.findall(rule.expression):
         if name in {each.name for each in replica.ALL}:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from holdfast.loadgen.chat import ChatClient, streamed
 from holdfast.loadgen.server_timing import ServerTiming, from_header, from_object
 from holdfast.replicas.requests import Timing
-from holdfast.router.server_timing import header, stages
+from holdfast.router.tracing import server_timing, stages
 
 SECONDS = st.integers(0, 10**9).map(lambda microseconds: microseconds / 1e6)
 JSON = st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(), lambda inner: st.lists(inner))
@@ -20,7 +20,7 @@ def test_what_our_server_writes_is_read_back(queue: float, prefill: float, decod
     timing = Timing(0.0, queue, queue + prefill, queue + prefill + decode)
     told = ServerTiming(queue, prefill, decode)
     for read in (
-        from_header(header(timing)),
+        from_header(server_timing(timing)),
         from_object({f"{name}_ms": milliseconds for name, milliseconds in stages(timing).items()}),
     ):
         for name in ("queue", "prefill", "decode"):

@@ -7,19 +7,17 @@ from types import FrameType
 
 import httpx
 import pytest
-from fake_backend import CALL, CARD, DONE, HELLO, USAGE, FakeBackend, World, chat_body
+from fake_backend import CALL, CARD, DONE, HELLO, USAGE, Ends, FakeBackend, World, begun, chat_body
 from live_cost import Busy, Crowd
-from starlette.requests import Request
 
-from holdfast.replicas.requests import Completed, Usage
+from holdfast.replicas.requests import Completed
 from holdfast.replicas.retention.latency import Called
 from holdfast.router import live, page_files
-from holdfast.router.accounts import Served
 from holdfast.router.config import RouterConfig
 from holdfast.router.live import MOST_ASKED
 from holdfast.router.metrics import Outcome
 from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
-from holdfast.router.turn_report import REMEMBERED, TurnReports
+from holdfast.router.turn_log import REMEMBERED, TurnLog
 
 LIVE = "/v1/live"
 CHAT = "/v1/chat/completions"
@@ -139,8 +137,8 @@ def test_many_pages_ask_replicas_as_often_as_one_does(monkeypatch: pytest.Monkey
 
 
 def test_a_tenant_that_asks_without_end_is_refused() -> None:
-    reports = TurnReports(clock=lambda: 1000.0)  # all of it within a second
-    world = World(reports=reports, tenants=TENANTS)
+    turns = TurnLog(clock=lambda: 1000.0)  # all of it within a second
+    world = World(turns=turns, tenants=TENANTS)
     look = ("GET", LIVE, {"headers": with_key("k1")})
     *before, over = world.calls([look] * (MOST_ASKED + 1))
     assert {answer.status_code for answer in before} == {200}
@@ -156,46 +154,38 @@ def test_looking_counts_against_no_limit() -> None:
     assert [each.status_code for each in world.calls([look, look, turn, look])] == [200, 200, 200, 200]
 
 
+def turn(turns: TurnLog, tenant: str) -> None:
+    call = begun(tenant=Tenant(tenant), turns=turns)
+    call.facts.program = f"{tenant}/p"
+    call.end(Outcome.COMPLETED)
+
+
 def test_one_tenant_pushes_no_others_turns_out() -> None:
-    reports = TurnReports()
-
-    def turn(tenant: str) -> None:
-        request = Request({"type": "http", "path": CHAT, "headers": []})
-        report = reports.begin(request, "chat", "id")
-        report.facts.tenant, report.facts.program = tenant, f"{tenant}/p"
-        report.ended(Outcome.COMPLETED)
-
-    turn("quiet")
+    turns = TurnLog()
+    turn(turns, "quiet")
     for _ in range(2 * REMEMBERED):
-        turn("loud")
-    assert len(reports.ended(0, "quiet", 10)) == 1
-    assert len(reports.ended(0, None, 10**6)) == REMEMBERED
+        turn(turns, "loud")
+    assert len(turns.ended(0, "quiet", 10)) == 1
+    assert len(turns.ended(0, None, 10**6)) == REMEMBERED
 
 
 def test_numbers_rise_though_the_clock_does_not() -> None:
     times = iter([5.0] * 40 + [4.0] * 40)
-    reports = TurnReports(clock=lambda: next(times))
+    turns = TurnLog(clock=lambda: next(times))
     for _ in range(8):
-        before = reports.number
-        report = reports.begin(Request({"type": "http", "path": CHAT, "headers": []}), "chat", "id")
-        report.facts.tenant, report.facts.program = "t", "t/p"
-        report.ended(Outcome.COMPLETED)
-        assert [each.number > before for each in reports.ended(before, "t", 10)] == [True]
+        before = turns.number
+        turn(turns, "t")
+        assert [each.number > before for each in turns.ended(before, "t", 10)] == [True]
 
 
-def test_what_took_a_moment_is_not_booked_with_other_seconds_where_the_clock_is_set_back() -> None:
-    class Ended:
-        def end(self, outcome: str, usage: Usage, seconds: float, served: Served) -> None:
-            booked.append(seconds)
-
-    booked: list[float] = []
-    times = iter([5000.0] + [1000.0] * 9)
-    report = TurnReports(clock=lambda: next(times)).begin(
-        Request({"type": "http", "path": CHAT, "headers": []}), "chat", "id"
-    )
-    report.admission = Ended()  # type: ignore[assignment]
-    report.ended(Outcome.COMPLETED)
-    assert 0 <= booked[0] < 1000
+def test_the_seconds_of_a_request_are_right_where_the_clock_is_set_back() -> None:
+    times, books = iter([5000.0] + [1000.0] * 9), Ends()
+    call = begun(turns=TurnLog(clock=lambda: next(times)), books=books)
+    call.asks("pocket")
+    call.end(Outcome.COMPLETED)
+    [end] = books.ends
+    assert end.record is not None
+    assert 0 <= end.record.seconds < 1000
 
 
 @pytest.mark.parametrize("path", ["/", "/page/nothing.js", "/page/app.js", "/v1/live"])

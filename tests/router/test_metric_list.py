@@ -7,8 +7,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast.router.line_stats import LineStats
 from holdfast.router.metric_list import ALL, EARLY
+from holdfast.router.metrics_endpoints import watch_line, watch_redis
 from holdfast.router.records import RedisInfo
-from holdfast.router.watching import watch_line, watch_redis
 
 
 class Answering:

@@ -1,7 +1,7 @@
 import asyncio
 
 import pytest
-from fake_backend import World, chat_body
+from fake_backend import Ends, World, begun, chat_body
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -9,11 +9,10 @@ from holdfast.replicas.errors import ErrorInfo, ErrorKind, InvalidRequestError, 
 from holdfast.replicas.requests import Timing, Usage
 from holdfast.replicas.types import Origin
 from holdfast.router.config import WARM_UP_HEADER
-from holdfast.router.exposition import Merged
 from holdfast.router.http import ClientGoneError
 from holdfast.router.metric_list import LINE
-from holdfast.router.metrics import OTHER, Meter, Outcome, RouterMetrics, outcome_of
-from holdfast.router.programs import Run
+from holdfast.router.metrics import OTHER, Merged, Outcome, RouterMetrics, outcome_of
+from holdfast.router.programs import Run, ToolGap
 from holdfast.router.protocol.errors import Refusal, RefusedError, ReplyError
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
@@ -83,8 +82,9 @@ class Timed:
     def __init__(self):
         self.registry, self.now = CollectorRegistry(), 100.0
         self.metrics = RouterMetrics(self.registry, clock=lambda: self.now)
-        self.meter = Meter(self.metrics, "chat")
-        self.meter.tenant, self.meter.model = "acme", "m"
+        self.ends = Ends()
+        self.call = begun(self.metrics, books=self.ends)
+        self.call.facts.model = "m"
 
     def value(self, name, **labels):
         return self.registry.get_sample_value(f"holdfast_{name}", labels)
@@ -92,14 +92,13 @@ class Timed:
 
 def test_a_stream_is_timed_and_counted_once():
     timed = Timed()
-    meter, ended = timed.meter, []
-    meter.on_end = lambda outcome, used: ended.append(outcome)
+    call = timed.call
     assert timed.value("requests_in_flight") == 1
     timed.now = 101.0
-    meter.first_token()
+    call.first_token()
     timed.now = 105.0
-    meter.answered(Usage(prompt=7, cached=3, completion=5), Timing(50.0, 50.25, 50.75, 54.0))
-    meter.end(Outcome.ABORTED)
+    call.completed(Usage(prompt=7, cached=3, completion=5), Timing(50.0, 50.25, 50.75, 54.0))
+    call.end(Outcome.ABORTED)
     assert timed.value("requests_in_flight") == 0
     assert timed.value("time_to_first_token_seconds_sum", **WHO) == 1.0
     assert timed.value("time_per_output_token_seconds_sum", **WHO) == 1.0
@@ -111,26 +110,26 @@ def test_a_stream_is_timed_and_counted_once():
     labels = {**WHO, "endpoint": "chat"}
     assert timed.value("requests_total", **labels, outcome="completed") == 1
     assert timed.value("requests_total", **labels, outcome="aborted") is None
-    assert ended == [Outcome.COMPLETED]
+    assert [end.record.outcome for end in timed.ends.ends] == ["completed"]
 
 
 @pytest.mark.parametrize(("streamed", "bubble"), [(True, 0.5), (False, 0.75)])
 def test_a_follow_up_turn_tells_how_long_nobody_worked_on_it(streamed, bubble):
     """0.25 s in the router, 0.25 in the queue, 0.5 to the first token and 3.0 to the last; 0.25 on the way back."""
     timed = Timed()
-    timed.meter.resumed(8.0)
+    timed.call.joined_program("acme/p", ToolGap("ls", 8.0))
     if streamed:
         timed.now = 101.0
-        timed.meter.first_token()
+        timed.call.first_token()
     timed.now = 104.25
-    timed.meter.answered(Usage(completion=1), Timing(50.0, 50.25, 50.75, 53.75))
+    timed.call.completed(Usage(completion=1), Timing(50.0, 50.25, 50.75, 53.75))
     assert timed.value("tool_seconds_sum", **WHO) == 8.0
     assert timed.value("bubble_seconds_sum", **WHO) == pytest.approx(bubble)
 
 
 def test_a_program_that_has_its_answer():
     timed = Timed()
-    timed.meter.program_ended(Run(12.0, 4))
+    timed.call.program_ended(Run(12.0, 4))
     assert timed.value("program_seconds_sum", **WHO) == 12.0
     assert timed.value("program_turns_sum", **WHO) == 4.0
 
@@ -146,15 +145,15 @@ def test_a_program_that_has_its_answer():
 )
 def test_why_a_request_was_not_served(error, reason):
     timed = Timed()
-    timed.meter.failed(error)
-    timed.meter.failed(error)
+    timed.call.failed(error)
+    timed.call.failed(error)
     assert timed.value("request_errors_total", tenant="acme", reason=reason) == 1
 
 
 @pytest.mark.parametrize("error", [ClientGoneError(), asyncio.CancelledError()])
 def test_a_client_that_went_away_is_no_error(error):
     timed = Timed()
-    timed.meter.failed(error)
+    timed.call.failed(error)
     counted = samples(asyncio.run(timed.metrics.exposition()))
     assert {value for (name, _), value in counted.items() if name == "holdfast_request_errors_total"} == {0}
 
@@ -174,7 +173,7 @@ def test_tenants_beyond_the_named_ones_share_their_series():
 def test_every_sample_says_which_router_it_is_of():
     timed = Timed()
     timed.metrics.router = "i-1"
-    timed.meter.end(Outcome.COMPLETED)
+    timed.call.end(Outcome.COMPLETED)
     text = asyncio.run(timed.metrics.exposition())
     assert {labels["router"] for (_, pairs) in samples(text) for labels in [dict(pairs)]} == {"i-1"}
     assert "_created" not in text
@@ -200,7 +199,7 @@ def test_the_servers_own_first_request_is_served_and_counts_among_none():
     own, asked = world.backend.requests
     assert (own.origin, asked.origin) == (Origin.WARM_UP, Origin.CLIENT)
     assert world.in_flight() == 0
-    assert sum(totals.ended for totals in world.reports.totals.values()) == 1
+    assert sum(totals.ended for totals in world.turns.totals.values()) == 1
 
 
 def test_where_there_are_keys_nobody_can_ask_uncounted():

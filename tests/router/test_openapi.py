@@ -12,11 +12,12 @@ from starlette.routing import Route
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.requests import Completed, Errored, LogprobText, Piece, ReasoningDelta, TextDelta
+from holdfast.router.config import RouterConfig
 from holdfast.router.http import AnswerHeaders
 from holdfast.router.protocol.openapi import EVENTS, OPERATIONS
-from holdfast.router.quotas import Standing
+from holdfast.router.quotas import Quotas, RateLimitStatus
 from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
-from holdfast.router.usage import Books
+from holdfast.router.usage import UsageBooks
 
 ITSELF = {("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/"), ("GET", "/page/{name}")}  # for people
 
@@ -96,7 +97,7 @@ def test_every_header_that_is_sent_or_read_is_in_it() -> None:
         uncached_tokens_per_minute=1,
         output_tokens_per_minute=1,
     )
-    standing = Standing(limits, defaultdict(float))
+    status = RateLimitStatus(limits, defaultdict(float))
     sent = set()
     for anthropic in (False, True):
         headers = AnswerHeaders(
@@ -107,7 +108,7 @@ def test_every_header_that_is_sent_or_read_is_in_it() -> None:
             server_timing="x",
             skipped="x",
             tools_as_text=True,
-            standing=standing,
+            rate_limit=status,
             anthropic=anthropic,
         )
         sent |= {name.decode() for name, _ in headers.encode()}
@@ -143,7 +144,7 @@ def test_no_case_that_is_made_of_it_finds_a_fault() -> None:
     pytest.importorskip("schemathesis")
     from api_fuzz import NoBooks, Talker, fuzz
 
-    with World(Talker(), books=Books(NoBooks())).served() as address:
+    with World(Talker(), books=UsageBooks(RouterConfig(), Quotas(), NoBooks())).served() as address:
         found = fuzz(address, 60)
     assert not found.faults, next(iter(found.faults.values()))
     assert found.share > 0.5, found.told()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.requests import Timing
-from holdfast.router.server_timing import header, stages
+from holdfast.router.tracing import server_timing, stages
 
 SECONDS = st.floats(0, 1e5).map(lambda seconds: round(seconds, 6))
 
@@ -21,6 +21,6 @@ def test_the_stages_add_up_to_the_whole(arrived: float, lengths: list[float]) ->
 
 def test_only_what_the_request_came_to_is_told() -> None:
     assert stages(Timing(5.0)) == {}
-    assert header(Timing(5.0)) == ""
-    assert header(Timing(5.0, 5.0025)) == "queue;dur=2.5"
+    assert server_timing(Timing(5.0)) == ""
+    assert server_timing(Timing(5.0, 5.0025)) == "queue;dur=2.5"
     assert stages(Timing(5.0, finished=6.0)) == {}

@@ -2,7 +2,7 @@ import asyncio
 import json
 
 import pytest
-from fake_backend import CARD, DONE, FORMATS, HELLO, FakeBackend, World
+from fake_backend import CARD, DONE, FORMATS, HELLO, FakeBackend, World, begun
 from prometheus_client import CollectorRegistry
 
 from holdfast.replicas.errors import EngineError, ErrorInfo, ErrorKind, UnavailableError
@@ -10,7 +10,8 @@ from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import Errored, GenerateRequest, RawPrompt, Started, TextDelta
 from holdfast.router.backend import Batch
 from holdfast.router.config import RouterConfig
-from holdfast.router.metrics import Meter, RouterMetrics
+from holdfast.router.entry import Drain
+from holdfast.router.metrics import RouterMetrics
 from holdfast.router.protocol.chat import ChatEncoder
 from holdfast.router.protocol.errors import ReplyError
 from holdfast.router.store import MemoryStore
@@ -32,7 +33,7 @@ class Opened:
         # Kept here so that only an explicit close can end it, not the collection of garbage.
         self.batches = self.backend.stream(REQUEST)
         encoder = ChatEncoder("chatcmpl-1", 0, CARD.name, False)
-        self.stream = TurnStream(self.batches, [encoder], Meter(RouterMetrics(self.registry), "chat"), self.answered)
+        self.stream = TurnStream(self.batches, [encoder], begun(RouterMetrics(self.registry)), Drain(), self.answered)
         self.stream.held.callback(self.give_back)
 
     async def answered(self, replica_id, answer):
@@ -85,8 +86,7 @@ def test_what_stands_before_the_first_piece_is_written_while_that_is_waited_for(
             return
 
         encoder = Noting("chatcmpl-1", 0, CARD.name, False)
-        meter = Meter(RouterMetrics(CollectorRegistry()), "chat")
-        stream = TurnStream(batches(), [encoder], meter, answered)
+        stream = TurnStream(batches(), [encoder], begun(), Drain(), answered)
         await asyncio.wait_for(stream.start(), PATIENT)
         assert (await stream.next()).count(b'"role"') == 1
         await stream.close()
@@ -98,10 +98,10 @@ def test_the_first_token_counts_and_not_the_beginning_of_work():
     async def scenario():
         opened = Opened([(Started("q", 10, 4),), *HELLO])
         await opened.stream.start()
-        assert opened.stream._meter._first is None
+        assert opened.stream._call.first is None
         assert b'"role"' in await opened.stream.next()
         assert b"Hel" in await opened.stream.next()
-        assert opened.stream._meter._first is not None
+        assert opened.stream._call.first is not None
         await opened.stream.close()
 
     asyncio.run(scenario())
@@ -216,7 +216,7 @@ def test_what_the_stream_itself_does_at_the_end_may_fail_too():
         async def answered(replica_id, answer):
             raise RuntimeError("not today")
 
-        opened.stream._on_answer = answered
+        opened.stream._finish = answered
         await opened.stream.start()
         data = await opened.rest()
         assert data[-1].startswith(b'data: {"error"')

@@ -8,7 +8,9 @@ from fake_backend import DONE, FakeBackend, World
 
 from holdfast.replicas.requests import Completed, TextDelta, ToolCallDelta
 from holdfast.replicas.retention.latency import Called
-from holdfast.router.accounts import Accounts
+from holdfast.router.config import RouterConfig
+from holdfast.router.quotas import Quotas
+from holdfast.router.usage import UsageBooks
 
 TEXT = (TextDelta("Here you are."),)
 CALL = (ToolCallDelta(0, "call_1", "ls", "{}"),)
@@ -55,7 +57,7 @@ def test_a_cached_answer_that_cannot_be_written_is_computed_anew_and_not_repeate
 
 
 def test_an_answer_that_cannot_be_written_is_a_failure_and_not_kept(monkeypatch):
-    world = World(accounts=Accounts())
+    world = World(books=UsageBooks(RouterConfig(), Quotas()))
 
     def broken(*_):
         raise TypeError("no JSON")
@@ -64,5 +66,5 @@ def test_an_answer_that_cannot_be_written_is_a_failure_and_not_kept(monkeypatch)
         patch.setattr("holdfast.router.formats.chat_reply", broken)
         assert world.chat().status_code == 500
     assert world.outcomes() == {"failed": 1}
-    assert world.accounts.booked["booked"] == 1
+    assert world.books.booked["booked"] == 1
     assert world.chat().headers["x-holdfast-cache"] == "miss"

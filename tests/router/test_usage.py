@@ -23,17 +23,17 @@ from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.requests import Completed, TextDelta, Usage, Work
 from holdfast.replicas.scheduling import scheduler
-from holdfast.router import accounts
-from holdfast.router.accounts import Accounts
+from holdfast.router import usage
 from holdfast.router.audit import Audit
 from holdfast.router.backend import ANYWHERE
 from holdfast.router.config import RouterConfig
 from holdfast.router.entry import Drain
 from holdfast.router.protocol.admin import read_rows
+from holdfast.router.quotas import Cost, Quotas
 from holdfast.router.records import Records, RedisAddress
 from holdfast.router.tenant_store import TenantStore
-from holdfast.router.tenants import ApiKey, Principal, Scope, Tenant, TenantDirectory, TenantLimits, hash_key
-from holdfast.router.usage import SEEN_S, Books, as_csv, first_rows
+from holdfast.router.tenants import ApiKey, Scope, Tenant, TenantDirectory, TenantLimits, hash_key
+from holdfast.router.usage import CallEnd, UsageBooks, UsageRecord, as_csv, first_rows
 
 ADMIN = {"authorization": "Bearer admin"}
 FRESH = {"cache-control": "no-cache"}
@@ -59,17 +59,15 @@ class Router:
             Router._space += 1
         self.space = space or f"usage/{Router._space}"
         self.store = Records(RedisAddress(redis.url, namespace=self.space), 5.0)
-        self.accounts = Accounts(config, self.store)
+        self.books = UsageBooks(config, Quotas(self.store), self.store)
         self.directory = TenantDirectory(tenants, exposed=True)
         self.tenants = TenantStore(self.store, self.directory)
-        self.books = Books(self.store)
         self.audit = Audit(self.store, audit_records)
         self.world = World(
             backend or FakeBackend(),
             self.directory,
             config,
             shared=self.store,
-            accounts=self.accounts,
             tenant_store=self.tenants,
             books=self.books,
             audit=self.audit,
@@ -85,7 +83,7 @@ class Router:
     async def __aexit__(self, *_):
         await self.http.aclose()
         await self.tenants.close()
-        await self.accounts.close()
+        await self.books.close()
         await self.store.close()
 
     async def chat(self, key="acme", headers=None, path="/v1/chat/completions", **body):
@@ -138,7 +136,7 @@ def test_sums_are_the_engines_counters_to_the_token(redis):
             await until_async(lambda: asked[-1].sampling.max_tokens == 2000 and service.occupancy().running)
             leaving.cancel()
             await asyncio.wait({leaving})
-            await until_async(lambda: router.accounts.booked.total() == 9)
+            await until_async(lambda: router.books.booked.total() == 9)
             rows = await router.records()
             agree(rows, service.stats)
             assert service.stats.drafted > 0 < service.stats.ahead_computed
@@ -202,7 +200,7 @@ def test_sums_are_the_engines_counters_where_steps_fail(redis, period, short):
             chats += [router.chat(**prompt, max_tokens=9, logprobs=1), prefill(router, say)]
             answers = [*await asyncio.gather(*chats[:4]), *[await each for each in chats[4:]]]
             served = sum(answer.status_code not in (400, 429) for answer in answers)
-            await until_async(lambda: router.accounts.booked.total() >= served)
+            await until_async(lambda: router.books.booked.total() >= served)
             rows = await router.records()
             agree(rows, service.stats)
             assert service.stats.failed_steps
@@ -220,7 +218,7 @@ def test_a_prefill_whose_client_leaves_is_counted(redis, monkeypatch):
             await until_async(lambda: router.world.backend.loaded and service.stats.ahead_computed > 3)
             leaving.cancel()
             await asyncio.wait({leaving})
-            await until_async(lambda: router.accounts.booked.total() == 1)
+            await until_async(lambda: router.books.booked.total() == 1)
             [row] = await router.records()
             agree([row], service.stats)
             assert (row["outcome"], row["endpoint"]) == ("aborted", "prefill")
@@ -234,27 +232,26 @@ def _today(rows):
     return datetime.fromtimestamp(rows[-1]["at"], UTC).strftime("%Y-%m-%d")
 
 
-def test_a_record_that_is_told_twice_is_booked_once(redis):
+def test_a_record_that_is_sent_twice_is_booked_once(redis):
     """As where the answer of Redis was lost."""
 
     async def run():
         limited = Tenant("acme", keys=ACME.keys, limits=TenantLimits(max_concurrent=2, output_tokens_per_minute=1000))
         async with Router(redis, tenants=[limited]) as router:
-            told = []
-            scripts = router.store.try_scripts
+            script = router.store.try_script
 
-            async def twice(calls):
-                told.append(await scripts(calls))
-                return await scripts(calls) if "XADD" in calls[0][0] else told[-1]
+            async def twice(source, *more):
+                answer = await script(source, *more)
+                return await script(source, *more) if "XADD" in source else answer
 
-            router.store.try_scripts = twice
+            router.store.try_script = twice
             for _ in range(3):
                 assert (await router.chat(max_tokens=5, headers=FRESH)).status_code == 200
             rows = await router.records()
             assert len(rows) == len({row["id"] for row in rows}) == 3
             [day] = await router.books.sums("acme", [_today(rows)])
             assert (day["requests"], day["input"], day["output"]) == (3, 30, 9)
-            assert router.accounts.booked["again"] == 3
+            assert router.books.booked["again"] == 3
 
     asyncio.run(run())
 
@@ -314,63 +311,14 @@ def test_what_the_proxy_sends_to_another_router_is_billed_once(redis, key):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("trimmed", [False, True])
-def test_a_router_that_was_cut_off_for_very_long_books_nothing_twice(redis, monkeypatch, trimmed):
-    """The answer of Redis was lost, and when the router is back the id is known only by its record, or not at all."""
-
-    async def run():
-        config = replace(CONFIG, usage_records=1 if trimmed else 10000)
-        async with Router(redis, FakeBackend(((WORKED,),)), [ACME], config) as router:
-            scripts, lost = router.store.try_scripts, []
-
-            async def deaf(calls):
-                answers = await scripts(calls)
-                if any("XADD" in source for source, *_ in calls) and not lost:
-                    lost.append(answers)
-                    return None
-                return answers
-
-            router.store.try_scripts = deaf
-            await router.chat(headers=FRESH)
-            assert (router.accounts.unbooked, len(lost)) == (1, 1)
-            [first] = await router.records()
-            await router.chat(headers=FRESH)
-            client = router.store._redis
-            if trimmed:
-                [stream] = await client.keys(f"{router.space}/*/usage")
-                await client.xtrim(stream, maxlen=1, approximate=False)
-            for key in await client.keys(f"{router.space}/*/booked"):
-                await client.delete(key)
-            monkeypatch.setattr(accounts, "time", Later(SEEN_S))
-            await router.accounts._catch_up()
-            [day] = await router.books.sums("acme", [_today([first])])
-            assert (router.accounts.unbooked, day["requests"]) == (0, 2)
-            assert router.accounts.booked["lost" if trimmed else "again"] == 1
-
-    asyncio.run(run())
-
-
-class Later:
-    """A module `time` so many seconds later."""
-
-    def __init__(self, seconds):
-        self._seconds = seconds
-
-    def monotonic(self):
-        return time.monotonic() + self._seconds
-
-    def time(self):
-        return time.time()
-
-
 def test_the_latest_records_are_kept_and_all_are_in_the_sums(redis):
     async def run():
         async with Router(redis, tenants=[ACME], config=replace(CONFIG, usage_records=100)) as router:
-            for i in range(5):
-                ends = [router.accounts.admission(Principal(ACME, "laptop")) for _ in range(80)]
-                for each in ends:
-                    each.end("completed", Usage(3, 1, 2), 0.1, accounts.Served(model="pocket", program=f"p{i}"))
-                await asyncio.gather(*(each.booked() for each in ends))
+            for n in range(400):
+                record = UsageRecord(
+                    str(n), time.time(), "acme", "", "pocket", f"p{n // 80}", "chat", "completed", 3, 1, 2
+                )
+                await router.books.book(CallEnd("acme", str(n), record, Cost(), record.at))
             rows = await router.records()
             assert 100 <= len(rows) <= 200, "Redis takes away whole nodes of a hundred"
             assert {row["program"] for row in rows[-80:]} == {"p4"}
@@ -394,6 +342,7 @@ def test_failures_of_ours_cost_nothing_and_refusals_are_no_records(redis):
                 assert 0 < int(refused.headers["retry-after"]) <= 61
             assert refused.headers["anthropic-ratelimit-requests-remaining"] == "0"
             assert refused.json()["error"]["type"] == "rate_limit_error"
+            await until_async(lambda: router.books.booked["booked"])
             rows = await router.records()
             assert [(row["outcome"], row["units"]) for row in rows] == [("failed", 0.0)]
 
@@ -698,9 +647,9 @@ def test_the_usage_of_any_number_of_requests_that_are_cut_off_at_once_is_booked(
             for _ in range(0, n, 100):
                 answers = await asyncio.gather(*(router.chat(headers=FRESH) for _ in range(100)))
                 assert {answer.status_code for answer in answers} == {503}
-            assert router.accounts.booked["booked"] == 0
+            assert router.books.booked["booked"] == 0
             backend.go_on.set()
-            await until_async(lambda: router.accounts.booked["booked"] == n)
+            await until_async(lambda: router.books.booked["booked"] == n)
             [row] = await router.books.sums("acme", [datetime.now(UTC).strftime("%Y-%m")])
             assert (row["requests"], row["input"], row["output"]) == (n, n * 10, n * 3)
 
@@ -710,7 +659,7 @@ def test_the_usage_of_any_number_of_requests_that_are_cut_off_at_once_is_booked(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("silent", [False, True])
 def test_what_a_stopping_router_cuts_off_is_booked_before_it_ends(redis, stream, silent, monkeypatch):
-    monkeypatch.setattr(accounts, "COUNTING_S", 0.1 if silent else 60.0)
+    monkeypatch.setattr(usage, "COUNTING_S", 0.1 if silent else 60.0)
 
     async def run():
         backend = Counting(silent)
@@ -726,9 +675,9 @@ def test_what_a_stopping_router_cuts_off_is_booked_before_it_ends(redis, stream,
             if not silent:
                 asyncio.get_running_loop().call_later(0, backend.go_on.set)  # while it closes
         store = Records(RedisAddress(redis.url, namespace=router.space), 5.0)
-        [record] = await Books(store).records("acme", "-", "+", 10)
+        [record] = await UsageBooks(CONFIG, Quotas(), store).records("acme", "-", "+", 10)
         await store.close()
         assert (record["outcome"], record["input"], record["output"]) == ("failed", *((0, 0) if silent else (10, 3)))
-        assert router.accounts.booked["uncounted"] == silent
+        assert router.books.booked["uncounted"] == silent
 
     asyncio.run(run())

@@ -3,13 +3,14 @@ import asyncio
 from prometheus_client import CollectorRegistry
 from redis_server import RedisServer
 
-from holdfast.router.accounts import Accounts
+from holdfast.router.config import RouterConfig
+from holdfast.router.entry import Entry
 from holdfast.router.line_stats import LineStats
 from holdfast.router.metrics import RouterMetrics
+from holdfast.router.metrics_endpoints import watch_line, watch_redis
 from holdfast.router.placement import Reason
 from holdfast.router.records import Records, RedisAddress, RedisInfo
-from holdfast.router.tenants import Principal, Tenant, TenantDirectory, TenantLimits, hash_key
-from holdfast.router.watching import watch_accounts, watch_line, watch_redis, watch_tenants
+from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
 
 
 def test_redis_says_what_it_holds_and_nothing_once_it_is_gone(tmp_path):
@@ -43,40 +44,19 @@ def test_a_server_that_leaves_something_out():
     assert RedisInfo.of({"db0": {"keys": 2}, "db1": {"keys": 3}, "db_x": "y"}) == RedisInfo(0, 0, 0, 5, 0)
 
 
-def test_a_router_that_goes_by_its_own_part_of_the_quotas_says_so(tmp_path):
-    registry = CollectorRegistry()
-    server = RedisServer(tmp_path)
-    server.start()
-
-    async def run():
-        store = Records(RedisAddress(server.url), 60.0)
-        accounts = Accounts(store=store)
-        watch_accounts(RouterMetrics(registry), accounts)
-        who, told = Principal(Tenant("t", limits=TenantLimits(requests_per_minute=9))), []
-        for lost in (False, True):
-            if lost:
-                server.kill()
-            await accounts.admission(who).charge()
-            told.append(registry.get_sample_value("holdfast_quota_local"))
-        await accounts.close()
-        await store.close()
-        return told
-
-    assert asyncio.run(run()) == [0.0, 1.0]
-
-
 def test_tenants_that_come_later_have_series_and_limits():
     def tenant(name, **limits):
         return Tenant(name, (hash_key(name),), limits=TenantLimits(**limits))
 
     metrics, directory = RouterMetrics(CollectorRegistry()), TenantDirectory([tenant("a")])
-    watch_tenants(metrics, directory, {"a": 0, "b": 1}.__getitem__, most=2)
+    entry = Entry(directory, metrics, RouterConfig(metrics_tenants=2))
     assert metrics.tenant("b") == "other"
     directory.replace([tenant("a"), tenant("b", max_concurrent=3)])
     assert metrics.tenant("b") == "b"
     value = metrics.registry.get_sample_value
-    assert value("holdfast_tenant_limit", {"tenant": "b", "limit": "max_concurrent"}) == 3
-    assert value("holdfast_tenant_requests_in_flight", {"tenant": "b"}) == 1
+    with entry.place(directory.tenants[1]):
+        assert value("holdfast_tenant_limit", {"tenant": "b", "limit": "max_concurrent"}) == 3
+        assert value("holdfast_tenant_requests_in_flight", {"tenant": "b"}) == 1
 
 
 def test_the_line_is_read_when_it_is_asked_for():

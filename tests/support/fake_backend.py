@@ -10,6 +10,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from starlette.requests import Request
 from waiting import PATIENCE_S
 
 from holdfast.replicas.errors import EngineError, UnknownSessionError
@@ -32,23 +33,25 @@ from holdfast.replicas.requests import (
     Usage,
 )
 from holdfast.replicas.stats import ReplicaStatus
-from holdfast.router.accounts import Accounts
 from holdfast.router.app import create_app
 from holdfast.router.audit import Audit
 from holdfast.router.backend import ANYWHERE, Batch, Place, Routed
+from holdfast.router.call import Call
 from holdfast.router.config import RouterConfig
 from holdfast.router.entry import Drain
+from holdfast.router.http import STATE, AnswerHeaders
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.prefills import StoredPrefills
 from holdfast.router.programs import ProgramTable
+from holdfast.router.quotas import Quotas
 from holdfast.router.response_cache import ResponseCache
 from holdfast.router.store import MemoryStore, Store
 from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.tenant_store import TenantStore
-from holdfast.router.tenants import TenantDirectory
+from holdfast.router.tenants import Principal, Tenant, TenantDirectory
 from holdfast.router.tool_latency import ToolLatencies
-from holdfast.router.turn_report import TurnReports
-from holdfast.router.usage import Books
+from holdfast.router.turn_log import TurnLog
+from holdfast.router.usage import CallEnd, UsageBooks
 
 CARD = ModelCard("pocket", context_length=4096, vocabulary=1000, replica_id="r1")
 USAGE = Usage(prompt=10, cached=4, completion=3)
@@ -175,13 +178,12 @@ class World:
     config: RouterConfig = field(default_factory=RouterConfig)
     store: MemoryStore = field(default_factory=lambda: MemoryStore(1000, 2**20))
     now: float = 1_000_000.0  # of the program table
-    reports: TurnReports = field(default_factory=TurnReports)
+    turns: TurnLog = field(default_factory=TurnLog)
     shared: Store | None = None  # of responses, prefills, sessions and heartbeats; one of its own, where none is given
     responses: StoredResponses | None = None  # likewise
     prefills: StoredPrefills | None = None  # likewise
-    accounts: Accounts | None = None  # likewise
     tenant_store: TenantStore | None = None
-    books: Books | None = None
+    books: UsageBooks | None = None
     audit: Audit | None = None
     drain: Drain | None = None
 
@@ -199,10 +201,9 @@ class World:
             metrics,
             self.config,
             self.latencies,
-            self.reports,
+            self.turns,
             responses=self.responses,
             prefills=self.prefills,
-            accounts=self.accounts,
             store=self.shared,
             tenant_store=self.tenant_store,
             books=self.books,
@@ -272,6 +273,33 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[object] | None = None) -> None:
         await super().startup(sockets)  # type: ignore[arg-type]
         self.up.set()
+
+
+class Ends(UsageBooks):
+    """Books that only note the ends of calls, without an event loop."""
+
+    def __init__(self) -> None:
+        super().__init__(RouterConfig(), Quotas())
+        self.ends: list[CallEnd] = []
+
+    def book(self, end: CallEnd) -> None:  # type: ignore[override]
+        self.ends.append(end)
+
+
+def begun(
+    metrics: RouterMetrics | None = None,
+    endpoint: str = "chat",
+    tenant: Tenant | None = None,
+    turns: TurnLog | None = None,
+    books: UsageBooks | None = None,
+) -> Call:
+    """A call that has come, outside of any server."""
+    request = Request({"type": "http", "path": "/v1/chat/completions", "headers": [], STATE: AnswerHeaders("id")})
+    metrics = metrics or RouterMetrics(CollectorRegistry())
+    call = Call(request, endpoint, metrics, turns or TurnLog(), books or Ends(), RouterConfig().prices)
+    call.principal = Principal(tenant or Tenant("acme"))
+    call.facts.tenant = call.tenant.name
+    return call
 
 
 def chat_body(**changes: object) -> dict[str, object]:

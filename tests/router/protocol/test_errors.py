@@ -19,7 +19,7 @@ from holdfast.replicas.errors import (
 from holdfast.replicas.requests import Usage
 from holdfast.router.http import ClientGoneError
 from holdfast.router.protocol.errors import TABLE, Refusal, RefusedError, ReplyError, api_error
-from holdfast.router.quotas import QuotaError, Standing
+from holdfast.router.quotas import QuotaError, RateLimitStatus
 from holdfast.router.tenants import TenantLimits
 
 
@@ -55,10 +55,10 @@ def test_retry_after_is_in_whole_seconds_and_never_too_early():
     assert api_error(InvalidRequestError("no")).headers == {}
 
 
-STANDING = Standing(TenantLimits(max_concurrent=2), {"max_concurrent": 2.0}, 3.0)
+STATUS = RateLimitStatus(TenantLimits(max_concurrent=2), {"max_concurrent": 2.0}, 3.0)
 ARGUMENTS: dict[type[Exception], tuple[Any, ...]] = {
     RefusedError: (Refusal.RATE_LIMITED, "slow down", "model", 3.0),
-    QuotaError: ("acme", "max_concurrent", 2, STANDING, 1.5),
+    QuotaError: ("acme", "max_concurrent", 2, STATUS, 1.5),
     ReplyError: (ErrorInfo(ErrorKind.TIMEOUT, "slow", "x", 2.0), Usage(3, 2, 1)),
     DeadlineError: ("too late", "timeout", 2.0),
     ClientGoneError: (),

@@ -65,12 +65,14 @@ def test_commands_of_the_figures_exist_with_their_options():
     from holdfast.cluster import cli
 
     pages = ("results.md", "measuring.md", "scheduling.md", "gpu/README.md", "sizing.md", "architecture.md")
-    files = [*(ROOT / "docs" / page for page in pages), *(ROOT / "docs/data").glob("*.csv")]
+    files = [ROOT / "CHANGELOG.md", *(ROOT / "docs" / page for page in pages), *(ROOT / "docs/data").glob("*.csv")]
     text = "\n".join(file.read_text() for file in files).replace("\\\n", " ")
-    for module in set(re.findall(r"python3? -m ((?:holdfast|pocket)\.[\w.]+[a-z_])\b", text)):
+    modules = r"\b(holdfast\.(?:kernels|replicas|router|cluster|loadgen)(?:\.[a-z_]+)*|(?<=-m )pocket\.[a-z_]+)\b"
+    for module in set(re.findall(modules, text)):
         assert find_spec(module), module
-    for tool in set(re.findall(r"python (tools/\w+\.py)", text)):
-        assert (ROOT / tool).exists(), tool
+    folders = "kernels|replicas|router|cluster|loadgen|helm|pocket|tools|tests|docs"
+    for path in set(re.findall(rf"[` ]((?:{folders})/[\w./]*)[` ]", text)):
+        assert (ROOT / path).exists(), path
     commands = set(re.findall(r"\bholdfast ((?:bench|simulate|simulate-\w+|doctor|sizing) [^`\n#;]*)", text))
     for command in commands:
         known = options(cli._parser(), command.split())

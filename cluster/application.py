@@ -43,7 +43,6 @@ from holdfast.router.line_stats import line_stats
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.metrics_endpoints import watch_line, watch_redis
 from holdfast.router.oidc import IdentityTokens
-from holdfast.router.parser_process import ParserProcess
 from holdfast.router.prefills import StoredPrefills
 from holdfast.router.programs import ProgramTable
 from holdfast.router.quotas import Quotas
@@ -135,7 +134,7 @@ class Ingress:
         if self._tokens is not None:
             await self._tokens.start()
         self._tenants = TenantsWatch(tenants_file, tenants) if tenants_file else None
-        self._drain, self._parser = drain, ParserProcess()
+        self._drain = drain
         (card,) = await backend.models()
         # While a new configuration is rolled out, an engine of the old one may be who answers first.
         model = f"{checks.settings_digest(settings.engine, version('holdfast'))}{card.fingerprint}"
@@ -152,7 +151,6 @@ class Ingress:
             self._peers,
             Conversations(self._programs, self._records, entries, ttl_s, places=most),
             self._drain,
-            self._parser,
             StoredResponses(store, config),
             StoredPrefills(store, config),
             store,
@@ -188,7 +186,6 @@ class Ingress:
         await self._usage.close()
         await self._audit.close()
         await self._books.close()
-        await self._parser.close()
         await self._fleet.close()
         await self._served.close()
         await self._programs.close()

@@ -34,7 +34,6 @@ from holdfast.router.live import Live
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.metrics_endpoints import MetricsEndpoints, Peers, watch_cache
 from holdfast.router.page_files import PageFiles
-from holdfast.router.parser_process import ParserProcess
 from holdfast.router.prefills import PrefillEndpoints, StoredPrefills
 from holdfast.router.program_endpoints import ProgramEndpoints
 from holdfast.router.programs import ProgramTable
@@ -77,7 +76,6 @@ def create_app(
     peers: Peers | None = None,
     conversations: Conversations | None = None,
     drain: Drain | None = None,
-    parser: ParserProcess | None = None,
     responses: StoredResponses | None = None,
     prefills: StoredPrefills | None = None,
     store: Store | None = None,
@@ -94,7 +92,7 @@ def create_app(
         tenant_store.watch_purges(cache.purged)
     conversations = conversations or Conversations(programs, None, config.program_entries, config.program_ttl_s)
     audit = audit or Audit()
-    entry = Entry(tenants, metrics, config, drain, parser, books, audit, turns)
+    entry = Entry(tenants, metrics, config, drain, books, audit, turns)
     store = store or MemoryStore(config.store_entries, config.store_memory)
     homes = SessionHomes(backend, programs, SessionHistories(store, config), metrics)
     answers = KeptAnswers(store, config)

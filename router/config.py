@@ -80,8 +80,7 @@ class RouterConfig:
     max_in_flight: int = 4096  # requests of all tenants at once; one more is refused (429). Half are shared by weight
     body_memory: int = 128 * 2**20  # of all bodies being read or parsed at once; more is refused (429). Shared likewise
     body_timeout_s: float = 60.0  # a request body that has not come in this time is refused (408)
-    long_body_bytes: int = 2**20  # a longer body is parsed in a process beside the router's
-    max_body_values: int = 2**20  # a body longer than that with more values in it is refused (413)
+    max_body_values: int = 2**17  # a request body with more JSON values is refused (413): each takes time to parse
     stall_s: float = 30.0  # a stream whose client takes nothing for so long is ended
     hosts: tuple[str, ...] = ()  # without keys: names besides this machine's own by which requests may call it
     proxies: tuple[str, ...] = ()  # addresses or networks whose `X-Forwarded-For` is believed, besides this machine's

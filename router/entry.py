@@ -8,12 +8,11 @@ charged once that is known (`call`, `quotas`). A call keeps its place until its 
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
-from typing import BinaryIO, Self, TypeVar
+from contextlib import asynccontextmanager, contextmanager
+from typing import Self, TypeVar
 
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 
@@ -24,8 +23,7 @@ from holdfast.router.call import NOBODY, Call
 from holdfast.router.config import WARM_UP_HEADER, RouterConfig
 from holdfast.router.http import ClientGoneError, answer_headers, caller, content_digest, route_of
 from holdfast.router.metrics import RouterMetrics
-from holdfast.router.parser_process import ParserProcess
-from holdfast.router.protocol.body import parse_long
+from holdfast.router.protocol.body import check_values
 from holdfast.router.protocol.errors import Refusal, RefusedError, reason
 from holdfast.router.quotas import LIMITS, Cost, Quotas
 from holdfast.router.tenants import Principal, Scope, Tenant, TenantDirectory
@@ -51,7 +49,6 @@ class Entry:
         metrics: RouterMetrics,
         config: RouterConfig,
         drain: Drain | None = None,
-        parser: ParserProcess | None = None,
         books: UsageBooks | None = None,
         audit: Audit | None = None,
         turns: TurnLog | None = None,
@@ -64,7 +61,6 @@ class Entry:
         self._config = config
         self._places = Shares(config.max_in_flight)
         self._bodies = Shares(config.body_memory)
-        self._parser = parser or ParserProcess()
         self._audit = audit or Audit()
         self._proxies = config.networks()
         for tell in (self._places.share, self._bodies.share, self.books.quotas.keep):
@@ -145,20 +141,16 @@ class Entry:
             places.give_back(tenant.name, 1)
 
     async def read(self, request: Request, parse: Callable[..., T], *arguments: object) -> T:
-        """The result of `parse(body, *arguments)`. A long body is parsed in another process: `parse` is a function of a
-        module, and its arguments and result can be pickled.
+        """The result of `parse(body, *arguments)`.
 
-        Raises RefusedError (413, 408), OverloadedError where this tenant's bodies, or all bodies, are too many bytes at
-        once, what `parse` raises, or ClientGoneError.
+        Raises RefusedError (413, 408), OverloadedError when there is no room for more bodies, ClientGoneError, or an
+        error of `parse`.
         """
         config, tenant = self._config, request.scope.get(TENANT, NOBODY)
         with BodyBytes(self._bodies, tenant.name) as held:
-            most = config.max_body_bytes
-            body = await read_body(request, most, config.body_timeout_s, config.long_body_bytes, held)
-            if isinstance(body, bytes):
-                return parse(body, *arguments)
-            work, more = held.size / tenant.weight, (config.max_body_values, parse, arguments)
-            return await self._parser.call(parse_long, *more, body=body, payer=tenant.name, work=work)
+            body = await read_body(request, config.max_body_bytes, config.body_timeout_s, held)
+            check_values(body, config.max_body_values)
+            return parse(body, *arguments)
 
     def _watch(self) -> None:
         """Show what tenants may use, have used and have in flight, and how far usage is booked."""
@@ -278,12 +270,11 @@ class BodyBytes:
         self.size += size
 
 
-async def read_body(request: Request, limit: int, patience_s: float, long: int, held: BodyBytes) -> bytes | BinaryIO:
-    """The body of `request`. One longer than `long` bytes is a file in memory, for the caller to close.
+async def read_body(request: Request, limit: int, patience_s: float, held: BodyBytes) -> bytes:
+    """The body of `request`.
 
-    Raises RefusedError: 413 as soon as it is longer than `limit` bytes, 408 where it is not whole after `patience_s`;
-    OverloadedError where there is no room for it. Trap: to join the parts of 32 MiB takes 25 ms, in which the event
-    loop serves nobody else.
+    Raises RefusedError: 413 as soon as it is longer than `limit` bytes, 408 if it has not arrived after `patience_s`
+    seconds; OverloadedError when there is no room for it.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdigit():
@@ -292,33 +283,20 @@ async def read_body(request: Request, limit: int, patience_s: float, long: int, 
         held.expect(int(declared))
     parts: list[bytes] = []
     digest = content_digest(request)
-    with ExitStack() as unread:
-        file: BinaryIO | None = None
-        try:
-            async with asyncio.timeout(patience_s):
-                async for part in request.stream():
-                    if held.size + len(part) > limit:
-                        raise too_large(limit)
-                    if digest is not None:
-                        digest.update(part)
-                    held.add(len(part))
-                    if file is None and held.size > long:
-                        file = unread.enter_context(open(os.memfd_create("body"), "wb"))  # noqa: ASYNC230 (memory)
-                        file.writelines(parts)
-                        parts.clear()
-                    if file is None:
-                        parts.append(part)
-                    else:
-                        file.write(part)
-        except ClientDisconnect:
-            raise ClientGoneError from None
-        except TimeoutError:
-            message = f"The request body has not come within {patience_s:g} s"
-            raise RefusedError(Refusal.SLOW_BODY, message) from None
-        if file is not None:
-            file.flush()
-        unread.pop_all()
-    return b"".join(parts) if file is None else file
+    try:
+        async with asyncio.timeout(patience_s):
+            async for part in request.stream():
+                if held.size + len(part) > limit:
+                    raise too_large(limit)
+                if digest is not None:
+                    digest.update(part)
+                held.add(len(part))
+                parts.append(part)
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    except TimeoutError:
+        raise RefusedError(Refusal.SLOW_BODY, f"The request body did not arrive within {patience_s:g} s") from None
+    return b"".join(parts)
 
 
 def too_large(limit: int) -> RefusedError:

@@ -174,6 +174,15 @@ def refer(case: object, known: Mapping[str, str]) -> None:
         body.pop("min_tokens", None)
     if not body.get("tools") or not isinstance(body.get("tool_choice"), str):
         body.pop("tool_choice", None)
+    given = [kind for kind in ("text", "tokens", "messages", "prompt") if body.get(kind) is not None]
+    if case.path.startswith(("/v1/sessions", "/tokenize")):  # type: ignore[attr-defined]
+        for kind in given[1:]:
+            del body[kind]
+        if "messages" not in given[:1]:
+            body.pop("tools", None)
+            body.pop("chat_template_kwargs", None)
+    if case.path.startswith("/v1/responses") and not body.get("input"):  # type: ignore[attr-defined]
+        body["input"] = "hello"
     _refer_calls(body)
 
 

@@ -1,7 +1,6 @@
-"""What tests of the router share: a Redis of their own, and a look at the files that hold long bodies."""
+"""A Redis server for each test that asks for one."""
 
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,22 +9,8 @@ from redis_server import RedisServer
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    """It runs as the test begins."""
+    """It is up when the test begins."""
     server = RedisServer(tmp_path)
     server.start()
     yield server
     server.kill()
-
-
-@pytest.fixture
-def bodies_open() -> Callable[[], int]:
-    """How many files in memory with a body this process has open."""
-
-    def count() -> int:
-        links = []
-        for entry in Path("/proc/self/fd").iterdir():
-            with suppress(FileNotFoundError):
-                links.append(str(entry.readlink()))
-        return sum(link.startswith("/memfd:body") for link in links)
-
-    return count

@@ -11,7 +11,6 @@ from fake_backend import CALL, FORMATS, FakeBackend, World, chat_body
 
 from holdfast.replicas.errors import DeadlineError, UnavailableError
 from holdfast.replicas.requests import TextDelta
-from holdfast.router.config import RouterConfig
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 CHAT = "/v1/chat/completions"
@@ -40,7 +39,6 @@ CASES = {
     "several answers": (World, CHAT, chat_body(n=3)),
     "from the cache": (World, CHAT, chat_body(temperature=0)),
     "a program": (World, CHAT, chat_body(program_id="p")),
-    "a long body": (lambda: World(config=RouterConfig(long_body_bytes=10)), CHAT, chat_body()),
     "wrong": (World, CHAT, chat_body(messages="x")),
     "no JSON": (World, CHAT, None),
     "no key": (lambda: World(tenants=TenantDirectory([Tenant("acme", (hash_key("a"),))])), CHAT, chat_body()),

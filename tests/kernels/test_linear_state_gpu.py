@@ -52,7 +52,7 @@ def span(draw):
     )
 
 
-@settings(max_examples=12, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=8, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
     spans=st.lists(span(), min_size=1, max_size=4),
     shape=st.sampled_from(

@@ -12,7 +12,7 @@ from holdfast.kernels import sampling_gpu
 from holdfast.kernels.sampling import Filters, filter_logits, gumbel_noise_reference, row_keys
 from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify, draw_and_verify_reference
 
-VOCABULARIES = st.sampled_from([5, 300, 5000])
+VOCABULARIES = st.sampled_from([5, 300, 3000])
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # shrinking takes minutes in the interpreter
 
 
@@ -78,7 +78,7 @@ FILTERS = [
 @settings(max_examples=2, deadline=None, phases=PHASES)
 @given(kind=st.sampled_from(sorted(ROWS)), vocabulary=VOCABULARIES, seed=st.integers(0, 99))
 @example("wide", 5000, 0)
-@example("flat, many equals", 5000, 0)
+@example("flat, many equals", 3000, 0)
 def test_cutoffs_keep_what_sorting_keeps(kind, vocabulary, seed):
     """And are the same in any order of the values, however these are shared out, and if few can be set apart."""
     torch.manual_seed(seed)

@@ -26,7 +26,7 @@ from holdfast.replicas.requests import Abort, Submit, TurnEnded
 from holdfast.replicas.stats import Occupancy, QuestionStats, TextStats
 from holdfast.replicas.types import NO_TOKENS, CellLimits
 
-ROUNDS = 25
+ROUNDS = 12
 PART = 0.02  # of the places where the engine works
 OURS = tuple(str(Path(folder).resolve()) for folder in replicas.__path__)
 TENANTS = [f"t{i}" for i in range(6)]

@@ -39,12 +39,7 @@ from holdfast.router.program_endpoints import ProgramEndpoints
 from holdfast.router.programs import ProgramTable
 from holdfast.router.protocol.completions import detokenize_reply, read_detokenize, read_tokenize, tokenize_reply
 from holdfast.router.protocol.errors import Refusal, RefusedError
-from holdfast.router.protocol.models import (
-    anthropic_model_reply,
-    anthropic_models_reply,
-    model_reply,
-    models_reply,
-)
+from holdfast.router.protocol.models import model_reply, models_reply
 from holdfast.router.protocol.openapi import document, page, served
 from holdfast.router.protocol.turn import find_model
 from holdfast.router.response_cache import ResponseCache
@@ -212,15 +207,15 @@ class SmallEndpoints:
             return json_response(detokenize_reply(await self._backend.detokenize(tokens)))
 
     async def models(self, request: Request) -> Response:
-        reply = anthropic_models_reply if ANTHROPIC in request.headers else models_reply
+        anthropic = ANTHROPIC in request.headers
         async with self._entry.entered(request):
-            return json_response(reply(await self._backend.models(), self._started))
+            return json_response(models_reply(await self._backend.models(), self._started, anthropic=anthropic))
 
     async def model(self, request: Request) -> Response:
-        reply = anthropic_model_reply if ANTHROPIC in request.headers else model_reply
+        anthropic = ANTHROPIC in request.headers
         async with self._entry.entered(request):
             card = find_model(request.path_params["name"], await self._backend.models())
-            return json_response(reply(card, self._started))
+            return json_response(model_reply(card, self._started, anthropic=anthropic))
 
     async def version(self, request: Request) -> Response:
         """The version of this server, in vLLM's shape."""

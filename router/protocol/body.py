@@ -28,78 +28,40 @@ NO_MARKS = bytes(byte for byte in range(256) if byte not in b'",[{')
 # Every escape in a string, so that a match cannot begin inside another escape. A surrogate pair is one match.
 ESCAPE = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL)
 
-IGNORED = frozenset(
-    {
-        "cache_control",
-        "client_metadata",
-        "extra_headers",
-        "litellm_metadata",
-        "litellm_session_id",
-        "litellm_trace_id",
-        "max_retries",
-        "metadata",
-        "num_retries",
-        "prediction",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "provider",
-        "request_id",
-        "safety_identifier",
-        "session_id",
-        "store",
-        "stream_reasoning",
-        "tags",
-        "trace_id",
-        "usage",
-        "user",
-    }
+_IGNORED = (
+    "cache_control client_metadata extra_headers litellm_metadata litellm_session_id litellm_trace_id max_retries "
+    "metadata num_retries prediction prompt_cache_options prompt_cache_retention provider request_id safety_identifier "
+    "session_id store stream_reasoning tags trace_id usage user"
 )
+IGNORED = frozenset(_IGNORED.split())
 """Fields of OpenAI, other servers and gateways that cannot change an answer. They are accepted and not used."""
 
+_NEVER = (
+    "allowed_token_ids audio conversation enable_thinking function_call grammar guided_choice guided_grammar "
+    "guided_json guided_regex moderation prompt_logprobs regex structured_outputs thinking truncate_prompt_tokens "
+    "web_search_options"
+)
+_ONLY_FALSE = (
+    "continue_final_message echo include_stop_str_in_output return_token_ids return_token_strs "
+    "return_tokens_as_token_ids use_beam_search"
+)
+_ONLY_TRUE = (
+    "add_generation_prompt add_special_tokens include_reasoning separate_reasoning skip_special_tokens "
+    "spaces_between_special_tokens"
+)
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (True,),
-    "allowed_token_ids": (),
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1, 1.0),
-    "conversation": (),
-    "continue_final_message": (False,),
-    "echo": (False,),
-    "enable_thinking": (),
-    "function_call": (),
-    "functions": ([],),
-    "grammar": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1, 1.0),
-    "modalities": (["text"],),
+    **dict.fromkeys(_NEVER.split(), ()),
+    **dict.fromkeys(_ONLY_FALSE.split(), (False,)),
+    **dict.fromkeys(_ONLY_TRUE.split(), (True,)),
+    **dict.fromkeys(("best_of", "length_penalty", "n", "typical_p"), (1, 1.0)),
+    **dict.fromkeys(("bad_words", "functions"), ([],)),
     "mirostat": (0,),
-    "moderation": (),
-    "n": (1, 1.0),
-    "prompt_logprobs": (),
+    "modalities": (["text"],),
     "reasoning_effort": ("none",),
-    "regex": (),
     "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "return_token_strs": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "separate_reasoning": (True,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
-    "thinking": (),
     "top_a": (0, 0.0),
-    "truncate_prompt_tokens": (),
-    "typical_p": (1, 1.0),
-    "use_beam_search": (False,),
     "verbosity": ("medium",),
-    "web_search_options": (),
 }
 """Fields that would change an answer and are not supported, each with the values that change nothing."""
 

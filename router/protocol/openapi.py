@@ -3,7 +3,8 @@
 Bodies come from the pydantic models that validate requests, answers and events from `shapes`, errors from their table.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from html import escape
@@ -32,6 +33,7 @@ TEXT = "text/plain"
 LINES = "application/jsonl"
 CSV = "text/csv"  # the other form of `LINES`
 REF = "#/components/schemas/{model}"
+REFERENCE = re.compile(r"#/components/(\w+)/([\w-]+)")
 ServedModel: TypeAlias = tuple[str, int]  # a model's name, and the size of its vocabulary
 Query: TypeAlias = Mapping[str, Mapping[str, Any]]
 
@@ -310,8 +312,7 @@ def _event(schema: Any, *, done: bool) -> dict[str, Any]:
 
 STYLE = (
     "body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}code,pre{font:14px monospace}"
-    "summary{cursor:pointer}table{border-collapse:collapse}td,th{padding:.2em .8em .2em 0;text-align:left;"
-    "vertical-align:top}b{display:inline-block;min-width:4.5em}"
+    "summary{cursor:pointer}b{display:inline-block;min-width:4.5em}"
 )
 
 
@@ -325,52 +326,18 @@ def page(raw: bytes) -> str:
     ]
     for path, methods in spec["paths"].items():
         for method, operation in methods.items():
-            parts.append(f"<details><summary><b>{method.upper()}</b> <code>{escape(path)}</code> ")
-            shown = "".join(_shown(operation, spec["components"]["responses"]))
-            parts.append(f"{escape(operation['summary'])}</summary>{shown}</details>")
-    parts.append("<h2>Schemas</h2>")
-    for name, schema in sorted(spec["components"]["schemas"].items()):
-        parts.append(
-            f"<details id={escape(name)}><summary><code>{escape(name)}</code></summary>{_table(schema)}</details>"
-        )
+            title = f"<b>{method.upper()}</b> <code>{escape(path)}</code> {escape(operation['summary'])}"
+            parts.append(f"<details><summary>{title}</summary>{_json(operation)}</details>")
+    for kind in ("schemas", "responses", "parameters", "headers"):
+        parts.append(f"<h2>{kind.capitalize()}</h2>")
+        for name, each in sorted(spec["components"][kind].items()):
+            title = f"<code>{escape(name)}</code> {escape(each.get('description', ''))}"
+            parts.append(f"<details id={kind}-{escape(name)}><summary>{title}</summary>{_json(each)}</details>")
     return "".join(parts)
 
 
-def _shown(operation: Mapping[str, Any], errors: Mapping[str, Any]) -> Iterator[str]:
-    for each in operation["parameters"]:
-        if "$ref" not in each:
-            yield f"<p><code>{escape(each['name'])}</code> in the {each['in']}: {_type(each['schema'])}</p>"
-    names = [each["$ref"].rpartition("/")[2] for each in operation["parameters"] if "$ref" in each]
-    yield f"<p>Headers: {', '.join(f'<code>{escape(name)}</code>' for name in names)}</p>"
-    if "requestBody" in operation:
-        yield f"<p>Body: {_type(operation['requestBody']['content'][JSON]['schema'])}</p>"
-    yield "<table>"
-    for status, each in operation["responses"].items():
-        answer = errors[each["$ref"].rpartition("/")[2]] if "$ref" in each else each
-        kinds = ", ".join(f"{_type(one['schema'])} ({media})" for media, one in answer["content"].items())
-        yield f"<tr><td>{status}<td>{escape(answer['description'])}<td>{kinds}"
-    yield "</table>"
-
-
-def _table(schema: Mapping[str, Any]) -> str:
-    rows = [f"<p>{escape(schema.get('description', ''))}</p><table>"]
-    for name, each in schema.get("properties", {}).items():
-        needed = " (required)" if name in schema.get("required", ()) else ""
-        rows.append(f"<tr><td><code>{escape(name)}</code>{needed}<td>{_type(each)}")
-    return "".join(rows) + "</table>"
-
-
-def _type(schema: Mapping[str, Any]) -> str:
-    """A schema in a few words, with a link if it has a name."""
-    if "$ref" in schema:
-        name = escape(schema["$ref"].rpartition("/")[2])
-        return f"<a href='#{name}'>{name}</a>"
-    for key in ("anyOf", "oneOf"):
-        if key in schema:
-            return " or ".join(_type(each) for each in schema[key])
-    if "enum" in schema or "const" in schema:
-        values = schema.get("enum", [schema.get("const")])
-        return " | ".join(f"<code>{escape(orjson.dumps(each).decode())}</code>" for each in values) or "null"
-    if schema.get("type") == "array":
-        return f"list of {_type(schema.get('items', {}))}"
-    return escape(str(schema.get("type", "anything")))
+def _json(value: Any) -> str:
+    """`value` as indented JSON, with links for its references."""
+    text = escape(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode(), quote=False)
+    linked = REFERENCE.sub(r"<a href=#\1-\2>\2</a>", text)
+    return f"<pre>{linked}</pre>"

@@ -46,9 +46,11 @@ def test_every_reference_leads_somewhere_and_the_page_shows_all() -> None:
     assert '"x-complete"' not in answer.text
     page = world.call("GET", "/docs")
     assert page.headers["content-type"].startswith("text/html")
-    assert all(f"id={name}>" in page.text for name in schemas)
+    assert all(f"id=schemas-{name}>" in page.text for name in schemas)
     assert all(path in page.text for _, path in OPERATIONS)
     assert not re.search(r"<script|src=|https?://", page.text)
+    targets = set(re.findall(r"id=([\w-]+)>", page.text))
+    assert set(re.findall(r"href=#([\w-]+)>", page.text)) <= targets
 
 
 SCORED = TextDelta("Hi", (LogprobText("Hi", b"Hi", -0.5, (LogprobText("Yo", b"Yo", -1.0),)),))

@@ -36,8 +36,9 @@ from holdfast.router.protocol.body import (
     NULL_IS_ABSENT,
     OPEN,
     Body,
-    UnknownFields,
     decode,
+    known_fields,
+    unknown_fields,
     validate,
     word,
 )
@@ -295,8 +296,9 @@ def chat_prompt(body: CountBody) -> TranslatedMessages:
         output=JsonOutput(form["schema"], strict=True) if form else None,
         thinking_budget=body.thinking.get("budget_tokens"),
     )
-    unknown = [*(word(name) for name in body.model_extra or ()), *sorted(_unknown_fields(body))]
-    return TranslatedMessages(prompt, tuple(dict.fromkeys((*unknown, *skipped, *reader.skipped)))[:MOST_WORDS], fields)
+    unknown = sorted(set(unknown_fields({name: getattr(body, name) for name in _KNOWN}, _KNOWN)))
+    all_skipped = (*(word(name) for name in body.model_extra or ()), *unknown, *skipped, *reader.skipped)
+    return TranslatedMessages(prompt, tuple(dict.fromkeys(all_skipped))[:MOST_WORDS], fields)
 
 
 _PREFIXES: Mapping[str, str] = {
@@ -434,41 +436,30 @@ def _chat_choice(choice: ToolChoiceParam) -> str | Mapping[str, Any]:
     return "required" if choice["type"] == "any" else choice["type"]
 
 
-_OF_MESSAGE = frozenset({"role", "content"})
-_OF_BLOCK: Mapping[str, frozenset[str]] = {
-    "text": frozenset({"type", "text", "cache_control", "citations"}),
-    "thinking": frozenset({"type", "thinking", "signature"}),
-    "tool_use": frozenset({"type", "id", "name", "input", "cache_control", "caller"}),
-    "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "cache_control"}),
-    "document": frozenset({"type", "source", "cache_control"}),
+def _block_fields(block: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The known fields of a block; None for a kind that is left out whole, or refused."""
+    kind = block.get("type")
+    return _BLOCKS.get(kind) if isinstance(kind, str) else None
+
+
+_BLOCKS: Mapping[str, dict[str, Any]] = {
+    "text": dict.fromkeys(("type", "text", "cache_control", "citations")),
+    "thinking": dict.fromkeys(("type", "thinking", "signature")),
+    "tool_use": dict.fromkeys(("type", "id", "name", "input", "cache_control", "caller")),
+    "tool_result": {
+        **dict.fromkeys(("type", "tool_use_id", "is_error", "cache_control")),
+        "content": _block_fields,
+    },
+    "document": dict.fromkeys(("type", "source", "cache_control")),
 }
-_OF_TOOL = frozenset({*ToolParam.__annotations__, "cache_control"})
-_OF_CHOICE = frozenset(ToolChoiceParam.__annotations__)
-_OF_CONFIG, _OF_FORMAT = frozenset(OutputConfig.__annotations__), frozenset(OutputFormat.__annotations__)
-
-
-def _unknown_fields(body: CountBody) -> set[str]:
-    """The unknown fields of messages, blocks and tools, each by its path without indices."""
-    unknown = UnknownFields()
-    _check_blocks(body.system, "system", unknown)
-    for message in body.messages:
-        unknown.check(message, _OF_MESSAGE, "messages")
-        _check_blocks(message.get("content"), "messages.content", unknown)
-    for tool in body.tools:
-        if _tool_kind(tool) == "a function":
-            unknown.check(tool, _OF_TOOL, "tools")
-    unknown.check(body.tool_choice, _OF_CHOICE, "tool_choice")
-    unknown.check(body.output_config, _OF_CONFIG, "output_config")
-    unknown.check(body.output_config.get("format") or {}, _OF_FORMAT, "output_config.format")
-    return unknown.paths
-
-
-def _check_blocks(blocks: object, path: str, unknown: UnknownFields) -> None:
-    for block in blocks if isinstance(blocks, list) else ():
-        kind = block.get("type") if isinstance(block, Mapping) else None
-        if isinstance(kind, str) and kind in _OF_BLOCK:  # other blocks are left out whole, or refused
-            unknown.check(block, _OF_BLOCK[kind], path)
-            _check_blocks(block.get("content"), f"{path}.content", unknown)
+_TOOL = {**known_fields(ToolParam), "cache_control": None}
+_KNOWN = {
+    "system": _block_fields,
+    "messages": {"role": None, "content": _block_fields},
+    "tools": lambda tool: _TOOL if _tool_kind(tool) == "a function" else None,
+    "tool_choice": known_fields(ToolChoiceParam),
+    "output_config": {**known_fields(OutputConfig), "format": known_fields(OutputFormat)},
+}
 
 
 # ---- tools ----

@@ -5,7 +5,7 @@ The fields of each endpoint stand with it. The fields that every endpoint ignore
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -74,15 +74,28 @@ def word(name: object) -> str:
     return name if isinstance(name, str) and WORD.fullmatch(name) else "unknown"
 
 
-class UnknownFields:
-    """Collects the unknown fields of a request's parts, each by its path without indices."""
+def known_fields(kind: Any) -> dict[str, Any]:
+    """The fields of a TypedDict, for `unknown_fields`."""
+    return dict.fromkeys(kind.__annotations__)
 
-    def __init__(self) -> None:
-        self.paths: set[str] = set()
 
-    def check(self, part: Mapping[str, Any], known: frozenset[str], path: str) -> None:
-        if not part.keys() <= known:
-            self.paths.update(f"{path}.{word(n)}" for n in part.keys() - known if part[n] is not None)
+def unknown_fields(value: object, known: Any, path: str = "") -> Iterator[str]:
+    """The paths, without indices, of the fields in `value` that are not known and not null.
+
+    `known` maps each known field to what is known inside of it: a mapping like itself, a function from an object to its
+    mapping, or None where nothing is checked.
+    """
+    if isinstance(value, list):
+        for each in value:
+            yield from unknown_fields(each, known, path)
+    elif isinstance(value, Mapping):
+        inside = known(value) if callable(known) else known
+        for name, member in value.items() if inside is not None else ():
+            if name not in inside:
+                if member is not None:
+                    yield f"{path}.{word(name)}"
+            elif inside[name] is not None:
+                yield from unknown_fields(member, inside[name], f"{path}.{name}" if path else name)
 
 
 def one_or_many(value: object) -> str:

@@ -34,10 +34,11 @@ from holdfast.router.protocol.body import (
     MOST_WORDS,
     NULL_IS_ABSENT,
     OPEN,
-    UnknownFields,
+    known_fields,
     missing,
     one_or_many,
     read,
+    unknown_fields,
     word,
 )
 from holdfast.router.protocol.replies import ChunkEncoder, chat_logprobs, closed_choice, whole_reply
@@ -321,9 +322,9 @@ def plain_tools(tools: Sequence[Tool]) -> tuple[Mapping[str, Any], ...]:
 
 def _plain_tool(tool: Tool) -> Mapping[str, Any]:
     function = tool["function"]
-    if tool.keys() <= _OF_TOOL and function.keys() <= _OF_TOOL_FUNCTION:
+    if tool.keys() <= Tool.__annotations__.keys() and function.keys() <= FunctionTool.__annotations__.keys():
         return tool
-    known = {name: value for name, value in function.items() if name in _OF_TOOL_FUNCTION}
+    known = {name: value for name, value in function.items() if name in FunctionTool.__annotations__}
     return {"type": "function", "function": known}
 
 
@@ -513,7 +514,8 @@ def chat_turn(body: ChatBody, card: ModelCard) -> Turn:
     )
     sampling = build_sampling(body, card, max_tokens, max_field, logprobs)
     turn = build_turn(body, prompt, card, sampling, prefilled=prefilled)
-    skipped = (*sorted(_unknown_fields(body)), *turn.skipped)[:MOST_WORDS]
+    unknown = set(unknown_fields({"messages": body.messages, "tools": body.tools}, _KNOWN))
+    skipped = (*sorted(unknown), *turn.skipped)[:MOST_WORDS]
     turn = replace(turn, prefill_id=body.prefill_id or "", skipped=skipped, thoughts=body.include_reasoning)
     return several(turn, [prompt], body.n) if body.n > 1 else turn
 
@@ -526,36 +528,23 @@ def _max_tokens(body: ChatBody) -> tuple[int | None, str]:
     return body.max_completion_tokens, "max_completion_tokens"
 
 
-_OF_ROLE: Mapping[str, frozenset[str]] = {
-    "system": frozenset(SystemMessage.__annotations__),
-    "developer": frozenset(SystemMessage.__annotations__),
-    "user": frozenset(UserMessage.__annotations__),
-    "assistant": frozenset(AssistantMessage.__annotations__),
-    "tool": frozenset(ToolMessage.__annotations__),
+_PART = dict.fromkeys(("type", "text", "refusal"))
+_CALL = {**known_fields(CallMessage), "function": known_fields(FunctionCall)}
+_ROLES = {
+    role: {**known_fields(kind), "content": _PART}
+    for role, kind in {
+        "system": SystemMessage,
+        "developer": SystemMessage,
+        "user": UserMessage,
+        "assistant": AssistantMessage,
+        "tool": ToolMessage,
+    }.items()
 }
-_OF_PART = frozenset({"type", "text", "refusal"})
-_OF_CALL, _OF_FUNCTION = frozenset(CallMessage.__annotations__), frozenset(FunctionCall.__annotations__)
-_OF_TOOL, _OF_TOOL_FUNCTION = frozenset(Tool.__annotations__), frozenset(FunctionTool.__annotations__)
-
-
-def _unknown_fields(body: ChatBody) -> set[str]:
-    """The unknown fields of messages, parts, calls and tools, each by its path without indices."""
-    unknown = UnknownFields()
-    check = unknown.check
-    for message in body.messages:
-        check(message, _OF_ROLE[message["role"]], "messages")
-        content: Any = message.get("content")
-        if content is not None and not isinstance(content, str):
-            for part in content:
-                check(part, _OF_PART, "messages.content")
-        calls: Any = message.get("tool_calls")
-        for call in calls or ():
-            check(call, _OF_CALL, "messages.tool_calls")
-            check(call["function"], _OF_FUNCTION, "messages.tool_calls.function")
-    for tool in body.tools:
-        check(tool, _OF_TOOL, "tools")
-        check(tool["function"], _OF_TOOL_FUNCTION, "tools.function")
-    return unknown.paths
+_ROLES["assistant"]["tool_calls"] = _CALL
+_KNOWN = {
+    "messages": lambda message: _ROLES[message["role"]],
+    "tools": {**known_fields(Tool), "function": known_fields(FunctionTool)},
+}
 
 
 # ---- the reply ----

@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 
 import orjson
 from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core.core_schema import TaggedUnionSchema
 
 from holdfast.replicas.requests import ModelCard
 from holdfast.router.protocol import headers, shapes
@@ -179,13 +181,21 @@ def served(cards: Sequence[ModelCard]) -> tuple[ServedModel, ...]:
     return tuple((card.name, card.vocabulary) for card in cards)
 
 
+class _Schemas(GenerateJsonSchema):
+    """A tagged union is `anyOf`: a value may have the form of several members, and its tag decides."""
+
+    def tagged_union_schema(self, schema: TaggedUnionSchema) -> dict[str, Any]:
+        made = super().tagged_union_schema(schema)
+        return {"anyOf" if name == "oneOf" else name: value for name, value in made.items()}
+
+
 @lru_cache(maxsize=4)
 def document(models: tuple[ServedModel, ...] = ()) -> bytes:
     """The OpenAPI 3.1 document in JSON, with the names and limits of `models` in it."""
     kinds = {each: None for op in OPERATIONS.values() for each in (op.answer, op.body, op.events) if each is not None}
     kinds |= dict.fromkeys((shapes.Error, shapes.AnthropicError))
     adapters = [(kind, "validation", TypeAdapter(kind)) for kind in kinds]
-    by_kind, components = TypeAdapter.json_schemas(adapters, ref_template=REF)  # type: ignore[arg-type]
+    by_kind, components = TypeAdapter.json_schemas(adapters, ref_template=REF, schema_generator=_Schemas)  # type: ignore[arg-type]
     references = {kind: schema for (kind, _), schema in by_kind.items()}
     schemas = components["$defs"]
     for body in {op.body for op in OPERATIONS.values() if op.body is not None}:

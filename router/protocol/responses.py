@@ -7,7 +7,7 @@ Items become chat messages, so a conversation has the same prompt in every API. 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, NotRequired, TypeAlias
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias, Union
 
 import orjson
 from pydantic import Discriminator, Field, Tag, WithJsonSchema, with_config
@@ -34,10 +34,11 @@ from holdfast.router.protocol.body import (
     NULL_IS_ABSENT,
     OPEN,
     Body,
-    UnknownFields,
     decode,
+    known_fields,
     missing,
     one_or_many,
+    unknown_fields,
     validate,
     word,
 )
@@ -163,41 +164,30 @@ class ReferenceItem(TypedDict):
     id: str
 
 
-KINDS: Mapping[str, str] = {
-    "message": "a message",
-    "function_call": "a call",
-    "custom_tool_call": "a custom call",
-    "function_call_output": "an output",
-    "custom_tool_call_output": "an output",
-    "reasoning": "thoughts",
-    "compaction": "a compaction",
-    "compaction_summary": "a compaction",
-    "compaction_trigger": "a trigger",
-    "item_reference": "a reference",
+ITEM_TYPES: Mapping[str, Any] = {
+    "message": MessageItem,
+    "function_call": FunctionCallItem,
+    "custom_tool_call": CustomCallItem,
+    "function_call_output": CallOutputItem,
+    "custom_tool_call_output": CallOutputItem,
+    "reasoning": ReasoningItem,
+    "compaction": CompactionItem,
+    "compaction_summary": CompactionItem,
+    "compaction_trigger": TriggerItem,
+    "item_reference": ReferenceItem,
 }
 
 
-def _kind(item: object) -> str:
+def _item_type(item: object) -> str:
     """Discriminates items. Items of unknown types are stored and not shown to the model."""
     if not isinstance(item, Mapping):
         return "another"
     kind = item.get("type") or ("message" if "role" in item else "item_reference" if set(item) == {"id"} else "")
-    return KINDS.get(kind, "another") if isinstance(kind, str) else "another"
+    return kind if isinstance(kind, str) and kind in ITEM_TYPES else "another"
 
 
-Item: TypeAlias = Annotated[
-    Annotated[MessageItem, Tag("a message")]
-    | Annotated[FunctionCallItem, Tag("a call")]
-    | Annotated[CustomCallItem, Tag("a custom call")]
-    | Annotated[CallOutputItem, Tag("an output")]
-    | Annotated[ReasoningItem, Tag("thoughts")]
-    | Annotated[CompactionItem, Tag("a compaction")]
-    | Annotated[TriggerItem, Tag("a trigger")]
-    | Annotated[ReferenceItem, Tag("a reference")]
-    | Annotated[dict[str, Any], Tag("another")],
-    Discriminator(_kind),
-    NULL_IS_ABSENT,
-]
+_TAGGED = [Annotated[kind, Tag(name)] for name, kind in {**ITEM_TYPES, "another": dict[str, Any]}.items()]
+Item: Any = Annotated[Union[tuple(_TAGGED)], Discriminator(_item_type), NULL_IS_ABSENT]  # noqa: UP007
 
 
 @with_config(OPEN)
@@ -360,54 +350,31 @@ def compacted(items: Sequence[dict[str, Any]], compaction: dict[str, Any]) -> li
     return [*users, compaction]
 
 
-def _of(kind: Any, *more: str) -> frozenset[str]:
+_OUTPUT_PART = dict.fromkeys(("type", "text", "refusal", "annotations", "logprobs"))
+
+
+def _of(kind: Any) -> dict[str, Any]:
     """The known fields of an item: the ones that are read, and the ones that clients send back as we sent them."""
-    return frozenset({*kind.__annotations__, "id", "status", *more})
+    known = {**known_fields(kind), **dict.fromkeys(("id", "status"))}
+    return known | {name: _OUTPUT_PART for name in ("content", "output") if name in known}
 
 
-_OF_ITEM: Mapping[str, frozenset[str]] = {
-    "a message": _of(MessageItem, "phase"),
-    "a call": _of(FunctionCallItem),
-    "a custom call": _of(CustomCallItem),
-    "an output": _of(CallOutputItem),
-    "thoughts": _of(ReasoningItem, "summary"),
-    "a compaction": _of(CompactionItem),
-    "a trigger": _of(TriggerItem),
-    "a reference": _of(ReferenceItem),
-}
-_OF_PART = frozenset({"type", "text", "refusal", "annotations", "logprobs"})
-_OF_TOOL, _OF_CUSTOM = frozenset(FunctionTool.__annotations__), frozenset(CustomTool.__annotations__)
-_OF_NAMESPACE = frozenset(NamespaceTool.__annotations__)
-_OF_FORMAT = frozenset({*JsonSchemaFormat.__annotations__, "description"})
-_OF_REASONING = frozenset({"effort", "summary", "generate_summary"})
+_ITEMS = {name: _of(kind) for name, kind in ITEM_TYPES.items()}
+_ITEMS["message"]["phase"] = _ITEMS["reasoning"]["summary"] = None
 
 
-def unknown_fields(body: ResponsesBody) -> set[str]:
-    """The unknown fields of items, parts, tools and the like, each by its path without indices."""
-    unknown = UnknownFields()
-    for item in body.input if isinstance(body.input, list) else ():
-        kind = _kind(item)
-        if kind not in _OF_ITEM:
-            continue  # the whole item is skipped, by its type
-        unknown.check(item, _OF_ITEM[kind], "input")
-        for name in ("content", "output"):
-            parts = item.get(name)
-            for part in parts if isinstance(parts, list) else ():
-                unknown.check(part, _OF_PART, f"input.{name}")
-    for tool in body.tools:
-        _check_tool(tool, "tools", unknown)
-    unknown.check(body.text.format, _OF_FORMAT, "text.format")
-    unknown.check(body.reasoning or {}, _OF_REASONING, "reasoning")
-    return unknown.paths
-
-
-def _check_tool(tool: Mapping[str, Any], path: str, unknown: UnknownFields) -> None:
+def _tool_fields(tool: Mapping[str, Any]) -> dict[str, Any] | None:
     if is_namespace(tool):
-        unknown.check(tool, _OF_NAMESPACE, path)
-        for each in tool["tools"]:
-            _check_tool(each, f"{path}.tools", unknown)
-    elif is_function(tool) or is_custom(tool):
-        unknown.check(tool, _OF_TOOL if is_function(tool) else _OF_CUSTOM, path)
+        return {**known_fields(NamespaceTool), "tools": _tool_fields}
+    return known_fields(FunctionTool) if is_function(tool) else known_fields(CustomTool) if is_custom(tool) else None
+
+
+_KNOWN = {
+    "input": lambda item: _ITEMS.get(_item_type(item)),  # None: the whole item is skipped, by its type
+    "tools": _tool_fields,
+    "text": {"format": {**known_fields(JsonSchemaFormat), "description": None}},
+    "reasoning": dict.fromkeys(("effort", "summary", "generate_summary")),
+}
 
 
 # ---- the prompt ----
@@ -613,7 +580,9 @@ def responses_turn(body: ResponsesBody, translated: TranslatedItems, card: Model
     logprobs = body.top_logprobs if body.top_logprobs or LOGPROBS in body.include else None
     sampling = build_sampling(body, card, body.max_output_tokens, "max_output_tokens", logprobs)
     turn = build_turn(body, prompt, card, sampling)
-    skipped = (*declared.skipped, *translated.skipped, *sorted(unknown_fields(body)), *turn.skipped)
+    parts = {"input": body.input, "tools": body.tools, "text": {"format": form}, "reasoning": body.reasoning}
+    unknown = set(unknown_fields(parts, _KNOWN))
+    skipped = (*declared.skipped, *translated.skipped, *sorted(unknown), *turn.skipped)
     return replace(
         turn,
         # The response that it continues names the program itself (`Exchange.program`).

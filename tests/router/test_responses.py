@@ -29,7 +29,7 @@ from holdfast.replicas.requests import (
 )
 from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.body import validate
-from holdfast.router.protocol.responses import KINDS, ResponseEncoder, ResponsesBody, response_object
+from holdfast.router.protocol.responses import ITEM_TYPES, ResponseEncoder, ResponsesBody, response_object
 from holdfast.router.records import Records, RedisAddress
 from holdfast.router.store import MemoryStore, RedisStore
 from holdfast.router.stored_responses import StoredResponses
@@ -454,8 +454,8 @@ def official_kinds():
 def test_every_kind_that_the_official_package_knows_is_kept():
     """Those that a model is shown are among the items above, or have a test of their own."""
     own = {"compaction", "compaction_trigger", "item_reference"}
-    assert official_kinds() & KINDS.keys() == {item["type"] for item in ITEMS} & KINDS.keys() | own
-    others = sorted(official_kinds() - KINDS.keys())
+    assert official_kinds() & ITEM_TYPES.keys() == {item["type"] for item in ITEMS} & ITEM_TYPES.keys() | own
+    others = sorted(official_kinds() - ITEM_TYPES.keys())
     items = [{"type": kind, "id": f"x_{n}", "any": [{"thing": n}]} for n, kind in enumerate(others)]
     world = World()
     made = post(world, input=[*items, {"role": "user", "content": "go on"}])

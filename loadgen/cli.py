@@ -383,7 +383,7 @@ def _replay(options: argparse.Namespace) -> int:
     from holdfast.loadgen import compare, replaying
 
     limit = _MAX_TOKENS if options.max_tokens is None and not options.forced_lengths else options.max_tokens
-    asked = replaying.Asked(
+    asked = replaying.Replay(
         options.trace,
         options.format,
         options.recorded_answers,
@@ -394,8 +394,8 @@ def _replay(options: argparse.Namespace) -> int:
         limit,
         options.rate,
     )
-    wanted = _options(options, workloads=(), trace=asked.told)
-    return compare.main(wanted, replaying.replays(asked, options.seed, options.repetitions))
+    wanted = _options(options, workloads=(), trace=asked.about)
+    return compare.main(wanted, asked.parts(options.seed, options.repetitions))
 
 
 def _trace_convert(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`holdfast bench compare`: servers side by side in one run. Puts plan, runner, summary, table and files together."""
+"""`holdfast bench compare`: servers side by side in one run: what is sent, in order, what came of it, and the files."""
 
 from __future__ import annotations
 
@@ -11,30 +11,77 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from holdfast.loadgen import rows as row_files
 from holdfast.loadgen.chat import ChatClient
+from holdfast.loadgen.conversation import Answers, Manner
 from holdfast.loadgen.lag import LoopLag, uncollected
 from holdfast.loadgen.measure import FEW
 from holdfast.loadgen.options import Options
-from holdfast.loadgen.plan import Part, measured_of, plan, told_of
 from holdfast.loadgen.progress import bar
 from holdfast.loadgen.report.ablation import read_ablation
 from holdfast.loadgen.report.page import check_plotting, write_report
-from holdfast.loadgen.runner import Runner, Server
+from holdfast.loadgen.runner import Part, Runner, Server, reported
 from holdfast.loadgen.summary import Summary, summarize
 from holdfast.loadgen.table import check_writable, print_report
 from holdfast.loadgen.traces import formats
 from holdfast.loadgen.traces.formats import Format
 from holdfast.loadgen.traces.recording import recorded
+from holdfast.loadgen.workloads.catalog import LOADED_BY, describe, drawings
+from holdfast.loadgen.workloads.drawing import Draw, warm_up
+from holdfast.loadgen.workloads.script import Load, Sizes
 from holdfast.replicas.errors import ConfigError, UnavailableError
 
+WARM_UP = "warm-up"
 FORMAT = 1  # of the file; raised when a reader would have to change
 INTERRUPTED = 130
+
+
+def plan(options: Options) -> list[Part]:
+    """Every repetition of every workload at every load, drawn, the warm-up first: the same for the same options."""
+    manner = Manner(Answers.RECORDED if options.forced else Answers.LIVE, max_tokens=options.max_tokens)
+    parts = [Part(WARM_UP, number, warm_up(options.seed, number), manner) for number in range(options.warm_up)]
+    for workload in options.workloads:
+        for load, sizes in _loads(workload, options):
+            for name, drawing in drawings((workload,)):
+                for repetition in range(options.repetitions):
+                    drawn = drawing(Draw(options.seed, name, repetition, load.told if load else ""), sizes)
+                    parts.append(Part(name, repetition, drawn, manner, load, about=describe(drawn)))
+    return parts
+
+
+def measured_of(parts: Sequence[Part]) -> dict[str, list[int]]:
+    """Measured requests to each server in each repetition, by the workload's name in the rows."""
+    found: dict[str, list[int]] = {}
+    for part in sorted(parts, key=lambda part: part.repetition):
+        for name, count in part.measured.items():
+            found.setdefault(name, []).append(count)
+    return found
+
+
+def about_of(parts: Sequence[Part]) -> dict[str, str]:
+    """What was drawn, by the workload's name in the rows: of each repetition that differs from those before."""
+    found: dict[str, dict[str, None]] = {}
+    for part in parts:
+        for name in part.measured:
+            found.setdefault(name, {})[part.about] = None
+    return {name: "; then ".join(about) for name, about in found.items()}
+
+
+def _loads(workload: str, options: Options) -> Iterator[tuple[Load | None, Sizes]]:
+    """Every load at which a workload is sent, and its sizes then; the usual sizes without a sweep."""
+    size = LOADED_BY.get(workload, "")
+    values: tuple[float, ...] = options.rates if size == "rate" else options.concurrencies if size else ()
+    unit = "a second" if size == "rate" else "at once"
+    for value in values:
+        changed: dict[str, Any] = {size: value}
+        yield Load(value, unit), replace(options.sizes, **changed)
+    if not values:
+        yield None, options.sizes
 
 
 @dataclass(slots=True)
@@ -72,7 +119,7 @@ def main(options: Options, more: Sequence[Part] = ()) -> int:
     ablation = read_ablation(options.ablation) if options.ablation else []
     planned: list[Part] = [*plan(options), *more]
     _check_tenants(options, planned)
-    runner, about = Runner((), options.max_tokens, options.forced, dict(options.tenant_keys)), _About()
+    runner, about = Runner((), dict(options.tenant_keys)), _About()
     runner.record, runner.pause_s = options.record is not None, options.pause_s
     status = 0
     try:
@@ -96,7 +143,7 @@ def _tell(options: Options, planned: Sequence[Part], runner: Runner, content: di
     _write(options.json_file, content)
     if options.record is not None:
         formats.write(recorded(runner.observed), options.record, Format.MOONCAKE)
-    print_report(summaries, told_of(planned), notes(options, summaries, content["generator"], content["complete"]))
+    print_report(summaries, about_of(planned), notes(options, summaries, content["generator"], content["complete"]))
     if options.html_file and runner.rows:
         write_report(content, options.html_file)
 
@@ -149,10 +196,10 @@ async def _measure(options: Options, planned: Sequence[Part], runner: Runner, ab
 
             runner.sent = sent
             for part in planned:
-                shown.about(part.about)
+                shown.about(f"{reported(part.workload, load=part.load)} {part.repetition + 1}")
                 gc.collect()
                 async with about.lag.watching():
-                    await part.send(runner)
+                    await runner.send(part)
 
 
 @contextmanager
@@ -180,7 +227,7 @@ async def _version(client: ChatClient) -> dict[str, str]:
 
 
 def _check_tenants(options: Options, planned: Sequence[Part]) -> None:
-    known = sorted({tenant for part in planned for tenant in part.tenants})
+    known = sorted({program.tenant for part in planned for program in part.round.programs if program.tenant})
     for name, _ in options.tenant_keys:
         if name not in known:
             raise ConfigError(f"no tenant {name!r} is sent; known: {', '.join(known) or 'none'}", "tenant-key-file")
@@ -203,7 +250,7 @@ def _content(
         "options": options.told,
         "machine": {"platform": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()},
         "servers": about.servers,
-        "workloads": told_of(planned),
+        "workloads": about_of(planned),
         "planned": measured_of(planned),
         "generator": about.overhead,
         "summaries": [],

@@ -1,7 +1,13 @@
-"""One program's side of a conversation: what its next request holds, and what an answer adds to it. No I/O.
+"""A program's side of a conversation: its next request, given the answer to the last one. No I/O.
 
-After a call comes the tool's result, after a text the user's next message. A model that keeps calling is let call
-once more than it was asked to, then the user speaks.
+    request = first(program, manner)
+    while request is not None:
+        ... wait until request.due_ms(ended_ms), send request.body, read the answer ...
+        request = following(request, answer)
+
+Histories hold the server's own answers, as far as they fit, or the program's. A scripted program, which a workload has
+drawn, follows the server: a call gets its tool's result, and after a text the user speaks. A model that keeps calling
+is let call once more than it was asked to. A recorded program has the same turns whatever the server answers.
 """
 
 from __future__ import annotations
@@ -9,14 +15,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 import orjson
 
+from holdfast.loadgen.program import Json, Messages, Program, Sized, Turn, prompts
+from holdfast.loadgen.traces.recording import LIMITS
 from holdfast.loadgen.workloads import tools
-from holdfast.loadgen.workloads.script import Call, Json, Script, Step
-from holdfast.loadgen.workloads.words import filler
+from holdfast.replicas.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,79 +68,219 @@ class Said:
         return bool(self.text or self.calls) and all(call.parsed is not None for call in self.calls)
 
 
-@dataclass(slots=True)
-class Conversation:
-    """The messages of one program on one server. ``forced``: the script's answers go in, not the model's."""
+class Answers(StrEnum):
+    """Which answers go into the history of the requests that follow."""
 
-    script: Script
-    forced: bool = False
-    messages: list[Json] = field(default_factory=list)
-    steps_done: int = 0
-    calls_done: int = 0  # in this step
-    turns_done: int = 0
+    LIVE = "live"  # the model's, as they come
+    RECORDED = "recorded"  # the trace's, so that every server gets the recorded prompts
+
+
+class Lengths(StrEnum):
+    """How long answers get."""
+
+    FREE = "free"  # as long as the model likes, within the limits of the trace
+    FORCED = "forced"  # as long as they were
+
+
+class Forcing(StrEnum):
+    """The fields by which a server is made to answer with a number of tokens."""
+
+    HOLDFAST = "holdfast"  # and llama.cpp
+    VLLM = "vllm"
+    LIMIT = "limit"  # any other: an answer may still end sooner
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a program is sent. ``max_tokens``: the limit of turns whose length and limit are unknown."""
+
+    answers: Answers = Answers.LIVE
+    lengths: Lengths = Lengths.FREE
+    forcing: Forcing = Forcing.HOLDFAST
+    max_tokens: int | None = None
+    speed: float = 1.0  # recorded pauses are divided by it
 
     def __post_init__(self) -> None:
-        self.messages.append({"role": "system", "content": self.script.system_of(0)})
-        self._user()
+        if not self.speed > 0:
+            raise ConfigError("speed must be above 0", "speed")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a program: turn number `index` of it, with the whole conversation."""
+
+    program: Program
+    manner: Manner
+    index: int
+    messages: Messages
 
     @property
-    def request(self) -> Json:
-        """Messages and tools of the next request."""
-        return {"messages": self.messages, "tools": list(self.script.tools)}
+    def turn(self) -> Turn:
+        return self.program.turns[self.index]
 
     @property
-    def digest(self) -> str:
-        """Of the next request without the ids of calls: equal where two servers are asked the same."""
-        return digest(self.messages, self.script.tools)
+    def body(self) -> Json:
+        """The request's body, except for model, stream and the program's id, which are the client's."""
+        turn, forced = self.turn, self.manner.lengths is Lengths.FORCED
+        fixed = {"ignore_eos", "min_tokens", *LIMITS} if forced else set()
+        body: Json = {"messages": list(self.messages)}
+        body |= {"tools": list(turn.tools)} if turn.tools else {}
+        body |= {name: value for name, value in turn.sampling.items() if name not in fixed}
+        if not forced:
+            limit = turn.max_tokens or self.manner.max_tokens
+            return body if limit is None or any(name in body for name in LIMITS) else body | {"max_tokens": limit}
+        tokens = turn.output.tokens or self.manner.max_tokens
+        body |= {"max_tokens": tokens}
+        body |= {} if self.manner.forcing is Forcing.LIMIT else {"ignore_eos": True}
+        return body | ({"min_tokens": tokens} if self.manner.forcing is Forcing.VLLM else {})
 
-    @property
-    def scripted(self) -> Said:
-        """What a good model would say now."""
-        calls = self._step.due(self.calls_done)
-        if not calls:
-            return Said(self._step.text)
-        return Said("", tuple(self._written(call, number) for number, call in enumerate(calls)))
+    def due_ms(self, ended_ms: float = 0.0) -> float:
+        """When it is to be sent, from the start of the replay; ``ended_ms`` is when the last answer was complete.
 
-    def take(self, said: Said | None) -> bool:
-        """Append an answer, the model's or, where that failed or the history is forced, the script's; and what follows.
-
-        Returns whether the model made the script's calls; of texts, any will do.
+        A program's first request keeps to the recorded moment, so that a slow server does not slow the load down.
+        Later ones wait as long as the tools took, or where that is not known until the recorded moment.
         """
-        scripted = self.scripted
-        expected = said is not None and said.plain["calls"] == scripted.plain["calls"]
-        kept = scripted if self.forced or said is None or not said.usable else said
-        self.messages.append(assistant(kept))
-        words = self.script.pause(self.turns_done).words
-        for number, call in enumerate(kept.calls):
-            # What the words leave over when they are shared out goes to the last result.
-            share = words * (number + 1) // len(kept.calls) - words * number // len(kept.calls)
-            self.messages.append({"role": "tool", "tool_call_id": call.call_id, "content": self._result(call, share)})
-        self.calls_done += len(kept.calls)
-        self.turns_done += 1
-        self.messages[0] = {"role": "system", "content": self.script.system_of(self.turns_done)}
-        if not kept.calls or self.calls_done > len(self._step.calls):
-            self.steps_done, self.calls_done = self.steps_done + 1, 0
-            self._user(0 if kept.calls else words)
-        return expected
+        turn, speed = self.turn, self.manner.speed
+        at_ms = (turn.at_ms or 0.0) / speed
+        if self.index == 0:
+            return at_ms
+        return max(ended_ms, at_ms) if turn.delay_ms is None else ended_ms + turn.delay_ms / speed
 
-    @property
-    def _step(self) -> Step:
-        return self.script.steps[self.steps_done % len(self.script.steps)]
+    def is_answered_by(self, said: Said | None) -> bool:
+        """Whether these are the calls of the program's own answer; of texts, any will do."""
+        answer = self.turn.output.answer
+        return said is not None and answer is not None and _said(answer).plain["calls"] == said.plain["calls"]
 
-    def _written(self, call: Call, number: int) -> WrittenCall:
-        name = f"call_{self.turns_done}" + (f"_{number}" if number else "")
-        return WrittenCall(name, call.tool, json.dumps(call.arguments, ensure_ascii=False))
 
-    def _result(self, call: WrittenCall, words: int) -> str:
-        told = tools.result(call.name, call.parsed or {})
-        more = filler(f"{self.script.session}/{call.name}/{call.arguments}", words) if words else ""
-        return f"{told}\n{more}" if more else told
+def first(program: Program, manner: Manner) -> Request:
+    """The first request. Raises ConfigError for a program that cannot be sent in this manner to its end."""
+    for index, turn in enumerate(program.turns):
+        if isinstance(turn.prompt, Sized):
+            raise ConfigError(f"program {program.id!r}, turn {index}: the prompt is a length, not yet a text", "prompt")
+        if manner.lengths is Lengths.FORCED and not (turn.output.tokens or manner.max_tokens):
+            why = "the trace has no length of the answer; max-tokens is for such turns"
+            raise ConfigError(f"program {program.id!r}, turn {index}: {why}", "tokens")
+    if manner.answers is Answers.RECORDED:
+        for _ in prompts(program):  # raises where an answer is missing
+            pass
+    return Request(program, manner, 0, _messages(program.turns[0]))
 
-    def _user(self, words: int = 0) -> None:
-        said = self._step.user
-        if words:
-            said = filler(f"{self.script.session}/user/{self.turns_done}", words) + "\n\n" + said
-        self.messages.append({"role": "user", "content": said})
+
+def following(request: Request, answer: Json | None) -> Request | None:
+    """The request after this one, None after the last. ``answer`` is the assistant's message, None where it failed.
+
+    The recorded results of tools are put under the ids of the model's calls, in order. An answer that failed, or whose
+    calls the recorded results do not fit, gives way to the recorded one; where there is none it keeps as many calls as
+    there are results, and further results go in as the user's words. A scripted program follows the answer instead.
+    """
+    program, index, recorded = request.program, request.index + 1, request.turn.output.history
+    usable = answer is not None and _usable(answer)
+    if program.scripted and request.manner.answers is Answers.LIVE and answer is not None and usable:
+        index, added = _followed(request, answer)
+    elif index == len(program.turns):
+        return None
+    elif (turn := program.turns[index]).whole:
+        return replace(request, index=index, messages=_messages(turn))
+    else:
+        added = _added(request, answer, usable, _messages(turn), recorded)
+    if index == len(program.turns):
+        return None
+    messages = (*request.messages, *added)
+    if system := program.turns[index].system:
+        messages = ({**messages[0], "content": system}, *messages[1:])
+    return replace(request, index=index, messages=messages)
+
+
+def _added(request: Request, answer: Json | None, usable: bool, new: Messages, recorded: Json | None) -> Messages:
+    """What a recorded program adds to the history: an answer and the messages after it."""
+    if request.manner.answers is Answers.RECORDED and recorded is not None:
+        return (recorded, *new)
+    results = sum(message["role"] == "tool" for message in new)
+    if answer is not None and usable and len(_calls(answer)) == results:
+        return (answer, *_under(new, recorded, answer))
+    if recorded is not None:
+        return (recorded, *new)
+    return _cut(answer if usable else None, new)
+
+
+def _followed(request: Request, answer: Json) -> tuple[int, Messages]:
+    """The next turn of a scripted program after this answer, and what goes into the history.
+
+    Each call counts as one that the user asked for, whichever it is; after the last of them the model answers in text.
+    """
+    turns, index, calls = request.program.turns, request.index, _calls(answer)
+    asked = bool(_calls(turns[index].output.answer or {}))
+    left = len(calls)
+    while index < len(turns) and (more := len(_calls(turns[index].output.answer or {}))) and left > 0:
+        left, index = left - more, index + 1
+    said: list[Json] = [answer]
+    words = (
+        [message["content"].partition("\n")[2] for message in _messages(turns[request.index + 1])]
+        if (asked and request.index + 1 < len(turns))
+        else []
+    )
+    for number, call in enumerate(calls):
+        written = WrittenCall(call["id"], call["function"]["name"], call["function"]["arguments"])
+        content = tools.result(written.name, written.parsed or {})
+        more_words = words[number] if number < len(words) else ""
+        content = f"{content}\n{more_words}" if more_words else content
+        said.append({"role": "tool", "tool_call_id": written.call_id, "content": content})
+    if calls and asked and left <= 0:
+        return index, tuple(said)
+    index = request.index + 1
+    while index < len(turns) and _messages(turns[index])[0]["role"] != "user":
+        index += 1
+    return index, (*said, *(_messages(turns[index]) if index < len(turns) else ()))
+
+
+def _messages(turn: Turn) -> Messages:
+    assert not isinstance(turn.prompt, Sized)  # `first` looked
+    return turn.prompt
+
+
+def _said(answer: Json) -> Said:
+    functions = [call["function"] for call in _calls(answer)]
+    return Said(answer.get("content") or "", tuple(WrittenCall("", of["name"], of["arguments"]) for of in functions))
+
+
+def _calls(message: Json) -> list[Json]:
+    return message.get("tool_calls") or []
+
+
+def _usable(answer: Json) -> bool:
+    """Whether a server takes it back: it says something, and the arguments of its calls are JSON objects."""
+    return _said(answer).usable
+
+
+def _under(new: Messages, recorded: Json | None, answer: Json) -> Messages:
+    """``new`` with its results of tools under the ids of the calls in ``answer``."""
+    given = [message["tool_call_id"] for message in new if message["role"] == "tool"]
+    known = [call["id"] for call in _calls(recorded)] if recorded is not None else given
+    ids = dict(
+        zip(known if sorted(known) == sorted(given) else given, (call["id"] for call in _calls(answer)), strict=True)
+    )
+    return tuple(
+        {**message, "tool_call_id": ids[message["tool_call_id"]]} if message["role"] == "tool" else message
+        for message in new
+    )
+
+
+def _cut(answer: Json | None, new: Messages) -> Messages:
+    """An answer with as many calls as ``new`` has results, and the results that have a call."""
+    results = [message for message in new if message["role"] == "tool"]
+    calls = _calls(answer or {})[: len(results)]
+    said: Json = {"role": "assistant", "content": (answer or {}).get("content") or (None if calls else "")}
+    said |= {"tool_calls": calls} if calls else {}
+    placed: list[Json] = []
+    under = iter(calls)
+    for message in new:
+        call = next(under, None) if message["role"] == "tool" else None
+        if call is not None:
+            message = {**message, "tool_call_id": call["id"]}
+        elif message["role"] == "tool":
+            message = {"role": "user", "content": message["content"]}
+        placed.append(message)
+    return (said, *placed)
 
 
 def fits(said: Said, declared: tuple[Json, ...]) -> bool:

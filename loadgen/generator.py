@@ -19,10 +19,11 @@ from math import inf
 import numpy as np
 
 from holdfast.loadgen.chat import ChatClient
+from holdfast.loadgen.conversation import Manner
 from holdfast.loadgen.lag import LoopLag, uncollected
 from holdfast.loadgen.progress import bar
 from holdfast.loadgen.rows import Row
-from holdfast.loadgen.runner import Runner, Server
+from holdfast.loadgen.runner import Part, Runner, Server
 from holdfast.loadgen.stub import Delays
 from holdfast.loadgen.workloads import tools
 from holdfast.loadgen.workloads.drawing import Draw, agent_script, poisson
@@ -148,7 +149,7 @@ def drawn(load: Load) -> Round:
     draw = Draw(load.seed, "generator", 0)
     count = load.requests
     scripts = tuple(agent_script(draw, f"job{i}", "a coding agent", tools.CODING, 1, 1) for i in range(count))
-    return Round(scripts, at_once(count, 1), due=poisson(draw.rng("arrivals"), count, load.rate))
+    return draw.round(scripts, at_once(count, 1), poisson(draw.rng("arrivals"), count, load.rate))
 
 
 async def _send(load: Load, url: str) -> Kept:
@@ -159,7 +160,7 @@ async def _send(load: Load, url: str) -> Kept:
             runner.sent = shown.advance
             async with lag.watching():
                 cpu, wall = time.process_time(), time.perf_counter()
-                await runner.run("generator", 0, round_)
+                await runner.send(Part("generator", 0, round_, Manner(max_tokens=128)))
                 cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
         return Kept(runner.rows, cpu, wall, lag)
 

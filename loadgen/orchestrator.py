@@ -26,9 +26,9 @@ from urllib.parse import quote
 
 from holdfast.loadgen.chat import ChatClient, Exchange, streamed
 from holdfast.loadgen.conversation import Said, WrittenCall, assistant
+from holdfast.loadgen.program import Json
 from holdfast.loadgen.sse import Gathered
 from holdfast.loadgen.toolbox import Outcome, Toolbox
-from holdfast.loadgen.workloads.script import Json
 from holdfast.replicas.errors import ConfigError, UnavailableError
 
 T = TypeVar("T")

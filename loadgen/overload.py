@@ -20,7 +20,7 @@ from rich.table import Table
 
 from holdfast.loadgen.chat import PATH, ChatClient
 from holdfast.loadgen.lag import LoopLag
-from holdfast.loadgen.schedule import sleep_until
+from holdfast.loadgen.runner import sleep_until
 from holdfast.loadgen.serving import serving
 from holdfast.loadgen.table import WIDTH
 

@@ -130,8 +130,9 @@ class Beginning:
 class Program:
     """One agent run. ``closing``: messages after the last answer, which no request followed.
 
-    A program of known lengths has a ``number``, when it ``arrived`` (seconds; of a sub-agent: after its parent's turn)
-    and its shared ``beginning``. Raises ConfigError without id or turns, and for a first turn that is ``whole``.
+    ``scripted``: it follows the server's answers, so it has more turns than are sent. A program of known lengths has a
+    ``number``, a shared ``beginning``, and the second when it ``arrived``, of a sub-agent after its parent's turn.
+    Raises ConfigError without id or turns, and for a first turn that is ``whole``.
     """
 
     id: str
@@ -141,6 +142,7 @@ class Program:
     number: int = 0
     arrived: float = 0.0
     beginning: Beginning = Beginning(0)
+    scripted: bool = False
 
     def __post_init__(self) -> None:
         if not self.id:

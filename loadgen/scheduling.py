@@ -23,7 +23,6 @@ from typing import Any
 from holdfast.loadgen import compare
 from holdfast.loadgen.measure import Estimate, mean, ratio
 from holdfast.loadgen.options import Options
-from holdfast.loadgen.plan import plan
 from holdfast.loadgen.programs import Program, group
 from holdfast.loadgen.report.commands import read_run
 from holdfast.loadgen.report.page import read_rows
@@ -70,8 +69,8 @@ class Asked:
     def programs(self) -> int:
         """What every policy is to serve."""
         named = [(name, "") for name in self.policies]
-        parts = [part for number in range(self.repetitions) for part in plan(self.options(named, None, number))]
-        return sum(len(part.drawn.scripts) for part in parts if part.drawn.waves)
+        parts = [part for number in range(self.repetitions) for part in compare.plan(self.options(named, None, number))]
+        return sum(len(part.round.programs) for part in parts if part.round.waves)
 
     def options(self, servers: Sequence[tuple[str, str]], file: Path | None, number: int = 0) -> Options:
         """Of one repetition. Raises ConfigError."""

@@ -21,8 +21,8 @@ from rich.text import Text
 
 from holdfast.loadgen.chat import ChatClient, Exchange, streamed
 from holdfast.loadgen.conversation import WrittenCall
+from holdfast.loadgen.program import Json
 from holdfast.loadgen.sse import Gathered
-from holdfast.loadgen.workloads.script import Json
 from holdfast.replicas.errors import ConfigError, HoldfastError, UnavailableError
 
 Read = Callable[[str], str]  # a line, asked for by a prompt; raises EOFError at the end

@@ -32,7 +32,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_json
 
 from holdfast.loadgen.conversation import WrittenCall
-from holdfast.loadgen.workloads.script import Json
+from holdfast.loadgen.program import Json
 from holdfast.replicas.errors import ConfigError
 
 log = logging.getLogger(__name__)

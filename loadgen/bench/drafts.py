@@ -19,9 +19,8 @@ from tokenizers import Tokenizer
 
 from holdfast.loadgen.bench.conversations import END, MARKS, Conversation, spans, train_bpe
 from holdfast.loadgen.inflate import CUT
+from holdfast.loadgen.program import Program, prompts
 from holdfast.loadgen.traces import logs
-from holdfast.loadgen.traces.history import prompts
-from holdfast.loadgen.traces.model import Program
 from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.plan import Sampling

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from holdfast.loadgen.program import Json, Output, Program, Turn
 from holdfast.loadgen.traces.entries import Entry, answer_in
-from holdfast.loadgen.traces.model import Json, Output, Program, Turn
 
 KEY = "holdfast"
 
 
 def of_program(program: Program) -> Json:
     """Tenant and closing messages, where there are any."""
-    told: Json = {} if program.tenant is None else {"tenant": program.tenant}
+    told: Json = {"tenant": program.tenant} if program.tenant else {}
     return told | ({"closing": list(program.closing)} if program.closing else {})
 
 
@@ -32,9 +32,9 @@ def of_turn(turn: Turn, output_length: int | None) -> Json:
     return told
 
 
-def program_in(entry: Entry | None) -> tuple[str | None, tuple[Json, ...]]:
+def program_in(entry: Entry | None) -> tuple[str, tuple[Json, ...]]:
     """Tenant and closing messages."""
-    return (None, ()) if entry is None else (entry.text("tenant"), entry.messages("closing") or ())
+    return ("", ()) if entry is None else (entry.text("tenant") or "", entry.messages("closing") or ())
 
 
 def output_in(entry: Entry | None, output_length: int | None) -> Output:

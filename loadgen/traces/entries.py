@@ -8,12 +8,44 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.loadgen.traces.model import Json
+from holdfast.loadgen.program import Json, Program
 from holdfast.replicas.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The programs of a file, the number of its records, and how often each field that a trace has no place for."""
+
+    programs: tuple[Program, ...]
+    records: int
+    left_out: Mapping[str, int]
+
+    @property
+    def turns(self) -> int:
+        return sum(len(program.turns) for program in self.programs)
+
+    @property
+    def summary(self) -> str:
+        """One line about it."""
+        answered = sum(turn.output.answer is not None for program in self.programs for turn in program.turns)
+        line = f"{self.records} records: {len(self.programs)} programs, {self.turns} turns, {answered} answers"
+        fields = ", ".join(f"{name} ({count})" for name, count in sorted(self.left_out.items()))
+        return f"{line}; left out: {fields}" if fields else line
+
+
+def distinct(programs: Iterable[Program]) -> Iterator[Program]:
+    """The programs, one by one. Raises ConfigError at a second one of the same id."""
+    seen: set[str] = set()
+    for program in programs:
+        if program.id in seen:
+            raise ConfigError(f"there are two programs {program.id!r}", "id")
+        seen.add(program.id)
+        yield program
 
 
 class Entry:

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 
-from holdfast.loadgen.traces import logs, mini_swe, mooncake, multi_turn
-from holdfast.loadgen.traces.model import Json, Program, Reading
+from holdfast.loadgen.program import Json, Program
+from holdfast.loadgen.traces import logs, mooncake, multi_turn
+from holdfast.loadgen.traces.entries import Reading
 from holdfast.replicas.errors import ConfigError
 
 
@@ -43,7 +44,7 @@ def read(path: Path, form: Format, tools: tuple[Json, ...] = ()) -> Reading:
         case Format.VLLM:
             return logs.read_vllm(path)
         case Format.MINI_SWE:
-            return mini_swe.read(path)
+            return logs.read_mini_swe(path)
 
 
 def write(programs: Iterable[Program], path: Path, form: Format, live: bool = False) -> None:

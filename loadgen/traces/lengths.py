@@ -6,12 +6,11 @@ A block's text depends on its id alone, so prompts share what they shared in the
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 
-from holdfast.loadgen.traces.model import Json, Messages, Program, Sized, Turn
+from holdfast.loadgen.program import Messages, Program, Sized, Turn
 from holdfast.replicas.errors import ConfigError
 
 BLOCK = 512  # tokens, in Mooncake's traces
@@ -79,11 +78,6 @@ def worded(program: Program, wording: Wording) -> Program:
     return replace(program, turns=turns)
 
 
-def counted(program: Program, count: Callable[[Json], int]) -> Program:
-    """The program with ``count`` of every answer of which the trace has no length: tokens of the served model."""
-    return replace(program, turns=tuple(_counted(turn, count) for turn in program.turns))
-
-
 def _worded(turn: Turn, program: str, index: int, wording: Wording) -> Turn:
     if not isinstance(turn.prompt, Sized):
         return turn if index and not turn.whole else replace(turn, prompt=wording.opened(turn.prompt))
@@ -93,12 +87,6 @@ def _worded(turn: Turn, program: str, index: int, wording: Wording) -> Turn:
     return replace(
         turn, prompt=({"role": "user", "content": wording.text(turn.prompt, f"{program}/{index}")},), output=output
     )
-
-
-def _counted(turn: Turn, count: Callable[[Json], int]) -> Turn:
-    if turn.output.answer is None or turn.output.tokens is not None:
-        return turn
-    return replace(turn, output=replace(turn.output, tokens=count(turn.output.answer)))
 
 
 @lru_cache(maxsize=4096)

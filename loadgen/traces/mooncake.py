@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
+from holdfast.loadgen.program import Json, Messages, Program, Sized, Turn, continued, prompts
 from holdfast.loadgen.traces import carried
-from holdfast.loadgen.traces.entries import Entry, lines, write_lines
-from holdfast.loadgen.traces.history import continued, prompts
-from holdfast.loadgen.traces.model import Json, Messages, Program, Reading, Sized, Turn, distinct
+from holdfast.loadgen.traces.entries import Entry, Reading, distinct, lines, write_lines
 from holdfast.replicas.errors import ConfigError
 
 NAME = "mooncake_trace"

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from holdfast.loadgen.program import Json, Program, Sized, Turn
 from holdfast.loadgen.traces import carried
-from holdfast.loadgen.traces.entries import Entry, lines, write_lines
-from holdfast.loadgen.traces.model import Json, Program, Reading, Sized, Turn, distinct
+from holdfast.loadgen.traces.entries import Entry, Reading, distinct, lines, write_lines
 from holdfast.replicas.errors import ConfigError
 
 NAME = "multi_turn"

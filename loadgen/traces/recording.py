@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.loadgen.traces.history import continued
-from holdfast.loadgen.traces.model import Json, Messages, Output, Program, Turn
+from holdfast.loadgen.program import Json, Messages, Output, Program, Turn, continued
 from holdfast.replicas.errors import ConfigError
 
 LIMITS = ("max_completion_tokens", "max_tokens")
@@ -26,7 +25,7 @@ class Observed:
     sent_ms: float
     body: Json
     output: Output
-    tenant: str | None = None
+    tenant: str = ""
 
 
 def recorded(observed: Iterable[Observed]) -> tuple[Program, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from holdfast.loadgen.workloads import drawing, papers
@@ -49,15 +50,13 @@ def drawings(names: Sequence[str]) -> Iterator[tuple[str, Drawing]]:
 
 
 def describe(drawn: Round) -> str:
-    """What was drawn, in a line."""
-    turns = sum(len(lane) for wave in drawn.waves for lane in wave)
+    """One line about a round."""
+    counts = Counter(place for wave in drawn.waves for lane in wave for place in lane)
+    declared = {tool["function"]["name"] for program in drawn.programs for tool in program.turns[0].tools}
     widest = max(len(wave) for wave in drawn.waves)
-    declared = {tool["function"]["name"] for script in drawn.scripts for tool in script.tools}
     when = f"arriving over {max(drawn.due):.0f} s" if drawn.due else f"up to {widest} at once"
-    told = f"{len(drawn.scripts)} programs, {turns} requests, {when}, {len(declared)} tools"
-    pauses = [pause for script in drawn.scripts for pause in script.pauses]
-    if not pauses:
-        return told
-    seconds = sum(pause.seconds for pause in pauses)
-    words = sum(pause.words for pause in pauses) / len(drawn.scripts)
-    return f"{told}; tools take {seconds / len(pauses):.2f} s (mean) and tell {words:.0f} words more a program"
+    line = f"{len(drawn.programs)} programs, {counts.total()} requests, {when}, {len(declared)} tools"
+    turns = [turn for place, program in enumerate(drawn.programs) for turn in program.turns[1 : counts[place]]]
+    if any(turn.delay_ms for turn in turns):
+        line += f"; tools take {sum(turn.delay_ms or 0.0 for turn in turns) / len(turns) / 1e3:.2f} s (mean)"
+    return line

@@ -1,4 +1,4 @@
-"""Workloads, drawn: each a function of seed, repetition and sizes. Here is what is said; `script` has the types.
+"""Workloads, drawn: each a function of seed, repetition and sizes.
 
 After the stateful-inference paper's evaluation (sections 4.1 and 5.3): three agents of five tools and five turns, a bug
 fix of six turns, a web application of thirty-five, a burst of eight, and exact repeats.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from holdfast.loadgen.workloads import tools
-from holdfast.loadgen.workloads.script import Pause, Round, Script, Sizes, Turn, at_once, one_by_one
+from holdfast.loadgen.workloads.script import Lane, Pause, Round, Script, Sizes, Wave, at_once, one_by_one
 from holdfast.loadgen.workloads.tools import Tool
 
 AGENTS = (("travel", "a travel agent"), ("review", "a code reviewer"), ("data", "a data analyst"))
@@ -44,6 +44,11 @@ class Draw:
         told = f"{self.seed}/{self.workload}/{self.repetition}" + (f"/{self.apart}" if self.apart else "")
         return hashlib.sha256(told.encode()).hexdigest()[:12]
 
+    def round(self, scripts: Iterable[Script], waves: tuple[Wave, ...], due: tuple[float, ...] = ()) -> Round:
+        """Programs of these scripts."""
+        programs = tuple(script.program(self.session, tools.result) for script in scripts)
+        return Round(programs, waves, due=due, session=self.session)
+
 
 def poisson(rng: random.Random, count: int, rate: float) -> tuple[float, ...]:
     """The first moments of a Poisson process with ``rate`` a second, in seconds from its beginning."""
@@ -52,23 +57,23 @@ def poisson(rng: random.Random, count: int, rate: float) -> tuple[float, ...]:
 
 def sequential(draw: Draw, sizes: Sizes) -> Round:
     """Three agents of five turns: A1 to A5, B1 to B5, C1 to C5."""
-    return _agents(draw, sizes, (Turn(a, i) for a in range(3) for i in range(AGENT_TURNS)))
+    return _agents(draw, sizes, tuple(a for a in range(3) for _ in range(AGENT_TURNS)))
 
 
 def interleaved(draw: Draw, sizes: Sizes) -> Round:
     """Three agents of five turns: A1 B1 C1 A2 B2 C2 and so on."""
-    return _agents(draw, sizes, (Turn(a, i) for i in range(AGENT_TURNS) for a in range(3)))
+    return _agents(draw, sizes, (0, 1, 2) * AGENT_TURNS)
 
 
 def round_robin(draw: Draw, sizes: Sizes) -> Round:
     """Three agents of five turns, another one first in each round: A1 B1 C1 B2 C2 A2 C3 A3 B3 and so on."""
-    return _agents(draw, sizes, (Turn((a + i) % 3, i) for i in range(AGENT_TURNS) for a in range(3)))
+    return _agents(draw, sizes, tuple((a + i) % 3 for i in range(AGENT_TURNS) for a in range(3)))
 
 
 def bugfix(draw: Draw, sizes: Sizes) -> Round:
     """One agent fixes a bug in six turns with file names of its own: reads, searches, writes, runs, checks."""
     script = agent_script(draw, "bugfix", "a coding agent", tools.CODING, BUGFIX_TURNS, sizes.chain)
-    return Round((script,), one_by_one(tuple(Turn(0, i) for i in range(BUGFIX_TURNS))))
+    return draw.round((script,), one_by_one((0,) * BUGFIX_TURNS))
 
 
 def webapp(draw: Draw, sizes: Sizes) -> Round:
@@ -85,7 +90,7 @@ def webapp(draw: Draw, sizes: Sizes) -> Round:
     gaps = turns - 1 if words else 0
     told = [words * i // gaps for i in range(gaps + 1)] if gaps else []  # until each turn
     script = replace(script, pauses=tuple(Pause(words=after - before) for before, after in pairwise(told)))
-    return Round((script,), one_by_one(tuple(Turn(0, i) for i in range(turns))))
+    return draw.round((script,), one_by_one((0,) * turns))
 
 
 def burst(draw: Draw, sizes: Sizes) -> Round:
@@ -96,8 +101,8 @@ def burst(draw: Draw, sizes: Sizes) -> Round:
         agent_script(draw, f"burst{i}", "an orchestrator of agents", fifteen, 1, 1, rng.sample(fifteen, 1))
         for i in range(count)
     )
-    waves = tuple(tuple((Turn(first + i, 0),) for i in range(sizes.burst)) for first in range(0, count, sizes.burst))
-    return Round(scripts, waves)
+    waves = tuple(tuple((first + i,) for i in range(sizes.burst)) for first in range(0, count, sizes.burst))
+    return draw.round(scripts, waves)
 
 
 def concurrency(draw: Draw, sizes: Sizes) -> Round:
@@ -106,7 +111,7 @@ def concurrency(draw: Draw, sizes: Sizes) -> Round:
         agent_script(draw, f"program{i}", "a coding agent", tools.CODING, BUGFIX_TURNS, sizes.chain)
         for i in range(sizes.programs)
     )
-    return Round(scripts, at_once(sizes.programs, BUGFIX_TURNS))
+    return draw.round(scripts, at_once(sizes.programs, BUGFIX_TURNS))
 
 
 def arrivals(draw: Draw, sizes: Sizes) -> Round:
@@ -115,28 +120,29 @@ def arrivals(draw: Draw, sizes: Sizes) -> Round:
         agent_script(draw, f"job{i}", "a coding agent", tools.CODING, BUGFIX_TURNS, sizes.chain)
         for i in range(sizes.jobs)
     )
-    return Round(scripts, at_once(sizes.jobs, BUGFIX_TURNS), due=poisson(draw.rng("arrivals"), sizes.jobs, sizes.rate))
+    due = poisson(draw.rng("arrivals"), sizes.jobs, sizes.rate)
+    return draw.round(scripts, at_once(sizes.jobs, BUGFIX_TURNS), due)
 
 
 def repeats(draw: Draw, sizes: Sizes) -> Round:
     """The interleaved agents' requests a second time, byte for byte: what a response cache answers."""
     first = interleaved(draw, sizes)
-    return Round(first.scripts, first.waves, fill=first.waves, forced=True)
+    return replace(first, fill=first.waves, forced=True)
 
 
 def warm_up(seed: int, number: int) -> Round:
     """A bug fix of which nothing is measured."""
     drawn = bugfix(Draw(seed, "warm-up", number), Sizes())
-    return Round(drawn.scripts, (), fill=drawn.waves)
+    return replace(drawn, waves=(), fill=drawn.waves)
 
 
-def _agents(draw: Draw, sizes: Sizes, order: Iterable[Turn]) -> Round:
+def _agents(draw: Draw, sizes: Sizes, order: Lane) -> Round:
     scripts = []
     for name, role in AGENTS:
         offered = AGENT_TOOLS[name]
         drawn = draw.rng(f"{name}/order").sample(offered, len(offered))
         scripts.append(agent_script(draw, name, role, offered, AGENT_TURNS, sizes.chain, drawn))
-    return Round(tuple(scripts), one_by_one(tuple(order)))
+    return draw.round(scripts, one_by_one(order))
 
 
 def agent_script(
@@ -150,4 +156,4 @@ def agent_script(
     chosen = ([order[(i + k) % len(order)] for k in range(chain)] for i in range(0, turns * chain, chain))
     steps = tuple(tools.step(group, rng) for group in chosen)
     system = f"Session {draw.session}. You are {role}. Use the tools when they help. Answer briefly."
-    return Script(name, f"{draw.session}-{name}", system, tuple(tool.schema for tool in offered), steps)
+    return Script(name, system, tuple(tool.schema for tool in offered), steps)

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from holdfast.loadgen.workloads import tools
 from holdfast.loadgen.workloads.drawing import BUGFIX_TURNS, Draw, agent_script, poisson
-from holdfast.loadgen.workloads.script import Pause, Round, Script, Sizes, Step, Turn
+from holdfast.loadgen.workloads.script import Pause, Round, Script, Sizes, Step
 from holdfast.loadgen.workloads.tools import Tool
 from holdfast.loadgen.workloads.tooltime import Gaps, HeavyTailed, log_normal, two_kinds
 from holdfast.loadgen.workloads.words import filler
@@ -87,7 +87,7 @@ def sutradhara(draw: Draw, sizes: Sizes) -> Round:
     rng = draw.rng("tools")
     times = {tool.name: HeavyTailed.drawn(rng, _TOOL_MEDIAN_S) for tool in _FIFTEEN}
     scripts = tuple(_fanning(draw, f"job{i}", sizes.prompt_tokens, times) for i in range(sizes.jobs))
-    return _arriving(scripts, poisson(draw.rng("arrivals"), sizes.jobs, sizes.rate))
+    return _arriving(draw, scripts, poisson(draw.rng("arrivals"), sizes.jobs, sizes.rate))
 
 
 def tenants(draw: Draw, sizes: Sizes) -> Round:
@@ -102,7 +102,7 @@ def tenants(draw: Draw, sizes: Sizes) -> Round:
         ]
         scripts += [replace(script, tenant=tenant) for script in jobs]
         due += poisson(draw.rng(f"{tenant}/arrivals"), len(jobs), sizes.rate * times)
-    return _arriving(tuple(scripts), tuple(due), BUGFIX_TURNS)
+    return _arriving(draw, scripts, due, BUGFIX_TURNS)
 
 
 def coding(draw: Draw, sizes: Sizes) -> Round:
@@ -130,7 +130,7 @@ def coding(draw: Draw, sizes: Sizes) -> Round:
             scripts.append(_session(draw, agent, SUB_AGENT, told, sizes))
             due.append(begins)
     order = sorted(range(len(due)), key=due.__getitem__)
-    return _arriving(tuple(scripts[i] for i in order), tuple(due[i] for i in order))
+    return _arriving(draw, [scripts[i] for i in order], [due[i] for i in order])
 
 
 def _session(draw: Draw, name: str, kind: Session, told: str, sizes: Sizes) -> Script:
@@ -179,7 +179,7 @@ def _one_by_one(
         pauses = tuple(map(Pause, took, each))
         script = agent_script(draw, name, role, offered, count, sizes.chain)
         scripts.append(replace(script, pauses=pauses))
-    return _arriving(tuple(scripts), poisson(draw.rng("arrivals"), sizes.jobs, sizes.rate))
+    return _arriving(draw, scripts, poisson(draw.rng("arrivals"), sizes.jobs, sizes.rate))
 
 
 def _fanning(draw: Draw, name: str, prompt: int, times: dict[str, HeavyTailed]) -> Script:
@@ -208,7 +208,7 @@ def _fanning(draw: Draw, name: str, prompt: int, times: dict[str, HeavyTailed]) 
         script,
         system=systems[0],
         systems=systems,
-        steps=(_query(rng, script.session, chosen, fans, first - first // 2), *script.steps),
+        steps=(_query(rng, f"{draw.session}-{name}", chosen, fans, first - first // 2), *script.steps),
         pauses=tuple(pauses),
     )
 
@@ -236,8 +236,7 @@ def long_tailed(rng: random.Random, median: int, most: int) -> int:
     return min(most, max(1, round(rng.lognormvariate(math.log(median), spread))))
 
 
-def _arriving(scripts: tuple[Script, ...], due: tuple[float, ...], turns: int | None = None) -> Round:
-    """Every script from its moment on; of as many turns as it has pauses, and one for the last answer, unless said."""
-    counts = [turns or len(script.pauses) + 1 for script in scripts]
-    lanes = tuple(tuple(Turn(place, index) for index in range(count)) for place, count in enumerate(counts))
-    return Round(scripts, (lanes,), due=due)
+def _arriving(draw: Draw, scripts: Sequence[Script], due: Sequence[float], turns: int | None = None) -> Round:
+    """Every program from its moment on; a turn after each pause and the first one, unless said."""
+    lanes = tuple((place,) * (turns or len(script.pauses) + 1) for place, script in enumerate(scripts))
+    return draw.round(scripts, (lanes,), tuple(due))

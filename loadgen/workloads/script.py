@@ -1,19 +1,21 @@
-"""Scripts of agent programs and the order in which their turns are sent: data only, no drawing and no HTTP.
+"""Scripts, of which programs are made, and rounds: programs with the order in which their turns are sent.
 
-A turn is one request. The user asks for one or more calls; each of the model's calls is answered with the tool's
-result, and the user speaks again when the model has answered in text. A script holds what the user says and what a
-good model would answer, which is used where the history is forced and in place of an answer that failed.
+The user of a script asks for one or more calls; each of the model's calls is answered with the tool's result, and the
+user speaks again when the model has answered in text. A script also says what a good model would answer: that goes into
+the history where answers are forced, and in place of an answer that failed.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
 from math import inf
-from typing import Any
 
+from holdfast.loadgen.program import Json, Output, Program, Turn
+from holdfast.loadgen.workloads.words import filler
 from holdfast.replicas.errors import ConfigError
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +35,11 @@ class Step:
     text: str
     together: tuple[int, ...] = ()  # how many of the calls each answer holds; empty: one
 
-    def due(self, done: int) -> tuple[Call, ...]:
-        """The calls of the next answer after ``done`` calls; none: a text is next."""
-        end = 0
-        for count in self.together or (1,) * len(self.calls):
-            end += count
-            if end > done:
-                return self.calls[done:end]
-        return ()
+    @property
+    def answers(self) -> list[tuple[Call, ...]]:
+        """The calls of each answer; the last one, in text, has none."""
+        ends = accumulate(self.together or (1,) * len(self.calls), initial=0)
+        return [*(self.calls[start:end] for start, end in pairwise(ends)), ()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,36 +55,62 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One program: system prompt, tools as an OpenAI client declares them, and as many steps as it may have turns."""
+    """What one program is made of: system prompt, tools as an OpenAI client declares them, the user's steps."""
 
     name: str
-    session: str  # unlike that of any other repetition or workload; opens the system prompt, too
     system: str
     tools: tuple[Json, ...]
     steps: tuple[Step, ...]
-    pauses: tuple[Pause, ...] = ()  # after each turn but the last; empty: none
+    pauses: tuple[Pause, ...] = ()  # between turns, from the first again after the last; empty: none
     tenant: str = ""  # whose key it is sent with; up to a dash, under what name it is reported
     systems: tuple[str, ...] = ()  # of each request, where it changes; empty: `system`
 
-    def system_of(self, turn: int) -> str:
-        """The system prompt of request ``turn``."""
-        return self.systems[turn] if turn < len(self.systems) else self.system
+    def program(self, session: str, result: Callable[[str, Json], str]) -> Program:
+        """Every turn of a model that follows the script. `result` is what a tool returns.
 
-    def pause(self, turn: int) -> Pause:
-        """What follows request ``turn``."""
-        return self.pauses[turn] if turn < len(self.pauses) else Pause()
+        A result, or the user's next message, holds its pause's words.
+        """
+        turns: list[Turn] = []
+        prompt: list[Json] = [{"role": "system", "content": self.system}]
+        for step in self.steps:
+            words = self._pause(len(turns) - 1).words if turns else 0
+            said = filler(f"{session}-{self.name}/user/{len(turns)}", words) + "\n\n" if words else ""
+            prompt.append({"role": "user", "content": said + step.user})
+            for calls in step.answers:
+                at, pause = len(turns), self._pause(len(turns) - 1)
+                written = [
+                    {"id": f"call_{at}" + (f"_{n}" if n else ""), "type": "function",
+                     "function": {"name": call.tool, "arguments": json.dumps(call.arguments, ensure_ascii=False)}}
+                    for n, call in enumerate(calls)
+                ]  # fmt: skip
+                answer: Json = {"role": "assistant", "content": None if calls else step.text}
+                answer |= {"tool_calls": written} if calls else {}
+                delay = pause.seconds * 1e3 or None if turns else None
+                system = self.systems[at] if at < len(self.systems) else ""
+                turn = Turn(tuple(prompt), tools=self.tools, delay_ms=delay, output=Output(answer), system=system)
+                turns.append(turn)
+                prompt = self._results(session, at, calls, result)
+        return Program(self.name, tuple(turns), self.tenant, scripted=True)
+
+    def _pause(self, after: int) -> Pause:
+        return self.pauses[after % len(self.pauses)] if self.pauses else Pause()
+
+    def _results(
+        self, session: str, at: int, calls: tuple[Call, ...], result: Callable[[str, Json], str]
+    ) -> list[Json]:
+        words, results = self._pause(at).words, []
+        for number, call in enumerate(calls):
+            # What the words leave over when they are shared out goes to the last result.
+            share = words * (number + 1) // len(calls) - words * number // len(calls)
+            more = filler(f"{session}-{self.name}/{call.tool}/{call.arguments}", share) if share else ""
+            content = result(call.tool, call.arguments) + (f"\n{more}" if more else "")
+            call_id = f"call_{at}" + (f"_{number}" if number else "")
+            results.append({"role": "tool", "tool_call_id": call_id, "content": content})
+        return results
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """Request ``index`` (from 0) of script ``script`` (its place in the round)."""
-
-    script: int
-    index: int
-
-
-Lane = tuple[Turn, ...]
-"""Turns sent one after another, each as soon as the one before is answered."""
+Lane = tuple[int, ...]
+"""The places of the programs whose next turns are sent, each as soon as the one before is answered."""
 
 Wave = tuple[Lane, ...]
 """Lanes that run at once. The next wave starts when all of them are through."""
@@ -93,13 +118,17 @@ Wave = tuple[Lane, ...]
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One repetition of a workload. ``fill`` waves come first and are not measured: they are what a cache may know."""
+    """One repetition of a workload. ``fill`` waves come first and are not measured: they fill a cache.
 
-    scripts: tuple[Script, ...]
+    ``session`` differs from that of any other repetition or workload.
+    """
+
+    programs: tuple[Program, ...]
     waves: tuple[Wave, ...]
     fill: tuple[Wave, ...] = ()
     due: tuple[float, ...] = ()  # when each lane of a wave begins, in seconds; empty: at once
-    forced: bool = False  # the scripted answers go into the history whatever the model says
+    session: str = ""
+    forced: bool = False  # the program's own answers go into the history, whatever the model says
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +175,11 @@ class Load:
         return f"{self.value:g} {self.unit}"
 
 
-def one_by_one(turns: tuple[Turn, ...]) -> tuple[Wave, ...]:
-    """Waves that send one turn at a time, in this order."""
-    return tuple(((turn,),) for turn in turns)
+def one_by_one(order: Lane) -> tuple[Wave, ...]:
+    """Waves that send one turn at a time, of the programs in this order."""
+    return tuple(((program,),) for program in order)
 
 
-def at_once(scripts: int, turns: int) -> tuple[Wave, ...]:
-    """One wave in which every script runs through its turns at its own pace."""
-    return (tuple(tuple(Turn(script, index) for index in range(turns)) for script in range(scripts)),)
+def at_once(programs: int, turns: int) -> tuple[Wave, ...]:
+    """One wave in which every program runs through its turns at its own pace."""
+    return (tuple((program,) * turns for program in range(programs)),)

@@ -11,7 +11,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.loadgen.workloads.script import Call, Json, Step
+from holdfast.loadgen.program import Json
+from holdfast.loadgen.workloads.script import Call, Step
 from holdfast.loadgen.workloads.words import INTEGERS, KINDS
 
 

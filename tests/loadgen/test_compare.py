@@ -15,8 +15,8 @@ from stub_server import DONE, Answer, Asked, Stub, call, chunk, models, stub_ser
 
 from holdfast.cluster.cli import main as holdfast
 from holdfast.loadgen import compare
+from holdfast.loadgen.compare import about_of, measured_of, plan
 from holdfast.loadgen.options import Options, parse_server
-from holdfast.loadgen.plan import measured_of, plan, told_of
 from holdfast.loadgen.rows import from_json
 from holdfast.loadgen.runner import Runner
 from holdfast.loadgen.summary import summarize
@@ -326,7 +326,7 @@ def test_what_is_no_ablation_is_refused_before_anything_is_sent(tmp_path: Path, 
 def test_what_was_drawn_is_told_of_every_repetition_that_differs() -> None:
     told = {}
     for workloads in (("bugfix",), ("swe",)):
-        told |= told_of(plan(Options((("a", "http://h"),), workloads=workloads, repetitions=2, sizes=Sizes(jobs=3))))
+        told |= about_of(plan(Options((("a", "http://h"),), workloads=workloads, repetitions=2, sizes=Sizes(jobs=3))))
     assert told["bugfix"] == "1 programs, 6 requests, up to 1 at once, 5 tools"
     assert told["swe"].count("3 programs") == 2
     assert "; then 3 programs" in told["swe"]

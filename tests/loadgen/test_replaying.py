@@ -1,6 +1,7 @@
 """Runs that are recorded, traces that are replayed and converted, tools that take time: from the command line."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,9 @@ from stub_server import DONE, Answer, Asked, chunk, models, stub_server, usage
 from stub_server import call as tool_call
 
 from holdfast.cluster.cli import main as holdfast
-from holdfast.loadgen import compare, replaying
+from holdfast.loadgen import compare
 from holdfast.loadgen.options import Options
-from holdfast.loadgen.plan import plan
+from holdfast.loadgen.replaying import Replay
 from holdfast.loadgen.rows import from_json
 from holdfast.loadgen.workloads.script import Sizes
 from holdfast.replicas.errors import ConfigError
@@ -65,7 +66,7 @@ def test_a_failed_answer_does_not_stop_a_replay(tmp_path: Path) -> None:
     failing = [Answer.of(b"{}", 500), Answer.of(b"data: {oops\n\n")]
     with stub_server(lambda asked: failing.pop() if asked.method == "POST" and failing else caller(asked)) as stub:
         options = Options((("b", stub.url),), (), 1, warm_up=0, json_file=out, trace="told")
-        assert compare.main(options, replaying.replays(replaying.Asked(trace, speed=50), 0, 1)) == 0
+        assert compare.main(options, Replay(trace, speed=50).parts(0, 1)) == 0
     summary = json.loads(out.read_text())["summaries"][0]
     assert summary["failures"] == {"http": 1, "malformed": 1}
     assert summary["requests"] == 6
@@ -87,9 +88,7 @@ def test_what_cannot_be_recorded_or_replayed_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one --server"):
         Options((("a", "http://h"), ("b", "http://h")), record=tmp_path / "x")
     with pytest.raises(ConfigError, match="forcing"):
-        replaying.Asked(tmp_path / "x", forcing="no").manner  # noqa: B018
-    with pytest.raises(ConfigError, match="no program"):
-        replaying.Replay((), replaying.Asked(tmp_path / "x").manner, replaying.Wording())
+        Replay(tmp_path / "x", forcing="no").manner  # noqa: B018
 
 
 def test_tools_take_their_time_from_the_end_of_an_answer_to_the_next_request(tmp_path: Path) -> None:
@@ -103,12 +102,13 @@ def test_tools_take_their_time_from_the_end_of_an_answer_to_the_next_request(tmp
         compare.main(options)
         assert sorted(first) == sorted(asked.content for asked in stub.asked if asked.method == "POST")
     rows = {(row.program, row.turn): row for row in from_json(json.loads(out.read_text())["rows"])}
-    (planned,) = plan(options)
-    assert len(rows) == planned.requests > 3
-    for script in planned.drawn.scripts:
-        for turn, pause in enumerate(script.pauses):
-            before, after = rows[script.name, turn], rows[script.name, turn + 1]
-            assert after.due - before.ended == pytest.approx(pause.seconds, abs=1e-5)
+    (part,) = compare.plan(options)
+    assert len(rows) == part.requests > 3
+    for program in part.round.programs:
+        delays = {round(turn.delay_ms or 0.0, 1) for turn in program.turns}
+        mine = [row for (name, _), row in sorted(rows.items()) if name == program.id]
+        for before, after in pairwise(mine):
+            assert round((after.due - before.ended) * 1e3, 1) in delays
             assert after.due <= after.started
 
 
@@ -202,19 +202,17 @@ def test_no_repetition_finds_the_one_before_it_cached(tmp_path: Path) -> None:
 
 def test_programs_without_times_arrive_at_a_rate(tmp_path: Path) -> None:
     trace = log(tmp_path / "log.jsonl", count=3)
-    made = [replaying.replays(replaying.Asked(trace, "openai", rate=2.0, speed=speed), 0, 2) for speed in (1, 1, 5)]
-    moments = [
-        [program.arrival_ms / part.manner.speed for part in parts for program in part.programs] for parts in made
-    ]
+    made = [Replay(trace, "openai", rate=2.0, speed=speed).parts(0, 2) for speed in (1, 1, 5)]
+    moments = [[moment for part in parts for moment in part.round.due] for parts in made]
     assert moments[0] == moments[1] == pytest.approx(moments[2])
     assert len(set(moments[0])) == 6
     assert moments[0][:3] == sorted(moments[0][:3])
-    assert "all at once" in replaying.replays(replaying.Asked(trace, "openai"), 0, 1)[0].told["replay"]
+    assert "all at once" in Replay(trace, "openai").parts(0, 1)[0].about
     with pytest.raises(ConfigError, match="rate must"):
-        replaying.replays(replaying.Asked(trace, "openai", rate=float("nan")), 0, 1)
+        Replay(trace, "openai", rate=float("nan")).parts(0, 1)
     trace.write_text('{"text_input": "hi", "timestamp": 3}\n')
     with pytest.raises(ConfigError, match="the trace says when"):
-        replaying.replays(replaying.Asked(trace, rate=1.0), 0, 1)
+        Replay(trace, rate=1.0).parts(0, 1)
 
 
 @pytest.mark.parametrize(
@@ -225,4 +223,4 @@ def test_what_no_request_can_hold_is_refused_before_anything_is_sent(tmp_path: P
     trace = tmp_path / "trace.jsonl"
     trace.write_text(f'{{"session_id": "s", {wrong}}}\n')
     with pytest.raises(ConfigError, match="program 's', turn 0: cannot be sent"):
-        replaying.replays(replaying.Asked(trace), 0, 1)
+        Replay(trace).parts(0, 1)

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from holdfast.loadgen import schedule
+from holdfast.loadgen import runner as schedule
 from holdfast.loadgen.lag import uncollected
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from holdfast.loadgen.traces.model import Json, Output, Program, Sized, Turn
+from holdfast.loadgen.program import Json, Output, Program, Sized, Turn
 
 TOOL: Json = {
     "type": "function",
@@ -107,7 +107,7 @@ def traces(draw: Any, first: st.SearchStrategy[Turn], later: st.SearchStrategy[T
         Program(
             name,
             (draw(first), *draw(st.lists(later, max_size=3))),
-            draw(st.none() | TEXTS),
+            draw(TEXTS),
             draw(st.lists(MESSAGES, max_size=1).map(tuple)),
         )
         for name in ids

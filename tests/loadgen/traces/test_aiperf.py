@@ -12,10 +12,9 @@ from unittest.mock import Mock
 import pytest
 from trace_samples import parcel_program, says, user
 
+from holdfast.loadgen.program import Json, Messages, Output, Program, Sized, Turn, prompts
 from holdfast.loadgen.traces import mooncake, multi_turn
 from holdfast.loadgen.traces.carried import KEY
-from holdfast.loadgen.traces.history import prompts
-from holdfast.loadgen.traces.model import Json, Messages, Output, Program, Sized, Turn
 
 FIELDS = json.loads((Path(__file__).parent / "aiperf_fields.json").read_text(encoding="utf-8"))
 NEWER = {"assistant_responses"}  # a field of later releases; 0.13 passes it over, as it does ours

@@ -5,10 +5,10 @@ from itertools import takewhile
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from trace_samples import calls, says, user
+from trace_samples import user
 
-from holdfast.loadgen.traces.lengths import Wording, counted, worded
-from holdfast.loadgen.traces.model import Output, Program, Sized, Turn
+from holdfast.loadgen.program import Output, Program, Sized, Turn
+from holdfast.loadgen.traces.lengths import Wording, worded
 from holdfast.replicas.errors import ConfigError
 
 FEW = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -76,11 +76,3 @@ def test_a_scale_is_above_zero() -> None:
     for scale in (0.0, float("nan")):
         with pytest.raises(ConfigError, match="scale"):
             Wording(scale=scale)
-
-
-def test_answers_without_a_length_are_counted() -> None:
-    told = Turn((user("a"),), output=Output(says("four words are here"), tokens=9))
-    open_ended = Turn((user("b"),))
-    said = Turn((user("c"),), output=Output(calls("c1")))
-    program = counted(Program("p", (told, said, open_ended)), lambda answer: len(answer["tool_calls"]))
-    assert [turn.output.tokens for turn in program.turns] == [9, 1, None]

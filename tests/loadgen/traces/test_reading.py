@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from trace_samples import TOOL, result, says, user
 
+from holdfast.loadgen.program import Json, Output, Program, Sized, Turn, from_zero
 from holdfast.loadgen.traces.formats import Format, convert, read, write
-from holdfast.loadgen.traces.mini_swe import BASH
-from holdfast.loadgen.traces.model import Json, Output, Program, Sized, Turn, from_zero
+from holdfast.loadgen.traces.logs import BASH
 from holdfast.replicas.errors import ConfigError
 
 SAMPLES = Path(__file__).parent / "samples"

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from trace_samples import RECORDED, TOOL, calls, parcel_program, result, says, user
 
-from holdfast.loadgen.traces.history import prompts
+from holdfast.loadgen.conversation import Answers, Forcing, Lengths, Manner, Request, first, following
+from holdfast.loadgen.program import Json, Output, Program, Sized, Turn, prompts
 from holdfast.loadgen.traces.logs import read_openai, read_tools
-from holdfast.loadgen.traces.model import Json, Output, Program, Sized, Turn
 from holdfast.loadgen.traces.recording import Observed, recorded
-from holdfast.loadgen.traces.replay import Answers, Ask, Forcing, Lengths, Manner, first, following
 from holdfast.replicas.errors import ConfigError
 from holdfast.router.protocol.body import validate
 from holdfast.router.protocol.chat import ChatBody, plain_messages
@@ -22,8 +21,8 @@ SHARED = Path(__file__).parents[4] / "shared" / "traces"
 AS_RECORDED = Manner(answers=Answers.RECORDED)
 
 
-def asks(program: Program, manner: Manner, answers: list[Json | None]) -> list[Ask]:
-    ask: Ask | None = first(program, manner)
+def asks(program: Program, manner: Manner, answers: list[Json | None]) -> list[Request]:
+    ask: Request | None = first(program, manner)
     made = []
     for answer in answers:
         assert ask is not None
@@ -39,7 +38,6 @@ def test_recorded_answers_give_the_recorded_prompts(programs: tuple[Program, ...
     for program in programs:
         made = asks(program, AS_RECORDED, [says("something else")] * len(program.turns))
         assert [ask.messages for ask in made] == list(prompts(program))
-        assert not any(ask.strayed for ask in made)
 
 
 @FEW
@@ -52,7 +50,7 @@ def test_a_recording_of_a_replay_is_the_trace(programs: tuple[Program, ...]) -> 
         program = replace(program, turns=turns, closing=())
         made = asks(program, AS_RECORDED, [None] * len(turns))
         limits = [{} if turn.max_tokens is None else {"max_tokens": turn.max_tokens} for turn in turns]
-        bodies = [transport | ask.request | limit for ask, limit in zip(made, limits, strict=True)]
+        bodies = [transport | ask.body | limit for ask, limit in zip(made, limits, strict=True)]
         # Fields that transport or limit a request cannot be told from those of a client: none is among these.
         observed = [
             Observed(program.id, at, float(at), body, turn.output, program.tenant)
@@ -89,7 +87,6 @@ def test_live_answers_go_into_the_history_with_their_own_ids() -> None:
     _, second, third = asks(parcel_program(), Manner(), [live, says("Three."), None])
     assert second.messages[-2:] == (live, result("live-9"))
     assert third.messages[-2:] == (says("Three."), user("And B?"))
-    assert not third.strayed
 
 
 def test_results_follow_the_place_of_their_call() -> None:
@@ -110,17 +107,14 @@ DEEP = weighs('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
 @pytest.mark.parametrize("answer", [None, says("No calls."), calls("x", "y"), BROKEN, DEEP, says("")])
 def test_an_answer_that_does_not_fit_gives_way_to_the_recorded_one(answer: Json | None) -> None:
     program = parcel_program()
-    _, second, third = asks(program, Manner(), [answer, says("3 kg."), None])
+    _, second, _ = asks(program, Manner(), [answer, says("3 kg."), None])
     assert second.messages == list(prompts(program))[1]
-    assert second.strayed
-    assert third.strayed
 
 
 @pytest.mark.parametrize("answer", [None, says("No calls."), calls("x"), calls("x", "y", "z"), BROKEN])
 def test_without_recorded_answers_a_server_can_still_take_the_history(answer: Json | None) -> None:
     program = Program("p", (Turn((user("Both."),)), Turn((result("a", "1"), result("b", "2"), user("So?")))))
     _, second = asks(program, Manner(), [answer, None])
-    assert second.strayed
     plain_messages(second.messages)  # raises for results without calls
     said = [message["content"] for message in second.messages if message["role"] in ("tool", "user")]
     assert said == ["Both.", "1", "2", "So?"]
@@ -138,14 +132,14 @@ def test_lengths_are_forced_by_the_fields_of_the_server(forcing: Forcing, fields
     program = parcel_program()
     turn = replace(program.turns[0], sampling={"temperature": 0, "max_completion_tokens": 3, "min_tokens": 1})
     ask = first(replace(program, turns=(turn,)), Manner(lengths=Lengths.FORCED, forcing=forcing))
-    assert ask.request == {"messages": list(turn.prompt), "tools": [TOOL], "temperature": 0, **fields}  # type: ignore[arg-type]
+    assert ask.body == {"messages": list(turn.prompt), "tools": [TOOL], "temperature": 0, **fields}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("lengths", list(Lengths))
 @pytest.mark.parametrize("answers", list(Answers))
 def test_our_server_accepts_every_request(lengths: Lengths, answers: Answers) -> None:
     for ask in asks(parcel_program(), Manner(answers, lengths), [calls("x"), says("3"), None]):
-        validate(ChatBody, json.loads(json.dumps(ask.request | {"model": "m", "stream": True})))
+        validate(ChatBody, json.loads(json.dumps(ask.body | {"model": "m", "stream": True})))
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real traces are not at hand")
@@ -160,8 +154,8 @@ def test_our_server_accepts_real_conversations() -> None:
 def test_limits_of_a_free_replay() -> None:
     program = parcel_program()
     made = asks(program, Manner(answers=Answers.RECORDED, max_tokens=99), [None] * 3)
-    assert [ask.request["max_tokens"] for ask in made] == [64, 99, 99]
-    assert "max_tokens" not in asks(program, AS_RECORDED, [None] * 3)[1].request
+    assert [ask.body["max_tokens"] for ask in made] == [64, 99, 99]
+    assert "max_tokens" not in asks(program, AS_RECORDED, [None] * 3)[1].body
 
 
 def test_when_requests_are_due() -> None:

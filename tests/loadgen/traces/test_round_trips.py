@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from trace_samples import LENGTHS, LIVE, RECORDED, SPOKEN, TOOL, parcel_program, says, user
 
+from holdfast.loadgen.program import Output, Program, Sized, Turn
 from holdfast.loadgen.traces import mooncake, multi_turn
-from holdfast.loadgen.traces.model import Output, Program, Sized, Turn
 from holdfast.replicas.errors import ConfigError
 
 FEW = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))

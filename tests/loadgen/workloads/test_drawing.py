@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from holdfast.loadgen.program import Program
 from holdfast.loadgen.workloads.catalog import WORKLOADS, describe, drawings
 from holdfast.loadgen.workloads.drawing import Draw, warm_up
-from holdfast.loadgen.workloads.script import Round, Sizes, Turn
+from holdfast.loadgen.workloads.script import Round, Sizes
 from holdfast.replicas.errors import ConfigError
 
 NAMED = dict(drawings(list(WORKLOADS)))
@@ -17,67 +18,78 @@ def drawn(name: str, seed: int = 0, repetition: int = 0, **sizes: int) -> Round:
     return NAMED[name](Draw(seed, name, repetition), Sizes(**sizes))
 
 
-def order(drawn: Round) -> list[Turn]:
-    return [turn for wave in drawn.waves for lane in wave for turn in lane]
+def order(drawn: Round) -> list[int]:
+    """The programs whose next turns are sent."""
+    return [place for wave in drawn.waves for lane in wave for place in lane]
+
+
+def system(program: Program) -> str:
+    return program.turns[0].prompt[0]["content"]
+
+
+def users(program: Program) -> list[str]:
+    return [m["content"] for turn in program.turns for m in turn.prompt if m["role"] == "user"]
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_a_seed_draws_the_same_and_every_other_draw_differs_from_the_first_word_on(name: str) -> None:
     assert drawn(name) == drawn(name)
     rounds = (drawn(name), drawn(name, 1), drawn(name, 0, 1), warm_up(0, 0))
-    starts = [{script.system[:20] for script in round_.scripts} for round_ in rounds]
+    starts = [{system(program)[:20] for program in round_.programs} for round_ in rounds]
     assert len(set.union(*starts)) == sum(len(each) for each in starts)
 
 
 def test_what_is_drawn_apart_has_other_sessions_and_the_same_programs() -> None:
     one, other = (NAMED["bfcl"](Draw(0, "bfcl", 0, apart), Sizes(jobs=5)) for apart in ("1 a second", "2 a second"))
     assert (one.due, one.waves) == (other.due, other.waves)
-    for mine, theirs in zip(one.scripts, other.scripts, strict=True):
-        assert (mine.name, mine.steps, mine.pauses) == (theirs.name, theirs.steps, theirs.pauses)
-        assert mine.system.split(".")[1:] == theirs.system.split(".")[1:]
-        assert mine.session != theirs.session
-        assert mine.system[:20] != theirs.system[:20]
+    assert one.session != other.session
+    for mine, theirs in zip(one.programs, other.programs, strict=True):
+        said = [[text.rpartition("\n\n")[2] for text in users(each)] for each in (mine, theirs)]
+        assert (mine.id, said[0]) == (theirs.id, said[1])
+        assert [turn.delay_ms for turn in mine.turns] == [turn.delay_ms for turn in theirs.turns]
+        assert system(mine).split(".")[1:] == system(theirs).split(".")[1:]
+        assert system(mine)[:20] != system(theirs)[:20]
 
 
 def test_no_two_tenants_open_their_prompts_alike() -> None:
-    starts = {(script.tenant, script.system[:20]) for script in drawn("tenants").scripts}
+    starts = {(program.tenant, system(program)[:20]) for program in drawn("tenants").programs}
     assert len(starts) == len({start for _, start in starts}) == 1 + Sizes().quiet
 
 
 def test_no_two_workloads_and_no_two_programs_share_a_session() -> None:
-    sessions = [script.session for name in NAMED for script in drawn(name).scripts]
+    rounds = [drawn(name) for name in NAMED]
+    sessions = [f"{round_.session}-{program.id}" for round_ in rounds for program in round_.programs]
     assert len(set(sessions)) == len(sessions)
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_every_turn_of_the_waves_is_there_once_and_in_order(name: str) -> None:
+def test_a_program_has_as_many_turns_as_are_sent_however_the_model_answers(name: str) -> None:
     round_ = drawn(name)
-    turns = order(round_)
-    assert len(set(turns)) == len(turns)
-    for number, script in enumerate(round_.scripts):
-        mine = [turn.index for turn in turns if turn.script == number]
-        assert mine == list(range(len(mine)))
-        assert len(script.steps) >= len(mine)
+    for place, program in enumerate(round_.programs):
+        assert 0 < order(round_).count(place) <= len(users(program))
 
 
 def test_the_three_dispatches_send_the_agents_turns_in_their_order() -> None:
-    told = {name: "".join("ABC"[t.script] + str(t.index + 1) for t in order(drawn(name))) for name in DISPATCHES}
-    assert told["sequential"].startswith("A1A2A3A4A5B1B2")
-    assert told["interleaved"].startswith("A1B1C1A2B2C2")
-    assert told["round-robin"].startswith("A1B1C1B2C2A2C3A3B3")
-    tools = {tool["function"]["name"] for script in drawn("sequential").scripts for tool in script.tools}
+    told = {name: "".join("ABC"[place] for place in order(drawn(name))) for name in DISPATCHES}
+    assert told["sequential"].startswith("AAAAABB")
+    assert told["interleaved"].startswith("ABCABC")
+    assert told["round-robin"].startswith("ABCBCACAB")
+    tools = {tool["function"]["name"] for program in drawn("sequential").programs for tool in program.turns[0].tools}
     assert len(tools) == 15
 
 
 def test_sizes_size() -> None:
     assert len(order(drawn("webapp"))) == 35
     assert len(order(drawn("webapp", webapp_turns=4))) == 4
-    (longer,) = drawn("webapp", webapp_turns=4, webapp_words=10).scripts
-    assert [pause.words for pause in longer.pauses] == [3, 3, 4]
+    plain, longer = (drawn("webapp", webapp_turns=4, webapp_words=words).programs[0] for words in (0, 10))
+    words = [[len(str(turn.prompt[0]["content"]).split()) for turn in each.turns[1:4]] for each in (plain, longer)]
+    assert [more - less for less, more in zip(*words, strict=True)] == [3, 3, 4]
     assert [len(wave) for wave in drawn("burst").waves] == [8] * 5
     assert [len(wave) for wave in drawn("burst", burst=3, bursts=2).waves] == [3, 3]
     assert [len(wave) for wave in drawn("concurrency", programs=4).waves] == [4]
-    assert len(drawn("bugfix", chain=5).scripts[0].steps[0].calls) == 5
+    assert (
+        sum(bool(turn.output.answer.get("tool_calls")) for turn in drawn("bugfix", chain=5).programs[0].turns[:6]) == 5
+    )
     assert len(drawn("arrivals", jobs=7).due) == 7
     for wrong in ({"burst": 0}, {"rate": 0.0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
@@ -91,17 +103,20 @@ def test_programs_arrive_as_often_as_the_rate_says() -> None:
 
 
 def test_a_burst_shares_its_preamble_and_nothing_else() -> None:
-    scripts = drawn("burst").scripts
-    assert len({json.dumps([script.system, script.tools]) for script in scripts}) == 1
-    assert len({script.steps[0].user for script in scripts}) > 35
+    programs = drawn("burst").programs
+    assert len({json.dumps([system(program), program.turns[0].tools]) for program in programs}) == 1
+    assert len({users(program)[0] for program in programs}) > 35
 
 
 def test_what_the_user_says_holds_every_argument() -> None:
     for name in NAMED:
-        for script in drawn(name).scripts:
-            for step in script.steps:
-                for call in step.calls:
-                    assert all(str(value) in step.user for value in call.arguments.values())
+        for program in drawn(name).programs:
+            said = ""
+            for turn in program.turns:
+                said = next((m["content"] for m in turn.prompt if m["role"] == "user"), said)
+                for call in turn.output.answer.get("tool_calls") or ():
+                    arguments = json.loads(call["function"]["arguments"])
+                    assert all(str(value) in said for value in arguments.values())
 
 
 def test_repeats_ask_before_what_they_measure() -> None:

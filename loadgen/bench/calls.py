@@ -1,18 +1,12 @@
-"""What guaranteed calls hold and cost: ``python -m holdfast.loadgen.bench.calls [--parts NAMES] [--models NAMES]``.
+"""What guaranteed tool calls hold and cost: ``python -m holdfast.loadgen.bench.calls [--parts NAMES]``.
 
 - `law`: sampled turns at temperature 0 and 1 in every format, of Pocket and of random models with vocabularies of 1,536
-  and 128,000. Two of three begin a call, the others as the model likes. What must not be is counted: calls to
-  undeclared names, arguments outside their schemas, markup in the content, and turns without a call, or with calls that
-  are whole with no guarantee, that differ from what they are without one, token by token. Such a turn is asked again,
-  alone with and without: in the company of others prompts are cut as they come, which may move a last bit.
-- `time`: turns with calls in each form of each format, with the guarantee and without, taking turns; with 4 tools and
-  with 200. The model writes what the conversation has, whole calls; all else is as it is in service, drafts and forced
-  tokens included. Grammars are compiled before: that is what `ready` is about. Other work on a machine moves a turn's
-  processor time by more than grammars do, so what goes to these is taken inside of each turn, with the steps that it
-  takes; whole turns are told beside it.
-- `ready`: how long a new set of 200 tools takes until its turn is with the engine, and what others feel of it.
-- `whole`: tools and words that Pocket has never seen; how many of the turns that begin a call are whole calls, with and
-  without. One that is cut before anything of it is sent has begun, too.
+  and 128,000. Two of three begin a call. It counts calls to undeclared names, arguments outside their schemas, markup
+  in the content, and turns whose guarantee was given up; all of these must be 0.
+- `time`: the share of a turn's processor time that its grammar takes, for each form of each format, with 4 and 200
+  tools. The model writes the expected call. Drafts and forced tokens are as in service. Grammars are compiled before.
+- `ready`: the time from a request with 200 new tools until the engine has it.
+- `whole`: tools and words that Pocket has never seen: of the turns that begin a call, the share of whole calls.
 
 One process, no Ray and no HTTP.
 """
@@ -27,14 +21,14 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import count, pairwise
+from itertools import count, product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -49,8 +43,9 @@ from holdfast.replicas.constraints.matcher import Bits, Matcher
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
 from holdfast.replicas.plan import Drawn, Landed, Runner, Sampling, StepPlan
-from holdfast.replicas.requests import Answer, ChatPrompt, GenerateRequest, ModelCard, RawPrompt, TextDelta
+from holdfast.replicas.requests import Answer, ChatPrompt, GenerateRequest, ModelCard, RawPrompt
 from holdfast.replicas.service import Service, freeze_heap
+from holdfast.replicas.speculation.ngrams import common_prefix
 from holdfast.replicas.text.calls.formats import MARKERS, ToolFormat
 from holdfast.replicas.text.conversation import Constraints, Encoded, TextSide
 
@@ -62,7 +57,6 @@ MODELS = ("pocket", *map(str, VOCABULARIES))
 _CONFIG = EngineConfig(cells=16384, threads=1)
 _MAX_TOKENS = 160
 _SETS = 8  # of tools, over which turns are timed
-_SIDES: tuple[Guarantee, Guarantee] = ("off", "schema")
 _BEGUN = ("", "I look that up.\n", "Well\n\n")  # texts before a call
 
 
@@ -187,10 +181,14 @@ def random_model(folder: Path, vocabulary: int) -> None:
 
 
 class Begun:
-    """`constraints.matcher.Matcher` of a reply that begins with `prefix`, whatever follows: then `inner` says."""
+    """`constraints.matcher.Matcher` of a reply that begins with `prefix`; after it `inner` decides."""
 
     def __init__(self, prefix: Sequence[int], inner: Matcher | None, vocabulary: int, at: int = 0) -> None:
         self._prefix, self._inner, self._vocabulary, self._at = prefix, inner, vocabulary, at
+
+    @property
+    def _begun(self) -> bool:
+        return self._at >= len(self._prefix)
 
     @property
     def words(self) -> int:
@@ -198,11 +196,11 @@ class Begun:
 
     @property
     def binding(self) -> bool:
-        return self._at < len(self._prefix) or (self._inner is not None and self._inner.binding)
+        return not self._begun or (self._inner is not None and self._inner.binding)
 
     @property
     def finished(self) -> bool:
-        return self._at >= len(self._prefix) and self._inner is not None and self._inner.finished
+        return self._begun and self._inner is not None and self._inner.finished
 
     @property
     def failed(self) -> bool:
@@ -217,20 +215,17 @@ class Begun:
         return Begun(self._prefix, inner, self._vocabulary, self._at)
 
     def advance(self, tokens: Sequence[int]) -> int:
-        stand = len(tokens) if self._inner is None else self._inner.advance(tokens)
-        self._at += stand
-        return stand
+        accepted = len(tokens) if self._inner is None else self._inner.advance(tokens)
+        self._at += accepted
+        return accepted
 
     def accepts(self, tokens: Sequence[int]) -> int:
         rest = list(self._prefix[self._at :])
-        same = next((i for i, (a, b) in enumerate(zip(tokens, rest, strict=False)) if a != b), None)
-        if same is not None or len(tokens) <= len(rest):
-            return len(tokens) if same is None else same
-        ahead = self.copy()
-        return ahead.advance(tokens)
+        same = common_prefix(list(tokens), rest)
+        return self.copy().advance(tokens) if same == len(rest) else same
 
     def forced(self) -> list[int]:
-        if self._at < len(self._prefix):
+        if not self._begun:
             return list(self._prefix[self._at :])
         return self._inner.forced() if self._inner is not None else []
 
@@ -238,7 +233,7 @@ class Begun:
         ahead = self.copy()
         for row in range(len(drafts) + 1):
             out[row] = -1
-            if ahead._at < len(ahead._prefix):
+            if not ahead._begun:
                 token = ahead._prefix[ahead._at]
                 out[row] = 0
                 out.view(np.uint32)[row, token // 32] = np.uint32(1) << np.uint32(token % 32)
@@ -250,50 +245,22 @@ class Begun:
 
 
 class Clocked:
-    """`constraints.matcher.Matcher` as `inner` is, whose processor seconds are added to `spent`."""
+    """`constraints.matcher.Matcher` that adds the processor seconds of `inner` to `spent`."""
 
     def __init__(self, inner: Matcher, spent: list[float]) -> None:
         self._inner, self._spent = inner, spent
 
-    @property
-    def words(self) -> int:
-        return self._inner.words
-
-    @property
-    def binding(self) -> bool:
-        return self._inner.binding
-
-    @property
-    def finished(self) -> bool:
-        return self._inner.finished
-
-    @property
-    def failed(self) -> bool:
-        return self._inner.failed
-
-    @property
-    def given_up(self) -> bool:
-        return self._inner.given_up
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._inner, name)
+        return partial(clocked, self._spent, value) if callable(value) else value
 
     def copy(self) -> Clocked:
         return Clocked(clocked(self._spent, self._inner.copy), self._spent)
 
-    def advance(self, tokens: Sequence[int]) -> int:
-        return clocked(self._spent, self._inner.advance, tokens)
-
-    def accepts(self, tokens: Sequence[int]) -> int:
-        return clocked(self._spent, self._inner.accepts, tokens)
-
-    def forced(self) -> list[int]:
-        return clocked(self._spent, self._inner.forced)
-
-    def fill(self, drafts: Sequence[int], out: Bits) -> None:
-        clocked(self._spent, self._inner.fill, drafts, out)
-
 
 def clocked(spent: list[float], act: Callable[..., Made], *arguments: Any) -> Made:
-    """What `act` makes of its arguments; the processor seconds of that go to `spent`."""
-    before = time.thread_time()  # what reading the clock takes here is not theirs
+    """Call `act` and append its processor seconds to `spent`."""
+    before = time.thread_time()  # the time of reading the clock is subtracted
     began = time.thread_time()
     made = act(*arguments)
     spent.append(time.thread_time() - began - (began - before))
@@ -301,16 +268,14 @@ def clocked(spent: list[float], act: Callable[..., Made], *arguments: Any) -> Ma
 
 
 class Scripted:
-    """A `Runner` whose model is sure of what it says: after a prompt of `n_prompt` tokens, `script`. `steps` it ran."""
+    """A `Runner` whose model always writes `script` after a prompt of `n_prompt` tokens."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.n_prompt = 0
         self.script: Sequence[int] = ()
-        self.steps = 0
 
     def begin(self, plan: StepPlan) -> Landed:
-        self.steps += 1
         output = self._runner.begin(plan).land()
         return Landed(replace(output, drawn=tuple(map(self._drawn, plan.chunks, output.drawn))))
 
@@ -320,14 +285,14 @@ class Scripted:
         drafts = chunk.tokens[len(chunk.tokens) - chunk.draw.drafts :].tolist()
         at = chunk.start + len(chunk.tokens) - len(drafts) - self.n_prompt
         follow = list(self.script[at : at + len(drafts) + 1])
-        right = next((i for i, (a, b) in enumerate(zip(drafts, follow, strict=False)) if a != b), len(follow) - 1)
-        return Drawn(tuple(follow[: right + 1]))
+        return Drawn(tuple(follow[: common_prefix(drafts, follow) + 1]))
 
 
 class Recorded(TextSide):
-    """Keeps the tokens of every reply, by the program of its request. `begun` is what replies begin with; `shown`: the
-    tools that the model sees, where these are not the declared ones; `spent`: processor seconds of what holds replies
-    to their grammars, piece by piece.
+    """Keeps the tokens of every reply, by the program of its request.
+
+    `begun`: what the reply to a request begins with. `shown`: the tools that the model sees, if not the declared ones.
+    `spent`: processor seconds of the grammars.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -352,10 +317,10 @@ class Recorded(TextSide):
         return clocked(self.spent, super().constraints, prompt, scope)
 
     def after_thinking(self, request: GenerateRequest, encoded: Encoded, matcher: Matcher | None) -> Matcher | None:
-        found = super().after_thinking(request, encoded, matcher)
-        found = Clocked(found, self.spent) if found is not None else None
+        inner = super().after_thinking(request, encoded, matcher)
+        timed = cast(Matcher, Clocked(inner, self.spent)) if inner is not None else None
         prefix = self.begun.get(request.request_id)
-        return Begun(prefix, found, self.vocabulary) if prefix else found
+        return Begun(prefix, timed, self.vocabulary) if prefix else timed
 
 
 @asynccontextmanager
@@ -383,24 +348,23 @@ async def serving(
 
 @dataclass(slots=True)
 class Law:
-    """What sampled turns were like. `undeclared`, `outside`, `markup`, `changed` and `unguarded` must be 0."""
+    """What sampled turns were like. `undeclared`, `outside`, `markup` and `unguarded` must be 0."""
 
     turns: int = 0
-    begun: int = 0
+    begun: int = 0  # turns that begin a call
     calls: int = 0
     cut: int = 0  # replies that ended by their length
     undeclared: int = 0
     outside: int = 0  # of the schema
     markup: int = 0
-    changed: int = 0
-    compared: int = 0
-    kept: int = 0  # of those compared, the ones with calls
-    moved: int = 0  # of those compared, the ones that differed among others and alone do not
     unguarded: int = 0  # turns whose calls were free from some place on
 
     @property
     def holds(self) -> bool:
-        return not (self.undeclared or self.outside or self.markup or self.changed or self.unguarded)
+        return not (self.undeclared or self.outside or self.markup or self.unguarded)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in asdict(self).items())
 
 
 def opens(form: CallForm, names: Iterable[str]) -> list[str]:
@@ -427,117 +391,65 @@ def shows_markup(text: str, tool_format: ToolFormat, names: Set[str], begun: boo
     return begun and any(part in text for part in parts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ask:
-    """A turn. `text`: what its reply begins with."""
-
-    text: str
-    task: CallTask
-    temperature: float
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """What became of turns, by their names. `replies` are their tokens."""
-
-    answers: Mapping[str, Answer]
-    replies: Mapping[str, list[int]]
-    texts: Mapping[str, str]
-    unguarded: int
-
-
-async def _told_by(loaded: LoadedRunner, tool_format: ToolFormat, guarantee: Guarantee, asks: Sequence[_Ask]) -> _Told:
-    """All `asks` at once. Their grammar is compiled before, however long that takes."""
-    async with serving(loaded, tool_format, guarantee) as (service, text_side):
-        requests = []
-        for ask in asks:
-            prompt = ChatPrompt([{"role": "user", "content": f"{ask.task.ask} ({ask.name})"}], LAW_TOOLS)
-            sampling = Sampling(max_tokens=_MAX_TOKENS, temperature=ask.temperature)
-            requests.append(GenerateRequest(ask.name, prompt, sampling, program_id=ask.name))
-            if ask.text:
-                text_side.begun[ask.name] = list(text_side.tokenizer.encode(ask.text, add_special_tokens=False))
-        await asyncio.to_thread(text_side.constraints, requests[0].prompt)
-        answers = {}
-        for ask, answer in zip(asks, await asyncio.gather(*map(service.generate, requests)), strict=True):
-            if not isinstance(answer, Answer):
-                raise RuntimeError(f"{ask.name}: {answer}")
-            answers[ask.name] = answer
-        texts = {name: text_side.tokenizer.decode(ids) for name, ids in text_side.replies.items()}
-        return _Told(answers, text_side.replies, texts, text_side.unguarded + service.engine.stats.unguarded)
-
-
-async def law(loaded: LoadedRunner, tool_format: ToolFormat, turns: int, found: Law, seed: int = 0) -> None:
-    """`turns` sampled turns in one format, half of them greedy, into `found`."""
-    rng = random.Random(f"{tool_format}/{seed}")
+async def law(
+    loaded: LoadedRunner, tool_format: ToolFormat, turns: int, total: Law, guarantee: Guarantee = "schema"
+) -> None:
+    """Add `turns` sampled turns in one format to `total`, half of them greedy."""
+    rng = random.Random(str(tool_format))
     names = {tool["function"]["name"] for tool in LAW_TOOLS}
     forms = forms_of(tool_format, lambda _: True)
     assert forms is not None
-    asks = []
+    begins = []
     for index in range(turns):
         form = rng.choice(forms.all)
         text = (rng.choice(_BEGUN) if form.opener else "") + rng.choice(opens(form, names))
-        asks.append(_Ask(text if index % 3 != 2 else "", rng.choice(TASKS), float(index % 2), f"{seed}.{index}"))
-    free, held = [await _told_by(loaded, tool_format, guarantee, asks) for guarantee in _SIDES]
-    found.turns += turns
-    found.unguarded += held.unguarded
-    for ask in asks:
-        off, on = free.answers[ask.name], held.answers[ask.name]
-        # A model that has drawn an opener by itself has begun a call, though it may be cut before anything is sent.
-        drawn = any(form.opener and form.opener in free.texts[ask.name] for form in forms.all)
-        begun = bool(ask.text or on.tool_calls or off.tool_calls) or drawn
-        found.begun += begun
-        found.calls += len(on.tool_calls)
-        found.cut += on.reason == "length"
-        for call in on.tool_calls:
+        begins.append(text if index % 3 != 2 else "")
+    async with serving(loaded, tool_format, guarantee) as (service, side):
+        requests = []
+        for index, text in enumerate(begins):
+            name = f"{index}"
+            prompt = ChatPrompt([{"role": "user", "content": f"{rng.choice(TASKS).ask} ({name})"}], LAW_TOOLS)
+            sampling = Sampling(max_tokens=_MAX_TOKENS, temperature=float(index % 2))
+            requests.append(GenerateRequest(name, prompt, sampling, program_id=name))
+            if text:
+                side.begun[name] = list(side.tokenizer.encode(text, add_special_tokens=False))
+        await asyncio.to_thread(side.constraints, requests[0].prompt)  # compiled before, however long that takes
+        answers = await asyncio.gather(*map(service.generate, requests))
+        total.unguarded += side.unguarded + service.engine.stats.unguarded
+    total.turns += turns
+    for text, answer in zip(begins, answers, strict=True):
+        if not isinstance(answer, Answer):
+            raise RuntimeError(f"{tool_format}: {answer}")
+        total.begun += bool(text or answer.tool_calls)
+        total.calls += len(answer.tool_calls)
+        total.cut += answer.reason == "length"
+        for call in answer.tool_calls:
             if call.name not in names:
-                found.undeclared += 1
-            elif call.closed or on.reason != "length":
-                found.outside += not (call.closed and is_whole(call.name, call.arguments, LAW_TOOLS))
-        found.markup += shows_markup(on.text or "", tool_format, names, bool(ask.text))
-        whole = [call.closed and is_whole(call.name, call.arguments, LAW_TOOLS) for call in off.tool_calls]
-        if not begun or (whole and all(whole) and off.reason == "tool_calls"):
-            found.compared += 1
-            found.kept += begun
-            if free.replies[ask.name] != held.replies[ask.name]:
-                alone = [await _told_by(loaded, tool_format, guarantee, [ask]) for guarantee in _SIDES]
-                changed = alone[0].replies != alone[1].replies
-                found.changed += changed
-                found.moved += not changed
+                total.undeclared += 1
+            elif call.closed or answer.reason != "length":
+                total.outside += not (call.closed and is_whole(call.name, call.arguments, LAW_TOOLS))
+        total.markup += shows_markup(answer.text or "", tool_format, names, bool(text))
 
 
 async def run_law(turns: int, wanted: Sequence[str] = MODELS, tool_formats: Sequence[ToolFormat] = FORMATS) -> Law:
     """The law over the `wanted` models and formats; `turns` are those of all models and formats."""
-    found = Law()
+    total = Law()
     with TemporaryDirectory() as folder:
-        models: list[tuple[str, str]] = [("pocket", "pocket")]
-        for vocabulary in VOCABULARIES:
-            path = Path(folder, str(vocabulary))
-            random_model(path, vocabulary)
-            models.append((f"random, {vocabulary:,} tokens", str(path)))
-        each = -(-turns // (len(models) * len(FORMATS)))
-        for (label, model), name in zip(models, MODELS, strict=True):
-            if name not in wanted:
-                continue
+        for name in wanted:
+            model = name
+            if name != "pocket":
+                model = str(Path(folder, name))
+                random_model(Path(model), int(name))
             loaded = load_runner(replace(_CONFIG, model=model))
             for tool_format in tool_formats:
                 one = Law()
-                await law(loaded, tool_format, each, one)
-                print(f"{label:24} {tool_format:16} {_told(one)}", flush=True)
-                for count_ in Law.__slots__:
-                    setattr(found, count_, getattr(found, count_) + getattr(one, count_))
+                await law(loaded, tool_format, -(-turns // (len(MODELS) * len(FORMATS))), one)
+                print(f"{name:8} {tool_format:16} {one}", flush=True)
+                for field, value in asdict(one).items():
+                    setattr(total, field, getattr(total, field) + value)
             del loaded
-    print(f"{'all':24} {'':16} {_told(found)}")
-    return found
-
-
-def _told(law: Law) -> str:
-    return (
-        f"{law.turns} turns, {law.begun} that begin a call, {law.calls} calls, {law.cut} cut; "
-        f"undeclared {law.undeclared}, outside the schema {law.outside}, markup {law.markup}, "
-        f"changed {law.changed} of {law.compared} without a call or with whole ones ({law.kept}), "
-        f"{law.moved} in company alone; unguarded {law.unguarded}"
-    )
+    print(f"{'all':25} {total}")
+    return total
 
 
 # ---- time ----
@@ -550,106 +462,57 @@ def _timed(tool_format: ToolFormat) -> list[tuple[str, CallForm]]:
     return [(f"{tool_format} {'bare' if not form.opener else form.opener}", form) for form in forms.all]
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """A turn without the guarantee and the same one with it: `whole` processor seconds of each, and what of the second
-    one's went to its grammar, less what the first one takes to find that it has none.
-    """
-
-    whole: tuple[float, float]
-    grammar: float
-    steps: tuple[int, int]
-
-    @property
-    def ratio(self) -> float:
-        return self.whole[1] / self.whole[0]
-
-    @property
-    def inside(self) -> float:
-        """The turn's time with its grammar over that without."""
-        return self.whole[1] / (self.whole[1] - self.grammar)
-
-
 async def run_time(
     rounds: int, tool_formats: Sequence[ToolFormat] = FORMATS, model: str = _CONFIG.model
 ) -> dict[str, float]:
-    """What turns with the guarantee take over what they take without their grammar's time, for each form and number of
-    tools: the median of turns. That is told apart from the turns' other noise; whole turns are compared as well.
+    """The median share of a turn's processor time that its grammar takes, by form and number of tools.
 
-    `model`: Pocket, or made of it (`holdfast inflate`), for its words.
+    `model`: Pocket, or a folder that `holdfast inflate` made of it. Raises RuntimeError for a token that was refused.
     """
-    ratios = {}
+    shares = {}
     # Without a cost of steps, drafts do not depend on time.
-    runners = [replace(load_runner(replace(_CONFIG, model=model)), cost=None) for _ in range(2)]
-    scripts = [Scripted(loaded.runner) for loaded in runners]
+    loaded = replace(load_runner(replace(_CONFIG, model=model)), cost=None)
+    script = Scripted(loaded.runner)
     others = many_tools(196, 4, 0)
     for tool_format in tool_formats:
         for label, form in _timed(tool_format):
             for more in ((), others):
-                async with (
-                    serving(runners[0], tool_format, "off", scripts[0]) as off,
-                    serving(runners[1], tool_format, "schema", scripts[1]) as on,
-                ):
-                    pairs = await _pairs((off, on), scripts, form, more, rounds)
-                    refused = on[0].engine.stats.refused
-                name = f"{label}, {4 + len(more)} tools"
-                ratios[name] = median(pair.inside for pair in pairs)
-                steps = [sum(pair.steps[side] for pair in pairs) for side in (0, 1)]
-                print(
-                    f"{name:48} {_interval([pair.inside for pair in pairs])} of a turn's processor time for its "
-                    f"grammar, {steps[1]} steps for {steps[0]}, whole turns {_interval([each.ratio for each in pairs])}"
-                    f", {len(pairs)} pairs; {refused} tokens refused",
-                    flush=True,
-                )
-    print(f"median {median(ratios.values()) - 1:+.2%}, most {max(ratios.values()) - 1:+.2%}")
-    return ratios
+                async with serving(loaded, tool_format, "schema", script) as (service, text):
+                    turns = [await _share(service, text, script, form, more, n) for n in range(-2, rounds)][2:]
+                    if refused := service.engine.stats.refused:
+                        raise RuntimeError(f"{label}: {refused} tokens of the expected call were refused")
+                shares[f"{label}, {4 + len(more)} tools"] = median(turns)
+                print(f"{label}, {4 + len(more):3} tools {median(turns):8.2%} ({len(turns)} turns)", flush=True)
+    print(f"median {median(shares.values()):.2%}, most {max(shares.values()):.2%}")
+    return shares
 
 
-def _interval(ratios: Sequence[float]) -> str:
-    """The median, and where it lies with 95 %."""
-    drawn = [median(random.Random(seed).choices(ratios, k=len(ratios))) for seed in range(400)]
-    low, high = np.percentile(drawn, (2.5, 97.5))
-    return f"{median(ratios) - 1:+.2%} ({low - 1:+.2%} to {high - 1:+.2%})"
-
-
-async def _pairs(
-    sides: Sequence[tuple[Service, Recorded]],
-    scripts: Sequence[Scripted],
+async def _share(
+    service: Service,
+    text: Recorded,
+    script: Scripted,
     form: CallForm,
     more: Sequence[Mapping[str, Any]],
-    rounds: int,
-) -> list[_Pair]:
-    """Turns of the first side and the second, whose model writes the call that is meant in `form`.
+    number: int,
+) -> float:
+    """One turn whose model writes the expected call in `form`; the share of its grammar.
 
-    The model sees the tools of its task alone, so that a turn is a short one however many are declared.
+    The model sees the tools of its task alone, so the prompt stays short with `more` declared tools.
     """
-    pairs = []
+    task, text.shown = TASKS[number % _SETS], TASKS[number % _SETS].tools
+    prompt = ChatPrompt([{"role": "user", "content": f"{task.ask} ({number})"}], [*task.tools, *more])
+    await asyncio.to_thread(text.constraints, prompt)
     prose = "I look that up.\n" if form.opener else ""
-    for number in range(-2, rounds):  # two to warm up
-        task = TASKS[number % _SETS]
-        tools = [*task.tools, *more]
-        whole, steps = [0.0, 0.0], [0, 0]
-        for side in (0, 1) if number % 2 else (1, 0):
-            service, text = sides[side]
-            text.shown = task.tools
-            prompt = ChatPrompt([{"role": "user", "content": f"{task.ask} ({number})"}], tools)
-            await asyncio.to_thread(text.constraints, prompt)
-            request = GenerateRequest(f"{number}", prompt, Sampling(max_tokens=256))
-            ids = text.tokenizer.encode(prose + written(form, [task.expected]), add_special_tokens=False)
-            scripts[side].n_prompt = len((await text.encoded(prompt)).tokens)
-            scripts[side].script = [*ids, *sorted(text.eos)[:1] * 64]
-            scripts[side].steps = 0
-            text.spent.clear()
-            began = time.process_time()
-            answer = await service.generate(request)
-            whole[side], steps[side] = time.process_time() - began, scripts[side].steps
-            if not isinstance(answer, Answer) or [c.name for c in answer.tool_calls] != [task.expected[0]]:
-                raise RuntimeError(f"{form}: {answer}")
-        if number >= 0:
-            without, spent = (text.spent for _, text in sides)
-            grammar = sum(spent) - sum(without)
-            pairs.append(_Pair((whole[0], whole[1]), grammar, (steps[0], steps[1])))
-    return pairs
+    ids = text.tokenizer.encode(prose + written(form, [task.expected]), add_special_tokens=False)
+    script.n_prompt = len((await text.encoded(prompt)).tokens)
+    script.script = [*ids, *sorted(text.eos)[:1] * 64]
+    text.spent.clear()
+    began = time.process_time()
+    answer = await service.generate(GenerateRequest(f"{number}", prompt, Sampling(max_tokens=256)))
+    whole = time.process_time() - began
+    if not isinstance(answer, Answer) or [call.name for call in answer.tool_calls] != [task.expected[0]]:
+        raise RuntimeError(f"{form}: {answer}")
+    return sum(text.spent) / whole
 
 
 # ---- ready ----
@@ -678,59 +541,34 @@ def many_tools(number: int, properties: int, seed: int, described: int = 20) -> 
 
 
 async def run_ready(rounds: int = 5, described: int = 160) -> None:
-    """Seconds from a request with new tools to the engine, and the longest gap in another stream meanwhile.
-
-    `described`: the characters that are said of an argument.
-    """
+    """Milliseconds from a request with new tools to the engine. `described`: the characters said of an argument."""
     with TemporaryDirectory() as folder:
         random_model(Path(folder), VOCABULARIES[1])
         loaded = load_runner(replace(_CONFIG, model=folder))
-        loaded = replace(
-            loaded, config=replace(loaded.config, context_length=1 << 18)
-        )  # no turn with these is computed
-        numbers = count()
-        async with serving(loaded, ToolFormat.HERMES, "schema") as (service, text):
+        # No turn with these prompts is computed.
+        loaded = replace(loaded, config=replace(loaded.config, context_length=1 << 18))
+        seeds = count()
+        async with serving(loaded, ToolFormat.HERMES, "schema") as (_, text):
             freeze_heap()  # as a server does
             threads = CompilerThreads()
-            for properties in (6, 10):
-                for choice in ("required", "auto"):
-                    taken, encoding, gaps, quiet = [], [], [], []
-                    for _ in range(rounds):
-                        prompt = _asking(many_tools(200, properties, next(numbers), described), choice)
-                        stream = asyncio.create_task(_gaps(service, f"stream-{next(numbers)}"))
-                        await asyncio.sleep(0.5)
-                        began = time.perf_counter()
-                        encoded = await text.encoded(prompt)
-                        encoding.append(time.perf_counter() - began)
-                        limits = await threads.run(partial(text.constraints, prompt))
-                        text.after_thinking(GenerateRequest("", prompt, Sampling()), encoded, limits.matcher)
-                        ended = time.perf_counter()
-                        taken.append(ended - began)
-                        tokens = await stream
-                        inside = [b - a for a, b in pairwise(tokens) if a < ended and b > began]
-                        gaps.append(max(inside, default=0.0))
-                        outside = [b - a for a, b in pairwise(tokens) if b < began]
-                        quiet.append(max(outside, default=0.0))
-                    rest = [whole - part for whole, part in zip(taken, encoding, strict=True)]
-                    print(
-                        f"200 tools of {properties} arguments, {choice}: {median(encoding) * 1e3:.0f} ms to tokenize "
-                        f"{len(encoded.tokens):,} tokens, then {median(rest) * 1e3:.0f} ms until the engine has it "
-                        f"(at most {max(rest) * 1e3:.0f}); a stream's longest gap {median(gaps) * 1e3:.1f} ms "
-                        f"meanwhile, {median(quiet) * 1e3:.1f} ms before",
-                        flush=True,
-                    )
-
-
-def _asking(tools: Sequence[Mapping[str, Any]], choice: Any) -> ChatPrompt:
-    return ChatPrompt([{"role": "user", "content": "Go."}], tools, choice)
-
-
-async def _gaps(service: Service, name: str) -> list[float]:
-    """When the pieces of a long reply came."""
-    sampling = Sampling(max_tokens=1200, temperature=1.0, ignore_eos=True)
-    request = GenerateRequest(name, ChatPrompt([{"role": "user", "content": name}]), sampling)
-    async with aclosing(service.stream(request)) as stream:
-        return [time.perf_counter() async for pieces in stream if any(isinstance(each, TextDelta) for each in pieces)]
+            choices: tuple[Any, ...] = ("required", "auto")
+            for properties, choice in product((6, 10), choices):
+                encoding, rest = [], []
+                for _ in range(rounds):
+                    tools = many_tools(200, properties, next(seeds), described)
+                    prompt = ChatPrompt([{"role": "user", "content": "Go."}], tools, choice)
+                    began = time.perf_counter()
+                    encoded = await text.encoded(prompt)
+                    encoding.append((time.perf_counter() - began) * 1e3)
+                    limits = await threads.run(partial(text.constraints, prompt))
+                    text.after_thinking(GenerateRequest("", prompt, Sampling()), encoded, limits.matcher)
+                    rest.append((time.perf_counter() - began) * 1e3 - encoding[-1])
+                print(
+                    f"200 tools of {properties} arguments, {choice}: {median(encoding):.0f} ms to tokenize "
+                    f"{len(encoded.tokens):,} tokens, then {median(rest):.0f} ms until the engine has it "
+                    f"(at most {max(rest):.0f})",
+                    flush=True,
+                )
 
 
 # ---- whole ----

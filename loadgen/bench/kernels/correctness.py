@@ -69,8 +69,10 @@ class Case:
 
 
 def cases(device: str, large: bool) -> Iterator[Case]:
-    """All of them: those of bfloat16 first, which is what models run in."""
+    """All of them: those of bfloat16 first, which is what models run in. In the interpreter those of float32 only."""
     for dtype, tolerance in TOLERANCES.items():
+        if not large and dtype == torch.bfloat16:
+            continue
         made = (
             *_attention_cases(dtype, device, large),
             *_layer_cases(dtype, device),

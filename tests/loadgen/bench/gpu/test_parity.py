@@ -75,15 +75,6 @@ def test_a_reply_differs_where_its_first_other_token_stands_whatever_follows(exp
     assert apart(Reply(0, ours, (*logprobs(expected)[:at], *[-9.0] * (n - at))), expected) < 1e-9
 
 
-@given(expectations())
-def test_the_nearest_rival_is_that_of_the_least_margin(expected):
-    margins = []
-    for row in expected.logits:
-        best, second, *_ = sorted(row.tolist(), reverse=True)
-        margins.append((best - second) / (max(row) - min(row)))
-    assert expected.nearest() == pytest.approx(min(margins))
-
-
 @given(expectations(), st.floats(2 * ROUNDED, 1.0))
 def test_log_probabilities_that_are_off_are_seen(expected, share):
     told = logprobs(expected)
@@ -222,15 +213,16 @@ def test_an_engine_that_says_something_else_is_wrong_in_float32_and_told_of_in_b
 
 def test_the_command_runs_it_in_graphs_that_are_none(tmp_path, monkeypatch):
     monkeypatch.setattr(startup, "plans_to_compare", lambda config: [])  # test_main has some
-    monkeypatch.setattr(parity, "small_parity", lambda: replace(small_parity(), settings=("all",)))
+    tiny = replace(small_parity(), settings=("graphs",), prompts=1, abreast=1, longest=20, new=3)
+    monkeypatch.setattr(parity, "small_parity", lambda: tiny)
     file = tmp_path / "gpu.json"
     assert main(["--json", str(file), "--only", "parity"]) == 0
     found = json.loads(file.read_text())
     assert (found["failed"], found["left_out"]) == ({}, [])
-    assert list(found["parts"]) == [f"float32, {part}" for part in ("transformers", "engine", "capture", "all")]
-    figures = found["parts"]["float32, all"]["float32, all"]
-    assert (figures["asked"], figures["same"], figures["verdict"]) == (6, 6, "ok")
-    assert all(figures[each.name] > 0 for each in fields(Counters))
+    assert list(found["parts"]) == [f"float32, {part}" for part in ("transformers", "engine", "capture", "graphs")]
+    figures = found["parts"]["float32, graphs"]["float32, graphs"]
+    assert (figures["asked"], figures["same"], figures["verdict"]) == (1, 1, "ok")
+    assert figures["replayed"] > 0
 
 
 def test_the_command_fails_where_float32_is_wrong_and_goes_on(tmp_path, monkeypatch):
@@ -269,8 +261,8 @@ def test_the_full_size_is_what_is_wanted_and_fits():
     prompts = make_prompts(full)
     lengths = [len(prompt) for prompt in prompts]
     assert (full.prompts, full.new, full.dtypes) == (32, 64, ("float32", "bfloat16"))
-    assert min(lengths) < 300
-    assert max(lengths) == full.longest == 1500
+    assert min(lengths) < 500
+    assert 1450 < max(lengths) <= full.longest == 1500
     assert len({prompt.tobytes() for prompt in prompts}) == 32
     by_name = {each.name: each for each in settings(full, prompts)}
     few = by_name["preemption"].changes["cells"]

@@ -2,10 +2,12 @@
 
     clients -> HAProxy -> Ingress (router's FastAPI app) -> AffinityRouter -> EngineReplica, several
 
-Imported after the environment is set (`environment.for_ray`), because it imports Ray. Starting it is `serve`'s.
+It imports Ray, so the environment must be set before (`serve_private.variables`). `serve` starts it.
 """
 
 import asyncio
+import gc
+import itertools
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -14,7 +16,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import ray
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from ray import serve
@@ -22,24 +23,21 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from holdfast.cluster import checks, doctor_checks, serve_replica
+from holdfast.cluster import doctor, model_files, serve_private
 from holdfast.cluster.backend import ServeBackend, expositions
 from holdfast.cluster.config import LOOPBACK_HOSTS, Settings, choose_order
-from holdfast.cluster.early import EarlyPieces
 from holdfast.cluster.engine_replica import EngineReplica
 from holdfast.cluster.tenants_file import TenantsWatch, tenants_in
 from holdfast.replicas import logs
 from holdfast.replicas.config import POCKET
 from holdfast.replicas.errors import HoldfastError
-from holdfast.router import metric_list, tracing
-from holdfast.router.affinity import proxy_host
+from holdfast.router import tracing
+from holdfast.router.affinity import RoutersShares
 from holdfast.router.app import create_app
 from holdfast.router.audit import Audit
 from holdfast.router.conversations import Conversations
-from holdfast.router.elsewhere import LINES, Served
 from holdfast.router.entry import Drain
-from holdfast.router.fleet import FLEET, Listener
-from holdfast.router.line_stats import line_stats
+from holdfast.router.fair_share_sync import FairShareSync
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.metrics_endpoints import watch_line, watch_redis
 from holdfast.router.oidc import IdentityTokens
@@ -47,7 +45,9 @@ from holdfast.router.prefills import StoredPrefills
 from holdfast.router.programs import ProgramTable
 from holdfast.router.quotas import Quotas
 from holdfast.router.records import Records, RedisAddress
+from holdfast.router.replica_health import HEALTH, REPORT_S, Listener
 from holdfast.router.response_cache import ResponseCache
+from holdfast.router.serve_private import proxy_host
 from holdfast.router.store import MemoryStore, RedisStore
 from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.tenant_store import TenantStore
@@ -61,12 +61,15 @@ log = logging.getLogger(__name__)
 APPLICATION = "holdfast"
 REPLICAS = "replicas"
 ROUTER = "router"
-CONTROL_CALLS = 32  # health, metrics, status and the like, at once at an engine that is full of requests
-DRAIN_LOOK_S = 0.2  # between two looks whether what runs has ended
-ENDING_S = 6.0  # for which routers and engines outlive the time to drain: clients are told, and usage is booked
+CONTROL_CALLS = 32  # health, metrics, status and the like, that a full engine still takes at once
+DRAIN_LOOK_S = 0.2  # between two looks whether the running requests have ended
+ENDING_S = 6.0  # routers and engines outlive the drain by so long, to tell clients and book usage
 # The format of the records of programs, responses, prefills and sessions: the release that brought it. A release with
 # records that the one before cannot read, or that cannot read those of the one before, puts its own version here.
 RECORDS = "0.1.0"
+YOUNG = 2  # collections of young garbage between two full ones; Python's own value is 10
+FULL_LOOKS = 1000  # full collections between two that look through everything
+_collections = itertools.count(1)
 INGRESS_REQUESTS = 8192  # requests in one ingress at once; its own limits answer before this does
 
 
@@ -84,15 +87,13 @@ class Ingress:
         tenants_file: Path | None = None,
     ) -> None:
         loop, drain = asyncio.get_running_loop(), Drain()
-        serve_replica.install(lambda: loop.call_soon_threadsafe(drain.bound, settings.server.drain_s))
-        serve_replica.freeze_what_stays()
+        serve_private.patch_replica(lambda: loop.call_soon_threadsafe(drain.bound, settings.server.drain_s))
+        freeze_garbage()
         logs.configure(settings.logging, ROUTER)
         self._spans = tracing.start(settings.tracing, ROUTER)
-        self._early = await EarlyPieces.listen(ray.util.get_node_ip_address())
-        backend = ServeBackend(replicas, self._early)
+        backend = ServeBackend(replicas, HEALTH)
         await backend.start(settings.server.ready_timeout_s)
-        # Whether strangers can connect is decided by the address that the proxy really listens on, not by the one in
-        # our settings: what stands before that may not tell whom it sends on.
+        # Strangers can connect by the address that the proxy really listens on, which may not be that of our settings.
         exposed = await proxy_host() not in LOOPBACK_HOSTS
         config = settings.router
         memory = MemoryStore(config.store_entries, config.store_memory)
@@ -102,12 +103,11 @@ class Ingress:
         timeout_s, retry_s, observe = config.store_timeout_s, config.store_retry_s, self._metrics.stored
         self._records = Records(redis, timeout_s, retry_s, observe, config.cache_key_file)
         store = RedisStore(self._records, memory)
-        self._metrics.watch(metric_list.EARLY, lambda: self._early.taken)
-        watch_line(self._metrics, line_stats)
+        watch_line(self._metrics, lambda: HEALTH.queue_stats)
         watch_redis(self._metrics, self._records)
-        placement = settings.placement
-        self._fleet = Listener(self._records, FLEET, placement.report_s, placement.silent_s)
-        self._served = Served(self._records, "slots", LINES, placement.report_s)
+        self._health = Listener(self._records, HEALTH, settings.placement.silent_s)
+        self._sync = FairShareSync(self._records, "slots", RoutersShares(HEALTH))
+        self._sync.start(REPORT_S)
         self._latencies = ToolLatencies(self._records, config.store_retry_s)
         entries, ttl_s = config.program_entries, config.program_ttl_s
         most = config.program_tenant_entries
@@ -137,7 +137,7 @@ class Ingress:
         self._drain = drain
         (card,) = await backend.models()
         # While a new configuration is rolled out, an engine of the old one may be who answers first.
-        model = f"{checks.settings_digest(settings.engine, version('holdfast'))}{card.fingerprint}"
+        model = f"{model_files.settings_digest(settings.engine, version('holdfast'))}{card.fingerprint}"
         self._cache = ResponseCache(store, config, model)
         self._app = create_app(
             backend,
@@ -164,12 +164,12 @@ class Ingress:
         return self._app
 
     async def metrics(self, only: str | None = None) -> tuple[str, str]:
-        """This router's id and what it counts; nothing of that where `only` another one is asked."""
+        """This router's id and its metrics; no metrics where `only` another one is asked."""
         own = self._metrics.router
         return own, await self._metrics.exposition() if only in (None, own) else ""
 
     async def drain(self, seconds: float) -> None:
-        """Let nothing new in, and end what has not ended after so many seconds with an error that says so."""
+        """Refuse new requests, and end those that run after `seconds` with an error that says so."""
         self._drain.begin(seconds)
 
     async def _peers(self, only: str | None) -> Mapping[str, str]:
@@ -186,12 +186,11 @@ class Ingress:
         await self._usage.close()
         await self._audit.close()
         await self._books.close()
-        await self._fleet.close()
-        await self._served.close()
+        await self._health.close()
+        await self._sync.close()
         await self._programs.close()
         await self._latencies.close()
         await self._records.close()
-        self._early.close()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
 
@@ -211,17 +210,36 @@ class OneRequestId:
         await self._app(scope, receive, without_id)
 
 
+def freeze_garbage() -> None:
+    """Keep full collections of garbage short in a process with a hundred thousand lasting records.
+
+    Looking through those takes tenths of a second with every request waiting. So what survives a full collection is
+    frozen, except in one of `FULL_LOOKS`. Garbage in it stays as long: requests must leave no reference cycles.
+    """
+    gc.set_threshold(*gc.get_threshold()[:2], YOUNG)
+    if _freeze not in gc.callbacks:
+        gc.callbacks.append(_freeze)
+
+
+def _freeze(phase: str, info: Mapping[str, int]) -> None:
+    if phase == "stop" and info["generation"] == 2:
+        if next(_collections) % FULL_LOOKS:
+            gc.freeze()
+        else:
+            gc.unfreeze()
+
+
 def engine_memory(settings: Settings) -> int:
     """Bytes that an engine says to Ray that it needs; 0 where its model tells no shape."""
     try:
-        return int(doctor_checks.engine_bytes(settings, on_gpu=settings.engine.device.startswith("cuda")))
+        return int(doctor.engine_bytes(settings, on_gpu=settings.engine.device.startswith("cuda")))
     except HoldfastError:
         return 0
 
 
 def router_memory(settings: Settings) -> int:
     """Bytes that a router says to Ray that it needs."""
-    return int(doctor_checks.router_bytes(settings))
+    return int(doctor.router_bytes(settings))
 
 
 def build(
@@ -241,8 +259,8 @@ def build(
         name=REPLICAS,
         num_replicas=settings.replicas.count,
         max_ongoing_requests=settings.replicas.max_ongoing_requests + CONTROL_CALLS,
-        # Cores are shared by thread counts, not reserved: Ray's own processes need some, too.
-        # With its memory said none starts where there is no room. Who goes where there is none is `memory_guard`'s.
+        # Cores are shared by thread counts, not reserved: Ray's own processes need some, too. The memory keeps an
+        # engine from starting where there is no room; `MemoryGuard` ends one where none is left.
         ray_actor_options={"num_cpus": 0, "num_gpus": gpus, "memory": engine_memory(settings)},
         request_router_config=RequestRouterConfig(
             request_router_class="holdfast.router.affinity:AffinityRouter",
@@ -254,8 +272,8 @@ def build(
         ),
         max_constructor_retry_count=starts,
         health_check_period_s=5.0,
-        # Trap: a stream longer than this dies with its replica when that is stopped. Routers ask what was done for
-        # requests that they cut off when the time to drain is over.
+        # Trap: a stream longer than this dies with its replica when that is stopped. Routers ask afterwards what was
+        # done for the requests that they cut off.
         graceful_shutdown_timeout_s=settings.server.drain_s + ENDING_S,
         graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
     )
@@ -273,7 +291,6 @@ def build(
         settings.router,
         settings.logging,
         settings.tracing,
-        settings.placement.report_s,
     )
     return ingress.bind(engines, settings, redis, tenants_file)
 

@@ -1,15 +1,15 @@
 """The router's `Backend` over a Ray Serve handle: calls, streams, and what happens when a replica dies.
 
-Choosing the replica is `router.affinity`'s. A request whose replica died or stops is sent again, to another one: a
-whole reply from the start, a stream from the tokens that its client has the pieces of. What comes next depends on the
-prompt and the position alone, so a stream goes on as it would have.
+`router.affinity` chooses the replica. A request whose replica died or stops is sent again, to another one: a whole
+reply from the start, a stream from the tokens that its client has. What comes next depends on the prompt and the
+position alone, so a stream goes on as it would have.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -19,7 +19,6 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
-from holdfast.cluster.early import EarlyPieces
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError, UnavailableError, error_of
 from holdfast.replicas.requests import (
     ChatPrompt,
@@ -34,36 +33,34 @@ from holdfast.replicas.requests import (
     Usage,
 )
 from holdfast.replicas.stats import ReplicaStatus
-from holdfast.router.affinity import COUNTS, HINT, from_each, own_request
-from holdfast.router.backend import ANYWHERE, Batch, Place, Routed
-from holdfast.router.fleet import FLEET
+from holdfast.router.affinity import HINT, USED
+from holdfast.router.backend import ANYWHERE, Batch, Routed, RoutingHint
+from holdfast.router.replica_health import ReplicaHealth
 from holdfast.router.round_trips import RoundTrips
+from holdfast.router.serve_private import REFUSED_S, answers_of_each, own_request
 
 log = logging.getLogger(__name__)
 
 # What a call raises when its replica is gone. Trap: Serve does not retry a call that was running when it died.
 LOST = (RayActorError, ReplicaUnavailableError, RequestCancelledError)
-# How one says that it may not have got a call. Trap: over gRPC one that has died does so, too, until Serve knows.
+# What a broadcast call raises when the replica may not have got it. Trap: until Serve knows of a death, so does that.
 UNANSWERED = (TimeoutError, ActorUnavailableError)
 ATTEMPTS = 3
 
-# What crosses is our own plain data; cloudpickle, Serve's default, takes several times as long for it.
+# Plain data needs no cloudpickle, Serve's default, which takes several times as long.
 _PICKLE = {"request_serialization": "pickle", "response_serialization": "pickle"}
-RETRY_S = 0.1  # between two looks whether a first replica is there
-STATUS_S = 2.0  # a replica that takes longer is left out
-CONTROL_S = 5.0  # as long has a replica for its metrics, and to end a program
-HEALTHY_S = 2.0  # a replica that takes longer to say its name is not well
+RETRY_S = 0.1  # between two tries to reach a first replica
+STATUS_S = 2.0  # a replica that takes longer for its status is left out
+CONTROL_S = 5.0  # the same for metrics, and for the end of a program
+HEALTHY_S = 2.0  # a replica that takes longer to answer is not healthy
 
 
 class ServeBackend:
-    """The replicas behind `handle`. One per ingress process; all methods run on its event loop.
+    """The replicas behind `handle`. One per ingress process; all methods run on its event loop."""
 
-    `early`: where those of this machine tell the first pieces of streams, if they are to.
-    """
-
-    def __init__(self, handle: DeploymentHandle[Any], early: EarlyPieces | None = None) -> None:
+    def __init__(self, handle: DeploymentHandle[Any], health: ReplicaHealth) -> None:
         self._handle = handle
-        self._early = early
+        self._health = health
         self._generate = handle.options(method_name="generate", **_PICKLE)
         self._stream = handle.options(method_name="stream", stream=True, **_PICKLE)
         self._cards: tuple[ModelCard, ...] = ()
@@ -78,55 +75,47 @@ class ServeBackend:
                     return
                 await asyncio.sleep(RETRY_S)
 
-    async def generate(self, request: GenerateRequest, place: Place = ANYWHERE) -> Routed:
+    async def generate(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> Routed:
         try:
-            return await self._generated(request, place)
+            return await self._attempt(request, place)
         finally:
-            FLEET.ended(request.request_id)
+            self._health.on_end(request.request_id)
 
-    async def _generated(self, request: GenerateRequest, place: Place) -> Routed:
+    async def _attempt(self, request: GenerateRequest, place: RoutingHint) -> Routed:
         handle, began = self._generate.options(session_id=request.program_id), time.monotonic()
         for attempt in range(1, _attempts(request) + 1):
             with own_request():
                 call = handle.remote(_now(request, began), **{HINT: place})
             try:
                 routed: Routed = await call
-                if not _stopped(routed.reply):
-                    _heard(routed.replica_id, _now(request, began), routed.reply)
+                if not self._refused(routed.replica_id, routed.reply, request, attempt):
                     return routed
-                log.warning("attempt %d of request %s came to a replica that stops", attempt, request.request_id)
             except LOST as error:
                 log.warning("attempt %d of request %s lost its replica: %s", attempt, request.request_id, error)
             except asyncio.CancelledError:
-                # The id of the request is its own, so Serve's cancellation of the HTTP request does not find it.
+                # The call has a request id of its own, so Serve does not cancel it with the HTTP request.
                 call.cancel()
                 raise
         return Routed("", lost())
 
-    async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
+    async def stream(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> AsyncGenerator[Batch, None]:
         handle = self._stream.options(session_id=request.program_id)
         replica_id, drawing, began = "", PartialReply(request.drawn), time.monotonic()
         for attempt in range(1, _attempts(request) + 1):
-            early = None if self._early is None else self._early.expect()
-            asked = _now(request, began)
             with own_request():
-                call = handle.remote(replace(asked, early=early.to) if early else asked, **{HINT: place})
+                call = handle.remote(_now(request, began), **{HINT: place})
             ended = False
             try:
-                async with aclosing(early.before(call)) if early else nullcontext(call) as batches:
-                    async for batch in batches:
-                        if _stopped(batch.pieces[-1]):
-                            message = "attempt %d of request %s came to a replica that stops"
-                            log.warning(message, attempt, request.request_id)
-                            break
-                        replica_id, ended = batch.replica_id, isinstance(batch.pieces[-1], Completed | Errored)
-                        _heard(replica_id, _now(request, began), batch.pieces[-1])
-                        drawing.merge(batch.drawn)
-                        yield batch
+                async for batch in call:
+                    if self._refused(batch.replica_id, batch.pieces[-1], request, attempt):
+                        break
+                    replica_id, ended = batch.replica_id, isinstance(batch.pieces[-1], Completed | Errored)
+                    drawing.merge(batch.drawn)
+                    yield batch
             except LOST as error:
                 log.warning("attempt %d of request %s lost its replica: %s", attempt, request.request_id, error)
             finally:
-                FLEET.ended(request.request_id)
+                self._health.on_end(request.request_id)
                 if not ended:
                     call.cancel()
             if ended:
@@ -135,16 +124,26 @@ class ServeBackend:
                 request = replace(request, drawn=drawing.whole)
         yield Batch(replica_id, (lost(),))
 
+    def _refused(self, replica_id: str, last: object, request: GenerateRequest, attempt: int) -> bool:
+        """Whether a reply ends because its replica stops, its engine's thread has died, or the call was misdirected."""
+        if not isinstance(last, Errored) or last.error.kind is not ErrorKind.UNAVAILABLE:
+            return False
+        log.warning("attempt %d of request %s: replica %s refuses it", attempt, request.request_id, replica_id)
+        sent_to = self._health.replica_of(request.request_id)
+        if sent_to is not None and sent_to != replica_id:  # that one is dead, and another has its port
+            self._health.eject(sent_to, REFUSED_S)
+        return True
+
     async def session(self, call: SessionCall, program: str, replica_id: str) -> SessionState:
         handle = self._handle.options(method_name="session", session_id=program, **_PICKLE)
         with own_request():
-            asked = handle.remote(call, **{HINT: Place(replica_id, bound=True)})
+            running = handle.remote(call, replica_id, **{HINT: RoutingHint(replica_id, bound=True)})
         try:
-            answer: SessionState | Errored = await asked
+            answer: SessionState | Errored = await running
         except LOST as error:
             raise UnavailableError("the session's replica did not answer; try again") from error
         except asyncio.CancelledError:
-            asked.cancel()
+            running.cancel()
             raise
         if isinstance(answer, Errored):
             raise error_of(answer.error)
@@ -152,28 +151,28 @@ class ServeBackend:
 
     async def sessions(self, scope: str) -> Sequence[SessionState]:
         with own_request(), suppress(TimeoutError):
-            told = await from_each(self._handle.broadcast("sessions", scope), STATUS_S)
-            return [state for each in told if isinstance(each, list) for state in each]
+            answers = await answers_of_each(self._handle.broadcast("sessions", scope), STATUS_S)
+            return [state for each in answers if isinstance(each, list) for state in each]
         return []
 
     async def end_program(self, scope: str, program_id: str) -> None:
-        # To all: whichever had it last may not be the one that the program table names.
+        # To all: the program's record may name another replica than the one that had it last.
         try:
             with own_request():
-                ended = await from_each(self._handle.broadcast("end_program", scope, program_id), CONTROL_S)
+                ended = await answers_of_each(self._handle.broadcast("end_program", scope, program_id), CONTROL_S)
         except TimeoutError as error:
             ended = [error]
-        if any(isinstance(each, UNANSWERED) for each in ended):  # one that has died keeps nothing
+        if any(isinstance(each, UNANSWERED) for each in ended):  # a dead replica keeps nothing
             raise UnavailableError("a replica did not answer; the program may not have ended there")
 
     async def release(self, scope: str, handle: str) -> None:
-        # To all: it may have been computed elsewhere since. One that does not answer keeps it until its time is over.
+        # To all: it may have been computed elsewhere since. A replica that does not answer keeps it until it expires.
         with own_request(), suppress(TimeoutError):
-            await from_each(self._handle.broadcast("release", scope, handle), CONTROL_S)
+            await answers_of_each(self._handle.broadcast("release", scope, handle), CONTROL_S)
 
     async def drawn(self, request_id: str) -> Usage | None:
-        replica_id = FLEET.replica_of(request_id)
-        if replica_id is None:  # it was sent to none
+        replica_id = self._health.replica_of(request_id)
+        if replica_id is None:  # no replica got it
             return Usage()
         trips = self._counting.get(replica_id)
         if trips is None:
@@ -185,16 +184,18 @@ class ServeBackend:
                 self._counting.pop(replica_id, None)
 
     async def _drawn_at(self, replica_id: str, request_ids: Sequence[str]) -> Sequence[Usage] | None:
-        handle = self._handle.options(method_name=COUNTS, **_PICKLE)
+        handle = self._handle.options(method_name=USED, **_PICKLE)
         with suppress(TimeoutError, HoldfastError, *LOST):
             async with asyncio.timeout(CONTROL_S):
                 with own_request():
-                    asked = handle.remote(request_ids, **{HINT: Place(replica_id, bound=True)})
+                    running = handle.remote(request_ids, replica_id, **{HINT: RoutingHint(replica_id, bound=True)})
                 try:
-                    return await asked  # type: ignore[no-any-return]
+                    usages: Sequence[Usage] | None = await running
                 except asyncio.CancelledError:
-                    asked.cancel()
+                    running.cancel()
                     raise
+                if usages is not None:
+                    return usages
         log.warning("replica %s has not said what it did for %d requests", replica_id, len(request_ids))
         return None
 
@@ -212,18 +213,18 @@ class ServeBackend:
 
     async def status(self) -> Sequence[ReplicaStatus]:
         with own_request(), suppress(TimeoutError):
-            told = await from_each(self._handle.broadcast("status"), STATUS_S)
-            return [each for each in told if isinstance(each, dict)]
+            answers = await answers_of_each(self._handle.broadcast("status"), STATUS_S)
+            return [each for each in answers if isinstance(each, dict)]
         return []
 
     async def activity(self, scope: str | None) -> Sequence[bytes]:
         with own_request(), suppress(TimeoutError):
-            told = await from_each(self._handle.broadcast("activity", scope), STATUS_S)
-            return [each for each in told if isinstance(each, bytes)]
+            answers = await answers_of_each(self._handle.broadcast("activity", scope), STATUS_S)
+            return [each for each in answers if isinstance(each, bytes)]
         return []
 
     async def healthy(self) -> bool:
-        # Asked for real: what the handle knows of its replicas may be from before they died.
+        # A real call: what the handle knows of its replicas may be from before they died.
         with suppress(TimeoutError, HoldfastError):
             async with asyncio.timeout(HEALTHY_S):
                 await self._call("card")
@@ -240,22 +241,11 @@ class ServeBackend:
 
 
 async def expositions(handle: DeploymentHandle[Any], only: str | None) -> Mapping[str, str]:
-    """What `metrics` of each replica of a deployment says, by its id; those that do not answer are left out."""
+    """The metrics of each replica of a deployment that answers, by its id."""
     with own_request(), suppress(TimeoutError):
-        told = await from_each(handle.broadcast("metrics", only), CONTROL_S)
-        return dict(each for each in told if isinstance(each, tuple))
+        answers = await answers_of_each(handle.broadcast("metrics", only), CONTROL_S)
+        return dict(each for each in answers if isinstance(each, tuple))
     return {}
-
-
-def _stopped(last: object) -> bool:
-    """Whether a reply has ended because its replica stops, or its engine's thread has died."""
-    return isinstance(last, Errored) and last.error.kind is ErrorKind.UNAVAILABLE
-
-
-def _heard(replica_id: str, request: GenerateRequest, last: object) -> None:
-    """A reply has come so far, to what is left of a request."""
-    if isinstance(last, Errored):
-        FLEET.refused(replica_id, request, last.error)
 
 
 def _now(request: GenerateRequest, began: float) -> GenerateRequest:
@@ -266,9 +256,7 @@ def _now(request: GenerateRequest, began: float) -> GenerateRequest:
 
 
 def _attempts(request: GenerateRequest) -> int:
-    """How often it may be sent. A session's operation goes to its replica alone, and whether that is lost to it, or the
-    session, is for `router.session_homes` to say.
-    """
+    """How often it may be sent. A session's operation is for one replica: `router.session_homes` moves sessions."""
     return ATTEMPTS if request.session is None or request.session.opens else 1
 
 

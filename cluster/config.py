@@ -22,17 +22,12 @@ class ServerConfig:
     host: str = "127.0.0.1"  # the address to listen on; any but this machine's own needs tenants
     port: int = 8000  # for clients
     routers: int = 1  # processes that take requests; they share what they know of programs through Redis
-    ready_timeout_s: float = 300.0  # replicas that are not up by then fail the start
-    drain_s: float = 30.0  # running requests have this long to end when a replica is stopped
-    ray_metrics_port: int = 0  # of what Ray and Serve say of themselves, for Prometheus; 0: they are not asked
-    header_s: float = 10.0  # a request whose headers have not come in this time is refused (408)
-    idle_s: float = 60.0  # a connection between two requests is closed after this
-    connections: int = 0  # of all clients at once; 0: as many as this process may have files for, at most 16,384
-    client_connections: int = 1024  # of one address but loopback's, until a request of it was let in; then half of all
-    body_rate: int = 16 * 2**20  # bytes a second of bodies above 1 MiB with one key (address, without); 0: any
-    internal_host: str = "127.0.0.1"  # where the proxy's own statistics and metrics listen
+    ready_timeout_s: float = 300.0  # the start fails if the replicas are not up by then
+    drain_s: float = 30.0  # running requests have this long to end when a router or replica is stopped
+    ray_metrics_port: int = 0  # port with the metrics of Ray and Serve, for Prometheus; 0: none
+    idle_s: float = 60.0  # a connection without a request is closed after this
     tenants_file: str = ""  # YAML with `tenants` and nothing else, read again when it changes; instead of the section
-    refuse: bool = True  # what `holdfast doctor` says would fail is not started; false: it is tried all the same
+    refuse: bool = True  # do not start what `holdfast doctor` says would fail; false: start it all the same
 
     def __post_init__(self) -> None:
         if not 1 <= self.port <= 65535:
@@ -43,15 +38,10 @@ class ServerConfig:
             raise ConfigError(f"ray_metrics_port must not be that of the server: {self.port}", "ray_metrics_port")
         if self.routers < 1:
             raise ConfigError(f"routers must be at least 1, not {self.routers}", "routers")
-        for name in ("host", "internal_host"):
-            if not getattr(self, name) or ":" in getattr(self, name):
-                raise ConfigError(f"{name} must be a name or an IPv4 address, not {getattr(self, name)!r}", name)
-        for name in ("header_s", "idle_s", "client_connections"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be positive, not {getattr(self, name)}", name)
-        for name in ("connections", "body_rate"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
+        if not self.host or ":" in self.host:
+            raise ConfigError(f"host must be a name or an IPv4 address, not {self.host!r}", "host")
+        if not 0 < self.idle_s < math.inf:
+            raise ConfigError(f"idle_s must be positive, not {self.idle_s}", "idle_s")
 
     @property
     def local(self) -> bool:

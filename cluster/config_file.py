@@ -64,6 +64,31 @@ REMOVED: Mapping[str, str] = {
             *("trusted_samples", "wait_window", "prior_s", "away_waits"),
         )
     },
+    **{
+        f"placement.{name}": f"its value is always {value} now"
+        for name, value in (
+            ("pins", "65536"),
+            ("patience_s", "10"),
+            ("turn_tokens", "1200"),
+            ("shared_turns", "6"),
+            ("crowded_load", "1.5"),
+            ("move_factor", "4"),
+            ("report_s", "1"),
+            ("accept_s", "3"),
+        )
+    },
+    "placement.max_waiting_tokens": "it is 1,024 for each of `placement.max_waiting` requests",
+    "placement.foretold_s": "routers no longer refuse requests for an engine; engines refuse them by themselves",
+    **{
+        f"server.{name}": f"its value is always {value} now"
+        for name, value in (
+            ("header_s", "10"),
+            ("client_connections", "1024"),
+            ("body_rate", "16 MiB a second"),
+            ("internal_host", "127.0.0.1"),
+        )
+    },
+    "server.connections": "it follows the limit of open files (`ulimit -Hn`), at most 16,384",
     "engine.high_water": "prompts wait above 95 % of the cells; `engine.without: [chunk_deferral]` turns that off",
     "engine.latency_chunk": "it is 1,024 tokens, or a quarter of `engine.step_tokens` if that is more",
     "engine.max_waiting_tokens": "it is 4 Mi, or 1,024 times `engine.max_waiting` if that is more",

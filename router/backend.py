@@ -1,7 +1,4 @@
-"""What the HTTP layer asks of whatever runs the replicas: one Protocol and the data it hands back.
-
-Nothing here knows Ray or HTTP. `cluster` implements it with Serve handles, the tests with a fake.
-"""
+"""The interface between the HTTP layer and the replicas. It knows neither HTTP nor Ray: `cluster` implements it."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,28 +43,22 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What is known of where a turn would best be served: a wish, not a demand, unless it is `bound` to `last_replica`.
+class RoutingHint:
+    """What the router knows of where a turn is best served: a wish, unless it is `bound`."""
 
-    `last_replica` served the program's last turn, by the program table. A program that has none goes where one of the
-    `prefixes` is, digests of what its prompt begins with, longest first, or near its parent, at `near_replica`.
-    `tokens` is about how long the prompt is, `prefix_tokens` of them are those that the last of `prefixes` names.
-    `histories` are digests of conversations that are in its prompt, the longest first, each with its length: of its own
-    and, where it branches off another program, of that one's; only this router knows where they are.
-    Not `shared`: other routers could not be asked.
-    """
-
-    last_replica: str | None = None
-    near_replica: str | None = None
-    prefixes: tuple[str, ...] = ()
-    tokens: int = 0
-    prefix_tokens: int = 0
-    shared: bool = True
-    bound: bool = False
+    home: str | None = None  # the replica of the program's last turn, by the program's record
+    parent: str | None = None  # the replica of the parent program
+    prefixes: tuple[str, ...] = ()  # digests of the prompt's beginnings, longest first
+    tokens: int = 0  # of the prompt, about
+    prefix_tokens: int = 0  # of these, in the shortest of `prefixes`
+    shared: bool = True  # False: Redis is away, so other routers cannot be asked
+    bound: bool = False  # only `home` can serve it
+    # Digests of whole conversations in the prompt, the longest first, each with its tokens. Only this router knows
+    # where they were sent.
     histories: tuple[tuple[str, int], ...] = ()
 
 
-ANYWHERE = Place()
+ANYWHERE = RoutingHint()
 
 
 class Backend(Protocol):
@@ -77,11 +68,11 @@ class Backend(Protocol):
     none is there. Other exceptions are bugs and are answered with status 500.
     """
 
-    async def generate(self, request: GenerateRequest, place: Place = ANYWHERE) -> Routed:
+    async def generate(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> Routed:
         """The whole reply. Cancelling the call aborts the request on its replica."""
         ...
 
-    def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
+    def stream(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> AsyncGenerator[Batch, None]:
         """The reply as it is made; the last piece of the last batch is `Completed` or `Errored`.
 
         Closing the generator (`aclose`) before that aborts the request on its replica. It is closed exactly once

@@ -108,7 +108,7 @@ BUBBLE = _histogram(
     "s",
     "How long a follow-up turn, its tool done, waited before the engine worked on it: router, line and queue",
     "Growing: replicas are short. For a replica with `replicas.max_ongoing_requests` in hand a program waits at most "
-    "`placement.patience_s`",
+    "10 s",
     WAIT_SECONDS,
     *WHO,
 )
@@ -214,13 +214,6 @@ SKIPPED = _counter(
     "endpoint",
 )
 
-EARLY = _counter(
-    "early_first_pieces",
-    "",
-    "Streams whose first pieces came by the short way, from a replica on the router's machine",
-    "0 on one machine: its loopback interface passes no datagrams on; nothing is lost, first events come later",
-)
-
 LINE = _gauge(
     "requests_in_line",
     "",
@@ -231,7 +224,7 @@ LINE_TOKENS = _gauge(
     "tokens_in_line",
     "tokens",
     "Tokens in the prompts of these, about",
-    "Near `placement.max_waiting_tokens`: requests will be refused",
+    "Near 1,024 for each of `placement.max_waiting` requests: requests will be refused",
 )
 LINE_WAITS = _counter(
     "line_waits",
@@ -242,12 +235,6 @@ LINE_WAITS = _counter(
 )
 LINE_SECONDS = _counter(
     "line_wait_seconds", "s", "How long they stood there", "Divided by the waits: the mean wait", "for"
-)
-FORETOLD = _counter(
-    "requests_foretold",
-    "",
-    "Requests that the router refused for a replica, which had just refused others like them by their deadlines",
-    "As `foreseen` of `holdfast_requests_not_begun_total`: more replicas",
 )
 PLACED = _counter(
     "placements",
@@ -268,7 +255,7 @@ BALANCE = _gauge(
     "replica_balance",
     "",
     "Turns that the busiest replica has in hand, over the mean of all",
-    "Far above 1 with work to do: few long programs, or `placement.turn_tokens` is too low",
+    "Far above 1 with work to do: few long programs",
 )
 REPLICAS = _gauge(
     "replicas",
@@ -331,7 +318,7 @@ STARTED = _gauge(
 )
 
 GROUPS: Mapping[str, tuple[Metric, ...]] = {
-    "Requests": (REQUESTS, ERRORS, IN_FLIGHT, FIRST_TOKEN, PER_TOKEN, TURN, QUEUE, EARLY),
+    "Requests": (REQUESTS, ERRORS, IN_FLIGHT, FIRST_TOKEN, PER_TOKEN, TURN, QUEUE),
     "Programs": (PROGRAM, PROGRAM_TURNS, TOOL, BUBBLE),
     "Tenants": (
         TENANT_TOKENS,
@@ -357,7 +344,6 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         LINE_TOKENS,
         LINE_WAITS,
         LINE_SECONDS,
-        FORETOLD,
         PLACED,
         SESSION_MOVES,
         BALANCE,

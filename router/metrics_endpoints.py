@@ -14,8 +14,8 @@ from starlette.responses import Response, StreamingResponse
 
 from holdfast.router import metric_list as listed
 from holdfast.router.backend import Backend
+from holdfast.router.dispatch_queue import QueueStats
 from holdfast.router.http import caller, json_response
-from holdfast.router.line_stats import LineStats
 from holdfast.router.metrics import Merged, RouterMetrics
 from holdfast.router.placement import Reason
 from holdfast.router.protocol.errors import Refusal, RefusedError
@@ -112,12 +112,11 @@ def watch_cache(metrics: RouterMetrics, cache: ResponseCache) -> None:
     )
 
 
-def watch_line(metrics: RouterMetrics, read: Callable[[], LineStats]) -> None:
+def watch_line(metrics: RouterMetrics, read: Callable[[], QueueStats]) -> None:
     metrics.watch(listed.LINE, lambda: read().waiting)
     metrics.watch(listed.LINE_TOKENS, lambda: read().tokens)
     metrics.watch(listed.LINE_WAITS, lambda: _by_aim(read().home_waits, read().waits))
     metrics.watch(listed.LINE_SECONDS, lambda: _by_aim(read().home_wait_s, read().wait_s))
-    metrics.watch(listed.FORETOLD, lambda: read().foretold)
     metrics.watch(listed.PLACED, lambda: {(each.value,): float(read().placed.get(each, 0)) for each in Reason})
     metrics.watch(listed.BALANCE, lambda: read().balance)
     metrics.watch(listed.REPLICAS, lambda: read().replicas)

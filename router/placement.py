@@ -1,364 +1,428 @@
-"""Which replica serves a turn, from counters that are kept as they change. Pure: no waiting, no clock, no Ray.
+"""Which replica serves a turn: filter the candidates, score each, pick the cheapest. Pure.
 
-A turn goes where its first token is expected soonest:
+    affinity    a program's next turn goes to its home, the replica that holds its state, unless that is far too busy
+    filter      a new program: its parent's replica, some holders of its prompt's prefix, the least loaded replica
+    score       (queue + prefill + eviction) * seconds per token: the expected time to the first token
+    pick        a replica with room before a full one, then the lowest score
 
-    expected work = (turns * turn_tokens + tokens of the prompt that are not held there + cells that it takes from
-                    programs in their pauses) * seconds per token
-    turns         = turns in hand + half the square of those above the mean of all replicas; at a parent's, of those
-                    above crowded_load times the mean
-
-A beginning that several replicas hold is worth no more than shared_turns turns: so many want it that another copy is
-soon paid for by those that come next.
-
-A program's next turn goes home, to the replica that holds its state, unless that is so crowded that computing it all
-again elsewhere is clearly less. A new program may go where its prompt's beginning is held, where its parent is, or
-where there is least to do. Remembering homes and waiting for room are `affinity`'s.
+Each signal is a function below, and `Weights` says how much it counts. `affinity` remembers homes; `dispatch_queue`
+makes requests wait for room.
 """
 
 import heapq
 import random
+import struct
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from hashlib import blake2b
 
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.stats import LoadReport
-from holdfast.router.ring import Ring
 
-CANDIDATES = 8  # replicas that are looked at of those that hold a prefix
-FEW = 2  # turns in hand are no crowd anywhere
-PREFIXES = 65536  # that are remembered
+HOLDERS = 8  # replicas scored of those that hold a prefix of the prompt
+PREFIXES = 65536  # prefixes remembered; the one used least recently is forgotten first
+RING_POINTS = 64  # of each replica on the hash ring
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """How much each signal counts. Chosen in the simulator (docs/scheduling.md)."""
+
+    turn_tokens: int = 1200  # queue: one turn in hand costs as much as computing so many tokens
+    few_turns: int = 2  # queue: so many turns in hand are never a crowd
+    crowded: float = 1.0  # queue: turns above so many times the mean of all replicas are a crowd
+    crowded_parent: float = 1.5  # queue: the same at the replica of the program's parent
+    shared_turns: float = 6.0  # prefill: a prefix on several replicas saves at most so many turns; it can be copied
+    move_factor: float = 4.0  # affinity: moving must save so many times the tokens that it computes again
+    patience_s: float = 10.0  # affinity: a turn waits for its full home at most so long
+
+
+WEIGHTS = Weights()
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementConfig:
-    """How far affinity goes. Counts are in programs, requests and tokens, times in seconds."""
+    """When the router gives up on a replica, and how many requests may wait for one. Times in seconds."""
 
-    pins: int = 65536  # programs remembered with their replica; the least recently routed is forgotten first
-    patience_s: float = 10.0  # at most so long a program waits for its own full replica; less where computing is less
-    turn_tokens: int = 1200  # tokens to compute that a turn in hand counts as
-    shared_turns: float = 6.0  # turns in hand that a beginning which several replicas hold is worth at most
-    crowded_load: float = 1.5  # above so many times the mean of turns in hand its parent's replica is crowded
-    move_factor: float = 4.0  # a program leaves a crowded replica where that saves so many times what it computes again
-    report_s: float = 1.0  # between two reports of a replica to the routers
-    silent_s: float = 6.0  # a replica that reports nothing, or accepts no call, for so long is passed by
-    accept_s: float = 3.0  # a replica that neither accepts a call nor reports for so long is passed by for silent_s
-    no_replica_s: float = 60.0  # how long a request waits while there is no replica at all
-    max_waiting: int = 4096  # requests that wait for a replica with room; one more is refused, or one of a lower class
-    max_waiting_tokens: int = 1 << 22  # tokens in their prompts, likewise
-    queue_timeout_s: float = 300.0  # a request that waited this long is refused
-    foretold_s: float = 1.0  # when a replica refuses a request by its deadline, so are others like it for so long
+    silent_s: float = 6.0  # a replica that reports nothing, or accepts no call, for so long gets no requests
+    no_replica_s: float = 60.0  # a request waits so long while there is no replica at all
+    max_waiting: int = 4096  # requests that wait for a replica with room; further ones are refused (429)
+    queue_timeout_s: float = 300.0  # a request that has waited so long is refused (429)
 
     def __post_init__(self) -> None:
-        for name in ("pins", "turn_tokens", "max_waiting", "max_waiting_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)
-        if self.crowded_load < 1:
-            raise ConfigError(f"crowded_load must be at least 1, not {self.crowded_load}", "crowded_load")
-        for name in ("shared_turns", "patience_s", "move_factor", "no_replica_s", "queue_timeout_s", "foretold_s"):
+        if self.max_waiting < 1:
+            raise ConfigError(f"max_waiting must be at least 1, not {self.max_waiting}", "max_waiting")
+        for name in ("no_replica_s", "queue_timeout_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative: {getattr(self, name)}", name)
-        if self.report_s <= 0:
-            raise ConfigError(f"report_s must be positive, not {self.report_s}", "report_s")
-        if self.accept_s <= 0:
-            raise ConfigError(f"accept_s must be positive, not {self.accept_s}", "accept_s")
-        if self.silent_s < 3 * self.report_s:
-            raise ConfigError(f"silent_s must be three times report_s or more, not {self.silent_s}", "silent_s")
+        if self.silent_s < 3:
+            raise ConfigError(f"silent_s must be at least 3, three reports, not {self.silent_s}", "silent_s")
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A beginning of a prompt, with its length in tokens as far as it is known."""
+    """The digest of a prompt's beginning, and its tokens as far as the router knows them."""
 
     digest: str
     tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A turn that is to be placed: a prompt of so many `tokens`. `home` holds `held` of them for its program.
-
-    It begins with `prefixes`, the longest first, and that of a new program may be wanted `near` a replica: where its
-    parent is, which has what the last of them names. With
-    a `name` nothing is known of it that other routers could know, so that name decides, for all of them alike.
-    One that is `bound` can be served at its home alone.
-    """
+class PlacementRequest:
+    """A turn to place: a prompt of `tokens`, of which the program's `home` holds `held`."""
 
     tokens: int = 0
-    prefixes: tuple[Prefix, ...] = ()
-    home: str | None = None
+    prefixes: tuple[Prefix, ...] = ()  # longest first
+    home: str | None = None  # the replica that served the program last
     held: int = 0
-    near: str | None = None
-    name: str = ""
-    bound: bool = False
+    parent: str | None = None  # the replica of the parent program; it holds the last of `prefixes`
+    name: str = ""  # set while Redis is away: routers that share nothing agree by a hash of the program's name
+    bound: bool = False  # only `home` can serve it
 
 
 class Reason(StrEnum):
-    """Why a turn went where it went."""
+    """Why a turn went to its replica."""
 
-    HOME = "home"  # its program's state is there
-    PREFIX = "prefix"  # what its prompt begins with is there
-    NEAR = "near"  # its parent is there
-    HASH = "hash"  # its program's name points there
-    LOAD = "load"  # least to do
-    CROWDED = "crowded"  # it left its home, which had too much to do
-    WAITED = "waited"  # it left its home, which had no room for too long
-    LOST = "lost"  # its home is there no more
+    HOME = "home"  # the replica holds the program's state
+    PREFIX = "prefix"  # it holds a prefix of the prompt
+    NEAR = "near"  # it holds the parent's state
+    HASH = "hash"  # the hash of the program's name, while Redis is away
+    LOAD = "load"  # it has the least to do
+    CROWDED = "crowded"  # the program left its home, which had too much to do
+    WAITED = "waited"  # the program left its home, which had no room for too long
+    LOST = "lost"  # the program's home is gone
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Where a turn goes, and why."""
+class Decision:
+    """A turn's replica."""
 
     replica_id: str
     reason: Reason
 
 
-class Holders:
-    """The replicas that hold one prefix, each with how many tokens of it; 0: not known."""
+@dataclass(slots=True)
+class ReplicaLoad:
+    """What this router knows of a replica: its own turns exactly, the rest from the replica's latest report."""
 
-    __slots__ = ("_known", "ids")
+    capacity: int  # turns that it takes at once
+    last_sent: float  # order of the latest turn sent; the least recent of equally loaded replicas comes first
+    sent: int = 0  # turns in hand that this router sent
+    others: int = 0  # turns in hand of other routers
+    seconds_per_token: float = 0.0  # 0: unknown
+    free_cells: int | None = None  # cells that no paused program keeps; None: unknown
+    reported: Mapping[str, int] = field(default_factory=dict)  # tokens by prefix, from the latest report
 
-    def __init__(self) -> None:
-        self.ids: list[str] = []
-        self._known: dict[str, tuple[int, int]] = {}  # where each stands in that list, and the tokens
+    @property
+    def turns(self) -> int:
+        return self.sent + self.others
 
-    def __len__(self) -> int:
-        return len(self.ids)
+    @property
+    def full(self) -> bool:
+        return self.turns >= self.capacity
 
-    def tokens(self, replica_id: str) -> int | None:
-        """None: it is none of them."""
-        known = self._known.get(replica_id)
-        return known[1] if known else None
 
-    def put(self, replica_id: str, tokens: int) -> None:
-        known = self._known.get(replica_id)
-        if known is None:
-            self._known[replica_id] = len(self.ids), tokens
-            self.ids.append(replica_id)
-        elif tokens:
-            self._known[replica_id] = known[0], tokens
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A replica that passed the filter."""
 
-    def remove(self, replica_id: str) -> None:
-        known = self._known.pop(replica_id, None)
-        if known is None:
-            return
-        last = self.ids.pop()
-        if last != replica_id:
-            self.ids[known[0]] = last
-            self._known[last] = known[0], self._known[last][1]
+    replica_id: str
+    reason: Reason
+    load: ReplicaLoad
+    held: int  # tokens of the prompt that need not be computed there
 
-    def some(self, most: int, rng: random.Random) -> list[str]:
-        """At most so many of them, by chance where there are more."""
-        return self.ids if len(self.ids) <= most else rng.sample(self.ids, most)
+
+# ---- signals: each in tokens to compute ----
+
+
+def queue(candidate: Candidate, mean_turns: float, weights: Weights) -> float:
+    """The turns in hand, plus half the square of those that are a crowd.
+
+    A parent's replica may be busier: only the parent's sub-agents profit from its prefix.
+    """
+    limit = weights.crowded_parent if candidate.reason is Reason.NEAR else weights.crowded
+    turns = candidate.load.turns
+    crowd = max(0.0, turns - max(limit * mean_turns, weights.few_turns))
+    return (turns + crowd**2 / 2) * weights.turn_tokens
+
+
+def prefill(candidate: Candidate, request: PlacementRequest) -> float:
+    """The prompt's tokens that the replica does not hold."""
+    return request.tokens - min(candidate.held, request.tokens)
+
+
+def eviction(candidate: Candidate, request: PlacementRequest) -> float:
+    """The cells that the prompt takes from paused programs, which compute them again later."""
+    free = candidate.load.free_cells
+    return 0.0 if free is None else max(0, request.tokens - free)
+
+
+def leaves_home(home: ReplicaLoad, least: ReplicaLoad, held: int, weights: Weights) -> bool:
+    """Whether the least loaded replica saves clearly more than the program's history costs there.
+
+    One turn is added to the history: one or two turns more are no crowd, and a short history is soon computed.
+    """
+    saved = (home.turns - least.turns) * weights.turn_tokens
+    return saved > weights.move_factor * (held + weights.turn_tokens)
 
 
 class Placement:
-    """Where turns go. A choice costs O(log replicas), and one for a program with a home less.
+    """Places turns by counters that are kept as they change: a choice costs O(log replicas)."""
 
-    Turns in hand are those that this router sent and that have not ended, and what a replica's latest report says of
-    others'. What replicas hold is known from their reports, and until the next one from what this router sent.
-    """
-
-    def __init__(self, config: PlacementConfig, rng: random.Random) -> None:
-        self._config = config
+    def __init__(self, rng: random.Random, weights: Weights = WEIGHTS) -> None:
         self._rng = rng
-        self._capacity: dict[str, int] = {}
-        self._ring = Ring()
-        self._sent: dict[str, int] = {}
-        self._others: dict[str, int] = {}
-        self._token_s: dict[str, float] = {}
-        self._room: dict[str, int] = {}  # cells that no program in its pause keeps, as told last
-        self._told: dict[str, Mapping[str, int]] = {}  # the prefixes that a replica told of last
-        self._holders: OrderedDict[str, Holders] = OrderedDict()  # by prefix
-        self._held: dict[str, set[str]] = {}  # by replica, of which prefixes it is among the holders
+        self._weights = weights
+        self._loads: dict[str, ReplicaLoad] = {}
+        self._prefixes = PrefixIndex(rng)
+        self._ring = HashRing()
         self._total = 0  # turns in hand of all replicas
-        self._stamps: dict[str, float] = {}  # of equal ones the one that got no turn for longest comes first
         self._last = 1.0
-        self._order: list[tuple[bool, int, float, str]] = []
+        self._order: list[tuple[bool, int, float, str]] = []  # a heap of keys, some outdated
 
     def update(self, capacity: Mapping[str, int]) -> None:
-        """These are the replicas from now on, each with the turns that it takes at once."""
-        for gone in self._capacity.keys() - capacity.keys():
-            for digest in self._held.get(gone, ()):
-                self._holders[digest].remove(gone)
-            for known in (self._sent, self._others, self._token_s, self._room, self._told, self._stamps, self._held):
-                known.pop(gone, None)
-        self._capacity = dict(capacity)
-        self._ring.keep(capacity.keys())
-        for replica_id in capacity:
-            self._sent.setdefault(replica_id, 0)
-            self._others.setdefault(replica_id, 0)
-            # Routers that know the same must not all choose the same replica: they begin in different orders.
-            self._stamps.setdefault(replica_id, self._rng.random())
-        self._total = sum(map(self._turns, capacity))
+        """Set the replicas, each with the turns that it takes at once."""
+        for gone in self._loads.keys() - capacity.keys():
+            self._prefixes.forget(gone)
+            del self._loads[gone]
+        for replica_id, turns in capacity.items():
+            # Random, so that routers which know the same do not all choose the same replica.
+            self._loads.setdefault(replica_id, ReplicaLoad(turns, self._rng.random())).capacity = turns
+        self._ring.update(capacity.keys())
+        self._total = sum(load.turns for load in self._loads.values())
         self._sort()
 
     def report(self, replica_id: str, report: LoadReport) -> None:
-        """A replica has told how it is."""
-        if replica_id not in self._capacity:
+        """Take in a replica's report."""
+        load = self._loads.get(replica_id)
+        if load is None:
             return
         self.ongoing(replica_id, report.running + report.waiting)
         if report.seconds_per_token > 0:
-            self._token_s[replica_id] = report.seconds_per_token
+            load.seconds_per_token = report.seconds_per_token
         if report.cells_total:
-            self._room[replica_id] = report.cells_total - report.cells_pinned
-        self._told_of(replica_id, report.prefixes)
+            load.free_cells = report.cells_total - report.cells_pinned
+        for digest in load.reported.keys() - report.prefixes.keys():
+            self._prefixes.remove(digest, replica_id)
+        for digest, tokens in report.prefixes.items():
+            self._prefixes.put(digest, replica_id, tokens)
+        load.reported = report.prefixes
 
     def ongoing(self, replica_id: str, turns: int) -> None:
-        """A replica has said how many turns it has, of all routers."""
-        if replica_id in self._sent:
-            others = max(0, turns - self._sent[replica_id])
-            self._total += others - self._others[replica_id]
-            self._others[replica_id] = others
+        """Take in a replica's count of the turns that it has in hand, of all routers."""
+        load = self._loads.get(replica_id)
+        if load is not None:
+            others = max(0, turns - load.sent)
+            self._total += others - load.others
+            load.others = others
             self._changed(replica_id)
 
     def holds(self, replica_id: str, prefixes: Sequence[Prefix]) -> None:
-        """A turn was let in there: the replica will have what its prompt begins with."""
-        for prefix in prefixes:
-            self._hold(replica_id, prefix.digest, 0)
+        """A replica accepted a turn with these prefixes, so it will hold them."""
+        if replica_id in self._loads:
+            for prefix in prefixes:
+                self._prefixes.put(prefix.digest, replica_id, 0)
 
     def sent(self, replica_id: str) -> None:
-        """A turn was sent there."""
-        if replica_id in self._sent:
-            self._sent[replica_id] += 1
+        """A turn was sent to a replica."""
+        load = self._loads.get(replica_id)
+        if load is not None:
+            load.sent += 1
             self._total += 1
             self._last += 1.0
-            self._stamps[replica_id] = self._last
+            load.last_sent = self._last
             self._changed(replica_id)
 
     def ended(self, replica_id: str) -> None:
-        """A turn that was sent there has ended."""
-        if self._sent.get(replica_id):
-            self._sent[replica_id] -= 1
+        """A turn that was sent to a replica has ended."""
+        load = self._loads.get(replica_id)
+        if load is not None and load.sent:
+            load.sent -= 1
             self._total -= 1
             self._changed(replica_id)
 
-    def choose(self, ask: Ask) -> Choice | None:
+    def choose(self, request: PlacementRequest) -> Decision | None:
         """The replica for a turn; None where there is no replica."""
         least = self._least()
         if least is None:
             return None
-        if ask.home is None:
-            return self._place(ask, least)
-        if ask.home not in self._capacity:
-            return replace(self._place(ask, least), reason=Reason.LOST)
-        if ask.bound:
-            return Choice(ask.home, Reason.HOME)
-        saved = (self._turns(ask.home) - self._turns(least)) * self._config.turn_tokens
-        # A short history is soon computed again, but turns come and go: one or two more are no crowd.
-        if saved > self._config.move_factor * (ask.held + self._config.turn_tokens):
-            return Choice(least, Reason.CROWDED)
-        return Choice(ask.home, Reason.HOME)
+        if request.home is None:
+            return self._pick(request, least)
+        home = self._loads.get(request.home)
+        if home is None:
+            return replace(self._pick(request, least), reason=Reason.LOST)
+        if not request.bound and leaves_home(home, self._loads[least], request.held, self._weights):
+            return Decision(least, Reason.CROWDED)
+        return Decision(request.home, Reason.HOME)
 
-    def elsewhere(self, ask: Ask) -> Choice | None:
-        """The replica for a turn that has waited for its home long enough."""
-        choice = self.choose(replace(ask, home=None))
-        return choice if choice is None or choice.replica_id == ask.home else replace(choice, reason=Reason.WAITED)
+    def elsewhere(self, request: PlacementRequest) -> Decision | None:
+        """The replica for a turn that has waited long enough for its home."""
+        decision = self.choose(replace(request, home=None))
+        if decision is None or decision.replica_id == request.home:
+            return decision
+        return replace(decision, reason=Reason.WAITED)
 
-    def patience(self, ask: Ask) -> float:
-        """Seconds for which a turn waits for its full home: as long as computing there what home holds would take."""
-        token_s = self._token_s.get(ask.home or "")
-        most = self._config.patience_s
-        return most if token_s is None else min(most, ask.held * token_s)
+    def patience(self, request: PlacementRequest) -> float:
+        """Seconds that a turn waits for its full home: no longer than computing its history elsewhere takes."""
+        load = self._loads.get(request.home or "")
+        most = self._weights.patience_s
+        return min(most, request.held * load.seconds_per_token) if load and load.seconds_per_token else most
+
+    def turns(self, replica_id: str) -> int:
+        """Turns that a replica has in hand."""
+        return self._loads[replica_id].turns
 
     @property
     def balance(self) -> float:
-        """Turns in hand of the replica with most of them, over the mean; 1 where there is nothing to do."""
-        turns = [self._turns(replica_id) for replica_id in self._capacity]
+        """Turns in hand of the busiest replica over the mean; 1 where there is nothing to do."""
+        turns = [load.turns for load in self._loads.values()]
         return max(turns) * len(turns) / sum(turns) if any(turns) else 1.0
 
-    # ---- parts ----
+    def _pick(self, request: PlacementRequest, least: str) -> Decision:
+        if request.name:
+            return Decision(self._ring.owner(request.name), Reason.HASH)
+        mean = self._total / len(self._loads)
 
-    def _place(self, ask: Ask, least: str) -> Choice:
-        """A new program's replica: of a bounded number that may suit it the one with the least expected work."""
-        if ask.name:
-            return Choice(self._ring.owner(ask.name), Reason.HASH)
-        known = [(each, holders) for each in ask.prefixes if (holders := self._holders.get(each.digest))]
+        def score(candidate: Candidate) -> tuple[bool, float]:
+            tokens = queue(candidate, mean, self._weights) + prefill(candidate, request) + eviction(candidate, request)
+            return candidate.load.full, tokens * (candidate.load.seconds_per_token or 1.0)
 
-        # Of a parent's history no other program than its sub-agents will want a copy.
-        shared = ask.tokens if ask.near is not None else int(self._config.shared_turns * self._config.turn_tokens)
+        best = min(self._candidates(request, least), key=score)
+        return Decision(best.replica_id, best.reason)
 
-        def held_at(replica_id: str) -> int:
-            for each, holders in known:
-                if (told := holders.tokens(replica_id)) is not None:
-                    return min(told or each.tokens, shared if len(holders) > 1 else ask.tokens)
-            return 0
+    def _candidates(self, request: PlacementRequest, least: str) -> Iterator[Candidate]:
+        """Few replicas, however many there are: the parent's, some that hold a prefix, the least loaded one."""
+        known = self._prefixes.known(request.prefixes)
+        # Only the parent's sub-agents will want its history, so nothing of that is discounted.
+        most = request.tokens
+        if request.parent is None:
+            most = int(self._weights.shared_turns * self._weights.turn_tokens)
 
-        mean = self._total / len(self._capacity)
+        def held(replica_id: str) -> int:
+            return held_tokens(replica_id, request, known, most)
 
-        def cost(choice: Choice) -> tuple[bool, float]:
-            held = held_at(choice.replica_id)
-            if choice.reason is Reason.NEAR and ask.prefixes:
-                held = max(held, ask.prefixes[-1].tokens)
-            taken = max(0, ask.tokens - self._room.get(choice.replica_id, ask.tokens))
-            turns = self._turns(choice.replica_id)
-            # A beginning that many share is worth another copy, for those that come next find that, too. What a parent
-            # has is of use to its sub-agents alone.
-            load = self._config.crowded_load if choice.reason is Reason.NEAR else 1.0
-            crowd = max(0.0, turns - max(load * mean, FEW))
-            work = (turns + crowd**2 / 2) * self._config.turn_tokens + ask.tokens - min(held, ask.tokens) + taken
-            return turns >= self._capacity[choice.replica_id], work * self._token_s.get(choice.replica_id, 1.0)
-
-        drawn: dict[str, None] = {}
-        for _, holders in known:
-            for each in holders.some(CANDIDATES, self._rng):
-                if len(drawn) < CANDIDATES:
-                    drawn[each] = None
-        found = [Choice(ask.near, Reason.NEAR)] if ask.near is not None and ask.near in self._capacity else []
-        found += [Choice(each, Reason.PREFIX) for each in drawn]
-        found.append(Choice(least, Reason.PREFIX if held_at(least) else Reason.LOAD))
-        return min(found, key=cost)
-
-    def _turns(self, replica_id: str) -> int:
-        return self._sent[replica_id] + self._others[replica_id]
-
-    def _told_of(self, replica_id: str, prefixes: Mapping[str, int]) -> None:
-        """A replica holds these beginnings, and of what it told of before no others."""
-        for digest in self._told.get(replica_id, {}).keys() - prefixes.keys():
-            if digest in self._holders:
-                self._holders[digest].remove(replica_id)
-                self._held[replica_id].discard(digest)
-        for digest, tokens in prefixes.items():
-            holders = self._holders.get(digest)
-            if tokens and holders is not None and holders.tokens(replica_id) == tokens:
-                self._holders.move_to_end(digest)
-            else:
-                self._hold(replica_id, digest, tokens)
-        self._told[replica_id] = prefixes
-
-    def _hold(self, replica_id: str, digest: str, tokens: int) -> None:
-        if replica_id not in self._capacity:
-            return
-        if digest not in self._holders:
-            self._holders[digest] = Holders()
-        self._holders.move_to_end(digest)
-        self._holders[digest].put(replica_id, tokens)
-        self._held.setdefault(replica_id, set()).add(digest)
-        if len(self._holders) > PREFIXES:
-            forgotten, holders = self._holders.popitem(last=False)
-            for each in holders.ids:
-                self._held[each].discard(forgotten)
+        if request.parent is not None and request.parent in self._loads:
+            tokens = request.prefixes[-1].tokens if request.prefixes else 0
+            parent = self._loads[request.parent]
+            yield Candidate(request.parent, Reason.NEAR, parent, max(held(request.parent), tokens))
+        for each in self._prefixes.some(known):
+            yield Candidate(each, Reason.PREFIX, self._loads[each], held(each))
+        tokens = held(least)
+        yield Candidate(least, Reason.PREFIX if tokens else Reason.LOAD, self._loads[least], tokens)
 
     def _changed(self, replica_id: str) -> None:
-        heapq.heappush(self._order, self._entry(replica_id))
-        if len(self._order) > 8 * len(self._capacity) + 64:
+        heapq.heappush(self._order, self._key(replica_id))
+        if len(self._order) > 8 * len(self._loads) + 64:
             self._sort()
 
     def _sort(self) -> None:
-        self._order = [self._entry(replica_id) for replica_id in self._capacity]
+        self._order = [self._key(replica_id) for replica_id in self._loads]
         heapq.heapify(self._order)
 
-    def _entry(self, replica_id: str) -> tuple[bool, int, float, str]:
-        turns = self._turns(replica_id)
-        return turns >= self._capacity[replica_id], turns, self._stamps[replica_id], replica_id
+    def _key(self, replica_id: str) -> tuple[bool, int, float, str]:
+        load = self._loads[replica_id]
+        return load.full, load.turns, load.last_sent, replica_id
 
     def _least(self) -> str | None:
-        """The replica with the fewest turns in hand, those with room first."""
+        """The replica with the fewest turns in hand, replicas with room first."""
         while self._order:
             replica_id = self._order[0][-1]
-            if replica_id in self._capacity and self._order[0] == self._entry(replica_id):
+            if replica_id in self._loads and self._order[0] == self._key(replica_id):
                 return replica_id
-            heapq.heappop(self._order)  # it has changed since, and stands elsewhere as well
+            heapq.heappop(self._order)  # outdated: the replica's newer key is in the heap as well
         return None
+
+
+Holders = Mapping[str, int]  # tokens of one prefix by replica; 0: the replica has not reported them yet
+
+
+def held_tokens(
+    replica_id: str, request: PlacementRequest, known: Iterable[tuple[Prefix, Holders]], shared: int
+) -> int:
+    """Tokens of the prompt that a replica holds; of a prefix that several replicas hold at most `shared`."""
+    for prefix, holders in known:
+        tokens = holders.get(replica_id)
+        if tokens is not None:
+            return min(tokens or prefix.tokens, shared if len(holders) > 1 else request.tokens)
+    return 0
+
+
+class PrefixIndex:
+    """Which replicas hold which prefixes: what they reported last, and what was sent to them since."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._holders: OrderedDict[str, dict[str, int]] = OrderedDict()  # by digest, least recently used first
+        self._held: dict[str, set[str]] = {}  # digests by replica
+
+    def put(self, digest: str, replica_id: str, tokens: int) -> None:
+        """A replica holds a prefix. `tokens` 0 leaves a known number as it is."""
+        holders = self._holders.setdefault(digest, {})
+        self._holders.move_to_end(digest)
+        holders[replica_id] = tokens or holders.get(replica_id, 0)
+        self._held.setdefault(replica_id, set()).add(digest)
+        if len(self._holders) > PREFIXES:
+            forgotten, holders = self._holders.popitem(last=False)
+            for each in holders:
+                self._held[each].discard(forgotten)
+
+    def remove(self, digest: str, replica_id: str) -> None:
+        """A replica has evicted a prefix."""
+        self._holders.get(digest, {}).pop(replica_id, None)
+        self._held.get(replica_id, set()).discard(digest)
+
+    def forget(self, replica_id: str) -> None:
+        """A replica is gone."""
+        for digest in self._held.pop(replica_id, ()):
+            del self._holders[digest][replica_id]
+
+    def known(self, prefixes: Iterable[Prefix]) -> list[tuple[Prefix, Holders]]:
+        """Those of `prefixes` that any replica holds, in their order."""
+        return [(each, holders) for each in prefixes if (holders := self._holders.get(each.digest))]
+
+    def some(self, known: Iterable[tuple[Prefix, Holders]]) -> list[str]:
+        """At most `HOLDERS` replicas, holders of the longest prefix first; of too many a random sample."""
+        drawn: dict[str, None] = {}
+        for _, holders in known:
+            several = list(holders)
+            drawn |= dict.fromkeys(several if len(several) <= HOLDERS else self._rng.sample(several, HOLDERS))
+        return list(drawn)[:HOLDERS]
+
+
+class HashRing:
+    """Maps a name to a replica (consistent hashing, Karger et al. 1997), equally in every process and release.
+
+    If a replica comes or goes, only the names move that belong to it.
+    """
+
+    def __init__(self) -> None:
+        self._points: list[int] = []
+        self._owners: dict[int, str] = {}
+        self._replicas: frozenset[str] = frozenset()
+
+    def update(self, replicas: Set[str]) -> None:
+        """Set the replicas."""
+        for gone in self._replicas - replicas:
+            for point in _points(gone):
+                del self._owners[point]
+        for joined in replicas - self._replicas:
+            self._owners.update(dict.fromkeys(_points(joined), joined))
+        if self._replicas != replicas:
+            self._points = sorted(self._owners)
+        self._replicas = frozenset(replicas)
+
+    def owner(self, name: str) -> str:
+        """The replica with the first point from the name's place on. There must be a replica."""
+        at = bisect_left(self._points, *struct.unpack(">Q", _digest(name, 8)))
+        return self._owners[self._points[at % len(self._points)]]
+
+
+def _points(replica: str) -> tuple[int, ...]:
+    """Points of 64 bits: equal points of two replicas are not to be expected."""
+    return tuple(n for i in range(RING_POINTS // 8) for n in struct.unpack(">8Q", _digest(f"{i}\0{replica}", 64)))
+
+
+def _digest(text: str, size: int) -> bytes:
+    return blake2b(text.encode(), digest_size=size).digest()

@@ -22,7 +22,7 @@ from holdfast.replicas.errors import HoldfastError, InvalidRequestError, Overloa
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import Errored, GenerateRequest, PartialPrefill, Usage
 from holdfast.replicas.types import salted
-from holdfast.router.backend import Backend, Place, Routed
+from holdfast.router.backend import Backend, Routed, RoutingHint
 from holdfast.router.call import Call, estimate
 from holdfast.router.config import RouterConfig
 from holdfast.router.conversations import Conversations, conversation, placed_by, preamble, prompt_tokens
@@ -246,7 +246,7 @@ class PrefillEndpoints:
         )
         last = prefill.replica or (known.last_replica if known is not None else None)
         prefixes = () if last else command.prefixes
-        place = Place(last, None, prefixes, begins.prompt_tokens, 0 if last else begins.tokens)
+        place = RoutingHint(last, None, prefixes, begins.prompt_tokens, 0 if last else begins.tokens)
         async with self._entry.drain.bounded():
             return await until_disconnect(request.receive, self._backend.generate(command, place))
 

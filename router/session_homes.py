@@ -55,7 +55,7 @@ from holdfast.replicas.requests import (
     SessionState,
     SessionTurn,
 )
-from holdfast.router.backend import Backend, Batch, Place, Routed
+from holdfast.router.backend import Backend, Batch, Routed, RoutingHint
 from holdfast.router.background import Background
 from holdfast.router.identity import session_program
 from holdfast.router.lru import Lru
@@ -162,7 +162,7 @@ class SessionHomes:
 
     # ---- operations ----
 
-    async def generate(self, command: GenerateRequest, place: Place) -> Routed:
+    async def generate(self, command: GenerateRequest, place: RoutingHint) -> Routed:
         """The whole reply to an operation. One that opens its session goes to the `place`, the others to its home.
 
         Raises as `Backend.generate`, UnknownSessionError, and SessionLostError where its history was not kept.
@@ -188,7 +188,7 @@ class SessionHomes:
             await self._move(found, why, error, command)
         raise _again()
 
-    async def stream(self, command: GenerateRequest, place: Place) -> AsyncGenerator[Batch, None]:
+    async def stream(self, command: GenerateRequest, place: RoutingHint) -> AsyncGenerator[Batch, None]:
         """The reply to a question as it is made. What its client has of it is gone on with elsewhere, where the history
         there is what it was begun with. Ends and raises as `Backend.stream` and `generate`.
         """
@@ -259,7 +259,7 @@ class SessionHomes:
         await self.forget(tenant, session_id)
         await self._end(found, found.home)
 
-    async def _open(self, command: GenerateRequest, session: SessionTurn, place: Place) -> Routed:
+    async def _open(self, command: GenerateRequest, session: SessionTurn, place: RoutingHint) -> Routed:
         life = secrets.token_hex(8)
         await self._histories.drop(command.scope, session.session_id)  # what is left of one that was
         opened = replace(session, life=life, name=f"open/{life}")
@@ -409,7 +409,7 @@ class SessionHomes:
         if seen is not None and seen[0] == found.home and kept.history.end < seen[1]:
             raise SessionLostError("the session's replica is gone, and a part of its history was lost", "session_id")
         life = kept.record.next_life
-        routed = await self._backend.generate(_restoring(command, kept, life), Place(tokens=kept.history.end))
+        routed = await self._backend.generate(_restoring(command, kept, life), RoutingHint(tokens=kept.history.end))
         if isinstance(routed.reply, Errored):
             raise error_of(routed.reply.error)
         told, home = routed.reply.history, Home(life, routed.replica_id)
@@ -445,8 +445,8 @@ def _turn(command: GenerateRequest) -> SessionTurn:
     return command.session
 
 
-def _at(found: Found) -> Place:
-    return Place(found.home.replica_id, bound=True)
+def _at(found: Found) -> RoutingHint:
+    return RoutingHint(found.home.replica_id, bound=True)
 
 
 def _sent(command: GenerateRequest, found: Found, attempt: int, began: float) -> GenerateRequest:

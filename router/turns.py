@@ -23,7 +23,7 @@ from holdfast.replicas.requests import Answer, ChatPrompt, Errored, GenerateRequ
 from holdfast.replicas.retention.latency import tool_set
 from holdfast.replicas.types import Origin, Priority, salted
 from holdfast.router.answers import commands, generate, ids, pieces_of, repeated, stream, total, varied
-from holdfast.router.backend import Backend, Place, Routed
+from holdfast.router.backend import Backend, Routed, RoutingHint
 from holdfast.router.background import Background
 from holdfast.router.call import Call, estimate
 from holdfast.router.config import RouterConfig
@@ -384,7 +384,7 @@ class Turns:
         events.held = held.pop_all()
         return EventStream(events, connection, self._config.stall_s, SILENCE_S)
 
-    async def _whole(self, generation: Generation, command: GenerateRequest, place: Place) -> Response:
+    async def _whole(self, generation: Generation, command: GenerateRequest, place: RoutingHint) -> Response:
         call, exchange = generation.call, generation.exchange
         async with self._entry.drain.bounded():
             work = self._generate(generation, command, place)
@@ -404,7 +404,7 @@ class Turns:
         return json_response(body)
 
     async def _generate(
-        self, generation: Generation, command: GenerateRequest, place: Place
+        self, generation: Generation, command: GenerateRequest, place: RoutingHint
     ) -> tuple[Routed, Sequence[Answer]]:
         others = generation.others
         if others:
@@ -413,7 +413,7 @@ class Turns:
         return await backend.generate(command, place), ()
 
     async def _begin_stream(
-        self, connection: Connection, generation: Generation, command: GenerateRequest, place: Place
+        self, connection: Connection, generation: Generation, command: GenerateRequest, place: RoutingHint
     ) -> TurnStream:
         """The stream after its first pieces, so that a failure before them is answered with an HTTP status."""
         exchange, others = generation.exchange, generation.others
@@ -444,7 +444,7 @@ class Turns:
             raise
         return events
 
-    async def _place(self, generation: Generation) -> Place:
+    async def _place(self, generation: Generation) -> RoutingHint:
         """Where the turn is best served: where its program's state, its prompt's beginning, or its parent is."""
         turn, begun, near = generation.turn, generation.begun, generation.neighbour
         if turn.session is not None:
@@ -456,11 +456,13 @@ class Turns:
             sent = conversation(salted(turn.model.name, turn.cache_salt), turn.prompt)
         known = histories(scope, sent, begins.prompt_tokens)
         if begun.program.last_replica is not None:
-            return Place(begun.program.last_replica, tokens=begins.prompt_tokens, histories=known)
+            return RoutingHint(begun.program.last_replica, tokens=begins.prompt_tokens, histories=known)
         prefixes = ((hint(near),) if near else ()) + ((begins.digest,) if begins.digest else ())
         parent = await self._programs.look(near) if near else None
         near_replica = None if parent is None else parent.last_replica
-        return Place(None, near_replica, prefixes, begins.prompt_tokens, begins.tokens, begun.shared, histories=known)
+        return RoutingHint(
+            None, near_replica, prefixes, begins.prompt_tokens, begins.tokens, begun.shared, histories=known
+        )
 
     # ---- after the answer ----
 
@@ -516,11 +518,11 @@ def _seeded_by_prompt(sampling: Sampling) -> bool:
     return varied(sampling) is not sampling
 
 
-def _at_session(session: SessionTurn, begun: Begun) -> Place:
+def _at_session(session: SessionTurn, begun: Begun) -> RoutingHint:
     """Where it opens; its homes know where it is. Raises SessionExistsError where another opening came before."""
     if session.opens and begun.program.came > 1:
         raise SessionExistsError(f"session {session.session_id!r} is open already, or being opened", "id")
-    return Place(shared=begun.shared)
+    return RoutingHint(shared=begun.shared)
 
 
 def _for_any_program(answer: Answer) -> Answer:

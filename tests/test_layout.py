@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "loadgen": {"loadgen", "replicas", "kernels"},
 }
 COMMAND_LINE = ("cluster.cli",)  # what of `cluster` may import `loadgen`
-PURE = {"router.placement", "router.elsewhere"}  # of `router`, what the simulator may import: it knows no server
+PURE = {"router.placement", "router.fair_share_sync"}  # of `router`, what the simulator may import: it knows no server
 ENGINE = {"torch", "transformers", "numpy", "tokenizers", "safetensors", "jinja2", "triton", "huggingface_hub"}
 FEW_FILES = {"llguidance": {"replicas.constraints.guidance", "replicas.constraints.trial"}}  # imported nowhere else
 MAX_METHODS = 20

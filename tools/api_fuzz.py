@@ -44,7 +44,7 @@ from holdfast.replicas.requests import (
     SessionState,
     TextDelta,
 )
-from holdfast.router.backend import ANYWHERE, Batch, Place
+from holdfast.router.backend import ANYWHERE, Batch, RoutingHint
 from holdfast.router.config import RouterConfig
 from holdfast.router.quotas import Quotas
 from holdfast.router.usage import SUMS, UsageBooks
@@ -72,7 +72,7 @@ class NoBooks:
 class Talker(FakeBackend):
     """Replies with something of everything."""
 
-    async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
+    async def stream(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> AsyncGenerator[Batch, None]:
         if request.sampling.logprobs is not None:
             top = (LogprobText("b", b"b", -2.0),) * request.sampling.logprobs
             told = LogprobText("Hi", b"Hi", -0.5, top)

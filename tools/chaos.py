@@ -254,7 +254,9 @@ def told(status: int, stream: bool, lines: Sequence[str]) -> tuple[str, Any, Usa
 class World:
     server: Any  # tests/cluster/conftest.py's
     store: RedisServer
-    reports: deque[str] = field(default_factory=lambda: deque(("1.0", "0.5")))  # `placement.report_s`, the first is set
+    reports: deque[str] = field(
+        default_factory=lambda: deque(("0.5", "0.25"))
+    )  # `router.tool_latency_s`, the first is set
 
     hurried: threading.Event = field(default_factory=threading.Event)  # Redis is to be as fast as it can
 

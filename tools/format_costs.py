@@ -2,7 +2,7 @@
 
 Each request is read, and a reply of one token after the other is written as events, without a socket. The formats take
 turns; a figure is processor time, the median of all rounds. Then comes how long an event takes from a reply's first
-piece to the bytes that are sent, through the whole router (`first_events` measures that through all of a server); and
+piece to the bytes that are sent, through the whole router; and
 last what storing costs: the router's processor time for whole requests, in chat, not stored, stored in a Redis of its
 own, and as the next of ten stored before, all with the same prompt. The event loop is that of Serve's processes.
 """
@@ -25,7 +25,7 @@ from fake_backend import CARD, DONE, FakeBackend, World
 from redis_server import RedisServer
 
 from holdfast.replicas.requests import GenerateRequest, TextDelta
-from holdfast.router.backend import ANYWHERE, Batch, Place
+from holdfast.router.backend import ANYWHERE, Batch, RoutingHint
 from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.anthropic import AnthropicEncoder, chat_prompt, messages_turn, read_messages
 from holdfast.router.protocol.chat import ChatEncoder, read_chat
@@ -108,7 +108,7 @@ class Timed(FakeBackend):
 
     at = 0.0
 
-    async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
+    async def stream(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> AsyncGenerator[Batch, None]:
         await asyncio.sleep(0)
         self.at = time.perf_counter()
         yield Batch("r1", (TextDelta("Hello"),))

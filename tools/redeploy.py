@@ -1,9 +1,9 @@
 """Deploys the application again to the Serve of a running server, from a process of its own, as an operator's tool may.
 
-    python tools/redeploy.py GCS_ADDRESS CONFIG PORT ENGINES REPORT_S
+    python tools/redeploy.py GCS_ADDRESS CONFIG PORT ENGINES TOOL_LATENCY_S
 
-`ENGINES` is how many there are to be; Serve stops or starts as many. Where `REPORT_S`, the `placement.report_s`, is
-another one than before it replaces every engine and router, one after the other. Returns when Serve has been told.
+`ENGINES` is the new number of engines. If `TOOL_LATENCY_S`, the `router.tool_latency_s`, differs from before, Serve
+replaces every engine and router, one after the other. Returns when Serve has the new target.
 """
 
 import logging
@@ -21,9 +21,9 @@ from holdfast.cluster.config import Overrides
 from holdfast.router.records import RedisAddress
 
 
-def main(address: str, config: str, port: str, engines: str, report_s: str) -> None:
+def main(address: str, config: str, port: str, engines: str, tool_latency_s: str) -> None:
     settings = sources.load(Path(config), {}, Overrides(None, int(port), "pocket", 2, 2)).settings
-    settings = replace(settings, placement=replace(settings.placement, report_s=float(report_s)))
+    settings = replace(settings, router=replace(settings.router, tool_latency_s=float(tool_latency_s)))
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="serve")
     routers: Any = application.build(settings, RedisAddress(settings.redis.url), 0.0)._bound_deployment
     replicas = routers.init_args[0]._bound_deployment
@@ -31,7 +31,7 @@ def main(address: str, config: str, port: str, engines: str, report_s: str) -> N
     replicas._deployment_config.num_replicas = int(engines)
     controller = ray.get_actor("SERVE_CONTROLLER_ACTOR")
     before = {each.name: info for each, (info, _) in ray.get(controller.list_deployments_internal.remote()).items()}
-    if before[replicas.name].replica_config.init_args[-1] == settings.placement.report_s:
+    if before[replicas.name].replica_config.init_args[2] == settings.router:
         for each in (routers, replicas):  # Trap: what has no version is another one each time
             each._version = before[each.name].version
     quiet = {"encoding": "TEXT", "log_level": "WARNING", "enable_access_log": False}

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from holdfast.loadgen.table import print_table
 from holdfast.replicas.stats import LoadReport
-from holdfast.router.placement import Ask, Placement, PlacementConfig, Prefix
+from holdfast.router.placement import Placement, PlacementRequest, Prefix
 
 BUSY = 8  # turns in progress at a replica, on average
 PREFIXES = 64  # in a replica's report
@@ -27,7 +27,7 @@ def measure(replicas: int, turns: int) -> tuple[float, ...]:
     """Microseconds of a pinned, a new and a named turn, and of a report."""
     rng = random.Random(replicas)
     names = [f"replicas#{i:06d}" for i in range(replicas)]
-    router = Placement(PlacementConfig(), rng)
+    router = Placement(rng)
     router.update(dict.fromkeys(names, 1024))
     reports = []
     for i, name in enumerate(names):
@@ -36,7 +36,7 @@ def measure(replicas: int, turns: int) -> tuple[float, ...]:
         reports.append((name, LoadReport(rng.randrange(2 * BUSY), 0, 0, 65536, 9000, 4000, 1e-4, prefixes)))
         router.report(*reports[-1])
 
-    def turn(request: Ask) -> None:
+    def turn(request: PlacementRequest) -> None:
         choice = router.choose(request)
         assert choice is not None
         router.sent(choice.replica_id)
@@ -49,9 +49,9 @@ def measure(replicas: int, turns: int) -> tuple[float, ...]:
         return (time.thread_time() - began) / turns * 1e6
 
     return (
-        timed(lambda i: turn(Ask(8000, home=names[i % replicas], held=8000))),
-        timed(lambda i: turn(Ask(8000, (Prefix("shared", 3000),)))),
-        timed(lambda i: turn(Ask(8000, name=f"acme/{i}"))),
+        timed(lambda i: turn(PlacementRequest(8000, home=names[i % replicas], held=8000))),
+        timed(lambda i: turn(PlacementRequest(8000, (Prefix("shared", 3000),)))),
+        timed(lambda i: turn(PlacementRequest(8000, name=f"acme/{i}"))),
         timed(lambda i: router.report(*reports[i % replicas])),
     )
 

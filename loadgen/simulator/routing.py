@@ -31,7 +31,7 @@ from holdfast.loadgen.simulator.workloads import tokens_of
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.stats import LoadReport
 from holdfast.replicas.types import TokenIds
-from holdfast.router.placement import Ask, Placement, PlacementConfig, Prefix
+from holdfast.router.placement import WEIGHTS, Placement, PlacementRequest, Prefix, Weights
 
 _CAPACITY = 1 << 30
 REPORT_S = 1.0
@@ -191,9 +191,9 @@ class Ours:
 
     every = REPORT_S
 
-    def __init__(self, replicas: int, config: PlacementConfig | None = None, routers: int = 1) -> None:
+    def __init__(self, replicas: int, weights: Weights = WEIGHTS, routers: int = 1) -> None:
         self._names = [str(number) for number in range(replicas)]
-        self._routers = [Placement(config or PlacementConfig(), random.Random(f"router {i}")) for i in range(routers)]
+        self._routers = [Placement(random.Random(f"router {i}"), weights) for i in range(routers)]
         for router in self._routers:
             router.update(dict.fromkeys(self._names, _CAPACITY))
         self._held = [ServedPrefixes() for _ in range(replicas)]
@@ -205,10 +205,9 @@ class Ours:
         self._next += 1
         program, home = turn.program, turn.home
         begins = Prefix(program.begins, program.beginning.tokens)
-        near = None if turn.near is None or turn.near[1] is None else self._names[turn.near[1]]
-        held = turn.tokens - program.turns[turn.at].added
-        ask = Ask(turn.tokens, (begins,), None if home is None else self._names[home], held, near)
-        choice = router.choose(ask)
+        parent = None if turn.near is None or turn.near[1] is None else self._names[turn.near[1]]
+        held, home_id = turn.tokens - program.turns[turn.at].added, None if home is None else self._names[home]
+        choice = router.choose(PlacementRequest(turn.tokens, (begins,), home_id, held, parent))
         assert choice is not None
         router.sent(choice.replica_id)
         router.holds(choice.replica_id, (begins, Prefix(program.standing(turn.at), turn.tokens)))

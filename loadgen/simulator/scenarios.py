@@ -43,7 +43,7 @@ from holdfast.replicas.config import DraftConfig, EngineConfig, RetentionConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.requests import ServedElsewhere
 from holdfast.replicas.types import Priority
-from holdfast.router.elsewhere import Ledger
+from holdfast.router.fair_share_sync import Ledger
 
 Figures = dict[str, float]
 
@@ -245,10 +245,10 @@ class Sharing(Ours):
         if not self._share:
             return
         ledger = self._ledgers[number]
-        news = ledger.news(replica.engine.contended)
-        for name, seconds in news.seconds.items():
+        delta = ledger.delta(replica.engine.contended)
+        for name, seconds in delta.seconds.items():
             self._sums[name] = self._sums.get(name, 0.0) + seconds
-        if elsewhere := ledger.answered(news, [self._sums[name] for name in news.seconds]):
+        if elsewhere := ledger.elsewhere(delta, [self._sums[name] for name in delta.seconds]):
             replica.notice(ServedElsewhere(elsewhere))
 
 

@@ -16,7 +16,7 @@ import pytest
 import replicas_in_serve
 from waiting import PATIENCE_S, until
 
-from holdfast.cluster import ports
+from holdfast.cluster import environment
 
 MODEL = os.environ.get("HOLDFAST_TEST_MODEL", "pocket")
 MARK = "HOLDFAST_TEST_MARK"
@@ -63,7 +63,7 @@ def start(folder: Path, settings: str, *arguments: str, replica: str = "") -> Se
 
     `replica`: the class of its replicas, as `replicas_in_serve` takes it.
     """
-    port = ports.internal(random.Random()).fallback
+    port = environment.internal_ports(random.Random()).fallback
     (folder / "holdfast.yaml").write_text(settings)
     output = folder / "output.txt"
     mark = uuid.uuid4().hex

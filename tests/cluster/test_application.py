@@ -1,11 +1,14 @@
 """The router as Serve starts it: whose keys it takes, at a start long after the deployment too."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import gc
+import itertools
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import httpx
 import pytest
@@ -13,7 +16,7 @@ from identity_provider import IdentityProvider
 from ray.serve._private.build_app import build_app
 from redis_server import RedisServer
 
-from holdfast.cluster import application, config_file, doctor_checks
+from holdfast.cluster import application, config_file, doctor
 from holdfast.cluster.application import REPLICAS, ROUTER, Ingress
 from holdfast.cluster.config import RedisConfig, ServerConfig, Settings, check_tenants, choose_order
 from holdfast.replicas.config import EngineConfig
@@ -258,7 +261,7 @@ def test_engines_and_routers_say_their_memory_and_routers_outlive_the_drain() ->
     found = {each.name: each for each in built.deployments}
     engine, router = found[REPLICAS], found[ROUTER]
     assert 3 * 2**30 < engine.ray_actor_options["memory"] < 5 * 2**30
-    assert router.ray_actor_options["memory"] == doctor_checks.router_bytes(settings)
+    assert router.ray_actor_options["memory"] == doctor.router_bytes(settings)
     for each in (engine, router):
         assert each._deployment_config.graceful_shutdown_timeout_s > 7.0 + COUNTING_S + BOOKING_S
 
@@ -284,3 +287,40 @@ def test_cached_answers_are_of_these_files_and_these_settings(
         started(lambda: None, None, replace(DEPLOYED, engine=engine))
     assert all(each.endswith("f") for each in found)  # the engine's own
     assert found[0] == found[2] != found[1]
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.own = self
+
+
+@pytest.fixture
+def frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(application, "FULL_LOOKS", 3)
+    monkeypatch.setattr(application, "_collections", itertools.count(1))
+    thresholds = gc.get_threshold()
+    application.freeze_garbage()
+    application.freeze_garbage()
+    assert gc.get_threshold() == (*thresholds[:2], application.YOUNG)
+    yield
+    gc.set_threshold(*thresholds)
+    gc.callbacks.remove(application._freeze)
+    assert application._freeze not in gc.callbacks
+    gc.unfreeze()
+
+
+def test_collections_leave_alone_what_stays_until_they_look_through_everything(frozen: None) -> None:
+    stays, new = Cycle(), Cycle()
+    of_old, of_new = ref(stays), ref(new)
+    del new
+    gc.collect()
+    assert of_new() is None
+    assert gc.get_freeze_count() > 0
+    del stays
+    gc.collect()
+    assert of_old() is not None, "it was there at the collection before"
+    gc.collect()  # the third: the next one has all before it
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert of_old() is None
+    assert gc.get_freeze_count() > 0

@@ -1,4 +1,4 @@
-"""How many engines there should be, and which one goes: pure, and through Ray Serve as it is."""
+"""How many engines there should be: pure, and through Ray Serve as it is."""
 
 import json
 import math
@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cluster import scale_down
 from holdfast.cluster.autoscaling import Demand, wanted
 from holdfast.replicas.stats import Occupancy
 
 TARGETS = {"ongoing_requests": 32, "waiting_tokens": 1000, "cell_pressure": 0.8, "pinned_programs": 64}
-IDLE = {"requests": 0.0, "waiting_tokens": 0.0, "cell_pressure": 0.0, "pinned_programs": 0.0, "pinned_cells": 0.0}
+IDLE = {"requests": 0.0, "waiting_tokens": 0.0, "cell_pressure": 0.0, "pinned_programs": 0.0}
 
 
 def context(*replicas: dict[str, float], queued: float = 0.0, target: int | None = None, silent: int = 0) -> Any:
@@ -77,16 +76,6 @@ def test_no_engine_has_more_than_its_target_on_average(totals: list[float], fact
     assert number <= max(1, math.ceil(max(totals)))
 
 
-def test_who_keeps_least_goes_first() -> None:
-    losses = {"old": (10.0, 0.0), "busy": (5.0, 9.0), "calm": (5.0, 1.0)}
-    assert scale_down.least(["new", "calm", "busy", "old"], losses, 3) == ["new", "calm", "busy"]  # type: ignore
-
-
-def test_the_policy_tells_what_each_replica_would_lose() -> None:
-    Demand(**TARGETS)(context({"pinned_cells": 7, "requests": 2}, {"pinned_cells": 3}))
-    assert scale_down.LOSSES["d"] == {"r0": (7, 2), "r1": (3, 0)}  # type: ignore
-
-
 def test_a_replica_says_what_the_policy_asks_for() -> None:
     occupancy = Occupancy(
         running=5, waiting=3, rows_taken=5, tokens_waiting=700, cells_held=50, cells_pinned=30, cells_total=100, pins=4,
@@ -97,14 +86,12 @@ def test_a_replica_says_what_the_policy_asks_for() -> None:
         "waiting_tokens": 300,
         "cell_pressure": 0.8,
         "pinned_programs": 4,
-        "pinned_cells": 30,
     }
     assert occupancy.demand.keys() == IDLE.keys()
 
 
-def test_serve_stops_the_replica_with_the_least_to_lose(tmp_path: Path) -> None:
-    """Left to itself it takes the newest of a machine first, here the ones that keep most."""
+def test_serve_scales_by_the_policy(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "support" / "scaling_in_serve.py"
     done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [[0, 1, 2], [1, 2], [2]]
+    assert json.loads(done.stdout.splitlines()[-1]) == [3, 2, 1]

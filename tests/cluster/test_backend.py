@@ -11,7 +11,6 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from holdfast.cluster import backend as backend_module
 from holdfast.cluster.backend import ATTEMPTS, ServeBackend
-from holdfast.cluster.early import EarlyPieces, EarlySender
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, UnavailableError, UnknownSessionError
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import (
@@ -30,8 +29,8 @@ from holdfast.replicas.requests import (
     Usage,
 )
 from holdfast.router.affinity import HINT
-from holdfast.router.backend import Batch, Place, Routed
-from holdfast.router.fleet import Fleet
+from holdfast.router.backend import Batch, Routed, RoutingHint
+from holdfast.router.replica_health import ReplicaHealth
 
 REQUEST = GenerateRequest("r", RawPrompt("x"), Sampling(), scope="t", program_id="t/p")
 TIMING = Timing(0.0)
@@ -91,41 +90,26 @@ class Handle:
         return self.calls[-1]
 
 
+def backend_of(handle: Handle, health: ReplicaHealth | None = None) -> ServeBackend:
+    return ServeBackend(handle, health or ReplicaHealth())  # type: ignore[arg-type]
+
+
 def run(work: Callable[[], Any]) -> Any:
     return asyncio.run(work())
 
 
 def collect(handle: Handle) -> list[Batch]:
     async def work() -> list[Batch]:
-        return [batch async for batch in ServeBackend(handle).stream(REQUEST, Place("a"))]  # type: ignore[arg-type]
+        return [batch async for batch in backend_of(handle).stream(REQUEST, RoutingHint("a"))]
 
     return asyncio.run(work())
 
 
 def test_a_call_carries_its_program_and_where_that_was_last() -> None:
     handle = Handle([ANSWER])
-    assert run(lambda: ServeBackend(handle).generate(REQUEST, Place("a"))) == ANSWER  # type: ignore[arg-type]
+    assert run(lambda: backend_of(handle).generate(REQUEST, RoutingHint("a"))) == ANSWER
     assert {"session_id": "t/p"} in handle.options_given
-    assert handle.kwargs == [{HINT: Place("a")}]
-
-
-@pytest.mark.parametrize("way", ["whole", "stream"])
-def test_by_what_a_replica_refuses_others_like_it_are_judged(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = Fleet()
-    monkeypatch.setattr(backend_module, "FLEET", fleet)
-    late = Errored(ErrorInfo(ErrorKind.DEADLINE, "late", "timeout", 3.0))
-    request = replace(REQUEST, within_s=5.0)
-
-    async def ask() -> None:
-        backend = ServeBackend(Handle([Routed("b", late) if way == "whole" else Batch("b", (late,))]))  # type: ignore[arg-type]
-        if way == "whole":
-            await backend.generate(request)
-        else:
-            _ = [batch async for batch in backend.stream(request)]
-
-    asyncio.run(ask())
-    assert 0.0 < fleet.expected_s("b", request, 60.0) <= 8.0
-    assert fleet.expected_s("a", request, 60.0) == 0.0
+    assert handle.kwargs == [{HINT: RoutingHint("a")}]
 
 
 def test_what_is_asked_of_a_session_is_sent_once() -> None:
@@ -133,13 +117,13 @@ def test_what_is_asked_of_a_session_is_sent_once() -> None:
     for turn, sent in ((SessionTurn("s"), 1), (SessionTurn("s", keep=False), 1), (SessionTurn("s", opens=True), 2)):
         handle = Handle([DIED], [ANSWER])
         request = replace(REQUEST, session=turn)
-        routed = run(lambda handle=handle, request=request: ServeBackend(handle).generate(request))
+        routed = run(lambda handle=handle, request=request: backend_of(handle).generate(request))
         assert (len(handle.calls), isinstance(routed.reply, Errored)) == (sent, sent == 1)
     handle = Handle([DIED], [LAST])
     ask = replace(REQUEST, session=SessionTurn("s"))
 
     async def streamed() -> list[Batch]:
-        return [batch async for batch in ServeBackend(handle).stream(ask)]  # type: ignore[arg-type]
+        return [batch async for batch in backend_of(handle).stream(ask)]
 
     (told,) = asyncio.run(streamed())
     assert isinstance(told.pieces[0], Errored)
@@ -149,9 +133,9 @@ def test_a_session_is_asked_at_its_replica_and_says_no_as_itself() -> None:
     state, call = SessionState("s", 5, 1, 0.0, 9.0), DescribeSession("t", "s")
     no = Errored(UnknownSessionError("not open", "session_id").info)
     handle = Handle([state], [no], [DIED])
-    backend = ServeBackend(handle)  # type: ignore[arg-type]
+    backend = backend_of(handle)
     assert run(lambda: backend.session(call, "t/~session/s", "a")) == state
-    assert handle.kwargs == [{HINT: Place("a", bound=True)}]
+    assert handle.kwargs == [{HINT: RoutingHint("a", bound=True)}]
     assert handle.options_given[-1]["session_id"] == "t/~session/s"
     with pytest.raises(UnknownSessionError):
         run(lambda: backend.session(call, "t/~session/s", "a"))
@@ -162,12 +146,12 @@ def test_a_session_is_asked_at_its_replica_and_says_no_as_itself() -> None:
 @pytest.mark.parametrize("lost", [DIED, UNAVAILABLE])
 def test_a_call_whose_replica_died_is_sent_again(lost: Exception) -> None:
     handle = Handle([lost], [ANSWER])
-    assert run(lambda: ServeBackend(handle).generate(REQUEST)) == ANSWER  # type: ignore[arg-type]
+    assert run(lambda: backend_of(handle).generate(REQUEST)) == ANSWER
 
 
 def test_a_call_is_not_sent_again_for_ever() -> None:
     handle = Handle(*[[DIED]] * ATTEMPTS, [ANSWER])
-    routed = run(lambda: ServeBackend(handle).generate(REQUEST))  # type: ignore[arg-type]
+    routed = run(lambda: backend_of(handle).generate(REQUEST))
     assert isinstance(routed.reply, Errored)
     assert routed.reply.error.kind is ErrorKind.UNAVAILABLE
     assert len(handle.calls) == ATTEMPTS
@@ -176,14 +160,14 @@ def test_a_call_is_not_sent_again_for_ever() -> None:
 def test_a_bug_in_a_replica_is_not_tried_again() -> None:
     handle = Handle([ValueError("bug")], [ANSWER])
     with pytest.raises(ValueError, match="bug"):
-        run(lambda: ServeBackend(handle).generate(REQUEST))  # type: ignore[arg-type]
+        run(lambda: backend_of(handle).generate(REQUEST))
 
 
 def test_a_call_that_is_given_up_is_cancelled_on_its_replica() -> None:
     handle = Handle([...])
 
     async def work() -> None:
-        task = asyncio.ensure_future(ServeBackend(handle).generate(REQUEST))  # type: ignore[arg-type]
+        task = asyncio.ensure_future(backend_of(handle).generate(REQUEST))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -218,7 +202,7 @@ def test_a_replica_that_stops_hands_its_requests_on() -> None:
     handle = Handle([FIRST, Batch("a", (stops,))], [LAST])
     assert collect(handle) == [FIRST, LAST]
     handle = Handle([Routed("a", stops)], [ANSWER])
-    assert run(lambda: ServeBackend(handle).generate(REQUEST)) == ANSWER  # type: ignore[arg-type]
+    assert run(lambda: backend_of(handle).generate(REQUEST)) == ANSWER
 
 
 def test_a_stream_whose_replicas_die_ends_with_an_error() -> None:
@@ -233,7 +217,7 @@ def test_a_stream_that_is_closed_early_is_cancelled_on_its_replica() -> None:
     handle = Handle([FIRST, LAST])
 
     async def work() -> None:
-        stream = ServeBackend(handle).stream(REQUEST)  # type: ignore[arg-type]
+        stream = backend_of(handle).stream(REQUEST)
         assert await anext(stream) == FIRST
         await stream.aclose()
 
@@ -243,7 +227,7 @@ def test_a_stream_that_is_closed_early_is_cancelled_on_its_replica() -> None:
 
 def test_the_card_is_learnt_once() -> None:
     card = ModelCard("m", 100, 10)
-    backend = ServeBackend(Handle([DIED], [card]))  # type: ignore[arg-type]
+    backend = backend_of(Handle([DIED], [card]))
 
     async def work() -> None:
         assert await backend.models() == ()
@@ -257,13 +241,13 @@ def test_a_model_may_take_longer_to_load_than_a_request_waits(monkeypatch: pytes
     monkeypatch.setattr(backend_module, "RETRY_S", 0.0)
     card = ModelCard("m", 100, 10)
     nobody = UnavailableError("no replica came up within 60 s")
-    backend = ServeBackend(Handle([nobody], [nobody], [card]))  # type: ignore[arg-type]
+    backend = backend_of(Handle([nobody], [nobody], [card]))
     run(lambda: backend.start(5.0))
     assert list(run(backend.models)) == [card]
 
 
 def test_a_start_without_any_replica_ends_in_time() -> None:
-    backend = ServeBackend(Handle([...]))  # type: ignore[arg-type]
+    backend = backend_of(Handle([...]))
     with pytest.raises(TimeoutError):
         run(lambda: backend.start(0.01))
 
@@ -271,7 +255,7 @@ def test_a_start_without_any_replica_ends_in_time() -> None:
 @pytest.mark.parametrize("silent", [DIED, ...])
 def test_health_is_that_of_now(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_module, "HEALTHY_S", 0.01)
-    backend = ServeBackend(Handle([ModelCard("m", 100, 10)], *[[silent]] * ATTEMPTS))  # type: ignore[arg-type]
+    backend = backend_of(Handle([ModelCard("m", 100, 10)], *[[silent]] * ATTEMPTS))
 
     async def work() -> None:
         assert await backend.healthy()
@@ -283,15 +267,15 @@ def test_health_is_that_of_now(silent: Any, monkeypatch: pytest.MonkeyPatch) -> 
 def broadcasting(monkeypatch: pytest.MonkeyPatch, *told: Any) -> ServeBackend:
     """A backend whose replicas answer a call on all of them so; nothing is known of them with an ellipsis."""
 
-    async def from_each(broadcast: Any, timeout_s: float) -> list[Any]:
+    async def answers_of_each(broadcast: Any, timeout_s: float) -> list[Any]:
         if told == (...,):
             raise TimeoutError
         return list(told)
 
-    monkeypatch.setattr(backend_module, "from_each", from_each)
+    monkeypatch.setattr(backend_module, "answers_of_each", answers_of_each)
     handle = Handle()
     monkeypatch.setattr(handle, "broadcast", lambda *args: None, raising=False)
-    return ServeBackend(handle)  # type: ignore[arg-type]
+    return backend_of(handle)
 
 
 def test_metrics_are_those_of_the_replicas_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,34 +306,48 @@ def test_what_was_done_is_asked_of_the_replica_that_has_the_request_and_many_at_
             return [Usage(completion=int(each)) for each in request_ids]
 
     async def work() -> None:
-        handle, fleet = Counting(), Fleet()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(backend_module, "FLEET", fleet)
-            backend = ServeBackend(handle)  # type: ignore[arg-type]
-            for n in range(3000):
-                fleet.sent(str(n), "a")
-            asked = [asyncio.create_task(backend.drawn(str(n))) for n in range(3000)]
-            while not handle.args:  # noqa: ASYNC110 (the first call)
-                await asyncio.sleep(0)
-            handle.go_on.set()
-            async with asyncio.timeout(60):
-                told = await asyncio.gather(*asked)
-            assert told == [Usage(completion=n) for n in range(3000)]
-            assert all(each == {HINT: Place("a", bound=True)} for each in handle.kwargs)
-            assert len(handle.args) <= 3000 // 256 + 2
-            assert await backend.drawn("sent to none") == Usage()
+        handle, health = Counting(), ReplicaHealth()
+        backend = backend_of(handle, health)
+        for n in range(3000):
+            health.on_send(str(n), "a")
+        asked = [asyncio.create_task(backend.drawn(str(n))) for n in range(3000)]
+        while not handle.args:  # noqa: ASYNC110 (the first call)
+            await asyncio.sleep(0)
+        handle.go_on.set()
+        async with asyncio.timeout(60):
+            told = await asyncio.gather(*asked)
+        assert told == [Usage(completion=n) for n in range(3000)]
+        assert all(each == {HINT: RoutingHint("a", bound=True)} for each in handle.kwargs)
+        assert len(handle.args) <= 3000 // 256 + 2
+        assert await backend.drawn("sent to none") == Usage()
 
     run(work)
 
 
-@pytest.mark.parametrize("lost", [DIED, UNAVAILABLE, UnavailableError("silent"), TimeoutError()])
-def test_what_a_replica_that_does_not_answer_has_done_is_not_known(
-    lost: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fleet = Fleet()
-    fleet.sent("r", "a")
-    monkeypatch.setattr(backend_module, "FLEET", fleet)
-    assert run(lambda: ServeBackend(Handle([lost])).drawn("r")) is None  # type: ignore[arg-type]
+@pytest.mark.parametrize("lost", [DIED, UNAVAILABLE, UnavailableError("silent"), TimeoutError(), None])
+def test_what_a_replica_that_does_not_answer_has_done_is_not_known(lost: Exception | None) -> None:
+    """None: another replica has its port by now."""
+    health = ReplicaHealth()
+    health.on_send("r", "a")
+    assert run(lambda: backend_of(Handle([lost]), health).drawn("r")) is None
+
+
+@pytest.mark.parametrize("way", ["whole", "stream"])
+def test_a_replica_whose_port_another_one_has_is_ejected_and_the_request_goes_on(way: str) -> None:
+    no = Errored(ErrorInfo(ErrorKind.UNAVAILABLE, "this is not replica a"))
+
+    async def work() -> None:
+        health = ReplicaHealth()
+        health.on_send("r", "a")
+        if way == "whole":
+            backend = backend_of(Handle([Routed("b", no)], [ANSWER]), health)
+            assert await backend.generate(REQUEST) == ANSWER
+        else:
+            backend = backend_of(Handle([Batch("b", (no,))], [FIRST, LAST]), health)
+            assert [batch async for batch in backend.stream(REQUEST)] == [FIRST, LAST]
+        assert health.unresponsive("a")
+
+    run(work)
 
 
 @pytest.mark.parametrize(
@@ -372,87 +370,4 @@ def test_a_program_has_not_ended_where_a_replica_does_not_answer(
 
 def test_without_any_replica_a_plain_call_fails() -> None:
     with pytest.raises(UnavailableError):
-        run(lambda: ServeBackend(Handle(*[[DIED]] * ATTEMPTS)).detokenize([1]))  # type: ignore[arg-type]
-
-
-class Held(Handle):
-    """Serve brings what it has once it is `let` to. It says when it was `asked`."""
-
-    def __init__(self, *scripts: list[Any]) -> None:
-        super().__init__(*scripts)
-        self.asked = asyncio.Event()
-        self.let = asyncio.Event()
-
-    def remote(self, *args: Any, **kwargs: Any) -> Call:
-        self.asked.set()
-        call = super().remote(*args, **kwargs)
-        let = self.let
-
-        class HeldCall(Call):
-            async def __aiter__(self) -> AsyncIterator[Any]:
-                await let.wait()
-                async for each in Call.__aiter__(self):
-                    yield each
-
-        self.calls[-1] = HeldCall(call.script)
-        return self.calls[-1]
-
-
-@pytest.mark.parametrize("way", ["early", "late", "elsewhere"])
-def test_first_pieces_come_by_the_shorter_way_and_once(way: str) -> None:
-    async def scenario() -> None:
-        pieces, sender = await EarlyPieces.listen("here"), EarlySender("there" if way == "elsewhere" else "here")
-        handle = Held([FIRST, LAST])
-        stream = ServeBackend(handle, pieces).stream(REQUEST)  # type: ignore[arg-type]
-        first = asyncio.ensure_future(anext(stream))
-        await handle.asked.wait()
-        if way != "early":
-            handle.let.set()
-            assert await first == FIRST
-        sender.tell(handle.args[0][0].early, FIRST)
-        assert await first == FIRST, "Serve has brought nothing"
-        handle.let.set()
-        assert [batch async for batch in stream] == [LAST]
-        assert not pieces._waiting
-        sender.close()
-        pieces.close()
-
-    asyncio.run(scenario())
-
-
-def test_a_reply_goes_on_from_pieces_that_came_early() -> None:
-    """Its replica dies before Serve has brought them: the client has them all the same."""
-
-    async def scenario() -> None:
-        pieces, sender = await EarlyPieces.listen("here"), EarlySender("here")
-        handle = Held([DIED], [LAST])
-        stream = ServeBackend(handle, pieces).stream(REQUEST)  # type: ignore[arg-type]
-        first = asyncio.ensure_future(anext(stream))
-        await handle.asked.wait()
-        sender.tell(handle.args[0][0].early, replace(FIRST, drawn=ReplyTokens((5,), seed=7)))
-        assert (await first).pieces == FIRST.pieces
-        handle.let.set()
-        assert [batch async for batch in stream] == [LAST]
-        assert [args[0].drawn for args in handle.args] == [None, ReplyTokens((5,), seed=7)]
-        sender.close()
-        pieces.close()
-
-    asyncio.run(scenario())
-
-
-def test_a_client_that_leaves_before_any_piece_leaves_nothing_behind() -> None:
-    async def scenario() -> None:
-        pieces, handle = await EarlyPieces.listen("here"), Held([FIRST, LAST])
-        stream = ServeBackend(handle, pieces).stream(REQUEST)  # type: ignore[arg-type]
-        first = asyncio.ensure_future(anext(stream))
-        await handle.asked.wait()
-        first.cancel()
-        await asyncio.wait({first})
-        await stream.aclose()
-        await asyncio.sleep(0)
-        assert handle.calls[0].cancelled
-        assert not pieces._waiting
-        assert len(asyncio.all_tasks()) == 1
-        pieces.close()
-
-    asyncio.run(scenario())
+        run(lambda: backend_of(Handle(*[[DIED]] * ATTEMPTS)).detokenize([1]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cluster import checks, ports
+from holdfast.cluster import doctor, environment, model_files
 from holdfast.cluster.config import RedisConfig, ServerConfig, Settings
 from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.errors import ConfigError
@@ -16,7 +16,7 @@ from holdfast.router.tenants import Tenant
 
 
 def fingerprint(folder: Path, version: str = "1.0", **engine: Any) -> str:
-    return checks.fingerprint(folder, EngineConfig(**engine), version)
+    return model_files.fingerprint(folder, EngineConfig(**engine), version)
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_a_folder_with_a_model_is_found(model: Path) -> None:
-    assert checks.model_folder(str(model)) == model
+    assert model_files.model_folder(str(model)) == model
 
 
 def test_a_cached_hub_name_is_found_in_its_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,13 +37,13 @@ def test_a_cached_hub_name_is_found_in_its_snapshot(tmp_path: Path, monkeypatch:
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("a" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert checks.model_folder("no/such") == snapshot
+    assert model_files.model_folder("no/such") == snapshot
 
 
 @pytest.mark.parametrize("name", ["/nowhere", "no/such-model", "no such model", "a/b/c"])
 def test_a_missing_model_is_named(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        checks.model_folder(name)
+        model_files.model_folder(name)
     assert caught.value.field == "engine.model"
     assert name in caught.value.message
 
@@ -57,14 +57,14 @@ def test_a_missing_model_is_named(name: str) -> None:
 )
 def test_a_policy_that_cannot_be_imported_is_named(engine: EngineConfig, field: str) -> None:
     with pytest.raises(ConfigError, match="No module named 'no_such_module'") as caught:
-        checks.policies(engine)
+        doctor.check_policies(engine)
     assert caught.value.field == field
     assert caught.value.message.startswith(f"{field} cannot be no_such_module:")
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is empty"):
-        checks.model_folder(str(tmp_path))
+        model_files.model_folder(str(tmp_path))
 
 
 def test_the_fingerprint_changes_with_the_model(model: Path) -> None:
@@ -86,7 +86,7 @@ def test_the_fingerprint_changes_with_the_chat_template(model: Path, tmp_path_fa
 
 
 def test_the_fingerprint_of_large_files_is_of_both_their_ends(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "MOST_READ", 2)
+    monkeypatch.setattr(model_files, "SAMPLE", 2)
     found = set()
     for content in ("abcdef", "xbcdef", "abcdex", "abcdefg"):
         (model / "weights").write_text(content)
@@ -111,7 +111,7 @@ def test_the_fingerprint_changes_with_the_settings_that_decide_answers_and_with_
         {"tool_format": "hermes"},
         {"tools_guarantee": "names"},
     ]
-    assert [name for change in changes for name in change] == list(checks.ANSWERING)
+    assert [name for change in changes for name in change] == list(model_files.ANSWERING)
     found = {fingerprint(model), fingerprint(model, "2.0"), *(fingerprint(model, **change) for change in changes)}
     assert len(found) == 2 + len(changes)
     assert fingerprint(model, max_sequences=17, order="fair", threads=2) == fingerprint(model)
@@ -121,43 +121,43 @@ def test_a_port_in_use_is_named(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         server = ServerConfig(port=taken.getsockname()[1])
         with pytest.raises(ConfigError) as caught:
-            checks.check(Settings(server=server, engine=EngineConfig(model=str(model))))
+            doctor.check(Settings(server=server, engine=EngineConfig(model=str(model))))
     assert caught.value.field == "server.port"
     assert str(server.port) in caught.value.message
 
 
 def test_a_port_in_use_for_ray_s_metrics_is_named(model: Path) -> None:
-    free = ports.internal(random.Random()).stats
+    free = environment.internal_ports(random.Random()).stats
     with socket.create_server(("127.0.0.1", 0)) as taken:
         server = ServerConfig(port=free, ray_metrics_port=taken.getsockname()[1])
         with pytest.raises(ConfigError) as caught:
-            checks.check(Settings(server=server, engine=EngineConfig(model=str(model))))
+            doctor.check(Settings(server=server, engine=EngineConfig(model=str(model))))
     assert caught.value.field == "server.ray_metrics_port"
 
 
 @pytest.mark.parametrize("host", ["203.0.113.77", "no-such-host.invalid"])
 def test_an_address_of_another_machine_is_named(host: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        ports.check(host, 18999)
+        environment.check_port(host, 18999)
     assert caught.value.field == "server.host"
 
 
 def test_a_dead_redis_is_named(model: Path) -> None:
-    server = ServerConfig(port=ports.internal(random.Random(1)).fallback)
+    server = ServerConfig(port=environment.internal_ports(random.Random(1)).fallback)
     redis = RedisConfig(url="redis://127.0.0.1:1", timeout_s=0.5)
     with pytest.raises(ConfigError) as caught:
-        checks.check(Settings(server=server, engine=EngineConfig(model=str(model)), redis=redis))
+        doctor.check(Settings(server=server, engine=EngineConfig(model=str(model)), redis=redis))
     assert caught.value.field == "redis.url"
 
 
 def test_tenants_that_clash_are_refused() -> None:
     with pytest.raises(ConfigError):
-        checks.check(Settings(tenants=(Tenant("a"), Tenant("a"))))
+        doctor.check(Settings(tenants=(Tenant("a"), Tenant("a"))))
 
 
 def test_internal_ports_are_free_and_differ() -> None:
-    found = ports.internal(random.Random(3))
+    found = environment.internal_ports(random.Random(3))
     singles = [found.fallback, found.stats, found.metrics]
     assert len(set(singles)) == 3
     assert not set(singles) & set(range(found.replica_first, found.replica_last + 1))
-    assert all(ports.free("127.0.0.1", port) for port in singles)
+    assert all(environment.free_port("127.0.0.1", port) for port in singles)

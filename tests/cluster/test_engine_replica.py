@@ -1,4 +1,4 @@
-"""Replicas as Serve makes them, over a real Redis, with engines that are driven by hand: what they tell each other."""
+"""Replicas as Serve makes them, over a real Redis, with engines that are driven by hand."""
 
 import asyncio
 from collections import Counter
@@ -12,14 +12,24 @@ from engine_world import World, words
 from redis_server import RedisServer
 from waiting import until_async
 
-from holdfast.cluster import engine_replica, loading
+from holdfast.cluster import engine_replica, model_files
 from holdfast.cluster.engine_replica import EngineReplica
 from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.errors import ErrorKind
 from holdfast.replicas.model.progress import Progress, Tell
-from holdfast.replicas.requests import ModelCard, Notice, ServedElsewhere
+from holdfast.replicas.requests import (
+    DescribeSession,
+    Errored,
+    GenerateRequest,
+    ModelCard,
+    Notice,
+    ServedElsewhere,
+    ToolLatencies,
+)
 from holdfast.replicas.service import Service
 from holdfast.router.config import RouterConfig
-from holdfast.router.records import RedisAddress
+from holdfast.router.records import Records, RedisAddress
+from holdfast.router.tool_latency import ToolLatencies as RouterLatencies
 
 LOOK_S = 0.01
 PATIENT = 60.0
@@ -68,9 +78,8 @@ class Outside(EngineReplica):
 def redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisServer]:
     """It runs, and what is Serve's and Ray's is left out."""
     monkeypatch.setattr(Service, "load", Driven)
-    monkeypatch.setattr(engine_replica.serve_replica, "install", lambda: None)
+    monkeypatch.setattr(engine_replica.serve_private, "patch_replica", lambda: None)
     monkeypatch.setattr(engine_replica.logs, "configure", lambda *_: None)
-    monkeypatch.setattr(engine_replica.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r"))
     monkeypatch.setattr(engine_replica.serve, "get_replica_context", lambda: context)
     server = RedisServer(tmp_path)  # type: ignore[no-untyped-call]
@@ -85,12 +94,12 @@ def test_a_replica_writes_how_far_it_is_where_the_console_looks(
     async def scenario() -> None:
         monkeypatch.setenv("HOLDFAST_LOADING", str(tmp_path / "loading"))
         replica = Outside.__new__(Outside)
-        await replica.__init__(EngineConfig(), RedisAddress(redis.url), RouterConfig(), report_s=LOOK_S)  # type: ignore[misc]
+        await replica.__init__(EngineConfig(), RedisAddress(redis.url), RouterConfig(), every_s=LOOK_S)  # type: ignore[misc]
         driven = replica._service
         assert isinstance(driven, Driven)
         assert driven.tell is not None
         driven.tell(Progress(1, 2, 3.0))
-        assert loading.read(tmp_path / "loading") == Progress(1, 2, 3.0)
+        assert model_files.read_progress(tmp_path / "loading") == Progress(1, 2, 3.0)
         await EngineReplica.__del__(replica)
 
     asyncio.run(scenario())
@@ -101,7 +110,7 @@ def test_a_tenant_that_another_engine_serves_gives_way_at_this_one(redis: RedisS
         address = RedisAddress(redis.url)
         made = [Outside.__new__(Outside) for _ in range(2)]
         for each in made:
-            await each.__init__(EngineConfig(), address, RouterConfig(), report_s=LOOK_S)  # type: ignore[misc]
+            await each.__init__(EngineConfig(), address, RouterConfig(), every_s=LOOK_S)  # type: ignore[misc]
         here, there = drivens = [each._service for each in made]
         assert isinstance(here, Driven)
         assert isinstance(there, Driven)
@@ -116,5 +125,59 @@ def test_a_tenant_that_another_engine_serves_gives_way_at_this_one(redis: RedisS
         assert here.serve(*"ababab")[-2:] == ["a", "a"], "what it had there counts from its next one here on"
         for each in made:
             await EngineReplica.__del__(each)
+
+    asyncio.run(scenario())
+
+
+def test_a_call_for_another_replica_is_refused_before_it_is_read(redis: RedisServer) -> None:
+    """That one has died, and this one has its port by now. The router sends the request elsewhere."""
+
+    async def scenario() -> None:
+        replica = Outside.__new__(Outside)
+        await replica.__init__(EngineConfig(), RedisAddress(redis.url), RouterConfig(), every_s=LOOK_S)  # type: ignore[misc]
+        request = GenerateRequest("r", replica="another")
+        routed = await replica.generate(request)
+        (batch,) = [each async for each in replica.stream(request)]
+        told = await replica.session(DescribeSession("t", "s"), "another")
+        for reply in (routed.reply, *batch.pieces, told):
+            assert isinstance(reply, Errored)
+            assert reply.error.kind is ErrorKind.UNAVAILABLE
+        assert (routed.replica_id, batch.replica_id) == ("r", "r")
+        assert await replica.drawn(["r"], "another") is None
+        await EngineReplica.__del__(replica)
+
+    asyncio.run(scenario())
+
+
+def test_tool_latencies_reach_the_replica_through_a_loss_of_redis(redis: RedisServer) -> None:
+    async def scenario() -> None:
+        replica = Outside.__new__(Outside)
+        await replica.__init__(  # type: ignore[misc]
+            EngineConfig(), RedisAddress(redis.url), RouterConfig(tool_latency_s=LOOK_S, store_retry_s=LOOK_S)
+        )
+        learned: dict[str, ToolLatencies] = {}
+
+        def learn(notice: Notice) -> None:
+            if isinstance(notice, ToolLatencies):
+                learned["last"] = notice
+
+        replica._service.notice = learn  # type: ignore[method-assign]
+        store = Records(RedisAddress(redis.url), PATIENT, LOOK_S)
+        latencies = RouterLatencies(store, LOOK_S)
+
+        def count(tool: str) -> float:
+            return learned["last"].latency.of("a", tool).count if learned else 0
+
+        latencies.record("a", "ls", 1.0)
+        await until_async(lambda: count("ls") > 0)
+        redis.kill()  # type: ignore[no-untyped-call]
+        latencies.record("a", "sed", 2.0)
+        redis.socket.unlink(missing_ok=True)
+        redis.start()  # type: ignore[no-untyped-call]
+        await until_async(lambda: count("sed") > 0)
+        assert learned["last"].latency.of("a", "ls").mean == 1.0, "what is known is not forgotten"
+        for each in (latencies, store):
+            await each.close()
+        await EngineReplica.__del__(replica)
 
     asyncio.run(scenario())

@@ -19,11 +19,11 @@ from waiting import until
 
 from helm.build.dashboards import BOARDS
 from helm.build.rules import ALERTS, RECORDINGS, files
-from holdfast.cluster import ports
+from holdfast.cluster import environment
 from holdfast.router.tenants import hash_key
 
 WITHIN_S = 240.0  # on a machine that others keep busy; a few seconds on one that is free
-RAY_PORT = ports.internal(random.Random()).stats
+RAY_PORT = environment.internal_ports(random.Random()).stats
 SETTINGS = f"""
 server: {{host: 0.0.0.0, ray_metrics_port: {RAY_PORT}}}
 engine: {{threads: 1, kv_memory: 0.1, host_memory: 0.05}}
@@ -56,7 +56,9 @@ def prometheus(exposed: Any, eventually: Any, tmp_path_factory: pytest.TempPathF
     """Scrapes the server every two seconds while there is load."""
     found("prometheus")
     folder = tmp_path_factory.mktemp("prometheus")
-    started = Prometheus(folder, configuration(exposed.url, folder), ports.internal(random.Random()).metrics)
+    started = Prometheus(
+        folder, configuration(exposed.url, folder), environment.internal_ports(random.Random()).metrics
+    )
     load = Load(exposed.url)
     try:
         eventually(lambda: started.ready, WITHIN_S)

@@ -25,7 +25,7 @@ from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig,
 from ray.serve.config import HTTPOptions
 from waiting import until, until_read
 
-from holdfast.cluster import environment, haproxy, ports
+from holdfast.cluster import environment, haproxy, serve_private
 from holdfast.cluster.config import ServerConfig as Server
 from holdfast.cluster.config import Settings
 from holdfast.cluster.environment import InternalPorts
@@ -64,12 +64,12 @@ def test_without_a_haproxy_there_is_no_script(tmp_path: Path, monkeypatch: pytes
 
 
 def test_ray_is_told_of_the_script_where_there_is_one(tmp_path: Path) -> None:
-    assert PATH not in environment.for_ray(PORTS, tmp_path)
-    assert environment.for_ray(PORTS, tmp_path, proxy=tmp_path / "haproxy")[PATH] == str(tmp_path / "haproxy")
+    assert PATH not in serve_private.variables(PORTS, tmp_path)
+    assert serve_private.variables(PORTS, tmp_path, proxy=tmp_path / "haproxy")[PATH] == str(tmp_path / "haproxy")
 
 
 def test_messages_between_router_and_engine_hold_the_longest_request(tmp_path: Path) -> None:
-    longest = int(environment.for_ray(PORTS, tmp_path)["RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"])
+    longest = int(serve_private.variables(PORTS, tmp_path)["RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"])
     assert longest >= 4 * RouterConfig().max_body_bytes
 
 
@@ -87,23 +87,22 @@ def test_a_router_that_vanishes_is_found_within_five_seconds(tmp_path: Path) -> 
     limits = Limits()
     shaped = haproxy.shape(written(tmp_path, 1, [2]), limits, tmp_path)
     (server,) = [line for line in shaped.splitlines() if line.startswith("    server s0 ")]
-    assert server.endswith(f" tcp-ut {limits.check_s * limits.check_fails * 1000:g}ms")
+    assert server.endswith(f" tcp-ut {limits.check_s * haproxy.CHECK_FAILS * 1000:g}ms")
     assert all(f"    srvtcpka-{line}\n" in shaped for line in ("idle 1s", "intvl 1s", "cnt 3"))
     (every,) = [line for line in shaped.splitlines() if "default-server" in line]
     assert every.split().count("inter") == every.split().count("fall") == 1
-    assert every.endswith(f"inter {limits.check_s * 1000:g}ms fall {limits.check_fails}")
+    assert every.endswith(f"inter {limits.check_s * 1000:g}ms fall {haproxy.CHECK_FAILS}")
     assert "fastinter 250ms" in every
-    assert limits.check_s * 2 + (limits.check_fails - 1) * (limits.check_s + 0.25) < 5
-    assert f"timeout connect {limits.connect_s * 1000:g}ms" in shaped
+    assert limits.check_s * 2 + (haproxy.CHECK_FAILS - 1) * (limits.check_s + 0.25) < 5
+    assert f"timeout connect {haproxy.CONNECT_S * 1000:g}ms" in shaped
     assert "retry-on conn-failure empty-response\n" in shaped
 
 
 def test_the_limits_are_the_configurations() -> None:
-    server = Server(header_s=3.0, client_connections=7, body_rate=9)
-    settings = Settings(server=server, router=RouterConfig(stall_s=5.0))
-    assert _limits(settings, files=1_000_000) == Limits(3.0, 5.0, 60.0, 16384, 7, "127.0.0.1", body_rate=9)
+    router = RouterConfig(stall_s=5.0, body_timeout_s=4.0, max_body_bytes=1000)
+    settings = Settings(server=Server(idle_s=3.0), router=router)
+    assert _limits(settings, files=1_000_000) == Limits(5.0, 3.0, 4.0, 1000, 16384, "127.0.0.1")
     assert _limits(settings, files=4096).connections == 1792
-    assert _limits(Settings(server=Server(connections=9)), files=4096).connections == 9
 
 
 def test_a_server_takes_as_many_files_as_it_is_allowed() -> None:
@@ -245,7 +244,7 @@ def written(folder: Path, port: int, behind: Sequence[int | str], stats: int = 8
 @contextmanager
 def running(folder: Path, limits: Limits, behind: Sequence[int | str]) -> Iterator[InternalPorts]:
     """A real HAProxy, started by the script as Ray starts it."""
-    taken = ports.internal(random.Random())
+    taken = environment.internal_ports(random.Random())
     written(folder, taken.fallback, behind, taken.stats, taken.metrics)
     script = haproxy.write(folder / "haproxy", limits)
     assert script is not None
@@ -409,7 +408,7 @@ def test_without_an_application_it_says_when_to_come_again(folder: Path) -> None
 
 
 def test_a_router_that_is_gone_is_told_in_json(folder: Path) -> None:
-    with running(folder, Limits(), [ports.internal(random.Random()).stats]) as taken:
+    with running(folder, Limits(), [environment.internal_ports(random.Random()).stats]) as taken:
         answer = httpx.get(f"http://127.0.0.1:{taken.fallback}/", trust_env=False, timeout=PATIENT)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
     assert "retry-after" in answer.headers

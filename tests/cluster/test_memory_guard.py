@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.cluster import memory_guard
-from holdfast.cluster.memory_guard import ENGINES, LEAST, MemoryGuard
+from holdfast.cluster import processes
+from holdfast.cluster.processes import ENGINES, LEAST, MemoryGuard
 
 OURS = f"{ENGINES}:ours"  # engines of other tests' servers may be there
 OTHERS = ["ray::ServeController", "ray::ServeReplica:holdfast:router", "ray::HAProxyManager"]
@@ -16,7 +16,7 @@ OTHERS = ["ray::ServeController", "ray::ServeReplica:holdfast:router", "ray::HAP
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Processes with the titles of Ray's: two engines, the newer one last of the two, and what was started after."""
-    monkeypatch.setattr(memory_guard, "ENGINES", OURS)
+    monkeypatch.setattr(processes, "ENGINES", OURS)
     titles = [OURS, OURS, *OTHERS]
     started = [subprocess.Popen([title, "600"], executable="/bin/sleep") for title in titles]
     yield started
@@ -45,7 +45,7 @@ def test_with_memory_left_all_stay(ray: list[subprocess.Popen[bytes]]) -> None:
 
 
 def test_it_looks_until_it_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_guard, "LOOK_S", 0.0)
+    monkeypatch.setattr(processes, "LOOK_S", 0.0)
     looked = threading.Semaphore(0)
 
     def room() -> tuple[int, int]:

@@ -25,7 +25,7 @@ from otlp_collector import Collector, collecting
 from redis_server import RedisServer
 from terminal import Terminal
 
-from holdfast.cluster import ports
+from holdfast.cluster import environment
 from holdfast.router.config import RouterConfig
 from holdfast.router.quotas import Quotas
 from holdfast.router.records import Records, RedisAddress
@@ -170,7 +170,7 @@ def follow(folder: Path, port: int) -> dict[str, str]:
         text = command.replace(":8000", f":{port}")
         text = text.replace("$PWD/.venv", str(ROOT / ".venv"))
         if command == "holdfast doctor":  # as the page says: the server's own port is taken
-            text += f" --port {ports.internal(random.Random()).stats}"
+            text += f" --port {environment.internal_ports(random.Random()).stats}"
         if command == "make serve":
             shown[command] = run(["make", "--dry-run", "serve"], ROOT)
         elif command == "holdfast top":

@@ -23,7 +23,7 @@ from holdfast.replicas.retention.latency import Called
 from holdfast.replicas.service import Service
 from holdfast.router import spans as spans_module
 from holdfast.router import tracing
-from holdfast.router.backend import ANYWHERE, Batch, Place, Routed
+from holdfast.router.backend import ANYWHERE, Batch, Routed, RoutingHint
 from holdfast.router.tracing import Spans, TracingConfig
 from holdfast.router.turn_log import TurnLog
 
@@ -43,7 +43,7 @@ class TracedReplica(FakeBackend):
         self.spans = spans
         self.engine = engine
 
-    async def generate(self, request: GenerateRequest, place: Place = ANYWHERE) -> Routed:
+    async def generate(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> Routed:
         span = replica_spans.begin(self.spans, request)
         assert span is not None
         routed = await super().generate(request, place)
@@ -51,7 +51,7 @@ class TracedReplica(FakeBackend):
         span.end()
         return routed
 
-    async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
+    async def stream(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> AsyncGenerator[Batch, None]:
         if not self.engine:
             async for batch in super().stream(request):
                 yield batch
@@ -169,7 +169,7 @@ def test_what_fails_is_marked(traced: Traced) -> None:
 @pytest.mark.parametrize(("traced", "headers"), [(0.0, {}), (1.0, {"traceparent": UNSAMPLED})], indirect=["traced"])
 def test_a_trace_that_is_not_sampled_is_recorded_nowhere(traced: Traced, headers: dict[str, str]) -> None:
     class Seen(FakeBackend):
-        async def generate(self, request: GenerateRequest, place: Place = ANYWHERE) -> Routed:
+        async def generate(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> Routed:
             assert replica_spans.begin(traced.replica, request) is None
             return await super().generate(request, place)
 

@@ -107,9 +107,9 @@ def test_states_are_as_large_as_their_tensors(name: str, layers: int, linear: Li
 def test_the_shipped_model_is_its_file() -> None:
     from safetensors import safe_open
 
-    from holdfast.cluster import checks
+    from holdfast.cluster import model_files
 
-    folder = checks.model_folder("pocket")
+    folder = model_files.model_folder("pocket")
     with safe_open(folder / "model.safetensors", "pt") as file:
         stored = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
     assert shapes.shape_of(shapes.read_config(folder)).parameters == pytest.approx(stored, rel=0.01)

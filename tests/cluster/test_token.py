@@ -5,21 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cluster import environment
+from holdfast.cluster import environment, serve_private
 from holdfast.cluster.environment import InternalPorts
 
 
 def test_the_token_is_a_file_of_the_cluster_s(tmp_path: Path) -> None:
-    variables = environment.for_ray(InternalPorts(1, 2, 3, 4, 5), tmp_path)
+    variables = serve_private.variables(InternalPorts(1, 2, 3, 4, 5), tmp_path)
     assert variables["RAY_AUTH_MODE"] == "token"
-    assert variables["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / environment.TOKEN)
+    assert variables["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / serve_private.TOKEN)
     assert "RAY_AUTH_TOKEN" not in variables
 
 
 def test_ray_colours_nothing_where_nobody_sees_it(tmp_path: Path) -> None:
     ports = InternalPorts(1, 2, 3, 4, 5)
-    assert environment.for_ray(ports, tmp_path, colours=False)["RAY_COLOR_PREFIX"] == "0"
-    assert "RAY_COLOR_PREFIX" not in environment.for_ray(ports, tmp_path)
+    assert serve_private.variables(ports, tmp_path, colours=False)["RAY_COLOR_PREFIX"] == "0"
+    assert "RAY_COLOR_PREFIX" not in serve_private.variables(ports, tmp_path)
 
 
 def test_a_token_of_the_user_s_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ import redis
 from redis_server import RedisServer
 from waiting import until
 
-from holdfast.cluster import doctor_checks
+from holdfast.cluster import doctor
 from holdfast.cluster.config import Settings
 
 PROGRAMS = int(os.environ.get("HOLDFAST_TEST_PROGRAMS", "10"))
@@ -346,11 +346,11 @@ def test_doctor_counts_as_much_for_a_router_and_the_proxy_as_they_take(
     Routers(cluster, eventually)  # one was killed
     routers = [resident(pid) for pid in pids(cluster, ROUTER)]
     assert len(routers) == 2
-    assert max(routers) < doctor_checks.router_bytes(Settings())
+    assert max(routers) < doctor.router_bytes(Settings())
     # Of the two processes of Serve that tend the proxy half is what all of Ray's share.
     tended = [resident(pid) / 2 for name in ("ray::ProxyActor", "ray::HAProxyManager") for pid in pids(cluster, name)]
     proxy = sum(resident(pid) for pid in pids(cluster, "/haproxy -")) + sum(tended)
-    assert 0 < proxy < doctor_checks.PROXY
+    assert 0 < proxy < doctor.PROXY
     print(f"routers {[each >> 20 for each in routers]} MiB, proxy {proxy / 2**20:.0f} MiB")
 
 

@@ -15,7 +15,7 @@ from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeDeploySchema
 
-from holdfast.cluster import config_file, environment
+from holdfast.cluster import config_file, serve_private
 from holdfast.cluster import serve_config as builder
 from holdfast.cluster.autoscaling import Demand
 from holdfast.cluster.environment import InternalPorts
@@ -174,9 +174,9 @@ def test_there_is_a_worker_for_every_engine(values: str, settings: tuple[str, ..
 
 def test_pods_have_the_environment_of_holdfast_serve(tmp_path: Path) -> None:
     """But for what concerns ports and folders that are shared, and Ray's token, which the operator makes."""
-    local = dict(environment.for_ray(InternalPorts(1, 2, 3, 4, 5), tmp_path, drain_s=599.5))
+    local = dict(serve_private.variables(InternalPorts(1, 2, 3, 4, 5), tmp_path, drain_s=599.5))
     assert local.pop("RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S") == "600"
-    endless = environment.for_ray(InternalPorts(1, 2, 3, 4, 5), tmp_path, drain_s=1e300)
+    endless = serve_private.variables(InternalPorts(1, 2, 3, 4, 5), tmp_path, drain_s=1e300)
     assert endless["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] == str(HAPROXY_LIMIT_S)
     for where, pod in pod_templates(render()):
         if where in ("redis", "test"):

@@ -15,7 +15,7 @@ import pytest
 from helm_chart import CHART, ROOT, containers, find, pod_templates, render
 from waiting import until
 
-from holdfast.cluster import environment, ports
+from holdfast.cluster import environment, serve_private
 from holdfast.router.tenants import hash_key
 
 # A Redis that is not there: serving goes on without it.
@@ -57,7 +57,7 @@ def cluster() -> Iterator[Cluster]:
 def serve(folder: Path) -> Iterator[Cluster]:
     objects = render("cpu", SETTINGS)
     service = find(objects, "RayService")["spec"]
-    free = ports.internal(random.Random())
+    free = environment.internal_ports(random.Random())
     text = service["serveConfigV2"].replace("/etc/holdfast", str(folder)).replace("8000", str(free.replica_last))
     (folder / "serve.yaml").write_text(text)
     for kind, secret, file in (("tenants", "-tenants", "tenants.yaml"), ("redis", "-redis", "password")):
@@ -100,8 +100,8 @@ def serve(folder: Path) -> Iterator[Cluster]:
 
 def process_environment(objects: tuple[dict[str, object], ...], free: object, folder: Path) -> dict[str, str]:
     """Of a worker's container, with ports and folders of this machine, which others use, too."""
-    (folder / environment.TOKEN).write_text("t" * 64)
-    local = environment.for_ray(free, folder)  # type: ignore[arg-type]
+    (folder / serve_private.TOKEN).write_text("t" * 64)
+    local = serve_private.variables(free, folder)  # type: ignore[arg-type]
     kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     template = dict(pod_templates(objects))["worker main"]  # type: ignore[arg-type]
     pod = {each["name"]: each["value"] for each in containers(template)[-1]["env"] if "value" in each}

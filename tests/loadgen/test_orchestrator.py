@@ -30,7 +30,7 @@ from holdfast.loadgen.workloads.words import filler
 from holdfast.replicas.errors import ConfigError, UnavailableError
 from holdfast.replicas.requests import Completed, GenerateRequest, Piece, TextDelta, ToolCallDelta
 from holdfast.replicas.service import Service
-from holdfast.router.backend import ANYWHERE, Batch, Place
+from holdfast.router.backend import ANYWHERE, Batch, RoutingHint
 from holdfast.router.program_endpoints import Heartbeats
 
 PATIENT = 60.0  # seconds a slow machine may take
@@ -546,7 +546,7 @@ class Conversing(FakeBackend):
         super().__init__()
         self.scripts = list(scripts)
 
-    async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
+    async def stream(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> AsyncGenerator[Batch, None]:
         turns = sum(each.background is None for each in self.requests)
         self.script = [(DONE,)] if request.background is not None else self.scripts[turns]
         async for batch in super().stream(request, place):
@@ -705,7 +705,7 @@ def test_what_was_sent_ahead_is_found_by_the_next_turn() -> None:
     class Ahead(ServiceBackend):
         computed = 0
 
-        async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
+        async def stream(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> AsyncGenerator[Batch, None]:
             async for batch in super().stream(request, place):
                 yield batch
             self.computed += request.sampling.max_tokens == 0

@@ -110,7 +110,7 @@ def test_the_next_turn_carries_the_arrival_and_the_last_replica():
     world.chat(program_id="p", seed=2)
     one, two = world.backend.requests
     assert one.program_arrival == two.program_arrival
-    assert [place.last_replica for place in world.backend.places] == [None, "r1"]
+    assert [place.home for place in world.backend.places] == [None, "r1"]
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -126,7 +126,7 @@ def test_a_branch_says_which_conversation_it_leaves(named: bool):
             **next(ids),
         )
     first, second, branch = world.backend.places
-    assert (second.last_replica, branch.last_replica) == ("r1", None)
+    assert (second.home, branch.home) == ("r1", None)
     assert first.histories[0][0] in dict(branch.histories)
     assert branch.histories[0][0] != second.histories[0][0]
 

@@ -13,7 +13,7 @@ from fake_backend import FORMATS, HELLO, FakeBackend, World
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, UnavailableError
 from holdfast.replicas.requests import Errored, GenerateRequest, Started
 from holdfast.router import turns
-from holdfast.router.backend import ANYWHERE, Batch, Place
+from holdfast.router.backend import ANYWHERE, Batch, RoutingHint
 from holdfast.router.protocol.replies import COMMENT
 
 BEGUN = ((Started("q", 10, 4),), *HELLO)
@@ -28,7 +28,7 @@ class SlowBackend(FakeBackend):
         self.late = late
         self.heard = asyncio.Event()
 
-    async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
+    async def stream(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> AsyncGenerator[Batch, None]:
         self.heard.clear()
         if 0 in self.late:
             await self.heard.wait()

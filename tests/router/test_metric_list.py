@@ -5,8 +5,8 @@ import asyncio
 from fake_backend import World
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast.router.line_stats import LineStats
-from holdfast.router.metric_list import ALL, EARLY
+from holdfast.router.dispatch_queue import QueueStats
+from holdfast.router.metric_list import ALL
 from holdfast.router.metrics_endpoints import watch_line, watch_redis
 from holdfast.router.records import RedisInfo
 
@@ -19,9 +19,8 @@ class Answering:
 def test_every_metric_of_the_list_is_exposed_as_it_says_and_no_other():
     world = World()
     metrics = world.metrics
-    watch_line(metrics, LineStats)
+    watch_line(metrics, QueueStats)
     watch_redis(metrics, Answering())
-    metrics.watch(EARLY, lambda: 1.0)
     text = asyncio.run(metrics.exposition())
     found = {family.name: family for family in text_string_to_metric_families(text)}
     assert {metric.name.removesuffix("_total") for metric in ALL} == set(found)

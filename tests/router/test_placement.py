@@ -11,12 +11,25 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.stats import LoadReport
-from holdfast.router.placement import CANDIDATES, Ask, Choice, Placement, PlacementConfig, Prefix, Reason
+from holdfast.router import placement as placement_module
+from holdfast.router.placement import (
+    HOLDERS,
+    RING_POINTS,
+    WEIGHTS,
+    Decision,
+    HashRing,
+    Placement,
+    PlacementConfig,
+    PlacementRequest,
+    Prefix,
+    Reason,
+    Weights,
+)
 
 names = st.sampled_from("abcdefgh")
 digests = st.sampled_from(("p", "q", "r"))
 asks = st.builds(
-    Ask,
+    PlacementRequest,
     st.integers(0, 20_000),
     st.lists(st.builds(Prefix, digests, st.integers(1, 9000)), max_size=2).map(tuple),
     st.none() | names,
@@ -50,8 +63,9 @@ happenings = st.lists(
 
 
 def placement(*replica_ids: str, capacity: int = 100, **config: float) -> Placement:
-    """Crowds count no more than their turns, unless a test says so."""
-    made = Placement(PlacementConfig(**{"crowded_load": 100.0} | config), random.Random(0))  # type: ignore[arg-type]
+    """At a parent's replica crowds count no more than their turns, unless a test says so."""
+    weights = Weights(**{"crowded_parent": 100.0} | config)  # type: ignore[arg-type]
+    made = Placement(random.Random(0), weights)
     made.update(dict.fromkeys(replica_ids, capacity))
     return made
 
@@ -61,7 +75,7 @@ def send(made: Placement, replica_id: str, turns: int) -> None:
         made.sent(replica_id)
 
 
-def first(made: Placement, ask: Ask) -> Choice:
+def first(made: Placement, ask: PlacementRequest) -> Decision:
     choice = made.choose(ask)
     assert choice is not None
     return choice
@@ -69,7 +83,7 @@ def first(made: Placement, ask: Ask) -> Choice:
 
 @given(happenings, asks)
 def test_a_choice_is_a_replica_that_is_there_and_there_is_none_only_without_any(
-    happened: list[tuple[str, ...]], ask: Ask
+    happened: list[tuple[str, ...]], ask: PlacementRequest
 ) -> None:
     made, there = placement("a", "b"), {"a", "b"}
     for what, *about in happened:
@@ -100,36 +114,32 @@ def test_who_holds_what_is_what_replicas_told_last_and_what_was_sent_there(happe
             before, now = told[with_[0]], dict(with_[1].prefixes)
             held[with_[0]] = {each: n for each, n in held[with_[0]].items() if each not in before} | now
             told[with_[0]] = now
-    found = {
-        (each, digest): holders.tokens(each)
-        for digest, holders in made._holders.items()
-        for each in holders.some(9, made._rng)
-    }
+    found = {(each, digest): n for digest, holders in made._prefixes._holders.items() for each, n in holders.items()}
     assert found == {(each, digest): n for each, known in held.items() for digest, n in known.items()}
 
 
 def test_a_program_goes_home_until_that_is_so_crowded_that_computing_all_again_is_clearly_less() -> None:
     made = placement("a", "b", turn_tokens=1000, move_factor=4.0)
-    ask = Ask(3000, home="a", held=3000)
+    ask = PlacementRequest(3000, home="a", held=3000)
     send(made, "a", 16)
-    assert first(made, ask) == Choice("a", Reason.HOME)
+    assert first(made, ask) == Decision("a", Reason.HOME)
     send(made, "a", 1)
-    assert first(made, ask) == Choice("b", Reason.CROWDED)
+    assert first(made, ask) == Decision("b", Reason.CROWDED)
     made.ended("a")
-    assert first(made, ask) == Choice("a", Reason.HOME)
+    assert first(made, ask) == Decision("a", Reason.HOME)
 
 
 def test_a_program_whose_home_has_gone_is_placed_anew() -> None:
     made = placement("b", "c")
     made.report("c", LoadReport(prefixes={"p": 500}))
-    assert first(made, Ask(1000, (Prefix("p", 500),), home="a", held=900)) == Choice("c", Reason.LOST)
+    assert first(made, PlacementRequest(1000, (Prefix("p", 500),), home="a", held=900)) == Decision("c", Reason.LOST)
 
 
 def test_losing_a_replica_moves_nobody_elses_program() -> None:
     made = placement("a", "b", "c")
     made.update({"a": 100, "c": 100})
     for home in ("a", "c"):
-        assert first(made, Ask(100, home=home, held=100)) == Choice(home, Reason.HOME)
+        assert first(made, PlacementRequest(100, home=home, held=100)) == Decision(home, Reason.HOME)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -137,7 +147,7 @@ def test_new_programs_spread_evenly(at_once: bool) -> None:
     """Also where each is over when the next one comes."""
     made, counts = placement(*"abcdefgh"), Counter[str]()
     for _ in range(800):
-        chosen = first(made, Ask(1000)).replica_id
+        chosen = first(made, PlacementRequest(1000)).replica_id
         made.sent(chosen)
         counts[chosen] += 1
         if not at_once:
@@ -148,24 +158,24 @@ def test_new_programs_spread_evenly(at_once: bool) -> None:
 def test_routers_that_know_the_same_begin_differently() -> None:
     found = Counter[str]()
     for seed in range(200):
-        made = Placement(PlacementConfig(), random.Random(seed))
+        made = Placement(random.Random(seed))
         made.update(dict.fromkeys("abcd", 9))
-        found[first(made, Ask(10)).replica_id] += 1
+        found[first(made, PlacementRequest(10)).replica_id] += 1
     assert min(found[name] for name in "abcd") > 20
 
 
 def test_a_known_beginning_is_gone_to_while_it_saves_more_than_the_turns_there_cost() -> None:
     made = placement("a", "b", turn_tokens=1000)
     made.report("b", LoadReport(prefixes={"p": 2500}))
-    ask = Ask(3000, (Prefix("unknown", 2900), Prefix("p", 10)))  # the replica knows how long it is
+    ask = PlacementRequest(3000, (Prefix("unknown", 2900), Prefix("p", 10)))  # the replica knows how long it is
     for _ in range(3):
-        assert first(made, ask) == Choice("b", Reason.PREFIX)
+        assert first(made, ask) == Decision("b", Reason.PREFIX)
         made.sent("b")
-    assert first(made, ask) == Choice("a", Reason.LOAD)
+    assert first(made, ask) == Decision("a", Reason.LOAD)
 
 
 def test_a_beginning_of_several_replicas_is_worth_so_many_turns_however_long_it_is() -> None:
-    ask = Ask(30_000, (Prefix("p", 29_000),))
+    ask = PlacementRequest(30_000, (Prefix("p", 29_000),))
     for holders, turns, reason in (("b", 20, Reason.PREFIX), ("bc", 3, Reason.PREFIX), ("bc", 4, Reason.LOAD)):
         made = placement("a", "b", "c", "d", turn_tokens=1000, shared_turns=3.0)
         for name in holders:
@@ -182,7 +192,7 @@ def test_programs_that_begin_alike_and_pause_for_long_fill_no_replica_while_othe
     made = placement(*names)
     pinned = dict.fromkeys(names, 0)
     for number in range(256):
-        chosen = first(made, Ask(each, (Prefix("own" + str(number), each), Prefix("p", 1_500)))).replica_id
+        chosen = first(made, PlacementRequest(each, (Prefix("own" + str(number), each), Prefix("p", 1_500)))).replica_id
         made.sent(chosen)
         made.holds(chosen, (Prefix("p", 1_500),))
         made.ended(chosen)
@@ -196,24 +206,24 @@ def test_what_a_replica_tells_of_no_more_has_been_evicted() -> None:
     made = placement("a", "b")
     made.report("b", LoadReport(prefixes={"p": 2500}))
     made.sent("b")
-    ask = Ask(3000, (Prefix("p", 2500),))
-    assert first(made, ask) == Choice("b", Reason.PREFIX)
+    ask = PlacementRequest(3000, (Prefix("p", 2500),))
+    assert first(made, ask) == Decision("b", Reason.PREFIX)
     made.report("b", LoadReport(running=1))
-    assert first(made, ask) == Choice("a", Reason.LOAD)
+    assert first(made, ask) == Decision("a", Reason.LOAD)
 
 
 def test_where_a_turn_was_sent_its_beginning_is_expected_before_it_is_told() -> None:
     made = placement("a", "b")
     made.holds("b", (Prefix("p", 2500),))
-    assert first(made, Ask(3000, (Prefix("p", 2500),))) == Choice("b", Reason.PREFIX)
+    assert first(made, PlacementRequest(3000, (Prefix("p", 2500),))) == Decision("b", Reason.PREFIX)
 
 
 def test_a_child_goes_to_its_parent_while_there_is_room() -> None:
     made = placement("a", "b", turn_tokens=1000, capacity=2)
-    ask = Ask(3000, (Prefix("p", 2500),), near="b")
-    assert first(made, ask) == Choice("b", Reason.NEAR)
+    ask = PlacementRequest(3000, (Prefix("p", 2500),), parent="b")
+    assert first(made, ask) == Decision("b", Reason.NEAR)
     send(made, "b", 2)
-    assert first(made, ask) == Choice("a", Reason.LOAD)
+    assert first(made, ask) == Decision("a", Reason.LOAD)
 
 
 def test_a_branch_goes_where_its_history_is_while_that_saves_more_than_the_turns_there_cost() -> None:
@@ -222,14 +232,14 @@ def test_a_branch_goes_where_its_history_is_while_that_saves_more_than_the_turns
     history, begins = Prefix("history", 6000), Prefix("p", 2500)
     made.report("b", LoadReport(prefixes={"p": 2500}))
     made.holds("c", (history, begins))
-    ask = Ask(6500, (Prefix("own", 6500), history, begins))
-    assert first(made, ask) == Choice("c", Reason.PREFIX)
+    ask = PlacementRequest(6500, (Prefix("own", 6500), history, begins))
+    assert first(made, ask) == Decision("c", Reason.PREFIX)
     send(made, "c", 4)
-    assert first(made, ask) == Choice("b", Reason.PREFIX)
+    assert first(made, ask) == Decision("b", Reason.PREFIX)
     send(made, "b", 6)
-    assert first(made, ask) == Choice("c", Reason.PREFIX)
+    assert first(made, ask) == Decision("c", Reason.PREFIX)
     send(made, "c", 4)
-    assert first(made, ask) == Choice("a", Reason.LOAD)
+    assert first(made, ask) == Decision("a", Reason.LOAD)
 
 
 def test_other_routers_turns_count_as_replicas_tell_of_them() -> None:
@@ -237,11 +247,11 @@ def test_other_routers_turns_count_as_replicas_tell_of_them() -> None:
     made.sent("b")
     made.report("a", LoadReport(running=3, waiting=2))
     made.report("b", LoadReport(running=1))
-    assert first(made, Ask(10)).replica_id == "b"
+    assert first(made, PlacementRequest(10)).replica_id == "b"
     assert made.balance == 5 / 3
     made.ended("a")
     made.ongoing("a", 0)
-    assert first(made, Ask(10)).replica_id == "a"
+    assert first(made, PlacementRequest(10)).replica_id == "a"
 
 
 def test_a_slow_replica_gets_less() -> None:
@@ -249,31 +259,31 @@ def test_a_slow_replica_gets_less() -> None:
     for name, seconds in (("a", 0.004), ("b", 0.001)):
         made.report(name, LoadReport(prefixes={"p": 100}, seconds_per_token=seconds))
     send(made, "b", 1)
-    assert first(made, Ask(1000, (Prefix("p", 100),))).replica_id == "b"
+    assert first(made, PlacementRequest(1000, (Prefix("p", 100),))).replica_id == "b"
 
 
 def test_a_turn_waits_for_its_home_as_long_as_computing_there_would_take() -> None:
     made = placement("a", "b", patience_s=10.0)
-    ask = Ask(2000, home="a", held=2000)
+    ask = PlacementRequest(2000, home="a", held=2000)
     assert made.patience(ask) == 10.0, "nothing is known of what computing takes"
     made.report("a", LoadReport(seconds_per_token=0.001))
     assert made.patience(ask) == pytest.approx(2.0)
-    assert made.patience(Ask(10**6, home="a", held=10**6)) == 10.0
-    assert made.elsewhere(ask) in (Choice("b", Reason.WAITED), Choice("a", Reason.LOAD))
+    assert made.patience(PlacementRequest(10**6, home="a", held=10**6)) == 10.0
+    assert made.elsewhere(ask) in (Decision("b", Reason.WAITED), Decision("a", Reason.LOAD))
 
 
 def test_routers_that_share_nothing_agree_by_a_programs_name() -> None:
-    found = {first(placement(*order), Ask(10, name="t/p")) for order in ("abcd", "dcba", "cabd")}
+    found = {first(placement(*order), PlacementRequest(10, name="t/p")) for order in ("abcd", "dcba", "cabd")}
     assert len(found) == 1
     assert found.pop().reason is Reason.HASH
 
 
 def test_a_crowd_counts_more_than_its_turns() -> None:
-    """Above the mean; at a parent's replica above `crowded_load` times the mean."""
-    begins = Ask(9000, (Prefix("p", 8000),))
-    child = replace(begins, near="a")
+    """Above the mean; at a parent's replica above `crowded_parent` times the mean."""
+    begins = PlacementRequest(9000, (Prefix("p", 8000),))
+    child = replace(begins, parent="a")
     for ask, load, goes in ((begins, 100.0, "b"), (child, 100.0, "a"), (child, 1.5, "b")):
-        made = placement("a", "b", "c", "d", turn_tokens=1000, crowded_load=load)
+        made = placement("a", "b", "c", "d", turn_tokens=1000, crowded_parent=load)
         made.report("a", LoadReport(prefixes={"p": 8000}))
         for name, turns in (("a", 6), ("b", 0), ("c", 1), ("d", 1)):
             send(made, name, turns)
@@ -284,40 +294,34 @@ def test_two_turns_are_no_crowd() -> None:
     made = placement("a", "b", "c", "d", turn_tokens=1000)
     made.report("a", LoadReport(prefixes={"p": 2500}))
     send(made, "a", 2)
-    assert first(made, Ask(3000, (Prefix("p", 2500),))).replica_id == "a"
+    assert first(made, PlacementRequest(3000, (Prefix("p", 2500),))).replica_id == "a"
 
 
 def test_no_choice_looks_at_more_replicas_than_may_suit_it() -> None:
     """However many there are, and however many hold its prefix."""
     looked = Counter[str]()
 
-    class Counted(dict[str, int]):
-        def __getitem__(self, replica_id: str) -> int:
+    class Counted(dict[str, Any]):
+        def __getitem__(self, replica_id: str) -> Any:
             looked[replica_id] += 1
             return super().__getitem__(replica_id)
 
     made = placement(*map(str, range(1000)))
     for replica_id in map(str, range(500)):
         made.report(replica_id, LoadReport(running=int(replica_id) % 7, prefixes={"p": 2000}))
-    made._others = Counted(made._others)
-    for ask in (Ask(3000, (Prefix("p", 2000),), near="7"), Ask(3000, home="5", held=3000)):
+    made._loads = Counted(made._loads)
+    for ask in (PlacementRequest(3000, (Prefix("p", 2000),), parent="7"), PlacementRequest(3000, home="5", held=3000)):
         looked.clear()
         first(made, ask)
-        assert len(looked) <= CANDIDATES + 3
+        assert len(looked) <= HOLDERS + 3
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"pins": 0},
-        {"turn_tokens": 0},
-        {"crowded_load": 0.5},
         {"max_waiting": 0},
-        {"patience_s": -1.0},
-        {"move_factor": -1.0},
         {"queue_timeout_s": -1.0},
         {"no_replica_s": -1.0},
-        {"report_s": 0.0},
         {"silent_s": 2.0},
     ],
 )
@@ -332,13 +336,13 @@ def behind_one_key(tokens: int, in_hand: int) -> list[int]:
 
     A program is new here, and has no place but what it shares.
     """
-    made = placement(*"abcdefgh", crowded_load=PlacementConfig().crowded_load)
+    made = placement(*"abcdefgh", crowded_parent=WEIGHTS.crowded_parent)
     shared, hand, got = (Prefix("key", tokens),), deque[str](), Counter[str]()
     for _ in range(1024):
-        chosen = first(made, Ask(tokens + 1000, shared)).replica_id
+        chosen = first(made, PlacementRequest(tokens + 1000, shared)).replica_id
         least = min(Counter({name: hand.count(name) for name in "abcdefgh"}).values())
         # What is computed there once more is worth no more turns before it than that.
-        assert (hand.count(chosen) - least) * PlacementConfig().turn_tokens <= tokens
+        assert (hand.count(chosen) - least) * WEIGHTS.turn_tokens <= tokens
         made.holds(chosen, shared)
         made.sent(chosen)
         hand.append(chosen)
@@ -358,3 +362,44 @@ def test_programs_behind_one_key_fill_all_replicas_while_their_turns_are_in_hand
 def test_programs_behind_one_key_that_come_one_at_a_time_are_all_where_the_first_is() -> None:
     """Nobody waits there, and everybody has less to compute. No replica tells of cells that are kept in pauses."""
     assert behind_one_key(1500, in_hand=0) == [1024]
+
+
+# ---- the hash ring ----
+
+NAMES = [f"acme/program-{i}" for i in range(200)]
+some = st.sets(names, min_size=1)
+
+
+def ring(*steps: set[str]) -> HashRing:
+    made = HashRing()
+    for step in steps:
+        made.update(step)
+    return made
+
+
+@given(st.lists(some, max_size=4), some, names)
+def test_names_move_only_with_their_replica_however_replicas_came_and_went(
+    before: list[set[str]], now: set[str], gone: str
+) -> None:
+    one, other = ring(*before, now), ring(now)
+    assert [one.owner(name) for name in NAMES] == [other.owner(name) for name in NAMES]
+    assert {one.owner(name) for name in NAMES} <= now
+    if left := now - {gone}:
+        after = ring(now, left)
+        assert all(after.owner(name) == one.owner(name) for name in NAMES if one.owner(name) != gone)
+
+
+def test_names_spread() -> None:
+    counts = Counter(ring(set("abcdefgh")).owner(f"program-{i}") for i in range(8000))
+    assert min(counts.values()) > 500
+    assert max(counts.values()) < 2000
+
+
+def test_one_of_a_thousand_replicas_is_found_by_one_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = placement(*(f"replicas#{i:06d}" for i in range(1000)))
+    digests, digest = [], placement_module._digest
+    monkeypatch.setattr(placement_module, "_digest", lambda text, size: digests.append(text) or digest(text, size))
+    assert first(made, PlacementRequest(1000, name="acme/p")).reason is Reason.HASH
+    assert digests == ["acme/p"]
+    made.update({f"replicas#{i:06d}": 9 for i in range(1001)})
+    assert len(digests) == 1 + RING_POINTS // 8  # of the new replica

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from placements_in_serve import BOUND, Ways
 
 from holdfast.loadgen.simulator.routing import ROUTINGS
-from holdfast.router.placement import Ask, Prefix
+from holdfast.router.placement import PlacementRequest, Prefix
 
 loads = st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 9), min_size=1)
-PROMPT = Ask(100, (Prefix("whole", 100), Prefix("begins", 40)))
+PROMPT = PlacementRequest(100, (Prefix("whole", 100), Prefix("begins", 40)))
 
 
 def test_they_are_those_of_the_simulator() -> None:
@@ -37,5 +37,5 @@ def test_round_robin_goes_round_and_a_prefix_stays_however_much_waits_there() ->
     ways, turns = Ways(), dict.fromkeys("abcd", 0)
     assert set(Counter(ways.round_robin(str(i), PROMPT, turns) for i in range(8)).values()) == {2}
     first = ways.prefix("p", PROMPT, turns)
-    other = Ask(80, (Prefix("other", 80), Prefix("begins", 40)))
+    other = PlacementRequest(80, (Prefix("other", 80), Prefix("begins", 40)))
     assert ways.prefix("q", other, turns | {first: 100}) == first

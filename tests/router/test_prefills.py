@@ -93,7 +93,7 @@ def test_it_is_no_turn_and_the_next_turn_goes_where_it_was_computed():
     world.backend.script = HELLO
     world.chat(program_id="p", messages=CALLED)
     turn = world.backend.requests[-1]
-    assert (turn.program_turns, world.backend.places[-1].last_replica) == (1, "r1")
+    assert (turn.program_turns, world.backend.places[-1].home) == (1, "r1")
 
 
 def test_without_a_name_it_is_the_program_whose_conversation_it_goes_on_with():
@@ -117,7 +117,7 @@ def test_it_is_extended_and_a_chat_goes_on_from_it():
     assert longer["id"] == made["id"]
     first, second = world.backend.requests
     assert second.prompt.messages == [*first.prompt.messages, result("Oslo")]
-    assert world.backend.places[1].last_replica == "r1"
+    assert world.backend.places[1].home == "r1"
     world.backend.script = HELLO
     answer = world.chat(prefill_id=made["id"], messages=[result("Rome")])
     assert answer.status_code == 200

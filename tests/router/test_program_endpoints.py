@@ -237,7 +237,7 @@ def test_a_key_of_a_cache_and_a_parent_are_places_and_no_programs():
     assert world.backend.requests[-1].program_id == "default/child"
     world.chat(program_id="parent")
     world.call("POST", "/v1/chat/completions", json=chat_body(program_id="another"), headers=headers)
-    assert world.backend.places[-1].near_replica == "r1"
+    assert world.backend.places[-1].parent == "r1"
 
 
 HEARD = ("POST", "/v1/programs/p/heartbeat", {"json": {"within_s": 30}})

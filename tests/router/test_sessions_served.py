@@ -119,7 +119,7 @@ def test_a_session_is_opened_fed_asked_and_closed(client: Client, backend: Servi
     assert client.delete(f"/v1/sessions/{session}").json()["deleted"] is True
     assert client.get(f"/v1/sessions/{session}").status_code == 404
     assert backend.places[-1].bound
-    assert backend.places[-1].last_replica == "r1"
+    assert backend.places[-1].home == "r1"
 
 
 def test_what_is_fed_piece_by_piece_is_answered_as_the_whole(client: Client) -> None:

@@ -4,8 +4,8 @@ from prometheus_client import CollectorRegistry
 from redis_server import RedisServer
 
 from holdfast.router.config import RouterConfig
+from holdfast.router.dispatch_queue import QueueStats
 from holdfast.router.entry import Entry
-from holdfast.router.line_stats import LineStats
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.metrics_endpoints import watch_line, watch_redis
 from holdfast.router.placement import Reason
@@ -60,9 +60,9 @@ def test_tenants_that_come_later_have_series_and_limits():
 
 
 def test_the_line_is_read_when_it_is_asked_for():
-    metrics, stats = RouterMetrics(CollectorRegistry()), [LineStats()]
+    metrics, stats = RouterMetrics(CollectorRegistry()), [QueueStats()]
     watch_line(metrics, lambda: stats[0])
-    waited = LineStats(waiting=3, balance=1.5).waited(2.0, again=False, for_home=True).waited(1.0, True, False)
+    waited = QueueStats(waiting=3, balance=1.5).waited(2.0, again=False, for_home=True).waited(1.0, True, False)
     stats[0] = waited.changed(joined=2, lost=1).placed_for(Reason.HOME).placed_for(Reason.HOME)
 
     def value(name, **labels):
@@ -78,8 +78,8 @@ def test_the_line_is_read_when_it_is_asked_for():
 
 
 def test_the_stats_of_several_add_up():
-    one = LineStats(waiting=1, replicas=4, balance=2.0, placed={Reason.HOME: 1, Reason.LOAD: 2})
-    two = LineStats(waiting=2, waits=3, placed={Reason.HOME: 5})
-    together = LineStats(waiting=3, waits=3, replicas=4, balance=2.0, placed={Reason.HOME: 6, Reason.LOAD: 2})
-    assert LineStats.total([one, two]) == together
-    assert LineStats.total([]) == LineStats()
+    one = QueueStats(waiting=1, replicas=4, balance=2.0, placed={Reason.HOME: 1, Reason.LOAD: 2})
+    two = QueueStats(waiting=2, waits=3, placed={Reason.HOME: 5})
+    together = QueueStats(waiting=3, waits=3, replicas=4, balance=2.0, placed={Reason.HOME: 6, Reason.LOAD: 2})
+    assert QueueStats.total([one, two]) == together
+    assert QueueStats.total([]) == QueueStats()

@@ -35,7 +35,7 @@ from holdfast.replicas.requests import (
 from holdfast.replicas.stats import ReplicaStatus
 from holdfast.router.app import create_app
 from holdfast.router.audit import Audit
-from holdfast.router.backend import ANYWHERE, Batch, Place, Routed
+from holdfast.router.backend import ANYWHERE, Batch, Routed, RoutingHint
 from holdfast.router.call import Call
 from holdfast.router.config import RouterConfig
 from holdfast.router.entry import Drain
@@ -81,7 +81,7 @@ class FakeBackend:
         self.cards: tuple[ModelCard, ...] = (CARD,)
         self.ready = True
         self.requests: list[GenerateRequest] = []
-        self.places: list[Place] = []
+        self.places: list[RoutingHint] = []
         self.texts: list[str] = []
         self.statuses: list[ReplicaStatus] = []
         self.started = threading.Event()
@@ -95,7 +95,7 @@ class FakeBackend:
         self.session_calls: list[tuple[SessionCall, str, str]] = []
         self.session_error: Exception | None = None
 
-    async def generate(self, request: GenerateRequest, place: Place = ANYWHERE) -> Routed:
+    async def generate(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> Routed:
         built = AnswerBuilder()
         async with contextlib.aclosing(self.stream(request, place)) as batches:
             async for batch in batches:
@@ -106,7 +106,7 @@ class FakeBackend:
             reply = built.terminal
         return Routed("r1", reply)
 
-    async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
+    async def stream(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> AsyncGenerator[Batch, None]:
         self.requests.append(request)
         self.places.append(place)
         self.open_streams += 1
@@ -315,7 +315,7 @@ class FakeTurns(FakeBackend):
         super().__init__(scripts[0])
         self._scripts = list(scripts)
 
-    async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
+    async def stream(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> AsyncGenerator[Batch, None]:
         self.script = self._scripts.pop(0) if self._scripts else self.script
         async with contextlib.aclosing(super().stream(request, place)) as batches:
             async for batch in batches:

@@ -25,7 +25,7 @@ from redis_server import RedisServer
 from waiting import until_async
 
 from holdfast.replicas.requests import GenerateRequest, TextDelta
-from holdfast.router.backend import ANYWHERE, Batch, Place
+from holdfast.router.backend import ANYWHERE, Batch, RoutingHint
 from holdfast.router.config import RouterConfig
 from holdfast.router.records import Records, RedisAddress
 from holdfast.router.store import MemoryStore, RedisStore
@@ -42,7 +42,7 @@ class Signing(FakeBackend):
         self.name = name
         self.seconds = SECONDS
 
-    async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
+    async def stream(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> AsyncGenerator[Batch, None]:
         seconds = self.seconds
         self.requests.append(request)
         yield Batch("r1", (TextDelta(f"{self.name}-{len(self.requests)}"),))

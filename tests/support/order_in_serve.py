@@ -21,7 +21,7 @@ from ray.serve.config import RequestRouterConfig
 from holdfast.replicas.errors import OverloadedError
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import GenerateRequest, RawPrompt
-from holdfast.router.affinity import own_request
+from holdfast.router.serve_private import own_request
 
 WAITING = 20
 FIRST = 99.0

@@ -12,9 +12,8 @@ from collections.abc import Callable
 from math import ceil
 from typing import Any
 
-from holdfast.router.affinity import AffinityRouter, _payer, _turn
-from holdfast.router.placement import Ask, Choice, Reason
-from holdfast.router.ring import Ring
+from holdfast.router.affinity import AffinityRouter, Pending
+from holdfast.router.placement import Decision, HashRing, PlacementRequest, Reason
 
 BOUND = 1.25  # times the mean
 
@@ -25,9 +24,9 @@ class Ways:
     def __init__(self) -> None:
         self._next = 0
         self._rng = random.Random(0)
-        self._ring = Ring()
+        self._ring = HashRing()
         self._sent: dict[str, str] = {}
-        self.by_name: dict[str, Callable[[str, Ask, dict[str, int]], str]] = {
+        self.by_name: dict[str, Callable[[str, PlacementRequest, dict[str, int]], str]] = {
             "round-robin": self.round_robin,
             "two-choices": self.two_choices,
             "consistent-hash": self.consistent_hash,
@@ -35,24 +34,24 @@ class Ways:
             "prefix": self.prefix,
         }
 
-    def round_robin(self, program: str, ask: Ask, turns: dict[str, int]) -> str:
+    def round_robin(self, program: str, ask: PlacementRequest, turns: dict[str, int]) -> str:
         self._next += 1
         return sorted(turns)[self._next % len(turns)]
 
-    def two_choices(self, program: str, ask: Ask, turns: dict[str, int]) -> str:
+    def two_choices(self, program: str, ask: PlacementRequest, turns: dict[str, int]) -> str:
         return min(self._rng.sample(sorted(turns), min(2, len(turns))), key=turns.__getitem__)
 
-    def consistent_hash(self, program: str, ask: Ask, turns: dict[str, int]) -> str:
-        self._ring.keep(turns.keys())
+    def consistent_hash(self, program: str, ask: PlacementRequest, turns: dict[str, int]) -> str:
+        self._ring.update(turns.keys())
         return self._ring.owner(program)
 
-    def bounded_hash(self, program: str, ask: Ask, turns: dict[str, int]) -> str:
-        self._ring.keep(turns.keys())
+    def bounded_hash(self, program: str, ask: PlacementRequest, turns: dict[str, int]) -> str:
+        self._ring.update(turns.keys())
         room = ceil(BOUND * (sum(turns.values()) + 1) / len(turns))
         tries = (self._ring.owner(f"{program}/{i}" if i else program) for i in range(1 << 20))
         return next(each for each in tries if turns[each] < room)
 
-    def prefix(self, program: str, ask: Ask, turns: dict[str, int]) -> str:
+    def prefix(self, program: str, ask: PlacementRequest, turns: dict[str, int]) -> str:
         known = [prefix.digest for prefix in ask.prefixes]
         there = (self._sent[each] for each in known if self._sent.get(each) in turns)
         chosen = next(there, None) or min(turns, key=turns.__getitem__)
@@ -67,13 +66,14 @@ class Switched(AffinityRouter):
         super().initialize_state(*args, **kwargs)
         self._ways = Ways().by_name
 
-    async def _choose_replica_for_request(self, pending_request: Any, *, is_retry: bool = False) -> Any:
+    async def choose(self, pending_request: Any, *, is_retry: bool = False) -> Any:
         program = str(pending_request.metadata.session_id)
         way = self._ways.get(program.rpartition("/")[2].partition(".")[0])
-        if way is None or _turn(pending_request) is None or not self._by_id:
-            return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
-        turns = {each: self._placement._turns(each) for each in self._by_id}
-        choice = Choice(way(program, self._ask(pending_request), turns), Reason.LOAD)
+        pending = Pending.of(pending_request)
+        if way is None or pending.turn is None or not self._available:
+            return await super().choose(pending_request, is_retry=is_retry)
+        turns = {each: self._placement.turns(each) for each in self._available}
+        decision = Decision(way(program, self._request(pending_request), turns), Reason.LOAD)
         request_id = pending_request.metadata.internal_request_id
-        assert self._gate.take(choice.replica_id, request_id, _payer(pending_request)), "replicas take all that comes"
-        return self._watched(self._by_id[choice.replica_id])
+        assert self._queue.take(decision.replica_id, request_id, pending.share_key), "replicas take all that comes"
+        return self._guarded(self._available[decision.replica_id])

@@ -28,7 +28,7 @@ from holdfast.replicas.requests import (
 )
 from holdfast.replicas.service import Service
 from holdfast.router.app import create_app
-from holdfast.router.backend import ANYWHERE, Batch, Place, Routed
+from holdfast.router.backend import ANYWHERE, Batch, Routed, RoutingHint
 from holdfast.router.config import RouterConfig
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.programs import ProgramTable
@@ -110,7 +110,7 @@ class Replicas(FakeBackend):
             for state in sessions.of(scope):
                 await sessions.call(CloseSession(scope, state.session_id))
 
-    async def generate(self, request: GenerateRequest, place: Place = ANYWHERE) -> Routed:
+    async def generate(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> Routed:
         built, replica_id = AnswerBuilder(), ""
         async with aclosing(self.stream(request, place)) as batches:
             async for batch in batches:
@@ -118,7 +118,7 @@ class Replicas(FakeBackend):
                 built.add(batch.pieces)
         return Routed(replica_id, built.answer() or built.error())
 
-    async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
+    async def stream(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> AsyncGenerator[Batch, None]:
         self.requests.append(request)
         replica_id = self._at(place)
         session, drawing = request.session, PartialReply(request.drawn)
@@ -149,7 +149,7 @@ class Replicas(FakeBackend):
         yield Batch(replica_id, (LOST,))
 
     async def session(self, call: SessionCall, program: str, replica_id: str) -> SessionState:
-        at = self._at(Place(replica_id, bound=True))
+        at = self._at(RoutingHint(replica_id, bound=True))
         return replace(await self.live[at].sessions.call(call), replica_id=at)
 
     async def sessions(self, scope: str) -> Sequence[SessionState]:
@@ -160,17 +160,17 @@ class Replicas(FakeBackend):
             for state in service.sessions.of(scope)
         ]
 
-    def _at(self, place: Place) -> str:
+    def _at(self, place: RoutingHint) -> str:
         if not place.bound:
             self._placed += 1
             there = sorted(self.live.keys() - self.silent)
             return there[self._placed % len(there)]
-        assert place.last_replica is not None
-        if place.last_replica in self.silent:
+        assert place.home is not None
+        if place.home in self.silent:
             raise UnavailableError("the session's replica does not answer")
-        if place.last_replica not in self.live:
+        if place.home not in self.live:
             raise SessionLostError("the session's replica is gone", "session_id")
-        return place.last_replica
+        return place.home
 
     def _name(self) -> str:
         return f"r{next(self._numbers):06}"

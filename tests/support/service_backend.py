@@ -19,7 +19,7 @@ from holdfast.replicas.requests import (
 )
 from holdfast.replicas.service import Service
 from holdfast.replicas.stats import ReplicaStatus
-from holdfast.router.backend import ANYWHERE, Batch, Place
+from holdfast.router.backend import ANYWHERE, Batch, RoutingHint
 
 SMALL = EngineConfig(cells=4096, threads=1, speculation=DraftConfig(enabled=False))
 
@@ -39,7 +39,7 @@ class ServiceBackend(FakeBackend):
             self.cards = (replace(self.loaded.card, replica_id="r1"),)
         return self.loaded
 
-    async def stream(self, request: GenerateRequest, place: Place = ANYWHERE) -> AsyncGenerator[Batch, None]:
+    async def stream(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> AsyncGenerator[Batch, None]:
         self.requests.append(request)
         self.places.append(place)
         async with aclosing(self.service.stream(request)) as stream:

@@ -152,12 +152,9 @@ STEPS = Row(
         ),
         Panel(
             "Not begun",
-            "foreseen and foretold are how an overload is to look; many dropped or refused: forecasts are too late.",
+            "foreseen is how an overload is to look; many dropped or refused: forecasts are too late.",
             Unit.PER_SECOND,
-            (
-                Query(WHO.rate("holdfast_requests_not_begun_total", "reason"), "{{reason}}"),
-                Query(LINES.rate("holdfast_requests_foretold_total"), "foretold by routers"),
-            ),
+            (Query(WHO.rate("holdfast_requests_not_begun_total", "reason"), "{{reason}}"),),
             Kind.STACKED,
         ),
         Panel(

@@ -80,12 +80,11 @@ ROUTERS = Row(
         Panel(
             "Why turns went where they went",
             "home: their program's state is there. crowded, waited, lost: their program moved. Beside them sessions"
-            " that moved, and the streams whose first pieces came by the short way.",
+            " that moved.",
             Unit.PLAIN,
             (
                 Query(WHO.rate("holdfast_placements_total", "reason"), "{{reason}}"),
                 Query(WHO.rate("holdfast_session_moves_total", "reason"), "sessions moved, {{reason}}"),
-                Query(WHO.rate("holdfast_early_first_pieces_total"), "first pieces came early"),
             ),
         ),
         Panel(

@@ -10,7 +10,7 @@ def test_a_command_line_may_ask_without_loading_torch():
         "from holdfast.replicas.model.folder import model_folder, served_name",
         "assert (model_folder('pocket') / 'config.json').is_file()",
         "assert served_name('organisation/model') == 'organisation/model'",
-        "import holdfast.cluster.checks",
+        "import holdfast.cluster.model_files",
         "assert not {'torch', 'transformers'} & set(sys.modules)",
     )
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)

@@ -1,0 +1,674 @@
+"""The queue in front of full replicas: capacity, order and shares against plain counts, and that no slot is lost."""
+
+import asyncio
+import heapq
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.replicas.errors import OverloadedError
+from holdfast.replicas.types import Priority
+from holdfast.router.dispatch_queue import UNSHARED, Capacity, DispatchQueue, FairShareKey, ReplicaQueues, SlotShares
+
+LONG = 60.0
+
+
+def capacity(control_calls: int = 0, **most: int) -> Capacity:
+    made = Capacity(1.0, control_calls)
+    made.update(most)
+    return made
+
+
+def test_a_replica_takes_as_many_as_it_says():
+    made = capacity(a=2)
+    made.take("a", "r1")
+    assert made.room("a", 0.0)
+    made.take("a", "r2")
+    assert not made.room("a", 0.0)
+    made.release("a", "r1")
+    assert made.room("a", 0.0)
+
+
+def test_what_took_no_slot_gives_none_back():
+    made = capacity(a=1)
+    made.take("a", "r1")
+    made.release("a", "broadcast")
+    assert not made.room("a", 0.0)
+
+
+def test_a_replica_that_is_full_with_others_requests_is_asked_again_later():
+    made = capacity(a=2)
+    assert made.on_report("a", 2, now=5.0) == 6.0
+    assert not made.room("a", 5.9)
+    assert made.room("a", 6.0)
+    assert made.on_report("a", 1, now=7.0) is None
+    assert made.room("a", 7.0)
+
+
+def test_a_replica_that_is_full_is_asked_again_once_something_ends_there():
+    made = capacity(a=2)
+    made.take("a", "r1")
+    made.on_report("a", 2, now=5.0)
+    made.release("a", "r1")
+    assert not made.room("a", 5.0), "that may be the request which was refused"
+    made.on_end("a")
+    assert made.room("a", 5.0)
+
+
+def test_control_calls_in_what_a_replica_says_do_not_close_it():
+    made = capacity(control_calls=2, a=2)
+    made.take("a", "r1")
+    assert made.on_report("a", 2, now=5.0) is None
+    assert made.room("a", 5.0)
+    assert made.on_report("a", 4, now=5.0) == 6.0, "it takes nothing any more"
+    assert not made.room("a", 5.0)
+
+
+def test_a_replica_that_took_a_request_as_its_last_is_asked_again_later():
+    made = capacity(control_calls=2, a=2)
+    made.take("a", "r1")
+    assert made.on_report("a", 1, now=5.0) is None
+    assert made.on_accept("a", "r1", now=5.0) is None
+    assert made.on_report("a", 2, now=5.0) is None
+    assert made.on_accept("a", "r1", now=5.0) == 6.0
+    assert not made.room("a", 5.9)
+
+
+def test_what_a_replica_said_to_requests_that_have_ended_says_nothing():
+    """Serve tells it at the end of those that do not stream."""
+    made = capacity(control_calls=2, a=5)
+    requests = [f"r{i}" for i in range(5)]
+    for request in requests:
+        made.take("a", request)
+    for before, request in enumerate(requests, 1):
+        made.release("a", request)
+        made.on_report("a", before, now=5.0)
+        assert made.on_accept("a", request, now=5.0) is None
+        made.on_end("a")
+        assert made.room("a", 5.0)
+
+
+def test_a_replica_that_has_gone_has_no_room():
+    made = capacity(a=2)
+    made.on_report("a", 1, now=0.0)
+    made.update({"b": 1})
+    assert not made.room("a", 0.0)
+    assert made.room("b", 0.0)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "end", "late"]), st.sampled_from("ab"), st.sampled_from("rst"))))
+def test_any_use_agrees_with_a_count(operations):
+    """A request may try a replica twice, and the end of its first try may be told after the second began."""
+    made, held = capacity(a=3, b=2), []
+    for what, replica, request in operations:
+        if what == "take" and made.room(replica, 0.0):
+            made.take(replica, request)
+            held.append((replica, request))
+        elif what != "take":
+            assert made.release(replica, request) == ((replica, request) in held)
+            if (replica, request) in held:
+                held.remove((replica, request))
+        for each, most in (("a", 3), ("b", 2)):
+            n = sum(of == each for of, _ in held)
+            assert made.room(each, 0.0) == (n < most)
+
+
+def test_a_replica_takes_the_first_of_its_line_and_the_line_for_any():
+    lines: ReplicaQueues[str] = ReplicaQueues(10)
+    lines.enter((3.0,), "third", None)
+    lines.enter((2.0,), "second", "a")
+    lines.enter((1.0,), "elsewhere", "b")
+    assert [lines.take("a") for _ in range(3)] == ["second", "third", None]
+    assert lines.take("b") == "elsewhere"
+
+
+def test_equal_membersare_first_in_first_out():
+    lines: ReplicaQueues[int] = ReplicaQueues(10)
+    for i in range(5):
+        lines.enter((1.0,), i, "a" if i % 2 else None)
+    assert [lines.take("a") for _ in range(5)] == list(range(5))
+
+
+def test_one_too_many_is_refused():
+    lines: ReplicaQueues[str] = ReplicaQueues(1)
+    place = lines.enter((1.0,), "only", None)
+    with pytest.raises(OverloadedError):
+        lines.enter((0.0,), "more", None)
+    lines.leave(place)
+    lines.leave(place)
+    assert len(lines) == 0
+    lines.enter((0.0,), "more", None)
+
+
+def test_who_waits_for_a_replica_that_goes_waits_for_any():
+    lines: ReplicaQueues[str] = ReplicaQueues(10)
+    lines.enter((1.0,), "orphan", "a")
+    lines.keep({"b"})
+    assert lines.take("b") == "orphan"
+
+
+def test_what_was_given_up_is_let_go():
+    lines: ReplicaQueues[int] = ReplicaQueues(10)
+    lines.enter((0.0,), -1, "a")
+    for i in range(1000):
+        lines.leave(lines.enter((1.0,), i, "a"))
+    assert sum(len(line) for of_home in lines._heaps.values() for line in of_home.values()) < 200
+
+
+steps = st.tuples(st.sampled_from(["enter", "take", "leave", "keep"]), st.integers(0, 5), st.sampled_from("ab"))
+
+
+@given(st.lists(steps, max_size=60))
+def test_any_use_agrees_with_a_sorted_list(operations):
+    lines: ReplicaQueues[int] = ReplicaQueues(1000)
+    places, homes = {}, {}  # of those that wait
+    for n, (what, value, replica) in enumerate(operations):
+        if what == "enter":
+            homes[n] = replica if value % 2 else None
+            places[n] = lines.enter((value,), n, homes[n])
+        elif what == "keep":
+            lines.keep({replica})
+            homes = {each: home if home == replica else None for each, home in homes.items()}
+        elif what == "take":
+            waiting = [each for each, home in homes.items() if home in (None, replica)]
+            # Of equals the one whose present wait began first; a line that was left for another is a new one.
+            first = min((places[each].key for each in waiting), default=None)
+            taken = lines.take(replica)
+            assert (taken is None) == (first is None)
+            if taken is not None:
+                assert places[taken].key == first
+                assert taken in waiting
+                del homes[taken], places[taken]
+        elif homes:
+            chosen = list(homes)[value % len(homes)]
+            lines.leave(places.pop(chosen))
+            del homes[chosen]
+        assert len(lines) == len(homes)
+
+
+# ---- tenants that share slots ----
+
+
+class SlotWorld:
+    """So many slots for tenants that always have somebody waiting; holding one takes as long as it is told."""
+
+    def __init__(self, slots: int, members: list[FairShareKey]) -> None:
+        self.now, self.shares, self.lines = 0.0, SlotShares(), ReplicaQueues[FairShareKey](10**6)
+        self.members = members
+        self.turns: dict[str, tuple[float, float]] = {}
+        self.ends: list[tuple[float, int, FairShareKey]] = []
+        self.had: Counter[str] = Counter()  # seconds of slots
+        self.order: list[str] = []
+        self._number = 0
+        for share in members:
+            self.arrive(share)
+            self.arrive(share)
+        self._slots = slots
+
+    def arrive(self, share: FairShareKey) -> None:
+        """The first share's programs are the oldest, and each comes before those of all others."""
+        self._number += 1
+        self.lines.enter((self.members.index(share), self._number), share, None, share.line)
+        self.turns[share.tenant] = self.shares.on_arrive(share, self.now)
+
+    def take(self, seconds: float) -> str:
+        """The next slot that comes free goes to somebody, for so long."""
+        if len(self.ends) == self._slots:
+            self.now, _, share = heapq.heappop(self.ends)
+            self.shares.on_end(share, self.now)
+        share = self.lines.take("r", self.shares.first(self.lines.lines("r"), self.now))
+        self.shares.on_start(share, self.now, self.turns[share.tenant])
+        heapq.heappush(self.ends, (self.now + seconds, len(self.order), share))
+        self.order.append(share.tenant)
+        self.had[share.tenant] += seconds
+        self.arrive(share)
+        return share.tenant
+
+
+weights = st.lists(st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0]), min_size=2, max_size=4)
+
+
+@given(st.integers(1, 6), weights, st.lists(st.floats(0.5, 2.0), min_size=8, max_size=40))
+def test_slots_are_shared_by_weight_whoever_has_the_oldest_programs(slots, given_weights, seconds):
+    members = [FairShareKey(f"t{i}", weight) for i, weight in enumerate(given_weights)]
+    world = SlotWorld(slots, members)
+    for i in range(100 * len(members)):
+        world.take(seconds[i % len(seconds)])
+    # Nobody is further from the others than by what is in the slots and one more, each of two seconds at most.
+    had = [world.had[share.tenant] / share.weight for share in members]
+    assert max(had) - min(had) <= 2.0 * (slots + 2) / min(given_weights)
+
+
+def test_one_slot_goes_from_tenant_to_tenant():
+    world = SlotWorld(1, [FairShareKey("old"), FairShareKey("new")])
+    for _ in range(20):
+        world.take(1.0)
+    assert all(abs(world.order[:n].count("old") - world.order[:n].count("new")) <= 1 for n in range(20))
+
+
+def test_what_a_tenant_does_not_use_is_lent_and_not_owed():
+    shares, a, b = SlotShares(), FairShareKey("a"), FairShareKey("b")
+    for second in range(100):  # `b` is away
+        turn = shares.on_arrive(a, float(second))
+        assert shares.first([a.line], float(second)) == a.line
+        shares.on_start(a, float(second), turn)
+        shares.on_end(a, second + 1.0)
+    now, order = 100.0, []
+    turns = {share: shares.on_arrive(share, now) for share in (a, b)}
+    for _ in range(20):
+        order.append(shares.first([a.line, b.line], now).tenant)
+        share = a if order[-1] == "a" else b
+        shares.on_start(share, now, turns[share])
+        now += 1.0
+        shares.on_end(share, now)
+        turns[share] = shares.on_arrive(share, now)
+    assert abs(order[2:].count("a") - order[2:].count("b")) <= 2, "being away earned nothing"
+
+
+def test_what_is_nobodys_goes_first():
+    shares, a = SlotShares(), FairShareKey("a")
+    shares.on_arrive(a, 0.0)
+    turn = shares.on_arrive(UNSHARED, 0.0)
+    assert shares.first([a.line, UNSHARED.line], 0.0) == UNSHARED.line
+    shares.on_start(UNSHARED, 0.0, turn)
+    shares.on_end(UNSHARED, 1.0)
+
+
+keys = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xy"), st.integers(0, 3)), max_size=40)
+
+
+@given(keys)
+def test_each_tenant_is_served_in_order_and_its_last_gives_way(entries):
+    lines: ReplicaQueues[int] = ReplicaQueues(1000)
+    for n, (tenant, home, key) in enumerate(entries):
+        lines.enter((key,), n, home if key % 2 else None, tenant)
+    for tenant in {each[0] for each in entries}:
+        own = [n for n, each in enumerate(entries) if each[0] == tenant]
+        assert lines.waiting[tenant] == len(own)
+        if len(own) > 1:
+            last = next(lines.lasts(tenant))
+            assert [entries[each.waiter][2] for each in lines.lasts(tenant)] == sorted(
+                (entries[n][2] for n in own), reverse=True
+            )
+            lines.leave(last)
+            own.remove(last.waiter)
+        served = [lines.take("x", tenant) for _ in own]
+        mine = [n for n in own if not (entries[n][2] % 2 and entries[n][1] == "y")]
+        assert [entries[n][2] for n in served if n is not None] == sorted(entries[n][2] for n in mine)
+    assert lines.lines("x") == []
+
+
+def test_batch_waits_behind_interactive_requests_of_all_tenants_and_is_not_starved():
+    shares = SlotShares(batch_share=0.1)
+    now_, later = FairShareKey("a"), FairShareKey("b", 1.0, Priority.BATCH)
+    turns = {share: shares.on_arrive(share, 0.0) for share in (now_, later)}
+    now, had = 0.0, Counter()
+    for _ in range(400):
+        line = shares.first([now_.line, later.line], now)
+        share = now_ if line == now_.line else later
+        shares.on_start(share, now, turns[share])
+        now += 0.1
+        shares.on_end(share, now)
+        had[share.tenant] += 0.1
+        turns[share] = shares.on_arrive(share, now)
+    assert had["b"] / now == pytest.approx(0.1, abs=0.03)
+
+
+def test_what_a_tenant_has_at_other_routers_counts():
+    shares, a, b = SlotShares(), FairShareKey("a"), FairShareKey("b")
+    turns = {share: shares.on_arrive(share, 0.0) for share in (a, b)}
+    now, order = 0.0, Counter()
+    for _ in range(200):
+        share = a if shares.first([a.line, b.line], now) == a.line else b
+        shares.on_start(share, now, turns[share])
+        now += 1.0
+        shares.on_end(share, now)
+        turns[share] = shares.on_arrive(share, now)
+        order[share.tenant] += 1
+        if share is b:
+            shares.learn({"interactive/b": 3.0, "interactive/nobody": 1.0, "other/b": 1.0})
+    assert order["a"] == pytest.approx(160, abs=5)
+    assert shares.contended["interactive/b"] == pytest.approx(order["b"], abs=1)
+
+
+async def turns() -> None:
+    """Let every task go on as far as it can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+class TurnCounter(Counter[str]):
+    """Counts what each replica has."""
+
+    def sent(self, replica_id: str) -> None:
+        self[replica_id] += 1
+
+    def ended(self, replica_id: str) -> None:
+        self[replica_id] -= 1
+
+
+def queue(most: int = 100, *, fair: bool = False, **capacity: int) -> DispatchQueue:
+    made = DispatchQueue(most, TurnCounter(), fair=fair)
+    made.update(capacity)
+    return made
+
+
+def test_slots_go_to_who_waits_in_order() -> None:
+    async def live() -> None:
+        made, served = queue(a=1), []
+        assert made.take("a", "first")
+
+        async def request(key: float) -> None:
+            name = f"r{key}"
+            replica = await made.wait((key,), None, name, LONG)
+            assert replica == "a"
+            served.append(key)
+            made.release(replica, name)
+
+        tasks = [asyncio.create_task(request(key)) for key in (3.0, 1.0, 2.0)]
+        await turns()
+        assert not made.take("a", "late")
+        assert len(made) == 3
+        made.release("a", "first")
+        await asyncio.gather(*tasks)
+        assert served == [1.0, 2.0, 3.0]
+        assert len(made) == 0
+        assert made._counter["a"] == 0
+
+    asyncio.run(live())
+
+
+def test_nobody_waits_where_there_is_no_replica() -> None:
+    async def live() -> None:
+        made = queue(a=1)
+        made.take("a", "first")
+        homes = ("a", None)
+        tasks = [asyncio.create_task(made.wait((1.0,), home, str(home), LONG)) for home in homes]
+        given_up = asyncio.create_task(made.wait((1.0,), None, "given up", LONG))
+        await turns()
+        made.update({})
+        given_up.cancel()
+        await turns()
+        assert all(task.done() for task in tasks)
+        assert [task.result() for task in tasks] == [None, None]
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        assert len(made) == 0
+        made.update({"b": 1})
+        assert made.take_any("late") == "b"
+
+    asyncio.run(live())
+
+
+def test_a_request_that_is_given_up_gives_its_slot_to_the_next() -> None:
+    async def live() -> None:
+        made = queue(a=1)
+        made.take("a", "first")
+        given_up = asyncio.create_task(made.wait((1.0,), None, "given up", LONG))
+        other = asyncio.create_task(made.wait((2.0,), None, "other", LONG))
+        await turns()
+        made.release("a", "first")  # the slot is given up's now, who has not seen it yet
+        given_up.cancel()
+        assert await other == "a"
+        made.release("a", "other")
+        assert made._counter["a"] == 0
+
+    asyncio.run(live())
+
+
+def test_who_waited_in_vain_leaves_the_line() -> None:
+    async def live() -> None:
+        made = queue(most=1, a=1)
+        made.take("a", "first")
+        assert await made.wait((1.0,), "a", "late", 0.0) is None
+        assert len(made) == 0
+        waiting = asyncio.create_task(made.wait((1.0,), None, "only", LONG))
+        await turns()
+        with pytest.raises(OverloadedError):
+            await made.wait((0.0,), None, "more", LONG)
+        made.release("a", "first")
+        assert await waiting == "a"
+
+    asyncio.run(live())
+
+
+def test_a_new_replica_takes_those_who_wait_for_any() -> None:
+    async def live() -> None:
+        made = queue(a=1)
+        made.take("a", "first")
+        loyal = asyncio.create_task(made.wait((1.0,), "a", "loyal", LONG))
+        other = asyncio.create_task(made.wait((2.0,), None, "other", LONG))
+        await turns()
+        made.update({"a": 1, "b": 1})
+        assert await other == "b"
+        made.update({"b": 2})  # a has gone
+        assert await loyal == "b"
+
+    asyncio.run(live())
+
+
+def test_a_replica_full_with_others_requests_is_tried_again() -> None:
+    async def live() -> None:
+        made = queue(a=1)
+        made.on_report("a", 1)
+        assert not made.take("a", "r")
+        assert await made.wait((1.0,), None, "r", LONG) == "a"
+
+    asyncio.run(live())
+
+
+@pytest.mark.parametrize(("fair", "after"), [(False, 50), (True, 1)])
+def test_a_tenant_with_many_old_programs_is_not_before_anothers_new_one(fair: bool, after: int) -> None:
+    """Where tenants share; else the oldest programs come first."""
+
+    async def live() -> None:
+        made, served = queue(fair=fair, a=1), []
+        many, one = FairShareKey("many"), FairShareKey("one")
+        assert made.take("a", "first", many)
+
+        async def request(name: str, share: FairShareKey, began: float) -> None:
+            replica = await made.wait((began,), None, name, LONG, share)
+            assert replica is not None
+            served.append(share.tenant)
+            await asyncio.sleep(0)
+            made.release(replica, name)
+
+        tasks = [asyncio.create_task(request(f"m{i}", many, i / 100)) for i in range(50)]
+        tasks.append(asyncio.create_task(request("new", one, 100.0)))
+        await turns()
+        made.release("a", "first")
+        await asyncio.gather(*tasks)
+        assert served.index("one") <= after
+        assert made._counter["a"] == len(made) == 0
+        assert not made._holders
+
+    asyncio.run(live())
+
+
+def test_in_a_full_line_the_last_of_who_has_most_of_it_gives_way() -> None:
+    async def live() -> None:
+        made = queue(4, fair=True, a=1)
+        many, one = FairShareKey("many"), FairShareKey("one")
+        assert made.take("a", "first", many)
+        tasks = [asyncio.create_task(made.wait((float(i),), None, f"m{i}", LONG, many)) for i in (3, 1, 0, 2)]
+        await turns()
+        with pytest.raises(OverloadedError):
+            await made.wait((0.0,), None, "one more", LONG, many)
+        mine = [asyncio.create_task(made.wait((9.0,), None, f"o{i}", LONG, one)) for i in range(2)]
+        await turns()
+        assert [task.done() for task in tasks] == [True, False, False, True]
+        for task in (tasks[0], tasks[3]):
+            with pytest.raises(OverloadedError):
+                await task
+        with pytest.raises(OverloadedError):
+            await made.wait((0.0,), None, "its third", LONG, one)
+        assert not any(task.done() for task in mine), "who has no more than the other gives way to nobody"
+        made.update({})
+        await asyncio.gather(tasks[1], tasks[2], *mine)
+
+    asyncio.run(live())
+
+
+def test_batch_leaves_slots_to_interactive_requests_and_waits_behind_them() -> None:
+    async def live() -> None:
+        made, batch = queue(a=8), FairShareKey("", priority=Priority.BATCH)
+        assert [made.take("a", f"b{i}", batch) for i in range(8)] == [True] * 7 + [False]
+        assert made.take("a", "now")
+        waiting = [asyncio.create_task(made.wait((0.0,), None, "late", LONG, batch))]
+        waiting.append(asyncio.create_task(made.wait((9.0,), None, "soon", LONG)))
+        await turns()
+        made.release("a", "b0")
+        await turns()
+        assert [task.done() for task in waiting] == [False, True]
+        for name in ("now", "soon", "b1"):
+            made.release("a", name)
+        assert await waiting[0] == "a"
+        assert made._counter["a"] == 6
+
+    asyncio.run(live())
+
+
+def test_in_a_full_line_batch_gives_way_to_interactive_requests() -> None:
+    async def live() -> None:
+        made, batch = queue(2, a=1), FairShareKey("", priority=Priority.BATCH)
+        assert made.take("a", "first")
+        tasks = [asyncio.create_task(made.wait((float(i),), None, f"b{i}", LONG, batch)) for i in range(2)]
+        await turns()
+        mine = asyncio.create_task(made.wait((9.0,), None, "now", LONG))
+        await turns()
+        assert [task.done() for task in tasks] == [False, True]
+        with pytest.raises(OverloadedError):
+            await tasks[1]
+        made.release("a", "first")
+        assert await mine == "a"
+        made.update({})
+        await tasks[0]
+
+    asyncio.run(live())
+
+
+def test_where_the_lines_are_full_of_tokens_the_last_of_a_lower_class_gives_way() -> None:
+    async def live() -> None:
+        made = DispatchQueue(100, TurnCounter(), max_waiting_tokens=10)
+        made.update({"a": 1})
+        assert made.take("a", "first")
+
+        def wait(name: str, tokens: int, priority: Priority) -> asyncio.Task[str | None]:
+            share = FairShareKey("", priority=priority)
+            return asyncio.create_task(made.wait((1.0,), None, name, LONG, share, tokens=tokens))
+
+        low = [wait(f"low{i}", 4, Priority.BATCH) for i in range(2)]
+        await turns()
+        assert made.tokens == 8
+        more = wait("more", 4, Priority.BATCH)
+        high = wait("high", 4, Priority.INTERACTIVE)
+        await turns()
+        for given_way in (more, low[1]):
+            with pytest.raises(OverloadedError):
+                given_way.result()
+        assert not low[0].done()
+        assert made.tokens == 8
+        for name in ("first", "high", "low0"):
+            made.release("a", name)
+            await turns()
+        assert (low[0].result(), high.result()) == ("a", "a")
+        assert made.tokens == 0
+        assert made.take("a", "x")
+        huge = wait("huge", 1000, Priority.BATCH)  # where nobody waits there is a place for any
+        await turns()
+        made.release("a", "x")
+        await turns()
+        assert huge.result() == "a"
+
+    asyncio.run(live())
+
+
+ARRIVALS = st.lists(
+    st.tuples(
+        st.sampled_from("xyz"),  # the tenant
+        st.sampled_from(Priority),
+        st.integers(0, 3),  # its key
+        st.integers(1, 12),  # tokens
+        st.sampled_from(["a", "b", None]),  # the replica that it wants
+        st.integers(0, 2),  # slots that come free before it
+    ),
+    max_size=30,
+)
+
+
+@settings(deadline=None)
+@given(ARRIVALS, st.booleans(), st.integers(1, 5), st.integers(1, 24))
+def test_nobody_gives_way_in_vain(arrivals, fair, most, most_tokens) -> None:
+    """Each request ends once: it has a slot, or is told that too much waits. Who gives way does so for one that is
+    taken, and for which there was no room with it.
+    """
+
+    async def live() -> None:
+        made = DispatchQueue(most, TurnCounter(), fair=fair, max_waiting_tokens=most_tokens)
+        made.update({"a": 1, "b": 1})
+        held = []  # replicas with the request that has their slot
+        for name in ("a", "b"):
+            assert made.take(name, name)
+            held.append((name, name))
+        tasks: dict[str, asyncio.Task[str | None]] = {}
+        sizes = {}
+
+        async def request(name: str, key: int, home: str | None, share: FairShareKey, tokens: int) -> str | None:
+            if home is None:
+                replica = made.take_any(name, share)
+            else:
+                replica = home if made.take(home, name, share) else None
+            replica = replica or await made.wait((key,), home, name, LONG, share, tokens)
+            held.append((replica, name))
+            return replica
+
+        for number, (tenant, priority, key, tokens, home, free) in enumerate(arrivals):
+            for _ in range(free):
+                if held:
+                    made.release(*held.pop(0))
+                    await turns()
+            share, name, sizes[f"r{number}"] = FairShareKey(tenant, priority=priority), f"r{number}", tokens
+            before = {each for each, task in tasks.items() if not task.done()}
+            tasks[name] = asyncio.create_task(request(name, key, home, share, tokens))
+            await turns()
+            gone = {each for each in before if tasks[each].done()}
+            refused = tasks[name].done() and isinstance(tasks[name].exception(), OverloadedError)
+            assert not (gone and refused)
+            assert len(made) <= most
+            for each in gone:
+                assert isinstance(tasks[each].exception(), OverloadedError)
+                assert len(made) + 1 > most or made.tokens + sizes[each] > most_tokens
+        while held:
+            made.release(*held.pop(0))
+            await turns()
+        assert all(task.done() for task in tasks.values())
+        assert all(task.exception() or task.result() in ("a", "b") for task in tasks.values())
+        assert (len(made), made.tokens) == (0, 0)
+
+    asyncio.run(live())
+
+
+def test_how_long_a_line_takes_is_learned_while_somebody_stands_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def live() -> None:
+        made = queue(a=1)
+        now = [0.0]
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
+        assert made.take("a", "r0")
+        tasks = [asyncio.create_task(made.wait((float(i),), None, f"r{i}", LONG)) for i in range(1, 12)]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert made.expected_s == 0.0
+        for i in range(10):
+            now[0] += 2.0
+            made.release("a", f"r{i}")
+            for _ in range(20):
+                await asyncio.sleep(0)
+        assert made.expected_s == pytest.approx(4.0)  # behind one more
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert made.expected_s == 0.0
+
+    asyncio.run(live())

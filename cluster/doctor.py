@@ -277,7 +277,9 @@ class _Model:
         """Raises ConfigError."""
         folder = model_files.model_folder(settings.engine.model)
         described = shapes.read_config(folder)
-        shape, format = shapes.shape_of(described), shapes.format_of(described)
+        drafts = settings.engine.speculation
+        shape = shapes.shape_of(described, mtp=drafts.enabled and drafts.mtp)
+        format = shapes.format_of(described)
         stored = model_files.weight_bytes(folder) or shape.stored_bytes(format)
         return _Model(shape, format, stored, settings.engine.dtype)
 

@@ -39,7 +39,8 @@ OWN = """## On our decoder
 `model_type` in `config.json` decides. A configuration with an option that our decoder does not compute runs through
 transformers, or is refused where transformers cannot run it over our KV. `holdfast models FOLDER` names the option.
 Tool calls and thinking follow the checkpoint's chat template, not its `model_type`: the columns name what the models of
-the family bring. An empty cell means that nothing of that kind is tested.
+the family bring. An empty cell means that nothing of that kind is tested. Every model drafts with n-grams; where
+`drafts` names MTP, `speculation.mtp` adds the checkpoint's layer for multi-token prediction.
 """
 _HERMES, _XML = "JSON in `<tool_call>`", "tags in `<tool_call>`"
 _THINK = "`<think>`, can be switched off"
@@ -75,8 +76,12 @@ _MIXERS = {
 }
 STATES = """\
 Linear layers (Gated DeltaNet, Mamba-2) keep a recurrent state for each sequence in place of KV. `state_slots` is the
-number of states. Of a model with a vision tower the text part is served, and a request with an image is refused. Layers
-that predict further tokens (`mtp.*`) are not used.
+number of states. Of a model with a vision tower the text part is served, and a request with an image is refused.
+
+A layer for multi-token prediction (MTP) predicts the token after the next one. `speculation.mtp: true` loads it where
+the checkpoint has it. One token a step is drafted with it and competes with the drafts of n-grams. The layer takes
+memory for its weights and the KV of one more layer, and time in every step. No answer changes. Acceptance on real
+weights was not measured, so it is off unless asked for. Layers of families that do not name MTP above are not used.
 """
 OTHERS = """## Through transformers
 
@@ -118,7 +123,7 @@ REFUSED = (
 def page() -> str:
     """All of it, in Markdown."""
     own = _table(
-        ("model_type", "models", "class in transformers", "layers", "tool calls", "thinking"),
+        ("model_type", "models", "class in transformers", "layers", "drafts", "tool calls", "thinking"),
         map(_own, FAMILIES.items()),
     )
     named = ((f"`{name}`", *rest) for name, *rest in TESTED)
@@ -147,7 +152,8 @@ def _own(item: tuple[str, Family]) -> Sequence[str]:
     name, family = item
     kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(name) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
     models, calls, thinking = _EXAMPLES[name]
-    return f"`{name}`", models, f"`{kind}`", _layers(name, family), calls, thinking
+    drafts = "MTP" if family.next_token else ""
+    return f"`{name}`", models, f"`{kind}`", _layers(name, family), drafts, calls, thinking
 
 
 def _layers(name: str, family: Family) -> str:

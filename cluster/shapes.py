@@ -1,7 +1,7 @@
 """The sizes of a model, from its config.json alone: parameters, weights by format, KV of a token, recurrent states.
 
 Here: what a layer of each kind has. Not here: what fits on a GPU (`sizing`). Left out are norms and biases, less than a
-thousandth of the parameters, vision towers, and layers that predict further tokens.
+thousandth of the parameters, and vision towers. Layers for multi-token prediction count where they draft.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ FORMATS: Mapping[str, float] = {
 _METHODS = {"fp8": "fp8", "mxfp4": "mxfp4", "fbgemm_fp8": "fp8"}
 _NUMBERS = {("float", 8): "fp8", ("float", 4): "nvfp4", ("int", 8): "int8", ("int", 4): "int4"}
 _OUTPUT_GATE = {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "muse_glimmer_text"}
+_MTP = _OUTPUT_GATE - {"muse_glimmer_text"} | {"glm4_moe"}
+"""Families whose checkpoints have a layer for multi-token prediction that our decoder drafts with."""
 _BY_TYPE = _OUTPUT_GATE | {"gemma3_text", "gemma4_text", "gemma4_unified_text", "gpt_oss", "kimi_linear", "nemotron_h"}
 """Families of which each configuration has layers of several types. A config.json may leave these out."""
 _LEGACY = {"mamba": "linear_attention", "attention": "full_attention"}  # Nemotron-H's older names
@@ -152,8 +154,9 @@ class _Sum:
     states: Counter[tuple[int, int, int, int, int, int]] = field(default_factory=Counter)
 
 
-def shape_of(config: Config) -> Shape:
-    """The shape that a config.json tells, with what it leaves out as its class in transformers has it.
+def shape_of(config: Config, *, mtp: bool = False) -> Shape:
+    """The shape that a config.json tells, with what it leaves out as its class in transformers has it. `mtp`: with the
+    layer for multi-token prediction that checkpoints of its family have, if our decoder drafts with it.
 
     Raises ConfigError for one that tells no decoder's shape.
     """
@@ -164,9 +167,9 @@ def shape_of(config: Config) -> Shape:
     text.setdefault("tie_word_embeddings", config.get("tie_word_embeddings", False))
     try:
         try:
-            return _shape(text)
+            return _shape(text, mtp)
         except KeyError:
-            return _shape(_completed(text))
+            return _shape(_completed(text), mtp)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ConfigError(f"config.json tells no decoder's shape: {error}", "model") from error
 
@@ -213,7 +216,7 @@ def _completed(text: Config) -> Config:
     return completed
 
 
-def _shape(text: Config) -> Shape:
+def _shape(text: Config, mtp: bool) -> Shape:
     hidden, vocabulary = int(text["hidden_size"]), int(text["vocab_size"])
     if text.get("hidden_size_per_layer_input") or text.get("num_kv_shared_layers"):
         raise ValueError("embeddings of each layer and shared KV are not sized")
@@ -225,6 +228,10 @@ def _shape(text: Config) -> Shape:
             _attention(text, number, kind, hidden, total)
         if kind in ("mlp", "moe") or text.get("model_type") != "nemotron_h":  # whose layers have one operation each
             _feed_forward(text, number, kind, hidden, total)
+    if mtp and text.get("model_type") in _MTP:
+        _attention(text, number, "full_attention", hidden, total)
+        _feed_forward(text, number, "full_attention", hidden, total)
+        total.dense += 2 * hidden * hidden
     states = [States(layers, *sizes) for sizes, layers in total.states.items()]
     return Shape(
         hidden=hidden,

@@ -59,6 +59,7 @@ class DraftConfig:
     enabled: bool = True  # guess tokens and verify them together; off: draw one token a step
     max_draft: int = 16  # most tokens that a sequence guesses in one step
     memory_bytes: int = 64 << 20  # bytes for the replies of earlier turns, of which one tenant has at most 1/16
+    mtp: bool = False  # guess with the checkpoint's layer for multi-token prediction, too, where it has one
 
     def __post_init__(self) -> None:
         _check(self, _AT_LEAST_ONE, "max_draft", "memory_bytes")

@@ -85,6 +85,7 @@ class Chunk:
     draw: Draw | None = None  # None: a part of a prompt that is not its last
     follows: int | None = None  # its only token is the one that this chunk of the step before draws (`Draw.plain`)
     state: StateUse | None = None  # of a model with a recurrent state
+    following: int = 0  # the prompt's token after it, where it draws nothing
 
     @property
     def decodes(self) -> bool:
@@ -170,6 +171,7 @@ class Drawn:
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    predicted: int | None = None  # the token after these, by the model's layer that predicts one further
 
 
 @record

@@ -53,7 +53,7 @@ from holdfast.replicas.model.weights import (
     OpWeights,
     read_weights,
 )
-from holdfast.replicas.plan import Chunk, RowWrite
+from holdfast.replicas.plan import Chunk, Drawn, RowWrite
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
@@ -220,6 +220,20 @@ def lay_out(chunks: tuple[Chunk, ...], table: PageTable) -> BatchLayout:
         drawn = np.array(indices, dtype=np.int64)
     tokens = np.concatenate([chunk.tokens for chunk in chunks], dtype=np.int64)
     return BatchLayout(tokens, positions, drawn, cells, rows, starts, lengths, decodes, _states(chunks, ends))
+
+
+def following_tokens(chunks: Sequence[Chunk], drawn: Sequence[Drawn | None] = ()) -> Int64s:
+    """The token after each token of a step, [T] int64. Where it is drawn, as in `drawn`, else a draft or 0; behind a
+    draft that was refused it means nothing.
+    """
+    parts: list[Int64s] = []
+    for i, chunk in enumerate(chunks):
+        part = np.append(chunk.tokens[1:], chunk.following).astype(np.int64)
+        if i < len(drawn) and (found := drawn[i]) is not None and chunk.draw is not None:
+            first = len(part) - chunk.draw.drafts - 1
+            part[first : first + len(found.tokens)] = found.tokens
+        parts.append(part)
+    return np.concatenate(parts)
 
 
 def _states(chunks: tuple[Chunk, ...], ends: Int64s) -> tuple[Int32s, ...]:
@@ -415,6 +429,17 @@ class BlockLayer:
     scale: float
 
 
+@dataclass(frozen=True, slots=True)
+class NextTokenLayer:
+    """A `NextToken`, ready to compute."""
+
+    blocks: tuple[BlockLayer, ...]
+    embedding_norm: Tensor
+    hidden_norm: Tensor
+    projection: Matrix
+    norm: Tensor
+
+
 class Decoder:
     """A `Model`: x + post_norm(op(norm(x))) for each block. What has the same input is one product: query, key and
     value, or gate and up.
@@ -451,8 +476,17 @@ class Decoder:
         def taken(of: BlockWeights, block: Block) -> BlockLayer:
             return BlockLayer(of.norm, self._op(block.op, of.op), of.post_norm, of.scale)
 
-        for layer in map(taken, weights.blocks, description.blocks):  # which holds no block while it asks for the next
+        # This holds no block while it asks for the next.
+        for layer in map(taken, weights.blocks, description.all_blocks):
             self.blocks.append(layer)
+        self.next_token: NextTokenLayer | None = None
+        if (of_next := weights.next_token) is not None:
+            n = len(description.blocks)
+            self.blocks, further = self.blocks[:n], tuple(self.blocks[n:])
+            norms, projection = (of_next.embedding_norm, of_next.hidden_norm), self._matrix(of_next.projection)
+            self.next_token = NextTokenLayer(further, *norms, projection, of_next.norm)
+        # Normed rows [T, D] of all tokens of the last forward, where there is `next_token`.
+        self.hidden: Tensor | None = None
         self._embedding_scale = float(torch.tensor(description.embedding_scale, dtype=weights.embedding.dtype))
         self._unit = torch.ones(
             max(description.hidden, *(op.head_dim for op in description.attentions)), device=kv.data.device
@@ -533,12 +567,14 @@ class Decoder:
         int8: bool = False,
         states: LinearStates | None = None,
         tell: Tell | None = None,
+        description: Description | None = None,
     ) -> "Decoder | None":
         """Read a checkpoint. None where its family, options or files are not this decoder's. Raises ConfigError.
 
         `int8`: products in int8. `smooth` evens out the weights before (`smoothing`). `tell`: see `read_weights`.
+        `description`: None: as `describe` has it, without a layer that predicts further tokens.
         """
-        description = describe(config)
+        description = description or describe(config)
         if description is None or not has_safetensors(Path(path)):
             return None
         device = str(kv.data.device)
@@ -551,7 +587,13 @@ class Decoder:
     @property
     def matrices(self) -> list[Matrix | GatedMatrix]:
         """All that the forward multiplies with but experts and routers, the head last."""
-        return [*(each for block in self.blocks for each in block.op.matrices), self._head]
+        projection = [] if self.next_token is None else [self.next_token.projection]
+        return [*(each for block in self.all_blocks for each in block.op.matrices), *projection, self._head]
+
+    @property
+    def all_blocks(self) -> list[BlockLayer]:
+        """As `Description.all_blocks`."""
+        return self.blocks if self.next_token is None else [*self.blocks, *self.next_token.blocks]
 
     @property
     def attention(self) -> tuple[AttentionShape, ...]:
@@ -565,10 +607,41 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [R, vocabulary] of the batch's drawn tokens; stores the KV of all its tokens, and the states."""
+        x = self._through(self.blocks, self._embedded(batch.token_ids[0]), batch)
+        if self.next_token is not None:
+            self.hidden = rms_norm(x, self._norm, self.description.eps)
+            return self._logits(self.hidden[batch.drawn])
+        return self._logits(rms_norm(x[batch.drawn], self._norm, self.description.eps))
+
+    @torch.inference_mode()
+    def predict(self, batch: ForwardBatch, hidden: Tensor, following: Tensor, rows: Tensor) -> Tensor:
+        """Logits [S, vocabulary] of the second token after some of a batch's tokens, by `next_token`; stores its KV of
+        all tokens.
+
+        `hidden` [T, D]: of the batch's forward. `following` [T] int64: the token after each of its tokens. `rows` [S]
+        int64: the tokens of the batch whose second next token is predicted.
+
+        A cell of this layer's KV depends on one token more than the others of its position. Where a prefix is reused
+        whose last token another one followed, that cell is off: a draft may be worse, and no output changes.
+        """
+        layer, eps = self.next_token, self.description.eps
+        assert layer is not None
+        both = (
+            self.rms_norm(self._embedded(following), layer.embedding_norm, eps),
+            self.rms_norm(hidden, layer.hidden_norm, eps),
+        )
+        x = self._through(layer.blocks, layer.projection(torch.cat(both, dim=1)), batch)
+        return self._logits(self.rms_norm(x[rows], layer.norm, eps))
+
+    def _through(self, blocks: Sequence[BlockLayer], x: Tensor, batch: ForwardBatch) -> Tensor:
+        """Rows [T, D] behind the last of `blocks`."""
         eps, post_eps = self.description.eps, self.description.post_eps
-        rotations = self._rotations(batch)
-        x = self._embedded(batch)
-        for block in self.blocks:
+        positions, pages, stores = batch.position_ids[0], batch.pages, self._kv.kinds
+        rotations = [  # by `AttentionLayer.turn`
+            Rotation(*self._rotary[rotary], positions, pages[kind].cells, stores[kind].data, heads, eps)
+            for rotary, kind, heads in self._turns
+        ]
+        for block in blocks:
             h = x if block.norm is None else rms_norm(x, block.norm, eps)
             if block.post_norm is None:
                 x = self._apply(block.op, h, batch, rotations, plus=x)
@@ -576,21 +649,15 @@ class Decoder:
                 x = x + rms_norm(self._apply(block.op, h, batch, rotations), block.post_norm, post_eps)
             if block.scale != 1.0:
                 x = x * block.scale
-        return self._logits(rms_norm(x[batch.drawn], self._norm, eps))
+        return x
 
-    def _rotations(self, batch: ForwardBatch) -> list[Rotation]:
-        """What turns the heads of queries and keys in this forward, by `AttentionLayer.turn`."""
-        positions, pages, stores, eps = batch.position_ids[0], batch.pages, self._kv.kinds, self.description.eps
-        return [
-            Rotation(*self._rotary[rotary], positions, pages[kind].cells, stores[kind].data, heads, eps)
-            for rotary, kind, heads in self._turns
-        ]
-
-    def _embedded(self, batch: ForwardBatch) -> Tensor:
-        x = self._embedding[batch.token_ids[0]]  # [T, D]
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        x = self._embedding[token_ids]  # [T, D]
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
-        return self._without_weights(x) if self.description.embedding_norm else x
+        if not self.description.embedding_norm:
+            return x
+        return self.rms_norm(x, self._unit[: x.shape[1]], self.description.eps)
 
     def _logits(self, drawn: Tensor) -> Tensor:
         logits, described = self._head(drawn), self.description
@@ -638,7 +705,8 @@ class Decoder:
         op, eps, keys = layer.op, self.description.eps, layer.op.heads + layer.op.kv_heads
         if op.v_norm:
             values = qkv[:, keys:]
-            values.copy_(self._without_weights(values.reshape(-1, op.head_dim).contiguous()).view_as(values))
+            rows = values.reshape(-1, op.head_dim).contiguous()
+            values.copy_(self.rms_norm(rows, self._unit[: op.head_dim], eps).view_as(values))
         if op.qk_norm != "row" or layer.norms is None:
             return layer.norms
         for part, norm in zip((qkv[:, : op.heads], qkv[:, op.heads : keys]), layer.norms, strict=True):
@@ -651,9 +719,6 @@ class Decoder:
             return out.mul_(gate.sigmoid())
         passed = softplus(gate.float()).to(out.dtype)
         return (out.view(len(out), passed.shape[1], -1) * passed[..., None]).view_as(out)
-
-    def _without_weights(self, x: Tensor) -> Tensor:
-        return self.rms_norm(x, self._unit[: x.shape[1]], self.description.eps)
 
     def _recur(self, layer: LinearAttentionLayer, h: Tensor, batch: ForwardBatch) -> Tensor:
         """A linear attention before its output projection: [T, H v]."""

@@ -33,6 +33,7 @@ from holdfast.replicas.model.decoder import (
     AllExperts,
     AttentionLayer,
     AttentionShape,
+    BlockLayer,
     Decoder,
     DenseAndExpertsLayer,
     ExpertsLayer,
@@ -88,7 +89,7 @@ class GpuDecoder(Decoder):
     def experts(self) -> dict[int, list[GpuExperts]]:
         """The layers of experts, by how many a token chooses."""
         found: dict[int, list[GpuExperts]] = {}
-        for block in self.blocks:
+        for block in self.all_blocks:
             layer = block.op.experts if isinstance(block.op, DenseAndExpertsLayer) else block.op
             if isinstance(layer, ExpertsLayer) and isinstance(layer.experts, GpuExperts):
                 found.setdefault(layer.op.routing.chosen, []).append(layer.experts)
@@ -114,10 +115,25 @@ class GpuDecoder(Decoder):
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [R, vocabulary] of the batch's drawn tokens; stores the KV of all its tokens."""
-        residual = self._embedded(batch)  # [T, D]
+        eps = self.description.eps
+        residual, change = self._sums(self.blocks, self._embedded(batch.token_ids[0]), batch)
+        if self.next_token is not None:
+            self.hidden = _normed(change, residual, self._norm, eps)
+            return self._logits(self.hidden[batch.drawn])
+        drawn = residual[batch.drawn]
+        return self._logits(_normed(None if change is None else change[batch.drawn], drawn, self._norm, eps))
+
+    def _through(self, blocks: Sequence[BlockLayer], x: Tensor, batch: ForwardBatch) -> Tensor:
+        residual, change = self._sums(blocks, x, batch)
+        return residual if change is None else residual + change
+
+    def _sums(
+        self, blocks: Sequence[BlockLayer], residual: Tensor, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows [T, D] behind the last of `blocks`, and what is still to be added to them."""
         eps, post_eps = self.description.eps, self.description.post_eps
-        change: Tensor | None = None  # still to be added to the residual
-        for block in self.blocks:
+        change: Tensor | None = None
+        for block in blocks:
             if block.norm is None:
                 h = residual = residual if change is None else residual + change
             else:
@@ -127,8 +143,7 @@ class GpuDecoder(Decoder):
                 change = add_norm(change, None, block.post_norm, post_eps)
             if block.scale != 1.0:
                 residual, change = (residual + change) * block.scale, None
-        drawn = residual[batch.drawn]
-        return self._logits(_normed(None if change is None else change[batch.drawn], drawn, self._norm, eps))
+        return residual, change
 
     def _attend(self, layer: AttentionLayer, h: Tensor, batch: ForwardBatch, rotations: Sequence[Rotation]) -> Tensor:
         op, pages = layer.op, batch.pages[layer.kind]

@@ -5,7 +5,7 @@ makes the `Description` that our own decoder runs: a list of blocks. A family of
 other model runs through `any_model`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -183,10 +183,27 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class NextToken:
+    """A layer that predicts one token further: multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+    It reads the last layer's normed output for a token and the embedding of the token after that, each behind a norm of
+    its own, joined by a projection. Its blocks and a norm follow. The model's embedding and head are its own, too.
+    Names are those of the checkpoint.
+    """
+
+    blocks: tuple[Block, ...]
+    embedding_norm: str
+    hidden_norm: str
+    projection: str  # [hidden, 2 hidden]: the embedding's columns first
+    norm: str
+
+
+@dataclass(frozen=True, slots=True)
 class Description:
     """A model that our decoder runs.
 
-    Its attention blocks share one KV store; its linear ones have the same heads and share the states.
+    Its attention blocks share one KV store; its linear ones have the same heads and share the states. `next_token`: its
+    attention is the last layer of that store.
     """
 
     blocks: tuple[Block, ...]
@@ -204,11 +221,17 @@ class Description:
     skipped: tuple[str, ...] = ()  # beginnings of the names of weights that are not read
     renamed: tuple[tuple[str, str], ...] = ()  # parts of names in the checkpoint, and what they are called here
     format: Format = PLAIN
+    next_token: NextToken | None = None
+
+    @property
+    def all_blocks(self) -> tuple[Block, ...]:
+        """Those of the model, then those of the layer that predicts one token further."""
+        return self.blocks if self.next_token is None else (*self.blocks, *self.next_token.blocks)
 
     @property
     def attentions(self) -> list[Attention]:
         """The ops that use the KV store, in its order."""
-        return [block.op for block in self.blocks if isinstance(block.op, Attention)]
+        return [block.op for block in self.all_blocks if isinstance(block.op, Attention)]
 
     @property
     def attention(self) -> Attention:
@@ -278,6 +301,8 @@ class Family:
     clamped: bool = False  # the experts' activation
     router_bias: bool = False
     shared_gate: bool = False
+    # Where checkpoints have a layer that predicts one token further: below `mtp.`, or as a layer behind the last.
+    next_token: Literal["", "mtp", "behind"] = ""
     skipped: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
 
@@ -300,6 +325,7 @@ _QWEN3_5 = Family(
     partial_rotary=True,
     mixers="linear by type",
     shared_gate=True,
+    next_token="mtp",
     skipped=_NOT_TEXT,
 )
 _GEMMA3 = replace(
@@ -325,6 +351,7 @@ _GLM4_MOE = Family(
     qk_norm="option",
     partial_rotary=True,
     score="sigmoid",
+    next_token="behind",
     renamed=((".shared_experts.", ".shared_expert."),),
 )
 _LAGUNA = replace(
@@ -434,6 +461,36 @@ def describe(config: Any) -> Description | None:
         renamed=family.renamed,
         format=Format.of(config),
     )
+
+
+def with_next_token(info: "ModelInfo", stored: Container[str]) -> "ModelInfo":
+    """The same model with its layer that predicts one token further. `stored`: names of the tensors in its files.
+
+    Returns `info` itself where the family or the files have none.
+    """
+    described, family = info.description, FAMILIES.get(info.config.model_type)
+    if described is None or family is None or not family.next_token:
+        return info
+    text = info.config.get_text_config(decoder=True)
+    layer = _next_token(text, family)
+    if not described.format.stored(layer.projection, stored):
+        return info
+    described = replace(described, next_token=layer)
+    shape = replace(info.shape, cell_values=described.cell.values)
+    return replace(info, description=described, cell=described.cell, shape=shape)
+
+
+def _next_token(text: Any, family: Family) -> NextToken:
+    """The layer has the shapes of the model's last one that sees all tokens."""
+    kinds = text.layer_types if family.by_type else ["full_attention"] * text.num_hidden_layers
+    number = max(i for i, kind in enumerate(kinds) if kind == "full_attention")
+    parts = _attention(text, family, number), _feed_forward(text, family, number)
+    if family.next_token == "mtp":
+        norms = "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"
+        return NextToken(tuple(_layer("mtp.layers.0.", *parts, family)), *norms, "mtp.fc.weight", "mtp.norm.weight")
+    at = f"model.layers.{text.num_hidden_layers}."
+    names = (f"{at}{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+    return NextToken(tuple(_layer(at, *parts, family)), *names)
 
 
 def _eps(text: Any) -> float:

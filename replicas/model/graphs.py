@@ -30,7 +30,7 @@ from torch import Tensor
 from holdfast.kernels.attention_plan import AttentionWork, GpuPlan, plan_key
 from holdfast.kernels.kv import ALIGNED, Array, PagedBatch, Sender, packed, view, views
 from holdfast.kernels.linear_state import NO_STATE, StateBatch
-from holdfast.replicas.model.decoder import AttentionShape, BatchLayout, ForwardBatch, Model, PageTable
+from holdfast.replicas.model.decoder import AttentionShape, BatchLayout, Decoder, ForwardBatch, Model, PageTable
 from holdfast.replicas.model.sampler import counts_begin
 
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
@@ -117,12 +117,14 @@ class Replayed:
     """What a step in a graph computes; the next step overwrites it.
 
     `logits` [R, vocabulary]. `greedy` int32: the greedy draw of each row, and from `accepted` on each sequence's count
-    of accepted drafts.
+    of accepted drafts. `batch`: the bucket's tokens. `hidden`: `Decoder.hidden` of these, where there is any.
     """
 
     logits: Tensor
     greedy: Tensor
     accepted: int
+    batch: ForwardBatch
+    hidden: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,10 @@ class CudaGraphs:
         self._scratch = scratch_cells
         self.room = room = room or GraphRoom()
         self._replays: dict[Bucket, Callable[[], None]] = {}
+        self._batches: dict[Bucket, ForwardBatch] = {}
+        self._hidden: Tensor | None = None
+        if isinstance(model, Decoder) and model.next_token is not None:
+            self._hidden = torch.zeros(room.tokens, model.description.hidden, dtype=dtype, device=table.device)
         self._sizes = [n for n in _TOKENS if n <= room.tokens]
         self._rows = len(table.runs) if states else 0
         self._fields = _Layout(room, [len(shape.windows) for shape in shapes], self._rows)
@@ -283,7 +289,9 @@ class CudaGraphs:
         """Compute the step that was loaded last; `drawn` of its rows are drawn from."""
         self._replays[bucket]()
         accepted = counts_begin(bucket.draws)
-        return Replayed(self._logits[:drawn], self._greedy[: accepted + bucket.draws], accepted)
+        greedy, hidden = self._greedy[: accepted + bucket.draws], self._hidden
+        kept = None if hidden is None else hidden[: bucket.tokens]
+        return Replayed(self._logits[:drawn], greedy, accepted, self._batches[bucket], kept)
 
     def _bucket_for(self, layout: BatchLayout, of_kinds: Sequence[Sequence[AttentionWork]]) -> Bucket | None:
         """The graph for a step; None where it has to run without one."""
@@ -335,12 +343,16 @@ class CudaGraphs:
             places = (starts.view(static, rows + 1), source, target, applied, held, marks.view(static))
             states = StateBatch(*places, self._longest(bucket))
         batch = ForwardBatch(ids[None], positions[None], fields.drawn.view(static, draws), tuple(batches), states)
+        self._batches[bucket] = batch
+        hidden = None if self._hidden is None else self._hidden[:size]
         first, drafts = fields.first_rows.view(static, draws + 1), fields.drafts.view(static, draws)
         logits, out = self._logits[:draws], (self._greedy, self._greedy[counts_begin(draws) :])
 
         def forward() -> None:
             with torch.inference_mode():
                 logits.copy_(self._model.forward(batch))
+                if hidden is not None and isinstance(self._model, Decoder) and self._model.hidden is not None:
+                    hidden.copy_(self._model.hidden)
                 draw_and_verify(logits, first, drafts, out=out)
 
         return forward

@@ -5,16 +5,26 @@
 """
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.tensors import HostPages, KVTensors
-from holdfast.replicas.model.decoder import STEP_ERRORS, Model, PageTable, build_batch
-from holdfast.replicas.model.sampler import sample
-from holdfast.replicas.plan import Drawn, Flight, Landed, StepOutput, StepPlan
+from holdfast.replicas.model.decoder import (
+    STEP_ERRORS,
+    Decoder,
+    ForwardBatch,
+    Model,
+    PageTable,
+    build_batch,
+    following_tokens,
+)
+from holdfast.replicas.model.sampler import sample, with_predictions
+from holdfast.replicas.plan import Chunk, Drawn, Flight, Landed, StepOutput, StepPlan
 from holdfast.replicas.types import record
 
 
@@ -81,10 +91,32 @@ class ModelRunner:
         self._write(plan)
         if not plan.chunks:
             return StepOutput(())
-        logits = self.model.forward(build_batch(plan.chunks, self.table))
+        batch = build_batch(plan.chunks, self.table)
+        logits = self.model.forward(batch)
         forwarded = self._clock()
         drawn = sample(logits if self._device_sampling else logits.cpu(), plan.chunks)
+        if isinstance(self.model, Decoder) and self.model.hidden is not None:
+            drawn = self._predict(self.model, self.model.hidden, batch, plan.chunks, drawn)
         return StepOutput(drawn, forward_s=forwarded - begin, sample_s=self._clock() - forwarded)
+
+    def _predict(
+        self,
+        model: Decoder,
+        hidden: Tensor,
+        batch: ForwardBatch,
+        chunks: Sequence[Chunk],
+        drawn: tuple[Drawn | None, ...],
+    ) -> tuple[Drawn | None, ...]:
+        """`drawn` with the token after those of each chunk, by the model's layer that predicts one token further."""
+        rows, end = [], 0
+        for chunk, found in zip(chunks, drawn, strict=True):
+            end += len(chunk.tokens)
+            if found is not None and chunk.draw is not None:
+                rows.append(end - chunk.draw.drafts - 2 + len(found.tokens))
+        device = self.table.device
+        following = torch.from_numpy(following_tokens(chunks, drawn)).to(device)
+        logits = model.predict(batch, hidden, following, torch.tensor(rows, dtype=torch.int64, device=device))
+        return with_predictions(logits if self._device_sampling else logits.cpu(), chunks, drawn)
 
     def _write(self, plan: StepPlan) -> None:
         for copy in plan.copies:

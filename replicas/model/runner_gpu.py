@@ -18,7 +18,17 @@ from holdfast.kernels.kv import Array, Sender
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.tensors import HostPages, KVTensors, Moved
 from holdfast.replicas.model import sampler
-from holdfast.replicas.model.decoder import STEP_ERRORS, BatchLayout, Decoder, Model, PageTable, lay_out, plan_attention
+from holdfast.replicas.model.decoder import (
+    STEP_ERRORS,
+    BatchLayout,
+    Decoder,
+    ForwardBatch,
+    Model,
+    PageTable,
+    following_tokens,
+    lay_out,
+    plan_attention,
+)
 from holdfast.replicas.model.graphs import Capture, CudaGraphs, GraphRoom, Replayed
 from holdfast.replicas.model.runner import ModelRunner
 from holdfast.replicas.plan import Chunk, RowWrite, StepOutput, StepPlan
@@ -80,28 +90,70 @@ class GpuRunner(ModelRunner):
         if not plan.chunks:
             beside.apply(None, self._sender.send(beside.arrays))
             return GpuFlight((), (begin, _Mark(stream), _Mark(stream)), None, host)
-        logits, views, replayed = self._forward(plan.chunks, beside, asked.arrays if asked is not None else ())
+        settings = asked.arrays if asked is not None else ()
+        further = self._further(plan.chunks, asked)
+        logits, views, batch, replayed = self._forward(plan.chunks, beside, settings, further)
+        views, left = views[: len(settings)], views[len(settings) :]
         drawing, drawn = _Mark(stream), None
         if asked is not None:
             greedy = (replayed.greedy, replayed.accepted) if replayed is not None else None
             drawn = sampler.begin(logits, asked, views, greedy)
             self._before = _Before(drawn.drawn, _first_rows(plan.chunks))
+        if left and isinstance(self.model, Decoder):
+            hidden = replayed.hidden if replayed is not None else self.model.hidden
+            self._begin_prediction(self.model, batch, hidden, left, views, drawn)
         return GpuFlight(plan.chunks, (begin, drawing, _Mark(stream)), drawn, host)
 
+    def _further(self, chunks: tuple[Chunk, ...], asked: sampler.Settings | None) -> tuple[Array, ...]:
+        """What a layer that predicts one token further reads besides; nothing where the model has none."""
+        if not isinstance(self.model, Decoder) or self.model.next_token is None:
+            return ()
+        return following_tokens(chunks), *(asked.keys_after() if asked is not None else ())
+
+    def _begin_prediction(
+        self,
+        model: Decoder,
+        batch: ForwardBatch,
+        hidden: Tensor | None,
+        further: Sequence[Tensor],
+        settings: Sequence[Tensor],
+        drawn: sampler.Draws | None,
+    ) -> None:
+        """Store the KV of the layer that predicts one token further, and begin to draw what it predicts after `drawn`.
+
+        `further`: as `_further` has it, on the device; `settings`: those of the draws.
+        """
+        assert hidden is not None
+        known, *keys = further
+        following = known.new_zeros(len(hidden))  # a graph's tokens may be more than the step's
+        following[: len(known)] = known
+        if drawn is None:
+            model.predict(batch, hidden, following, known[:0])
+            return
+        # What is drawn behind a draft that was refused goes to cells that the next step writes again.
+        following.index_copy_(0, batch.drawn[: len(drawn.drawn)], drawn.drawn.long())
+        rows = (settings[0][:-1] + drawn.counts).long()
+        logits = model.predict(batch, hidden, following, batch.drawn[rows])
+        drawn.predicted = sampler.predict(logits, rows, settings, keys)
+
     def _forward(
-        self, chunks: tuple[Chunk, ...], beside: "_Updates", settings: Sequence[Array]
-    ) -> tuple[Tensor, Sequence[Tensor], Replayed | None]:
-        """Logits of the drawn tokens, the draws' `settings` on the device, and what a graph computed, if one fits."""
+        self, chunks: tuple[Chunk, ...], beside: "_Updates", settings: Sequence[Array], further: Sequence[Array]
+    ) -> tuple[Tensor, Sequence[Tensor], ForwardBatch, Replayed | None]:
+        """Logits of the drawn tokens, the draws' `settings` and `further` on the device, the batch, and what a graph
+        computed, if one fits.
+        """
         layout = lay_out(chunks, self.table)
         graphs, works = self.graphs, plan_attention(self.model.attention, layout.paged(self.table))
         if graphs is not None:
-            loaded = graphs.load(layout, works, settings[:2], [*beside.arrays, *settings[2:]], self._sender)
+            extra = [*beside.arrays, *settings[2:], *further]
+            loaded = graphs.load(layout, works, settings[:2], extra, self._sender)
             if loaded is not None:
                 rest = beside.apply(graphs.token_ids, loaded.extra)
                 self.replayed += 1
                 replayed = graphs.replay(loaded.bucket, len(layout.drawn))
-                return replayed.logits, [*loaded.draws, *rest], replayed
-        return *self._launch(layout, works, beside, settings), None
+                draws = loaded.draws if settings else ()
+                return replayed.logits, [*draws, *rest], replayed.batch, replayed
+        return *self._launch(layout, works, beside, [*settings, *further]), None
 
     def _launch(
         self,
@@ -109,7 +161,7 @@ class GpuRunner(ModelRunner):
         works: Sequence[Sequence[AttentionWork]],
         beside: "_Updates",
         settings: Sequence[Array],
-    ) -> tuple[Tensor, Sequence[Tensor]]:
+    ) -> tuple[Tensor, Sequence[Tensor], ForwardBatch]:
         """The same without a graph."""
         work_arrays = [array for of_kind in works for work in of_kind for array in work.arrays]
         views = self._sender.send([*layout.arrays, *work_arrays, *beside.arrays, *settings])
@@ -120,7 +172,7 @@ class GpuRunner(ModelRunner):
                 own, rest = rest[: len(work.arrays)], rest[len(work.arrays) :]
                 pages.plans[plan_key(work.window)] = plan_over(work, own, shape.heads, shape.head_dim)
         left = beside.apply(views[0], rest)
-        return self.model.forward(batch), left
+        return self.model.forward(batch), left, batch
 
 
 @dataclass(frozen=True, slots=True)

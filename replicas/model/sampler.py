@@ -13,7 +13,7 @@ rows after it. Masks of constrained sequences are packed 32 tokens to a word and
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -133,6 +133,32 @@ def sample(logits: Tensor, chunks: Sequence[Chunk]) -> tuple[Drawn | None, ...]:
         values = tokens.tolist()
         logprobs = _logprobs_by_row(rows, _row_logprobs(logits, tokens, rows)) if rows.logprobs else {}
     return _by_chunk(chunks, values, _accepted(chunks, values), logprobs)
+
+
+def with_predictions(
+    logits: Tensor, chunks: Sequence[Chunk], drawn: tuple[Drawn | None, ...]
+) -> tuple[Drawn | None, ...]:
+    """`drawn` with the token that is predicted to come after it, from `logits` [S, vocabulary] of the chunks that draw.
+
+    It is drawn with the noise of its position, as the token itself will be, so that the two are often equal. Penalties
+    and masks are left to verification.
+    """
+    if not logits.shape[0]:
+        return drawn
+    after = []
+    for chunk, found in zip(chunks, drawn, strict=True):
+        if found is not None and (draw := chunk.draw) is not None:
+            last = chunk.start + len(chunk.tokens) - draw.drafts + len(found.tokens) - 1
+            token = np.array(found.tokens[-1:], np.int32)
+            after.append(Chunk(chunk.row, last, token, Draw(draw.sampling, draw.seed, least=draw.least)))
+    with torch.inference_mode():
+        return _predicting(drawn, _draw(logits, group_rows(after, logits.shape[1])).tolist())
+
+
+def _predicting(drawn: tuple[Drawn | None, ...], tokens: Sequence[int]) -> tuple[Drawn | None, ...]:
+    """`drawn` with `tokens`, one for each chunk that draws."""
+    rest = iter(tokens)
+    return tuple(None if found is None else replace(found, predicted=next(rest)) for found in drawn)
 
 
 def _draw(logits: Tensor, rows: LogitRows) -> Tensor:
@@ -307,6 +333,15 @@ class Settings:
     rows: LogitRows
     arrays: tuple[Array, ...]
 
+    def keys_after(self) -> tuple[Array, ...]:
+        """Noise keys [R, 2] int32 of the position after each row's, where a row is sampled."""
+        rows = self.rows
+        if not rows.sampled:
+            return ()
+        keys = np.zeros((len(self.arrays[1]), 2), np.int32)
+        keys[rows.sampled] = row_keys(rows.seeds, [position + 1 for position in rows.positions])
+        return (keys,)
+
 
 def settings(chunks: Sequence[Chunk], vocabulary: int) -> Settings:
     """What the chunks of a step draw, of which at least one does."""
@@ -344,25 +379,30 @@ def counts_begin(rows: int) -> int:
 
 @dataclass(slots=True)
 class Draws:
-    """Tokens that are being drawn. `drawn` [R] int32 is on the device, for the step after this one.
+    """Tokens that are being drawn. `drawn` [R] int32 is on the device, for the step after this one, and so is `counts`
+    [S] int32 of accepted drafts.
 
     `results` is on the host: drawn tokens, and from `accepted` on a count of accepted drafts for each of `sequences`.
-    Valid once the device has got so far.
+    `predicted` [S] int32 is there as well: the tokens after them, where the model predicts these. Valid once the device
+    has got so far.
     """
 
     drawn: Tensor
+    counts: Tensor
     results: Tensor
     accepted: int
     sequences: int
     rows: LogitRows
     logprobs: tuple[Tensor, Tensor, Tensor] | None
+    predicted: Tensor | None = None
 
     def finish(self, chunks: Sequence[Chunk]) -> tuple[Drawn | None, ...]:
         """What was drawn for each chunk."""
         values = self.results.tolist()
         tokens, accepted = values[: len(self.drawn)], values[self.accepted : self.accepted + self.sequences]
         found = _logprobs_by_row(self.rows, self.logprobs) if self.logprobs is not None else {}
-        return _by_chunk(chunks, tokens, accepted, found)
+        drawn = _by_chunk(chunks, tokens, accepted, found)
+        return drawn if self.predicted is None else _predicting(drawn, self.predicted.tolist())
 
 
 @torch.inference_mode()
@@ -393,5 +433,34 @@ def begin(
         out = (results[: len(drafts)], results[ahead:])
         tokens, _ = draw_and_verify(scores, first, drafts, temperatures, keys, cutoff, out)
     found = _row_logprobs(logits, tokens, rows) if rows.logprobs else None
+    counts = results[ahead : ahead + sequences]
+    return Draws(tokens, counts, _to_host(results), ahead, sequences, rows, found)
+
+
+def _to_host(results: Tensor) -> Tensor:
+    """A copy on the host, valid once the device has got so far."""
     host = torch.empty(results.shape, dtype=results.dtype, pin_memory=results.device.type == "cuda")
-    return Draws(tokens, host.copy_(results, non_blocking=True), ahead, sequences, rows, found)
+    return host.copy_(results, non_blocking=True)
+
+
+@torch.inference_mode()
+def predict(logits: Tensor, rows: Tensor, views: Sequence[Tensor], keys: Sequence[Tensor]) -> Tensor:
+    """Draw the tokens that are predicted, [S] int32 on the host, valid once the device has got so far.
+
+    `logits` [S, vocabulary]; `rows` [S] int64: the draws after which they come; `views`: those of `begin`; `keys`:
+    `Settings.keys_after` on the device. As `with_predictions` does on a CPU.
+    """
+    from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify  # needs Triton
+
+    _, drafts, *noise = views
+    alone = torch.arange(len(rows) + 1, dtype=torch.int32, device=logits.device)
+    if not noise:
+        tokens, _ = draw_and_verify(logits, alone, drafts[: len(rows)])
+        return _to_host(tokens)
+    temperatures, _, *limits = (each[rows] for each in noise)
+    cutoff = None
+    if limits:
+        hot = torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+        cutoff = cutoffs(logits.float() / hot, *limits)
+    tokens, _ = draw_and_verify(logits, alone, drafts[: len(rows)], temperatures, keys[0][rows], cutoff)
+    return _to_host(tokens)

@@ -46,7 +46,13 @@ from holdfast.replicas.kv.tensors import HostPages, HostStates, HostWindow, KVKi
 from holdfast.replicas.memory import memory
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
 from holdfast.replicas.model.decoder import STEP_ERRORS, Decoder, Model, PageTable, build_batch
-from holdfast.replicas.model.description import Description, ModelInfo, inspect_model, sliding_window
+from holdfast.replicas.model.description import (
+    Description,
+    ModelInfo,
+    inspect_model,
+    sliding_window,
+    with_next_token,
+)
 from holdfast.replicas.model.files import has_safetensors, stored_tensors
 from holdfast.replicas.model.folder import cannot_serve, served_name
 from holdfast.replicas.model.graphs import MOST_DRAWS, gpu_capture, room_for
@@ -115,7 +121,11 @@ def load_runner(config: EngineConfig, tell: Tell | None = None) -> LoadedRunner:
     model or the machine.
     """
     info = inspect_model(config.model)
-    stored_tensors(config.model, Path(info.path))  # what is missing is named before memory is taken
+    stored = stored_tensors(config.model, Path(info.path))  # what is missing is named before memory is taken
+    if config.speculation.enabled and config.speculation.mtp:
+        info = info if config.decoder == "transformers" else with_next_token(info, stored)
+        if info.description is None or info.description.next_token is None:
+            log.warning("speculation.mtp changes nothing: there is no such layer that our decoder runs")
     machine = hardware()
     torch.set_num_threads(config.threads or machine.cores)
     on_cpu = config.device == "cpu" or not machine.cuda
@@ -263,7 +273,8 @@ def _load_model(
 
             kind = GpuDecoder
         try:
-            decoder = kind.load(info.path, info.config, kv, config.context_length, smoothed, int8, states, tell)
+            sizes, described = (kv, config.context_length), info.description
+            decoder = kind.load(info.path, info.config, *sizes, smoothed, int8, states, tell, described)
         except torch.OutOfMemoryError as error:
             message = f"the weights do not fit on the GPU: use a smaller model or dtype ({error})"
             raise ConfigError(message, "model") from error

@@ -36,6 +36,7 @@ from holdfast.replicas.model.description import (
     LinearAttention,
     MixtureOfExperts,
     ModelInfo,
+    NextToken,
     first_lines,
 )
 from holdfast.replicas.model.files import stored_tensors
@@ -228,15 +229,26 @@ class BlockWeights:
 
 
 @dataclass(slots=True)
+class NextTokenWeights:
+    """`description.NextToken` without its blocks: projection [hidden, 2 hidden], norms in float32."""
+
+    embedding_norm: Tensor
+    hidden_norm: Tensor
+    projection: Weight
+    norm: Tensor
+
+
+@dataclass(slots=True)
 class DecoderWeights:
-    """Everything. embedding and head [vocabulary, hidden]; one tensor where they are tied. `blocks` may be read as they
-    are taken.
+    """Everything. embedding and head [vocabulary, hidden]; one tensor where they are tied. `blocks`, those of
+    `Description.all_blocks`, may be read as they are taken.
     """
 
     embedding: Tensor
     norm: Tensor
     head: Tensor
     blocks: Iterable[BlockWeights]
+    next_token: NextTokenWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,12 +507,21 @@ def weights_from(source: Source, description: Description) -> DecoderWeights:
     else:
         embedding, head = source.tensor(_EMBEDDING, *size), source.tensor(_HEAD, *size)
     norm = source.floats("model.norm.weight", description.hidden, plus=float(description.last_centred))
-    return DecoderWeights(embedding, norm, head, _blocks(source, description))
+    next_token = _next_token(source, description.next_token, description) if description.next_token else None
+    return DecoderWeights(embedding, norm, head, _blocks(source, description), next_token)
+
+
+def _next_token(source: Source, layer: NextToken, description: Description) -> NextTokenWeights:
+    hidden, plus = description.hidden, float(description.centred)
+    norms = (layer.embedding_norm, layer.hidden_norm, layer.norm)
+    embedding_norm, hidden_norm, norm = (source.floats(name, hidden, plus=plus) for name in norms)
+    projection = source.matrix([Part(layer.projection, hidden)], 2 * hidden)
+    return NextTokenWeights(embedding_norm, hidden_norm, projection, norm)
 
 
 def _blocks(source: Source, description: Description) -> Iterator[BlockWeights]:
     hidden = description.hidden
-    for block in description.blocks:
+    for block in description.all_blocks:
         norms = [
             source.floats(f"{block.at}{name}.weight", hidden, plus=float(description.centred)) if name else None
             for name in (block.norm, block.post_norm)

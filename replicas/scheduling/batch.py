@@ -130,7 +130,8 @@ class StepBuilder:
             if n_drafts:
                 tokens = np.concatenate((tokens, drafts))
         assert sequence.row is not None, sequence.request_id
-        self.chunks.append(Chunk(sequence.row, start, tokens, draw, sequence.awaited))
+        following = int(sequence.buffer[end]) if draw is None and end < sequence.length else 0
+        self.chunks.append(Chunk(sequence.row, start, tokens, draw, sequence.awaited, following=following))
         self.sequences.append(sequence)
 
     def write(self, sequence: Sequence, first: int, pages: PageIds) -> None:

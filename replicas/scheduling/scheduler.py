@@ -504,7 +504,7 @@ class Scheduler:
             sequence.n_computed = min(sequence.n_computed, sequence.length - 1)
             self._stats.refused += reason is None
         if self.drafts.enabled:
-            self.drafts.learn(sequence, kept)
+            self.drafts.learn(sequence, kept, drawn.predicted if n == len(drawn.tokens) else None)
         self._stats.completion += n * sequence.counted
         count_own(self._stats, sequence, n)
         sequence.drawn += n

@@ -1,8 +1,9 @@
 """Speculation for the scheduler: drafts for each sequence that decodes, learned from the tokens that were drawn.
 
     the sequence's own tokens - NGramIndex -.
-    the tenant's earlier turns - TurnMemory -+- longest match -> draft -> gate over all sequences -> propose
-    tokens that a grammar forces ---------------------------------------------------------------'
+    the tenant's earlier turns - TurnMemory -+- longest match -.
+    the model's layer for one more token (MTP) ----------------+- most expected -> gate over all sequences -> propose
+    tokens that a grammar forces ------------------------------------------------------------------------'
 
 The model verifies every draft, so a wrong one costs time and never changes the output. Deterministic; no clock.
 """
@@ -52,18 +53,34 @@ FREE: StepCost = (1.0,) * (VERIFY_ROWS + 1)
 
 @dataclass(slots=True)
 class _State:
-    """The drafter's view of one sequence. `draft` are the tokens that may follow it, before the gate."""
+    """The drafter's view of one sequence. `draft` are the tokens that may follow it, before the gate; the model
+    `predicted` one.
+    """
 
     scope: str
     index: NGramIndex
     acceptance: float = _UNKNOWN
     draft: array[int] | None = None
     matched: int = 0  # length of the match that `draft` continues
+    predicted: int | None = None
+    predictions: float = _UNKNOWN  # acceptance of `predicted`
 
     @property
-    def expected(self) -> float:
-        """Estimated acceptance of `draft`: the mean of the sequence's and of that of matches as long."""
-        return (_BY_MATCH[self.matched.bit_length()] + self.acceptance) / 2
+    def offer(self) -> tuple[array[int], float]:
+        """The draft for the gate, and its estimated acceptance. Both sources are compared by the tokens that they are
+        expected to save; where both begin alike, the longer draft counts.
+
+        Of `draft` the estimate is the mean of the sequence's and of that of matches as long.
+        """
+        draft, predicted = self.draft or array("i"), self.predicted
+        expected = (_BY_MATCH[self.matched.bit_length()] + self.acceptance) / 2
+        if predicted is None:
+            return draft, expected
+        if draft and draft[0] == predicted:
+            return draft, max(expected, self.predictions)
+        if self.predictions >= sum(expected**n for n in range(1, len(draft) + 1)):
+            return array("i", [predicted]), self.predictions
+        return draft, expected
 
 
 class Drafter:
@@ -127,7 +144,7 @@ class Drafter:
                 state = self._state(sequence) if limit > 0 else None
                 if state is not None:
                     self._find(state, limit)
-                    if state.draft:
+                    if state.offer[0]:
                         offers[sequence.request_id] = state
             self._blind = _BLIND if decoding and not self._gate(offers, len(decoding)) else 0
 
@@ -150,8 +167,9 @@ class Drafter:
             self._blind = 0
         return drafts
 
-    def learn(self, sequence: Sequence, drawn: SequenceOf[int]) -> None:
-        """Add the tokens drawn for a sequence in a step: accepted drafts and the one after them.
+    def learn(self, sequence: Sequence, drawn: SequenceOf[int], predicted: int | None = None) -> None:
+        """Add the tokens drawn for a sequence in a step: accepted drafts and the one after them. `predicted`: what the
+        model expects after these.
 
         They are compared with the whole draft, verified or not, so a sequence that the gate stopped can recover.
         """
@@ -163,7 +181,9 @@ class Drafter:
                 right = common_prefix(state.draft, drawn)
                 compared = min(right + 1, len(state.draft), len(drawn))
                 state.acceptance += (1 - (1 - _WEIGHT) ** compared) * (right / compared - state.acceptance)
-            state.draft = None
+            if state.predicted is not None and drawn:
+                state.predictions += _WEIGHT * ((drawn[0] == state.predicted) - state.predictions)
+            state.draft, state.predicted = None, predicted
             state.index.extend(drawn)
 
     def measured(self, rows: int, seconds: float) -> None:
@@ -217,13 +237,13 @@ class Drafter:
         """Set the drafts of the step to those that pay. Whether there are any."""
         if not offers:
             return False
-        states = offers.values()
-        offered = [len(state.draft or ()) for state in states]
-        lengths = draft_lengths([state.expected for state in states], offered, decoding, self._cost, self._extra_s)
+        drafts, acceptances = zip(*(state.offer for state in offers.values()), strict=True)
+        offered = [len(draft) for draft in drafts]
+        lengths = draft_lengths(acceptances, offered, decoding, self._cost, self._extra_s)
         self._stats.drafts_withheld += sum(offered) - sum(lengths)
-        for (request_id, state), length in zip(offers.items(), lengths, strict=True):
-            if length and state.draft is not None:
-                self._drafts[request_id] = np.frombuffer(state.draft, np.int32, length)
+        for request_id, draft, length in zip(offers, drafts, lengths, strict=True):
+            if length:
+                self._drafts[request_id] = np.frombuffer(draft, np.int32, length)
         return any(lengths)
 
 

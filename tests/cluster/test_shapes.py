@@ -82,6 +82,16 @@ def test_active_parameters_are_those_that_a_token_meets() -> None:
     assert dense.active == dense.parameters - dense.table
 
 
+@pytest.mark.parametrize(("name", "layers"), [("Qwen3.5-27B", 17), ("GLM-4.5-Air", 47), ("Qwen3-Coder-Next", 13)])
+def test_a_layer_for_multi_token_prediction_counts_where_it_drafts(name: str, layers: int) -> None:
+    config = MODELS[name].config
+    plain, more = shapes.shape_of(config), shapes.shape_of(config, mtp=True)
+    assert sum(each.layers for each in more.kv) == layers
+    assert more.cell_bytes() * (layers - 1) == plain.cell_bytes() * layers
+    assert more.parameters > plain.parameters + 2 * plain.hidden**2
+    assert shapes.shape_of(MODELS["Qwen3-8B"].config, mtp=True) == MODELS["Qwen3-8B"].shape
+
+
 def test_windows_have_kv_of_their_own() -> None:
     full, window = sorted(MODELS["Gemma-4-31B"].shape.kv, key=lambda kv: kv.layers)
     assert (full.layers, full.bytes(), full.window) == (10, 10 * 2 * 4 * 512 * 2, 0)

@@ -43,9 +43,9 @@ def propose(drafter: Drafter, *sequences: Sequence) -> list[list[int]]:
     return [drafter.propose(sequence).tolist() for sequence in sequences]
 
 
-def draw(drafter: Drafter, sequence: Sequence, tokens: list[int]) -> None:
+def draw(drafter: Drafter, sequence: Sequence, tokens: list[int], predicted: int | None = None) -> None:
     sequence.append(tuple(tokens), 0.0)
-    drafter.learn(sequence, tokens)
+    drafter.learn(sequence, tokens, predicted)
 
 
 def generate(drafter: Drafter, sequence: Sequence, text: list[int]) -> list[list[int]]:
@@ -200,6 +200,40 @@ def test_drafts_are_compared_though_the_gate_withheld_them() -> None:
         draw(drafter, sequence, [token])
         (draft,) = propose(drafter, sequence)
     assert draft
+
+
+def test_the_models_prediction_is_a_draft_like_others() -> None:
+    """It stands alone where nothing matches, confirms a match that begins with it, and holds for one step."""
+    drafter, sequence = drafter_of(), begin(list(range(5, 20)))
+    assert propose(drafter, sequence) == [[]]
+    draw(drafter, sequence, [50], predicted=51)
+    assert propose(drafter, sequence) == [[51]]
+    draw(drafter, sequence, [5], predicted=6)
+    whole = propose(drafter, sequence)[0]
+    assert whole[:3] == [6, 7, 8]
+    draw(drafter, sequence, [60])
+    assert propose(drafter, sequence) == [[]]
+    assert propose(drafter_of(DraftConfig(enabled=False)), sequence) == [[]]
+
+
+@pytest.mark.parametrize("right", ["prediction", "match"])
+def test_of_a_match_and_a_prediction_the_one_that_was_right_counts(right: str) -> None:
+    drafter, phrase = drafter_of(), list(range(100, 110))
+    sequence = begin(phrase * 3, room=1000)
+    propose(drafter, sequence)
+    for i in range(40):
+        token, other = phrase[i % 10], 200 + i
+        following = phrase[(i + 1) % 10]
+        if right == "match":
+            draw(drafter, sequence, [token], predicted=other)
+            expected = following
+        else:  # each phrase token is followed by something else than before, which the model predicts
+            draw(drafter, sequence, [other], predicted=token)
+            propose(drafter, sequence)
+            draw(drafter, sequence, [token], predicted=other + 1)
+            expected = other + 1
+        (draft,) = propose(drafter, sequence)
+    assert draft[0] == expected
 
 
 def test_a_token_in_flight_means_no_drafts() -> None:

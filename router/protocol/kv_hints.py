@@ -1,8 +1,8 @@
-"""`kv_hints` of a request: what parts of its prompt are worth in the cache.
+"""`kv_hints` of a request: which parts of its prompt the cache should keep.
 
-The envelope, and of its actions `kv.retain`, are those of vLLM, so that an orchestrator may send both the same. There
-a directive names a range of tokens; here it may name messages instead, and what they are. Other actions are for others
-and are passed over. Whatever is said is a matter of order among cells that nobody uses, and of no more.
+The envelope and the action `kv.retain` are vLLM's, so that an orchestrator can send both servers the same. vLLM's
+directives name ranges of tokens; here they may also name messages and their kind. Other actions are ignored. Hints
+only change the order in which unused cells are evicted.
 """
 
 import math
@@ -26,7 +26,7 @@ Position = Annotated[int, Field(ge=0)]
 
 
 class KvAction(Body):
-    """One thing that is asked for; `payload` is its type's own."""
+    """`payload` depends on the type."""
 
     action_id: str
     action_type: str
@@ -43,9 +43,7 @@ class KvHints(Body):
 
 
 class Directive(Body):
-    """A part of the prompt, at most one of: `messages` [from, to), tokens `start` to `end`, the reply alone. Without
-    any it is all of the prompt and the reply.
-    """
+    """At most one of: `messages` [from, to), tokens `start` to `end`, the output. Default: prompt and output."""
 
     messages: Annotated[list[Position], Field(min_length=2, max_length=2)] | None = None
     start: Position | None = None
@@ -74,30 +72,28 @@ class RetainPayload(Body):
     directives: list[Annotated[Directive, NULL_IS_ABSENT]]
 
 
-def read_hints(given: KvHints | None) -> tuple[Hint, ...]:
-    """What is said of which part. Raises InvalidRequestError, naming the field."""
+def read_hints(envelope: KvHints | None) -> tuple[Hint, ...]:
+    """Raises InvalidRequestError, naming the field."""
     hints: list[Hint] = []
-    for place, action in enumerate(given.actions if given is not None else ()):
+    for index, action in enumerate(envelope.actions if envelope is not None else ()):
         if action.action_type != RETAIN:
             continue
-        path = f"kv_hints.actions.{place}"
+        path = f"{FIELD}.actions.{index}"
         if action.action_version.partition(".")[0] != "1":
             raise InvalidRequestError(f"'{path}.action_version' must be 1.x", f"{path}.action_version")
-        for directive in _payload(action, path).directives:
-            if len(hints) == MAX_DIRECTIVES:
-                where = f"{path}.payload.directives"
-                raise InvalidRequestError(f"'{where}': at most {MAX_DIRECTIVES} directives a request", where)
-            hints.append(_hint(directive))
+        hints += map(_hint, _payload(action, path).directives)
+        if len(hints) > MAX_DIRECTIVES:
+            field = f"{path}.payload.directives"
+            raise InvalidRequestError(f"'{field}': at most {MAX_DIRECTIVES} directives a request", field)
     return tuple(hints)
 
 
 def check_ranges(hints: Sequence[Hint], n_messages: int) -> None:
-    """Raises InvalidRequestError where a hint names messages that are not there."""
+    """Raises InvalidRequestError if a hint names messages that do not exist."""
     for hint in hints:
         if hint.where == "messages" and hint.end is not None and hint.end > n_messages:
-            raise InvalidRequestError(
-                f"'{FIELD}' names message {hint.end - 1} of {n_messages}: they count from 0", FIELD
-            )
+            message = f"'{FIELD}' names message {hint.end - 1} of {n_messages}: they count from 0"
+            raise InvalidRequestError(message, FIELD)
 
 
 def _payload(action: KvAction, path: str) -> RetainPayload:
@@ -105,16 +101,16 @@ def _payload(action: KvAction, path: str) -> RetainPayload:
         return validate(RetainPayload, action.payload)
     except InvalidRequestError as error:
         inside = error.info.field or ""
-        where = f"{path}.payload.{inside}"
-        raise InvalidRequestError(error.info.message.replace(f"'{inside}'", f"'{where}'"), where) from None
+        field = f"{path}.payload.{inside}"
+        raise InvalidRequestError(error.info.message.replace(f"'{inside}'", f"'{field}'"), field) from None
 
 
 def _hint(directive: Directive) -> Hint:
     priority = directive.priority
     if priority is None and directive.tag is not None:
         priority = PRIORITIES[directive.tag]
-    lasts = math.inf if directive.duration is None else directive.duration
-    label = Label(directive.tag or "", priority if priority and priority > 0 else RELEASED, lasts)
+    duration_s = math.inf if directive.duration is None else directive.duration
+    label = Label(directive.tag or "", priority if priority and priority > 0 else RELEASED, duration_s)
     if directive.covers_output:
         return Hint("reply", label)
     if directive.messages is not None:

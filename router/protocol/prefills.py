@@ -1,4 +1,4 @@
-"""`/v1/prefills`: the beginning of a prompt that is to be computed before its end is known; bodies and replies."""
+"""`/v1/prefills`: bodies and replies. A prefill is the beginning of a prompt, computed before its end is known."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from holdfast.router.protocol.turn import ClaimedIds, Identifier, ModelName, Nam
 
 
 class PrefillBody(Body):
-    """`messages` may end in calls that no result has been sent for yet, or in some of their results."""
+    """`messages` may end in tool calls whose results are not known yet, or in some of their results."""
 
     model: ModelName
     messages: Messages
@@ -28,14 +28,14 @@ class PrefillBody(Body):
 
 
 class ExtendBody(Body):
-    """`messages` are those that come after the handle's."""
+    """`messages` follow those of the prefill."""
 
     messages: Messages
     keep_s: Annotated[float, Field(gt=0)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PrefillRequest:
     model: ModelCard
     prompt: ChatPrompt
     ids: ClaimedIds
@@ -45,10 +45,10 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """What a handle stands for. `tokens` of the prompt are sure, whatever comes next; `cached` of them were there.
+    """A stored prefill. `tokens` of the prompt cannot change, whatever follows; `cached` of them were in the cache.
 
-    Not `complete`: time or cells ran out, and a part of them is computed. Times are in seconds since the epoch.
-    `version` is that of what stands in the store, "" where it is new.
+    Not `complete`: time or cells ran out before all of them were computed. Times are in seconds since the epoch.
+    `version` is the version of the stored record, "" for a new one.
     """
 
     id: str
@@ -72,14 +72,14 @@ class Prefill:
         return ChatPrompt(self.messages, tuple(self.tools), template_kwargs=self.template_kwargs)
 
 
-def read_prefill(raw: bytes, models: Sequence[ModelCard]) -> Asked:
-    """What a request body asks for. Raises InvalidRequestError or RefusedError."""
+def read_prefill(raw: bytes, models: Sequence[ModelCard]) -> PrefillRequest:
+    """Raises InvalidRequestError or RefusedError."""
     body = read(PrefillBody, raw)
     check_tools(body.tools)
     prompt = ChatPrompt(
         plain_messages(body.messages), plain_tools(body.tools), template_kwargs=body.chat_template_kwargs
     )
-    return Asked(
+    return PrefillRequest(
         find_model(body.model, models),
         prompt,
         ClaimedIds(body.program_id, None, None),
@@ -89,17 +89,18 @@ def read_prefill(raw: bytes, models: Sequence[ModelCard]) -> Asked:
 
 
 def read_extension(raw: bytes) -> tuple[list[dict[str, Any]], float | None]:
-    """The messages that a request body adds to a handle's, and for how long it wants them kept. Raises
-    InvalidRequestError; whether they answer calls is for `check_extension` to say.
+    """The messages that a request adds to a prefill, and for how many seconds it wants them kept.
+
+    Raises InvalidRequestError. `check_extension` checks whether they answer calls.
     """
     body = read(ExtendBody, raw)
     return plain_messages(body.messages, go_on=True), body.keep_s
 
 
 def check_extension(prefill: Prefill, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raises InvalidRequestError for a result among `messages` of no call there, or of one whose result it has."""
+    """Raises InvalidRequestError for a result that answers no call, or a call whose result the prefill has."""
     check_results(prefill.messages, messages)
-    answered: set[str] = set()  # of the calls that are open, or were: an id may come again in a later turn
+    answered: set[str] = set()  # calls of the latest assistant message: an id may come again in a later turn
     for known in prefill.messages:
         if known["role"] == "tool":
             answered.add(known["tool_call_id"])
@@ -110,19 +111,19 @@ def check_extension(prefill: Prefill, messages: Sequence[Mapping[str, Any]]) -> 
             return
         if message["role"] == "tool" and message["tool_call_id"] in answered:
             field = f"messages.{index}.tool_call_id"
-            raise InvalidRequestError(f"'{field}': the prefill has the result of this call already", field)
+            raise InvalidRequestError(f"'{field}': the prefill already has the result of this call", field)
 
 
 def continued(turn: Turn, prefill: Prefill) -> Turn:
-    """`turn` with what its handle stands for before its own messages. Raises InvalidRequestError."""
+    """`turn` with the messages of its prefill before its own. Raises InvalidRequestError."""
     prompt = turn.prompt
     if not isinstance(prompt, ChatPrompt):
-        raise InvalidRequestError("'prefill_id' is for chats", "prefill_id")
+        raise InvalidRequestError("'prefill_id' is only for chat completions", "prefill_id")
     check_extension(prefill, prompt.messages)
     if turn.model.name != prefill.model:
-        raise InvalidRequestError(f"'model' must be the handle's, {prefill.model!r}", "model")
+        raise InvalidRequestError(f"'model' must be the prefill's, {prefill.model!r}", "model")
     if turn.cache_salt and turn.cache_salt != prefill.cache_salt:
-        raise InvalidRequestError("'cache_salt' must be the handle's", "cache_salt")
+        raise InvalidRequestError("'cache_salt' must be the prefill's", "cache_salt")
     messages = [*prefill.messages, *prompt.messages]
     check_ranges(turn.hints, len(messages))
     return replace(

@@ -89,6 +89,34 @@ REMOVED: Mapping[str, str] = {
         )
     },
     "server.connections": "it follows the limit of open files (`ulimit -Hn`), at most 16,384",
+    **{
+        f"router.{name}": f"its value is always {value} now"
+        for name, value in (
+            ("audit_records", "10000"),
+            ("cache_answer_bytes", "262144"),
+            ("cache_entries", "1024"),
+            ("cache_share", "0.5"),
+            ("max_body_values", "131072"),
+            ("output_estimate", "512"),
+            ("prefill_most_s", "600"),
+            ("prefill_s", "60"),
+            ("program_entries", "65536"),
+            ("program_quota_s", "600"),
+            ("program_rest_s", "3600"),
+            ("program_tenant_entries", "65536"),
+            ("single_flight", "true"),
+            ("stall_s", "30"),
+            ("store_retry_s", "1"),
+            ("tool_latency_s", "0.5"),
+            ("oidc.refresh_s", "300"),
+        )
+    },
+    "router.long_body_bytes": "the router parses every body itself",
+    "router.body_memory": "it is 4 times `router.max_body_bytes`",
+    "router.cache_lease_s": "routers no longer share what they are computing",
+    "router.placement_headers": "a new program is placed by `router.parent_headers` and x-correlation-id",
+    "router.store_entries": "routers always have a Redis",
+    "router.store_memory": "routers always have a Redis",
     "engine.high_water": "prompts wait above 95 % of the cells; `engine.without: [chunk_deferral]` turns that off",
     "engine.latency_chunk": "it is 1,024 tokens, or a quarter of `engine.step_tokens` if that is more",
     "engine.max_waiting_tokens": "it is 4 Mi, or 1,024 times `engine.max_waiting` if that is more",
@@ -299,11 +327,11 @@ def unknown_keys(data: Any, kind: Any, path: str = "") -> Iterator[tuple[str, li
             yield from unknown_keys(item, kind, f"{path}.{i}")
     if not isinstance(data, dict):
         return
-    hints = get_type_hints(kind)
+    hints, names = get_type_hints(kind), [each.name for each in dataclasses.fields(kind)]
     for key, value in data.items():
         here = f"{path}.{key}" if path else str(key)
-        if key not in hints:
-            yield here, list(hints)
+        if key not in names:
+            yield here, names
         elif inner := _dataclass_in(hints[key]):
             yield from unknown_keys(value, inner, here)
 

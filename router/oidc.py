@@ -2,7 +2,7 @@
 
 A token has to be signed by one of the issuer's public keys, to come from it, to be for our audience and not to have
 expired. A claim names the tenant, which has to be among those there are. The public keys are looked up beside the
-requests: every `refresh_s`, and soon after a token names one that is not known. A request waits for no provider.
+requests: every `REFRESH_S`, and soon after a token names one that is not known. A request waits for no provider.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from holdfast.router.tenants import SCOPES, Scope
 
 log = logging.getLogger(__name__)
 
+REFRESH_S = 300.0  # between two looks at the public keys
 AGAIN_S = 5.0  # at the soonest after the look before, for an unknown key
 TIMEOUT_S = 5.0
 LEEWAY_S = 30.0  # by which clocks may differ
@@ -109,7 +110,7 @@ class IdentityTokens:
 
     async def _refresh_when_due(self) -> None:
         try:
-            async with asyncio.timeout(self._config.refresh_s):
+            async with asyncio.timeout(REFRESH_S):
                 await self._wanted.wait()
         except TimeoutError:
             pass

@@ -102,7 +102,7 @@ def test_an_empty_file_means_the_defaults(text: str) -> None:
         ("placement: {max_waiting: 0}", "placement.max_waiting", "at least 1"),
         ("placement: {turn_tokens: 900}", "placement.turn_tokens", "always 1200 now"),
         ("server: {connections: 9}", "server.connections", "ulimit"),
-        ("router: {cache_entries: 0}", "router.cache_entries", "positive"),
+        ("router: {cache_memory: 0}", "router.cache_memory", "positive"),
         ("- a", "config", "list"),
         ("a: [", "config", "YAML"),
     ],
@@ -148,14 +148,14 @@ def test_cores_are_shared_out(cores: int, replicas: int, threads: int) -> None:
 
 
 def test_headers_that_name_programs_are_names_of_headers() -> None:
-    found = config_file.parse("router: {program_headers: [x-mine], placement_headers: []}").router
-    assert (found.program_headers, found.placement_headers) == (("x-mine",), ())
+    found = config_file.parse("router: {program_headers: [x-mine], parent_headers: []}").router
+    assert (found.program_headers, found.parent_headers) == (("x-mine",), ())
     with pytest.raises(ConfigError) as caught:
         config_file.parse("router: {program_headers: ['x mine']}")
     assert caught.value.field == "router.program_headers"
     with pytest.raises(ConfigError) as caught:
-        config_file.parse("router: {program_rest_s: 0}")
-    assert caught.value.field == "router.program_rest_s"
+        config_file.parse("router: {program_ttl_s: 0}")
+    assert caught.value.field == "router.program_ttl_s"
 
 
 def test_a_server_open_to_others_needs_keys() -> None:

@@ -99,9 +99,9 @@ def test_a_router_that_vanishes_is_found_within_five_seconds(tmp_path: Path) -> 
 
 
 def test_the_limits_are_the_configurations() -> None:
-    router = RouterConfig(stall_s=5.0, body_timeout_s=4.0, max_body_bytes=1000)
+    router = RouterConfig(body_timeout_s=4.0, max_body_bytes=1000)
     settings = Settings(server=Server(idle_s=3.0), router=router)
-    assert _limits(settings, files=1_000_000) == Limits(5.0, 3.0, 4.0, 1000, 16384, "127.0.0.1")
+    assert _limits(settings, files=1_000_000) == Limits(30.0, 3.0, 4.0, 1000, 16384, "127.0.0.1")
     assert _limits(settings, files=4096).connections == 1792
 
 

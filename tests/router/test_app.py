@@ -5,7 +5,7 @@ from importlib import metadata
 import httpx
 import orjson
 import pytest
-from fake_backend import CALL, CARD, DONE, HELLO, FakeBackend, World, chat_body
+from fake_backend import CALL, CARD, DONE, HELLO, FakeBackend, World, chat_body, config_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
@@ -324,7 +324,7 @@ def test_a_place_is_taken_while_the_body_comes():
 
 def test_bodies_that_are_too_much_at_once_are_refused_by_tenant():
     """What is kept for one tenant another does not get; and all of it is given back."""
-    config = RouterConfig(max_body_bytes=1000, body_memory=2000)
+    config = config_of(max_body_bytes=1000, body_memory=2000)
     world = World(tenants=TenantDirectory([ACME, Tenant("quiet", (hash_key("b"),))]), config=config)
     whole = orjson.dumps(chat_body(user="x" * 600))
     path = "/v1/chat/completions"
@@ -372,7 +372,7 @@ async def pieces(whole):
 
 
 def test_a_body_that_does_not_come_is_not_waited_for():
-    world = World(config=RouterConfig(body_timeout_s=0.01))
+    world = World(config=config_of(body_timeout_s=0.01))
 
     async def trickle():
         yield b"{"
@@ -384,7 +384,7 @@ def test_a_body_that_does_not_come_is_not_waited_for():
 
 
 def test_values_of_a_body_are_counted_outside_of_strings():
-    world = World(config=RouterConfig(max_body_values=50))
+    world = World(config=config_of(max_body_values=50))
     call = ("POST", "/v1/chat/completions")
     answers = world.calls(
         [

@@ -3,11 +3,10 @@
 import re
 
 import pytest
-from fake_backend import CALL, DONE, FORMATS, HELLO, FakeBackend, World, chat_body
+from fake_backend import CALL, DONE, FORMATS, HELLO, FakeBackend, World, chat_body, config_of
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.requests import Errored, TextDelta
-from holdfast.router.config import RouterConfig
 from holdfast.router.store import MemoryStore
 from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
 
@@ -96,7 +95,7 @@ def test_what_failed_is_tried_again(stream, began):
 
 def test_an_answer_that_is_too_long_is_computed_again_and_its_key_still_taken():
     script = ((TextDelta("x" * 1000),), (DONE,))
-    world = World(FakeBackend(script), config=RouterConfig(cache_answer_bytes=500))
+    world = World(FakeBackend(script), config=config_of(cache_answer_bytes=500))
     for _ in range(2):
         assert "idempotent-replayed" not in ask(world).headers
     assert len(world.backend.requests) == 2

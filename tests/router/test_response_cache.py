@@ -3,11 +3,10 @@ from dataclasses import replace
 
 import orjson
 import pytest
-from fake_backend import CARD, USAGE
+from fake_backend import CARD, USAGE, config_of
 
 from holdfast.replicas.requests import Answer, Timing
 from holdfast.router.answers import encode_answer
-from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.body import validate
 from holdfast.router.protocol.chat import ChatBody, chat_turn
 from holdfast.router.protocol.completions import CompletionBody, completion_turn
@@ -31,7 +30,7 @@ ACME = Tenant("acme")
 
 
 def cache(store=None, fingerprint="weights-1", now=lambda: 1000.0, **settings):
-    return ResponseCache(store or MemoryStore(100, 2**20), RouterConfig(**settings), fingerprint, now=now)
+    return ResponseCache(store or MemoryStore(100, 2**20), config_of(**settings), fingerprint, now=now)
 
 
 def ask(key, max_age_s=3600.0, tenant=ACME):

@@ -7,11 +7,10 @@ import socket
 import httpx
 import openai
 import pytest
-from fake_backend import CALL, FakeBackend, World, chat_body
+from fake_backend import CALL, FakeBackend, World, chat_body, config_of
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.requests import Errored, TextDelta, Usage
-from holdfast.router.config import RouterConfig
 
 MESSAGES = [{"role": "user", "content": "What is the weather in Oslo?"}]
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}, "strict": True}}]
@@ -150,7 +149,7 @@ def test_a_client_that_leaves_aborts_its_request(stream, stalled_before):
 
 def test_a_client_that_never_reads_is_ended():
     lines = 2**14  # of a kilobyte: more than sockets and the server keep for a reader
-    world = World(FakeBackend([(TextDelta("x" * 1000),)] * lines), config=RouterConfig(stall_s=0.2))
+    world = World(FakeBackend([(TextDelta("x" * 1000),)] * lines), config=config_of(stall_s=0.2))
     body = json.dumps(chat_body(stream=True)).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with world.served() as address, socket.socket() as client:

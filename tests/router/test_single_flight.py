@@ -4,12 +4,11 @@ import asyncio
 
 import httpx
 import pytest
-from fake_backend import DONE, HELLO, USAGE, FakeBackend, World, chat_body
+from fake_backend import DONE, HELLO, USAGE, FakeBackend, World, chat_body, config_of
 from waiting import until_async
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.requests import Errored, TextDelta
-from holdfast.router.config import RouterConfig
 from holdfast.router.tenants import Tenant, TenantCache, TenantDirectory, hash_key
 
 
@@ -140,11 +139,11 @@ def test_where_the_leader_fails_each_computes_for_itself(leader_streams):
 
 
 @pytest.mark.parametrize(
-    ("headers", "settings"),
-    [({"cache-control": "no-store"}, {}), ({"cache-control": "no-cache"}, {}), ({}, {"single_flight": False})],
+    "headers",
+    [{"cache-control": "no-store"}, {"cache-control": "no-cache"}],
 )
-def test_who_waits_for_nobody(headers, settings):
-    world = World(Gated(), config=RouterConfig(**settings))
+def test_who_waits_for_nobody(headers):
+    world = World(Gated())
 
     async def scenario(chat):
         first = chat()
@@ -182,7 +181,7 @@ def test_a_tenant_without_a_cache():
 
 
 def test_an_answer_too_long_to_be_kept_is_had_by_those_who_wait():
-    world = World(Gated(), config=RouterConfig(cache_answer_bytes=10))
+    world = World(Gated(), config=config_of(cache_answer_bytes=10))
     world.backend.script = ((TextDelta("x" * 100),), (DONE,))
 
     async def scenario(chat):

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import httpx
 import uvicorn
@@ -300,6 +300,14 @@ def begun(
     call.principal = Principal(tenant or Tenant("acme"))
     call.facts.tenant = call.tenant.name
     return call
+
+
+def config_of(**values: object) -> RouterConfig:
+    """A configuration with these options, and with these in the place of fixed values."""
+    options = {each.name for each in fields(RouterConfig)} & values.keys()
+    kind = type("Fixed", (RouterConfig,), {"__slots__": (), **{k: v for k, v in values.items() if k not in options}})
+    config: RouterConfig = kind(**{name: values[name] for name in options})
+    return config
 
 
 def chat_body(**changes: object) -> dict[str, object]:

@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from fake_backend import DONE, FakeBackend, World, chat_body
+from fake_backend import DONE, FakeBackend, World, chat_body, config_of
 from redis_server import RedisServer
 from waiting import until_async
 
 from holdfast.replicas.requests import GenerateRequest, TextDelta
 from holdfast.router.backend import ANYWHERE, Batch, RoutingHint
-from holdfast.router.config import RouterConfig
 from holdfast.router.records import Records, RedisAddress
 from holdfast.router.store import MemoryStore, RedisStore
 
@@ -92,7 +91,7 @@ class RouterProcess:
 async def route(url: str, name: str) -> None:
     store = RedisStore(Records(RedisAddress(url, namespace="flights"), 5.0), MemoryStore(1000, 2**20))
     backend = Signing(name)
-    world = World(backend, config=RouterConfig(cache_lease_s=LEASE_S), store=store)  # type: ignore[arg-type]
+    world = World(backend, config=config_of(cache_lease_s=LEASE_S), store=store)  # type: ignore[arg-type]
     transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
 

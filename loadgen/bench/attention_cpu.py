@@ -6,15 +6,10 @@ measured in the same run: reading the keys and values once, and multiplying as m
 `kernels/attention_c.c`.
 """
 
-import argparse
-import json
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -24,11 +19,13 @@ from torch import Tensor
 from holdfast.kernels import linear, native
 from holdfast.kernels.attention import paged_attention
 from holdfast.kernels.kv import PagedBatch, page_runs
+from holdfast.loadgen.bench.harness import Row, by_turns, parser, report, seconds
 from holdfast.replicas.kv.tensors import CellShape, KVTensors
 
 _READ_BYTES = 512 << 20  # beyond any cache
 _MATRIX = 2048
 _PAGE = 16
+COLUMNS = {"case": "<16", "way": ">16", "milliseconds": ">12.2f", "bandwidth": ">10.2f", "rate": ">10.2f"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +63,6 @@ class Shape:
     dim: int = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """The median of all layers, and what share of the machine's bandwidth and product rate that is.
-
-    `way`: the kernel's, with `/int8` behind it over a store in int8.
-    """
-
-    case: str
-    way: str
-    milliseconds: float
-    bandwidth: float
-    rate: float
-
-
 class Machine:
     """What memory and multipliers give at best: bytes read and floating point operations a second.
 
@@ -94,7 +77,7 @@ class Machine:
         if variant := linear.variant_for(wide):
             readers.append(partial(linear.PackedMatrix(variant, wide), torch.ones(1, _MATRIX, dtype=torch.bfloat16)))
         self.bandwidth = max(
-            size / min(_seconds(read) for _ in range(8))
+            size / min(seconds(read) for _ in range(8))
             for read, size in zip(readers, (data.nbytes, wide.nbytes), strict=False)
         )
         multipliers: list[Callable[[], object]] = []
@@ -103,34 +86,35 @@ class Machine:
             multipliers.append(partial(torch.matmul, a, b))
             if variant := linear.variant_for(b):
                 multipliers.append(partial(linear.PackedMatrix(variant, b), a))
-        quick = [multiply for multiply in multipliers if _seconds(multiply) < 1]
-        self.rate = 2 * _MATRIX**3 / min(_seconds(multiply) for multiply in quick for _ in range(5))
+        quick = [multiply for multiply in multipliers if seconds(multiply) < 1]
+        self.rate = 2 * _MATRIX**3 / min(seconds(multiply) for multiply in quick for _ in range(5))
 
 
-def measure(
-    shape: Shape, cases: Sequence[Case], ways: Sequence[str], dtype: torch.dtype, repeat: int
-) -> Iterator[Timing]:
-    """Time the cases, the ways by turns; the first turn of each warms up."""
+def measure(shape: Shape, cases: Sequence[Case], ways: Sequence[str], dtype: torch.dtype, repeat: int) -> Iterator[Row]:
+    """Time the cases in each way: a kernel, with `/int8` behind it over a store in int8.
+
+    `milliseconds` are of all layers. `bandwidth` and `rate` are shares of what the machine gives.
+    """
     machine = Machine()
     print(f"{machine.bandwidth / 1e9:.1f} GB/s, {machine.rate / 1e9:.0f} GFLOP/s, {torch.get_num_threads()} threads")
-    stored = {way.partition("/")[2] for way in ways}
-    stores = {kv: _store(shape, max(case.sequences * case.pages for case in cases), dtype, bool(kv)) for kv in stored}
+    pages = max(case.sequences * case.pages for case in cases)
+    stores = {kv: _store(shape, pages, dtype, bool(kv)) for kv in {way.partition("/")[2] for way in ways}}
     for case in cases:
-        taken: dict[str, list[float]] = {way: [] for way in ways}
         layers = {kv: _layers(shape, case, store, dtype) for kv, store in stores.items()}
-        for _ in range(repeat + 1):
-            for way in ways:
-                kernel, _, kv = way.partition("/")
-                native.limit(cast(native.Level, kernel))
-                taken[way].append(_seconds(layers[kv]))
+
+        def call(way: str, layers: Mapping[str, Callable[[], None]] = layers) -> None:
+            kernel, _, kv = way.partition("/")
+            native.limit(cast(native.Level, kernel))
+            layers[kv]()
+
         seen = case.cached + (case.tokens + 1) / 2  # positions, by a token on average
         products = 4 * case.sequences * case.tokens * seen * shape.heads * shape.dim
-        for way in ways:
-            seconds = statistics.median(taken[way][1:])
-            best = shape.layers / seconds
+        for way, took in by_turns({way: partial(call, way) for way in ways}, repeat).items():
             store = stores[way.partition("/")[2]]
             size = case.sequences * (case.cached + case.tokens) * 2 * shape.kv_heads * store.shape[5] * store.itemsize
-            yield Timing(case.name, way, seconds * 1e3, size * best / machine.bandwidth, products * best / machine.rate)
+            best = shape.layers / took
+            shares = {"bandwidth": size * best / machine.bandwidth, "rate": products * best / machine.rate}
+            yield {"case": case.name, "way": way, "milliseconds": took * 1e3, **shares}
 
 
 def _store(shape: Shape, pages: int, dtype: torch.dtype, int8: bool) -> Tensor:
@@ -165,41 +149,26 @@ def _layers(shape: Shape, case: Case, kv: Tensor, dtype: torch.dtype) -> Callabl
     return run
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
     usual = Shape()
-    parser = argparse.ArgumentParser(prog="bench attention_cpu", description="Attention on a CPU against its limits.")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    text = "comma separated, WAY/int8 over a store in int8; the fastest there is and torch where empty"
-    parser.add_argument("--ways", default="", help=text)
-    parser.add_argument("--threads", type=int, default=0, help="of torch; 0: all cores")
-    parser.add_argument("--layers", type=int, default=usual.layers)
-    parser.add_argument("--heads", type=int, default=usual.heads)
-    parser.add_argument("--kv-heads", type=int, default=usual.kv_heads)
-    parser.add_argument("--dim", type=int, default=usual.dim)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--only", default="", help="only cases whose name has this in it")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the timings there as well")
-    options = parser.parse_args(argv)
+    command = parser("attention_cpu", "Attention on a CPU against its limits.")
+    command.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    text = "comma separated, WAY/int8 over a store in int8 (default: the fastest kernel, and torch)"
+    command.add_argument("--ways", default="", help=text)
+    command.add_argument("--threads", type=int, default=0, help="of torch; 0: all cores")
+    for name in ("layers", "heads", "kv_heads", "dim"):
+        command.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(usual, name))
+    command.add_argument("--repeat", type=int, default=5)
+    command.add_argument("--only", default="", help="only cases whose name contains this")
+    options = command.parse_args(argv)
     if options.threads:
         torch.set_num_threads(options.threads)
     ways = options.ways.split(",") if options.ways else list(dict.fromkeys((native.limit("auto"), "torch")))
     shape = Shape(options.layers, options.heads, options.kv_heads, options.dim)
     cases = [case for case in CASES if options.only in case.name]
-    print(f"{'':16} {'way':>16} {'ms':>10} {'of bandwidth':>14} {'of rate':>9}")
-    timings = []
-    for timing in measure(shape, cases, ways, getattr(torch, options.dtype), options.repeat):
-        timings.append(timing)
-        shares = f"{timing.bandwidth:14.2f} {timing.rate:9.2f}"
-        print(f"{timing.case:16} {timing.way:>16} {timing.milliseconds:10.2f} {shares}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(timing) for timing in timings], indent=1) + "\n")
+    rows = measure(shape, cases, ways, getattr(torch, options.dtype), options.repeat)
+    report(rows, COLUMNS, options.json)
     return 0
 
 

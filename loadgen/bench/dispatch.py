@@ -10,22 +10,21 @@ of attention the spans of `attention.cut`. What it takes that threads meet, and 
 of it.
 """
 
-import argparse
 import heapq
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-import transformers
 
 from holdfast.kernels import attention, linear
 from holdfast.kernels.kv import PagedBatch
 from holdfast.loadgen.bench.attention_cpu import CASES, Case
 from holdfast.loadgen.bench.forwards import StepShape, step_plan
+from holdfast.loadgen.bench.harness import Row, parser, report, save_random_llama
 from holdfast.loadgen.inflate.shapes import Shape, resolve_shape
 from holdfast.replicas.kv.tensors import KVTensors
 from holdfast.replicas.model.decoder import Decoder
@@ -37,43 +36,28 @@ _PAGES, _PAGE, _CACHED, _CONTEXT = 32, 16, 100, 512
 _WARM = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
-    """Milliseconds of a forward of `rows` tokens of one sequence: of a layer, and of all that is no layer."""
+def measure(rows: Sequence[int], repeat: int) -> Iterator[Row]:
+    """Milliseconds of a forward of one sequence for each number of rows: of a layer, and of everything else.
 
-    rows: int
-    layer: float
-    rest: float
-
-
-def measure(rows: Sequence[int], repeat: int) -> list[Dispatch]:
-    """One for each number of rows. Leaves torch with one thread."""
+    Leaves torch with one thread.
+    """
     torch.set_num_threads(1)
-    taken = [_forwards(layers, rows, repeat) for layers in _LAYERS]
-    found = []
-    for n, few, many in zip(rows, *taken, strict=True):
-        layer = (many - few) / (_LAYERS[1] - _LAYERS[0])
-        found.append(Dispatch(n, layer, few - _LAYERS[0] * layer))
-    return found
+    few, many = (_forwards(layers, rows, repeat) for layers in _LAYERS)
+    for n, short, long in zip(rows, few, many, strict=True):
+        layer = (long - short) / (_LAYERS[1] - _LAYERS[0])
+        yield {"rows": n, "layer_ms": layer, "rest_ms": short - _LAYERS[0] * layer}
 
 
 def _forwards(layers: int, rows: Sequence[int], repeat: int) -> list[float]:
     """The least milliseconds of a forward with so many layers, for each number of rows."""
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=_CONTEXT,
-        tie_word_embeddings=False,
-    )
-    shape = describe(config)
-    assert shape is not None  # it is a Llama
-    kv = KVTensors(shape.cell, _PAGES, _PAGE, torch.bfloat16, scratch=True)
     with TemporaryDirectory() as folder:
-        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+        sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": layers}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+        path = Path(folder)
+        config = save_random_llama(path, torch.bfloat16, **sizes, **heads, max_position_embeddings=_CONTEXT)
+        shape = describe(config)
+        assert shape is not None  # it is a Llama
+        kv = KVTensors(shape.cell, _PAGES, _PAGE, torch.bfloat16, scratch=True)
         model = Decoder.load(folder, config, kv, _CONTEXT, None)
     assert model is not None
     runner = ModelRunner(model, kv, 8, _CONTEXT)
@@ -140,18 +124,17 @@ def _print_shared(shape: Shape, threads: Sequence[int]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="bench dispatch", description="What a layer costs besides its sums.")
-    parser.add_argument("--rows", default="1,8", help="tokens of a forward, comma separated")
-    parser.add_argument("--repeat", type=int, default=150)
-    parser.add_argument("--shape", help="a name that `inflate` knows, or a config.json: how its work can be shared")
-    parser.add_argument("--threads", default="2,4,8,16,32,64", help="with a shape")
-    options = parser.parse_args(argv)
+    command = parser("dispatch", "What a layer costs besides its sums.")
+    command.add_argument("--rows", default="1,8", help="tokens of a forward, comma separated")
+    command.add_argument("--repeat", type=int, default=150)
+    command.add_argument("--shape", help="a name that `inflate` knows, or a config.json: how its work can be shared")
+    command.add_argument("--threads", default="2,4,8,16,32,64", help="with a shape")
+    options = command.parse_args(argv)
     if options.shape:
         _print_shared(resolve_shape(options.shape, context=_CONTEXT), [int(n) for n in options.threads.split(",")])
         return 0
-    print(f"{'rows':>5} {'ms a layer':>11} {'ms besides':>11}")
-    for each in measure([int(n) for n in options.rows.split(",")], options.repeat):
-        print(f"{each.rows:5} {each.layer:11.3f} {each.rest:11.3f}")
+    rows = measure([int(n) for n in options.rows.split(",")], options.repeat)
+    report(rows, {"rows": ">5", "layer_ms": ">9.3f", "rest_ms": ">9.3f"}, options.json)
     return 0
 
 

@@ -12,12 +12,9 @@ same on a GPU: `bench.gpu`. A model that `holdfast inflate` made of Pocket says 
 time counts.
 """
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +24,7 @@ from holdfast.loadgen.bench.attention_cpu import Machine
 from holdfast.loadgen.bench.gpu.accounting import Bounds, CountingRunner
 from holdfast.loadgen.bench.gpu.stage import Dialogue, dialogues
 from holdfast.loadgen.bench.gpu.workflows import Player, play, summary
+from holdfast.loadgen.bench.harness import parser, write
 from holdfast.loadgen.bench.parts import Deadline, Figures
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
@@ -67,18 +65,17 @@ def _line(figures: Figures, speeds: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="bench efficiency", description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--threads", type=int, default=0, help="of torch; 0: all cores")
-    parser.add_argument("--turns", type=int, nargs="+", default=[6, 25])
-    parser.add_argument("--programs", type=int, nargs="+", default=[1, 8], help="at once")
-    parser.add_argument("--tokens", type=int, default=7000, help="of a conversation at most")
-    parser.add_argument("--seconds", type=float, default=120.0, help="for each; turns that are left then are left out")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--each", action="store_true", help="a line for each turn as well")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there as well")
-    options = parser.parse_args(argv)
+    command = parser("efficiency", "Turns against what this CPU allows.")
+    command.add_argument("--model", required=True)
+    command.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    command.add_argument("--threads", type=int, default=0, help="of torch; 0: all cores")
+    command.add_argument("--turns", type=int, nargs="+", default=[6, 25])
+    command.add_argument("--programs", type=int, nargs="+", default=[1, 8], help="at once")
+    command.add_argument("--tokens", type=int, default=7000, help="of a conversation at most")
+    command.add_argument("--seconds", type=float, default=120.0, help="for each; turns that are left then are left out")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--each", action="store_true", help="a line for each turn as well")
+    options = command.parse_args(argv)
     cells = int(max(options.programs) * (options.tokens + 16) / EngineConfig().admission_ceiling)
     loaded = load_runner(
         EngineConfig(
@@ -108,8 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for number, turn in enumerate(figures["of_turns"] if options.each else ()):
                 tokens = f"{turn['new']} new, {turn['completion']} drawn in {turn['forwards']:.0f} forwards"
                 print(f"{f'  turn {number}':24} {_line(turn, ' ' * 15)}  busy {turn['busy']:.2f}, {tokens}")
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    write(options.json, found)
     return 0
 
 

@@ -6,22 +6,22 @@ times are compared, so other processes count for less, and still less with one t
 times are processor time. Layers have as many experts as `_WEIGHTS` bytes hold.
 """
 
-import argparse
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from holdfast.kernels.experts import Experts
 from holdfast.kernels.linear import Activation, GatedMatrix, Matrix
+from holdfast.loadgen.bench.harness import Row, parser, report, seconds
 
 _WEIGHTS = 500 << 20  # beyond any cache, and twice that fits into a small machine
 _TOKENS = 256
+COLUMNS = {"shape": "<16", "experts": ">7", "token": ">9.2f", "read": ">9.2f", "over_read": ">9.2f"}
+COLUMNS |= {"tokens": ">9.1f", "dense": ">9.1f", "over_dense": ">10.2f"}
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.bfloat16}
 
 
@@ -48,20 +48,12 @@ SHAPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Milliseconds of one token, of reading its experts, of `_TOKENS` tokens, of a dense feed-forward for them."""
+def measure(name: str, shape: Shape, dtype: str, repeat: int) -> Row:
+    """The shortest times of one layer in milliseconds, one token 8 times as often as the rest; the first warms up.
 
-    shape: str
-    experts: int
-    token: float
-    read: float
-    tokens: float
-    dense: float
-
-
-def measure(name: str, shape: Shape, dtype: str, repeat: int) -> Timing:
-    """Time one layer, each way `repeat` times and one token 8 times as often; the first of each warms up."""
+    `token`: one token; `read`: reading its experts; `tokens`: `_TOKENS` tokens; `dense`: a dense feed-forward for them.
+    """
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     width, inner, of_x, int8 = shape.width, shape.inner, _DTYPES[dtype], dtype == "int8"
     of_weight = 1 if int8 else of_x.itemsize
     count = min(shape.experts, max(2 * shape.chosen, _WEIGHTS // shape.bytes(1, of_x.itemsize)))
@@ -77,20 +69,22 @@ def measure(name: str, shape: Shape, dtype: str, repeat: int) -> Timing:
         return torch.rand(tokens, count).topk(shape.chosen).indices.int()
 
     def call(tokens: int) -> float:
-        return _seconds(partial(layer, x[:tokens], choice(tokens), torch.ones(tokens, shape.chosen)))
+        return seconds(partial(layer, x[:tokens], choice(tokens), torch.ones(tokens, shape.chosen)), clock)
 
     def read() -> float:
         some = choice(1)[0].tolist()
-        return _seconds(lambda: [weights[expert].sum() for expert in some])
+        return seconds(lambda: [weights[expert].sum() for expert in some], clock)
 
     taken: list[tuple[float, float, float, float]] = []
     for _ in range(repeat + 1):
-        tokens, dense = call(_TOKENS), _seconds(lambda: dense_down(gated(x)))
+        tokens, dense = call(_TOKENS), seconds(lambda: dense_down(gated(x)), clock)
         taken += [(call(1), read(), tokens, dense) for _ in range(8)]
-    return Timing(name, count, *(min(each) * 1e3 for each in zip(*taken[8:], strict=True)))
+    token, read_ms, tokens, dense = (min(each) * 1e3 for each in zip(*taken[8:], strict=True))
+    times = {"token": token, "read": read_ms, "over_read": token / read_ms}
+    return {"shape": name, "experts": count, **times, "tokens": tokens, "dense": dense, "over_dense": tokens / dense}
 
 
-def timings(only: str, dtype: str, repeat: int) -> Iterator[Timing]:
+def timings(only: str, dtype: str, repeat: int) -> Iterator[Row]:
     """All shapes whose name has `only` in it."""
     for name, shape in SHAPES.items():
         if only in name:
@@ -101,30 +95,14 @@ def _random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype).uniform_(-0.1, 0.1)
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    began = clock()
-    call()
-    return clock() - began
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="bench experts_cpu", description="Experts on a CPU against its limits.")
-    parser.add_argument("--only", default="", help="only shapes whose name has this in it")
-    parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the timings there as well")
-    options = parser.parse_args(argv)
-    print(f"{'ms':16} {'experts':>7} {'1 token':>9} {'read':>9} {'':6} {_TOKENS:5} tokens {'dense':>9}")
-    found = []
-    for each in timings(options.only, options.dtype, options.repeat):
-        found.append(each)
-        one = f"{each.token:9.2f} {each.read:9.2f} {each.token / each.read:6.2f}"
-        many = f"{each.tokens:12.1f} {each.dense:9.1f} {each.tokens / each.dense:6.2f}"
-        print(f"{each.shape:16} {each.experts:7} {one} {many}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n")
+    command = parser("experts_cpu", "Experts on a CPU against its limits, in milliseconds.")
+    command.add_argument("--only", default="", help="only shapes whose name contains this")
+    command.add_argument("--dtype", choices=_DTYPES, default="bfloat16")
+    command.add_argument("--repeat", type=int, default=5)
+    options = command.parse_args(argv)
+    report(timings(options.only, options.dtype, options.repeat), COLUMNS, options.json)
     return 0
 
 

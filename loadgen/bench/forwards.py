@@ -14,14 +14,13 @@ is the time that it tells of its own forwards, without HTTP.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -31,6 +30,7 @@ from torch.nn.functional import linear
 
 from holdfast.kernels.linear_state import LinearStates
 from holdfast.loadgen.bench.gpu.accounting import matrix_sizes
+from holdfast.loadgen.bench.harness import Row, parser, report, seconds, write
 from holdfast.loadgen.client import Client
 from holdfast.loadgen.options import PAUSE_S, parse_server
 from holdfast.replicas.config import SCALE_BYTES, DraftConfig, DType, EngineConfig
@@ -44,9 +44,11 @@ from holdfast.replicas.model.description import (
     inspect_model,
 )
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
-from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
+from holdfast.replicas.plan import Chunk, Draw, RowWrite, Runner, Sampling, StepPlan
 
 PRECISIONS = tuple(f"{dtype}{kv}" for dtype in get_args(DType) for kv in ("", "/int8"))
+COLUMNS = {"name": "<26", "step_ms": ">10.2f", "chain_ms": ">10.2f", "memory_ms": ">10.2f"}
+COLUMNS |= {"over_chain": ">12.2f", "over_memory": ">12.2f"}
 _BANDWIDTH_BYTES = 256 << 20  # beyond any cache
 _DECODED = 9  # tokens asked of a peer where a single one is measured
 
@@ -63,29 +65,6 @@ class StepShape:
     window: int
     context: int
     drawn: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Medians in milliseconds. `memory_ms`: weights, KV and states of the step at the measured bandwidth.
-
-    `beside_ms`: the step in the other dtype.
-    """
-
-    name: str
-    step_ms: float
-    chain_ms: float
-    memory_ms: float
-    beside_ms: float | None = None  # in another dtype
-    peers_ms: Mapping[str, float | None] = field(default_factory=dict)  # by name; of several sequences nothing
-
-    @property
-    def over_chain(self) -> float:
-        return self.step_ms / self.chain_ms
-
-    @property
-    def over_memory(self) -> float:
-        return self.step_ms / self.memory_ms
 
 
 SHAPES = (
@@ -153,7 +132,7 @@ class Floors:
 
     def memory_s(self, shape: StepShape) -> float:
         """Seconds for the bytes that a step has to move, from the best of five reads of a large buffer."""
-        read = min(_seconds(lambda: _wait(self._stream.sum())) for _ in range(5))
+        read = min(seconds(lambda: _wait(self._stream.sum())) for _ in range(5))
         return read * self.step_bytes(shape) / self._stream.nbytes
 
     def step_bytes(self, shape: StepShape) -> int:
@@ -214,35 +193,45 @@ def measure(
     scattered: bool,
     beside: LoadedRunner | None = None,
     peers: Sequence[LlamaServer] = (),
-) -> Iterator[Timing]:
-    """Time each shape by turns: step, chain, the step of `beside` and, with a pause before each, the peers; the first
-    of each warms up.
+) -> Iterator[Row]:
+    """Medians in milliseconds of each shape, by turns: step, chain, the step of `beside` and, after a pause, the peers.
 
-    Raises UnavailableError for a peer that does not answer as llama.cpp does.
+    `memory_ms`: weights, KV and states of the step at the measured bandwidth. `peers_ms`: by name; of several sequences
+    nothing. Raises UnavailableError for a peer that does not answer as llama.cpp does.
     """
     kv, states = loaded.runner.kv, loaded.config.state_slots > 0
     for shape in shapes:
         plan = step_plan(shape, kv.page_size, kv.pages, scattered, states)
         tokens = shape.sequences * shape.window
-        chain = floors.chain(tokens, tokens if shape.drawn else shape.sequences)
-        steps, chains, others = [], [], []
-        asked = [peer for peer in peers if shape.sequences == 1]
-        theirs: dict[str, list[float | None]] = {peer.name: [] for peer in asked}
-        for _ in range(repeat + 1):
+        ways: dict[str, Callable[[], object]] = {
+            "step_ms": partial(_step, loaded.runner, plan),
+            "chain_ms": floors.chain(tokens, tokens if shape.drawn else shape.sequences),
+        }
+        if beside is not None:
+            ways["beside_ms"] = partial(_step, beside.runner, plan)
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        theirs: dict[str, list[float | None]] = {peer.name: [] for peer in peers if shape.sequences == 1}
+        for _ in range(repeat + 1):  # the first turn warms up
             if peers:
                 time.sleep(PAUSE_S)
-                loaded.runner.begin(plan).land()  # threads and caches as they are between steps
-            steps.append(_seconds(lambda plan=plan: loaded.runner.begin(plan).land()))  # type: ignore[misc]
-            chains.append(_seconds(chain))
-            if beside is not None:
-                others.append(_seconds(lambda plan=plan: beside.runner.begin(plan).land()))  # type: ignore[misc]
-            for peer in asked:
+                _step(loaded.runner, plan)  # threads and caches as they are between steps
+            for name, call in ways.items():
+                times[name].append(seconds(call) * 1e3)
+            for peer in peers if theirs else ():
                 time.sleep(PAUSE_S)
                 theirs[peer.name].append(peer.milliseconds(shape))
-        step, plain = (statistics.median(seconds[1:]) * 1e3 for seconds in (steps, chains))
-        other = statistics.median(others[1:]) * 1e3 if others else None
-        told = {name: _median(found[1:]) for name, found in theirs.items()}
-        yield Timing(shape.name, step, plain, floors.memory_s(shape) * 1e3, other, told)
+        row: Row = {"name": shape.name} | {name: statistics.median(each[1:]) for name, each in times.items()}
+        memory = floors.memory_s(shape) * 1e3
+        row |= {
+            "memory_ms": memory,
+            "over_chain": row["step_ms"] / row["chain_ms"],
+            "over_memory": row["step_ms"] / memory,
+        }
+        yield row | {"peers_ms": {name: _median(each[1:]) for name, each in theirs.items()}}
+
+
+def _step(runner: Runner, plan: StepPlan) -> None:
+    runner.begin(plan).land()
 
 
 def in_precision(config: EngineConfig, name: str) -> EngineConfig:
@@ -252,16 +241,10 @@ def in_precision(config: EngineConfig, name: str) -> EngineConfig:
     return replace(config, **settings)
 
 
-def _median(found: Sequence[float | None]) -> float | None:
-    """None where one is missing."""
-    told = [each for each in found if each is not None]
-    return statistics.median(told) if len(told) == len(found) else None
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
+def _median(values: Sequence[float | None]) -> float | None:
+    """None if one is missing."""
+    known = [each for each in values if each is not None]
+    return statistics.median(known) if len(known) == len(values) else None
 
 
 def _wait(result: Tensor) -> None:
@@ -271,32 +254,25 @@ def _wait(result: Tensor) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="bench forwards", description="Steps of a model against the machine's floors."
-    )
-    parser.add_argument("--model", required=True, help="'pocket' or a model folder")
+    command = parser("forwards", "Steps of a model against the machine's floors.")
+    command.add_argument("--model", required=True, help="'pocket' or a model folder")
     text = "a dtype; DTYPE/int8: with KV in int8"
-    parser.add_argument("--dtype", choices=PRECISIONS, default="auto", metavar="DTYPE", help=text)
-    parser.add_argument("--beside", choices=PRECISIONS, metavar="DTYPE", help="another one, by turns")
-    parser.add_argument("--threads", type=int, default=0, help="of torch on a CPU; 0: all cores")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--cells", type=int, default=32768)
-    parser.add_argument("--scattered", action="store_true", help="no two neighbouring pages belong together")
-    parser.add_argument("--only", default="", help="only shapes whose name has this in it")
+    command.add_argument("--dtype", choices=PRECISIONS, default="auto", metavar="DTYPE", help=text)
+    command.add_argument("--beside", choices=PRECISIONS, metavar="DTYPE", help="another one, by turns")
+    command.add_argument("--threads", type=int, default=0, help="of torch on a CPU; 0: all cores")
+    command.add_argument("--repeat", type=int, default=5)
+    command.add_argument("--cells", type=int, default=32768)
+    command.add_argument("--scattered", action="store_true", help="no two neighbouring pages belong together")
+    command.add_argument("--only", default="", help="only shapes whose name has this in it")
     text = "a llama.cpp server of the same model, by turns with the steps; may come several times"
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL", help=text)
-    parser.add_argument("--json", type=Path, help="write the timings here as well")
-    return parser
+    command.add_argument("--peer", action="append", default=[], metavar="NAME=URL", help=text)
+    return command
 
 
-def _line(timing: Timing) -> str:
-    milliseconds = f"{timing.step_ms:10.2f} {timing.chain_ms:10.2f} {timing.memory_ms:10.2f}"
-    beside = "" if timing.beside_ms is None else f" {timing.beside_ms:10.2f}"
-    theirs = "".join(
-        f" {'-':>13} {'':6}" if found is None else f" {found:13.2f} {found / timing.step_ms:6.2f}"
-        for found in timing.peers_ms.values()
-    )
-    return f"{timing.name:26} {milliseconds} {timing.over_chain:12.2f} {timing.over_memory:12.2f}{beside}{theirs}"
+def _columns_of(row: Row) -> Row:
+    """Each peer's time, and over ours."""
+    theirs: Row = row["peers_ms"]
+    return theirs | {f"{name}/ours": value and value / row["step_ms"] for name, value in theirs.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -320,19 +296,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     weight_bytes = 1 if loaded.config.dtype == "int8" else dtype.itemsize
     floors = Floors(shape, dtype, loaded.config.device, weight_bytes, loaded.runner.kv.data.dtype)
     print(f"{loaded.config.dtype}, KV {loaded.config.kv_dtype}, {loaded.config.threads} threads")
-    columns = f"{'':26} {'step ms':>10} {'chain ms':>10} {'memory ms':>10} {'step/chain':>12} {'step/memory':>12}"
-    theirs = "".join(f" {peer.name + ' ms':>13} {'/ours':>6}" for peer in peers)
-    print(columns + (f" {options.beside:>10}" if beside else "") + theirs)
-    timings = []
+    columns = COLUMNS | ({"beside_ms": ">10.2f"} if beside else {})
+    for peer in peers:
+        columns |= {peer.name: ">13.2f", f"{peer.name}/ours": ">13.2f"}
     shapes = [one for one in SHAPES if options.only in one.name]
-    for timing in measure(loaded, floors, shapes, options.repeat, options.scattered, beside, peers):
-        timings.append(timing)
-        print(_line(timing), flush=True)
-    if options.json:
-        rows = [asdict(one) | {"over_chain": one.over_chain, "over_memory": one.over_memory} for one in timings]
-        precision = {"dtype": loaded.config.dtype, "kv_dtype": loaded.config.kv_dtype}
-        head = {"model": options.model, "threads": loaded.config.threads} | precision
-        options.json.write_text(json.dumps(head | {"steps": rows}, indent=2) + "\n")
+    timed = measure(loaded, floors, shapes, options.repeat, options.scattered, beside, peers)
+    rows = report((row | _columns_of(row) for row in timed), columns, None)
+    precision = {"dtype": loaded.config.dtype, "kv_dtype": loaded.config.kv_dtype}
+    head = {"model": options.model, "threads": loaded.config.threads} | precision
+    write(options.json, head | {"steps": rows})
     return 0
 
 

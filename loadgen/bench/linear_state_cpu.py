@@ -5,15 +5,11 @@ Times are processor time of one thread, so other processes count for less. A dec
 written. They are compared with what torch moves when it multiplies as much memory in place by a number.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,25 +23,25 @@ from holdfast.kernels.linear_state import (
     mamba2,
     recur_torch,
 )
+from holdfast.loadgen.bench.harness import Row, parser, report, seconds
 from holdfast.loadgen.bench.kernels.linear_state import SHAPES
 
 CASES = ((1, 1), (4, 1), (1, 8), (1, 64), (1, 512), (1, 2048))  # sequences, tokens of each
+COLUMNS = {
+    "shape": "<15",
+    "case": "<10",
+    "milliseconds": ">12.3f",
+    "torch_milliseconds": ">18.3f",
+    "bandwidth": ">10.2f",
+}
 _STATES_BYTES = 160 << 20  # beyond any cache
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Medians of one layer. `bandwidth`: the states' bytes, read and written, over those of the product in place."""
+def measure(name: str, shape: LinearShape, sequences: int, tokens: int, size: int, repeat: int) -> Row:
+    """Medians of one layer. Torch is timed in one layer.
 
-    shape: str
-    case: str
-    milliseconds: float
-    torch_milliseconds: float
-    bandwidth: float
-
-
-def measure(name: str, shape: LinearShape, sequences: int, tokens: int, size: int, repeat: int) -> Timing:
-    """Time a case in every layer, `repeat` times; torch in one layer of them."""
+    `bandwidth`, of a decode: the states' bytes, read and written, over those of the product in place.
+    """
     one = shape.value_heads * shape.key_dim * shape.value_dim * 4
     layers = max(1, size // (one * sequences)) if tokens == 1 else 1
     states = LinearStates(shape, layers, sequences, 0, torch.bfloat16, "cpu")
@@ -63,14 +59,17 @@ def measure(name: str, shape: LinearShape, sequences: int, tokens: int, size: in
     ours, moved, theirs = [], [], []
     for _ in range(repeat + 1):
         for layer in range(layers):
-            ours.append(_seconds(partial(rule, mixed, *gates, weights, states, layer, batch)))
-            moved.append(_seconds(partial(other[layer].mul_, 1.0)))
-        theirs.append(_seconds(partial(recur_torch, mixed, gates, weights, states, 0, batch)))
+            ours.append(seconds(partial(rule, mixed, *gates, weights, states, layer, batch), time.thread_time))
+            moved.append(seconds(partial(other[layer].mul_, 1.0), time.thread_time))
+        call = partial(recur_torch, mixed, gates, weights, states, 0, batch)
+        theirs.append(seconds(call, time.thread_time))
     found, best, beside = (statistics.median(each[len(each) // (repeat + 1) :]) for each in (ours, moved, theirs))
-    return Timing(name, f"{sequences} x {tokens}", found * 1e3, beside * 1e3, best / found)
+    times = {"milliseconds": found * 1e3, "torch_milliseconds": beside * 1e3}
+    share = {"bandwidth": best / found} if tokens == 1 else {}
+    return {"shape": name, "case": f"{sequences} x {tokens}", **times, **share}
 
 
-def timings(only: str, size: int, repeat: int) -> Iterator[Timing]:
+def timings(only: str, size: int, repeat: int) -> Iterator[Row]:
     """All cases of the shapes whose name has `only` in it."""
     for name, shape in SHAPES.items():
         for sequences, tokens in CASES:
@@ -78,33 +77,18 @@ def timings(only: str, size: int, repeat: int) -> Iterator[Timing]:
                 yield measure(name, shape, sequences, tokens, size, repeat)
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    began = time.thread_time()
-    call()
-    return time.thread_time() - began
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="bench linear_state_cpu", description="Linear layers on a CPU.")
-    parser.add_argument("--only", default="", help="only shapes whose name has this in it")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the timings there as well")
-    options = parser.parse_args(argv)
+    command = parser("linear_state_cpu", "Linear layers on a CPU.")
+    command.add_argument("--only", default="", help="only shapes whose name contains this")
+    command.add_argument("--repeat", type=int, default=5)
+    options = command.parse_args(argv)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        print(f"{'':15} {'':10} {'ms':>9} {'torch ms':>9} {'of bandwidth':>13}")
-        found = []
-        for timing in timings(options.only, _STATES_BYTES, options.repeat):
-            found.append(timing)
-            share = f"{timing.bandwidth:13.2f}" if timing.case.endswith(" 1") else ""
-            numbers = f"{timing.milliseconds:9.3f} {timing.torch_milliseconds:9.3f}"
-            print(f"{timing.shape:15} {timing.case:10} {numbers} {share}", flush=True)
+        report(timings(options.only, _STATES_BYTES, options.repeat), COLUMNS, options.json)
     finally:
         torch.set_num_threads(threads)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(timing) for timing in found], indent=1) + "\n")
     return 0
 
 

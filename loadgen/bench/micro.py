@@ -1,27 +1,25 @@
 """What the pieces around the model cost, against their bars: ``python -m holdfast.loadgen.bench.micro [--json FILE]``.
 
-No model is run. Each figure is processor time of this thread, the best of a few rounds or the median of many steps:
-whatever else the machine does hardly counts.
+No model runs. Each figure is processor time of this thread, the best of a few rounds or the median of many steps, so
+other work on the machine hardly counts.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain, count, cycle
-from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 from holdfast.loadgen.bench.drafts import decoding, draft
+from holdfast.loadgen.bench.harness import Figure, parser, report_figures, seconds
 from holdfast.loadgen.bench.workload import Scenario, rounds
 from holdfast.loadgen.simulator.policies import RETENTION
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig, RetentionConfig
@@ -62,29 +60,11 @@ _REPLY = 128  # tokens of a turn that are replayed
 _COST = step_cost((1, 8, 64, 256), (0.01, 0.012, 0.03, 0.1))  # of a model that gains by drafts
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One cost. `bar`: what it may be at most; None where nothing was asked."""
-
-    name: str
-    value: float
-    unit: str
-    bar: float | None = None
-
-
 def main(argv: SequenceOf[str] | None = None) -> int:
-    """Measure and print all; exit status 1 where a bar is missed."""
-    parser = argparse.ArgumentParser(prog="bench micro", description="Costs of the pieces around the model.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    options = parser.parse_args(argv)
-    figures = []
-    for figure in chain(restoring(), tree(), drafting(), scheduling(), retention(), text(), masks()):
-        figures.append(figure)
-        bar = "" if figure.bar is None else f"   bar {figure.bar:g} {'met' if figure.value <= figure.bar else 'MISSED'}"
-        print(f"{figure.name:<58} {figure.value:>10.3f} {figure.unit}{bar}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
-    return int(any(figure.bar is not None and figure.value > figure.bar for figure in figures))
+    """Measure and print all; exit status 1 if a bar is missed."""
+    options = parser("micro", "Costs of the pieces around the model.").parse_args(argv)
+    parts = restoring(), tree(), drafting(), scheduling(), retention(), text(), masks()
+    return report_figures(chain(*parts), options.json)
 
 
 def restoring() -> Iterator[Figure]:
@@ -165,8 +145,8 @@ def retention() -> Iterator[Figure]:
         asked = range(_ROUNDS * 200)
         local = partial(pauses.known, now=_CALLS)
         news = iter([(replace(known), replace(conditions, local=cache(local))) for _ in asked])
-        seconds = _best(partial(_ask, policy, ended, news), 200)
-        yield Figure(f"how long a turn's cells are kept, {name}", seconds * 1e6, "us", 200)
+        took = _best(partial(_ask, policy, ended, news), 200)
+        yield Figure(f"how long a turn's cells are kept, {name}", took * 1e6, "us", 200)
 
 
 def text() -> Iterator[Figure]:
@@ -175,8 +155,9 @@ def text() -> Iterator[Figure]:
     prompts = each.lanes[0]
     on = EngineConfig()
     for name, config in ("with the token cache", on), ("without", replace(on, without=("tokenize_cache",))):
-        seconds = min(_once(partial(_tokenize_all, side, prompts)) for side in [_text_side(config) for _ in range(3)])
-        yield Figure(f"render and tokenize, {name}, a turn", seconds / len(prompts) * 1e6, "us")
+        sides = [_text_side(config) for _ in range(3)]
+        took = min(seconds(partial(_tokenize_all, side, prompts), time.thread_time) for side in sides)
+        yield Figure(f"render and tokenize, {name}, a turn", took / len(prompts) * 1e6, "us")
 
 
 def masks() -> Iterator[Figure]:
@@ -329,16 +310,9 @@ def _prompt(rng: np.random.Generator, shared: TokenIds) -> TokenIds:
     return np.concatenate((shared, rng.integers(1, _VOCABULARY, _PROMPT))).astype(np.int32)
 
 
-def _once(work: Callable[[], object]) -> float:
-    """Seconds of this thread's processor time; what else the machine does is not counted."""
-    begin = time.thread_time()
-    work()
-    return time.thread_time() - begin
-
-
 def _best(work: Callable[[], object], times: int) -> float:
     """Seconds of one call, as the best of some rounds of `times` calls has them."""
-    return min(_once(lambda: [work() for _ in range(times)]) for _ in range(_ROUNDS)) / times
+    return min(seconds(lambda: [work() for _ in range(times)], time.thread_time) for _ in range(_ROUNDS)) / times
 
 
 if __name__ == "__main__":

@@ -9,24 +9,22 @@ what they hold does not change what reading them takes. Times are processor time
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 from holdfast.kernels import attention as kernels
-from holdfast.loadgen.bench.micro import Figure, restoring
+from holdfast.loadgen.bench.harness import Figure, parser, report_figures, save_random_llama
+from holdfast.loadgen.bench.micro import restoring
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.model import decoder
@@ -75,17 +73,9 @@ class Cost:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; exit status 1 where a bar is missed."""
-    parser = argparse.ArgumentParser(prog="bench sessions", description="A question's cost by a session's length.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    options = parser.parse_args(argv)
-    figures = [*aliasing(), *questions()]
-    for figure in figures:
-        bar = "" if figure.bar is None else f"   bar {figure.bar:g} {'met' if figure.value <= figure.bar else 'MISSED'}"
-        print(f"{figure.name:<58} {figure.value:>10.3f} {figure.unit}{bar}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
-    return int(any(figure.bar is not None and figure.value > figure.bar for figure in figures))
+    """Measure and print; exit status 1 if a bar is missed."""
+    options = parser("sessions", "A question's cost by a session's length.").parse_args(argv)
+    return report_figures(chain(aliasing(), questions()), options.json)
 
 
 def aliasing(rounds: int = 15) -> Iterator[Figure]:
@@ -164,7 +154,9 @@ def _random_model(folder: Path, context: int) -> str:
     Its weights are read from memory in every step, as a larger model's are: those of Pocket would stay in the
     processor's caches as long as nothing else is read.
     """
-    config = LlamaConfig(
+    save_random_llama(
+        folder,
+        torch.bfloat16,
         vocab_size=1536,
         hidden_size=1024,
         intermediate_size=2816,
@@ -176,9 +168,6 @@ def _random_model(folder: Path, context: int) -> str:
         tie_word_embeddings=True,
         eos_token_id=2,
     )
-    disable_progress_bar()
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / name).symlink_to(Path(model_folder(POCKET)) / name)
     return str(folder)

@@ -13,11 +13,11 @@ from holdfast.loadgen.inflate.shapes import SHAPES
 def test_a_layer_costs_something_at_any_number_of_rows():
     threads = torch.get_num_threads()
     try:
-        found = dispatch.measure([1, 3], repeat=5)
+        found = list(dispatch.measure([1, 3], repeat=5))
     finally:
         torch.set_num_threads(threads)
-    assert [each.rows for each in found] == [1, 3]
-    assert all(each.layer > 0 for each in found)
+    assert [each["rows"] for each in found] == [1, 3]
+    assert all(each["layer_ms"] > 0 for each in found)
 
 
 @given(tasks=st.lists(st.floats(1, 100), min_size=1, max_size=200), threads=st.integers(1, 64))

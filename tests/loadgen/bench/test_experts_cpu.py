@@ -19,4 +19,4 @@ def test_it_prints_and_writes_each_shape(dtype, tmp_path, capsys, monkeypatch):
     (one,) = json.loads(out.read_text())
     assert (one["shape"], one["experts"]) == ("tiny", 5)
     assert min(one["token"], one["read"], one["tokens"], one["dense"]) > 0
-    assert f"{one['token']:9.2f} {one['read']:9.2f} {one['token'] / one['read']:6.2f}" in capsys.readouterr().out
+    assert f"{one['token']:9.2f} {one['read']:9.2f} {one['over_read']:9.2f}" in capsys.readouterr().out

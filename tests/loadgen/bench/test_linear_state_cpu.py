@@ -18,5 +18,5 @@ def test_it_prints_and_writes_each_case(tmp_path, capsys, monkeypatch):
     assert [(one["shape"], one["case"]) for one in written] == [("tiny", "2 x 1"), ("tiny", "1 x 8")]
     said = capsys.readouterr().out
     for one in written:
-        assert one["bandwidth"] > 0
-        assert f"{one['milliseconds']:.3f} {one['torch_milliseconds']:9.3f}" in said
+        assert f"{one['milliseconds']:.3f} {one['torch_milliseconds']:18.3f}" in said
+    assert written[0]["bandwidth"] > 0

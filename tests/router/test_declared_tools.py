@@ -13,7 +13,6 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from service_backend import ServiceBackend
 
-from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import Completed, ToolCallDelta
 from holdfast.router.protocol.declared_tools import LONGEST, CustomInput, DeclaredTools, custom_arguments
 from holdfast.router.protocol.shapes import ResponseEvent, ResponseReply
@@ -114,6 +113,11 @@ def test_a_streamed_call_names_it_in_every_event() -> None:
         ({"type": "function", "name": "read_file", "namespace": "mcp__files"}, "mcp__files__read_file", ()),
         ({"type": "function", "name": "mcp__files__read_file"}, "mcp__files__read_file", ()),
         ({"type": "custom", "name": "apply_patch"}, "apply_patch", ()),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "read_file"}]},
+            "",
+            ("mcp__files__read_file",),
+        ),
         (
             {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "namespace", "name": "mcp__files"}]},
             "",
@@ -227,11 +231,6 @@ def test_tools_that_come_later_change_no_name() -> None:
     assert plain.shown == "mcp__files__read_file"
     assert other.shown.startswith("mcp__files__read_file_")
     assert DeclaredTools(clash).called(other.shown) is not None
-
-
-def test_two_of_a_name_in_one_place_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="two tools"):
-        DeclaredTools([READ, READ])
 
 
 # ---- custom tools ----

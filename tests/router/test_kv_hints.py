@@ -162,14 +162,11 @@ CONFIG: Any = {
 SMALL = EngineConfig(**CONFIG)
 ABUSE: dict[str, Any] = {
     "nothing": None,
-    "all at the top": envelope(action({"priority": 100})),
     "as many as there may be": envelope(
         action(*[{"start": 3 * n, "end": 3 * n + 7, "priority": 1 + n % 100} for n in range(MAX_DIRECTIVES)])
     ),
     "beyond the end": envelope(action({"start": 10**9, "priority": 100}, {"start": 0, "end": 10**12, "priority": 7})),
-    "over at once": envelope(action({"priority": 100, "duration": 0})),
     "all let go": envelope(action({"priority": 0})),
-    "each otherwise": envelope(action(*({"messages": [n, n + 1], "priority": 100 - 50 * n} for n in range(2)))),
 }
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import http.client
 import itertools
 import json
 from typing import get_args, get_type_hints
@@ -396,24 +395,6 @@ def test_what_was_skipped_is_told_in_words_only():
     assert len(many.headers["x-holdfast-skipped"].split(", ")) == 32
 
 
-@pytest.mark.parametrize(
-    ("choice", "forced", "allowed"),
-    [
-        ({"type": "function", "name": "get_weather"}, "get_weather", ()),
-        (
-            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_weather"}]},
-            "",
-            ("get_weather",),
-        ),
-    ],
-)
-def test_tool_choices(choice, forced, allowed):
-    world = World(FakeBackend(CALL))
-    assert whole(world, tools=[TOOL], tool_choice=choice)["tool_choice"] == choice
-    prompt = world.backend.requests[0].prompt
-    assert (prompt.forced_tool, prompt.allowed_tools) == (forced, allowed)
-
-
 ITEMS = [
     {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "d"}], "status": "completed"},
     {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
@@ -663,26 +644,6 @@ def test_a_stream_that_fails_ends_with_a_failed_response(last):
     assert world.call("GET", f"{PATH}/{found[-1]['response']['id']}").status_code == 404
 
 
-@pytest.mark.parametrize(("kind", "status"), [(ErrorKind.TOO_LONG, 400), (ErrorKind.OVERLOADED, 429)])
-def test_an_error_before_the_first_piece_has_its_http_status(kind, status):
-    world = World(FakeBackend([(Errored(ErrorInfo(kind, "told")),)]))
-    for stream in (False, True):
-        assert post(world, stream=stream).status_code == status
-
-
-def test_a_client_that_leaves_aborts_its_response():
-    backend = FakeBackend()
-    backend.stall = 1
-    world = World(backend)
-    with world.served() as address:
-        connection = http.client.HTTPConnection(address.removeprefix("http://"))
-        connection.request("POST", PATH, json.dumps({"model": "pocket", "input": "x", "stream": True}))
-        assert backend.started.wait(PATIENT)
-        connection.close()
-        assert backend.aborted.wait(PATIENT)
-    assert (backend.open_streams, world.outcomes(), world.in_flight()) == (0, {"aborted": 1}, 0)
-
-
 # What is kept.
 
 
@@ -736,27 +697,6 @@ def test_a_continued_chain_lives_on_and_another_ends():
     broken = post(world, previous_response_id=second["id"])
     assert (broken.status_code, broken.json()["error"]["code"]) == (400, "previous_response_not_found")
     assert world.call("GET", f"{PATH}/{idle['id']}").status_code == 404
-
-
-def test_what_a_tenant_may_store_is_bounded(tmp_path):
-    server = RedisServer(tmp_path)
-    server.start()
-    try:
-
-        async def scenario():
-            store = RedisStore(Records(RedisAddress(server.url), timeout_s=PATIENT), MemoryStore(10, 2**20))
-            world = World(responses=StoredResponses(store, RouterConfig(response_tenant_bytes=4000)))
-            told = [await acall(world, input=str(n)) for n in range(4)]
-            found = [await store.get(f"responses/default/{each['id']}") is not None for each in told]
-            await store.close()
-            assert found == [each["store"] for each in told]
-            return found
-
-        kept = asyncio.run(scenario())
-        assert kept[0]
-        assert not kept[-1]
-    finally:
-        server.kill()
 
 
 @pytest.mark.parametrize("stream", [False, True])

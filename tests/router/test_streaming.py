@@ -115,10 +115,6 @@ def test_any_text_arrives_as_it_was(encoder):
     assert ODD in texts
 
 
-def test_no_event_for_no_text():
-    assert chat().encode((TextDelta(""),)) == b""
-
-
 def test_reasoning_is_a_field_of_its_own_and_its_tokens_are_counted():
     usage = Usage(10, 4, 9, reasoning=6)
     done = Completed("stop", usage, DONE.timing)

@@ -171,14 +171,6 @@ def test_a_number_is_no_truth_value():
     assert refused({**CHAT, "n": 1.5}).field == "n"
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("n", 1), ("n", 1.0), ("best_of", 1.0), ("verbosity", "medium"), ("functions", [])],
-)
-def test_the_default_by_its_name_is_accepted(name, value):
-    assert validate(ChatBody, {**CHAT, name: value}) == validate(ChatBody, CHAT)
-
-
 def test_what_is_unknown_inside_a_message_changes_nothing_and_is_told():
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     tool = {"type": "function", "function": {"name": "f"}}

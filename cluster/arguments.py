@@ -25,6 +25,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "simulate-orchestrator",
         "simulate-tenants",
         "simulate-overload",
+        "simulate-states",
         "inflate",
     ),
 }

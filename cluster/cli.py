@@ -164,8 +164,8 @@ def _chat(options: argparse.Namespace) -> int:
 
     server = operating_cli.server(options)
     tools = talk.read_tools(options.tools) if options.tools else ()
-    asked = talk.Asked(options.model, options.system, options.program, tools, options.temperature, options.max_tokens)
-    return talk.run(server.url, server.key, asked)
+    of_turns = (options.model, options.system, options.program, tools, options.temperature, options.max_tokens)
+    return talk.run(server.url, server.key, talk.ChatOptions(*of_turns))
 
 
 def _config(options: argparse.Namespace) -> int:

@@ -1,11 +1,11 @@
-"""Overload of a real server: how much has its answer in time, by how much more comes than can be served.
+"""`holdfast bench overload`: goodput and refusals of a real server, by multiples of its capacity.
 
 One server of one replica is started. Its capacity is measured first: what it completes in a second for more clients
 than it has rows. Then requests come by a Poisson process, at `loads` times that. Each client waits for `deadline_s`,
-give or take a half, and leaves then; it says so in a header (`told`) or not. Each load is run both ways in turn, so
-that whatever else the machine does falls on both. The clients run on the same machine, and their work counts: so
-beside the refusals stands how long the router alone took to name its models meanwhile, and how late the clients' own
-event loop was, which is in every time that they measure.
+give or take a half, and leaves then; it says so in a header (`told`) or not. Both ways take turns at each load.
+
+The clients run on the same machine, so two more times are reported: how long the router alone takes to name its models
+meanwhile, and how late the clients' own event loop is, which is in every time that they measure.
 """
 
 import asyncio
@@ -14,26 +14,22 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
-
 from holdfast.loadgen.chat import PATH, ChatClient
 from holdfast.loadgen.lag import LoopLag
 from holdfast.loadgen.runner import sleep_until
 from holdfast.loadgen.serving import serving
-from holdfast.loadgen.table import WIDTH
+from holdfast.loadgen.table import print_table
 
 DEADLINE = "x-stainless-timeout"
 CODE = "deadline_unmet"
-REFUSALS = (429, 503)  # statuses of what was not let in, whatever for
-LOOK_S = 0.1  # between two looks at the router alone
+REFUSALS = (429, 503)  # statuses of requests that were not admitted
+LOOK_S = 0.1  # between two requests to the router alone
 PATIENCE_S = 120.0  # of clients while the capacity is measured
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`seconds`: of each run, after `warm_s` that are not counted. `words` of each prompt are its own."""
+    """`seconds` of each run, after `warm_s` that do not count. Each prompt has `words` of its own."""
 
     model: str = "pocket"
     loads: tuple[float, ...] = (0.8, 1.0, 2.0, 3.0)
@@ -47,10 +43,8 @@ class Options:
 
 
 @dataclass(slots=True)
-class Found:
-    """What became of the requests of one run; seconds that refusals, and answers of the router alone, took, and that
-    the clients themselves were late.
-    """
+class Result:
+    """How the requests of one run ended; seconds of refusals and of the router alone, and lateness of the clients."""
 
     ends: Counter[str] = field(default_factory=Counter)
     refused_s: list[float] = field(default_factory=list)
@@ -110,9 +104,9 @@ class Crowd:
         await asyncio.gather(*(client() for _ in range(2 * options.sequences)))
         return done[True] / (end - begin)
 
-    async def run(self, rate: float, told: bool) -> Found:
+    async def run(self, rate: float, told: bool) -> Result:
         """One run at so many requests a second."""
-        options, found, draw = self._options, Found(), random.Random(self._options.seed)
+        options, result, draw = self._options, Result(), random.Random(self._options.seed)
         begin = time.perf_counter()
         due, tasks = 0.0, set[asyncio.Task[None]]()
 
@@ -120,19 +114,19 @@ class Crowd:
             how, took = await self.ask(within_s, told)
             if at < options.warm_s:
                 return
-            found.ends[how] += 1
+            result.ends[how] += 1
             if how == "refused":
-                found.refused_s.append(took)
+                result.refused_s.append(took)
 
         async def look() -> None:
             while True:
                 await asyncio.sleep(LOOK_S)
                 began = time.perf_counter()
                 await self._client.get("/v1/models")
-                found.router_s.append(time.perf_counter() - began)
+                result.router_s.append(time.perf_counter() - began)
 
         looks = asyncio.create_task(look())
-        async with found.lag.watching():
+        async with result.lag.watching():
             while (due := due + draw.expovariate(rate)) < options.warm_s + options.seconds:
                 await sleep_until(begin + due)
                 within_s = options.deadline_s * draw.uniform(0.5, 1.5)
@@ -142,10 +136,10 @@ class Crowd:
             while tasks:
                 await asyncio.wait(set(tasks))
         looks.cancel()
-        return found
+        return result
 
 
-async def measure(options: Options, url: str) -> list[tuple[float, bool, Found]]:
+async def measure(options: Options, url: str) -> list[tuple[float, bool, Result]]:
     """Every load, told and not, in turns; before them a line with the capacity."""
     async with ChatClient(url, PATIENCE_S) as client:
         model = (await client.get("/v1/models"))["data"][0]["id"]
@@ -165,24 +159,21 @@ def main(options: Options) -> int:
     return 0
 
 
-def show(options: Options, rows: list[tuple[float, bool, Found]]) -> None:
-    best = max(found.ends["in time"] for _, _, found in rows)
+def show(options: Options, rows: list[tuple[float, bool, Result]]) -> None:
+    """Print the table."""
+    best = max(result.ends["in time"] for _, _, result in rows)
     title = f"{options.model}, {options.sequences} rows, deadlines of {options.deadline_s:g} s +- half"
-    table = Table(title=title, box=SIMPLE)
-    for name in ("load", "told", "in time a second", "of the best", "in time", "refused", "dropped", "left", "else"):
-        table.add_column(name, justify="right")
-    for what in ("refusal", "router alone", "clients late"):
-        table.add_column(f"{what} ms p50, p99, longest", justify="right")
-    for load, told, found in rows:
-        n = found.ends.total() or 1
-        known = ("in time", "refused", "dropped", "left")
-        shares = [f"{found.ends[name] / n:.1%}" for name in known]
-        other = sum(count for name, count in found.ends.items() if name not in known)
-        good = found.ends["in time"]
+    names = ("in time", "refused", "dropped", "left")
+    heads = ["load", "told", "in time a second", "of the best", *names, "else"]
+    heads += [f"{what} ms p50, p99, longest" for what in ("refusal", "router alone", "clients late")]
+    lines = []
+    for load, told, result in rows:
+        n, good = result.ends.total() or 1, result.ends["in time"]
+        other = sum(count for name, count in result.ends.items() if name not in names)
         cells = [f"{load:g}", "yes" if told else "no", f"{good / options.seconds:.2f}", f"{good / best:.0%}"]
-        table.add_row(*cells, *shares, str(other), *map(_spread, (found.refused_s, found.router_s, found.lag.ticks)))
-    console = Console()
-    (console if console.is_terminal else Console(width=WIDTH)).print(table)
+        cells += [f"{result.ends[name] / n:.1%}" for name in names]
+        lines.append([*cells, str(other), *map(_spread, (result.refused_s, result.router_s, result.lag.ticks))])
+    print_table(title, heads, lines, left=0)
 
 
 def _spread(seconds: list[float]) -> str:

@@ -1,8 +1,11 @@
-"""One row per request: everything a figure is made of, and its form in JSON. No statistics here."""
+"""One row per request: everything a figure is made of, its form in JSON, and the rows of one program together."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 from holdfast.loadgen.workloads.script import Load
@@ -36,18 +39,18 @@ class Row:
     answer: dict[str, Any]  # text and calls without their ids
     failure: str = ""
     detail: str = ""
-    cache: str = ""  # what the server says of its response cache
-    due: float | None = None  # when a schedule wanted it sent; None: when the answer before had come
-    queue: float | None = None  # seconds, as the server tells: from when its engine was sent it to first scheduled
+    cache: str = ""  # the server's word about its response cache
+    due: float | None = None  # by the schedule; None: as soon as the previous answer had come
+    queue: float | None = None  # seconds, by the server: from the engine's receipt to the first scheduling
     prefill: float | None = None  # from there to the first token
     decode: float | None = None  # from there to the last
     swept: str = ""  # in a sweep of loads: the workload without its load
     load: Load | None = None
-    turns: int = 0  # that its program was to have; 0: not told
+    turns: int = 0  # planned for its program; 0: unknown
 
     @property
     def key(self) -> Key:
-        """The same for the rows of every server that answer to the same request."""
+        """The same for the rows of every server that answer the same request."""
         return self.workload, self.repetition, self.program, self.turn
 
     @property
@@ -56,7 +59,7 @@ class Row:
 
     @property
     def began(self) -> float:
-        """When the request was due, or else sent: what a slow server delays in sending counts as its own."""
+        """When the request was due, or else sent: a delay in sending that a slow server causes counts as its own."""
         return self.started if self.due is None else self.due
 
     @property
@@ -92,3 +95,78 @@ def from_json(objects: list[dict[str, Any]]) -> list[Row]:
 def _row(entry: dict[str, Any]) -> Row:
     load = entry.get("load")
     return Row(**{**entry, "load": None if load is None else Load(**load)})
+
+
+# ---- programs ----
+
+JobKey = tuple[str, int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One program on one server, every turn of it answered. Times are seconds.
+
+    A job's clock runs in its waves only: between them the generator is busy with other programs or servers. A tool runs
+    from the end of an answer with calls to the next request of the same wave.
+    """
+
+    server: str
+    workload: str
+    repetition: int
+    name: str
+    turns: int
+    seconds: float  # job completion time
+    last_first_token: float | None  # of the last answer, since the job began
+    tool: float
+    bubble: float | None  # waiting to be scheduled, of all turns; None: unknown for some turn
+
+    @property
+    def key(self) -> JobKey:
+        """The same on every server."""
+        return self.workload, self.repetition, self.name
+
+
+def by_program(rows: Iterable[Row]) -> dict[tuple[str, JobKey], list[Row]]:
+    """Rows of each server and program in the order of their turns, failed ones included."""
+    found: defaultdict[tuple[str, JobKey], list[Row]] = defaultdict(list)
+    for row in rows:
+        found[row.server, (row.workload, row.repetition, row.program)].append(row)
+    return {key: sorted(turns, key=lambda row: row.turn) for key, turns in found.items()}
+
+
+def group(rows: Iterable[Row]) -> list[Job]:
+    """The programs of which every turn was answered; of rows that do not say how many, every one there."""
+    return [_job(turns) for turns in by_program(rows).values() if _whole(turns)]
+
+
+def tool_gap(before: Row, after: Row) -> float:
+    """Seconds that tools ran between two turns that follow each other; 0 where none was called."""
+    if not before.calls or before.wave != after.wave:
+        return 0.0
+    return max(0.0, after.began - before.ended)
+
+
+def _whole(turns: Sequence[Row]) -> bool:
+    return all(row.ok and row.turns in (0, len(turns)) for row in turns)
+
+
+def _job(turns: Sequence[Row]) -> Job:
+    first, last = turns[0], turns[-1]
+    ends: dict[int, tuple[float, float]] = {}
+    for row in turns:
+        began, ended = ends.get(row.wave, (row.began, row.ended))
+        ends[row.wave] = min(began, row.began), max(ended, row.ended)
+    seconds = sum(ended - began for began, ended in ends.values())
+    waits = [row.queue for row in turns if row.queue is not None]
+    rest = None if last.first_token is None else ends[last.wave][1] - last.first_token
+    return Job(
+        server=first.server,
+        workload=first.workload,
+        repetition=first.repetition,
+        name=first.program,
+        turns=len(turns),
+        seconds=seconds,
+        last_first_token=None if rest is None else seconds - rest,
+        tool=sum(tool_gap(a, b) for a, b in pairwise(turns)),
+        bubble=sum(waits) if len(waits) == len(turns) else None,
+    )

@@ -1,11 +1,11 @@
-"""`holdfast bench scheduling`: one program's order and retention against another's, on the real engine and over HTTP.
+"""`holdfast bench scheduling`: orders and retention policies side by side, on the real engine and over HTTP.
 
 A server for each policy, once with a KV cache that is too small for all programs and once with one that has room for
-them; the same agent programs to each, in turn, as `bench compare` sends them. What counts is how long a program takes
-from its first request to its last answer. Beside the targets: those of program-level scheduling on this engine.
+them. All get the same agent programs in turn, as `bench compare` sends them. The figure is a program's time from its
+first request to its last answer, beside the targets of program-level scheduling on this engine.
 
-Every repetition starts its servers anew, another of them first: equal servers differ by several percent from one start
-to the next, and keep that difference for as long as they live.
+Every repetition starts new servers, another of them first: equal servers differ by several percent from one start to
+the next, and keep that difference for as long as they live.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from typing import Any
 from holdfast.loadgen import compare
 from holdfast.loadgen.measure import Estimate, mean, ratio
 from holdfast.loadgen.options import Options
-from holdfast.loadgen.programs import Program, group
 from holdfast.loadgen.report.commands import read_run
 from holdfast.loadgen.report.page import read_rows
+from holdfast.loadgen.rows import Job, group
 from holdfast.loadgen.serving import serving
 from holdfast.loadgen.simulator.policies import Policy, policy
 from holdfast.loadgen.table import check_writable
 from holdfast.loadgen.workloads.script import Sizes
 from holdfast.replicas.errors import ConfigError
 
-PAIR = ("request", "continuum")  # what is compared where nothing else is asked for
+PAIR = ("request", "continuum")  # what is compared where no policy is given
 TARGETS = {"small": 1.3, "large": 0.98}  # mean completion time by order of requests over that of another policy
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What is measured. `cells` are those of the small and of the large cache. Raises ConfigError."""
+class Plan:
+    """What is measured. `cells`: of the small and of the large cache. Raises ConfigError."""
 
     policies: tuple[str, ...] = PAIR
     caches: tuple[str, ...] = tuple(TARGETS)
@@ -63,11 +63,11 @@ class Asked:
             raise ConfigError("a comparison needs one repetition at least", "repetitions")
         for name in self.policies:
             policy(name)
-        self.options([(name, "") for name in self.policies], None)  # what it refuses, before a server is started
+        self.options([(name, "") for name in self.policies], None)  # raises before a server is started
 
     @property
     def programs(self) -> int:
-        """What every policy is to serve."""
+        """How many every policy gets."""
         named = [(name, "") for name in self.policies]
         parts = [part for number in range(self.repetitions) for part in compare.plan(self.options(named, None, number))]
         return sum(len(part.round.programs) for part in parts if part.round.waves)
@@ -87,9 +87,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Faster:
-    """How many times faster than under the `first` policy programs are, on average; `each` repetition's beside it.
+    """How many times faster programs are under `policy` than under `first`, on average and in `each` repetition.
 
-    It is of the `pairs` that both policies served to their end, of so many `programs`.
+    Of the `pairs` that both policies served to their end, out of `programs`.
     """
 
     cache: str
@@ -105,12 +105,12 @@ class Faster:
 
     @property
     def target(self) -> float | None:
-        """What is wanted against order by request; between two policies nothing is."""
+        """The target against order by request; None between two other policies."""
         return TARGETS[self.cache] if self.first == PAIR[0] else None
 
     @property
     def met(self) -> bool:
-        """A target is for all programs: those that failed may be the slow ones. Without one all are to be served."""
+        """Whether all programs were served, and the target is reached: failed programs may be the slow ones."""
         return self.ratio.value >= (self.target or 0.0) and self.pairs == self.programs
 
     def __str__(self) -> str:
@@ -125,38 +125,38 @@ class Faster:
         )
 
 
-def main(asked: Asked, json_file: Path | None = None) -> int:
-    """Measure, print, write; the exit status: of a comparison that came to nothing, or 1 where a target is missed or a
-    program failed. Raises ConfigError.
+def main(plan: Plan, json_file: Path | None = None) -> int:
+    """Measure, print, write; the exit status: a failed comparison's, or 1 where a target is missed or a program
+    failed. Raises ConfigError.
     """
     if json_file is not None:
         check_writable(json_file, "json")
-    told: list[Faster] = []
+    results: list[Faster] = []
     with TemporaryDirectory() as temporary:
-        folder = asked.folder or Path(temporary)
-        check_writable(folder / f"{asked.caches[0]}-0.json", "folder")
-        for cache, cells in zip(TARGETS, asked.cells, strict=True):
-            if cache not in asked.caches:
+        folder = plan.folder or Path(temporary)
+        check_writable(folder / f"{plan.caches[0]}-0.json", "folder")
+        for cache, cells in zip(TARGETS, plan.cells, strict=True):
+            if cache not in plan.caches:
                 continue
-            programs: list[Program] = []
-            for number in range(asked.repetitions):
+            programs: list[Job] = []
+            for number in range(plan.repetitions):
                 file = folder / f"{cache}-{number}.json"
-                status = _measure(asked, number, cells, file)
+                status = _measure(plan, number, cells, file)
                 if status:
                     return status
                 programs += [replace(each, repetition=number) for each in group(read_rows(read_run(file)))]
-            told += faster(programs, asked.programs, cache, cells, asked.policies, asked.seed)
-    for line in told:
+            results += faster(programs, plan.programs, cache, cells, plan.policies, plan.seed)
+    for line in results:
         print(line)
     if json_file is not None:
-        json_file.write_text(json.dumps(_content(asked, told), indent=1) + "\n", encoding="utf-8")
-    return int(not all(line.met for line in told))
+        json_file.write_text(json.dumps(_content(plan, results), indent=1) + "\n", encoding="utf-8")
+    return int(not all(line.met for line in results))
 
 
-def engine(named: Policy, asked: Asked, cells: int) -> dict[str, Any]:
+def engine(named: Policy, plan: Plan, cells: int) -> dict[str, Any]:
     """The `engine` section of one server's configuration."""
     return {
-        "threads": asked.threads,
+        "threads": plan.threads,
         "cells": cells,
         "order": named.order,
         "retention": {"policy": named.retention},
@@ -164,12 +164,12 @@ def engine(named: Policy, asked: Asked, cells: int) -> dict[str, Any]:
 
 
 def faster(
-    programs: Sequence[Program], count: int, cache: str, cells: int, policies: Sequence[str], seed: int
+    programs: Sequence[Job], count: int, cache: str, cells: int, policies: Sequence[str], seed: int
 ) -> list[Faster]:
-    """Every policy but the first against the first, over the programs, of ``count``, that both served to their end."""
+    """Every other policy against the first, over the programs that both served to their end, of ``count``."""
     seconds = {(each.server, each.key): each.seconds for each in programs}
     first, *others = policies
-    found = []
+    results = []
     for name in others:
         pairs: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for each in programs:
@@ -182,21 +182,21 @@ def faster(
             raise ConfigError(f"no program was served to its end under both {first} and {name}", "policy")
         each_ratio = tuple(fmean(a for a, _ in some) / fmean(b for _, b in some) for some in pairs.values())
         figures = fmean(under), fmean(over), estimate, each_ratio, len(both), count
-        found.append(Faster(cache, cells, name, first, *figures))
-    return found
+        results.append(Faster(cache, cells, name, first, *figures))
+    return results
 
 
-def _measure(asked: Asked, number: int, cells: int, file: Path) -> int:
-    """One repetition, all its servers beside each other: only one of them is sent anything at a time."""
-    first = number % len(asked.policies)
+def _measure(plan: Plan, number: int, cells: int, file: Path) -> int:
+    """One repetition, with all its servers running; only one of them gets requests at a time."""
+    first = number % len(plan.policies)
     with ExitStack() as stack:
         servers = [
-            (name, stack.enter_context(serving(asked.model, engine(policy(name), asked, cells))))
-            for name in (*asked.policies[first:], *asked.policies[:first])
+            (name, stack.enter_context(serving(plan.model, engine(policy(name), plan, cells))))
+            for name in (*plan.policies[first:], *plan.policies[:first])
         ]
-        return compare.main(asked.options(servers, file, number))
+        return compare.main(plan.options(servers, file, number))
 
 
-def _content(asked: Asked, told: Sequence[Faster]) -> dict[str, Any]:
-    options = asdict(asked) | {"folder": None if asked.folder is None else str(asked.folder)}
-    return {"options": options, "faster": [asdict(line) | {"target": line.target} for line in told]}
+def _content(plan: Plan, results: Sequence[Faster]) -> dict[str, Any]:
+    options = asdict(plan) | {"folder": None if plan.folder is None else str(plan.folder)}
+    return {"options": options, "faster": [asdict(line) | {"target": line.target} for line in results]}

@@ -46,7 +46,7 @@ _COLUMNS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Plan:
     """What is measured. Raises ConfigError."""
 
     model: str
@@ -74,15 +74,15 @@ class Asked:
 
     def peer(self, name: str, port: int) -> Peer:
         """The command of ``vllm``, ``llama.cpp-q8_0-ngram`` and so on, or of a variant. Raises ConfigError."""
-        asked, *more = self.variants.get(name, (name,))
-        plain = asked.removesuffix(NGRAM)
+        kind_of, *more = self.variants.get(name, (name,))
+        plain = kind_of.removesuffix(NGRAM)
         kind = plain.removesuffix(Q8_0)
         if kind not in peers.PEERS:
             raise ConfigError(f"unknown server {name!r}; known: {', '.join((*self.engines, *peers.PEERS))}", "group")
         model = self.model
         if kind == "llama.cpp":
             model = self.gguf_q8_0 if plain.endswith(Q8_0) else self.gguf
-        ngram, options = asked.endswith(NGRAM), tuple(more)
+        ngram, options = kind_of.endswith(NGRAM), tuple(more)
         return peers.PEERS[kind](Wanted(model, port, self.venvs.get(kind), ngram=ngram, more=options))
 
     def options(self, servers: Sequence[tuple[str, str]], file: Path | None) -> Options:
@@ -99,7 +99,7 @@ class Asked:
         )
 
 
-def main(asked: Asked) -> int:
+def main(plan: Plan) -> int:
     """Measure group after group, print all ratios; the exit status of the comparison that came to nothing.
 
     SIGTERM ends it as Ctrl-C does, its servers with it. Raises ConfigError, and UnavailableError where a server does
@@ -107,12 +107,12 @@ def main(asked: Asked) -> int:
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     files = []
-    for number, group in enumerate(asked.groups):
-        file = asked.folder / f"{number}.json"
+    for number, group in enumerate(plan.groups):
+        file = plan.folder / f"{number}.json"
         check_writable(file, "folder")
         with ExitStack() as stack:
-            servers = [(name, _start(stack, asked, name, file)) for name in group]
-            status = compare.main(asked.options(servers, file))
+            servers = [(name, _start(stack, plan, name, file)) for name in group]
+            status = compare.main(plan.options(servers, file))
         if status:
             return status
         files.append(file)
@@ -132,11 +132,11 @@ def ratios(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def _start(stack: ExitStack, asked: Asked, name: str, file: Path) -> str:
-    if name in asked.engines:
-        return stack.enter_context(serving(asked.model, asked.engines[name]))
+def _start(stack: ExitStack, plan: Plan, name: str, file: Path) -> str:
+    if name in plan.engines:
+        return stack.enter_context(serving(plan.model, plan.engines[name]))
     log = file.with_name(f"{file.stem}-{name}.log")
-    return stack.enter_context(serving_peer(partial(asked.peer, name), log))
+    return stack.enter_context(serving_peer(partial(plan.peer, name), log))
 
 
 def _cell(estimate: Mapping[str, float | None] | None) -> str:

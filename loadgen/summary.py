@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from holdfast.loadgen.measure import Estimate, estimate, mean, median, percentile, ratio
-from holdfast.loadgen.programs import group
-from holdfast.loadgen.rows import Row
+from holdfast.loadgen.rows import Row, group
 
 T = TypeVar("T")
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from holdfast.loadgen.programs import by_program, tool_gap
-from holdfast.loadgen.rows import Row
+from holdfast.loadgen.rows import Row, by_program, tool_gap
 
 
 class Phase(StrEnum):

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from holdfast.loadgen.cli import Commands, counts, numbers
+from holdfast.loadgen.cli import Commands, add_flags, counts, numbers
 
 Options = dict[str, dict[str, Any]]  # of `add_argument`, by flag
 
@@ -101,11 +101,10 @@ def add(commands: "Commands[argparse.ArgumentParser]") -> None:
     for name, about in ABOUT.items():
         command = commands.add_parser(name, help=about, description=about)
         command.set_defaults(run=_run, scenario=name)
-        for flag, words in {**OWN[name], **COMMON}.items():
-            default = DEFAULTS.get(name, {}).get(flag, words.get("default"))
-            shown = ",".join(f"{value:g}" for value in default) if isinstance(default, tuple) else default
-            text = words["help"] + (f" (default: {shown})" if default not in (None, ()) else "")
-            command.add_argument(flag, **{**words, "default": default, "help": text})
+        flags = {**OWN[name], **COMMON}
+        for flag, default in DEFAULTS.get(name, {}).items():
+            flags[flag] = flags[flag] | {"default": default}
+        add_flags(command, flags)
 
 
 def _run(options: argparse.Namespace) -> int:

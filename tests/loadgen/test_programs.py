@@ -7,7 +7,7 @@ from bench_rows import row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.loadgen.programs import group
+from holdfast.loadgen.rows import group
 from holdfast.loadgen.summary import summarize
 
 SECONDS = st.floats(0.001, 50)

@@ -14,7 +14,7 @@ from stub_server import DONE, Answer, Asked, call, models, stub_server, usage
 from holdfast.cluster.config_file import parse
 from holdfast.loadgen import scheduling
 from holdfast.loadgen.options import Options
-from holdfast.loadgen.programs import Program
+from holdfast.loadgen.rows import Job
 from holdfast.loadgen.scheduling import PAIR, engine, faster
 from holdfast.loadgen.simulator.policies import POLICIES, policy
 from holdfast.loadgen.workloads.script import Sizes
@@ -24,8 +24,8 @@ UNPAUSED = partial(Options, pause_s=0.0)  # the servers here look for no work in
 SMALL = Sizes(jobs=2, rate=1000.0, prompt_tokens=4)
 
 
-def program(server: str, repetition: int, name: str, seconds: float) -> Program:
-    return Program(server, "swe", repetition, name, 2, seconds, None, 0.0, None)
+def program(server: str, repetition: int, name: str, seconds: float) -> Job:
+    return Job(server, "swe", repetition, name, 2, seconds, None, 0.0, None)
 
 
 def test_every_policy_is_compared_to_the_first_over_the_programs_both_served() -> None:
@@ -68,7 +68,7 @@ def test_no_program_in_common_is_an_error() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_servers_settings_are_a_configuration(name: str) -> None:
-    settings = parse(json.dumps({"engine": engine(policy(name), scheduling.Asked(), 8192)}))
+    settings = parse(json.dumps({"engine": engine(policy(name), scheduling.Plan(), 8192)}))
     assert settings.engine.order == POLICIES[name].order
     assert settings.engine.retention.policy == POLICIES[name].retention
     assert settings.engine.cells == 8192
@@ -76,17 +76,17 @@ def test_a_servers_settings_are_a_configuration(name: str) -> None:
 
 def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(ConfigError, match="two policies"):
-        scheduling.Asked(policies=("request",))
+        scheduling.Plan(policies=("request",))
     with pytest.raises(ConfigError, match="no policy"):
-        scheduling.Asked(policies=("request", "fcfs"))
+        scheduling.Plan(policies=("request", "fcfs"))
     with pytest.raises(ConfigError, match="two caches"):
-        scheduling.Asked(cells=(1, 2, 3))
+        scheduling.Plan(cells=(1, 2, 3))
     with pytest.raises(ConfigError, match="each of them once"):
-        scheduling.Asked(policies=("request", "request"))
+        scheduling.Plan(policies=("request", "request"))
     with pytest.raises(ConfigError, match="unknown workload 'sve'; nearest: swe"):
-        scheduling.Asked(workload="sve")
+        scheduling.Plan(workload="sve")
     with pytest.raises(ConfigError, match="one repetition"):
-        scheduling.Asked(repetitions=0)
+        scheduling.Plan(repetitions=0)
 
 
 def test_files_that_cannot_be_written_are_refused_before_a_server_is_started(
@@ -95,9 +95,9 @@ def test_files_that_cannot_be_written_are_refused_before_a_server_is_started(
     monkeypatch.setattr(scheduling, "serving", lambda *_: pytest.fail("a server was started"))
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot write"):
-        scheduling.main(scheduling.Asked(), tmp_path / "file" / "ratios.json")
+        scheduling.main(scheduling.Plan(), tmp_path / "file" / "ratios.json")
     with pytest.raises(ConfigError, match="cannot write"):
-        scheduling.main(scheduling.Asked(folder=tmp_path / "file"))
+        scheduling.main(scheduling.Plan(folder=tmp_path / "file"))
 
 
 def test_where_requests_fail_the_status_says_so(
@@ -117,7 +117,7 @@ def test_where_requests_fail_the_status_says_so(
     monkeypatch.setattr(scheduling, "serving", pretending)
     monkeypatch.setattr(scheduling, "Options", UNPAUSED)
     monkeypatch.setattr(scheduling, "TARGETS", {"small": 0.0, "large": 0.0})
-    asked = scheduling.Asked(workload="arrivals", sizes=SMALL, caches=("small",), repetitions=2, folder=tmp_path)
+    asked = scheduling.Plan(workload="arrivals", sizes=SMALL, caches=("small",), repetitions=2, folder=tmp_path)
     assert scheduling.main(asked, tmp_path / "ratios.json") == 1
     assert "3 of 4 programs served under both; target 0: MISSED" in capsys.readouterr().out
     (told,) = json.loads((tmp_path / "ratios.json").read_text())["faster"]
@@ -137,7 +137,7 @@ def test_both_caches_are_measured_and_the_ratios_written(
 
     monkeypatch.setattr(scheduling, "serving", pretending)
     monkeypatch.setattr(scheduling, "Options", UNPAUSED)
-    asked = scheduling.Asked(workload="arrivals", sizes=SMALL, cells=(64, 128), repetitions=2, folder=tmp_path)
+    asked = scheduling.Plan(workload="arrivals", sizes=SMALL, cells=(64, 128), repetitions=2, folder=tmp_path)
     scheduling.main(asked, tmp_path / "ratios.json")
     assert [(each["order"], each["cells"]) for each in started] == [
         ("request", 64), ("program", 64), ("program", 64), ("request", 64),

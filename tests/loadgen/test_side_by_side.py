@@ -32,7 +32,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
 
 def test_a_name_says_which_peer_of_which_file_with_what(tmp_path: Path) -> None:
     files = {"gguf": "m.gguf", "gguf_q8_0": "m8.gguf", "venvs": {"llama.cpp": Path("/l"), "vllm": Path("/v")}}
-    asked = side_by_side.Asked("/m", tmp_path, **files)
+    asked = side_by_side.Plan("/m", tmp_path, **files)
     assert {"/v/bin/vllm", "/m", "7"} < set(asked.peer("vllm", 7).words)
     assert "--speculative-config" not in asked.peer("vllm", 7).words
     assert "--speculative-config" in asked.peer("vllm-ngram", 7).words
@@ -45,7 +45,7 @@ def test_a_peer_may_be_compared_with_options_of_its_own(tmp_path: Path) -> None:
     variants = dict(
         side_by_side.parse_variant(text) for text in ("small=vllm --blocks 64", "drafts=vllm-ngram -x 'a b'")
     )
-    asked = side_by_side.Asked("/m", tmp_path, (("holdfast", "small", "drafts"),), variants=variants)
+    asked = side_by_side.Plan("/m", tmp_path, (("holdfast", "small", "drafts"),), variants=variants)
     assert asked.peer("small", 7).words == (*asked.peer("vllm", 7).words, "--blocks", "64")
     assert asked.peer("drafts", 7).words == (*asked.peer("vllm-ngram", 7).words, "-x", "a b")
 

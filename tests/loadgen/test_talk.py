@@ -16,7 +16,7 @@ from service_backend import ServiceBackend, engine_served
 from terminal import Terminal
 
 from holdfast.loadgen.chat import ChatClient
-from holdfast.loadgen.talk import Asked, Talk, read_tools
+from holdfast.loadgen.talk import ChatOptions, Talk, read_tools
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError, UnavailableError
 from holdfast.replicas.requests import TextDelta, ToolCallDelta
@@ -118,7 +118,7 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was_before_the_user_spo
 
     async def main(address: str) -> None:
         async with ChatClient(address, 60.0) as client:
-            talk = Talk(client, Console(quiet=True), Asked(), "pocket")
+            talk = Talk(client, Console(quiet=True), ChatOptions(), "pocket")
             talk.hear("one")
             assert await talk.turn() == []
             before = list(talk.messages)

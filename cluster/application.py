@@ -35,21 +35,17 @@ from holdfast.router import tracing
 from holdfast.router.affinity import RoutersShares
 from holdfast.router.app import create_app
 from holdfast.router.audit import Audit
-from holdfast.router.conversations import Conversations
 from holdfast.router.entry import Drain
 from holdfast.router.fair_share_sync import FairShareSync
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.metrics_endpoints import watch_line, watch_redis
 from holdfast.router.oidc import IdentityTokens
-from holdfast.router.prefills import StoredPrefills
 from holdfast.router.programs import ProgramTable
 from holdfast.router.quotas import Quotas
 from holdfast.router.records import Records, RedisAddress
 from holdfast.router.replica_health import HEALTH, REPORT_S, Listener
 from holdfast.router.response_cache import ResponseCache
 from holdfast.router.serve_private import proxy_host
-from holdfast.router.store import MemoryStore, RedisStore
-from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.tenant_store import TenantStore
 from holdfast.router.tenants import TenantDirectory
 from holdfast.router.tool_latency import ToolLatencies
@@ -96,24 +92,20 @@ class Ingress:
         # Strangers can connect by the address that the proxy really listens on, which may not be that of our settings.
         exposed = await proxy_host() not in LOOPBACK_HOSTS
         config = settings.router
-        memory = MemoryStore(config.store_entries, config.store_memory)
         context = serve.get_replica_context()
         self._metrics = RouterMetrics(CollectorRegistry(), router=context.replica_id.unique_id)
         self._routers = (context.deployment, context.app_name)
         timeout_s, retry_s, observe = config.store_timeout_s, config.store_retry_s, self._metrics.stored
         self._records = Records(redis, timeout_s, retry_s, observe, config.cache_key_file)
-        store = RedisStore(self._records, memory)
         watch_line(self._metrics, lambda: HEALTH.queue_stats)
         watch_redis(self._metrics, self._records)
         self._health = Listener(self._records, HEALTH, settings.placement.silent_s)
         self._sync = FairShareSync(self._records, "slots", RoutersShares(HEALTH))
         self._sync.start(REPORT_S)
-        self._latencies = ToolLatencies(self._records, config.store_retry_s)
+        self._latencies = ToolLatencies(self._records)
         entries, ttl_s = config.program_entries, config.program_ttl_s
         most = config.program_tenant_entries
-        self._programs = ProgramTable(
-            self._records, entries, ttl_s, config.program_rest_s, config.store_retry_s, most=most
-        )
+        self._programs = ProgramTable(self._records, entries, ttl_s, config.program_rest_s, most)
         # A key may have been revoked since the deployment: a file counts as it is now, or this router does not start.
         found = settings.tenants if tenants_file is None else await asyncio.to_thread(tenants_in, tenants_file)
         self._tokens = IdentityTokens(config.oidc) if config.oidc.issuer else None
@@ -138,22 +130,19 @@ class Ingress:
         (card,) = await backend.models()
         # While a new configuration is rolled out, an engine of the old one may be who answers first.
         model = f"{model_files.settings_digest(settings.engine, version('holdfast'))}{card.fingerprint}"
-        self._cache = ResponseCache(store, config, model)
+        self._cache = ResponseCache(self._records, config, model)
         self._app = create_app(
             backend,
             tenants,
             self._programs,
             self._cache,
             self._metrics,
+            self._records,
             config,
             self._latencies,
             TurnLog(self._spans),
             self._peers,
-            Conversations(self._programs, self._records, entries, ttl_s, places=most),
             self._drain,
-            StoredResponses(store, config),
-            StoredPrefills(store, config),
-            store,
             self._kept,
             self._usage,
             self._audit,
@@ -182,13 +171,12 @@ class Ingress:
         if self._tokens is not None:
             await self._tokens.close()
         await self._kept.close()
-        await self._cache.close()
+        await self._cache.drain()
         await self._usage.close()
         await self._audit.close()
         await self._books.close()
         await self._health.close()
         await self._sync.close()
-        await self._programs.close()
         await self._latencies.close()
         await self._records.close()
         if self._spans is not None:

@@ -1,6 +1,6 @@
 """The Redis of a cluster: a server of ours on a private socket, or one that the configuration names.
 
-Only that it runs and answers; what is kept in it is `router.store`'s.
+Only that it runs and answers; what is stored in it is `router.records`'s.
 """
 
 import ctypes

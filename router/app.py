@@ -17,7 +17,6 @@ from holdfast.router.audit import Audit
 from holdfast.router.backend import Backend
 from holdfast.router.cluster_status import ClusterStatus
 from holdfast.router.config import RouterConfig
-from holdfast.router.conversations import Conversations
 from holdfast.router.entry import Drain, Entry
 from holdfast.router.formats import ChatFormat, CompletionFormat, Format, MessagesFormat, loaded_models
 from holdfast.router.http import (
@@ -42,12 +41,12 @@ from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.protocol.models import model_reply, models_reply
 from holdfast.router.protocol.openapi import document, page, served
 from holdfast.router.protocol.turn import find_model
+from holdfast.router.records import Records
 from holdfast.router.response_cache import ResponseCache
 from holdfast.router.responses import CompactionFormat, ResponseEndpoints, ResponsesFormat
 from holdfast.router.session_histories import SessionHistories
 from holdfast.router.session_homes import SessionHomes
 from holdfast.router.sessions import SessionEndpoints
-from holdfast.router.store import MemoryStore, Store
 from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.tenant_store import TenantStore
 from holdfast.router.tenants import TenantDirectory
@@ -65,39 +64,34 @@ def create_app(
     programs: ProgramTable,
     cache: ResponseCache,
     metrics: RouterMetrics,
+    records: Records,
     config: RouterConfig | None = None,
     latencies: ToolLatencies | None = None,
     turns: TurnLog | None = None,
     peers: Peers | None = None,
-    conversations: Conversations | None = None,
     drain: Drain | None = None,
-    responses: StoredResponses | None = None,
-    prefills: StoredPrefills | None = None,
-    store: Store | None = None,
     tenant_store: TenantStore | None = None,
     books: UsageBooks | None = None,
     audit: Audit | None = None,
 ) -> FastAPI:
     """The application around `backend`. The caller closes the arguments."""
     config = config or RouterConfig()
-    latencies = latencies or ToolLatencies()
+    latencies = latencies or ToolLatencies(records)
     metrics.watch(listed.DEGRADED, lambda: float(cache.degraded))
     watch_cache(metrics, cache)
     if tenant_store is not None:
         tenant_store.watch_purges(cache.purged)
-    conversations = conversations or Conversations(programs, None, config.program_entries, config.program_ttl_s)
     audit = audit or Audit()
     entry = Entry(tenants, metrics, config, drain, books, audit, turns)
-    store = store or MemoryStore(config.store_entries, config.store_memory)
-    homes = SessionHomes(backend, programs, SessionHistories(store, config), metrics)
-    answers = KeptAnswers(store, config)
-    serving = Turns(backend, entry, programs, conversations, cache, config, latencies, homes, answers)
-    responses = responses or StoredResponses(store, config)
+    homes = SessionHomes(backend, programs, SessionHistories(records, config), metrics)
+    answers = KeptAnswers(records, config)
+    serving = Turns(backend, entry, programs, cache, config, latencies, homes, answers)
+    responses = StoredResponses(records, config)
     stored = ResponseEndpoints(entry, backend, responses)
     messages = MessagesFormat(entry, backend)
-    handles = prefills or StoredPrefills(store, config)
-    ahead = PrefillEndpoints(backend, entry, programs, conversations, handles, config)
-    agents = ProgramEndpoints(backend, entry, programs, latencies, store)
+    handles = StoredPrefills(records, config)
+    ahead = PrefillEndpoints(backend, entry, programs, handles, config)
+    agents = ProgramEndpoints(backend, entry, programs, latencies, records)
     sessions = SessionEndpoints(backend, entry, programs, serving, homes)
     small = SmallEndpoints(backend, entry)
     status = ClusterStatus(backend, tenants, programs, entry.turns, lambda: cache.degraded, metrics.router)

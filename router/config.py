@@ -87,7 +87,7 @@ class RouterConfig:
     response_cache: bool = True  # exact repeats are answered without an engine
     cache_memory: int = 64 * 2**20  # bytes of the answers in this process
     cache_ttl_s: float = 3600.0  # an answer is forgotten after this
-    cache_tenant_bytes: int = 2**26  # of the answers that one tenant may put into Redis in `cache_ttl_s`
+    cache_tenant_bytes: int = 2**26  # of the answers of one tenant that Redis has
     cache_key_file: str = ""  # keys to encrypt stored answers with, 32 bytes in base64 a line; empty: not encrypted
 
     response_ttl_s: float = 86400.0  # a stored response is forgotten so long after it was made or continued last
@@ -100,7 +100,7 @@ class RouterConfig:
     parent_headers: tuple[str, ...] = PARENT_HEADERS  # name the program that a new one counts with, as its sub-agent
     deadline_headers: tuple[str, ...] = DEADLINE_HEADERS  # say how long a client waits, beside `timeout` in a body
 
-    store_timeout_s: float = 1.0  # of one Redis operation; after a longer one a router works from its own memory
+    store_timeout_s: float = 1.0  # of one Redis operation; a longer one counts as failed
     admin_key_hashes: tuple[str, ...] = ()  # of keys for `/v1/admin` and `holdfast tenants`, as `holdfast key` prints
     oidc: Oidc = field(default_factory=Oidc)
 
@@ -117,7 +117,6 @@ class RouterConfig:
     cache_answer_bytes: ClassVar[int] = 256 * 2**10  # a longer answer is not cached
     cache_share: ClassVar[float] = 0.5  # of this process's answers, for one tenant once they are full
     single_flight: ClassVar[bool] = True  # of requests for the same answer one is computed, the others wait for it
-    cache_lease_s: ClassVar[float] = 3.0  # after which others compute what a router that died was computing
     prefill_s: ClassVar[float] = 60.0  # for which a prefill is kept where its client does not say
     prefill_most_s: ClassVar[float] = 600.0  # and at most
     program_entries: ClassVar[int] = 65536  # programs in this process
@@ -127,8 +126,6 @@ class RouterConfig:
     store_retry_s: ClassVar[float] = 1.0  # between attempts to reach a Redis that was lost
     tool_latency_s: ClassVar[float] = 0.5  # between two looks of a replica at the cluster's tool latencies
     audit_records: ClassVar[int] = 10000  # acts of administration in Redis, and as many refusals
-    store_entries: ClassVar[int] = 65536  # in memory where there is no Redis
-    store_memory: ClassVar[int] = 256 * 2**20  # bytes in memory where there is no Redis
 
     def __post_init__(self) -> None:
         for name in (each.name for each in fields(self)):

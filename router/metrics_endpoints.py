@@ -107,9 +107,7 @@ def watch_cache(metrics: RouterMetrics, cache: ResponseCache) -> None:
     flights = cache.flights
     metrics.watch(listed.CACHE_BYTES, lambda: float(cache.weight))
     metrics.watch(listed.FLIGHTS_WAITING, lambda: float(flights.waiting))
-    metrics.watch(
-        listed.FLIGHTS_BROKEN, lambda: {("left",): float(flights.handed_over), ("failed",): float(flights.failed)}
-    )
+    metrics.watch(listed.FLIGHTS_BROKEN, lambda: {("left",): float(flights.left), ("failed",): float(flights.failed)})
 
 
 def watch_line(metrics: RouterMetrics, read: Callable[[], QueueStats]) -> None:
@@ -129,7 +127,7 @@ def _by_aim(home: float, both: float) -> Mapping[tuple[str, ...], float]:
 
 
 class Informed(Protocol):
-    """`RedisStore`, as far as it is needed here."""
+    """`Records`, as far as it is needed here."""
 
     async def info(self) -> RedisInfo | None: ...
 

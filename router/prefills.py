@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from weakref import WeakValueDictionary
 
 import orjson
@@ -25,7 +24,7 @@ from holdfast.replicas.types import salted
 from holdfast.router.backend import Backend, Routed, RoutingHint
 from holdfast.router.call import Call, estimate
 from holdfast.router.config import RouterConfig
-from holdfast.router.conversations import Conversations, conversation, placed_by, preamble, prompt_tokens
+from holdfast.router.conversations import conversation, placed_by, prompt_tokens, shared_prefix
 from holdfast.router.entry import Entry
 from holdfast.router.event_stream import until_disconnect
 from holdfast.router.http import json_response, retry_of
@@ -42,51 +41,46 @@ from holdfast.router.protocol.prefills import (
     read_prefill,
 )
 from holdfast.router.quotas import Cost
-from holdfast.router.seal import Seal
-from holdfast.router.store import Put, Store, not_found, version_of
+from holdfast.router.records import PutResult, Records
 from holdfast.router.tenants import Tenant
 
 
 class StoredPrefills:
-    """Handles by tenant and id, each with its own time to live; a tenant may put so many bytes in `prefill_most_s`."""
+    """Handles by tenant and id, each with a time to live of its own."""
 
-    def __init__(self, store: Store, config: RouterConfig) -> None:
-        self._store = store
-        self._config = config
-        self._seal = Seal(Path(config.cache_key_file)) if config.cache_key_file else None
+    def __init__(self, records: Records, config: RouterConfig) -> None:
+        self._records = records
+        self._most = config.prefill_tenant_bytes
 
     async def keep(self, tenant: str, prefill: Prefill) -> bool:
-        """Put it in the place of the version that it was made of. False, and nothing is put: another stands there by
-        now, or none. Raises OverloadedError where the tenant has put as much as it may.
+        """Store it in the place of the version that it was made of. False, and nothing is stored: another version is by
+        now, or none. Raises OverloadedError where the tenant's prefills take their limit, and UnavailableError.
         """
-        key, value = _key(tenant, prefill.id), orjson.dumps(asdict(replace(prefill, version="")))
-        value = self._seal.close(key, value) if self._seal else value
-        owner, most = f"prefills/{tenant}", self._config.prefill_tenant_bytes
-        put = await self._store.set_shared(key, value, prefill.keep_s, owner, most, prefill.version)
-        if put is Put.FULL:
-            raise OverloadedError("so much is computed ahead for you that no more can be kept")
-        return put is Put.DONE
+        value = orjson.dumps(asdict(replace(prefill, version="")))
+        key = _key(tenant, prefill.id)
+        result = await self._records.put(key, value, prefill.keep_s, self._most, prefill.version)
+        if result is PutResult.FULL:
+            raise OverloadedError(
+                "The prefills of this tenant take all the memory they may; release some, or retry later"
+            )
+        return result is PutResult.STORED
 
-    async def find(self, tenant: str, prefill_id: str, field: str | None = None, live_s: float = 0.0) -> Prefill:
-        """With `live_s` it lives so long from now on, whatever it was made with. Raises RefusedError (404), which names
-        `field`, where it is not there or another tenant's, and UnavailableError while Redis is away.
+    async def find(self, tenant: str, prefill_id: str, field: str | None = None, ttl_s: float | None = None) -> Prefill:
+        """With `ttl_s` it expires so long from now. Raises RefusedError (404), which names `field`, where it is absent
+        or another tenant's, and UnavailableError.
         """
-        key = _key(tenant, prefill_id)
-        value = (await self._store.renew([key], live_s))[0] if live_s else await self._store.get(key)
+        record = await self._records.get(_key(tenant, prefill_id), ttl_s)
         try:
-            if value is None:
-                raise ValueError("not there")
-            prefill = Prefill(**orjson.loads(self._seal.open(key, value) if self._seal else value))
-            return replace(prefill, version=version_of(value))
-        except (ValueError, TypeError):  # another version's, or with another key: as good as absent
+            if record is None:
+                raise ValueError("absent")
+            return replace(Prefill(**orjson.loads(record.value)), version=record.version)
+        except (ValueError, TypeError):  # another version's: as good as absent
             message = f"Prefill with id '{prefill_id}' not found: released, expired, or never made"
-            raise not_found(self._store, RefusedError(Refusal.NO_PREFILL, message, field)) from None
+            raise RefusedError(Refusal.NO_PREFILL, message, field) from None
 
     async def delete(self, tenant: str, prefill_id: str) -> None:
-        """Raises UnavailableError while Redis, which may still have it, is away."""
-        await self._store.delete(_key(tenant, prefill_id))
-        if self._store.degraded:
-            raise UnavailableError("Redis does not answer, and may still have the prefill; retry")
+        """Raises UnavailableError."""
+        await self._records.delete(_key(tenant, prefill_id))
 
 
 class PrefillEndpoints:
@@ -97,14 +91,12 @@ class PrefillEndpoints:
         backend: Backend,
         entry: Entry,
         programs: ProgramTable,
-        conversations: Conversations,
         stored: StoredPrefills,
         config: RouterConfig,
     ) -> None:
         self._backend = backend
         self._entry = entry
         self._programs = programs
-        self._conversations = conversations
         self._stored = stored
         self._config = config
         self._extending: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by handle
@@ -124,7 +116,7 @@ class PrefillEndpoints:
             program = program_named(tenant.name, asked.ids, request.headers, self._config.program_headers)
             if program is None:
                 sent = conversation(salted(name, asked.cache_salt), asked.prompt)
-                program = await self._conversations.look(tenant.name, sent)
+                program = await self._programs.look_conversation(tenant.name, sent)
             prefill = Prefill(
                 id=f"prefill_{unique}",
                 model=name,
@@ -147,7 +139,7 @@ class PrefillEndpoints:
             keep_s = None if asked_s is None else self._keep_s(asked_s)
 
             async def longer() -> Prefill:
-                before = await self._stored.find(tenant.name, known.id, live_s=keep_s or known.keep_s)
+                before = await self._stored.find(tenant.name, known.id, ttl_s=keep_s or known.keep_s)
                 check_extension(before, messages)
                 return replace(
                     before, messages=[*before.messages, *messages], keep_s=before.keep_s if keep_s is None else keep_s
@@ -215,7 +207,11 @@ class PrefillEndpoints:
                 if await self._stored.keep(tenant.name, done) or again is None:
                     break
                 prefill = await again()
-            except (OverloadedError, RefusedError):  # there is no room for it, or nobody comes back for it
+            except (
+                OverloadedError,
+                RefusedError,
+                UnavailableError,
+            ):  # there is no room for it, or nobody comes back for it
                 await self._backend.release(tenant.name, done.id)
                 raise
         await self._programs.placed(prefill.program, routed.replica_id)
@@ -230,7 +226,9 @@ class PrefillEndpoints:
     async def _generate(self, request: Request, tenant: Tenant, prefill: Prefill, request_id: str) -> Routed:
         """Have it computed, where its program is or its beginning stands. Raises ClientGoneError."""
         known = await self._programs.look(prefill.program)
-        begins = preamble(placed_by(tenant.name, prefill.model, prefill.cache_salt), prefill.prompt)
+        sent = conversation(salted(prefill.model, prefill.cache_salt), prefill.prompt)
+        preamble = sent.preamble
+        prefix = shared_prefix(placed_by(tenant.name, prefill.model, prefill.cache_salt), sent)
         command = GenerateRequest(
             request_id=request_id,
             prompt=prefill.prompt,
@@ -241,12 +239,12 @@ class PrefillEndpoints:
             weight=tenant.weight,
             cells=tenant.cells,
             cache_salt=prefill.cache_salt,
-            prefixes=(begins.digest,) if begins.digest else (),
+            prefixes=(prefix,) if prefix else (),
             background=PartialPrefill(prefill.id, prefill.keep_s),
         )
         last = prefill.replica or (known.last_replica if known is not None else None)
         prefixes = () if last else command.prefixes
-        place = RoutingHint(last, None, prefixes, begins.prompt_tokens, 0 if last else begins.tokens)
+        place = RoutingHint(last, None, prefixes, preamble.prompt_tokens, 0 if last else preamble.tokens)
         async with self._entry.drain.bounded():
             return await until_disconnect(request.receive, self._backend.generate(command, place))
 

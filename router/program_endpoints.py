@@ -20,13 +20,14 @@ from holdfast.router.lru import SHARE, Lru
 from holdfast.router.programs import ProgramTable
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.protocol.programs import heartbeat_reply, latency_reply, program_ended_reply, read_heartbeat
-from holdfast.router.store import Store, not_found
+from holdfast.router.records import Records
 from holdfast.router.tool_latency import ToolLatencies
 
 log = logging.getLogger(__name__)
 
 MOST = 65_536  # programs that live by their clients' word, of one router; the tenant with most of them loses its oldest
-SPARE_S = 0.5  # how long after its time a missing word is looked for; it stands in the store a little longer
+HEARD_BYTES = 2**20  # of the words of one tenant
+SPARE_S = 0.5  # how long after its time a missing word is looked for; it stays in Redis a little longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +46,17 @@ class Heartbeats:
     one that comes before the first turn for the first run: whoever takes a name again without saying anything is not
     ended by it.
 
-    The router that heard of a program last ends it: the latest word stands in the store a little longer than it counts,
-    and goes with its program. While the store is away nobody knows, and a program is left to its pin's time.
+    The router that heard of a program last ends it: the latest word stays in Redis a little longer than it counts, and
+    goes with its program. While Redis is away nobody knows, and a program is left to its pin's time.
     """
 
     def __init__(
         self,
-        store: Store,
+        records: Records,
         over: Callable[[str, str], Awaitable[object]],
         run: Callable[[str], Awaitable[RunId | None]],
     ) -> None:
-        self._store = store
+        self._records = records
         self._over = over
         self._run = run
         self._timers: Lru[asyncio.TimerHandle] = Lru(MOST, share=SHARE)
@@ -64,7 +65,7 @@ class Heartbeats:
     async def heard(self, tenant: str, key: str, within_s: float) -> None:
         """The client of a program is there, and says so again in `within_s` seconds."""
         run, word = await self._run(key), secrets.token_bytes(8)
-        await self._store.set(_heard(key), word, within_s + 3 * SPARE_S)
+        await self._records.put(_heard(key), word, within_s + 3 * SPARE_S, HEARD_BYTES)
         self._stop(key)
         timer = asyncio.get_running_loop().call_later(within_s + SPARE_S, self._silent, tenant, key, word, run)
         self._timers.put(key, timer, time.monotonic() + within_s + 2 * SPARE_S, owner=tenant)
@@ -72,7 +73,7 @@ class Heartbeats:
     async def over(self, key: str) -> None:
         """The program is over, and what was heard of it counts no more, here or elsewhere."""
         self._stop(key)
-        await self._store.delete(_heard(key))
+        await self._records.delete(_heard(key))
 
     def _stop(self, key: str) -> None:
         """The program's timer runs no more."""
@@ -87,12 +88,13 @@ class Heartbeats:
             self._background.start(self._end(tenant, key, word, run))
 
     async def _end(self, tenant: str, key: str, word: bytes, run: RunId | None) -> None:
-        if await self._store.get(_heard(key)) != word or self._store.degraded:
-            return  # there is a later one, or the program that it was said of is over
-        now = await self._run(key)
-        if now != run and not (run is None and now is not None and now.first):
-            return
         try:
+            record = await self._records.get(_heard(key))
+            if record is None or record.value != word:
+                return  # there is a later one, or the program that it was said of is over
+            now = await self._run(key)
+            if now != run and not (run is None and now is not None and now.first):
+                return
             await self._over(tenant, key)
             log.info("the client of program %s has gone", key)
         except HoldfastError as error:
@@ -107,14 +109,13 @@ class ProgramEndpoints:
     """What a tenant may do with its programs besides asking them."""
 
     def __init__(
-        self, backend: Backend, entry: Entry, programs: ProgramTable, latencies: ToolLatencies, store: Store
+        self, backend: Backend, entry: Entry, programs: ProgramTable, latencies: ToolLatencies, records: Records
     ) -> None:
         self._backend = backend
         self._entry = entry
         self._programs = programs
         self._latencies = latencies
-        self._store = store
-        self._heartbeats = Heartbeats(store, self._over, self._run)
+        self._heartbeats = Heartbeats(records, self._over, self._run)
 
     async def end(self, request: Request) -> Response:
         """A program is over: nothing is kept for it, and its name is free.
@@ -126,8 +127,7 @@ class ProgramEndpoints:
             program_id = request.path_params["program_id"]
             key = named_program(tenant.name, program_id)
             if not await self._over(tenant.name, key):
-                refused = RefusedError(Refusal.NO_PROGRAM, f"The program '{program_id}' does not exist", "program_id")
-                raise not_found(self._store, refused)
+                raise RefusedError(Refusal.NO_PROGRAM, f"The program '{program_id}' does not exist", "program_id")
             return json_response(program_ended_reply(program_id))
 
     async def heartbeat(self, request: Request) -> Response:

@@ -67,26 +67,26 @@ local function forget(name)
   redis.call('ZREM', deadlines, name)
 end
 """
-# ARGV: name, value, whether a part is appended, the part, TTL in ms, the owner's limit in bytes, the version that must
-# be stored ('': any).
+# ARGV: name, value, TTL in ms, the owner's limit in bytes, the version that must be stored ('': any), '1' where parts
+# are added to the stored ones, and the parts.
 _PUT = (
     _OWNER
     + """
-local key, name, value, appends, part = KEYS[3], ARGV[1], ARGV[2], ARGV[3] == '1', ARGV[4]
-local ttl, limit, version = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7]
+local key, name, value, ttl, limit, version = KEYS[3], ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
+local appends, size = ARGV[6] == '1', #value
 local stored = version ~= '' and redis.call('LINDEX', key, 0)
 if version ~= '' and (stored and redis.sha1hex(stored) or 'absent') ~= version then return {'conflict'} end
 for _, each in ipairs(redis.call('ZRANGEBYSCORE', deadlines, '-inf', now, 'LIMIT', 0, 100)) do forget(each) end
-local size = #value + #part
+for i = 7, #ARGV do size = size + #ARGV[i] end
 if appends then size = size + math.max(size_of(name) - #stored, 0) end
 if size_of('') - size_of(name) + size > limit then return {'full'} end
 if appends then
   redis.call('LSET', key, 0, value)
-  redis.call('RPUSH', key, part)
 else
   redis.call('DEL', key)
   redis.call('RPUSH', key, value)
 end
+for i = 7, #ARGV do redis.call('RPUSH', key, ARGV[i]) end
 redis.call('PEXPIRE', key, ttl)
 redis.call('HINCRBY', sizes, '', size - size_of(name))
 redis.call('HSET', sizes, name, size)
@@ -427,38 +427,46 @@ class Records(RedisClient):
         (record,) = await self._read([key], None, -1)
         return record
 
-    async def put(self, key: str, value: bytes, ttl_s: float, limit: int = UNBOUNDED, version: str = "") -> PutResult:
-        """Store `value` in the place of the record, unless its owner's records then take more than `limit` bytes, or
-        another version than this is stored. `ABSENT`: there must be none; "": any may be.
+    async def put(
+        self,
+        key: str,
+        value: bytes,
+        ttl_s: float,
+        limit: int = UNBOUNDED,
+        version: str = "",
+        parts: Sequence[bytes] = (),
+    ) -> PutResult:
+        """Store `value` and `parts` in the place of the record, unless its owner's records then take more than `limit`
+        bytes, or another version than this is stored. `ABSENT`: there must be none; "": any may be.
         """
-        return await self._put(key, value, None, ttl_s, limit, version)
+        return await self._put(key, value, ttl_s, limit, version, parts, appends=False)
 
     async def append(self, key: str, value: bytes, part: bytes, ttl_s: float, limit: int, version: str) -> PutResult:
         """Replace the value of the record that has this version, and add a part. It costs what it adds."""
-        return await self._put(key, value, part, ttl_s, limit, version)
+        return await self._put(key, value, ttl_s, limit, version, (part,), appends=True)
 
     async def delete(self, key: str) -> bool:
         """Whether there was such a record."""
-        (deleted,) = await self.script(_DELETE, [*_owner_keys(key), key], [_name(key)])
+        (deleted,) = await self.script(_DELETE, [*_owner_keys(key), _stored_at(key)], [_name(key)])
         return bool(deleted)
 
     async def delete_owner(self, owner: str) -> None:
         """Delete all records of `owner`."""
-        await self.script(_DELETE_OWNER, [*_owner_keys(f"{owner}/"), owner], [])
+        await self.script(_DELETE_OWNER, [*_owner_keys(f"{owner}/"), _stored_at(owner)], [])
 
     async def _read(self, keys: Sequence[str], ttl_s: float | None, last: int) -> list[Record | None]:
         ttl: Argument = "" if ttl_s is None else _milliseconds(ttl_s)
         arguments: list[Argument] = [ttl, last, *map(_name, keys)]
-        rows = await self.script(_READ, [*_owner_keys(keys[0]), *keys], arguments)
+        rows = await self.script(_READ, [*_owner_keys(keys[0]), *map(_stored_at, keys)], arguments)
         return [self._record(key, row) for key, row in zip(keys, rows, strict=True)]
 
     async def _put(
-        self, key: str, value: bytes, part: bytes | None, ttl_s: float, limit: int, version: str
+        self, key: str, value: bytes, ttl_s: float, limit: int, version: str, parts: Sequence[bytes], *, appends: bool
     ) -> PutResult:
-        value, added = self._encrypted(key, value), b"" if part is None else self._encrypted(key, part)
-        appends = int(part is not None)
-        arguments: list[Argument] = [_name(key), value, appends, added, _milliseconds(ttl_s), limit, version]
-        (result,) = await self.script(_PUT, [*_owner_keys(key), key], arguments)
+        value, *stored_parts = (self._encrypted(key, each) for each in (value, *parts))
+        rule: list[Argument] = [_milliseconds(ttl_s), limit, version, int(appends)]
+        keys = [*_owner_keys(key), _stored_at(key)]
+        (result,) = await self.script(_PUT, keys, [_name(key), value, *rule, *stored_parts])
         return PutResult(result.decode())
 
     def _record(self, key: str, row: Sequence[bytes]) -> Record | None:
@@ -474,10 +482,9 @@ class Records(RedisClient):
         return value if self._encryption is None else self._encryption.encrypt(key, value)
 
 
-def owner_of(key: str) -> str:
-    """`<kind>/<tenant>` of a record's key."""
-    kind, tenant, _ = key.split("/", 2)
-    return f"{kind}/{tenant}"
+def _stored_at(key: str) -> str:
+    """Release 0.1 had values of another form at `<kind>/<tenant>/<name>`."""
+    return f"records/{key}"
 
 
 def _name(key: str) -> str:
@@ -485,8 +492,8 @@ def _name(key: str) -> str:
 
 
 def _owner_keys(key: str) -> list[str]:
-    owner = owner_of(key)
-    return [f"owners/{owner}/sizes", f"owners/{owner}/deadlines"]
+    kind, tenant, _ = key.split("/", 2)
+    return [f"owners/{kind}/{tenant}/sizes", f"owners/{kind}/{tenant}/deadlines"]
 
 
 @cache

@@ -1,65 +1,59 @@
-"""Answers to exact repeats of a request, a tenant's own: in this process, behind it in the store, or being computed.
+"""Answers to exact repeats of a request, a tenant's own.
 
-    near     what this process had lately, bounded in bytes
-    far      what any router of the cluster had
-    flights  what somebody computes now, here or at another router: it is waited for
+    l1             what this router had lately, bounded in bytes
+    l2             what any router of the cluster had, in Redis
+    single flight  what this router computes for another request now: it is waited for
 
-A request's noise is keyed by its prompt, so a repeat gives the same answer at any temperature and an answer may be
-kept whatever the sampling is. What does not decide the answer (streaming, program, metadata) is not in the key.
-
-Who computes for the cluster has a short lease in the store, and renews it as long as it is at it. The others look for
-the answer again and again, with growing pauses; where the lease has run out, or was given back without an answer, the
-first of them that looks has it. Without the store each router is for itself.
+A request's noise is keyed by its prompt, so a repeat gives the same answer at any temperature, and an answer may be
+kept whatever the sampling is. What does not decide the answer (streaming, program, metadata) is not in the key. While
+Redis is away each router goes by what it had.
 """
 
-import asyncio
 import hashlib
 import logging
 import math
 import re
-import secrets
 import struct
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import orjson
 
+from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.requests import Answer, Timing, Work
 from holdfast.router.answers import decode_answer, encode_answer
 from holdfast.router.background import Background
 from holdfast.router.config import RouterConfig
-from holdfast.router.flights import Flights
-from holdfast.router.flights import Lead as LeadOf
 from holdfast.router.lru import Lru
 from holdfast.router.protocol.turn import Turn
-from holdfast.router.seal import Seal
-from holdfast.router.store import Store
+from holdfast.router.records import Records
+from holdfast.router.single_flight import Leader as LeaderOf
+from holdfast.router.single_flight import SingleFlight, Unresolved
 from holdfast.router.tenants import Tenant
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 FORMAT = 5  # of stored answers; part of every key
 MADE = struct.Struct(">d")  # before each stored answer: when it was computed, seconds since the epoch
 MAX_AGE = re.compile(r"max-age\s*=\s*\"?(\d{1,9})\"?")
-PAUSE_S = (0.01, 0.25)  # least and most between two looks for another router's answer: a tenth of the time waited
-PURGE_S = 60.0  # for which one router deletes what was purged, and no other
 
 
 class CacheResult(StrEnum):
-    """What became of the look-up: the value of the header `x-holdfast-cache`."""
+    """The result of a look-up: the value of the header `x-holdfast-cache`."""
 
     HIT = "hit"
-    JOINED = "joined"  # somebody else was computing it
+    JOINED = "joined"  # another request was computing it
     MISS = "miss"
     BYPASS = "bypass"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CachedAnswer:
     """An answer that was computed `age_s` ago, for another request. All of its prompt tokens count as cached."""
 
     answer: Answer
@@ -68,8 +62,8 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """What a request wants of the cache: an answer that is no older than `max_age_s`; `fresh`: none, but to keep its
+class CacheQuery:
+    """What a request wants of the cache: an answer that is no older than `max_age_s`; `fresh`: none, but to store its
     own.
     """
 
@@ -80,15 +74,15 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """An answer in this process, and when it was computed, in seconds since the epoch."""
+class L1Entry:
+    """An answer in this router, and when it was computed, in seconds since the epoch."""
 
     answer: Answer
     made: float
 
 
-Lead: TypeAlias = LeadOf[Found]
-Wait: TypeAlias = Callable[[Coroutine[Any, Any, Found | Lead | None]], Awaitable[Found | Lead | None]]
+Leader: TypeAlias = LeaderOf[CachedAnswer]
+Wait: TypeAlias = Callable[[Coroutine[Any, Any, CachedAnswer | Unresolved]], Awaitable[CachedAnswer | Unresolved]]
 
 
 class ResponseCache:
@@ -99,38 +93,36 @@ class ResponseCache:
 
     def __init__(
         self,
-        store: Store,
+        records: Records,
         config: RouterConfig,
         fingerprint: str = "",
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._store = store
+        self._records = records
         self._config = config
         self._fingerprint = fingerprint
         self._clock = clock
         self._now = now
-        self._near: Lru[Kept] = Lru(config.cache_entries, config.cache_memory, config.cache_share)
-        self._seal = Seal(Path(config.cache_key_file)) if config.cache_key_file else None
+        self._l1: Lru[L1Entry] = Lru(config.cache_entries, config.cache_memory, config.cache_share)
         self._background = Background()
         self._purges: dict[str, str] | None = None
-        self.flights: Flights[Found] = Flights(self._flight_ended)
-        self._leases = Leases(store, config.cache_lease_s, self._background)
+        self.flights: SingleFlight[CachedAnswer] = SingleFlight()
 
     @property
     def degraded(self) -> bool:
-        """Whether answers are kept in this process although they should be shared."""
-        return self._store.degraded
+        """Whether Redis is away."""
+        return self._records.degraded
 
     @property
     def weight(self) -> int:
-        """Bytes of the answers in this process."""
-        return self._near.weight
+        """Bytes of the answers in this router."""
+        return self._l1.weight
 
     # ---- what a request wants ----
 
     def key(self, tenant: str, turn: Turn) -> str:
-        """Where the answer to `turn` is kept: a SHA-256 over everything that decides it."""
+        """Where the answer to `turn` is stored: a SHA-256 over everything that decides it."""
         decides = [
             FORMAT,
             self._fingerprint,
@@ -147,100 +139,82 @@ class ResponseCache:
         purge = (self._purges or {}).get(tenant, "")  # what was there before has other keys
         return f"cache/{tenant}/{purge}{hashlib.sha256(canonical).hexdigest()}"
 
-    def ask(self, tenant: Tenant, turn: Turn, cache_control: str | None) -> Ask | None:
+    def query(self, tenant: Tenant, turn: Turn, cache_control: str | None) -> CacheQuery | None:
         """None where the request goes past the cache: that is off, for its tenant or for all, or it says `no-store`.
 
-        `no-cache` wants no answer that is there, but keeps its own; so does `max-age=0`.
+        `no-cache` wants no answer that is there, but stores its own; so does `max-age=0`.
         """
         if not (self._config.response_cache and tenant.cache.enabled):
             return None
         words = (cache_control or "").lower()
         if "no-store" in words:
             return None
-        ttl_s = self._ttl_s(tenant)
-        found = MAX_AGE.search(words)
+        match = MAX_AGE.search(words)
         # RFC 9111, 4.2.1: what cannot be read counts as the strictest.
-        given = float(found[1]) if found else 0.0 if "max-age" in words else math.inf
-        return Ask(self.key(tenant.name, turn), tenant, min(ttl_s, given), "no-cache" in words or given == 0.0)
+        max_age_s = float(match[1]) if match else 0.0 if "max-age" in words else math.inf
+        fresh = "no-cache" in words or max_age_s == 0.0
+        return CacheQuery(self.key(tenant.name, turn), tenant, min(self._ttl_s(tenant), max_age_s), fresh)
 
     # ---- finding ----
 
-    async def find(self, ask: Ask) -> Found | None:
-        """The answer that is kept, or None. Waits for nobody."""
-        near = self._find_near(ask)
-        if near is not None or ask.fresh:
-            return near
-        value = await self._store.get(ask.key)
-        return None if value is None else self._read(ask, value)
+    async def find(self, query: CacheQuery) -> CachedAnswer | None:
+        """The stored answer, or None. Waits for no other request."""
+        cached = self._find_l1(query)
+        if cached is not None or query.fresh:
+            return cached
+        record = None
+        with suppress(UnavailableError):
+            record = await self._records.get(query.key)
+        return None if record is None else self._parsed(query, record.value)
 
-    async def seek(self, ask: Ask, wait: Wait, adopt: Callable[[Lead], None]) -> Found | Lead | None:
-        """The answer that is kept, or is being computed.
+    async def seek(
+        self, query: CacheQuery, wait: Wait, adopt: Callable[[Leader], None]
+    ) -> CachedAnswer | Leader | None:
+        """The answer that is stored, or that another request computes.
 
-        A Lead where it is the caller's to compute, who says with `keep` or otherwise how that ended; `adopt` is told of
-        it in that moment. None where the caller computes for itself. What may take long is done by `wait`, which may be
-        cancelled: so a follower whose client leaves is none any more.
+        A Leader where the caller is to compute it for all, and says with `keep` or otherwise how that ended; `adopt` is
+        called with it in the same moment. None where the caller computes for itself. `wait` waits for another request
+        and may be cancelled: so a follower whose client leaves is none any more.
         """
-        if (near := self._find_near(ask)) is not None or ask.fresh:
-            return near
+        cached = self._find_l1(query)
+        if cached is not None or query.fresh:
+            return cached
         if not self._config.single_flight:
-            return await self.find(ask)
-        joined = self.flights.join(ask.key)
-        if isinstance(joined, LeadOf):
-            adopt(joined)
-            told: Found | Lead | None = joined
-        else:
-            told = await wait(self.flights.follow(joined, adopt))
-            if isinstance(told, Found):
-                return told if told.age_s <= ask.max_age_s else None
-            if told is None:
+            return await self.find(query)
+        while (leader := self.flights.lead(query.key)) is None:
+            result = await wait(self.flights.follow(query.key))
+            if isinstance(result, CachedAnswer):
+                return result if result.age_s <= query.max_age_s else None
+            if result is Unresolved.FAILED:
                 return None
-        assert isinstance(told, LeadOf)
-        found = await self._look(ask, told)
-        return found if found is not None else await wait(self._watch(ask, told))
+        adopt(leader)
+        cached = await self.find(query)
+        if cached is None:
+            return leader
+        leader.resolve(cached)
+        return cached
 
-    def _find_near(self, ask: Ask) -> Found | None:
-        kept = None if ask.fresh else self._near.get(ask.key, self._clock())
-        if kept is None:
+    def _find_l1(self, query: CacheQuery) -> CachedAnswer | None:
+        entry = None if query.fresh else self._l1.get(query.key, self._clock())
+        if entry is None:
             return None
-        age_s = max(0.0, self._now() - kept.made)
-        return Found(kept.answer, age_s) if age_s <= ask.max_age_s else None
+        age_s = max(0.0, self._now() - entry.made)
+        return CachedAnswer(entry.answer, age_s) if age_s <= query.max_age_s else None
 
-    async def _look(self, ask: Ask, lead: Lead) -> Found | Lead | None:
-        """What the store has, for all who want it, or the lead with its lease; None: another router computes."""
-        told = await self._leases.take(ask.key, _lease(ask.key))
-        if isinstance(told, bool):
-            return lead if told else None
-        found = self._read(ask, told)
-        if found is None:  # too old for this one, or not to be read: there is no lease to be had, and no need of one
-            return lead
-        lead.land(found)
-        return found
-
-    async def _watch(self, ask: Ask, lead: Lead) -> Found | Lead:
-        """As `_look`, until there is something."""
-        began = self._clock()
-        while True:
-            waited = self._clock() - began
-            await asyncio.sleep(min(max(PAUSE_S[0], waited / 10), PAUSE_S[1]))
-            found = await self._look(ask, lead)
-            if found is not None:
-                return replace(found, joined=True) if isinstance(found, Found) else found
-
-    def _read(self, ask: Ask, value: bytes) -> Found | None:
+    def _parsed(self, query: CacheQuery, value: bytes) -> CachedAnswer | None:
         try:
-            opened = self._seal.open(ask.key, value) if self._seal else value
-            (made,) = MADE.unpack_from(opened)
-            answer = decode_answer(opened[MADE.size :])
-        except (ValueError, struct.error):  # written by another version, or with another key: as good as absent
+            (made,) = MADE.unpack_from(value)
+            answer = decode_answer(value[MADE.size :])
+        except (ValueError, struct.error):  # written by another version: as good as absent
             return None
         age_s = max(0.0, self._now() - made)
-        repeat = self._remember(ask, answer, made, len(value))
-        return Found(repeat, age_s) if age_s <= ask.max_age_s else None
+        repeat = self._remember(query, answer, made, len(value))
+        return CachedAnswer(repeat, age_s) if age_s <= query.max_age_s else None
 
-    # ---- keeping ----
+    # ---- storing ----
 
-    def keep(self, ask: Ask, answer: Answer, lead: Lead | None = None) -> None:
-        """Remember a complete answer and give it to those who wait for `lead`. The store gets it in the background.
+    def keep(self, query: CacheQuery, answer: Answer, leader: Leader | None = None) -> None:
+        """Remember a complete answer and give it to the followers of `leader`. Redis gets it in the background.
 
         What is too long is not remembered. What cannot be stored is not given to others either.
         """
@@ -249,128 +223,62 @@ class ResponseCache:
             value = encode_answer(answer)
         except (TypeError, ValueError):  # half a surrogate pair, say
             log.warning("an answer cannot be stored; it is computed again for each request", exc_info=True)
-            if lead is not None:
-                lead.fail()
+            if leader is not None:
+                leader.fail()
             return
         fits = len(value) <= self._config.cache_answer_bytes
-        repeat = self._remember(ask, answer, made, len(value)) if fits else _repeat(answer)
-        if lead is not None:
-            lead.land(Found(repeat, joined=True))
-        # Others look for the answer until the lease has gone: it goes once the answer is there.
-        lease = _lease(ask.key) if lead is not None else ""
-        if not (fits and self._background.start(self._put(ask, MADE.pack(made) + value, lease))):
-            self._leases.give_back(lease)
+        repeat = self._remember(query, answer, made, len(value)) if fits else _repeat(answer)
+        if leader is not None:
+            leader.resolve(CachedAnswer(repeat, joined=True))
+        if fits:
+            tenant = query.tenant
+            limit = tenant.cache.bytes or self._config.cache_tenant_bytes
+            stored = self._records.put(query.key, MADE.pack(made) + value, self._ttl_s(tenant), limit)
+            self._background.start(_if_available(stored))
 
-    def drop(self, ask: Ask) -> None:
-        """Forget an answer that is of no use, here and in the store."""
-        self._near.remove(ask.key)
-        self._background.start(self._store.delete(ask.key))
+    def drop(self, query: CacheQuery) -> None:
+        """Forget an answer that is of no use, here and in Redis."""
+        self._l1.remove(query.key)
+        self._background.start(_if_available(self._records.delete(query.key)))
 
-    async def _put(self, ask: Ask, value: bytes, lease: str) -> None:
-        sealed = self._seal.close(ask.key, value) if self._seal else value
-        tenant, config = ask.tenant, self._config
-        try:
-            most = tenant.cache.bytes or config.cache_tenant_bytes
-            await self._store.set_shared(ask.key, sealed, self._ttl_s(tenant), tenant.name, most)
-        finally:
-            self._leases.give_back(lease)
-
-    def _remember(self, ask: Ask, answer: Answer, made: float, size: int) -> Answer:
-        repeat, tenant = _repeat(answer), ask.tenant
+    def _remember(self, query: CacheQuery, answer: Answer, made: float, size: int) -> Answer:
+        repeat, tenant = _repeat(answer), query.tenant
         left_s = self._ttl_s(tenant) - max(0.0, self._now() - made)
-        self._near.put(ask.key, Kept(repeat, made), self._clock() + left_s, size, tenant.name, tenant.cache.bytes)
+        deadline = self._clock() + left_s
+        self._l1.put(query.key, L1Entry(repeat, made), deadline, size, tenant.name, tenant.cache.bytes)
         return repeat
 
     def _ttl_s(self, tenant: Tenant) -> float:
         return tenant.cache.ttl_s or self._config.cache_ttl_s
 
-    def _flight_ended(self, key: str, made: bool) -> None:
-        if not made:
-            self._leases.give_back(_lease(key))
-
     # ---- purging ----
 
     def purged(self, purges: Mapping[str, str]) -> None:
-        """Each tenant's latest purge, by a word that no other one has: what was kept before is not found any more."""
+        """Each tenant's latest purge, by a word that no other one has: what was stored before is not found any more."""
         before, self._purges = self._purges, dict(purges)
         if before is None:  # this router has just begun
             return
         for tenant, purge in purges.items():
             if before.get(tenant) != purge:
-                for key in [key for key, _ in self._near.latest(self._clock()) if _tenant(key) == tenant]:
-                    self._near.remove(key)
-                self._background.start(self._forget(tenant, purge))
-
-    async def _forget(self, tenant: str, purge: str) -> None:
-        """One router deletes what nobody would find, for all."""
-        mark = f"purge/{tenant}/{purge}"
-        if await self._store.take(mark, mark, self._leases.owner, PURGE_S) is True:
-            await self._store.forget(f"cache/{tenant}/")
-            await self._store.delete(f"put/{tenant}")
+                owner = f"cache/{tenant}"
+                for key in [key for key, _ in self._l1.latest(self._clock()) if key.startswith(f"{owner}/")]:
+                    self._l1.remove(key)
+                self._background.start(_if_available(self._records.delete_owner(owner)))
 
     async def drain(self) -> None:
-        """Wait until the store has everything."""
+        """Wait until Redis has everything."""
         await self._background.drain()
 
-    async def close(self) -> None:
-        await self._leases.close()
-        await self.drain()
 
-
-class Leases:
-    """Those that this process has in the store, renewed until they are given back."""
-
-    def __init__(self, store: Store, lease_s: float, background: Background) -> None:
-        self.owner = secrets.token_hex(8)
-        self._store = store
-        self._lease_s = lease_s
-        self._background = background
-        self._held: set[str] = set()
-        self._renews: asyncio.Task[None] | None = None
-
-    async def take(self, key: str, lease: str) -> bytes | bool:
-        """As the store's."""
-        told = await self._store.take(key, lease, self.owner, self._lease_s)
-        if told is not True:
-            self._held.discard(lease)
-            return told
-        self._held.add(lease)
-        if self._renews is None:
-            self._renews = asyncio.get_running_loop().create_task(self._renew())
-        return True
-
-    def give_back(self, lease: str) -> None:
-        if lease in self._held:
-            self._held.discard(lease)
-            self._background.start(self._store.extend([lease], self.owner))  # dropped: it runs out
-
-    async def close(self) -> None:
-        if self._renews is not None:
-            self._renews.cancel()
-            await asyncio.wait({self._renews})
-
-    async def _renew(self) -> None:
-        try:
-            while self._held:
-                await asyncio.sleep(self._lease_s / 3)
-                await self._store.extend(tuple(self._held), self.owner, self._lease_s)
-        finally:
-            self._renews = None
+async def _if_available(work: Coroutine[Any, Any, object]) -> None:
+    with suppress(UnavailableError):
+        await work
 
 
 def _repeat(answer: Answer) -> Answer:
-    """`answer` as others have it: no engine worked for it."""
+    """`answer` for other requests: no engine worked for it."""
     usage = replace(answer.usage, cached=answer.usage.prompt, work=Work())
     return replace(answer, usage=usage, timing=Timing(arrived=0.0))
-
-
-def _lease(key: str) -> str:
-    return f"flight/{key}"
-
-
-def _tenant(key: str) -> str:
-    """Whose answer is kept under `key`."""
-    return key.partition("/")[2].partition("/")[0]
 
 
 def _plain(value: object) -> object:

@@ -70,7 +70,7 @@ class ResponseExchange(Exchange):
     def encoder(self, choice: int = 0) -> ResponseEncoder:
         body, unique = self._chained.body, self._arrival.unique
         shell = response_object(body, f"resp_{unique}", self._arrival.created)
-        conceal = partial(self._stored.items.close, self._arrival.tenant)
+        conceal = partial(self._stored.items.encrypt, self._arrival.tenant)
         if compacts(self._chained.own):
             self._written = CompactionEncoder(shell, unique, conceal)
         else:
@@ -158,7 +158,7 @@ class CompactionFormat:
         turn = check_length(compaction_turn(body, chained.translated, card))
 
         def reply(answer: Answer, others: Sequence[Answer]) -> bytes:
-            summary = self._stored.items.close(arrival.tenant, (answer.text or "").strip())
+            summary = self._stored.items.encrypt(arrival.tenant, (answer.text or "").strip())
             compaction = {"id": f"cmp_{arrival.unique}", "type": "compaction", "encrypted_content": summary}
             return orjson.dumps(
                 {
@@ -239,7 +239,7 @@ async def _with_chain(stored: StoredResponses, body: ResponsesBody, arrival: Arr
     items = _items(before)
     if ENCRYPTED in body.include or compacts(own) or any("encrypted_content" in item for item in (*items, *own)):
         await stored.items.prepare()
-    reveal = partial(stored.items.open, arrival.tenant)
+    reveal = partial(stored.items.decrypt, arrival.tenant)
     tools = DeclaredTools(body.tools)
     return ChainedRequest(body, before, own, chat_messages(items, own, body.instructions, reveal, tools))
 

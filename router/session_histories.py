@@ -1,20 +1,14 @@
-"""What is kept of a session beside its replica, in the store: enough to compute it again elsewhere.
+"""Histories of sessions beside their replicas: enough to compute a session again elsewhere.
 
-    record    head | part | part | ...
-    head      where the session lives: its life, its replica, and whether its history is what follows
-    part      length | what was added: token ids, operations by name, questions that stand | tokens by now, a number
-
-A record begins as one part, an operation adds one, and a move puts one in the place of them all. The head and the
-number at the end, which no two parts share, tell a record from what stood there before: of several routers that change
-it, each by what it has seen, one does. What a tenant's records take is bounded; a history that has no room is given up,
-and its head says so. They expire as sessions do that nobody uses.
+A record's value says where the session lives, whether its history is kept, and how many tokens it has. Its parts are
+the history: an operation appends one, and a move puts one in the place of them all. Of several routers that change a
+record, each by the version that it has seen, one does. What a tenant's records take is bounded. A history that has no
+room is given up, and its record says so. Records expire as sessions do that nobody uses.
 """
 
 import secrets
-import struct
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -22,14 +16,7 @@ import orjson
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import LOGGED_OPERATIONS, TOKEN, ChatPrompt, History, OpRecord, Question, RawPrompt
 from holdfast.router.config import RouterConfig
-from holdfast.router.seal import Seal
-from holdfast.router.store import Ends, Put, Store
-
-HEAD = 256  # bytes that no head exceeds
-LENGTH = struct.Struct("<I")
-MARK = struct.Struct("<I8s")  # tokens by now, and a random number
-KEPT, GIVEN_UP = "kept", "given-up"
-UNBOUNDED = 2**53
+from holdfast.router.records import ABSENT, UNBOUNDED, PutResult, Record, Records
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,62 +28,58 @@ class Home:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """A session's record as it was seen; `kept`: its history is in it, of `tokens`."""
+class SessionRecord:
+    """A session's record without its history. `kept`: its history is in it, of `tokens`."""
 
     home: Home
     kept: bool
     tokens: int
-    ends: Ends
+    version: str
 
     @property
     def next_life(self) -> str:
-        """That of the session after a move from here: the same, whoever moves it."""
-        return sha256(self.ends.head + self.ends.tail).hexdigest()[:16]
+        """The session's life after a move from here: the same, whoever moves it."""
+        return sha256(self.version.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedSession:
     """A whole record. `history` begins at the first token."""
 
-    record: Record
+    record: SessionRecord
     history: History
     questions: tuple[Question, ...]
 
 
 class SessionHistories:
-    """By tenant and session. `Seal`ed where the configuration names a key file, as all that is stored of answers is."""
+    """By tenant and session. Every method raises UnavailableError while Redis is away."""
 
-    def __init__(self, store: Store, config: RouterConfig) -> None:
-        self._store = store
-        self._most = config.session_tenant_bytes
-        self._seal = Seal(Path(config.cache_key_file)) if config.cache_key_file else None
+    def __init__(self, records: Records, config: RouterConfig) -> None:
+        self._records = records
+        self._limit = config.session_tenant_bytes
 
     @property
     def on(self) -> bool:
         """Whether anything is kept."""
-        return self._most > 0
+        return self._limit > 0
 
     @property
-    def away(self) -> bool:
-        """Whether what all routers have to see cannot be reached."""
-        return self._store.degraded
+    def degraded(self) -> bool:
+        return self._records.degraded
 
-    async def look(self, tenant: str, session_id: str) -> Record | None:
-        """The record, but for what it holds. None where there is none, or it cannot be reached."""
-        ends = await self._store.ends(_key(tenant, session_id), HEAD, MARK.size) if self.on else None
-        return None if ends is None else _record(ends)
+    async def look(self, tenant: str, session_id: str) -> SessionRecord | None:
+        """The record without its history; None where there is none."""
+        return _session_record(await self._records.get(_key(tenant, session_id))) if self.on else None
 
-    async def read(self, tenant: str, session_id: str) -> Kept | None:
-        """All of it. None where there is none, or it cannot be read."""
-        key = _key(tenant, session_id)
-        value = await self._store.get(key) if self.on else None
-        record = None if value is None else _record(Ends(value[:HEAD], value[-MARK.size :]))
-        if value is None or record is None:
+    async def read(self, tenant: str, session_id: str) -> SavedSession | None:
+        """The whole record; None where there is none, or it cannot be read."""
+        stored = await self._records.read(_key(tenant, session_id)) if self.on else None
+        record = _session_record(stored)
+        if stored is None or record is None:
             return None
         try:
-            return self._parsed(key, record, value)
-        except (ValueError, TypeError, KeyError, struct.error):  # another version's, or with another key
+            return _saved(record, stored.parts)
+        except (ValueError, TypeError, KeyError):  # another version's
             return None
 
     async def put(
@@ -106,90 +89,80 @@ class SessionHistories:
         home: Home,
         history: History,
         questions: tuple[Question, ...],
-        at: Record | None,
-    ) -> Put:
-        """The whole of a history comes in the place of the record `at`; None: there is none."""
-        head = _head(home, KEPT)
-        part = self._part(_key(tenant, session_id), home.life, history, questions)
-        return await self._grow(tenant, session_id, head + part, history.idle_s, at, anew=True)
+        replaced: SessionRecord | None,
+    ) -> PutResult:
+        """Store a whole history in the place of the record `replaced`; None: there must be none."""
+        value, part = _value(home, True, history.end), _part(history, questions)
+        version = ABSENT if replaced is None else replaced.version
+        key = _key(tenant, session_id)
+        return await self._records.put(key, value, history.idle_s, self._limit, version, (part,))
 
-    async def add(self, tenant: str, session_id: str, record: Record, history: History) -> Put:
-        """What comes behind the record; it lives on, also where that is nothing."""
-        part = b""
-        if history.tokens and record.kept:
-            part = self._part(_key(tenant, session_id), record.home.life, history, ())
-        return await self._grow(tenant, session_id, part, history.idle_s, record)
+    async def append(self, tenant: str, session_id: str, record: SessionRecord, history: History) -> PutResult:
+        """Add the history that follows the record's. The record lives on, also where nothing follows."""
+        key = _key(tenant, session_id)
+        if not (record.kept and history.tokens):
+            await self._records.get(key, history.idle_s)
+            return PutResult.STORED
+        value = _value(record.home, True, history.end)
+        part = _part(history, ())
+        return await self._records.append(key, value, part, history.idle_s, self._limit, record.version)
 
-    async def give_up(self, tenant: str, session_id: str, home: Home, idle_s: float, at: Record | None) -> Put:
-        """The history is not kept any more: only where the session lives."""
-        value = _head(home, GIVEN_UP) + MARK.pack(0, secrets.token_bytes(8))
-        key, owner = _key(tenant, session_id), _owner(tenant)
-        ends = None if at is None else at.ends
-        return await self._store.grow(key, value, idle_s, owner, UNBOUNDED, ends, anew=True)
+    async def give_up(
+        self, tenant: str, session_id: str, home: Home, idle_s: float, replaced: SessionRecord | None
+    ) -> PutResult:
+        """Keep only where the session lives, and no history any more."""
+        version = ABSENT if replaced is None else replaced.version
+        return await self._records.put(_key(tenant, session_id), _value(home, False, 0), idle_s, UNBOUNDED, version)
 
     async def drop(self, tenant: str, session_id: str) -> None:
         if self.on:
-            await self._store.delete(_key(tenant, session_id), _owner(tenant))
-
-    async def _grow(
-        self, tenant: str, session_id: str, more: bytes, idle_s: float, at: Record | None, *, anew: bool = False
-    ) -> Put:
-        key, ends = _key(tenant, session_id), None if at is None else at.ends
-        return await self._store.grow(key, more, idle_s, _owner(tenant), self._most, ends, anew=anew)
-
-    # ---- parts ----
-
-    def _part(self, key: str, life: str, history: History, questions: tuple[Question, ...]) -> bytes:
-        told: dict[str, Any] = {"appends": history.appends}
-        if history.done:
-            told["done"] = [[each.name, each.content, each.end] for each in history.done]
-        if questions:
-            told["questions"] = questions
-        body = orjson.dumps(told, default=list, option=orjson.OPT_NON_STR_KEYS) + b"\n" + history.tokens
-        if self._seal is not None:
-            body = self._seal.close(f"{key}/{life}/{history.start}", body)
-        return LENGTH.pack(len(body)) + body + MARK.pack(history.end, secrets.token_bytes(8))
-
-    def _parsed(self, key: str, record: Record, value: bytes) -> Kept:
-        tokens, appends = bytearray(), 0
-        done: list[OpRecord] = []
-        questions: tuple[Question, ...] = ()
-        at = len(record.ends.head)
-        while record.kept and at < len(value):
-            (length,) = LENGTH.unpack_from(value, at)
-            body = value[at + LENGTH.size : at + LENGTH.size + length]
-            at += LENGTH.size + length
-            (end, _), at = MARK.unpack_from(value, at), at + MARK.size
-            if self._seal is not None:
-                body = self._seal.open(f"{key}/{record.home.life}/{len(tokens) // TOKEN}", body)
-            head, _, added = body.partition(b"\n")
-            told = orjson.loads(head)
-            tokens += added
-            appends = told["appends"]
-            done += [OpRecord(*each) for each in told.get("done", ())]
-            questions += tuple(map(_question, told.get("questions", ())))
-            if len(tokens) != end * TOKEN:
-                raise ValueError("a part is missing")
-        history = History(record.home.life, 0, bytes(tokens), appends, tuple(done[-LOGGED_OPERATIONS:]))
-        return Kept(record, history, questions)
+            await self._records.delete(_key(tenant, session_id))
 
 
-def _record(ends: Ends) -> Record | None:
-    try:
-        line = ends.head[: ends.head.index(b"\n") + 1]
-        life, replica_id, state = line.decode().split()
-        tokens, _ = MARK.unpack(ends.tail)
-        return Record(Home(life, replica_id), state == KEPT, tokens, Ends(line, ends.tail))
-    except (ValueError, struct.error):
+def _value(home: Home, kept: bool, tokens: int) -> bytes:
+    """With a random word, so that no two versions are equal."""
+    return orjson.dumps([home.life, home.replica_id, kept, tokens, secrets.token_hex(8)])
+
+
+def _session_record(record: Record | None) -> SessionRecord | None:
+    if record is None:
         return None
+    try:
+        life, replica_id, kept, tokens, _ = orjson.loads(record.value)
+    except ValueError:
+        return None
+    return SessionRecord(Home(life, replica_id), kept, tokens, record.version)
 
 
-def _head(home: Home, state: str) -> bytes:
-    return f"{home.life} {home.replica_id} {state}\n".encode()
+def _part(history: History, questions: tuple[Question, ...]) -> bytes:
+    """A line of JSON and the token ids."""
+    head: dict[str, Any] = {"appends": history.appends}
+    if history.done:
+        head["done"] = [[each.name, each.content, each.end] for each in history.done]
+    if questions:
+        head["questions"] = questions
+    return orjson.dumps(head, default=list, option=orjson.OPT_NON_STR_KEYS) + b"\n" + history.tokens
 
 
-def _question(told: dict[str, Any]) -> Question:
-    prompt, sampling = told["prompt"], told["sampling"]
+def _saved(record: SessionRecord, parts: tuple[bytes, ...]) -> SavedSession:
+    tokens, appends = bytearray(), 0
+    done: list[OpRecord] = []
+    questions: tuple[Question, ...] = ()
+    for part in parts:
+        line, _, added = part.partition(b"\n")
+        head = orjson.loads(line)
+        tokens += added
+        appends = head["appends"]
+        done += [OpRecord(*each) for each in head.get("done", ())]
+        questions += tuple(map(_question, head.get("questions", ())))
+    if len(tokens) != record.tokens * TOKEN:
+        raise ValueError("a part is missing")
+    history = History(record.home.life, 0, bytes(tokens), appends, tuple(done[-LOGGED_OPERATIONS:]))
+    return SavedSession(record, history, questions)
+
+
+def _question(fields: dict[str, Any]) -> Question:
+    prompt, sampling = fields["prompt"], fields["sampling"]
     chosen = Sampling(
         **{
             **sampling,
@@ -198,13 +171,9 @@ def _question(told: dict[str, Any]) -> Question:
             "ends": frozenset(sampling["ends"]),
         }
     )
-    asked = ChatPrompt(**prompt) if "messages" in prompt else RawPrompt(**prompt)
-    return Question(told["question_id"], asked, chosen, tuple(told["stop"]))
+    request = ChatPrompt(**prompt) if "messages" in prompt else RawPrompt(**prompt)
+    return Question(fields["question_id"], request, chosen, tuple(fields["stop"]))
 
 
 def _key(tenant: str, session_id: str) -> str:
     return f"sessions/{tenant}/{session_id}"
-
-
-def _owner(tenant: str) -> str:
-    return f"sessions/{tenant}"

@@ -29,15 +29,13 @@ from holdfast.router.call import Call, estimate
 from holdfast.router.config import RouterConfig
 from holdfast.router.conversations import (
     Conversation,
-    Conversations,
-    Standing,
     conversation,
     hint,
     histories,
     mark_of,
     placed_by,
-    preamble,
     prompt_tokens,
+    shared_prefix,
 )
 from holdfast.router.entry import Entry
 from holdfast.router.event_stream import EVENT_HEADERS, SILENCE_S, Connection, EventStream, until_disconnect
@@ -57,7 +55,7 @@ from holdfast.router.programs import Begun, ProgramTable
 from holdfast.router.protocol.errors import ReplyError
 from holdfast.router.protocol.turn import Choice, Turn
 from holdfast.router.quotas import Cost
-from holdfast.router.response_cache import Ask, CacheResult, Found, Lead, ResponseCache
+from holdfast.router.response_cache import CachedAnswer, CacheQuery, CacheResult, Leader, ResponseCache
 from holdfast.router.session_homes import SessionHomes
 from holdfast.router.tenants import Tenant
 from holdfast.router.tool_latency import ToolLatencies
@@ -76,7 +74,7 @@ class Generation:
     """A generation request that was read: what it asks for, and which turn it has become.
 
     `program` is the key of the program that it names, else the conversation by which its program is found. A new
-    program is placed with `neighbour`, and is a sub-agent of `parent`. `cache_key` None: the response cache is
+    program is placed with `neighbour`, and is a sub-agent of `parent`. `cache_query` None: the response cache is
     bypassed. `deadline` is on the event loop's clock. `fresh_draw`: it gets a random seed where it names none.
     """
 
@@ -85,14 +83,13 @@ class Generation:
     program: str | Conversation
     neighbour: str
     parent: str
-    cache_key: Ask | None
+    cache_query: CacheQuery | None
     priority: Priority
     deadline: float
     fresh_draw: bool
     named: NamedRequest | None  # by an `Idempotency-Key`
     begun: Begun = field(init=False)  # once it is a turn of its program
-    standing: Standing | None = None  # in its conversation, where its program has no name
-    lead: Lead | None = None  # others wait for its answer, or may come to
+    leader: Leader | None = None  # other requests may wait for its answer
 
     @property
     def turn(self) -> Turn:
@@ -119,7 +116,6 @@ class Turns:
         backend: Backend,
         entry: Entry,
         programs: ProgramTable,
-        conversations: Conversations,
         cache: ResponseCache,
         config: RouterConfig,
         latencies: ToolLatencies,
@@ -129,7 +125,6 @@ class Turns:
         self._backend = backend
         self._entry = entry
         self._programs = programs
-        self._conversations = conversations
         self._cache = cache
         self._config = config
         self._latencies = latencies
@@ -190,7 +185,7 @@ class Turns:
             program=program or exchange.program or conversation(salted(turn.model.name, turn.cache_salt), turn.prompt),
             neighbour=neighbour(tenant.name, turn.ids, headers, config.placement_headers),
             parent=parent_named(tenant.name, headers, config.parent_headers),
-            cache_key=None if bypassed else self._cache.ask(tenant, turn, headers.get("cache-control")),
+            cache_query=None if bypassed else self._cache.query(tenant, turn, headers.get("cache-control")),
             priority=tenant.class_of(turn.priority or priority_named(headers)),
             deadline=arrived + min(turn.timeout_s or inf, within_named(headers, config.deadline_headers)),
             fresh_draw=fresh_draw or not tenant.prompt_seed,
@@ -229,7 +224,7 @@ class Turns:
         if isinstance(generation.program, str):
             begun = await self._programs.begin(generation.program, parent=generation.parent)
         else:
-            begun, generation.standing = await self._conversations.begin(tenant, generation.program, generation.parent)
+            begun = await self._programs.begin_conversation(tenant, generation.program, generation.parent)
         generation.begun = begun
         call.joined_program(begun.key, begun.pause)
         if call.tenant.limits.max_programs is not None:
@@ -273,37 +268,37 @@ class Turns:
         """
         try:
             result = await self._look_up(generation, held)
-            if isinstance(result, Found):
+            if isinstance(result, CachedAnswer):
                 answer = repeated(result.answer, generation.call.id)
                 data = self._write(generation, answer)
                 if data is not None:
                     return await self._repeat(generation, answer, result.age_s, data)
                 result = None
-            generation.lead = result
+            generation.leader = result
             return await self._ask_replica(generation, held)
         except HoldfastError as error:
             raise generation.turn.fields.error(error) from error.__cause__
 
     # ---- from the response cache ----
 
-    async def _look_up(self, generation: Generation, held: ExitStack) -> Found | Lead | None:
-        """The answer from the cache, or of a request that computes it just now. A Lead where other requests may wait
+    async def _look_up(self, generation: Generation, held: ExitStack) -> CachedAnswer | Leader | None:
+        """The answer from the cache, or of a request that computes it just now. A Leader where other requests may wait
         for this one's answer; it is `held`, so that they learn of any end.
         """
-        key, result = generation.cache_key, None
-        if key is not None:
+        query, result = generation.cache_query, None
+        if query is not None:
 
             async def wait(work: Coroutine[Any, Any, T]) -> T:
                 async with self._entry.drain.bounded():
                     return await until_disconnect(generation.call.request.receive, work)
 
-            def adopt(lead: Lead) -> None:
-                held.push(lead)
+            def adopt(leader: Leader) -> None:
+                held.push(leader)
 
-            result = await self._cache.seek(key, wait, adopt)
-        if key is None or key.fresh:
+            result = await self._cache.seek(query, wait, adopt)
+        if query is None or query.fresh:
             cached = CacheResult.BYPASS
-        elif isinstance(result, Found):
+        elif isinstance(result, CachedAnswer):
             cached = CacheResult.JOINED if result.joined else CacheResult.HIT
         else:
             cached = CacheResult.MISS
@@ -322,8 +317,8 @@ class Turns:
             return encoder.opening() + encoder.encode(pieces_of(answer))
         except Exception:  # a bug, which would else be the answer to each repeat
             log.exception("a cached answer cannot be written; it is computed anew")
-            assert generation.cache_key is not None
-            self._cache.drop(generation.cache_key)
+            assert generation.cache_query is not None
+            self._cache.drop(generation.cache_query)
             call = generation.call
             call.headers.cache = call.facts.cache = CacheResult.MISS.value
             return None
@@ -435,7 +430,7 @@ class Turns:
             exchange.kept,
             generation.turn.fields,
             None if generation.named is None else partial(self._keep_answer, generation),
-            (lambda: None) if generation.lead is None else generation.lead.leave,
+            (lambda: None) if generation.leader is None else generation.leader.leave,
         )
         try:
             await connection.during(events.start())
@@ -450,19 +445,17 @@ class Turns:
         if turn.session is not None:
             return _at_session(turn.session, begun)
         scope = placed_by(generation.tenant.name, turn.model.name, turn.cache_salt)
-        begins = preamble(scope, turn.prompt)
         sent = generation.program
         if isinstance(sent, str):  # branches of programs with names look for what these have sent, too
             sent = conversation(salted(turn.model.name, turn.cache_salt), turn.prompt)
-        known = histories(scope, sent, begins.prompt_tokens)
+        preamble, known = sent.preamble, histories(scope, sent)
         if begun.program.last_replica is not None:
-            return RoutingHint(begun.program.last_replica, tokens=begins.prompt_tokens, histories=known)
-        prefixes = ((hint(near),) if near else ()) + ((begins.digest,) if begins.digest else ())
+            return RoutingHint(begun.program.last_replica, tokens=preamble.prompt_tokens, histories=known)
+        prefixes = tuple(each for each in (hint(near) if near else "", shared_prefix(scope, sent)) if each)
         parent = await self._programs.look(near) if near else None
         near_replica = None if parent is None else parent.last_replica
-        return RoutingHint(
-            None, near_replica, prefixes, begins.prompt_tokens, begins.tokens, begun.shared, histories=known
-        )
+        tokens = (preamble.prompt_tokens, preamble.tokens)
+        return RoutingHint(None, near_replica, prefixes, *tokens, begun.shared, histories=known)
 
     # ---- after the answer ----
 
@@ -476,11 +469,10 @@ class Turns:
             await self._background.finish(self._end_turn(generation, replica_id, answer))
 
     async def _end_turn(self, generation: Generation, replica_id: str, answer: Answer) -> None:
-        call, called, standing = generation.call, answer.called, generation.standing
+        call, called = generation.call, answer.called
         over = generation.turn.program_end or called.last
         tools = "" if over else tool_set(called.tools)
-        stand = None if standing is None else self._conversations.replied(standing, mark_of(answer))
-        run = await self._programs.end(generation.begun, replica_id, tools, over=over, stand=stand)
+        run = await self._programs.end(generation.begun, replica_id, tools, over=over, mark=mark_of(answer))
         if run is not None:
             call.program_ended(run)
         await generation.exchange.keep(generation.begun.key)
@@ -493,9 +485,9 @@ class Turns:
                 await self._background.finish(self._kept_answers.keep(generation.named, data))
 
     def _cache_answer(self, generation: Generation, answer: Answer) -> None:
-        if generation.cache_key is not None:
+        if generation.cache_query is not None:
             kept = _for_any_program(answer) if generation.turn.program_end else answer
-            self._cache.keep(generation.cache_key, kept, generation.lead)
+            self._cache.keep(generation.cache_query, kept, generation.leader)
 
 
 async def _drawn(backend: Backend, asked: Sequence[str], others: Sequence[Choice]) -> tuple[Usage, bool]:

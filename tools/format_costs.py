@@ -26,7 +26,6 @@ from redis_server import RedisServer
 
 from holdfast.replicas.requests import GenerateRequest, TextDelta
 from holdfast.router.backend import ANYWHERE, Batch, RoutingHint
-from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.anthropic import AnthropicEncoder, chat_prompt, messages_turn, read_messages
 from holdfast.router.protocol.chat import ChatEncoder, read_chat
 from holdfast.router.protocol.replies import Encoder
@@ -39,8 +38,6 @@ from holdfast.router.protocol.responses import (
     responses_turn,
 )
 from holdfast.router.records import Records, RedisAddress
-from holdfast.router.store import MemoryStore, RedisStore
-from holdfast.router.stored_responses import StoredResponses
 
 ROUNDS, TOKENS, FIRST = 400, 256, 200
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -133,8 +130,8 @@ async def _first_event(app: Any, backend: Timed, path: str, raw: bytes) -> float
 
 async def storing(address: str) -> dict[str, float]:
     """Milliseconds of the router's processor time for a whole request, by what is stored."""
-    store = RedisStore(Records(RedisAddress(address), timeout_s=10.0), MemoryStore(10, 2**20))
-    app = World(FakeBackend(REPLY), responses=StoredResponses(store, RouterConfig())).app
+    records = Records(RedisAddress(address), timeout_s=10.0)
+    app = World(FakeBackend(REPLY), records=records).app
     said = {"temperature": 0.5, "tools": BODIES["responses"]["tools"]}
     previous = None
     for index in range(0, len(TALK) - 1, 2):  # each of ten with its answer, which is the talk's as well
@@ -156,7 +153,7 @@ async def storing(address: str) -> dict[str, float]:
             began = time.thread_time()
             await _sent(app, path, raw)
             found[name].append(time.thread_time() - began)
-    await store.close()
+    await records.close()
     return {name: median(times) * 1e3 for name, times in found.items()}
 
 

@@ -1,16 +1,18 @@
 """The router as Serve starts it: whose keys it takes, at a start long after the deployment too."""
 
 import asyncio
+import base64
 import gc
 import itertools
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
 import httpx
+import orjson
 import pytest
 from identity_provider import IdentityProvider
 from ray.serve._private.build_app import build_app
@@ -23,13 +25,16 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.requests import History, ModelCard
 from holdfast.router.config import RouterConfig
+from holdfast.router.idempotency import KeptAnswers, NamedRequest
+from holdfast.router.prefills import StoredPrefills
 from holdfast.router.programs import ProgramTable
 from holdfast.router.protocol.errors import RefusedError
-from holdfast.router.records import Records, RedisAddress
+from holdfast.router.records import Encryption, PutResult, Records, RedisAddress
 from holdfast.router.session_histories import Home, SessionHistories
-from holdfast.router.store import MemoryStore, Put, RedisStore
 from holdfast.router.stored_responses import StoredResponse, StoredResponses, StoredTurn
+from holdfast.router.tenant_store import TenantStore
 from holdfast.router.tenants import Caller, Tenant, TenantDirectory, hash_key
+from holdfast.router.tool_latency import ToolLatencies
 from holdfast.router.usage import BOOKING_S, COUNTING_S
 
 REDIS = RedisAddress("redis://127.0.0.1:1/0")
@@ -209,44 +214,97 @@ def test_keys_in_redis_carry_deployment_model_and_format(monkeypatch: pytest.Mon
     assert named(redis=RedisConfig(namespace="blue")).startswith("blue/pocket/")
 
 
-def test_another_release_finds_the_records_of_this_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Under the keys that 0.1.0 has written them with."""
-    server = RedisServer(tmp_path)
+def with_records(folder: Path, use: Callable[[RedisServer, Callable[[str], Records]], Awaitable[None]]) -> None:
+    server = RedisServer(folder)
     server.start()
 
-    async def records(name: str, use: Callable[[Records], Awaitable[None]]) -> None:
-        store = Records(RedisAddress(server.url, namespace=name), 5.0)
-        await use(store)
-        await store.close()
+    async def run() -> None:
+        opened: list[Records] = []
 
-    config, memory = RouterConfig(), MemoryStore(1, 1)
+        def records(name: str) -> Records:
+            opened.append(Records(RedisAddress(server.url, namespace=name), 60.0))
+            return opened[-1]
+
+        await use(server, records)
+        for each in opened:
+            await each.close()
+
+    try:
+        asyncio.run(run())
+    finally:
+        server.kill()
+
+
+def test_another_release_finds_the_records_of_this_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = RouterConfig()
     turn = StoredTurn("resp_1", [{"role": "user", "content": "hello"}], [], [], "acme/p")
     home, history = Home("life", "r1"), History("life", 0, b"", 0, idle_s=60.0)
 
-    async def write(store: Records) -> None:
-        await ProgramTable(store, 10, 7200.0, 3600.0).begin("acme/p")
-        assert await StoredResponses(RedisStore(store, memory), config).keep(
-            "acme", StoredResponse({"id": "resp_1"}, turn)
-        )
-        assert (
-            await SessionHistories(RedisStore(store, memory), config).put("acme", "s", home, history, (), None)
-            is Put.DONE
-        )
-
-    async def read(store: Records) -> None:
-        begun = await ProgramTable(store, 10, 7200.0, 3600.0).begin("acme/p")
-        assert begun.program.came == 2
-        assert (await StoredResponses(RedisStore(store, memory), config).find("acme", "resp_1")).turn == turn
-        kept = await SessionHistories(RedisStore(store, memory), config).read("acme", "s")
-        assert kept is not None
-        assert kept.record.home == home
-
-    try:
-        asyncio.run(records("holdfast/pocket/0.1.0", write))
+    async def use(_: RedisServer, records: Callable[[str], Records]) -> None:
+        store = records("holdfast/pocket/0.1.0")
+        await ProgramTable(store).begin("acme/p")
+        assert await StoredResponses(store, config).keep("acme", StoredResponse({"id": "resp_1"}, turn))
+        put = await SessionHistories(store, config).put("acme", "s", home, history, (), None)
+        assert put is PutResult.STORED
         monkeypatch.setattr(application, "version", lambda name: "99.0")
-        asyncio.run(records(application.namespace(Settings()), read))
-    finally:
-        server.kill()
+        store = records(application.namespace(Settings()))
+        assert (await ProgramTable(store).begin("acme/p")).program.came == 2
+        assert (await StoredResponses(store, config).find("acme", "resp_1")).turn == turn
+        saved = await SessionHistories(store, config).read("acme", "s")
+        assert saved is not None
+        assert saved.record.home == home
+
+    with_records(tmp_path, use)
+
+
+def test_records_of_0_1_are_set_aside_and_its_tenants_and_item_key_are_read(tmp_path: Path) -> None:
+    """As that release wrote them."""
+    config = RouterConfig()
+
+    async def use(server: RedisServer, records: Callable[[str], Records]) -> None:
+        kept = asdict(Tenant("acme", (hash_key("a"),), weight=3.0))
+        with server.client() as redis:
+            at = "holdfast/pocket/0.1.0"
+            redis.hset(
+                f"{at}/programs/{{acme}}/p", mapping={"life": "a1", "arrival": "1.0", "seen": "2.0", "paused": ""}
+            )
+            redis.zadd(f"{at}/programs/{{acme}}", {"p": 2e6})
+            redis.hset(f"{at}/heads/{{acme}}/place", "~p", '[2,"head","place",1.0,""]')
+            redis.set(f"{at}/responses/acme/resp_1", b'\n{"id":"resp_1","input":[]}\n{"id":"resp_1"}')
+            redis.set(f"{at}/prefills/acme/prefill_1", b"{}")
+            redis.set(f"{at}/sessions/acme/s", b"life r1 kept\n" + bytes(12))
+            redis.set(f"{at}/idempotency/acme/name", b"asks\nanswer")
+            redis.hset(f"{at}/{{tools}}/of/acme/ls", mapping={"count": 1, "mean": 2.0, "squares": 0})
+            redis.set(f"{at}/items/key", b"k" * 32)
+            redis.hset("holdfast/accounts/tenants", "acme", orjson.dumps(kept))
+            redis.set("holdfast/accounts/tenants/version", 7)
+        store = records(application.namespace(Settings()))
+        assert (await ProgramTable(store).begin("acme/p")).program.came == 1
+        responses = StoredResponses(store, config)
+        for missing in (
+            responses.find("acme", "resp_1"),
+            responses.conversation("acme", "resp_1", "previous_response_id"),
+            StoredPrefills(store, config).find("acme", "prefill_1"),
+        ):
+            with pytest.raises(RefusedError):
+                await missing
+        assert await SessionHistories(store, config).look("acme", "s") is None
+        assert await KeptAnswers(store, config).find(NamedRequest("idempotency/acme/name", "asks")) is None
+        assert not (await ToolLatencies(store).known()).tools
+        await responses.items.prepare()
+        item = f"hf1.{base64.b64encode(Encryption(keys=[b'k' * 32]).encrypt('items/acme', b'thought')).decode()}"
+        assert responses.items.decrypt("acme", item) == "thought"
+        assert not store.degraded
+        directory = TenantDirectory()
+        tenants = TenantStore(records("holdfast/accounts"), directory)
+        await tenants.start()
+        assert [(each.name, each.weight) for each in directory.tenants if each.name == "acme"] == [("acme", 3.0)]
+        found, text = await tenants.find("acme")
+        assert found is not None
+        assert await tenants.change("acme", text, replace(found, weight=4.0), b"entry")
+        await tenants.close()
+
+    with_records(tmp_path, use)
 
 
 def test_as_many_routers_as_are_asked_for() -> None:

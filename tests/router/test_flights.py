@@ -7,8 +7,8 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from holdfast.router.flights import Flights, Lead
 from holdfast.router.http import ClientGoneError
+from holdfast.router.single_flight import SingleFlight, Unresolved
 
 KEYS = st.sampled_from(["a", "b"])
 
@@ -21,8 +21,7 @@ class Crowd(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.loop = asyncio.new_event_loop()
-        self.landed = []
-        self.flights = Flights(lambda key, made: self.landed.append((key, made)))
+        self.flights = SingleFlight()
         self.tasks = {}  # of each request, by number
         self.keys = {}
         self.leads = {}  # requests that compute for others, by number
@@ -48,19 +47,19 @@ class Crowd(RuleBasedStateMachine):
     async def serve(self, number, key):
         adopted = []
         try:
-            joined = self.flights.join(key)
-            if isinstance(joined, Lead):
-                adopted.append(joined)
-                told = joined
-            else:
-                told = await self.flights.follow(joined, adopted.append)
-            if isinstance(told, str):
-                self.answers[number] = told
-                return
-            if told is None:
+            result = None
+            while (leader := self.flights.lead(key)) is None:
+                result = await self.flights.follow(key)
+                if isinstance(result, str):
+                    self.answers[number] = result
+                    return
+                if result is Unresolved.FAILED:
+                    break
+            if leader is None:
                 self.alone.add(number)
             else:
-                self.leads[number] = told
+                adopted.append(leader)
+                self.leads[number] = leader
             self.end[number] = self.loop.create_future()
             how = await self.end[number]
             if how == "fail":
@@ -68,7 +67,7 @@ class Crowd(RuleBasedStateMachine):
             self.computed[key] += 1
             self.answers[number] = key
             if number in self.leads:
-                self.leads[number].land(key)
+                self.leads[number].resolve(key)
         except BaseException as error:
             for lead in adopted:
                 lead.__exit__(ClientGoneError, ClientGoneError(), None) if isinstance(

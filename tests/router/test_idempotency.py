@@ -4,10 +4,10 @@ import re
 
 import pytest
 from fake_backend import CALL, DONE, FORMATS, HELLO, FakeBackend, World, chat_body, config_of
+from redis_server import records_away
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.requests import Errored, TextDelta
-from holdfast.router.store import MemoryStore
 from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
 
 CHAT = "/v1/chat/completions"
@@ -102,13 +102,14 @@ def test_an_answer_that_is_too_long_is_computed_again_and_its_key_still_taken():
     assert ask(world, **chat_body(max_tokens=3)).status_code == 422
 
 
-def test_a_store_that_fails_takes_no_answer_away():
-    class Broken(MemoryStore):
-        async def set_shared(self, *_):
-            raise ZeroDivisionError
+def test_a_store_that_fails_or_is_away_takes_no_answer_away(monkeypatch):
+    async def broken(*_arguments, **_settings):
+        raise ZeroDivisionError
 
-    world = World(shared=Broken(10, 2**20))
-    assert [ask(world, **chat_body(stream=stream)).status_code for stream in (False, True)] == [200, 200]
+    world = World()
+    monkeypatch.setattr(world.records, "put", broken)
+    for each in (world, World(records=records_away())):
+        assert [ask(each, **chat_body(stream=stream)).status_code for stream in (False, True)] == [200, 200]
 
 
 def test_a_replay_counts_as_a_call():

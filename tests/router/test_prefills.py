@@ -9,6 +9,7 @@ import httpx
 import pytest
 from fake_backend import DONE, HELLO, FakeBackend, World, chat_body
 from pinning import KEEP
+from redis_server import records_away, shared_records, shared_server
 from service_backend import ServiceBackend
 
 from holdfast.replicas.config import EngineConfig, RetentionConfig
@@ -16,9 +17,6 @@ from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.requests import Completed, Errored, Usage
 from holdfast.router.backend import ANYWHERE
 from holdfast.router.config import RouterConfig
-from holdfast.router.prefills import StoredPrefills
-from holdfast.router.records import Records, RedisAddress
-from holdfast.router.store import MemoryStore, Put, RedisStore
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 TOOL: Any = {
@@ -169,24 +167,24 @@ class Meeting(FakeBackend):
 
 
 @asynccontextmanager
-async def routers(server, backend, n=2) -> AsyncIterator[list[httpx.AsyncClient]]:
+async def routers(backend, n=2) -> AsyncIterator[list[httpx.AsyncClient]]:
     """Clients of so many routers with one Redis, before one backend."""
     async with AsyncExitStack() as stack:
-        clients = []
+        clients, first = [], shared_records()
         for _ in range(n):
-            store = RedisStore(Records(RedisAddress(server.url), timeout_s=60.0), MemoryStore(10, 10**6))
-            stack.push_async_callback(store.close)
-            world = World(backend, prefills=StoredPrefills(store, RouterConfig()))
+            records = shared_records(first)
+            stack.push_async_callback(records.close)
+            world = World(backend, records=records)
             transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
             client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
             clients.append(await stack.enter_async_context(client))
         yield clients
 
 
-def test_results_that_come_at_once_to_two_routers_are_all_in_it(server):
+def test_results_that_come_at_once_to_two_routers_are_all_in_it():
     async def both() -> list[Any]:
         backend = Meeting(2)
-        async with routers(server, backend) as (one, two):
+        async with routers(backend) as (one, two):
             made = (await one.post("/v1/prefills", json={"model": "pocket", "messages": CALLED})).json()
             at = f"/v1/prefills/{made['id']}/extend"
             told = await asyncio.gather(
@@ -207,10 +205,10 @@ def test_results_that_come_at_once_to_two_routers_are_all_in_it(server):
     assert turn.prompt.messages[:-1] == computed[-1].prompt.messages
 
 
-def test_of_one_result_that_two_routers_get_one_is_in_it(server):
+def test_of_one_result_that_two_routers_get_one_is_in_it():
     async def both() -> tuple[list[int], Any]:
         backend = Meeting(2)
-        async with routers(server, backend) as (one, two):
+        async with routers(backend) as (one, two):
             made = (await one.post("/v1/prefills", json={"model": "pocket", "messages": CALLED})).json()
             at = f"/v1/prefills/{made['id']}/extend"
             told = await asyncio.gather(*(of.post(at, json={"messages": [result("Oslo")]}) for of in (one, two)))
@@ -222,10 +220,10 @@ def test_of_one_result_that_two_routers_get_one_is_in_it(server):
     assert last.prompt.messages[len(CALLED) :] == [result("Oslo"), result("Rome")]
 
 
-def test_what_is_released_as_it_is_extended_elsewhere_is_gone(server):
+def test_what_is_released_as_it_is_extended_elsewhere_is_gone():
     async def both() -> FakeBackend:
         backend = Meeting(2)
-        async with routers(server, backend) as (one, two):
+        async with routers(backend) as (one, two):
             made = (await one.post("/v1/prefills", json={"model": "pocket", "messages": CALLED})).json()
             at = f"/v1/prefills/{made['id']}"
             extending = asyncio.create_task(one.post(f"{at}/extend", json={"messages": [result("Oslo")]}))
@@ -242,20 +240,21 @@ def test_what_is_released_as_it_is_extended_elsewhere_is_gone(server):
 
 
 def test_it_lives_as_long_as_it_was_asked_for_and_a_whole_time_from_each_extension():
-    now = [0.0]
-    world = make(prefills=StoredPrefills(MemoryStore(10, 10**6, clock=lambda: now[0]), RouterConfig()))
-    at = f"/v1/prefills/{post(world, keep_s=5).json()['id']}"
-    now[0] = 4.9
-    assert world.call("GET", at).status_code == 200
-    assert post(world, f"{at}/extend").status_code == 200
-    now[0] = 9.8
-    assert world.call("GET", at).status_code == 200
-    now[0] = 10.0
+    world = make()
+    made = post(world, keep_s=300).json()["id"]
+    key = f"{world.records.namespace}/records/prefills/default/{made}"
+    with shared_server().client() as redis:
+        assert 0 < redis.pttl(key) <= 300_000
+        redis.pexpire(key, 100_000)
+        assert post(world, f"/v1/prefills/{made}/extend").status_code == 200
+        assert 200_000 < redis.pttl(key) <= 300_000
+        redis.delete(key)  # as Redis does at the end of its time
+    at = f"/v1/prefills/{made}"
     for answer in (
         world.call("GET", at),
         world.call("DELETE", at),
         post(world, f"{at}/extend"),
-        world.chat(prefill_id=at.rpartition("/")[2]),
+        world.chat(prefill_id=made),
     ):
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "prefill_not_found")
 
@@ -352,27 +351,17 @@ def test_what_fails_on_the_replica_fails_here_and_leaves_no_handle():
     assert world.outcomes() == {"rejected": 1.0}
 
 
-def test_a_tenant_that_has_put_its_share_is_told_and_nothing_is_kept_for_it():
-    class Full(MemoryStore):
-        async def set_shared(self, *args: Any, **settings: Any) -> Put:
-            return Put.FULL
-
-    world = make(prefills=StoredPrefills(Full(10, 1000), RouterConfig()))
+@pytest.mark.parametrize("away", [False, True])
+def test_one_that_cannot_be_stored_is_refused_and_nothing_is_kept_for_it(away):
+    """Because the tenant's prefills take their limit, or Redis is away."""
+    settings = {"records": records_away()} if away else {"config": RouterConfig(prefill_tenant_bytes=10)}
+    world = make(**settings)
     refused = post(world)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (
+        (503, "unavailable") if away else (429, "overloaded")
+    )
     (request,) = world.backend.requests
     assert world.backend.released == [("default", request.background.handle)]
-
-
-def test_more_handles_than_there_is_room_for_take_bounded_memory():
-    store = MemoryStore(50, 10**6)
-    world = make(prefills=StoredPrefills(store, RouterConfig()))
-    calls = [("POST", "/v1/prefills", {"json": {"model": "pocket", "messages": CALLED}})] * 1_000
-    answers = world.calls(calls)
-    assert {answer.status_code for answer in answers} == {200}
-    assert len(store._values) <= 50
-    assert world.call("GET", f"/v1/prefills/{answers[0].json()['id']}").status_code == 404
-    assert world.call("GET", f"/v1/prefills/{answers[-1].json()['id']}").status_code == 200
 
 
 # ---- with the shipped model ----

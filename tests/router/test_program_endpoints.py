@@ -14,7 +14,7 @@ from holdfast.replicas.retention.latency import Called
 from holdfast.router.config import RouterConfig
 from holdfast.router.conversations import hint
 from holdfast.router.program_endpoints import Heartbeats, RunId
-from holdfast.router.store import MemoryStore
+from holdfast.router.records import Record
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 TOOLS = ("get_weather", "search")
@@ -252,6 +252,22 @@ def test_a_heartbeat_says_until_when_and_refuses_what_makes_no_sense():
     assert [each.json()["error"]["param"] for each in refused] == ["within_s"] * 3
 
 
+class Words:
+    """The words of clients, without Redis and its clock: these tests run in virtual time."""
+
+    def __init__(self) -> None:
+        self.words: dict[str, Record] = {}
+
+    async def put(self, key: str, value: bytes, ttl_s: float, limit: int) -> None:
+        self.words[key] = Record(value, "")
+
+    async def get(self, key: str) -> Record | None:
+        return self.words.get(key)
+
+    async def delete(self, key: str) -> None:
+        self.words.pop(key, None)
+
+
 @pytest.fixture
 def heartbeats(monkeypatch: pytest.MonkeyPatch):
     """Makes the heartbeats of a router, whose ended programs are in `ended`."""
@@ -265,18 +281,13 @@ def heartbeats(monkeypatch: pytest.MonkeyPatch):
     async def run(key: str) -> RunId | None:
         return runs.get(key)
 
-    def made(store: MemoryStore) -> Heartbeats:
-        return Heartbeats(store, over, run)
+    def made(words: Words) -> Heartbeats:
+        return Heartbeats(words, over, run)
 
     runs: dict[str, RunId] = {}
     one_ended = asyncio.Event()
     made.ended, made.one_ended, made.runs = ended, one_ended, runs
     return made
-
-
-def lasting() -> MemoryStore:
-    """A store in which no time goes by: what was heard stands there however late a busy machine looks for it."""
-    return MemoryStore(10, 1000, lambda: 0.0)
 
 
 async def until_one_ended(heartbeats) -> None:
@@ -287,7 +298,7 @@ async def until_one_ended(heartbeats) -> None:
 
 def test_a_program_is_over_once_its_client_is_silent(heartbeats):
     async def main():
-        router = heartbeats(lasting())
+        router = heartbeats(Words())
         await router.heard("t", "t/gone", 0.1)
         await router.heard("t", "t/there", 0.1)
         await router.heard("t", "t/there", 60.0)
@@ -301,7 +312,7 @@ def test_a_program_is_over_once_its_client_is_silent(heartbeats):
 
 def test_who_takes_a_name_again_is_not_ended_by_what_was_said_before(heartbeats):
     async def main():
-        router = heartbeats(lasting())
+        router = heartbeats(Words())
         heartbeats.runs.update({"t/again": RunId("a", 1.0, True), "t/same": RunId("a", 1.0, True)})
         await router.heard("t", "t/again", 0.1)
         await router.heard("t", "t/same", 0.1)
@@ -373,7 +384,7 @@ def test_a_client_that_is_heard_of_no_more_ends_the_run_that_it_spoke_of(monkeyp
 
 def test_what_was_heard_of_a_program_goes_with_it(heartbeats):
     async def main():
-        store = MemoryStore(10, 1000)
+        store = Words()
         router = heartbeats(store)
         await router.heard("t", "t/p", 60.0)
         assert await store.get("heard/t/p") is not None
@@ -385,7 +396,7 @@ def test_what_was_heard_of_a_program_goes_with_it(heartbeats):
 
 def test_what_another_router_heard_counts(heartbeats):
     async def main():
-        store = lasting()
+        store = Words()
         one, two = heartbeats(store), heartbeats(store)
         await one.heard("t", "t/p", 0.1)
         await two.heard("t", "t/p", 0.6)
@@ -398,11 +409,12 @@ def test_what_another_router_heard_counts(heartbeats):
 
 
 def test_while_the_store_is_away_no_program_is_ended(heartbeats):
-    class Away(MemoryStore):
-        degraded = True
+    class Away(Words):
+        async def get(self, key: str) -> Record | None:
+            raise UnavailableError("Redis does not answer")
 
     async def main():
-        await heartbeats(Away(10, 1000)).heard("t", "t/p", 0.05)
+        await heartbeats(Away()).heard("t", "t/p", 0.05)
         await go_by(10.0)
 
     run_virtual(main())

@@ -1,41 +1,76 @@
-"""The program table against a real Redis: one record whichever router a turn comes to, and what becomes of a loss."""
+"""The program table in a real Redis: one record whichever router a turn comes to, by name or by what it sent."""
 
 import asyncio
-import math
-import random
-import time
-from dataclasses import asdict, replace
+from itertools import count
 
 import pytest
+from redis_server import PATIENT, records_away, shared_records
 from waiting import until_async
 
-from holdfast.router import programs
-from holdfast.router.programs import Begun, ProgramTable, Run
+from holdfast.replicas.errors import UnavailableError
+from holdfast.replicas.requests import Answer, ChatPrompt, RawPrompt, Timing, ToolCall, Usage
+from holdfast.router.conversations import REPLIES, conversation, mark_of
+from holdfast.router.programs import PROGRAMS_AT_PLACE, Begun, ProgramTable
 from holdfast.router.records import Records, RedisAddress
 
-PATIENT = 60.0  # seconds a slow machine may take where the test is not about time
-RETRY = 0.01
 DAY = 86400.0
+TASK = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "fix the bug"})
+TOOLS = ({"type": "function", "function": {"name": "ls"}},)
+numbers = count()
 
 
-class Router:
-    """A program table with a connection of its own, its machine's clock off by `clock_off` seconds."""
+class Routers:
+    """Several routers at one Redis. Requests go to them in turn."""
 
-    def __init__(self, server, clock_off=0.0, rest_s=3600.0, namespace="holdfast"):
-        address = RedisAddress(server.url, namespace=namespace)
-        self.store = Records(address, PATIENT, RETRY)
-        self.table = ProgramTable(self.store, 100, DAY, rest_s, RETRY, lambda: time.time() + clock_off)
+    def __init__(self, n=2, most=1000, clock=None):
+        self.trips = 0  # to Redis and back
+        first = shared_records(observe=self.count)
+        self.records = [first, *(shared_records(first, observe=self.count) for _ in range(n - 1))]
+        self.tables = [ProgramTable(each, 1000, DAY, 3600.0, most, clock) for each in self.records]
+
+    def count(self, seconds, done):
+        assert done
+        self.trips += 1
 
     async def __aenter__(self):
-        return self.table
+        return self
 
     async def __aexit__(self, *_):
-        await self.table.close()
-        await self.store.close()
+        for each in self.records:
+            await each.close()
+
+    async def ask(self, *messages, reply=True, prompt=None, tenant="acme"):
+        """The key of the program, how many turns it had, and the assistant's message."""
+        table = self.tables[next(numbers) % len(self.tables)]
+        return await asked(table, prompt or ChatPrompt(messages, TOOLS), reply, tenant)
+
+    async def keys(self, pattern):
+        redis = self.records[0]._redis
+        return await redis.keys(f"{self.records[0].namespace}/{pattern}")
 
 
-def alone(clock, rest_s=3600.0):
-    return ProgramTable(None, 100, DAY, rest_s, clock=clock)
+async def asked(table, prompt, reply=True, tenant="acme"):
+    begun = await table.begin_conversation(tenant, conversation("pocket", prompt))
+    said, answer = answered()
+    if reply:
+        await table.end(begun, "r1", "ls", mark=mark_of(answer))
+    return begun.key, begun.program.turns, said
+
+
+def answered():
+    """A reply that calls a tool, as the client sends it back and as it was."""
+    call = ToolCall(f"call_{next(numbers)}", "ls", "{}")
+    function = {"name": "ls", "arguments": "{}"}
+    said = {
+        "role": "assistant",
+        "content": " Looking.\n",
+        "tool_calls": [{"id": call.call_id, "type": "function", "function": function}],
+    }
+    return said, Answer("Looking.", (call,), (), "tool_calls", Usage(), Timing(0.0))
+
+
+def result(said, text="files"):
+    return {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": text}
 
 
 async def turn(table: ProgramTable, key: str, replica="r1", tools="", over=False) -> Begun:
@@ -44,401 +79,389 @@ async def turn(table: ProgramTable, key: str, replica="r1", tools="", over=False
     return begun
 
 
-class Dated:
-    """A store whose scripts are told that what happens now happened `ago()` seconds before."""
+def with_routers(scenario, *arguments, **settings):
+    async def run():
+        async with Routers(*arguments, **settings) as routers:
+            await scenario(routers)
 
-    degraded = False
-
-    def __init__(self, store, ago):
-        self.store, self.ago = store, ago
-
-    async def try_script(self, source, keys, arguments):
-        return await self.store.try_script(source, keys, [arguments[0], self.ago(), *arguments[2:]])
+    asyncio.run(run())
 
 
-class Away:
-    """A store that is not there."""
-
-    degraded = True
-
-    async def try_script(self, source, keys, arguments):
-        return None
+# ---- programs with names ----
 
 
-def test_turns_that_alternate_between_routers_are_all_counted_and_each_finds_the_last_replica(server):
-    async def scenario():
-        async with Router(server) as one, Router(server) as two:
-            seen = []
-            for i in range(8):
-                begun = await turn((one, two)[i % 2], "acme/p", f"r{i}", "ls")
-                seen.append((begun.program.turns, begun.program.last_replica, begun.program.arrival))
-            arrival = seen[0][2]
-            assert seen == [(i, f"r{i - 1}" if i else None, arrival) for i in range(8)]
+def test_turns_that_alternate_between_routers_are_all_counted_and_each_finds_the_last_replica():
+    async def scenario(routers):
+        one, two = routers.tables
+        seen = []
+        for i in range(8):
+            begun = await turn((one, two)[i % 2], "acme/p", f"r{i}", "ls")
+            seen.append((begun.program.turns, begun.program.last_replica, begun.program.arrival))
+        arrival = seen[0][2]
+        assert seen == [(i, f"r{i - 1}" if i else None, arrival) for i in range(8)]
 
-    asyncio.run(scenario())
-
-
-def test_a_pause_is_measured_by_one_clock_and_told_once(server):
-    """The routers' own clocks differ by two hours."""
-
-    async def scenario():
-        async with Router(server, 3600.0) as one, Router(server, -3600.0) as two:
-            begun = await one.begin("acme/p")
-            one._scripts = Dated(one._scripts, lambda: 2.0)
-            await one.end(begun, "r1", "grep,sed")
-            one._scripts = one._scripts.store
-            both = await asyncio.gather(two.begin("acme/p"), one.begin("acme/p"))
-            told = [each.pause for each in both if each.pause is not None]
-            assert len(told) == 1
-            assert told[0].tools == "grep,sed"
-            assert told[0].seconds == pytest.approx(2.0, abs=0.5)
-
-    asyncio.run(scenario())
+    with_routers(scenario)
 
 
-def test_who_comes_after_the_clock_was_set_back_is_not_before_the_others(server):
-    async def scenario():
-        async with Router(server, namespace="set-back") as table:
-            scripts = table._scripts
-            table._scripts = Dated(scripts, lambda: -3600.0)
-            first = await turn(table, "acme/p")
-            table._scripts = scripts
-            second = await turn(table, "acme/q")
-            assert second.program.arrival >= first.program.arrival
-            assert (await table.begin("acme/p")).program.arrival == first.program.arrival
+def test_a_turn_that_ends_after_the_next_has_come_begins_no_pause_and_still_counts():
+    async def scenario(routers):
+        one, two = routers.tables
+        first = await one.begin("acme/p")
+        second = await two.begin("acme/p")
+        await two.end(second, "r2", "ls")
+        await one.end(first, "r1", "sed")
+        third = await one.begin("acme/p")
+        assert third.pause is not None
+        assert third.pause.tools == "ls"
+        assert (third.program.turns, third.program.last_replica) == (2, "r2")
 
-    asyncio.run(scenario())
-
-
-def test_a_turn_that_ends_after_the_next_has_come_begins_no_pause_and_still_counts(server):
-    async def scenario():
-        async with Router(server) as one, Router(server) as two:
-            first = await one.begin("acme/p")
-            second = await two.begin("acme/p")
-            await two.end(second, "r2", "ls")
-            await one.end(first, "r1", "sed")
-            third = await one.begin("acme/p")
-            assert third.pause is not None
-            assert third.pause.tools == "ls"
-            assert (third.program.turns, third.program.last_replica) == (2, "r2")
-
-    asyncio.run(scenario())
+    with_routers(scenario)
 
 
-def test_what_one_router_forgets_no_other_remembers_and_no_late_end_brings_back(server):
-    async def scenario():
-        async with Router(server) as one, Router(server) as two:
-            await turn(one, "acme/p", "r1", "ls")
-            running = await one.begin("acme/p")
-            assert await two.forget("acme/p")
-            await one.end(running, "r1", "ls")
-            assert not await one.forget("acme/p")
-            assert not await two.forget("acme/never seen")
-            again = await one.begin("acme/p")
-            assert (again.program.turns, again.program.last_replica, again.pause) == (0, None, None)
-            assert again.program.arrival > running.program.arrival
-            await one.end(running, "r1", "ls")  # of its earlier life
-            assert (await two.begin("acme/p")).program.turns == 0
+def test_what_one_router_forgets_no_other_remembers_and_no_late_end_brings_back():
+    async def scenario(routers):
+        one, two = routers.tables
+        await turn(one, "acme/p", "r1", "ls")
+        running = await one.begin("acme/p")
+        assert await two.forget("acme/p")
+        await one.end(running, "r1", "ls")
+        assert not await one.forget("acme/p")
+        assert not await two.forget("acme/never seen")
+        again = await one.begin("acme/p")
+        assert (again.program.turns, again.program.last_replica, again.pause) == (0, None, None)
+        assert again.program.arrival > running.program.arrival
+        await one.end(running, "r1", "ls")  # of its earlier life
+        assert (await two.begin("acme/p")).program.turns == 0
 
-    asyncio.run(scenario())
-
-
-def test_runs_end_with_answers_and_each_has_an_arrival_of_its_own(server):
-    async def scenario():
-        async with Router(server) as one, Router(server) as two:
-            first = await turn(one, "acme/p", tools="ls")
-            second = await two.begin("acme/p")
-            run = await two.end(second, "r1", over=True)
-            assert run is not None
-            assert run.turns == 2
-            third = await one.begin("acme/p")
-            assert first.program.arrival == second.program.arrival < third.program.arrival
-            assert (third.program.turns, third.program.answered_turns) == (2, 2)
-
-    asyncio.run(scenario())
+    with_routers(scenario)
 
 
-def test_a_claim_on_a_conversation_is_granted_once(server):
-    async def scenario():
-        async with Router(server) as one, Router(server) as two:
-            await one.begin("acme/~p", "head 1")
-            both = await asyncio.gather(*(each.go_on("acme/~p", "head 2", "head 1") for each in (one, two)))
-            assert [each is None for each in both].count(True) == 1
-            assert await two.go_on("acme/~q", "head 2", "head 1") is None
-            assert await two.go_on("acme/~p", "head 3", "head 2") is not None
+def test_runs_end_with_answers_and_each_has_an_arrival_of_its_own():
+    async def scenario(routers):
+        one, two = routers.tables
+        first = await turn(one, "acme/p", tools="ls")
+        second = await two.begin("acme/p")
+        run = await two.end(second, "r1", over=True)
+        assert run is not None
+        assert run.turns == 2
+        third = await one.begin("acme/p")
+        assert first.program.arrival == second.program.arrival < third.program.arrival
+        assert (third.program.turns, third.program.answered_turns) == (2, 2)
 
-    asyncio.run(scenario())
-
-
-def test_a_tenant_that_invents_names_without_end_pushes_out_its_own_oldest_ones(server):
-    async def scenario():
-        router = Router(server)
-        async with router as one:
-            table = ProgramTable(router.store, 100, DAY, 3600.0, RETRY, most=8)
-            await turn(table, "quiet/p")
-            for i in range(30):
-                await turn(table, f"noisy/{i}")
-                await turn(table, "noisy/used")
-            left = await router.store._redis.keys("*/programs/{noisy}/*")
-            assert {name.rpartition(b"/")[2] for name in left} == {b"used", *(str(i).encode() for i in range(23, 30))}
-            assert (await one.begin("noisy/used")).program.turns == 30
-            assert (await one.begin("quiet/p")).program.turns == 1
-            assert (await one.begin("noisy/0")).program.turns == 0
-            await table.close()
-
-    asyncio.run(scenario())
+    with_routers(scenario)
 
 
-def test_in_a_processes_memory_too():
-    async def scenario():
-        table = ProgramTable(None, 8, DAY, 3600.0)
+def test_work_ahead_says_where_the_next_turn_is_best_served_and_counts_as_none():
+    async def scenario(routers):
+        one, two = routers.tables
+        assert await two.look("acme/p") is None
+        await one.placed("acme/p", "r1")  # before its first turn
+        begun = await two.begin("acme/p")
+        assert (begun.program.last_replica, begun.program.turns, begun.program.run_turns) == ("r1", 0, 1)
+        await two.end(begun, "r2", "ls")
+        await one.placed("acme/p", "r3")
+        seen = await two.look("acme/p")
+        assert (seen.last_replica, seen.turns, seen.tools) == ("r3", 1, "ls")
+        again = await one.begin("acme/p")
+        assert (again.pause.tools, again.program.last_replica) == ("ls", "r3")
+        assert await two.forget("acme/p")
+        assert await one.look("acme/p") is None
+        await one.placed("acme/p", "r4")
+        assert (await two.look("acme/p")).last_replica == "r4"
+
+    with_routers(scenario)
+
+
+def test_a_pause_is_measured_once_and_by_redis_clock():
+    now = [100.0]
+
+    async def scenario(routers):
+        one, two = routers.tables
+        begun = await one.begin("acme/p")
+        now[0] += 1.0
+        await one.end(begun, "r1", "grep,sed")
+        now[0] += 2.0
+        both = await asyncio.gather(two.begin("acme/p"), one.begin("acme/p"))
+        (pause,) = [each.pause for each in both if each.pause is not None]
+        assert (pause.tools, pause.seconds) == ("grep,sed", 2.0)
+        assert both[0].program.arrival == 100.0
+
+    with_routers(scenario, clock=lambda: now[0])
+
+
+def test_a_program_that_rested_long_begins_a_new_run_and_ends_no_pause():
+    now = [100.0]
+
+    async def scenario(routers):
+        one, _ = routers.tables
+        await turn(one, "acme/p", tools="ls")
+        now[0] += 3601.0
+        begun = await one.begin("acme/p")
+        program = begun.program
+        assert (begun.pause, program.arrival, program.run_turns, program.answered_turns) == (None, 3701.0, 1, 1)
+
+    with_routers(scenario, clock=lambda: now[0])
+
+
+def test_a_tenant_that_invents_names_without_end_pushes_out_its_own_oldest_ones():
+    async def scenario(routers):
+        table, _ = routers.tables
         await turn(table, "quiet/p")
         for i in range(30):
             await turn(table, f"noisy/{i}")
+            await turn(table, "noisy/used")
+        left = {name.rpartition(b"/")[2] for name in await routers.keys("program/{noisy}/*")}
+        assert left == {b"used", *(str(i).encode() for i in range(23, 30))}
+        assert (await table.begin("noisy/used")).program.turns == 30
         assert (await table.begin("quiet/p")).program.turns == 1
+        assert (await table.begin("noisy/0")).program.turns == 0
+
+    with_routers(scenario, most=8)
+
+
+def test_a_program_is_forgotten_a_while_after_its_last_turn():
+    async def scenario(routers):
+        await turn(routers.tables[0], "acme/p")
+        (key,) = await routers.keys("program/*/*")
+        assert DAY - 60 < await routers.records[0]._redis.ttl(key) <= DAY
+
+    with_routers(scenario)
+
+
+def test_a_sub_agent_counts_for_the_program_at_the_top():
+    async def scenario(table):
+        await table.begin("acme/top")
+        child = await table.begin("acme/child", parent="acme/top")
+        grandchild = await table.begin("acme/grandchild", parent="acme/child")
+        orphan = await table.begin("acme/orphan", parent="acme/never seen")
+        own = await table.begin("acme/own", parent="acme/own")
+        late = await table.begin("acme/top", parent="acme/orphan")
+        roots = [each.root for each in (child, grandchild, orphan, own, late)]
+        assert roots == ["acme/top", "acme/top", "acme/never seen", "acme/own", "acme/top"]
+        assert (await table.begin("acme/child")).root == "acme/top", "its later turns need not say so"
+
+    for records in (shared_records(), records_away()):
+        asyncio.run(scenario(ProgramTable(records)))
+
+
+# ---- programs that are found by what they sent ----
+
+
+def test_a_conversation_that_goes_on_stays_one_program():
+    async def scenario(routers):
+        messages, seen = list(TASK), []
+        for _ in range(6):
+            key, turns, said = await routers.ask(*messages)
+            seen.append((key, turns))
+            messages += [{**said, "reasoning_content": "thoughts"}, result(said)]
+            if len(seen) > 2:
+                messages += [{"role": "user", "content": "go on"}]
+                messages[2] = {name: value for name, value in messages[2].items() if name != "reasoning_content"}
+        assert seen == [(seen[0][0], i) for i in range(6)]
+
+    with_routers(scenario)
+
+
+def test_two_runs_of_one_task_are_two_programs_and_each_goes_on_as_itself():
+    async def scenario(routers):
+        runs = [await routers.ask(*TASK) for _ in range(5)]
+        assert len({key for key, _, _ in runs}) == 5
+        for key, _, said in (runs[3], runs[0], runs[4], runs[2], runs[1]):
+            then, turns, _ = await routers.ask(*TASK, said, result(said))
+            assert (then, turns) == (key, 1)
+
+    with_routers(scenario)
+
+
+def test_a_branch_is_its_own():
+    async def scenario(routers):
+        key, _, said = await routers.ask(*TASK)
+        then, _, more = await routers.ask(*TASK, said, result(said))
+        assert then == key
+        branch, turns, _ = await routers.ask(*TASK, said, result(said, "others"))
+        assert branch != key
+        assert turns == 0
+        other, _, _ = await routers.ask(*TASK, answered()[0], result(answered()[0]))
+        assert other not in (key, branch)
+        assert (await routers.ask(*TASK, said, result(said), more, result(more)))[0] == key
+
+    with_routers(scenario)
+
+
+def test_a_branch_does_not_take_over_another_run_that_stands_at_the_same_place():
+    async def scenario(routers):
+        key, _, said = await routers.ask(*TASK)
+        await routers.ask(*TASK, said, result(said))
+        other, _, waits = await routers.ask(*TASK)
+        branch, _, _ = await routers.ask(*TASK, said, result(said, "others"))
+        assert len({key, other, branch}) == 3
+        assert (await routers.ask(*TASK, waits, result(waits)))[0] == other
+
+    with_routers(scenario)
+
+
+def test_a_turn_that_had_no_reply_may_be_sent_again_and_a_first_one_is_another_run():
+    async def scenario(routers):
+        key, _, said = await routers.ask(*TASK)
+        follow_up = (*TASK, said, result(said))
+        assert (await routers.ask(*follow_up, reply=False))[0] == key
+        assert (await routers.ask(*follow_up))[0] == key
+        assert (await routers.ask(*follow_up))[0] != key, "it had its reply"
+        assert (await routers.ask(*TASK, reply=False))[0] != (await routers.ask(*TASK))[0]
+
+    with_routers(scenario)
+
+
+def test_tenants_models_and_tools_do_not_meet():
+    async def scenario(routers):
+        _, _, said = await routers.ask(*TASK)
+        more = (*TASK, said, result(said))
+        _, turns, _ = await routers.ask(*more, tenant="other")
+        assert turns == 0
+        _, turns, _ = await routers.ask(prompt=ChatPrompt(more))
+        assert turns == 0
+        assert conversation("one", ChatPrompt(more)).head != conversation("two", ChatPrompt(more)).head
+
+    with_routers(scenario)
+
+
+def test_of_two_requests_that_find_one_program_one_goes_on_with_it():
+    async def scenario(routers):
+        key, _, said = await routers.ask(*TASK)
+        asked = (routers.ask(*TASK, said, result(said, f"result {i}")) for i in range(8))
+        keys = [found for found, _, _ in await asyncio.gather(*asked)]
+        assert keys.count(key) == 1
+        assert len(set(keys)) == 8
+
+    with_routers(scenario, 8)
+
+
+def test_a_plain_prompt_that_grows_stays_one_program():
+    async def scenario(routers):
+        for text in ("x" * 300, "short: ", tuple(range(300)), (1, 2)):
+            more = (*text, 5, 6) if isinstance(text, tuple) else text + " and more"
+            key, _, _ = await routers.ask(prompt=RawPrompt(text))
+            again, _, _ = await routers.ask(prompt=RawPrompt(text))
+            assert again != key
+            then, turns, _ = await routers.ask(prompt=RawPrompt(more))
+            assert then in (key, again)
+            assert turns == 1
+            last = 4 if isinstance(text, tuple) else "y"
+            other = (*text[:-1], last, *more[-2:]) if isinstance(text, tuple) else text[:-1] + last + more[-9:]
+            if len(text) > 256:  # else it begins otherwise
+                assert (await routers.ask(prompt=RawPrompt(other)))[1] == 0
+
+    with_routers(scenario)
+
+
+def test_what_is_kept_and_looked_at_is_bounded():
+    async def scenario(routers):
+        for _ in range(PROGRAMS_AT_PLACE + 9):
+            last, _, said = await routers.ask(*TASK)
+        (key,) = await routers.keys("places/*/*")
+        redis = routers.records[0]._redis
+        assert await redis.hlen(key) == PROGRAMS_AT_PLACE
+        assert 0 < await redis.pttl(key) <= DAY * 1000
+        assert (await routers.ask(*TASK, said, result(said)))[0] == last, "the latest are kept"
+
+    with_routers(scenario, 1)
+    long = [*TASK, *(each for _ in range(99) for each in ({"role": "assistant", "content": "a"}, TASK[1]))]
+    assert len(conversation("pocket", ChatPrompt(long)).places) == REPLIES + 1
+
+
+def test_a_tenant_that_begins_without_end_pushes_out_its_own():
+    async def scenario(routers):
+        key, _, said = await routers.ask(*TASK, tenant="quiet")
+        own, _, kept = await routers.ask(*TASK, {"role": "user", "content": "first"}, tenant="noisy")
+        for i in range(60):
+            await routers.ask(*TASK, {"role": "user", "content": f"task {i}"}, tenant="noisy")
+            if i % 10 == 0:
+                messages = (*TASK, {"role": "user", "content": "first"}, kept, result(kept))
+                then, turns, _ = await routers.ask(*messages, reply=False, tenant="noisy")
+                assert (then, turns) == (own, 1), "who is used stays"
+        names = await routers.keys("*/{noisy}/*")
+        assert len(names) <= 2 * 20
+        assert (await routers.ask(*TASK, said, result(said), tenant="quiet"))[:2] == (key, 1)
+
+    with_routers(scenario, 2, most=20)
+
+
+def test_a_turn_takes_two_trips_to_redis_and_one_that_continues_a_conversation_three():
+    async def scenario(routers):
+        async def trips(work):
+            before = routers.trips
+            result = await work
+            return routers.trips - before, result
+
+        taken, (_, _, said) = await trips(routers.ask(*TASK))
+        assert taken == 2
+        taken, (_, turns, _) = await trips(routers.ask(*TASK, said, result(said)))
+        assert (taken, turns) == (3, 1)
+        taken, _ = await trips(turn(routers.tables[0], "acme/named"))
+        assert taken == 2
+
+    with_routers(scenario)
+
+
+# ---- while Redis is away ----
+
+
+def test_a_router_goes_by_what_it_remembers():
+    async def scenario():
+        table = ProgramTable(records_away())
+        begun = await turn(table, "acme/p", "r1", "ls")
+        assert not begun.shared
+        again = await table.begin("acme/p")
+        assert (again.program.last_replica, again.pause) == ("r1", None)
+        await table.placed("acme/p", "r2")
+        assert (await table.look("acme/p")).last_replica == "r2"
+        assert await table.look("acme/q") is None
+        key, _, said = await asked(table, ChatPrompt(TASK, TOOLS))
+        more = [*TASK, said, result(said)]
+        assert await table.look_conversation("acme", conversation("pocket", ChatPrompt(more, TOOLS))) == key
+        assert (await asked(table, ChatPrompt(more, TOOLS)))[0] == key
+        assert (await asked(table, ChatPrompt(TASK, TOOLS)))[0] != key
+        with pytest.raises(UnavailableError):
+            await table.forget("acme/p")
 
     asyncio.run(scenario())
 
 
-def test_two_deployments_at_one_redis_do_not_meet(server):
+def test_a_turn_that_redis_has_lost_or_never_had_goes_where_this_router_remembers(server):
     async def scenario():
-        async with Router(server) as one, Router(server, namespace="holdfast/other/2.0") as two:
-            await turn(one, "acme/p")
-            assert (await two.begin("acme/p")).program.turns == 0
-            assert not await two.forget("acme/q")
-
-    asyncio.run(scenario())
-
-
-def test_memory_does_what_the_scripts_do(server):
-    """The same random story, told to Redis and to a table that has none, at the same times."""
-    rng, start, now = random.Random(5), math.floor(time.time() - 1e6) + 0.25, [0.0]
-
-    async def scenario():
-        lone = ProgramTable(None, 100, 2e6, 1000.5, clock=lambda: start + now[0])
-        async with Router(server, rest_s=1000.5) as shared:
-            shared._scripts = Dated(shared._scripts, lambda: time.time() - start - now[0])
-            running: list[tuple[Begun, Begun]] = []
-            for _ in range(500):
-                now[0] += rng.choice([1.0, 10.0, 10.0, 1500.0])
-                key, what = f"acme/p{rng.randrange(3)}", rng.random()
-                if what < 0.5 or not running:
-                    running.append((await shared.begin(key), await lone.begin(key)))
-                    assert told(running[-1][0]) == told(running[-1][1])
-                elif what < 0.95:
-                    one, two = running.pop(rng.randrange(len(running)))
-                    tools, over = rng.choice([("ls", False), ("", False), ("", True), ("sed", False)])
-                    replica = rng.choice(["", "r1", "r2"])
-                    ended = await shared.end(one, replica, tools, over=over)
-                    assert told(ended) == told(await lone.end(two, replica, tools, over=over))
-                else:
-                    assert await shared.forget(key) == await lone.forget(key)
-
-    asyncio.run(scenario())
-
-
-def told(found: Begun | Run | None) -> object:
-    """What can be compared: times to half a second, and nothing that is drawn."""
-    if found is None:
-        return None
-    drawn = {"life", "version", "told", "shared"}
-    names = {name: value for name, value in asdict(found).items() if name not in drawn}
-    program = {name: value for name, value in names.pop("program", {}).items() if name not in drawn}
-    pause = names.pop("pause", None) or {}
-    return [
-        [(name, round(value) if isinstance(value, float) else value) for name, value in each.items()]
-        for each in (names, program, pause)
-    ]
-
-
-def test_turns_without_redis_are_counted_and_told_when_it_is_back(server):
-    async def scenario():
-        async with Router(server) as one, Router(server) as two:
-            await turn(one, "acme/p", "r1", "ls")
-            await turn(two, "acme/p", "r2", "ls")
-            server.kill()
-            begun = [await turn(two, "acme/p", f"r{i}", "ls") for i in range(3)]
-            assert [each.program.turns for each in begun] == [2, 3, 4], "what this process knows"
-            assert await two.forget("acme/q") is False
-            server.socket.unlink(missing_ok=True)
-            server.start()  # and has lost what it had
-            await until_async(lambda: not two._untold)
-            after = await one.begin("acme/p")
-            assert (after.program.turns, after.program.last_replica) == (5, "r2")
-            assert after.pause is not None
-            assert after.program.arrival == begun[0].program.arrival
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("forgotten", [False, True])
-def test_what_is_told_late_counts_and_changes_nothing_that_came_after_it(server, forgotten):
-    """One router misses Redis for a turn. Told of it later, Redis sent the program back to where that turn had been."""
-
-    async def scenario():
-        async with Router(server) as one, Router(server) as two:
-            await turn(one, "acme/p", "r1", "ls")
-            await turn(two, "acme/p", "r1", "ls")
-            scripts, two._scripts = two._scripts, Away()
-            await turn(two, "acme/p", "r2", "sed")
-            await two.placed("acme/p", "r2")
-            untold = two._untold.get("acme/p", 0.0)
-            untold.extend([replace(untold.popleft(), at=time.monotonic() - 5.0) for _ in range(len(untold))])
-            if forgotten:
-                assert await one.forget("acme/p")
-            else:
-                await turn(one, "acme/p", "r3", "cat")
-            two._scripts = scripts
-            await two._tell_all()
-            assert not two.untold
-            if forgotten:
-                assert await one.look("acme/p") is None
-                return
-            seen = await one.look("acme/p")
-            assert (seen.turns, seen.came, seen.run_turns) == (4, 4, 4)
-            assert (seen.last_replica, seen.tools) == ("r3", "cat")
-            assert (await two.begin("acme/p")).pause.tools == "cat"
-
-    asyncio.run(scenario())
-
-
-def test_a_turn_that_a_delete_overtakes_begins_anew(server):
-    async def scenario():
-        async with Router(server) as one, Router(server) as two:
-            await turn(one, "acme/p", "r1", "ls")
-            assert await one.forget("acme/p")
-            two._scripts = Dated(two._scripts, iter([5.0, 0.0]).__next__)
-            begun = await two.begin("acme/p")
-            assert (begun.program.gone, begun.program.came, begun.program.turns) == (False, 1, 0)
-
-    asyncio.run(scenario())
-
-
-def test_a_flood_without_redis_pushes_out_nothing_of_other_tenants(server, monkeypatch):
-    monkeypatch.setattr(programs, "UNTOLD", 8)
-
-    async def scenario():
-        async with Router(server) as one, Router(server) as two:
-            scripts, two._scripts = two._scripts, Away()
-            await turn(two, "quiet/p", "r1", "ls")
-            for i in range(30):
-                await turn(two, f"noisy/{i}")
-            two._scripts = scripts
-            await two._tell_all()
-            assert not two.untold
-            assert (await one.begin("quiet/p")).program.turns == 1
-            assert (await one.begin("noisy/29")).program.turns == 1
-            assert (await one.begin("noisy/0")).program.turns == 0
+        records = Records(RedisAddress(server.url), PATIENT, 0.01)
+        table = ProgramTable(records)
+        await turn(table, "acme/p", "r1")
+        server.kill()
+        away = await table.begin("acme/p")
+        assert (away.program.last_replica, away.shared) == ("r1", False)
+        server.start()
+        await until_async(lambda: not records.degraded)
+        await table.end(away, "r2", "ls")  # Redis has come back empty, and there is nothing to count
+        begun = await table.begin("acme/p")
+        assert (begun.program.turns, begun.program.last_replica, begun.shared) == (0, "r2", True)
+        await records.close()
 
     asyncio.run(scenario())
 
 
 def test_a_turn_that_began_without_redis_and_ends_with_it_is_counted(server):
-    """The router that took it had never met its program, which another one had."""
-
     async def scenario():
-        async with Router(server) as one, Router(server) as two:
-            await turn(one, "acme/p", "r1", "ls")
-            scripts, two._scripts = two._scripts, Away()
-            begun = await two.begin("acme/p")
-            two._scripts = scripts
-            await until_async(lambda: not two._untold)
-            await two.end(begun, "r2", "sed")
-            after = await one.begin("acme/p")
-            assert (after.program.turns, after.program.last_replica) == (2, "r2")
-            assert after.pause is not None
-            assert after.pause.tools == "sed"
-
-    asyncio.run(scenario())
-
-
-def test_a_step_that_ran_although_its_answer_was_lost_counts_once(server):
-    class LosesAnswers:
-        degraded = False
-
-        def __init__(self, store, lost):
-            self.store, self.lost = store, lost
-
-        async def try_script(self, source, keys, arguments):
-            answer = await self.store.try_script(source, keys, arguments)
-            self.lost -= 1
-            return None if self.lost >= 0 else answer
-
-    async def scenario():
-        router = Router(server)
-        async with router as one:
-            table = ProgramTable(LosesAnswers(router.store, 2), 100, DAY, 3600.0, RETRY)
-            await turn(table, "acme/p", "r1", "ls")
-            await turn(table, "acme/p", "r1", "ls")
-            await table.close()
-            assert (await one.begin("acme/p")).program.turns == 2
-
-    asyncio.run(scenario())
-
-
-def test_a_program_is_forgotten_a_while_after_its_last_turn(server):
-    async def scenario():
-        router = Router(server)
-        async with router as one:
-            await turn(one, "acme/p")
-            (key,) = await router.store._redis.keys("*programs/*/*")
-            assert DAY - 60 < await router.store._redis.ttl(key) <= DAY
-        now = [0.0]
-        table = alone(lambda: now[0])
-        await turn(table, "acme/p")
-        now[0] = DAY + 1
-        assert (await table.begin("acme/p")).program.turns == 0
-
-    asyncio.run(scenario())
-
-
-def test_work_ahead_says_where_the_next_turn_is_best_served_and_counts_as_none(server):
-    async def scenario():
-        async with Router(server) as one, Router(server) as two:
-            assert await two.look("acme/p") is None
-            await one.placed("acme/p", "r1")  # before its first turn
-            begun = await two.begin("acme/p")
-            assert (begun.program.last_replica, begun.program.turns, begun.program.run_turns) == ("r1", 0, 1)
-            await two.end(begun, "r2", "ls")
-            await one.placed("acme/p", "r3")
-            seen = await two.look("acme/p")
-            assert (seen.last_replica, seen.turns, seen.tools) == ("r3", 1, "ls")
-            again = await one.begin("acme/p")
-            assert (again.pause.tools, again.program.last_replica) == ("ls", "r3")
-            assert await two.forget("acme/p")
-            assert await one.look("acme/p") is None
-            await one.placed("acme/p", "r4")
-            assert (await two.look("acme/p")).last_replica == "r4"
-
-    asyncio.run(scenario())
-
-
-def test_without_redis_a_router_remembers_it_by_itself():
-    async def scenario():
-        for table in alone(lambda: 5.0), ProgramTable(Away(), 100, DAY, 3600.0, RETRY, lambda: 5.0):
-            await table.placed("acme/p", "r1")
-            assert (await table.look("acme/p")).last_replica == "r1"
-            begun = await turn(table, "acme/p", "r2", "ls")
-            assert begun.program.last_replica == "r1"
-            await table.placed("acme/p", "r3")
-            assert ((await table.look("acme/p")).last_replica, (await table.look("acme/p")).tools) == ("r3", "ls")
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("away", [False, True])
-def test_a_sub_agent_counts_for_the_program_at_the_top(server, away):
-    async def scenario():
-        async with Router(server) as shared:
-            table = alone(time.time) if away else shared
-            await table.begin("acme/top")
-            child = await table.begin("acme/child", parent="acme/top")
-            grandchild = await table.begin("acme/grandchild", parent="acme/child")
-            orphan = await table.begin("acme/orphan", parent="acme/never seen")
-            own = await table.begin("acme/own", parent="acme/own")
-            late = await table.begin("acme/top", parent="acme/orphan")
-            roots = [each.root for each in (child, grandchild, orphan, own, late)]
-            assert roots == ["acme/top", "acme/top", "acme/never seen", "acme/own", "acme/top"]
-            assert (await table.begin("acme/child")).root == "acme/top", "its later turns need not say so"
+        records = Records(RedisAddress(server.url), PATIENT, 0.01)
+        table = ProgramTable(records)
+        await turn(table, "acme/p", "r1", "ls")
+        with server.client() as client:
+            kept = {key: client.dump(key) for key in client.scan_iter()}
+        server.kill()
+        away = await table.begin("acme/p")
+        server.start()
+        with server.client() as client:
+            for key, value in kept.items():
+                client.restore(key, 0, value)
+        await until_async(lambda: not records.degraded)
+        await table.end(away, "r2", "sed")
+        begun = await table.begin("acme/p")
+        assert (begun.program.turns, begun.program.last_replica, begun.pause.tools) == (2, "r2", "sed")
+        await records.close()
 
     asyncio.run(scenario())

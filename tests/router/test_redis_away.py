@@ -7,23 +7,14 @@ from typing import Any
 import httpx
 import pytest
 from fake_backend import FakeBackend, World, chat_body
-from redis_server import RedisServer
+from redis_server import RedisServer, records_away
 from waiting import until_async
 
 from holdfast.router.records import Records, RedisAddress
-from holdfast.router.store import MemoryStore, RedisStore
 
 PATIENT = 60.0  # seconds that an operation may take on a slow machine
 PREFILL = {"model": "pocket", "messages": [{"role": "user", "content": "hello"}]}
 RESPONSE = {"model": "pocket", "input": "hello"}
-
-
-class Away(MemoryStore):
-    """As a router has it while Redis does not answer: what it keeps meanwhile is found."""
-
-    @property
-    def degraded(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize(
@@ -54,34 +45,55 @@ def test_what_may_be_there_is_no_404(method: str, path: str, body: Any, otherwis
     def ask(world: World) -> httpx.Response:
         return world.call(method, path, json=body)
 
-    assert ask(World(shared=MemoryStore(100, 2**20))).status_code == otherwise
-    answer = ask(World(shared=Away(100, 2**20)))
+    assert ask(World()).status_code == otherwise
+    answer = ask(World(records=records_away()))
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
     assert int(answer.headers["retry-after"]) >= 1
 
 
 @pytest.mark.parametrize("path", ["/v1/sessions/no such name", "/v1/sessions/no such name/questions"])
 def test_what_cannot_be_a_name_is_unknown_whoever_is_away(path: str) -> None:
-    assert World(shared=Away(100, 2**20)).call("GET", path).status_code == 404
+    assert World(records=records_away()).call("GET", path).status_code == 404
 
 
-def test_what_was_kept_meanwhile_is_found() -> None:
-    world = World(shared=Away(100, 2**20))
-    first = world.call("POST", "/v1/responses", json=RESPONSE).json()
-    assert world.call("GET", f"/v1/responses/{first['id']}").status_code == 200
-    assert (
-        world.call("POST", "/v1/responses", json={**RESPONSE, "previous_response_id": first["id"]}).status_code == 200
-    )
-    prefill = world.call("POST", "/v1/prefills", json=PREFILL).json()
-    assert world.call("GET", f"/v1/prefills/{prefill['id']}").status_code == 200
-    # Redis may have one that was put there before: whoever deletes is told to come again.
-    assert world.call("DELETE", f"/v1/responses/{first['id']}").status_code == 503
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", chat_body()),
+        ("/v1/chat/completions", chat_body(stream=True)),
+        ("/v1/chat/completions", chat_body(program_id="p")),
+        ("/v1/responses", RESPONSE),
+        ("/v1/messages", {**chat_body(), "max_tokens": 3}),
+    ],
+)
+def test_generation_goes_on(path: str, body: Any) -> None:
+    world = World(records=records_away())
+    for _ in range(2):
+        answer = world.call("POST", path, json=body)
+        assert (answer.status_code, "Hello" in answer.text or "Hel" in answer.text) == (200, True)
+    if path == "/v1/responses":
+        assert answer.json()["store"] is False
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/prefills", PREFILL),
+        ("/v1/sessions", {"model": "pocket", "text": "x"}),
+        ("/v1/programs/p/heartbeat", {"within_s": 60}),
+    ],
+)
+def test_what_could_not_be_stored_is_refused(path: str, body: Any) -> None:
+    world = World(records=records_away())
+    answer = world.call("POST", path, json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    assert int(answer.headers["retry-after"]) >= 1
 
 
 def test_a_chain_and_a_prefill_go_on_once_redis_is_back(server: RedisServer) -> None:
     async def run() -> None:
-        store = RedisStore(Records(RedisAddress(server.url), PATIENT, retry_s=0.01), MemoryStore(100, 2**20))
-        world = World(FakeBackend(), shared=store)
+        records = Records(RedisAddress(server.url), PATIENT, retry_s=0.01)
+        world = World(FakeBackend(), records=records)
         transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             first = (await client.post("/v1/responses", json=RESPONSE)).json()
@@ -92,15 +104,15 @@ def test_a_chain_and_a_prefill_go_on_once_redis_is_back(server: RedisServer) -> 
                 lambda: client.get(f"/v1/prefills/{made['id']}"),
                 lambda: client.post("/v1/chat/completions", json=chat_body(prefill_id=made["id"])),
             ]
-            kept = server.client().dump(f"holdfast/responses/default/{first['id']}")
-            handle = server.client().dump(f"holdfast/prefills/default/{made['id']}")
+            kept = server.client().dump(f"holdfast/records/responses/default/{first['id']}")
+            handle = server.client().dump(f"holdfast/records/prefills/default/{made['id']}")
             server.kill()
             assert [(await call()).status_code for call in calls] == [503] * 4
             server.start()
-            server.client().restore(f"holdfast/responses/default/{first['id']}", 0, kept)
-            server.client().restore(f"holdfast/prefills/default/{made['id']}", 0, handle)
-            await until_async(lambda: not store.degraded)
+            server.client().restore(f"holdfast/records/responses/default/{first['id']}", 0, kept)
+            server.client().restore(f"holdfast/records/prefills/default/{made['id']}", 0, handle)
+            await until_async(lambda: not records.degraded)
             assert [(await call()).status_code for call in calls] == [200] * 4
-        await store.close()
+        await records.close()
 
     asyncio.run(run())

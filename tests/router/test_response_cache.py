@@ -4,14 +4,15 @@ from dataclasses import replace
 import orjson
 import pytest
 from fake_backend import CARD, USAGE, config_of
+from redis_server import records_away, shared_records
 
 from holdfast.replicas.requests import Answer, Timing
 from holdfast.router.answers import encode_answer
 from holdfast.router.protocol.body import validate
 from holdfast.router.protocol.chat import ChatBody, chat_turn
 from holdfast.router.protocol.completions import CompletionBody, completion_turn
-from holdfast.router.response_cache import MADE, Ask, Found, ResponseCache
-from holdfast.router.store import MemoryStore
+from holdfast.router.response_cache import MADE, CachedAnswer, CacheQuery, ResponseCache
+from holdfast.router.single_flight import Unresolved
 from holdfast.router.tenants import Tenant, TenantCache
 
 ANSWER = Answer("hello", (), (), "stop", USAGE, Timing(0.0))
@@ -27,14 +28,15 @@ BASE = {"model": "pocket", "messages": [{"role": "user", "content": "hi"}], "too
 
 
 ACME = Tenant("acme")
+KEY = "cache/acme/k"
 
 
-def cache(store=None, fingerprint="weights-1", now=lambda: 1000.0, **settings):
-    return ResponseCache(store or MemoryStore(100, 2**20), config_of(**settings), fingerprint, now=now)
+def cache(records=None, fingerprint="weights-1", now=lambda: 1000.0, **settings):
+    return ResponseCache(records or shared_records(), config_of(**settings), fingerprint, now=now)
 
 
 def ask(key, max_age_s=3600.0, tenant=ACME):
-    return Ask(key, tenant, max_age_s)
+    return CacheQuery(key, tenant, max_age_s)
 
 
 def chat_key(tenant="acme", fingerprint="weights-1", **changes):
@@ -97,27 +99,29 @@ def test_text_and_token_prompts_and_chats_do_not_meet():
 
 def test_a_repeat_counts_its_whole_prompt_as_cached():
     async def scenario():
-        store = MemoryStore(100, 2**20)
-        one, two = cache(store), cache(store)
-        assert await one.find(ask("k")) is None
-        one.keep(ask("k"), ANSWER)
-        near = await one.find(ask("k"))
+        records = shared_records()
+        one, two = cache(records), cache(records)
+        assert await one.find(ask(KEY)) is None
+        one.keep(ask(KEY), ANSWER)
+        near = await one.find(ask(KEY))
         await one.drain()
-        assert near == await two.find(ask("k")) == Found(replace(ANSWER, usage=replace(USAGE, cached=USAGE.prompt)))
+        assert (
+            near == await two.find(ask(KEY)) == CachedAnswer(replace(ANSWER, usage=replace(USAGE, cached=USAGE.prompt)))
+        )
 
     asyncio.run(scenario())
 
 
 def test_a_long_answer_and_foreign_bytes_are_misses():
     async def scenario():
-        store = MemoryStore(100, 2**20)
-        small = cache(store, cache_answer_bytes=10)
-        small.keep(ask("k"), ANSWER)
+        records = shared_records()
+        small = cache(records, cache_answer_bytes=10)
+        small.keep(ask(KEY), ANSWER)
         await small.drain()
-        assert await small.find(ask("k")) is None
+        assert await small.find(ask(KEY)) is None
         for value in (b"not an answer", b"short"):
-            await store.set("k", value, 60.0)
-            assert await small.find(ask("k")) is None
+            await records.put(KEY, value, 60.0)
+            assert await small.find(ask(KEY)) is None
 
     asyncio.run(scenario())
 
@@ -138,7 +142,7 @@ TURN = chat_turn(validate(ChatBody, BASE), CARD)
     ],
 )
 def test_what_cache_control_asks_for(header, max_age_s, fresh):
-    asked = cache().ask(ACME, TURN, header)
+    asked = cache().query(ACME, TURN, header)
     assert (asked.max_age_s, asked.fresh) == (max_age_s, fresh)
 
 
@@ -151,7 +155,7 @@ def test_what_cache_control_asks_for(header, max_age_s, fresh):
     ],
 )
 def test_who_goes_past_the_cache(header, tenant, on):
-    assert cache(response_cache=on).ask(tenant, TURN, header) is None
+    assert cache(response_cache=on).query(tenant, TURN, header) is None
 
 
 def test_an_answer_has_one_age_wherever_it_lies():
@@ -159,21 +163,21 @@ def test_an_answer_has_one_age_wherever_it_lies():
 
     async def scenario():
         now = [1000.0]
-        store = MemoryStore(100, 2**20)
-        one, two = (cache(store, now=lambda: now[0]) for _ in range(2))
+        records = shared_records()
+        one, two = (cache(records, now=lambda: now[0]) for _ in range(2))
         short = Tenant("acme", cache=TenantCache(ttl_s=30.0))
-        one.keep(one.ask(ACME, TURN, None), ANSWER)
+        one.keep(one.query(ACME, TURN, None), ANSWER)
         await one.drain()
         now[0] += 20.0
         for each in (one, two, two):  # the second look of `two` is near
-            assert (await each.find(each.ask(ACME, TURN, "max-age=20"))).age_s == 20.0
-            assert await each.find(each.ask(ACME, TURN, "max-age=19")) is None
-            assert await each.find(each.ask(ACME, TURN, "no-cache")) is None
-            assert (await each.find(each.ask(short, TURN, None))).age_s == 20.0
+            assert (await each.find(each.query(ACME, TURN, "max-age=20"))).age_s == 20.0
+            assert await each.find(each.query(ACME, TURN, "max-age=19")) is None
+            assert await each.find(each.query(ACME, TURN, "no-cache")) is None
+            assert (await each.find(each.query(short, TURN, None))).age_s == 20.0
         now[0] += 11.0
         for each in (one, two):
-            assert await each.find(each.ask(short, TURN, None)) is None
-            assert (await each.find(each.ask(ACME, TURN, None))).age_s == 31.0
+            assert await each.find(each.query(short, TURN, None)) is None
+            assert (await each.find(each.query(ACME, TURN, None))).age_s == 31.0
 
     asyncio.run(scenario())
 
@@ -181,7 +185,7 @@ def test_an_answer_has_one_age_wherever_it_lies():
 def test_a_tenant_keeps_no_more_than_its_size():
     async def scenario():
         size = len(encode_answer(ANSWER))
-        kept = cache(store=MemoryStore(1, 1))
+        kept = cache(records_away())
         small = Tenant("small", cache=TenantCache(bytes=3 * size))
         for i in range(9):
             kept.keep(ask(f"cache/small/{i}", tenant=small), ANSWER)
@@ -197,32 +201,32 @@ def test_a_tenant_keeps_no_more_than_its_size():
 
 def test_what_is_purged_is_found_nowhere_and_others_keep_theirs():
     async def scenario():
-        store, other = MemoryStore(100, 2**20), Tenant("other")
-        one, two = cache(store), cache(store)
+        records, other = shared_records(), Tenant("other")
+        one, two = cache(records), cache(records)
         for each in (one, two):
             each.purged({"acme": "first"})  # from before it began
         for tenant in (ACME, other):
-            one.keep(one.ask(tenant, TURN, None), ANSWER)
+            one.keep(one.query(tenant, TURN, None), ANSWER)
         await one.drain()
-        late = two.ask(ACME, TURN, None)  # it asks before its router has heard of the purge
+        late = two.query(ACME, TURN, None)  # it asks before its router has heard of the purge
         assert await two.find(late)
         one.purged({"acme": "second"})
         await one.drain()
-        assert await store.get(late.key) is None
+        assert await records.get(late.key) is None
         for each in (one, two):
             each.purged({"acme": "second"})
-            assert await each.find(each.ask(ACME, TURN, None)) is None
-            assert await each.find(each.ask(other, TURN, None))
+            assert await each.find(each.query(ACME, TURN, None)) is None
+            assert await each.find(each.query(other, TURN, None))
         two.keep(late, ANSWER)
         await two.drain()
-        assert await one.find(one.ask(ACME, TURN, None)) is None
+        assert await one.find(one.query(ACME, TURN, None)) is None
 
     asyncio.run(scenario())
 
 
 def test_a_tenants_flood_leaves_another_its_answers():
     async def scenario():
-        kept = cache(store=MemoryStore(1, 1), cache_entries=16)
+        kept = cache(records_away(), cache_entries=16)
         quiet, noisy = Tenant("quiet"), Tenant("noisy")
         kept.keep(ask("cache/quiet/0", tenant=quiet), ANSWER)
         for i in range(200):
@@ -245,13 +249,13 @@ WHOLE = orjson.loads(encode_answer(ANSWER))
 )
 def test_what_cannot_be_read_is_as_good_as_absent(stored):
     async def run():
-        store = MemoryStore(100, 2**20)
-        await store.set("k", MADE.pack(999.0) + stored, 60.0)
-        answers = cache(store)
-        assert await answers.find(ask("k")) is None
-        answers.keep(ask("k"), ANSWER)
+        records = shared_records()
+        await records.put(KEY, MADE.pack(999.0) + stored, 60.0)
+        answers = cache(records)
+        assert await answers.find(ask(KEY)) is None
+        answers.keep(ask(KEY), ANSWER)
         await answers.drain()
-        assert (await cache(store).find(ask("k"))).answer.text == "hello"
+        assert (await cache(records).find(ask(KEY))).answer.text == "hello"
 
     asyncio.run(run())
 
@@ -259,25 +263,26 @@ def test_what_cannot_be_read_is_as_good_as_absent(stored):
 def test_an_answer_that_cannot_be_stored_is_kept_nowhere_and_lets_those_who_wait_compute():
     async def run():
         answers, half = cache(), replace(ANSWER, text="half a pair: \ud83d")
-        lead = answers.flights.join("k")
-        waits = asyncio.ensure_future(answers.flights.follow(answers.flights.join("k"), lambda lead: None))
-        answers.keep(ask("k"), half, lead)
-        assert await waits is None
+        leader = answers.flights.lead(KEY)
+        waits = asyncio.ensure_future(answers.flights.follow(KEY))
+        await asyncio.sleep(0)
+        answers.keep(ask(KEY), half, leader)
+        assert await waits is Unresolved.FAILED
         await answers.drain()
-        assert await answers.find(ask("k")) is None
+        assert await answers.find(ask(KEY)) is None
 
     asyncio.run(run())
 
 
 def test_a_dropped_answer_is_gone_here_and_from_the_store():
     async def run():
-        store = MemoryStore(100, 2**20)
-        answers = cache(store)
-        answers.keep(ask("k"), ANSWER)
+        records = shared_records()
+        answers = cache(records)
+        answers.keep(ask(KEY), ANSWER)
         await answers.drain()
-        answers.drop(ask("k"))
+        answers.drop(ask(KEY))
         await answers.drain()
-        assert await answers.find(ask("k")) is None
-        assert await store.get("k") is None
+        assert await answers.find(ask(KEY)) is None
+        assert await records.get(KEY) is None
 
     asyncio.run(run())

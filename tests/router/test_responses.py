@@ -1,12 +1,10 @@
 """`/v1/responses` as clients see it: the official package, the Open Responses cases, and what is kept between turns."""
 
-import asyncio
 import base64
 import itertools
 import json
 from typing import get_args, get_type_hints
 
-import httpx
 import open_responses
 import openai
 import pytest
@@ -15,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseInputItemParam, ResponseStreamEvent
 from pydantic import TypeAdapter
-from redis_server import RedisServer
+from redis_server import shared_records, shared_server
 
 from holdfast.replicas.errors import ContextLengthError, ErrorInfo, ErrorKind, UnavailableError
 from holdfast.replicas.requests import (
@@ -29,9 +27,6 @@ from holdfast.replicas.requests import (
 from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.body import validate
 from holdfast.router.protocol.responses import ITEM_TYPES, ResponseEncoder, ResponsesBody, response_object
-from holdfast.router.records import Records, RedisAddress
-from holdfast.router.store import MemoryStore, RedisStore
-from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
 
 PATIENT = 60.0  # seconds a slow machine may take
@@ -684,19 +679,22 @@ def test_limits_hold_for_every_path():
 
 
 def test_a_continued_chain_lives_on_and_another_ends():
-    now = [0.0]
-    store = MemoryStore(1000, 2**20, clock=lambda: now[0])
-    stored = StoredResponses(store, RouterConfig(response_ttl_s=10.0))
-    world = World(responses=stored)
+    world = World(config=RouterConfig(response_ttl_s=1000.0))
     idle, first = whole(world), whole(world)
-    now[0] = 8.0
+
+    def left(response):
+        with shared_server().client() as redis:
+            return redis.pttl(f"{world.records.namespace}/records/responses/default/{response['id']}")
+
+    with shared_server().client() as redis:
+        for key in redis.keys(f"{world.records.namespace}/records/responses/*"):
+            redis.pexpire(key, 100_000)
     second = whole(world, previous_response_id=first["id"])
-    now[0] = 16.0
-    whole(world, previous_response_id=second["id"])
+    third = whole(world, previous_response_id=second["id"])
+    assert [left(each) > 900_000 for each in (idle, first, second, third)] == [False, True, True, True]
     assert world.call("DELETE", f"{PATH}/{first['id']}").status_code == 200
     broken = post(world, previous_response_id=second["id"])
     assert (broken.status_code, broken.json()["error"]["code"]) == (400, "previous_response_not_found")
-    assert world.call("GET", f"{PATH}/{idle['id']}").status_code == 404
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -714,58 +712,35 @@ def test_a_response_that_found_no_room_says_that_it_is_not_stored(stream, cached
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_that_cannot_be_stored_says_so(stream):
-    class Broken(MemoryStore):
-        async def set_shared(self, *_):
-            raise ZeroDivisionError
+def test_a_response_that_cannot_be_stored_says_so(stream, monkeypatch):
+    async def broken(*_arguments, **_settings):
+        raise ZeroDivisionError
 
-    world = World(shared=Broken(10, 2**20))
+    world = World()
+    monkeypatch.setattr(world.records, "put", broken)
     last = streamed(world)[-1]["response"] if stream else whole(world)
     assert (last["status"], last["store"]) == ("completed", False)
 
 
-async def acall(world, **body):
-    transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-        answer = await client.post(PATH, json={"model": "pocket", **body})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-@pytest.mark.parametrize("sealed", [False, True])
-def test_a_chain_of_fifty_survives_a_restart_of_everything_but_redis(tmp_path, sealed):
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_chain_of_fifty_survives_a_restart_of_everything_but_redis(tmp_path, encrypted):
     """Each turn comes to a router that has just begun, with a Redis that has not."""
     keys = tmp_path / "keys"
     keys.write_text(base64.b64encode(bytes(32)).decode())
-    config = RouterConfig(cache_key_file=str(keys) if sealed else "")
-    server = RedisServer(tmp_path)
-    server.start()
-    try:
-
-        async def turn(n, previous):
-            trips = []
-            memory = MemoryStore(10, 2**20)
-            store = RedisStore(Records(RedisAddress(server.url), PATIENT, observe=lambda *_: trips.append(1)), memory)
-            world = World(responses=StoredResponses(store, config))
-            try:
-                answer = await acall(world, input=f"word {n}", previous_response_id=previous)
-                assert len(trips) == (1 if previous is None else 2), "a chain is read in one"
-                values = await store.get(f"responses/default/{answer['id']}")
-                assert (b"word" in values) is not sealed
-                return answer["id"], world.backend.requests[0]
-            finally:
-                await store.close()
-
-        previous, programs = None, set()
-        for n in range(50):
-            previous, request = asyncio.run(turn(n, previous))
-            programs.add(request.program_id)
-        texts = [message["content"] for message in request.prompt.messages]
-        told = itertools.chain.from_iterable((f"word {n}", "Hello!") for n in range(50))
-        assert texts == list(told)[:-1]
-        assert len(programs) == 1
-    finally:
-        server.kill()
+    config = RouterConfig(cache_key_file=str(keys) if encrypted else "")
+    first, previous, programs = shared_records(), None, set()
+    for n in range(50):
+        world = World(records=shared_records(first, key_file=config.cache_key_file))
+        previous = whole(world, input=f"word {n}", previous_response_id=previous)["id"]
+        (request,) = world.backend.requests
+        programs.add(request.program_id)
+    with shared_server().client() as redis:
+        (value,) = redis.lrange(f"{first.namespace}/records/responses/default/{previous}", 0, -1)
+        assert (b"word" in value) is not encrypted
+    texts = [message["content"] for message in request.prompt.messages]
+    told = itertools.chain.from_iterable((f"word {n}", "Hello!") for n in range(50))
+    assert texts == list(told)[:-1]
+    assert len(programs) == 1
 
 
 def test_instructions_are_of_one_response_only():

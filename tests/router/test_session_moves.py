@@ -3,9 +3,8 @@
 import asyncio
 import base64
 import json
-import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -13,8 +12,9 @@ import pytest
 from fake_backend import FakeBackend, World
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from redis_server import RedisServer
+from redis_server import PATIENT, RedisServer, TestRecords, shared_records, shared_server
 from replicas_in_process import Loop, Replicas, Router, Trap
+from waiting import until_async
 
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import UnknownQuestionError
@@ -22,10 +22,9 @@ from holdfast.replicas.requests import LOGGED_OPERATIONS, History, SessionState
 from holdfast.router.config import RouterConfig
 from holdfast.router.programs import ProgramTable
 from holdfast.router.protocol.sessions import question_reply
-from holdfast.router.records import Records, RedisAddress
+from holdfast.router.records import PutResult, Records, RedisAddress
 from holdfast.router.session_histories import Home, SessionHistories
-from holdfast.router.session_homes import Found, SessionHomes
-from holdfast.router.store import MemoryStore, Put, RedisStore, Store
+from holdfast.router.session_homes import Located, SessionHomes
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 CONFIG = EngineConfig(
@@ -45,8 +44,7 @@ class Cluster:
 
     loop: Loop
     backend: Replicas
-    store: Store
-    programs: Sequence[ProgramTable]
+    records: TestRecords
     routers: tuple[Router, Router]
     turn: int = 0
 
@@ -55,16 +53,13 @@ class Cluster:
         cls,
         loop: Loop,
         backend: Replicas,
-        store: Store | None = None,
         config: RouterConfig | None = None,
         tenants: TenantDirectory | None = None,
     ) -> "Cluster":
-        store = store or MemoryStore(1000, 2**24)
-        programs = [ProgramTable(store if isinstance(store, RedisStore) else None, 1000, 7200.0, 3600.0)] * 2
-        if isinstance(store, RedisStore):
-            programs[1] = ProgramTable(store, 1000, 7200.0, 3600.0)
-        made = [Router(loop, backend, store, each, config, tenants) for each in programs]
-        return cls(loop, backend, store, programs, (made[0], made[1]))
+        first = shared_records(key_file=config.cache_key_file if config else "")
+        second = shared_records(first, key_file=config.cache_key_file if config else "")
+        made = [Router(loop, backend, each, config, tenants) for each in (first, second)]
+        return cls(loop, backend, first, (made[0], made[1]))
 
     def call(self, method: str, path: str, key: str = "", **arguments: Any) -> httpx.Response:
         """One call, of one router and then of the other."""
@@ -94,8 +89,6 @@ class Cluster:
         self.backend.trap = None
         for replica_id in self.backend.live:
             self.loop.run(self.backend.forget(replica_id))
-        for each in self.programs:
-            self.loop.run(each.close())
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +280,7 @@ def test_keys_are_remembered_for_the_latest_operations(cluster: Cluster, loop: L
         assert cluster.do("s", "append", f"k{i}", tokens=[6]).status_code == 200
     cluster.lose("s")
     n = cluster.state("s")["tokens"]
-    kept = loop.run(SessionHistories(cluster.store, RouterConfig()).read("default", "s"))
+    kept = loop.run(SessionHistories(cluster.records, RouterConfig()).read("default", "s"))
     assert kept is not None
     assert len(kept.history.done) == LOGGED_OPERATIONS
     assert cluster.do("s", "append", "k30", tokens=[6]).json()["tokens"] == 32
@@ -330,7 +323,7 @@ def test_what_two_routers_append_at_once_is_there_once(cluster: Cluster, loop: L
     assert {answer.status_code for answer in answers} == {200}
     assert sorted(answer.json()["tokens"] for answer in answers) == [begun["tokens"] + i for i in range(1, 21)]
     assert (cluster.state("s")["tokens"], cluster.state("s")["appends"]) == (begun["tokens"] + 20, 21)
-    histories = SessionHistories(cluster.store, RouterConfig())
+    histories = SessionHistories(cluster.records, RouterConfig())
     kept = loop.run(histories.read("default", "s"))
     assert kept is not None
     tokens = [int.from_bytes(kept.history.tokens[i : i + 4], "little") for i in range(0, len(kept.history.tokens), 4)]
@@ -341,28 +334,32 @@ class Contended(SessionHistories):
     """Another request changes the record as long as it has not had its turn on the event loop."""
 
     def __init__(self) -> None:
-        super().__init__(MemoryStore(10, 2**16), RouterConfig())
+        super().__init__(shared_records(), RouterConfig())
         self.over = False
         self.tries = 0
 
-    async def put(self, *arguments: Any) -> Put:
+    async def look(self, *_: Any) -> None:
+        return None
+
+    async def put(self, *arguments: Any) -> PutResult:
         self.tries += 1
-        return Put.DONE if self.over else Put.CHANGED
+        return PutResult.STORED if self.over else PutResult.CONFLICT
 
 
 def test_a_session_that_others_change_waits_between_its_tries() -> None:
     async def run() -> None:
-        histories, programs = Contended(), ProgramTable(None, 10, 7200.0, 3600.0)
+        histories = Contended()
+        programs = ProgramTable(histories._records)
         homes = SessionHomes(FakeBackend(), programs, histories, World().metrics)
-        found = Found("acme", "s", Home("life", "r1"), None)
-        await programs.begin(found.program)
+        located = Located("acme", "s", Home("life", "r1"), None)
+        await programs.begin(located.program)
 
         def end() -> None:
             histories.over = True
 
         asyncio.get_running_loop().call_soon(end)
-        assert await homes._commit(found, History("life", 0, b"", 0, ()))
-        assert histories.tries == 2
+        assert await homes._commit(located, History("life", 0, b"", 0, ()))
+        assert histories.tries >= 2
 
     asyncio.run(run())
 
@@ -404,28 +401,39 @@ def test_a_closed_session_stays_closed_and_its_name_is_free(cluster: Cluster, en
         assert cluster.call("DELETE", "/s").status_code == 200
 
 
-def test_what_an_append_costs_is_what_it_appends(loop: Loop, engines: Replicas) -> None:
-    grown: list[int] = []
+def test_what_an_append_costs_is_what_it_appends(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    script = Records.try_script
 
-    class Watched(MemoryStore):
-        async def grow(self, key: str, more: bytes, *arguments: Any, **named: Any) -> Put:
-            grown.append(len(more))
-            return await super().grow(key, more, *arguments, **named)
+    async def watched(self: Records, source: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        reply = await script(self, source, keys, arguments)
+        if any("sessions/" in key for key in keys):
+            sizes.append(len(str(arguments)) + len(str(reply)))
+        return reply
 
-        async def get(self, key: str) -> bytes | None:
-            assert not key.startswith("sessions/"), "a history is read only to be moved"
-            return await super().get(key)
+    monkeypatch.setattr(Records, "try_script", watched)
+    cluster.open("s", tokens=[5] * 800)
+    assert max(sizes) > 3200
+    sizes.clear()
+    for _ in range(10):
+        assert cluster.do("s", "append", tokens=[6]).status_code == 200
+        assert cluster.do("s", "query", **ASK).status_code == 200
+    assert max(sizes) < 500
 
-    cluster = Cluster.of(loop, engines, Watched(1000, 2**24))
-    try:
-        cluster.open("s", tokens=[5] * 800)
-        for _ in range(10):
-            assert cluster.do("s", "append", tokens=[6]).status_code == 200
-            assert cluster.do("s", "query", **ASK).status_code == 200
-        assert grown[0] > 3200
-        assert max(grown[1:]) < 200
-    finally:
-        cluster.reset()
+
+def test_a_replica_that_is_lost_while_it_takes_a_session_in_is_followed_by_another(cluster: Cluster) -> None:
+    cluster.open("s", text="Readings:")
+    before = cluster.state("s")["tokens"]
+    home = cluster.state("s")["replica"]
+    cluster.backend.restore_fails = 2
+    cluster.loop.run(cluster.backend.lose(home))
+    assert cluster.do("s", "append", tokens=[5]).json()["tokens"] == before + 1
+    assert cluster.moves() == {"gone": 1.0}
+    cluster.backend.restore_fails = 99
+    cluster.loop.run(cluster.backend.lose(cluster.state("s")["replica"]))
+    assert error(cluster.do("s", "append", tokens=[5])) == (503, "unavailable")
+    cluster.backend.restore_fails = 0
+    assert cluster.do("s", "append", tokens=[5]).json()["tokens"] == before + 2
 
 
 def test_a_history_that_has_no_room_is_given_up_and_the_error_says_so(loop: Loop, engines: Replicas) -> None:
@@ -469,12 +477,12 @@ def test_without_histories_a_session_is_lost_with_its_replica(loop: Loop, engine
 def test_where_the_store_has_lost_a_history_the_session_is_lost_or_kept_anew(cluster: Cluster, loop: Loop) -> None:
     cluster.open("s", text="Readings:")
     question = cluster.do("s", "questions", **ASK).json()["id"]
-    loop.run(cluster.store.delete("sessions/default/s"))
+    loop.run(cluster.records.delete("sessions/default/s"))
     assert cluster.do("s", "append", text="\n1").status_code == 200  # its replica has it all
     cluster.lose("s")
     assert (cluster.state("s")["appends"], cluster.state("s")["questions"]) == (2, [question])
     home = cluster.state("s")["replica"]
-    loop.run(cluster.store.delete("sessions/default/s"))
+    loop.run(cluster.records.delete("sessions/default/s"))
     loop.run(cluster.backend.lose(home))
     answer = cluster.do("s", "query", **ASK)
     assert error(answer) == (410, "session_lost")
@@ -510,123 +518,50 @@ def test_a_tenant_does_not_reach_anothers_session(loop: Loop, engines: Replicas)
 def test_histories_are_encrypted_where_answers_are(loop: Loop, engines: Replicas, tmp_path: Any) -> None:
     key_file = tmp_path / "keys"
     key_file.write_text(base64.b64encode(b"k" * 32).decode())
-    config = RouterConfig(cache_key_file=str(key_file))
-    store = MemoryStore(1000, 2**24)
-    cluster = Cluster.of(loop, engines, store, config)
+    cluster = Cluster.of(loop, engines, RouterConfig(cache_key_file=str(key_file)))
     try:
         cluster.open("s", tokens=[900, 901, 902])
         cluster.do("s", "append", "shown", tokens=[903, 904])
         cluster.do("s", "questions", **{**ASK, "text": "secret question"})
-        value = loop.run(store.get("sessions/default/s"))
-        assert value is not None
+        with shared_server().client() as redis:
+            stored = b"".join(redis.lrange(f"{cluster.records.namespace}/records/sessions/default/s", 0, -1))
         for plain in ((903).to_bytes(4, "little"), b"shown", b"secret", b"appends"):
-            assert plain not in value
+            assert plain not in stored
         cluster.lose("s")
         assert cluster.state("s")["tokens"] == 5
-        # Moved in the store to another session it cannot be read.
-        value = loop.run(store.get("sessions/default/s"))
-        assert value is not None
-        loop.run(store.set("sessions/default/t", value, 60.0))
-        other = SessionHistories(store, config)
-        assert loop.run(other.read("default", "s")) is not None
-        assert loop.run(other.read("default", "t")) is None
     finally:
         cluster.reset()
 
 
-@pytest.fixture
-def server(tmp_path: Any) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.kill()
+def test_two_routers_over_a_redis_that_is_lost(loop: Loop, engines: Replicas, server: RedisServer) -> None:
+    async def connect() -> Records:
+        return Records(RedisAddress(server.url), PATIENT, 0.01)
 
-
-async def recovered(store: RedisStore) -> None:
-    if store._probe is not None:
-        await store._probe
-    assert not store.degraded
-
-
-def test_two_routers_over_redis(loop: Loop, engines: Replicas, steady: Replicas, server: RedisServer) -> None:
-    async def connect() -> RedisStore:
-        return RedisStore(Records(RedisAddress(server.url), 5.0, 0.01), MemoryStore(100, 2**20))
-
-    store = loop.run(connect())
-    cluster, staying = Cluster.of(loop, engines, store), Cluster.of(loop, steady)
+    records = [loop.run(connect()) for _ in range(2)]
+    one, two = (Router(loop, engines, each) for each in records)
+    cluster = Cluster(loop, engines, records[0], (one, two))  # type: ignore[arg-type]
     try:
-        for each in (cluster, staying):
-            each.open("s", text="Readings:")
-            each.open("gone", text="Nothing")
-        for i, trap in enumerate([None, *Trap, None]):
-            engines.trap = trap
-            for each in (cluster, staying):
-                assert each.do("s", "append", f"key-{i}", text=f"\nreading {i}").status_code == 200
-            engines.trap = trap
-            assert told(cluster.do("s", "query", **ASK)) == told(staying.do("s", "query", **ASK))
-            engines.trap = trap
-            body = {**ASK, "keep": True, "stream": True}
-            assert told(cluster.do("s", "query", **body)) == told(staying.do("s", "query", **body))
-        assert sum(cluster.moves().values()) == 3 * len(Trap)
-        assert cluster.state("s")["appends"] == staying.state("s")["appends"] == 5 + 2 * len(Trap)
+        cluster.open("s", text="Readings:")
+        cluster.open("gone", text="Nothing")
         assert cluster.call("DELETE", "/gone").status_code == 200
-        with server.client() as client:
-            keys = {key.decode() for key in client.keys("holdfast/*sessions/default*")}
-            assert keys == {
-                "holdfast/sessions/default/s",
-                "holdfast/grown/sessions/default/sizes",
-                "holdfast/grown/sessions/default/deadlines",
-            }
-            size = client.strlen("holdfast/sessions/default/s")
-            assert client.hgetall("holdfast/grown/sessions/default/sizes") == {
-                b"": str(size).encode(),
-                b"holdfast/sessions/default/s": str(size).encode(),
-            }
-            assert 0 < client.pttl("holdfast/sessions/default/s") <= CONFIG.session_idle_s * 1000
-
-        # While Redis is away the session goes on at its replica, and does not move.
-        home = cluster.state("s")["replica"]
+        with server.client() as redis:
+            assert redis.keys("holdfast/records/sessions/*") == [b"holdfast/records/sessions/default/s"]
+            assert 0 < redis.pttl("holdfast/records/sessions/default/s") <= CONFIG.session_idle_s * 1000
+        # While Redis is away nothing is done that no other router would know of.
         server.kill()
-        assert cluster.do("s", "append", text="\nalone").status_code == 200
-        assert error(cluster.call("DELETE", "/s")) == (503, "unavailable")
-        engines.silent.add(home)
-        assert error(cluster.do("s", "append", text="\nnot")) == (503, "unavailable")
-        engines.silent.clear()
-        # It comes back empty: what the replica has is kept anew.
+        for answer in (
+            cluster.do("s", "append", text="\nlost"),
+            cluster.do("s", "query", **ASK),
+            cluster.call("GET", "/s"),
+            cluster.call("DELETE", "/s"),
+            cluster.open("new"),
+        ):
+            assert error(answer) == (503, "unavailable")
         server.start()
-
-        loop.run(recovered(store))
-        assert cluster.do("s", "append", text="\nagain").status_code == 200
-        cluster.lose("s")
-        assert cluster.state("s")["appends"] == 7 + 2 * len(Trap)
+        for each in records:
+            loop.run(until_async(lambda each=each: not each.degraded))
+        assert error(cluster.call("GET", "/s")) == (404, "session_not_found"), "it comes back empty"
     finally:
         cluster.reset()
-        staying.reset()
-        loop.run(store.close())
-
-
-def test_what_was_told_while_redis_was_away_is_not_forgotten_silently(
-    loop: Loop, engines: Replicas, server: RedisServer
-) -> None:
-    async def connect() -> RedisStore:
-        return RedisStore(Records(RedisAddress(server.url), 0.5, 0.01), MemoryStore(100, 2**20))
-
-    store = loop.run(connect())
-    cluster = Cluster.of(loop, engines, store)
-    one = replace(cluster, routers=(cluster.routers[0],) * 2)
-    try:
-        one.open("s", text="Readings:")
-        home = one.state("s")["replica"]
-        assert server.process is not None
-        server.process.send_signal(signal.SIGSTOP)
-        assert one.do("s", "append", text="\nacknowledged").status_code == 200
-        server.process.send_signal(signal.SIGCONT)
-
-        loop.run(recovered(store))
-        loop.run(engines.lose(home))
-        answer = one.do("s", "query", **ASK)
-        assert error(answer) == (410, "session_lost")
-        assert "part of its history" in answer.json()["error"]["message"]
-    finally:
-        cluster.reset()
-        loop.run(store.close())
+        for each in records:
+            loop.run(each.close())

@@ -9,12 +9,10 @@ from holdfast.replicas.errors import EngineError, ErrorInfo, ErrorKind, Unavaila
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import Errored, GenerateRequest, RawPrompt, Started, TextDelta
 from holdfast.router.backend import Batch
-from holdfast.router.config import RouterConfig
 from holdfast.router.entry import Drain
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.protocol.chat import ChatEncoder
 from holdfast.router.protocol.errors import ReplyError
-from holdfast.router.store import MemoryStore
 from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.turn_stream import TurnStream
 
@@ -184,22 +182,16 @@ def test_a_piece_that_cannot_be_written_ends_the_stream_once(format_, rest):
     assert format_.path != "/v1/responses" or numbers == list(range(len(numbers)))
 
 
-class Forgetful(StoredResponses):
-    async def keep(self, tenant, stored):
-        raise RuntimeError("not today")
-
-
 @pytest.mark.parametrize("format_", FORMATS, ids=str)
 @pytest.mark.parametrize("fault", ["programs", "responses"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_fails_after_the_last_piece_takes_no_answer_away(format_, fault, stream, monkeypatch):
-    world = World(responses=Forgetful(MemoryStore(9, 999), RouterConfig()) if fault == "responses" else None)
-    if fault == "programs":
+    async def fail(*_arguments, **_named):
+        raise RuntimeError("not today")
 
-        async def end(*_arguments, **_named):
-            raise RuntimeError("not today")
-
-        monkeypatch.setattr(world.programs, "end", end)
+    world = World()
+    at, name = {"programs": (world.programs, "end"), "responses": (StoredResponses, "keep")}[fault]
+    monkeypatch.setattr(at, name, fail)
     answer = world.call("POST", format_.path, json={**format_.streamed(), "stream": stream})
     assert answer.status_code == 200
     if stream:

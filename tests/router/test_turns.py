@@ -44,7 +44,7 @@ def test_a_cached_answer_ends_a_program_only_where_it_is_whole_and_calls_nothing
 def test_a_cached_answer_that_cannot_be_written_is_computed_anew_and_not_repeated(stream):
     world = World()
     assert world.chat().headers["x-holdfast-cache"] == "miss"
-    kept = world.cache._near
+    kept = world.cache._l1
     for key, each in list(kept.latest(0.0)):
         kept.put(key, replace(each, answer=replace(each.answer, text=b"no text")), inf, 1)
     again = world.chat(stream=stream)

@@ -67,7 +67,7 @@ class Router:
             backend or FakeBackend(),
             self.directory,
             config,
-            shared=self.store,
+            records=self.store,
             tenant_store=self.tenants,
             books=self.books,
             audit=self.audit,
@@ -269,7 +269,7 @@ def test_a_clients_retry_is_billed_once(redis):
             assert [row["units"] for row in await router.records()] == [13.0, 13.0]
             # An answer that is gone is computed again, and costs again.
             with redis.client() as client:
-                client.delete(*client.keys(f"{router.space}/idempotency/*"))
+                client.delete(*client.keys(f"{router.space}/records/idempotency/*"))
             await router.chat(headers={**same, **FRESH})
             assert [row["units"] for row in await router.records()] == [13.0, 13.0, 13.0]
 

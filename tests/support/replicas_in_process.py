@@ -5,7 +5,7 @@ import itertools
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from enum import Enum
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from fake_backend import FakeBackend
 from prometheus_client import CollectorRegistry
 
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.errors import ErrorInfo, ErrorKind, SessionLostError, UnavailableError
+from holdfast.replicas.errors import ErrorInfo, ErrorKind, SessionLostError, UnavailableError, UnknownSessionError
 from holdfast.replicas.requests import (
     AnswerBuilder,
     CloseSession,
@@ -32,8 +32,8 @@ from holdfast.router.backend import ANYWHERE, Batch, Routed, RoutingHint
 from holdfast.router.config import RouterConfig
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.programs import ProgramTable
+from holdfast.router.records import Records
 from holdfast.router.response_cache import ResponseCache
-from holdfast.router.store import Store
 from holdfast.router.tenants import TenantDirectory
 
 T = TypeVar("T")
@@ -82,6 +82,7 @@ class Replicas(FakeBackend):
         self.live: dict[str, Service] = {}
         self.silent: set[str] = set()
         self.trap: Trap | None = None
+        self.restore_fails = 0  # so many replicas are lost while they take a session in
         self.meanwhile: Callable[[], Awaitable[object]] | None = None  # done once, before a trap closes
         self._placed = 0
         self.restored: list[GenerateRequest] = []
@@ -108,7 +109,8 @@ class Replicas(FakeBackend):
         sessions = self.live[replica_id].sessions
         for scope in ("default", "a", "b"):
             for state in sessions.of(scope):
-                await sessions.call(CloseSession(scope, state.session_id))
+                with suppress(UnknownSessionError):  # a router has closed it meanwhile
+                    await sessions.call(CloseSession(scope, state.session_id))
 
     async def generate(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> Routed:
         built, replica_id = AnswerBuilder(), ""
@@ -125,6 +127,10 @@ class Replicas(FakeBackend):
         trap = None
         if session is not None and session.opens and session.appends:
             self.restored.append(request)
+            if self.restore_fails:
+                self.restore_fails -= 1
+                yield Batch(replica_id, (LOST,))
+                return
         elif place.bound:
             trap, self.trap = self.trap, None
         if trap is Trap.BEFORE:
@@ -177,22 +183,22 @@ class Replicas(FakeBackend):
 
 
 class Router:
-    """One of several, over the same store and program table."""
+    """One of several at one Redis."""
 
     def __init__(
         self,
         loop: Loop,
         backend: FakeBackend,
-        store: Store,
-        programs: ProgramTable,
+        records: Records,
         config: RouterConfig | None = None,
         tenants: TenantDirectory | None = None,
     ) -> None:
         self._loop = loop
         self.registry, config = CollectorRegistry(), config or RouterConfig()
-        cache = ResponseCache(store, config, "weights")
+        self.programs = ProgramTable(records)
+        cache = ResponseCache(records, config, "weights")
         metrics = RouterMetrics(self.registry)
-        self.app = create_app(backend, tenants or TenantDirectory(), programs, cache, metrics, config, store=store)
+        self.app = create_app(backend, tenants or TenantDirectory(), self.programs, cache, metrics, records, config)
 
     async def acall(self, method: str, path: str, key: str = "", **arguments: Any) -> httpx.Response:
         headers = dict(arguments.pop("headers", {}))

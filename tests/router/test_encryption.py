@@ -1,4 +1,4 @@
-"""Stored answers encrypted: opaque, bound to their place, and readable while their key is there."""
+"""Encryption of stored answers, and of the items that clients keep. Records themselves are tested in `test_records`."""
 
 import asyncio
 import base64
@@ -6,15 +6,13 @@ import secrets
 
 import pytest
 from fake_backend import HELLO, FakeBackend, World
-from redis_server import RedisServer
+from redis_server import RedisServer, shared_records, shared_server
 from waiting import until_async
 
-from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.requests import ReasoningDelta
 from holdfast.router.config import RouterConfig
-from holdfast.router.records import Records, RedisAddress
-from holdfast.router.seal import ITEM_KEY, AnotherTenantsError, ItemSeal, Seal
-from holdfast.router.store import MemoryStore, RedisStore
+from holdfast.router.records import Encryption, Records, RedisAddress
+from holdfast.router.stored_responses import ITEM_KEY, AnotherTenantsError, ItemEncryption
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 
@@ -24,55 +22,21 @@ def key_file(folder, *keys):
     return path
 
 
-def test_what_is_closed_opens_under_its_name_only(tmp_path):
-    seal = Seal(key_file(tmp_path, secrets.token_bytes(32)))
-    closed = seal.close("cache/acme/1", b"secret answer")
-    assert b"secret" not in closed
-    assert seal.close("cache/acme/1", b"secret answer") != closed
-    assert seal.open("cache/acme/1", closed) == b"secret answer"
-    for name, value in (("cache/other/1", closed), ("cache/acme/1", closed[:-1]), ("cache/acme/1", b"")):
-        with pytest.raises(ValueError, match="not encrypted"):
-            seal.open(name, value)
+def test_redis_has_no_answer_that_could_be_read(tmp_path):
+    def world(*keys):
+        config = RouterConfig(cache_key_file=str(key_file(tmp_path, *keys)) if keys else "")
+        return World(config=config, records=shared_records(first, key_file=config.cache_key_file))
 
+    def result(*keys):
+        return world(*keys).chat().headers["x-holdfast-cache"]
 
-def test_a_new_key_is_put_in_front(tmp_path):
-    old, new = secrets.token_bytes(32), secrets.token_bytes(32)
-    closed = Seal(key_file(tmp_path, old)).close("k", b"value")
-    assert Seal(key_file(tmp_path, new, old)).open("k", closed) == b"value"
-    with pytest.raises(ValueError, match="not encrypted"):
-        Seal(key_file(tmp_path, new)).open("k", closed)
-
-
-@pytest.mark.parametrize("text", ["", "not base64!", base64.b64encode(b"short").decode()])
-def test_a_file_without_keys_is_refused(tmp_path, text):
-    (tmp_path / "keys").write_text(text)
-    for path in (tmp_path / "keys", tmp_path / "none"):
-        with pytest.raises(ConfigError) as caught:
-            Seal(path)
-        assert caught.value.field == "router.cache_key_file"
-
-
-def test_the_store_has_no_answer_that_could_be_read(tmp_path):
-    path = key_file(tmp_path, secrets.token_bytes(32))
-    store = MemoryStore(100, 2**20)
-
-    world = World(config=RouterConfig(cache_key_file=str(path)), store=store)
-    assert world.chat().headers["x-holdfast-cache"] == "miss"
-    values = [entry[0] for key, entry in store._values._entries.items() if key.startswith("cache/")]
-    assert values
-    assert not any(b"Hello" in value for value in values)
-    again = World(config=RouterConfig(cache_key_file=str(path)), store=store)  # a router that remembers nothing itself
-    assert again.chat().headers["x-holdfast-cache"] == "hit"
-    other = World(config=RouterConfig(), store=store)
-    assert other.chat().headers["x-holdfast-cache"] == "miss"
-
-
-def test_an_answer_of_another_key_is_as_good_as_none(tmp_path):
-    store = MemoryStore(100, 2**20)
-    for _ in range(2):
-        path = key_file(tmp_path, secrets.token_bytes(32))
-        world = World(config=RouterConfig(cache_key_file=str(path)), store=store)
-        assert world.chat().headers["x-holdfast-cache"] == "miss"
+    first, old, new = shared_records(), secrets.token_bytes(32), secrets.token_bytes(32)
+    assert result(old) == "miss"
+    with shared_server().client() as client:
+        (key,) = client.keys(f"{first.namespace}/records/cache/*")
+        assert not any(b"Hello" in value for value in client.lrange(key, 0, -1))
+    assert [result(old), result(new, old)] == ["hit", "hit"]  # by routers that remember nothing themselves
+    assert [result(), result(new)] == ["miss", "miss"]
 
 
 # ---- what clients keep ----
@@ -132,7 +96,7 @@ def test_thoughts_that_nobody_can_read_are_left_out_and_a_compaction_is_refused(
 
 def test_a_content_of_a_key_file_from_before_tenants_were_named_is_read(tmp_path):
     path = key_file(tmp_path, bytes(32))
-    sealed = Seal(path).close("items/acme", b"Earlier thoughts.")
+    sealed = Encryption(path).encrypt("items/acme", b"Earlier thoughts.")
     world = World(tenants=TENANTS, config=RouterConfig(cache_key_file=str(path)))
     assert ask(world, input=said("hf1." + base64.b64encode(sealed).decode())).status_code == 200
     assert shown(world) == ["Earlier thoughts."]
@@ -141,37 +105,37 @@ def test_a_content_of_a_key_file_from_before_tenants_were_named_is_read(tmp_path
 def test_routers_share_a_key_and_give_it_back_to_a_redis_that_lost_it(server: RedisServer):
     async def run():
         def router():
-            store = RedisStore(Records(RedisAddress(server.url), 60.0, retry_s=0.01), MemoryStore(10, 1000))
-            return store, ItemSeal(store, "")
+            records = Records(RedisAddress(server.url), 60.0, retry_s=0.01)
+            return records, ItemEncryption(records, "")
 
-        (one_store, one), (two_store, two) = router(), router()
+        (one_records, one), (two_records, two) = router(), router()
         await asyncio.gather(one.prepare(), two.prepare())
-        sealed = one.close("acme", "text")
-        assert two.open("acme", sealed) == "text"
+        item = one.encrypt("acme", "text")
+        assert two.decrypt("acme", item) == "text"
         with pytest.raises(AnotherTenantsError):
-            two.open("other", sealed)
+            two.decrypt("other", item)
         server.client().flushall()
         await two.prepare()
-        three_store, three = router()
+        three_records, three = router()
         await three.prepare()
-        assert three.open("acme", sealed) == "text"
+        assert three.decrypt("acme", item) == "text"
         assert server.client().pttl(f"holdfast/{ITEM_KEY}") > 0
 
         # While Redis is away a router goes on with the key that it knows, a new one with one of its own.
         server.kill()
-        four_store, four = router()
+        four_records, four = router()
         for each in (one, four):
             await each.prepare()
-            assert each.open("acme", each.close("acme", "text")) == "text"
-        alone = four.close("acme", "alone")
+            assert each.decrypt("acme", each.encrypt("acme", "text")) == "text"
+        alone = four.encrypt("acme", "alone")
         server.start()
-        for store in (one_store, four_store):
-            await until_async(lambda store=store: not store.degraded)
+        for records in (one_records, four_records):
+            await until_async(lambda records=records: not records.degraded)
         await one.prepare()
         await four.prepare()
-        assert four.open("acme", one.close("acme", "text")) == "text"
-        assert four.open("acme", alone) == "alone"
-        for store in (one_store, two_store, three_store, four_store):
-            await store.close()
+        assert four.decrypt("acme", one.encrypt("acme", "text")) == "text"
+        assert four.decrypt("acme", alone) == "alone"
+        for records in (one_records, two_records, three_records, four_records):
+            await records.close()
 
     asyncio.run(run())

@@ -30,7 +30,7 @@ from holdfast.router.background import Background
 from holdfast.router.config import RouterConfig
 from holdfast.router.lru import Lru
 from holdfast.router.protocol.turn import Turn
-from holdfast.router.records import Records
+from holdfast.router.records import PutResult, Records
 from holdfast.router.single_flight import Leader as LeaderOf
 from holdfast.router.single_flight import SingleFlight, Unresolved
 from holdfast.router.tenants import Tenant
@@ -231,15 +231,18 @@ class ResponseCache:
         if leader is not None:
             leader.resolve(CachedAnswer(repeat, joined=True))
         if fits:
-            tenant = query.tenant
-            limit = tenant.cache.bytes or self._config.cache_tenant_bytes
-            stored = self._records.put(query.key, MADE.pack(made) + value, self._ttl_s(tenant), limit)
-            self._background.start(_if_available(stored))
+            self._background.start(_if_available(self._put(query, MADE.pack(made) + value)))
 
     def drop(self, query: CacheQuery) -> None:
         """Forget an answer that is of no use, here and in Redis."""
         self._l1.remove(query.key)
         self._background.start(_if_available(self._records.delete(query.key)))
+
+    async def _put(self, query: CacheQuery, value: bytes) -> None:
+        tenant = query.tenant
+        limit = tenant.cache.bytes or self._config.cache_tenant_bytes
+        if await self._records.put(query.key, value, self._ttl_s(tenant), limit) is PutResult.FULL:
+            await self._records.delete(query.key)  # the answer that this one replaces
 
     def _remember(self, query: CacheQuery, answer: Answer, made: float, size: int) -> Answer:
         repeat, tenant = _repeat(answer), query.tenant

@@ -163,7 +163,7 @@ def test_tool_latencies_reach_the_replica_through_a_loss_of_redis(redis: RedisSe
 
         replica._service.notice = learn  # type: ignore[method-assign]
         store = Records(RedisAddress(redis.url), PATIENT, LOOK_S)
-        latencies = RouterLatencies(store, LOOK_S)
+        latencies = RouterLatencies(store)
 
         def count(tool: str) -> float:
             return learned["last"].latency.of("a", tool).count if learned else 0
@@ -171,9 +171,11 @@ def test_tool_latencies_reach_the_replica_through_a_loss_of_redis(redis: RedisSe
         latencies.record("a", "ls", 1.0)
         await until_async(lambda: count("ls") > 0)
         redis.kill()  # type: ignore[no-untyped-call]
-        latencies.record("a", "sed", 2.0)
+        assert await store.info() is None
         redis.socket.unlink(missing_ok=True)
         redis.start()  # type: ignore[no-untyped-call]
+        await until_async(store.info)
+        latencies.record("a", "sed", 2.0)
         await until_async(lambda: count("sed") > 0)
         assert learned["last"].latency.of("a", "ls").mean == 1.0, "what is known is not forgotten"
         for each in (latencies, store):

@@ -129,7 +129,7 @@ def test_reading_with_a_ttl_makes_records_live_on(server):
             found = await records.get_all(["k/t/a", "k/t/missing"], 60.0)
             assert [record is None for record in found] == [False, True]
             with server.client() as client:
-                assert client.pttl("holdfast/k/t/a") > 5000 >= client.pttl("holdfast/k/t/b")
+                assert client.pttl("holdfast/records/k/t/a") > 5000 >= client.pttl("holdfast/records/k/t/b")
                 times = client.zrange("holdfast/owners/k/t/deadlines", 0, -1, withscores=True)
                 assert [name for name, _ in times] == [b"b", b"a"]
                 assert client.pttl("holdfast/owners/k/t/sizes") > 5000
@@ -152,8 +152,9 @@ def test_encrypted_records_are_read_under_their_own_key_only(server, tmp_path):
             await records.put("k/t/a", b"secret", 60.0)
             await records.append("k/t/a", b"secret", b"more secret", 60.0, 1000, (await records.get("k/t/a")).version)
             with server.client() as client:
-                assert all(b"secret" not in each for each in client.lrange("holdfast/k/t/a", 0, -1))
-                client.copy("holdfast/k/t/a", "holdfast/k/other/a")
+                stored = client.lrange("holdfast/records/k/t/a", 0, -1)
+                assert [b"secret" in each for each in stored] == [False, False]
+                assert client.copy("holdfast/records/k/t/a", "holdfast/records/k/other/a")
             assert (await records.read("k/t/a")).parts == (b"more secret",)
             assert await records.get("k/other/a") is None
         new, old = os.urandom(32), b"k" * 32

@@ -9,6 +9,7 @@ survive. All that the two know of each other is in the report's file. What is me
 import itertools
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias
@@ -254,3 +257,13 @@ def module_command(module: str, options: Sequence[str]) -> list[str]:
 
 def _exit(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
+
+
+def versions() -> dict[str, str]:
+    """The device, and the versions of the libraries that matter."""
+    import torch  # the supervising process does without
+
+    names = ("torch", "triton", "transformers", "numpy")
+    found = {name: version(name) for name in names if find_spec(name)}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {"device": device, "python": platform.python_version(), **found}

@@ -10,7 +10,6 @@ runs; its figures say nothing.
 
 import argparse
 import os
-import platform
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -18,15 +17,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import transformers as tf
 
 from holdfast.kernels.ceilings import Ceilings, Clock, measure_ceilings
 from holdfast.loadgen.bench.gpu import experts, invariance, parity, steps, workflows
 from holdfast.loadgen.bench.gpu.stage import Stage, free_device, full_turns, small_turns
 from holdfast.loadgen.bench.gpu.steps import World, full_steps, small_steps
-from holdfast.loadgen.bench.parts import RESUME, Deadline, Lines, Part, Report, module_command, supervised
+from holdfast.loadgen.bench.parts import RESUME, Deadline, Lines, Part, Report, module_command, supervised, versions
 
 _SECONDS = 440.0  # after which no other part begins
 
@@ -46,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         given += [f"--only={options.only}"] if options.only else []
         return supervised(module_command("holdfast.loadgen.bench.gpu", given), options.json)
     report = Report(options.json, options.seconds, options.resume)
-    report.found |= {"machine": _machine(gpu), "versions": _versions()}
-    print(report.found["machine"]["device"], report.found["versions"], flush=True)
+    report.found |= {"machine": _machine(gpu), "versions": versions()}
+    print(report.found["machine"], report.found["versions"], flush=True)
     if options.only in (None, "parity"):
         parity.run(report, parity.full_parity() if gpu else parity.small_parity())
     if options.only == "steps":
@@ -78,24 +75,11 @@ def _ceilings(report: Report, gpu: bool) -> Ceilings:
 
 
 def _machine(gpu: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "system": platform.platform()}
     if not gpu:
-        return {"device": "CPU, interpreter: the figures say nothing", **found}
-    seen = torch.cuda.get_device_properties(0)
-    memory = {"memory_bytes": seen.total_memory, "multiprocessors": seen.multi_processor_count}
-    return {"device": torch.cuda.get_device_name(), **memory, **found}
-
-
-def _versions() -> dict[str, str]:
-    try:
-        import triton
-
-        version = str(triton.__version__)
-    except ImportError:  # a torch for CPUs comes without
-        version = "none"
-    versions = {"torch": str(torch.__version__), "triton": version, "transformers": tf.__version__}
-    cuda = {"cuda": torch.version.cuda} if torch.version.cuda else {}
-    return {"python": platform.python_version(), "numpy": np.__version__, **versions, **cuda}
+        return {"cores": len(os.sched_getaffinity(0)), "note": "interpreter: the figures say nothing"}
+    device = torch.cuda.get_device_properties(0)
+    memory = {"memory_bytes": device.total_memory, "multiprocessors": device.multi_processor_count}
+    return {"cores": len(os.sched_getaffinity(0)), **memory}
 
 
 def _steps(report: Report, ceilings: Ceilings, gpu: bool) -> None:

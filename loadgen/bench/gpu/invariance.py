@@ -34,10 +34,10 @@ def kept(world: World) -> Lines:
     sizes = world.sizes
     half = sizes.context // 16 // 2
     shapes = ((1, sizes.short, 0), (sizes.rows, sizes.context, 0), (sizes.rows // 2, sizes.context, half))
-    before = [timed(world, decoding(world, rows, cached, 1, common)).device_s for rows, cached, common in shapes]
+    before = [timed(world, decoding(world, rows, cached, 1, common))[0] for rows, cached, common in shapes]
     world.decoder.keep_order(sizes.chunk + sizes.rows, sizes.rows)
     capture(world)
-    after = [timed(world, decoding(world, rows, cached, 1, common)).device_s for rows, cached, common in shapes]
+    after = [timed(world, decoding(world, rows, cached, 1, common))[0] for rows, cached, common in shapes]
     for (rows, cached, common), one, other in zip(shapes, before, after, strict=True):
         name = f"decode, {rows} at {cached}" + (f", {16 * common} in common" if common else "")
         yield name, {"device_s": other, "before_s": one, "over_before": other / one}

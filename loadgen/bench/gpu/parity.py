@@ -22,7 +22,7 @@ import torch
 
 from holdfast.loadgen.bench.gpu.accounting import CountingRunner
 from holdfast.loadgen.bench.gpu.peers import load_model
-from holdfast.loadgen.bench.gpu.stage import dialogues, free_device
+from holdfast.loadgen.bench.gpu.stage import capture_graphs, dialogues, free_device
 from holdfast.loadgen.bench.parts import Deadline, Figures, Lines, Report
 from holdfast.loadgen.inflate import WEIGHTS
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig
@@ -30,7 +30,6 @@ from holdfast.replicas.engine import Engine
 from holdfast.replicas.kv.tensors import HostPages, KVTensors
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
 from holdfast.replicas.model.description import inspect_model
-from holdfast.replicas.model.graphs import gpu_capture, room_for
 from holdfast.replicas.model.runner_gpu import GpuRunner
 from holdfast.replicas.model.startup import LoadedRunner, check_graphs, load_runner
 from holdfast.replicas.model.weights import load_tokenizer
@@ -130,11 +129,6 @@ class Expected:
         """Of its own token."""
         logits = self.logits[at].astype(np.float64)
         return float(logits[self.tokens[at]] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
-
-    def nearest(self) -> float:
-        """The least distance between two best logits, as a share of their spread."""
-        second, best = np.partition(self.logits, -2, axis=1)[:, -2:].T
-        return float(((best - second) / np.ptp(self.logits, axis=1)).min())
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,9 +258,7 @@ class Parity:
         """
         began = time.perf_counter()
         model = load_model(str(WEIGHTS), self._sizes.device, getattr(torch, self._dtype))
-        tf32 = {}
         if self._dtype == "float32":
-            tf32["tf32_by_default"] = int(torch.backends.cuda.matmul.allow_tf32)
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
             model.set_attn_implementation("eager")
         expected = [self._generate(model, prompt) for prompt in self._prompts]
@@ -279,8 +271,6 @@ class Parity:
             "shortest": min(lengths),
             "longest": max(lengths),
             "new": self._sizes.new,
-            "nearest": min(each.nearest() for each in expected),
-            **tf32,
             "seconds": time.perf_counter() - began,
         }
         yield f"{self._dtype}, transformers", figures
@@ -327,16 +317,9 @@ class Parity:
     def capture(self, deadline: Deadline) -> Lines:
         """Capture graphs, so that what follows replays them. `same_draws`: whether they are used."""
         loaded, began = self.loaded, time.perf_counter()
-        runner, most = loaded.runner, self._sizes.graph_tokens
-        shapes = runner.model.attention
-        assert isinstance(runner, GpuRunner)
-        assert shapes  # Pocket is a Llama
-        if self._sizes.device == "cpu":
-            runner.capture(lambda call: call, room_for(most, shapes, 1, 1 << 20), _say_nothing)
-        else:
-            processors = torch.cuda.get_device_properties(0).multi_processor_count
-            runner.capture(gpu_capture(), room_for(most, shapes, processors), _say_nothing)
-        same = check_graphs(runner, loaded.config)
+        assert isinstance(loaded.runner, GpuRunner)
+        capture_graphs(loaded.runner, self._sizes.device, self._sizes.graph_tokens)
+        same = check_graphs(loaded.runner, loaded.config)
         yield f"{self._dtype}, capture", {"same_draws": int(same), "seconds": time.perf_counter() - began}
 
     def ask(self, setting: Setting, deadline: Deadline) -> Lines:
@@ -457,7 +440,3 @@ def run(report: Report, sizes: ParitySizes) -> None:
         for name, setting in in_graphs.items():
             report.run(name, partial(parity.ask, setting), sizes.setting_s)
         parity.release()
-
-
-def _say_nothing(progress: str) -> None:
-    pass

@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from holdfast.loadgen.inflate.model import inflate
 from holdfast.replicas.config import POCKET, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.model.description import describe, inspect_model
+from holdfast.replicas.model.graphs import gpu_capture, room_for
+from holdfast.replicas.model.runner_gpu import GpuRunner
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
 from holdfast.replicas.model.weights import load_tokenizer
 from holdfast.replicas.types import TokenIds
@@ -236,3 +239,17 @@ def free_device() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def capture_graphs(runner: GpuRunner, device: str, tokens: int, say: Callable[[str], None] = lambda _: None) -> None:
+    """Graphs of up to `tokens` tokens, of the model as it is now; without a GPU the calls are only recorded.
+
+    The model has run before, so the shapes of its attention are known.
+    """
+    shapes = runner.model.attention
+    assert shapes
+    if device == "cuda":
+        processors = torch.cuda.get_device_properties(0).multi_processor_count
+        runner.capture(gpu_capture(), room_for(tokens, shapes, processors), say)
+    else:
+        runner.capture(lambda call: call, room_for(tokens, shapes, 1, 1 << 20), say)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from holdfast.kernels.ceilings import Ceilings, Clock, hold
 from holdfast.loadgen.bench.gpu.accounting import Bounds, CountingRunner, Totals, drain
+from holdfast.loadgen.bench.gpu.stage import capture_graphs
 from holdfast.loadgen.bench.parts import Lines
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
@@ -27,7 +28,6 @@ from holdfast.replicas.model.any_model import ATTENTION, AnyModel
 from holdfast.replicas.model.decoder import Model, rotary_tables
 from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_products
 from holdfast.replicas.model.description import Description, describe
-from holdfast.replicas.model.graphs import gpu_capture, room_for
 from holdfast.replicas.model.runner_gpu import GpuRunner
 from holdfast.replicas.model.startup import check_graphs
 from holdfast.replicas.model.weights import DecoderWeights, Part, Source, weights_from
@@ -198,18 +198,6 @@ def random_weights(shape: Description, dtype: torch.dtype, device: str) -> Decod
     return weights_from(RandomWeights(dtype, device), shape)
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Medians in seconds: a step on the device; with its preparation, when nothing else runs; at the pace of one after
-    the other; and the host's time to begin it. `replayed`: the share of all these steps that ran in a graph."""
-
-    device_s: float
-    alone_s: float
-    paced_s: float
-    begin_s: float
-    replayed: float
-
-
 def decoding(world: World, rows: int, cached: int, window: int = 1, common: int = 0) -> StepPlan:
     """`rows` sequences of `cached` tokens, each with a window of tokens to verify; the first `common` pages are one."""
     pages = -(-(cached + window) // 16)
@@ -222,32 +210,21 @@ def decoding(world: World, rows: int, cached: int, window: int = 1, common: int 
     return StepPlan(chunks, writes)
 
 
-def timed(world: World, plan: StepPlan) -> StepTimes:
-    """A step repeated: behind something else, by itself, and begun while the one before is still running."""
+def timed(world: World, plan: StepPlan) -> tuple[float, float]:
+    """The median seconds that a step takes on the device, and the share of the steps that ran in a graph.
+
+    Each step begins while the device is busy with something else, so the host's time is not in it.
+    """
     runner, repeat = world.runner, world.sizes.repeat
     for _ in range(2):
         runner.begin(plan).land()
-    plan = StepPlan(plan.chunks)  # its rows are written
-    replayed = runner.replayed
-    device, alone = [], []
+    plan, replayed = StepPlan(plan.chunks), runner.replayed  # its rows are written
+    device = []
     for _ in range(repeat):
         world.hold(_HELD_S)
         output = runner.begin(plan).land()
         device.append(output.forward_s + output.sample_s)
-        output = runner.begin(plan).land()
-        alone.append(output.forward_s + output.sample_s)
-    begins, began = [], world.now()
-    before = runner.begin(plan)
-    for _ in range(repeat):
-        t0 = time.perf_counter()
-        flight = runner.begin(plan)
-        begins.append(time.perf_counter() - t0)
-        before.land()
-        before = flight
-    before.land()
-    paced = (world.now() - began) / (repeat + 1)
-    in_graphs = (runner.replayed - replayed) / (3 * repeat + 1)
-    return StepTimes(statistics.median(device), statistics.median(alone), paced, statistics.median(begins), in_graphs)
+    return statistics.median(device), (runner.replayed - replayed) / repeat
 
 
 def host_seconds(call: Callable[[], object]) -> float:
@@ -273,15 +250,13 @@ def decode_shares(world: World) -> Lines:
     sizes = world.sizes
     for rows, cached in ((1, sizes.short), (sizes.rows, sizes.context)):
         times = timed(world, decoding(world, rows, cached))
-        ideal = world.bounds.read_s(rows * cached)
-        yield f"decode, {rows} at {cached}", _figures(times, ideal)
+        yield f"decode, {rows} at {cached}", _figures(times, world.bounds.read_s(rows * cached))
 
 
 def verify_cost(world: World) -> Lines:
     """A window of 8 against one token, of one sequence."""
     one, eight = (timed(world, decoding(world, 1, world.sizes.short, window)) for window in (1, 8))
-    figures = {"over_one_token": eight.device_s / one.device_s, "over_one_token_paced": eight.paced_s / one.paced_s}
-    figures |= {"replayed": (one.replayed + eight.replayed) / 2}
+    figures = {"over_one_token": eight[0] / one[0], "replayed": (one[1] + eight[1]) / 2}
     yield "verify 8 against 1", figures
 
 
@@ -401,17 +376,9 @@ def host_tier(world: World) -> Lines:
     yield f"host tier, {before.nbytes / 2**20:.0f} MiB", speeds | {"same_bits": int(same)}
 
 
-def _figures(times: StepTimes, ideal: float) -> dict[str, float]:
-    return {
-        "device_s": times.device_s,
-        "alone_s": times.alone_s,
-        "paced_s": times.paced_s,
-        "begin_s": times.begin_s,
-        "replayed": times.replayed,
-        "ideal_s": ideal,
-        "share": ideal / times.device_s,
-        "share_paced": ideal / times.paced_s,
-    }
+def _figures(times: tuple[float, float], ideal: float) -> dict[str, float]:
+    device_s, replayed = times
+    return {"device_s": device_s, "ideal_s": ideal, "share": ideal / device_s, "replayed": replayed}
 
 
 def host_time(world: World) -> Lines:
@@ -459,13 +426,7 @@ def graphs(world: World) -> Lines:
 
 def capture(world: World) -> None:
     """Graphs of the model as it is now."""
-    shapes = world.model.attention
-    assert shapes  # it has run
-    if world.sizes.device == "cuda":
-        processors = torch.cuda.get_device_properties(0).multi_processor_count
-        world.runner.capture(gpu_capture(), room_for(1024, shapes, processors), print)
-    else:
-        world.runner.capture(lambda call: call, room_for(4, shapes, 1, 1 << 20), print)
+    capture_graphs(world.runner, world.sizes.device, 1024 if world.sizes.device == "cuda" else 4, print)
 
 
 def _free_bytes(world: World) -> int:

@@ -6,18 +6,16 @@ run small, in Triton's interpreter, and nothing is timed: it says so and claims 
 """
 
 import argparse
-import platform
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from holdfast.loadgen.bench.kernels.correctness import Case, cases
-from holdfast.loadgen.bench.parts import RESUME, Deadline, Lines, Report, module_command, supervised
+from holdfast.loadgen.bench.parts import RESUME, Deadline, Lines, Report, module_command, supervised, versions
 
 _SECONDS = 440.0  # after which no other part begins
 _CASE_S = 60.0
@@ -30,30 +28,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=_SECONDS, help="begin no other part after so long")
     parser.add_argument("--no-timing", action="store_true", help="verify only")
     parser.add_argument("--no-verifying", action="store_true", help="time only")
-    parser.add_argument("--tiles", action="store_true", help="time attention in other tiles, too")
     parser.add_argument(RESUME, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     gpu = torch.cuda.is_available()
     if gpu and not options.resume:
         given = [f"--seconds={options.seconds}"]
-        given += [
-            f"--{name}" for name in ("no-timing", "no-verifying", "tiles") if vars(options)[name.replace("-", "_")]
-        ]
+        given += [f"--{name}" for name in ("no-timing", "no-verifying") if vars(options)[name.replace("-", "_")]]
         return supervised(module_command("holdfast.loadgen.bench.kernels", given), options.json)
     report = Report(options.json, options.seconds, options.resume)
-    report.found |= versions(gpu)
-    print(*versions(gpu).values(), flush=True)
+    report.found |= versions()
+    print(*versions().values(), flush=True)
     if not options.no_verifying:
         for case in cases("cuda" if gpu else "cpu", large=gpu):
             report.run(case.name, partial(_verified, case), _CASE_S)
     if not gpu:
         print("no GPU: the kernels ran in Triton's interpreter and nothing was timed")
     elif not options.no_timing:
-        from holdfast.loadgen.bench.kernels.speed import time_kernels, time_tiles
+        from holdfast.loadgen.bench.kernels.speed import time_kernels
 
         time_kernels(report)
-        if options.tiles:
-            time_tiles(report)
     report.found["wrong"] = wrong = _wrong(report.found["parts"])
     report.write()
     print(f"wrong: {wrong or 'none'}; failed: {list(report.found['failed']) or 'none'}")
@@ -67,19 +60,6 @@ def _verified(case: Case, deadline: Deadline) -> Lines:
 def _wrong(parts: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
     """Cases that gave something else than they should."""
     return [name for name, lines in parts.items() for line in lines.values() if line.get("verdict") == "WRONG"]
-
-
-def versions(gpu: bool) -> dict[str, str]:
-    """What the figures were found with."""
-    import triton
-
-    return {
-        "device": torch.cuda.get_device_name() if gpu else "CPU, interpreter",
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "triton": str(triton.__version__),
-        "numpy": np.__version__,
-    }
 
 
 if __name__ == "__main__":

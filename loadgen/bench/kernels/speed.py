@@ -15,15 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, linear, pad, scaled_dot_product_attention, scaled_mm
 
-from holdfast.kernels.attention_gpu import attend_gpu, launch_items
-from holdfast.kernels.attention_plan import WIDE_ROWS, Tile, make_plan, tile_of
+from holdfast.kernels.attention_gpu import attend_gpu
 from holdfast.kernels.ceilings import Ceilings, Clock, measure_ceilings
-from holdfast.kernels.layer_gpu import add_norm, rotate_and_store, silu_and_mul
 from holdfast.kernels.linear_state import LinearShape
 from holdfast.kernels.quantized import FP8, QuantizedWeight, quantized_reference
 from holdfast.kernels.quantized_gpu import MOST_STREAMED, QuantizedMatrix
-from holdfast.kernels.sampling import row_keys
-from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify
+from holdfast.kernels.sampling_gpu import cutoffs
 from holdfast.kernels.stream_gpu import MOST_ROWS, streamed
 from holdfast.loadgen.bench.kernels import linear_state
 from holdfast.loadgen.bench.kernels.correctness import QUANTISED, Paged, paged, relative_error
@@ -48,8 +45,6 @@ DECODES = {  # sequences of (cached, new), cells of a page, cells that all have 
     "verify 17, 16 at 8k": ([(8175, 17)] * 16, 16, 0),
     "decode, 32 at 8k, 7k in common": ([(8191, 1)] * 32, 16, 7168),
 }
-NARROW_TILES = tuple(Tile(*each) for each in ((64, 4, 3), (64, 2, 5), (32, 2, 5), (32, 4, 7), (128, 8, 3), (128, 8, 5)))
-WIDE_TILES = tuple(Tile(*each) for each in ((64, 8, 3), (32, 8, 5), (32, 8, 7), (64, 16, 5), (128, 8, 3), (128, 16, 3)))
 
 
 def time_kernels(report: Report) -> None:
@@ -73,35 +68,10 @@ def time_kernels(report: Report) -> None:
         *_chunks(),
         *_products(),
         *_quantised(),
-        *_layers(),
         *_linear_layers(),
-        *_draws(),
+        *_cuts(),
     ):
         report.run(name, partial(part, name, measure), _PART_S)
-
-
-def time_tiles(report: Report) -> None:
-    """Attention in other tiles than its own, as shares of the same ceilings."""
-    spans = {"decode, 16 at 32k": [(32767, 1)] * 16, "decode, 1 at 4k": [(4095, 1)], "8192 over 0": [(0, 8192)]}
-    for name, each in spans.items():
-        wide = each[0][1] > 1
-        own = tile_of(WIDE_ROWS if wide else 16, DIM, False)
-        for tile in (own, *(WIDE_TILES if wide else NARROW_TILES)):
-            full = f"attention, {name}, {tile.keys} keys, {tile.warps} warps, {tile.stages} stages"
-            report.run(full, partial(_in_tile, report, full, each, tile), _PART_S)
-
-
-def _in_tile(report: Report, name: str, spans: list[tuple[int, int]], tile: Tile, deadline: Deadline) -> Lines:
-    ceilings, world = Ceilings(**report.found["parts"]["ceilings"]["ceilings"]), _world(spans)
-    plan = make_plan(world.q, world.batch, KV_HEADS, 0)
-    plan.tiles = (tile, tile)
-    out = torch.empty_like(world.q)
-    seconds = Clock().seconds(lambda: launch_items(world.q, world.kv, 0, world.batch, plan, out, _SCALE, 0, 0.0))
-    (cached, new), bound = spans[0], "bandwidth"
-    share = _read(spans) / seconds / ceilings.bandwidth
-    if new > 1:
-        bound, share = "rate", _multiplied(cached, new) / seconds / ceilings.rate
-    yield name, {"seconds": seconds, "share": share, "of": bound}
 
 
 def _world(spans: list[tuple[int, int]], page_size: int = 16, common: int = 0) -> Paged:
@@ -251,34 +221,6 @@ def _scaled(x: Tensor, weight: QuantizedWeight, clock: Clock, ours: float) -> Fi
     return {"scaled_seconds": seconds, "over_scaled": ours / seconds, "scaled_error": error}
 
 
-def _layers() -> Iterator[tuple[str, Measure]]:
-    for tokens in (1, 64, 4096):
-        yield f"norm of a sum, {tokens} tokens", partial(_norm, tokens)
-        yield f"silu and multiply, {tokens} tokens", partial(_silu, tokens)
-        yield f"rotate and store, {tokens} tokens", partial(_rotate, tokens)
-
-
-def _norm(tokens: int, clock: Clock, ceilings: Ceilings) -> Figures:
-    x, residual = torch.randn(2, tokens, HIDDEN, dtype=torch.bfloat16, device="cuda").unbind(0)
-    weight = torch.ones(HIDDEN, dtype=torch.bfloat16, device="cuda")
-    seconds = clock.seconds(partial(add_norm, x, residual, weight, 1e-6))
-    return _of_bandwidth(seconds, 4 * x.nbytes, ceilings)
-
-
-def _silu(tokens: int, clock: Clock, ceilings: Ceilings) -> Figures:
-    fused = torch.randn(tokens, 2 * INNER, dtype=torch.bfloat16, device="cuda")
-    return _of_bandwidth(clock.seconds(partial(silu_and_mul, fused)), fused.nbytes * 3 / 2, ceilings)
-
-
-def _rotate(tokens: int, clock: Clock, ceilings: Ceilings) -> Figures:
-    world = _world([(0, tokens)])
-    qkv = torch.randn(tokens, HEADS + 2 * KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda")
-    cos, sin = torch.randn(2, tokens, DIM // 2, device="cuda").unbind(0)
-    table = (cos, sin, torch.arange(tokens, device="cuda"))
-    seconds = clock.seconds(partial(rotate_and_store, qkv, HEADS, *table, world.kv, 0, world.batch.cells))
-    return _of_bandwidth(seconds, 2 * qkv.nbytes, ceilings)
-
-
 def _linear_layers() -> Iterator[tuple[str, Measure]]:
     """Gated DeltaNet and Mamba-2, beside fla-core where it is installed and torch's plain form."""
     for model, shape in linear_state.SHAPES.items():
@@ -292,22 +234,10 @@ def _linear_layers() -> Iterator[tuple[str, Measure]]:
             yield f"linear layer, {model}, {name}", measure
 
 
-def _draws() -> Iterator[tuple[str, Measure]]:
-    """Drawing, compared with torch's argmax or sort over the same logits."""
-    yield "draw 64 rows, greedy", partial(_draw, False)
-    yield "draw 64 rows, sampled", partial(_draw, True)
+def _cuts() -> Iterator[tuple[str, Measure]]:
+    """Filters, compared with torch's sort of the same logits."""
     yield "cutoffs of 64 rows, top_k and top_p", partial(_cut, 50)
     yield "cutoffs of 64 rows, top_p", partial(_cut, 0)
-
-
-def _draw(sampled: bool, clock: Clock, ceilings: Ceilings) -> Figures:
-    rows, logits = 64, torch.randn(64, VOCABULARY, device="cuda")
-    first = torch.arange(0, rows + 1, 8, dtype=torch.int32, device="cuda")
-    drafts = torch.zeros(rows, dtype=torch.int32, device="cuda")
-    keys = torch.from_numpy(row_keys(list(range(rows)), list(range(rows)))).cuda()
-    settings = (torch.full((rows,), 0.8, device="cuda"), keys) if sampled else ()
-    ours = clock.seconds(partial(draw_and_verify, logits, first, drafts, *settings))
-    return {"seconds": ours, "over_torchs_argmax": ours / clock.seconds(lambda: logits.argmax(-1))}
 
 
 def _cut(k: int, clock: Clock, ceilings: Ceilings) -> Figures:

@@ -366,15 +366,15 @@ def _trace_convert(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from holdfast.loadgen.report import commands
+    from holdfast.loadgen.report import page
 
-    return commands.report(options.source, options.target, options.ablation)
+    return page.report(options.source, options.target, options.ablation)
 
 
 def _trace(options: argparse.Namespace) -> int:
-    from holdfast.loadgen.report import commands
+    from holdfast.loadgen.report import page
 
-    return commands.timeline(options.source, options.target)
+    return page.timeline(options.source, options.target)
 
 
 def _peers(options: argparse.Namespace) -> int:

@@ -23,8 +23,7 @@ from holdfast.loadgen.lag import LoopLag, uncollected
 from holdfast.loadgen.measure import FEW
 from holdfast.loadgen.options import Options
 from holdfast.loadgen.progress import bar
-from holdfast.loadgen.report.ablation import read_ablation
-from holdfast.loadgen.report.page import check_plotting, write_report
+from holdfast.loadgen.report.page import check_plotting, read_ablation, write_report
 from holdfast.loadgen.runner import Part, Runner, Server, reported
 from holdfast.loadgen.summary import Summary, summarize
 from holdfast.loadgen.table import check_writable, print_report

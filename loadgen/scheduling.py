@@ -23,8 +23,7 @@ from typing import Any
 from holdfast.loadgen import compare
 from holdfast.loadgen.measure import Estimate, mean, ratio
 from holdfast.loadgen.options import Options
-from holdfast.loadgen.report.commands import read_run
-from holdfast.loadgen.report.page import read_rows
+from holdfast.loadgen.report.page import read_rows, read_run
 from holdfast.loadgen.rows import Job, group
 from holdfast.loadgen.serving import serving
 from holdfast.loadgen.simulator.policies import Policy, policy

@@ -19,7 +19,7 @@ from typing import Any
 from holdfast.loadgen import compare, peers
 from holdfast.loadgen.options import PAUSE_S, Options
 from holdfast.loadgen.peers import Peer, Wanted
-from holdfast.loadgen.report.commands import read_run
+from holdfast.loadgen.report.page import read_run
 from holdfast.loadgen.serving import serving, serving_peer
 from holdfast.loadgen.table import brief, check_writable
 from holdfast.loadgen.workloads.script import Sizes

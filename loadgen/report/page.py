@@ -1,10 +1,11 @@
-"""One self-contained HTML page from the file that `holdfast bench compare --json` writes. No figure is made here.
+"""The files made of `holdfast bench compare --json`: one self-contained HTML page, and a timeline.
 
-Everything shown is computed again from the file's rows, with the file's seed, so it can be traced to them.
+Everything that the page shows is computed again from the file's rows, with the file's seed.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,12 +18,11 @@ from holdfast.loadgen import rows as row_files
 from holdfast.loadgen.measure import FEW
 from holdfast.loadgen.progress import bar
 from holdfast.loadgen.report import series
-from holdfast.loadgen.report.ablation import ablation_grid
-from holdfast.loadgen.report.grid import Grid
 from holdfast.loadgen.report.palette import DARK_PAGE, LIGHT_PAGE
 from holdfast.loadgen.rows import Row
 from holdfast.loadgen.summary import Summary, summarize
 from holdfast.loadgen.table import Layout, layouts
+from holdfast.loadgen.timeline import trace
 from holdfast.replicas.errors import ConfigError
 
 MOST_PROGRAMS = 16  # in a chart
@@ -30,6 +30,22 @@ _SHOWN_OPTIONS = (
     *("seed", "repetitions", "max_tokens", "timeout_s", "warm_up", "forced", "sizes", "rates", "concurrencies"),
     "trace",
 )
+
+
+RATIO = "p50 off/on"
+HEADS = ("scenario", "turns", "ms p50 on", "ms p50 off", "ms p99 on", "ms p99 off", RATIO, "p99", "wall", "equal")
+_TIMES = ("on_median_ms", "off_median_ms", "on_p99_ms", "off_p99_ms")
+_RATIOS = ("ratio", "p99_ratio", "wall_ratio")
+_FIELDS = frozenset(("off", "scenario", "turns", "low", "high", "equal", *_TIMES, *_RATIOS))
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table of the page: heads, and rows of a name and cells. A cell's first line is the figure."""
+
+    first: str  # head of the names
+    heads: tuple[str, ...]
+    rows: list[tuple[str, list[list[str]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +70,23 @@ class Section:
     gantt_note: str
 
 
+def report(source: Path, target: Path, ablation: Path | None = None) -> int:
+    """`holdfast bench report`: write the page of the comparison in ``source``. Raises ConfigError."""
+    more = {"ablation": read_ablation(ablation)} if ablation else {}
+    write_report({**read_run(source), **more}, target)
+    return 0
+
+
+def timeline(source: Path, target: Path) -> int:
+    """`holdfast bench trace`: write Chrome trace events, which ui.perfetto.dev opens. Raises ConfigError."""
+    events = trace(read_rows(read_run(source)))
+    _write(target, json.dumps(events, separators=(",", ":")) + "\n", "trace")
+    return 0
+
+
 def write_report(content: Mapping[str, Any], path: Path) -> None:
     """Write the page for ``content``, the JSON of a comparison. Raises ConfigError."""
-    page = render(content)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}", "html") from error
+    _write(path, render(content), "html")
 
 
 def render(content: Mapping[str, Any]) -> str:
@@ -108,6 +133,22 @@ def read_rows(content: Mapping[str, Any]) -> list[Row]:
     if not isinstance(told, list) or not told:
         raise ConfigError("the file holds no rows of a comparison", "run")
     return row_files.from_json(told)
+
+
+def read_run(path: Path) -> Mapping[str, Any]:
+    """What `holdfast bench compare --json` wrote. Raises ConfigError."""
+    content = _read(path, "run")
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is no comparison", "run")
+    return content
+
+
+def read_ablation(path: Path) -> list[dict[str, Any]]:
+    """What `holdfast bench ablation --json` wrote. Raises ConfigError."""
+    entries = _read(path, "ablation")
+    if not isinstance(entries, list) or not all(isinstance(one, dict) and set(one) >= _FIELDS for one in entries):
+        raise ConfigError(f"{path} is no ablation", "ablation")
+    return entries
 
 
 def check_plotting() -> None:
@@ -176,3 +217,36 @@ def _planned(content: Mapping[str, Any]) -> Mapping[str, Sequence[int]]:
 def _seed(content: Mapping[str, Any]) -> int:
     options = content.get("options")
     return int(options.get("seed", 0)) if isinstance(options, Mapping) else 0
+
+
+def ablation_grid(entries: Sequence[Mapping[str, Any]]) -> Grid | None:
+    """A row for each mechanism and scenario; None without any."""
+    rows = [(str(entry["off"]), [[text] for text in _cells(entry)]) for entry in entries]
+    for (_, cells), entry in zip(rows, entries, strict=True):
+        cells[HEADS.index(RATIO)].append(f"{entry['low']:.2f}–{entry['high']:.2f}")
+    return Grid("off", HEADS, rows) if rows else None
+
+
+def _cells(entry: Mapping[str, Any]) -> list[str]:
+    return [
+        str(entry["scenario"]),
+        str(entry["turns"]),
+        *(f"{entry[name]:.1f}" for name in _TIMES),
+        *(f"{entry[name]:.2f}x" for name in _RATIOS),
+        f"{entry['equal']:.0%}",
+    ]
+
+
+def _read(path: Path, field: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", field) from error
+
+
+def _write(path: Path, text: str, field: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error}", field) from error

@@ -27,7 +27,7 @@ from holdfast.cluster import doctor, model_files, serve_private
 from holdfast.cluster.backend import ServeBackend, expositions
 from holdfast.cluster.config import LOOPBACK_HOSTS, Settings, choose_order
 from holdfast.cluster.engine_replica import EngineReplica
-from holdfast.cluster.tenants_file import TenantsWatch, tenants_in
+from holdfast.cluster.tenants import TenantsWatch, tenants_in
 from holdfast.replicas import logs
 from holdfast.replicas.config import POCKET
 from holdfast.replicas.errors import HoldfastError

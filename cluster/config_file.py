@@ -1,12 +1,24 @@
-"""YAML <-> `Settings`: the border where names and types are checked. What values mean is `config`'s.
+"""YAML, environment and command line -> `Settings`, with where each value comes from; the commands that show it.
 
-pydantic checks types here and nowhere else; unknown keys are found first, so that the nearest known one can be named.
+The later of these wins: defaults, file, environment, command line. `HOLDFAST_ENGINE__RETENTION__POLICY=none` sets
+`engine.retention.policy`; its value is read as YAML. pydantic checks types here and nowhere else. Unknown keys are
+found first, so that the error can name the nearest known key.
 """
 
+from __future__ import annotations
+
+import ast
 import dataclasses
+import inspect
+import json
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Set
+from copy import deepcopy
+from dataclasses import dataclass
 from difflib import get_close_matches
+from enum import EnumMeta
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -16,38 +28,83 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from holdfast.cluster.config import Settings
+from holdfast.cluster import config, redis
+from holdfast.cluster.config import Overrides, Settings
 from holdfast.replicas.errors import ConfigError
 
 KEYS = frozenset({"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"})
 
 
+_ALWAYS: Mapping[str, Mapping[str, str]] = {
+    "engine": {
+        "background_chunk": "128",
+        "batch_share": "0.05",
+        "call_grace": "16",
+        "adaptive_chunks": "true",
+        "equal_chunks": "false",
+        "forced_drafts": "32",
+        "grammar_cache": "64",
+        "hung_factor": "20",
+        "kv_tags_share": "0.5",
+        "latency_max_tokens": "32",
+        "question_tokens": "256",
+        "session_questions": "8",
+        "stream_interval_s": "0.005",
+        "tenant_questions": "64",
+        "speculation.prompt_lookup": "true",
+        "speculation.memory": "true",
+        "speculation.cost_gate": "true",
+        "speculation.shared_budget": "true",
+    },
+    "placement": {
+        "pins": "65536",
+        "patience_s": "10",
+        "turn_tokens": "1200",
+        "shared_turns": "6",
+        "crowded_load": "1.5",
+        "move_factor": "4",
+        "report_s": "1",
+        "accept_s": "3",
+    },
+    "server": {
+        "header_s": "10",
+        "client_connections": "1024",
+        "body_rate": "16 MiB a second",
+        "internal_host": "127.0.0.1",
+    },
+    "router": {
+        "audit_records": "10000",
+        "cache_answer_bytes": "262144",
+        "cache_entries": "1024",
+        "cache_share": "0.5",
+        "max_body_values": "131072",
+        "output_estimate": "512",
+        "prefill_most_s": "600",
+        "prefill_s": "60",
+        "program_entries": "65536",
+        "program_quota_s": "600",
+        "program_rest_s": "3600",
+        "program_tenant_entries": "65536",
+        "single_flight": "true",
+        "stall_s": "30",
+        "store_retry_s": "1",
+        "tool_latency_s": "0.5",
+        "oidc.refresh_s": "300",
+    },
+}
+"""Keys of earlier versions whose value is fixed now."""
+
 REMOVED: Mapping[str, str] = {
+    **{
+        f"{section}.{name}": f"its value is always {value} now"
+        for section, values in _ALWAYS.items()
+        for name, value in values.items()
+    },
     **{
         f"engine.{name}": f"to turn it off, write `engine.without: [{name}]`"
         for name in (
             *("prefix_cache", "sessions", "grouped_prefill"),
             *("kv_tags", "tokenize_cache", "device_sampling", "cuda_graphs"),
-        )
-    },
-    **{
-        f"engine.{name}": f"its value is always {value} now"
-        for name, value in (
-            ("background_chunk", "128"),
-            ("batch_share", "0.05"),
-            ("call_grace", "16"),
-            ("adaptive_chunks", "true"),
-            ("equal_chunks", "false"),
-            ("forced_drafts", "32"),
-            ("grammar_cache", "64"),
-            ("hung_factor", "20"),
-            ("kv_tags_share", "0.5"),
-            ("latency_max_tokens", "32"),
-            ("question_tokens", "256"),
-            ("session_questions", "8"),
-            ("stream_interval_s", "0.005"),
-            ("tenant_questions", "64"),
-            *((f"speculation.{name}", "true") for name in ("prompt_lookup", "memory", "cost_gate", "shared_budget")),
         )
     },
     **{
@@ -64,53 +121,9 @@ REMOVED: Mapping[str, str] = {
             *("trusted_samples", "wait_window", "prior_s", "away_waits"),
         )
     },
-    **{
-        f"placement.{name}": f"its value is always {value} now"
-        for name, value in (
-            ("pins", "65536"),
-            ("patience_s", "10"),
-            ("turn_tokens", "1200"),
-            ("shared_turns", "6"),
-            ("crowded_load", "1.5"),
-            ("move_factor", "4"),
-            ("report_s", "1"),
-            ("accept_s", "3"),
-        )
-    },
     "placement.max_waiting_tokens": "it is 1,024 for each of `placement.max_waiting` requests",
     "placement.foretold_s": "routers no longer refuse requests for an engine; engines refuse them by themselves",
-    **{
-        f"server.{name}": f"its value is always {value} now"
-        for name, value in (
-            ("header_s", "10"),
-            ("client_connections", "1024"),
-            ("body_rate", "16 MiB a second"),
-            ("internal_host", "127.0.0.1"),
-        )
-    },
     "server.connections": "it follows the limit of open files (`ulimit -Hn`), at most 16,384",
-    **{
-        f"router.{name}": f"its value is always {value} now"
-        for name, value in (
-            ("audit_records", "10000"),
-            ("cache_answer_bytes", "262144"),
-            ("cache_entries", "1024"),
-            ("cache_share", "0.5"),
-            ("max_body_values", "131072"),
-            ("output_estimate", "512"),
-            ("prefill_most_s", "600"),
-            ("prefill_s", "60"),
-            ("program_entries", "65536"),
-            ("program_quota_s", "600"),
-            ("program_rest_s", "3600"),
-            ("program_tenant_entries", "65536"),
-            ("single_flight", "true"),
-            ("stall_s", "30"),
-            ("store_retry_s", "1"),
-            ("tool_latency_s", "0.5"),
-            ("oidc.refresh_s", "300"),
-        )
-    },
     "router.long_body_bytes": "the router parses every body itself",
     "router.body_memory": "it is 4 times `router.max_body_bytes`",
     "router.cache_lease_s": "routers no longer share what they are computing",
@@ -129,20 +142,17 @@ REMOVED: Mapping[str, str] = {
 
 
 class Loader(yaml.SafeLoader):
-    """Safe YAML whose keys are text, each one once in its mapping: of two the first would go without a word.
-
-    Nothing in it may hold itself.
-    """
+    """Safe YAML without duplicate keys, keys that are not text, and anchors that contain themselves."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self._open: list[str | None] = []  # anchors of the mappings and lists that are being read
+        self._open: list[str | None] = []  # anchors of the open mappings and lists
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) and event.anchor in self._open:
             mark = parent.start_mark if parent is not None else None
-            raise yaml.constructor.ConstructorError(None, None, f"{event.anchor!r} holds itself", mark)
+            raise yaml.constructor.ConstructorError(None, None, f"{event.anchor!r} contains itself", mark)
         return super().compose_node(parent, index)
 
     def compose_sequence_node(self, anchor: Any) -> yaml.SequenceNode:
@@ -163,6 +173,116 @@ class Loader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is there twice", key.start_mark)
             there.add(key.value)
         return node
+
+
+# ---- where values come from ----
+
+PREFIX = "HOLDFAST_"
+FLAGS = {
+    "server.host": ("--host", "host"),
+    "server.port": ("--port", "port"),
+    "engine.model": ("--model", "model"),
+    "replicas.count": ("--replicas", "replicas"),
+    "server.routers": ("--routers", "routers"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A whole configuration, and for each key that is not at its default what set it."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+    def origin(self, key: str) -> str:
+        """What set `key`."""
+        return self.origins.get(key, "default")
+
+
+def load(path: Path | None, variables: Mapping[str, str], overrides: Overrides) -> Loaded:
+    """The configuration from all sources. Raises ConfigError naming the key, and the file or variable."""
+    data: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    if path is not None:
+        text = read_text(path)
+        try:
+            data = mapping(text)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error.message}", error.field) from error
+        origins = {key: f"{path}:{line}" for key, line in lines(text).items()}
+    data = deepcopy(data)
+    for name, value in sorted(variables.items()):
+        key = ".".join(name.removeprefix(PREFIX).lower().split("__"))
+        _set(data, key, _variable(name, value))
+        origins[key] = name
+    try:
+        settings = settings_of(data)
+    except ConfigError as error:
+        where = _place(error.field or "", origins)
+        raise ConfigError(f"{where}: {error.message}" if where else error.message, error.field) from error
+    for key, (flag, field) in FLAGS.items():
+        if getattr(overrides, field) is not None:
+            origins[key] = flag
+    return Loaded(config.apply(settings, overrides), origins)
+
+
+def keys(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key with its value, sections opened, lists whole."""
+    for field in dataclasses.fields(settings):
+        key, value = f"{path}.{field.name}".lstrip("."), getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from keys(value, key)
+        else:
+            yield key, value
+
+
+def lines(text: str) -> dict[str, int]:
+    """The line, from 1, on which each key and each item of a list stands in a YAML text. Raises ConfigError."""
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not YAML: {error}", "config") from error
+    return dict(_lines(root, ""))
+
+
+def _lines(node: yaml.Node | None, path: str) -> Iterator[tuple[str, int]]:
+    if isinstance(node, yaml.MappingNode):
+        inside = [(key.value, key, value) for key, value in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        inside = [(str(index), item, item) for index, item in enumerate(node.value)]
+    else:
+        return
+    for name, key, value in inside:
+        here = f"{path}.{name}".lstrip(".")
+        yield here, key.start_mark.line + 1
+        yield from _lines(value, here)
+
+
+def _place(field: str, origins: Mapping[str, str]) -> str:
+    """What set `field`, or the nearest list or section around it; "" where nothing did."""
+    while field and field not in origins:
+        field = field.rpartition(".")[0]
+    return origins.get(field, "")
+
+
+def _set(data: dict[str, Any], key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    for section in sections:
+        inside = data.get(section)
+        if not isinstance(inside, dict):
+            inside = data[section] = {}
+        data = inside
+    data[name] = value
+
+
+def _variable(name: str, text: str) -> Any:
+    try:
+        return load_yaml(text) if text else ""
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{name} is not a YAML value: {text!r}", "environment") from error
+
+
+# ---- the file ----
 
 
 def read(path: Path) -> Settings:
@@ -189,15 +309,15 @@ def parse(text: str) -> Settings:
     return settings_of(mapping(text))
 
 
-def load(text: str) -> Any:
-    """What a YAML text says. Raises YAMLError or ValueError."""
+def load_yaml(text: str) -> Any:
+    """The content of a YAML text. Raises YAMLError or ValueError."""
     return yaml.load(text, Loader)
 
 
 def mapping(text: str) -> dict[str, Any]:
     """The sections in a YAML text, their contents as they are. Raises ConfigError."""
     try:
-        data = load(text)
+        data = load_yaml(text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: what looks like a date and is none
         raise ConfigError(f"not YAML: {_problem(error)}", "config") from error
     except RecursionError as error:
@@ -250,11 +370,11 @@ def _faults(path: str, hint: Any, value: Any, strange: Set[str | None]) -> list[
         if key in rest and _dataclass_in(inner) and (inside := _faults(f"{path}.{key}", inner, rest[key], strange)):
             found += inside
             del rest[key]
-    told: set[str | None] = set()
-    while new := [fault for fault in _errors(path, kind, rest) if fault.field not in told]:
+    seen: set[str | None] = set()
+    while new := [fault for fault in _errors(path, kind, rest) if fault.field not in seen]:
         found += new
-        told |= {fault.field for fault in new}
-        rest = {key: each for key, each in rest.items() if not _below(f"{path}.{key}", told)}
+        seen |= {fault.field for fault in new}
+        rest = {key: each for key, each in rest.items() if not _below(f"{path}.{key}", seen)}
     return found
 
 
@@ -305,11 +425,11 @@ def _read(path: str, hint: Any, value: Any) -> Any:
 
 def _each(path: str, error: ValidationError) -> list[ConfigError]:
     """One error for each thing that pydantic found in what stands at `path`."""
-    told = []
+    seen = []
     for each in error.errors(include_url=False):
         field = ".".join([path, *(str(part) for part in each["loc"])])
-        told.append(ConfigError(f"{field}: {each['msg']}, not {each['input']!r}{_nearest(each)}", field))
-    return told
+        seen.append(ConfigError(f"{field}: {each['msg']}, not {each['input']!r}{_nearest(each)}", field))
+    return seen
 
 
 def _nearest(error: ErrorDetails) -> str:
@@ -343,3 +463,198 @@ def _dataclass_in(hint: Any) -> type | None:
     if get_origin(hint) in (Union, UnionType, tuple, list):
         return next((found for arg in get_args(hint) if (found := _dataclass_in(arg))), None)
     return None
+
+
+# ---- `holdfast config show` and `check` ----
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something wrong in a file; `line` counts from 1, 0 where none can be told."""
+
+    line: int
+    field: str
+    message: str
+
+
+def show(loaded: Loaded) -> str:
+    """YAML of every key, and behind it what set it. Passwords are left out."""
+    out: list[str] = []
+    opened: list[str] = []
+    width = 0
+    rows = []
+    for key, value in keys(loaded.settings):
+        *sections, name = key.split(".")
+        for depth, section in enumerate(sections):
+            if opened[: depth + 1] != sections[: depth + 1]:
+                rows.append((f"{'  ' * depth}{section}:", ""))
+        opened = sections
+        if key == "redis.url" and value:
+            value = redis.without_password(value)
+        text = f"{'  ' * len(sections)}{name}: {_word(value)}"
+        rows.append((text, loaded.origin(key)))
+    width = min(60, max(len(text) for text, _ in rows))
+    out = [f"{text:<{width}}  # {origin}" if origin else text for text, origin in rows]
+    return "\n".join(out)
+
+
+def check(path: Path) -> list[Fault]:
+    """Every unknown key, every value that cannot be, and what does not go together. Raises ConfigError where the file
+    cannot be read.
+    """
+    text = read_text(path)
+    try:
+        data = mapping(text)
+    except ConfigError as error:
+        mark = getattr(error.__cause__, "problem_mark", None)
+        problem = getattr(error.__cause__, "problem", None) or error.message
+        return [Fault(mark.line + 1 if mark else 1, "", f"not YAML: {problem}" if mark else problem)]
+    where = lines(text)
+    return sorted(
+        (Fault(_line(error.field or "", where), error.field or "", error.message) for error in _all_faults(data)),
+        key=lambda fault: fault.line,
+    )
+
+
+def report(path: Path, faults: list[Fault], as_json: bool) -> str:
+    """The faults as editors read them (`FILE:LINE: message`), or as JSON."""
+    if as_json:
+        rows = [{"line": fault.line, "field": fault.field, "message": fault.message} for fault in faults]
+        return json.dumps({"file": str(path), "faults": rows}, indent=2)
+    if not faults:
+        return f"{path} is a valid configuration"
+    return "\n".join(
+        f"{path}:{fault.line}: {fault.message}{f' [{fault.field}]' if fault.field else ''}" for fault in faults
+    )
+
+
+def _all_faults(data: dict[str, Any]) -> Iterator[ConfigError]:
+    """Those of single keys, then those of what does not go together, as far as that can be read."""
+    found = faults(data)
+    yield from found
+    wrong = {error.field or "" for error in found}
+    sections = {field.partition(".")[0] for field in wrong}
+    rest = {name: value for name, value in data.items() if name not in sections - {"tenants"} and name not in wrong}
+    if isinstance(tenants := rest.get("tenants"), list):  # in the place of one with a fault stands one that clashes not
+        rest["tenants"] = [
+            {"name": f"entry-{i}", "key_hashes": [f"sha256:{i:064x}"]}
+            if any(f"{field}.".startswith(f"tenants.{i}.") for field in wrong)
+            else each
+            for i, each in enumerate(tenants)
+        ]
+    try:
+        config.check_tenants(settings_of(rest))
+    except ConfigError as error:
+        # Whether a server has keys at all is not to be said where some of what decides it is left out.
+        if not sections & {"router", "server", "tenants"} or (error.field or "").startswith("tenants"):
+            yield error
+
+
+def _line(field: str, where: dict[str, int]) -> int:
+    """The line of a field, or of the section that it is missing in."""
+    while field:
+        if field in where:
+            return where[field]
+        field = field.rpartition(".")[0]
+    return 1
+
+
+def _word(value: Any) -> str:
+    """A value in YAML, on one line."""
+    plain = orjson.loads(orjson.dumps(value))
+    return yaml.safe_dump(plain, default_flow_style=True, width=10**6, sort_keys=False).removesuffix("\n...\n").strip()
+
+
+# ---- `holdfast config options`: made from the configuration classes and the comments behind their fields ----
+
+HEAD = """# Options
+
+<!-- Made by `make options` from the configuration classes: change the comments there. -->
+
+Every key of the YAML file that `holdfast serve --config FILE` reads, and of `config` in the chart's values. Only what
+differs from the default has to be in it. What is set later wins: the default, the file, the environment
+(`HOLDFAST_ENGINE__PAGE_SIZE=32` sets `engine.page_size` for `holdfast` commands), the command line.
+`holdfast config show` prints each value with where it comes from, `holdfast config check FILE` names the line of every
+fault.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One key. `kind` is how its values are written."""
+
+    key: str
+    kind: str
+    default: str
+    text: str
+
+
+def options(kind: Any = Settings, path: str = "") -> Iterator[tuple[str, str, list[Option]]]:
+    """Sections in order: their name, what their class says, and their options; nested ones after the outer."""
+    hints, texts, own, inner = get_type_hints(kind), comments(kind), [], []
+    for field in dataclasses.fields(kind):
+        key, hint = f"{path}.{field.name}".lstrip("."), hints[field.name]
+        nested = _item(hint)
+        if nested is not None:
+            inner.append((nested, key if hint is nested else f"{key}[]"))
+        else:
+            own.append(Option(key, _kind(hint), _default(field), texts.get(field.name, "")))
+    if own:
+        yield path, _about(kind), own
+    for nested, key in inner:
+        yield from options(nested, key)
+
+
+def options_page() -> str:
+    """The whole page in Markdown."""
+    parts = [HEAD]
+    for name, about, found in options():
+        parts.append(f"## {name}\n\n{about}\n\n| key | values | default | what |\n|---|---|---|---|")
+        rows = (f"| `{each.key}` | {each.kind} | {each.default} | {each.text} |" for each in found)
+        parts[-1] += "\n" + "\n".join(rows) + "\n"
+    return "\n".join(parts).rstrip()
+
+
+@cache
+def comments(kind: type) -> dict[str, str]:
+    """What the comments behind the fields of a class say, by field."""
+    source = textwrap.dedent(inspect.getsource(kind))
+    lines = source.splitlines()
+    found = {}
+    (body,) = ast.parse(source).body
+    assert isinstance(body, ast.ClassDef)
+    for node in body.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            behind = (line.partition("  # ")[2] for line in lines[node.lineno - 1 : node.end_lineno])
+            found[node.target.id] = " ".join(text.strip() for text in behind if text)
+    return found
+
+
+def _about(kind: type) -> str:
+    return " ".join((inspect.getdoc(kind) or "").split())
+
+
+def _item(hint: Any) -> Any:
+    """The configuration class that `hint` is or is a list of."""
+    for each in (hint, *get_args(hint)):
+        if dataclasses.is_dataclass(each):
+            return each
+    return None
+
+
+def _kind(hint: Any) -> str:
+    names = {int: "whole number", float: "number", bool: "true, false", str: "text"}
+    if hint in names:
+        return names[hint]
+    inside = tuple(str(each.value) for each in list[Any](hint)) if isinstance(hint, EnumMeta) else get_args(hint)
+    if all(isinstance(each, str) for each in inside):
+        return ", ".join(f"`{each}`" for each in inside)
+    if type(None) in inside:
+        return f"{_kind(next(each for each in inside if each is not type(None)))}, null"
+    return "list of " + _kind(inside[0])
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default is not dataclasses.MISSING:
+        return f"`{orjson.dumps(field.default).decode()}`"
+    return "" if field.default_factory is dataclasses.MISSING else f"`{orjson.dumps(field.default_factory()).decode()}`"

@@ -25,7 +25,7 @@ from holdfast.cluster import doctor, environment, haproxy, model_files, processe
 from holdfast.cluster.config import Settings, share_threads
 from holdfast.cluster.processes import MemoryGuard
 from holdfast.cluster.redis import EmbeddedRedis
-from holdfast.cluster.tenants_file import tenants_in
+from holdfast.cluster.tenants import tenants_in
 from holdfast.replicas.errors import HoldfastError, UnavailableError
 from holdfast.router.records import RedisAddress
 

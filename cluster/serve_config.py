@@ -16,7 +16,7 @@ from ray import serve
 from holdfast.cluster import application as graph
 from holdfast.cluster import config_file, doctor
 from holdfast.cluster.config import Settings, check_tenants
-from holdfast.cluster.tenants_file import tenants_in
+from holdfast.cluster.tenants import tenants_in
 from holdfast.replicas.errors import ConfigError
 from holdfast.router.records import RedisAddress
 

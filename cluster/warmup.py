@@ -8,7 +8,7 @@ import httpx
 
 from holdfast.cluster import model_files
 from holdfast.cluster.config import Settings
-from holdfast.cluster.watch import URL
+from holdfast.cluster.status import URL
 from holdfast.replicas.errors import UnavailableError
 from holdfast.router.config import WARM_UP_HEADER
 

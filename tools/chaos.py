@@ -254,9 +254,7 @@ def told(status: int, stream: bool, lines: Sequence[str]) -> tuple[str, Any, Usa
 class World:
     server: Any  # tests/cluster/conftest.py's
     store: RedisServer
-    reports: deque[str] = field(
-        default_factory=lambda: deque(("0.5", "0.25"))
-    )  # `router.tool_latency_s`, the first is set
+    usage_days: deque[str] = field(default_factory=lambda: deque(("400", "401")))  # the first is set
 
     hurried: threading.Event = field(default_factory=threading.Event)  # Redis is to be as fast as it can
 
@@ -366,7 +364,7 @@ def deploy(world: World, engines: int) -> None:
     """Tell Serve how it is to be from now on."""
     program = Path(__file__).with_name("redeploy.py")
     config = world.server.output.with_name("holdfast.yaml")
-    done = world.beside([str(program)], config, world.server.port, engines, world.reports[0])
+    done = world.beside([str(program)], config, world.server.port, engines, world.usage_days[0])
     assert done.returncode == 0, done.stderr
 
 
@@ -382,7 +380,7 @@ def fewer(world: World) -> None:
 def update(world: World) -> None:
     """Every engine and router is replaced by one that is configured otherwise."""
     before = {*world.pids(REPLICA), *world.pids(ROUTER)}
-    world.reports.rotate()
+    world.usage_days.rotate()
     deploy(world, 2)
     within(lambda: not before & {*world.pids(REPLICA), *world.pids(ROUTER)}, 2 * WITHIN_S)  # four, one by one
 

@@ -28,8 +28,7 @@ from browser import Browser, Page
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
-from holdfast.cluster import top, watch
-from holdfast.cluster.watch import Watched
+from holdfast.cluster import status
 
 CITIES = ("Paris", "Oslo", "Lima", "Cairo", "Rome", "Delhi", "Quito", "Tokyo", "Berlin", "Madrid")
 TOOLS = {
@@ -104,11 +103,11 @@ def agents(url: str, programs: int, pause_s: float) -> Iterator[None]:
 def top_picture(url: str, path: Path) -> None:
     """What `holdfast top` shows of a running server, as SVG."""
     console = Console(record=True, width=112, height=30, file=io.StringIO())
-    server = Watched(url)
-    with watch.client() as client:
+    server = status.Server(url)
+    with status.client() as client:
 
         def ask() -> dict[str, Any]:
-            return watch.ask(client, server, top.MOST)
+            return status.fetch(client, server, status.MOST)
 
         keys = iter(["", "q"])
 
@@ -116,7 +115,7 @@ def top_picture(url: str, path: Path) -> None:
             time.sleep(seconds)
             return next(keys)
 
-        *_, last = top.looks(ask, ask(), 2.0, console, wait)
+        *_, last = status.looks(ask, ask(), 2.0, console, wait)
     console.print(last)
     # Rich's own format fetches a font from elsewhere.
     plain = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)

@@ -1,8 +1,8 @@
 """Deploys the application again to the Serve of a running server, from a process of its own, as an operator's tool may.
 
-    python tools/redeploy.py GCS_ADDRESS CONFIG PORT ENGINES TOOL_LATENCY_S
+    python tools/redeploy.py GCS_ADDRESS CONFIG PORT ENGINES USAGE_DAYS
 
-`ENGINES` is the new number of engines. If `TOOL_LATENCY_S`, the `router.tool_latency_s`, differs from before, Serve
+`ENGINES` is the new number of engines. If `USAGE_DAYS`, the `router.usage_days`, differs from before, Serve
 replaces every engine and router, one after the other. Returns when Serve has the new target.
 """
 
@@ -16,14 +16,14 @@ from typing import Any
 import ray
 from ray import serve
 
-from holdfast.cluster import application, sources
+from holdfast.cluster import application, config_file
 from holdfast.cluster.config import Overrides
 from holdfast.router.records import RedisAddress
 
 
-def main(address: str, config: str, port: str, engines: str, tool_latency_s: str) -> None:
-    settings = sources.load(Path(config), {}, Overrides(None, int(port), "pocket", 2, 2)).settings
-    settings = replace(settings, router=replace(settings.router, tool_latency_s=float(tool_latency_s)))
+def main(address: str, config: str, port: str, engines: str, usage_days: str) -> None:
+    settings = config_file.load(Path(config), {}, Overrides(None, int(port), "pocket", 2, 2)).settings
+    settings = replace(settings, router=replace(settings.router, usage_days=int(usage_days)))
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="serve")
     routers: Any = application.build(settings, RedisAddress(settings.redis.url), 0.0)._bound_deployment
     replicas = routers.init_args[0]._bound_deployment

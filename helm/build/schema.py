@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from helm.build.rules import ALERTS
 from holdfast.cluster.config import Settings
-from holdfast.cluster.option_table import comments
+from holdfast.cluster.config_file import comments
 
 FILE = Path(__file__).parents[1] / "holdfast" / "values.schema.json"
 PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string", NoneType: "null"}

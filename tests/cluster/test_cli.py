@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cluster import arguments, cli, config_file
+from holdfast.cluster import cli, config_file
 from holdfast.router.tenants import hash_key
 
 
@@ -48,16 +48,16 @@ def test_without_a_command_it_shows_what_one_can_do(capsys: pytest.CaptureFixtur
     printed = capsys.readouterr()
     assert printed.err == ""
     lines = printed.out.splitlines()
-    for heading, names in arguments.GROUPS.items():
+    for heading, names in cli.GROUPS.items():
         at = lines.index(heading)
         assert {line.split()[0] for line in lines[at + 1 : lines.index("", at)] if line[2] != " "} <= {*names}
-    assert arguments.REST not in lines  # every command has its group
-    for example, _ in arguments.EXAMPLES:
+    assert cli.REST not in lines  # every command has its group
+    for example, _ in cli.EXAMPLES:
         assert any(line.startswith(f"  {example} ") for line in lines[lines.index("Examples") :])
     assert max(map(len, lines)) <= 120
 
 
-@pytest.mark.parametrize("words", [words.split()[1:] for words, _ in arguments.EXAMPLES])
+@pytest.mark.parametrize("words", [words.split()[1:] for words, _ in cli.EXAMPLES])
 def test_the_examples_are_arguments_that_there_are(words: list[str]) -> None:
     assert hasattr(cli._parser().parse_args(words), "run")
 

@@ -149,11 +149,16 @@ def test_a_call_for_another_replica_is_refused_before_it_is_read(redis: RedisSer
     asyncio.run(scenario())
 
 
-def test_tool_latencies_reach_the_replica_through_a_loss_of_redis(redis: RedisServer) -> None:
+def test_tool_latencies_reach_the_replica_through_a_loss_of_redis(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RouterConfig, "tool_latency_s", LOOK_S)
+    monkeypatch.setattr(RouterConfig, "store_retry_s", LOOK_S)
+
     async def scenario() -> None:
         replica = Outside.__new__(Outside)
         await replica.__init__(  # type: ignore[misc]
-            EngineConfig(), RedisAddress(redis.url), RouterConfig(tool_latency_s=LOOK_S, store_retry_s=LOOK_S)
+            EngineConfig(), RedisAddress(redis.url), RouterConfig()
         )
         learned: dict[str, ToolLatencies] = {}
 

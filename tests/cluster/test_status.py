@@ -18,7 +18,8 @@ from fake_backend import CALL, FakeBackend, World, chat_body
 from rich.console import Console
 from terminal import COLUMNS, ROWS, Terminal
 
-from holdfast.cluster import cli, status_view, top
+from holdfast.cluster import cli
+from holdfast.cluster import status as status_view
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.retention.latency import Called
 from holdfast.replicas.stats import EngineStats, Occupancy, ReplicaStatus, replica_status
@@ -195,7 +196,7 @@ def test_a_look_that_fails_is_told_and_the_next_one_counts(url: str) -> None:
         return dict(answer)  # type: ignore[call-overload]
 
     keys = iter(["", "x", "", "q"])
-    shown = list(top.looks(ask, told, 1.0, Console(width=COLUMNS, height=ROWS), lambda seconds: next(keys)))
+    shown = list(status_view.looks(ask, told, 1.0, Console(width=COLUMNS, height=ROWS), lambda seconds: next(keys)))
     assert len(shown) == 4
     assert "gone" in str(shown[1])
 
@@ -211,7 +212,9 @@ def test_rates_are_between_looks_at_one_router(url: str) -> None:
     coming = [look("b", 11.0, 5_800_000), look("a", 12.0, 140), look("b", 13.0, 5_800_500)]
     console = Console(width=COLUMNS, height=ROWS, record=True, file=io.StringIO())
     keys = iter(["", "", "", "q"])
-    for shown in top.looks(lambda: coming.pop(0), look("a", 10.0, 100), 1.0, console, lambda seconds: next(keys)):
+    for shown in status_view.looks(
+        lambda: coming.pop(0), look("a", 10.0, 100), 1.0, console, lambda seconds: next(keys)
+    ):
         console.print(shown)
     rows = [line.split() for line in console.export_text().splitlines() if line.startswith("default")]
     assert [row[5:7] for row in rows] == [["100", "tok"], ["5.8M", "tok"], ["20", "tok/s"], ["250", "tok/s"]]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from waiting import until_async
 
-from holdfast.cluster.tenants_file import TenantsWatch, tenants_in
+from holdfast.cluster.tenants import TenantsWatch, tenants_in
 from holdfast.replicas.errors import ConfigError
 from holdfast.router.protocol.errors import RefusedError
 from holdfast.router.tenants import Caller, TenantDirectory, hash_key

@@ -1,4 +1,4 @@
-"""`/v1/programs` and `/v1/tools/latency`: what is sent there, and the replies."""
+"""`/v1/programs` and `/v1/tools/latency`: the body of a heartbeat, and the latencies of tools."""
 
 import math
 from typing import Annotated, Any
@@ -7,35 +7,27 @@ import orjson
 from pydantic import Field
 
 from holdfast.replicas.retention.latency import LatencySnapshot, ToolLatency, pooled
-from holdfast.router.protocol.body import Body, decode, validate
+from holdfast.router.protocol.body import Body, read
 
 QUANTILES = (50, 90, 99)
 
 
 class HeartbeatBody(Body):
-    """`within_s`: in so many seconds the client says it again."""
+    """`within_s`: the client promises another heartbeat within so many seconds."""
 
     within_s: Annotated[float, Field(gt=0, le=3600)]
 
 
 def read_heartbeat(raw: bytes) -> float:
-    """Raises InvalidRequestError."""
-    return validate(HeartbeatBody, decode(raw)).within_s
-
-
-def heartbeat_reply(program_id: str, within_s: float) -> bytes:
-    return orjson.dumps({"id": program_id, "object": "program.heartbeat", "within_s": within_s})
-
-
-def program_ended_reply(program_id: str) -> bytes:
-    return orjson.dumps({"id": program_id, "object": "program.deleted", "deleted": True})
+    """Seconds until the next heartbeat. Raises InvalidRequestError."""
+    return read(HeartbeatBody, raw).within_s
 
 
 def latency_reply(tenant: str, snapshot: LatencySnapshot, *, operates: bool) -> bytes:
-    """The tenant's tools, the most called first, and `overall`: all of these together, and for those who `operates`
-    the tools of all tenants.
+    """The latencies of the tenant's tools, the most called first, and `overall`: of all of them together.
 
-    Times are in seconds; quantiles are of the latest intervals, the rest is of all.
+    For an operator (`operates`), `overall` has the tools of all tenants. Times are in seconds. Quantiles are of the
+    latest intervals, the other figures of all.
     """
     own = [(tools, latency) for (owner, tools), latency in snapshot.tools.items() if owner == tenant]
     own.sort(key=lambda item: (-item[1].count, item[0]))

@@ -333,7 +333,7 @@ def played(monkeypatch: pytest.MonkeyPatch, *calls: tuple[str, str, dict[str, An
 
         def call_later(delay: float, callback: Any, *arguments: Any) -> asyncio.TimerHandle:
             handle = later(delay, callback, *arguments)
-            if getattr(callback, "__name__", "") == "_silent":
+            if getattr(callback, "__name__", "") == "_missed":
                 over.append((handle, callback, arguments))
             return handle
 

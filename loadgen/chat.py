@@ -18,8 +18,7 @@ import aiohttp
 import orjson
 
 from holdfast.loadgen.conversation import Said
-from holdfast.loadgen.server_timing import from_header
-from holdfast.loadgen.sse import EventLines, Gathered, MalformedError, ReportedError
+from holdfast.loadgen.sse import EventLines, Gathered, MalformedError, ReportedError, from_header
 from holdfast.replicas.errors import UnavailableError
 
 PATH = "/v1/chat/completions"

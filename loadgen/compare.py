@@ -19,10 +19,9 @@ from typing import Any
 from holdfast.loadgen import rows as row_files
 from holdfast.loadgen.chat import ChatClient
 from holdfast.loadgen.conversation import Answers, Manner
-from holdfast.loadgen.lag import LoopLag, uncollected
 from holdfast.loadgen.measure import FEW
 from holdfast.loadgen.options import Options
-from holdfast.loadgen.progress import bar
+from holdfast.loadgen.progress import LoopLag, bar, uncollected
 from holdfast.loadgen.report.page import check_plotting, read_ablation, write_report
 from holdfast.loadgen.runner import Part, Runner, Server, reported
 from holdfast.loadgen.summary import Summary, summarize

@@ -1,7 +1,7 @@
 """`holdfast bench generator`: what the load generator itself costs, and whether it keeps a schedule.
 
-Requests arrive at a stub in a process of its own by a Poisson process, as they would at a server; the stub says how
-long it took for each. What is measured beyond that, and how late each request was sent, is the generator's.
+Requests arrive by a Poisson process at a stub in a process of its own, which reports how long it took for each. Time
+measured beyond that, and how late each request was sent, are the generator's.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import numpy as np
 
 from holdfast.loadgen.chat import ChatClient
 from holdfast.loadgen.conversation import Manner
-from holdfast.loadgen.lag import LoopLag, uncollected
-from holdfast.loadgen.progress import bar
+from holdfast.loadgen.progress import LoopLag, bar, uncollected
 from holdfast.loadgen.rows import Row
 from holdfast.loadgen.runner import Part, Runner, Server
 from holdfast.loadgen.stub import Delays
@@ -35,7 +34,7 @@ QUANTILES = (50, 90, 99, 100)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is sent: so many requests a second for so long, and how the stub answers. Raises ConfigError."""
+    """The load: so many requests a second for so long, and how the stub answers. Raises ConfigError."""
 
     rate: float = 500.0
     seconds: float = 10.0
@@ -57,8 +56,8 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """How it went. Times are seconds; `late` and `beyond` have one for each request."""
+class Measured:
+    """The rows of a run, and what the generator took. Times are seconds."""
 
     rows: list[Row]
     cpu: float  # of the generator
@@ -71,23 +70,23 @@ class Kept:
 
     @property
     def late(self) -> list[float]:
-        """How much later than due each request was sent."""
+        """Of each request: how much later than due it was sent."""
         return [row.started - (row.due or 0.0) for row in self.rows]
 
     @property
     def beyond(self) -> list[float]:
-        """How much longer each request took, from when it was sent, than the stub took to answer it."""
+        """Of each request: how much longer it took than the stub took to answer it."""
         return [row.ended - row.started - (row.prefill or 0.0) - (row.decode or 0.0) for row in self.good]
 
     @property
     def pace(self) -> float:
-        """The time over which requests were sent over that over which they were due: above 1, it fell behind."""
+        """The time over which requests were sent, over the schedule's: above 1, the generator fell behind."""
         due, sent = [row.due or 0.0 for row in self.rows], [row.started for row in self.rows]
         return (max(sent) - min(sent)) / (max(due) - min(due))
 
     @property
     def at_once(self) -> int:
-        """The most requests that were on their way together."""
+        """The most requests in progress together."""
         ends = sorted([(row.started, 1) for row in self.rows] + [(row.ended, -1) for row in self.rows])
         return max(accumulate(step for _, step in ends))
 
@@ -99,39 +98,33 @@ def main(load: Load) -> int:
     return 0
 
 
-def measure(load: Load) -> Kept:
-    """Send ``load`` to a stub of its own. Raises UnavailableError where that does not start."""
+def measure(load: Load) -> Measured:
+    """Send a load to a new stub. Raises UnavailableError where that does not start."""
     with stub(load.delays) as url:
         return asyncio.run(_send(load, url))
 
 
-def report(load: Load, kept: Kept) -> list[str]:
+def report(load: Load, result: Measured) -> list[str]:
     """The lines that are printed."""
-    n, delays = len(kept.rows), load.delays
+    n, delays = len(result.rows), load.delays
     heads = "".join(f"{'most' if percent == 100 else f'p{percent}':>9}" for percent in QUANTILES)
     return [
         f"{n} requests, {load.rate:g} a second (Poisson); the stub answers with {delays.tokens} tokens, the first "
-        f"after {delays.first_s * 1e3:g} ms; up to {kept.at_once} on their way at once, {n - len(kept.good)} failed",
+        f"after {delays.first_s * 1e3:g} ms; up to {result.at_once} at once, {n - len(result.good)} failed",
         f"{'milliseconds':<42}{heads}",
-        _line("sent later than due", kept.late),
-        _line("measured beyond what the stub took", kept.beyond),
-        _line("event loop late", kept.lag.ticks),
-        f"sending took {kept.pace:.3f} times as long as the schedule, whose mean gap is {1e3 / load.rate:.2f} ms",
-        f"the generator took {kept.cpu / kept.wall:.1%} of one core, {kept.cpu / n * 1e3:.2f} ms of it a request",
+        _line("sent later than due", result.late),
+        _line("measured beyond what the stub took", result.beyond),
+        _line("event loop late", result.lag.ticks),
+        f"sending took {result.pace:.3f} times as long as the schedule, whose mean gap is {1e3 / load.rate:.2f} ms",
+        f"the generator took {result.cpu / result.wall:.1%} of one core, {result.cpu / n * 1e3:.2f} ms of it a request",
     ]
 
 
 @contextmanager
 def stub(delays: Delays) -> Iterator[str]:
     """The address of a stub in a process of its own. Raises UnavailableError."""
-    words = [
-        sys.executable,
-        "-m",
-        "holdfast.loadgen.stub",
-        f"{delays.first_s}",
-        f"{delays.token_s}",
-        f"{delays.tokens}",
-    ]
+    delay_words = (f"{delays.first_s}", f"{delays.token_s}", f"{delays.tokens}")
+    words = [sys.executable, "-m", "holdfast.loadgen.stub", *delay_words]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -145,14 +138,14 @@ def stub(delays: Delays) -> Iterator[str]:
 
 
 def drawn(load: Load) -> Round:
-    """As many programs of one turn as there are requests, with coding tools, arriving by a Poisson process."""
+    """Programs of one turn with coding tools, which arrive by a Poisson process."""
     draw = Draw(load.seed, "generator", 0)
     count = load.requests
     scripts = tuple(agent_script(draw, f"job{i}", "a coding agent", tools.CODING, 1, 1) for i in range(count))
     return draw.round(scripts, at_once(count, 1), poisson(draw.rng("arrivals"), count, load.rate))
 
 
-async def _send(load: Load, url: str) -> Kept:
+async def _send(load: Load, url: str) -> Measured:
     async with ChatClient(url, 60.0) as client:
         runner, lag = Runner([Server("stub", client, "stub")]), LoopLag()
         round_ = drawn(load)
@@ -162,7 +155,7 @@ async def _send(load: Load, url: str) -> Kept:
                 cpu, wall = time.process_time(), time.perf_counter()
                 await runner.send(Part("generator", 0, round_, Manner(max_tokens=128)))
                 cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-        return Kept(runner.rows, cpu, wall, lag)
+        return Measured(runner.rows, cpu, wall, lag)
 
 
 def _line(name: str, seconds: list[float]) -> str:

@@ -1,9 +1,8 @@
 """What the orchestrator gains: tools that run as their calls close, and prompts sent ahead.
 
-The same agent's runs in four ways, neither, each of them and both, in turn, on a server of one replica that is started
-for it. A run is a question with a few calls in its answer and the answer to their results; tools only wait, each as
-long as is drawn for it. No run finds what another one computed, but for the tools' declarations. Drafts are off: the
-questions are alike, so drafts would make answers faster than they are.
+The same agent runs in four ways, with neither, each of them and both, in turn, on a new server of one replica. A run is
+a question with a few calls in its answer, and the answer to their results; tools only wait, each for a random time.
+Runs share only the tools' declarations. Drafts are off: the questions are alike, so drafts would make answers too fast.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Way(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Rounds of runs, calls that each question asks for, words that each tool tells. Raises ConfigError."""
+    """Rounds of runs, calls that each question asks for, words that each tool returns. Raises ConfigError."""
 
     rounds: int = 30
     calls: int = 3
@@ -54,7 +53,7 @@ class Sizes:
 
 @dataclass(slots=True)
 class Rounds:
-    """Seconds of each way's runs, to their end and to the first token of their last answer, round by round."""
+    """Seconds of each way's runs, to their end and to the first token of their last answer, by round."""
 
     calls: list[int] = field(default_factory=list)
     whole: dict[Way, list[float]] = field(default_factory=lambda: {way: [] for way in Way})
@@ -62,7 +61,7 @@ class Rounds:
     ahead: int = 0  # prefills that the server took
 
     def add(self, runs: Mapping[Way, Run]) -> None:
-        """A round counts where all its runs took as many turns with as many calls, and any."""
+        """Count a round, unless its runs differ in their turns or calls, or made no call."""
         firsts = {way: run.first_token_s for way, run in runs.items()}
         ((_, calls), *others) = {(len(run.turns), len(run.outcomes)) for run in runs.values()}
         if others or not calls or None in firsts.values():
@@ -77,19 +76,19 @@ class Rounds:
 def main(model: str, sizes: Sizes) -> int:
     """Measure and print; the exit status."""
     with serving(model, ENGINE) as url:
-        found = asyncio.run(measured(url, sizes))
-    print("\n".join(report(found)))
-    return 0 if found.calls else 1
+        result = asyncio.run(measured(url, sizes))
+    print("\n".join(report(result)))
+    return 0 if result.calls else 1
 
 
-def report(found: Rounds) -> list[str]:
+def report(result: Rounds) -> list[str]:
     """A line for each way: medians with their intervals, and ratios to neither, below one where it pays."""
-    if not found.calls:
+    if not result.calls:
         return ["in no round did all runs make the same calls"]
-    lines = [f"{len(found.calls)} rounds, {sum(found.calls) / len(found.calls):.1f} calls a run"]
-    if not found.ahead:
+    lines = [f"{len(result.calls)} rounds, {sum(result.calls) / len(result.calls):.1f} calls a run"]
+    if not result.ahead:
         lines.append("the server takes no prefills: nothing was sent ahead")
-    for name, seconds in (("the whole run", found.whole), ("to the last answer's first token", found.first)):
+    for name, seconds in (("the whole run", result.whole), ("to the last answer's first token", result.first)):
         lines.append(f"{name:<34}{'ms':>24}{'ratio':>26}")
         base = seconds[Way.NEITHER]
         for way, taken in seconds.items():
@@ -100,7 +99,7 @@ def report(found: Rounds) -> list[str]:
 
 async def measured(url: str, sizes: Sizes) -> Rounds:
     """Rounds of runs on the server at `url`."""
-    found, rng, ways = Rounds(), random.Random(0), list(Way)
+    result, rng, ways = Rounds(), random.Random(0), list(Way)
     async with ChatClient(url, 120.0) as client:
         model = (await client.get("/v1/models"))["data"][0]["id"]
         with bar("rounds", _WARM + sizes.rounds) as shown:
@@ -110,9 +109,9 @@ async def measured(url: str, sizes: Sizes) -> Rounds:
                 for way in (*ways[number % len(ways) :], *ways[: number % len(ways)]):
                     runs[way] = await _run(client, model, tools, way, f"{number} {way.name}", question)
                 if number >= 0:
-                    found.add(runs)
+                    result.add(runs)
                 shown.advance()
-    return found
+    return result
 
 
 async def _run(client: ChatClient, model: str, tools: Toolbox, way: Way, name: str, question: str) -> Run:
@@ -143,8 +142,8 @@ def _sentence(parts: Sequence[str]) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _shown(found: Estimate | None, scale: float, digits: int) -> str:
-    if found is None:
+def _shown(value: Estimate | None, scale: float, digits: int) -> str:
+    if value is None:
         return "-"
-    low, high = found.ends
-    return f"{found.value * scale:.{digits}f} ({low * scale:.{digits}f} to {high * scale:.{digits}f})"
+    low, high = value.ends
+    return f"{value.value * scale:.{digits}f} ({low * scale:.{digits}f} to {high * scale:.{digits}f})"

@@ -7,10 +7,10 @@
     prefill                                     |- known -|  |- result 0 -|     sent ahead while tools run
     next turn                                                                |---
 
-Holdfast says in its stream which call has closed; elsewhere a call has closed when the next one begins or the answer
-ends. What is known of the next prompt is sent ahead where the server takes it (`POST /v1/prefills`). It only saves the
-next turn work: nothing waits for it, and the next turn is the whole conversation. Not here: tools (`toolbox`), streams
-(`chat`).
+Holdfast marks in its stream which call has closed. From another server a call has closed when the next one begins or
+the answer ends. The known part of the next prompt is sent ahead to a server that takes it (`POST /v1/prefills`). That
+only saves the next turn work: nothing waits for it, and the next turn sends the whole conversation.
+Tools are in `toolbox`, streams in `chat`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PREFILLS = "/v1/prefills"
-END_S = 5.0  # what a run that ends waits at most for its tools to stop, and for the server to hear that it is over
-SPLIT_AFTER_S = 0.01  # in which a tool that takes no time is back
-_TRIES = 3  # of telling it, where a replica does not answer, and how much longer each waits
-_AGAIN_S = 0.2
-_SPARE_S = 10.0  # that a prefill may outlive the tools it is sent beside
+END_S = 5.0  # longest wait of an ending run for its tools to stop, and for its last requests to the server
+SPLIT_AFTER_S = 0.01  # a tool that is back by then needs no prefill
+_TRIES = 3  # of a last request, while a replica does not answer
+_AGAIN_S = 0.2  # each try waits so much longer
+_SPARE_S = 10.0  # a prefill is kept so much longer than the tools may run
 _MISSING = (404, 405)  # a server that has no such path
 
 
@@ -54,18 +54,18 @@ class TextHeard:
 
 @dataclass(frozen=True, slots=True)
 class CallClosed:
-    """A call is whole; its tool begins now, while the answer may go on."""
+    """A call is complete; its tool begins now, while the answer may go on."""
 
     program_id: str
     call: WrittenCall
 
 
-Told: TypeAlias = TextHeard | CallClosed
+StreamEvent: TypeAlias = TextHeard | CallClosed
 Prompt: TypeAlias = Callable[[Sequence[Json]], Sequence[Json]]
 
 
 class TurnFailedError(UnavailableError):
-    """The server did not answer a turn. `exchange` says how that went."""
+    """The server did not answer a turn, which is `exchange`."""
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(f"{exchange.failure}: {exchange.detail}")
@@ -74,9 +74,9 @@ class TurnFailedError(UnavailableError):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What became of a run. `reason` is that of the last answer, `max_turns` where it would have gone on.
+    """The result of a run. `reason` is that of the last answer, or `max_turns`.
 
-    `messages` is the whole conversation, to go on from. `ahead` counts the prefills that the server took.
+    `messages` is the whole conversation, to continue from. `ahead` counts the prefills that the server accepted.
     """
 
     program_id: str
@@ -102,13 +102,13 @@ class Run:
 class Orchestrator:
     """Runs an agent's programs against one server, any number at once. The client is its owner's.
 
-    `fields` (`temperature`, `max_tokens`, `chat_template_kwargs`) and `headers` go into every turn. `prompt` makes of
-    the conversation what the model is asked with, where that is not the conversation itself; it is asked before all
-    results are there, too. `dispatch` false: tools wait for the end of the answer. `split` false: nothing is sent
-    ahead; so it becomes where a server has no such path. Nor is it where a tool is back within `split_after_s`: what
-    was sent would be in the way of the turn itself. While a run goes on the server hears so every `heartbeat_s`
-    seconds: it ends a program whose client has gone without a word. 0: it does not, as with `keep`. Raises ConfigError
-    for less than one turn.
+    `fields` (`temperature`, `max_tokens`, `chat_template_kwargs`) and `headers` go into every turn. `prompt` makes the
+    model's prompt of the conversation; it is also called before all results are there. With `dispatch` false, tools
+    wait for the end of the answer. With `split` false, nothing is sent ahead; so it becomes for a server without that
+    path. Nothing is sent ahead for a tool that is back within `split_after_s`, where it would delay the turn itself.
+
+    A run sends a heartbeat every `heartbeat_s` seconds: the server ends a program whose client has disappeared. 0, or
+    `keep`: it sends none. Raises ConfigError for `max_turns` below 1.
     """
 
     client: ChatClient
@@ -122,34 +122,34 @@ class Orchestrator:
     split: bool = True
     split_after_s: float = SPLIT_AFTER_S
     heartbeat_s: float = 10.0
-    _callbacks: list[Callable[[Told], None]] = field(default_factory=list)
+    _callbacks: list[Callable[[StreamEvent], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.max_turns < 1:
             raise ConfigError("max_turns must be at least 1", "max_turns")
 
-    def register_streaming_callback(self, function: Callable[[Told], None]) -> None:
-        """`function` is told of every piece of text and every call that closes, of all runs, as it is heard.
+    def register_streaming_callback(self, function: Callable[[StreamEvent], None]) -> None:
+        """Call `function` with every piece of text and every call that closes, of all runs.
 
-        It is called between two reads of the stream, so it has to be quick. What it raises is logged, and hurts nobody.
+        It runs between two reads of the stream, so it has to be quick. Its exceptions are logged.
         """
         self._callbacks.append(function)
 
-    async def run(self, asked: str | Sequence[Json], program_id: str = "", *, keep: bool = False) -> Run:
-        """From a question, or the messages of a conversation, to the answer that calls nothing.
+    async def run(self, question: str | Sequence[Json], program_id: str = "", *, keep: bool = False) -> Run:
+        """Run from a question, or the messages of a conversation, to an answer without calls.
 
-        The program ends with the run, however that ends; with `keep` an answer leaves it to be gone on with. Raises
-        TurnFailedError where the server does not answer. Cancelling it cancels its tools.
+        The program ends with the run; with `keep` it can be continued after an answer. Cancelling the run cancels its
+        tools. Raises TurnFailedError where the server does not answer.
         """
-        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+        messages = [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
         running = _Running(self, program_id or secrets.token_hex(8), messages, keep)
         try:
             return await running.to_the_end()
         finally:
             await running.close()
 
-    def tell(self, what: Told) -> None:
-        """Tell everybody who has registered."""
+    def tell(self, what: StreamEvent) -> None:
+        """Call every registered function."""
         for each in self._callbacks:
             try:
                 each(what)
@@ -158,16 +158,16 @@ class Orchestrator:
 
 
 class _Running:
-    """One run: its conversation, its tasks, and what the server knows of it."""
+    """One run: its conversation, its tasks, and its state on the server."""
 
     def __init__(self, agent: Orchestrator, program_id: str, messages: list[Json], keep: bool) -> None:
         self._agent = agent
         self._id = program_id
         self._messages = messages
         self._keep = keep  # an answer does not end the program
-        self._over = False  # the program is, and the server knows
-        self._holdfast = False  # the server is one
-        # By a header: another server may refuse a field that it does not know.
+        self._over = False  # the program has ended on the server
+        self._holdfast = False  # whether the server is Holdfast
+        # In a header: another server may refuse an unknown field.
         self._headers = {"x-session-id": program_id, **agent.headers}
         self._tools = agent.tools.declared
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -189,13 +189,13 @@ class _Running:
         return Run(self._id, said.text, reason, tuple(self._messages), turns, outcomes, self._taken)
 
     async def close(self) -> None:
-        """Nothing of the run goes on after this, and the server knows that it is over."""
+        """End the tasks of the run, and its program on the server."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             _, left = await asyncio.wait(self._tasks, timeout=END_S)
             for task in left:
-                log.warning("%s goes on after its run has ended", task.get_name())
+                log.warning("%s did not end with its run", task.get_name())
         paths = [f"{PREFILLS}/{self._ahead.handle}"] if self._ahead is not None and self._ahead.handle else []
         if self._holdfast and not self._over:
             paths.append(f"/v1/programs/{quote(self._id, safe='')}")
@@ -204,7 +204,7 @@ class _Running:
                 for path in paths:
                     await self._delete(path)
         except (UnavailableError, TimeoutError) as error:
-            log.info("the server was not told that %s is over: %s", self._id, error)
+            log.info("the server did not end program %s: %s", self._id, error)
 
     async def _delete(self, path: str) -> None:
         for tries in range(_TRIES):
@@ -223,49 +223,49 @@ class _Running:
     # ---- a turn ----
 
     async def _turn(self, *, last: bool) -> tuple[Said, list[asyncio.Task[Outcome]]]:
-        """What the model says, and the tools that run for it, in the order of its calls."""
+        """The model's answer, and the tools that run for it, in the order of its calls."""
         agent, self._ahead = self._agent, None
         body = self._request() | dict(agent.fields)
         if last and self._holdfast and not self._keep:
             body["program_end"] = True
-        hearing = _Hearing(self._id, len(self._exchanges), agent.tell)
+        listener = _Listener(self._id, len(self._exchanges), agent.tell)
         if agent.dispatch and not last:
-            hearing.begin = self._run_tool
+            listener.begin = self._run_tool
         try:
-            exchange = await agent.client.send(streamed(body), self._headers, hearing.heard)
+            exchange = await agent.client.send(streamed(body), self._headers, listener.heard)
         finally:
-            self._holdfast = self._holdfast or hearing.marked
+            self._holdfast = self._holdfast or listener.marked
         self._exchanges.append(exchange)
         if exchange.failure:
             raise TurnFailedError(exchange)
         if self._holdfast and len(self._exchanges) == 1 and agent.heartbeat_s and not self._keep:
             self._begin(self._beat(), "a heartbeat")
         self._over = "program_end" in body
-        calls = hearing.calls(exchange.answer)
+        calls = listener.calls(exchange.answer)
         said = Said("".join(exchange.answer.text), tuple(calls.values()))
         self._messages.append(self._message(said, "".join(exchange.answer.reasoning)))
         if last:
             return said, []
-        return said, [hearing.tools.get(index) or self._run_tool(call) for index, call in calls.items()]
+        return said, [listener.tools.get(index) or self._run_tool(call) for index, call in calls.items()]
 
     def _request(self) -> Json:
-        """What every request for the next turn has: what is known of its prompt."""
+        """The fields that every request for the next turn has: the known part of its prompt."""
         body: Json = {"model": self._agent.model, "messages": list(self._agent.prompt(self._messages))}
         return body | ({"tools": self._tools} if self._tools else {})
 
     def _message(self, said: Said, reasoning: str) -> Json:
-        """An answer as the next prompt has it: with arguments that a template can read, and what the model thought."""
+        """An answer as the next prompt has it: with arguments that a template can read, and the model's reasoning."""
         calls = (call if call.parsed is not None else replace(call, arguments="{}") for call in said.calls)
         message = assistant(Said(said.text, tuple(calls)))
         if not said.calls:
-            message["content"] = said.text  # "" as well: an answer of nothing is not null
+            message["content"] = said.text  # an empty answer is "", not null
         return message | ({"reasoning_content": reasoning} if reasoning and self._holdfast else {})
 
     def _run_tool(self, call: WrittenCall) -> asyncio.Task[Outcome]:
         return self._begin(self._agent.tools.run(call), f"the tool {call.name}")
 
     async def _beat(self) -> None:
-        """Say that the run goes on, three times as often as the server expects it."""
+        """Send heartbeats, three times as often as the server expects them."""
         agent, path = self._agent, f"/v1/programs/{quote(self._id, safe='')}/heartbeat"
         body, status = {"within_s": 3 * agent.heartbeat_s}, 0
         while status not in _MISSING:
@@ -276,7 +276,7 @@ class _Running:
     # ---- a pause ----
 
     async def _pause(self, calls: Sequence[WrittenCall], tools: Sequence[asyncio.Task[Outcome]]) -> None:
-        """Wait for the tools; what is known of the next prompt goes ahead, result by result, in order."""
+        """Wait for the tools, and send the known part of the next prompt ahead, result by result, in order."""
         about = {"program_id": self._id, "keep_s": self._agent.tools.longest_s(calls) + _SPARE_S}
         if "chat_template_kwargs" in self._agent.fields:
             about["chat_template_kwargs"] = self._agent.fields["chat_template_kwargs"]
@@ -295,12 +295,12 @@ class _Running:
 
 
 @dataclass(slots=True)
-class _Hearing:
-    """One answer as it is heard: its calls begin as they close, where `begin` is there to begin them."""
+class _Listener:
+    """Follows one answer: calls the callbacks, and starts the tools of calls that close if `begin` is given."""
 
     program_id: str
     turn: int
-    tell: Callable[[Told], None]
+    tell: Callable[[StreamEvent], None]
     begin: Callable[[WrittenCall], asyncio.Task[Outcome]] | None = None
     tools: dict[int, asyncio.Task[Outcome]] = field(default_factory=dict)
     marked: bool = False
@@ -325,16 +325,16 @@ class _Hearing:
         return {index: self._call(answer, index) for index in sorted(answer.closed)}
 
     def _call(self, answer: Gathered, index: int) -> WrittenCall:
-        """A call with what a server may have left out."""
+        """A call, with defaults for fields that the server has left out."""
         call = answer.call(index)
         call_id = call.call_id or f"call_{self.turn}_{index}"
         return replace(call, call_id=call_id, arguments=call.arguments or "{}")
 
 
 class _Ahead:
-    """What is sent ahead of one turn, a request at a time: what is wanted meanwhile goes with the next one.
+    """Prefills of one turn, one request at a time: what is wanted meanwhile goes with the next request.
 
-    No failure of it is told: the turn is the whole conversation either way.
+    Failures are only logged: the turn sends the whole conversation either way.
     """
 
     def __init__(self, agent: Orchestrator, about: Json) -> None:
@@ -346,20 +346,20 @@ class _Ahead:
         self._sending = False
 
     def want(self, request: Json) -> bool:
-        """This is known by now. True: call `send`; else somebody is at it."""
+        """Note the part of the prompt that is known by now. True: `send` is to be called; else it is running."""
         self._wanted = request
         idle, self._sending = not self._sending, True
         return idle
 
     async def send(self) -> int:
-        """Send what is wanted until nothing more is; how many requests the server took."""
+        """Send until nothing more is wanted; returns how many requests the server accepted."""
         taken = 0
         try:
             while self._wanted is not None and self._agent.split:
                 request, self._wanted = self._wanted, None
                 taken += await self._post(request)
         except UnavailableError as error:
-            log.info("nothing was sent ahead: %s", error)
+            log.info("a prefill failed: %s", error)
         finally:
             self._sending = False
         return taken
@@ -370,14 +370,14 @@ class _Ahead:
         path, body = PREFILLS, request | self._about
         if extends:
             path, body = f"{PREFILLS}/{self.handle}/extend", {"messages": messages[more:]}
-        status, told = await self._agent.client.call("POST", path, body, self._agent.headers)
-        taken = status == 200 and isinstance(told, dict)
-        self.handle = quote(str(told.get("id", "")), safe="") if taken else ""
+        status, reply = await self._agent.client.call("POST", path, body, self._agent.headers)
+        taken = status == 200 and isinstance(reply, dict)
+        self.handle = quote(str(reply.get("id", "")), safe="") if taken else ""
         self._sent = messages
         if not taken:
-            log.info("nothing was sent ahead: %s %s", status, told)
+            log.info("a prefill was refused: %s %s", status, reply)
         if status in _MISSING and not extends:
             self._agent.split = False
-        if status == 400 and self._about.pop("keep_s", None) is not None:  # longer than the server keeps anything
+        if status == 400 and self._about.pop("keep_s", None) is not None:  # longer than the server keeps a prefill
             return await self._post(request)
         return taken

@@ -1,8 +1,8 @@
 """What HTTP, Ray and the router add to the engine: the same requests to a server and to an engine in this process.
 
-The two are asked in turn within one run, so that whatever else the machine does falls on both. Reported are medians
-and their differences, beside the targets for two cores. Speculation is off, so that every token is a step and a
-message of its own: the dearest case.
+Both get requests in turn within one run, so that whatever else the machine does falls on both. Medians and their
+differences are printed, beside the targets for two cores. Speculation is off, so every token is a step and a message of
+its own: the most expensive case.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ WARM = 20  # requests of each kind before the measured ones
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the report, in milliseconds; `target` None: for information."""
+    """One line of the report, in milliseconds."""
 
     name: str
     value: float
@@ -107,7 +107,7 @@ async def _measure(model: str, client: Client, requests: int) -> Samples:
 
 
 async def _single(kept: Samples, service: Service, client: Client, model: str, i: int) -> None:
-    """One token from each, and what the response cache answers."""
+    """One token from each, and an answer of the response cache."""
     kept.bare.append(await _timed_async(service, i, 1))
     kept.served.append(_timed(lambda: client.post(PATH, _body(model, i, 1), UNCACHED)))
     kept.hit.append(_timed(lambda: client.post(PATH, _body(model, -WARM, 1), {})))

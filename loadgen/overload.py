@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from holdfast.loadgen.chat import PATH, ChatClient
-from holdfast.loadgen.lag import LoopLag
+from holdfast.loadgen.progress import LoopLag
 from holdfast.loadgen.runner import sleep_until
 from holdfast.loadgen.serving import serving
 from holdfast.loadgen.table import print_table

@@ -1,4 +1,4 @@
-"""How a peer server is started at its best on this machine: its command and environment, printed or run."""
+"""Commands of peer servers with their best settings on this machine, printed or run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2,
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A command and what it needs in its environment beside what is there."""
+    """A command and its additions to the environment."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    module: str = ""  # what the command's Python has to have, where the command is Python
+    module: str = ""  # that the command's Python must have, where the command is Python
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -37,11 +37,11 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is to be served, and where. Raises ConfigError."""
+    """The model to serve, and the settings. Raises ConfigError."""
 
     model: str
     port: int = 8101
-    venv: Path | None = None  # None: what the search path finds
+    venv: Path | None = None  # None: from the search path
     ngram: bool = False
     gpu: bool = False
     context: int | None = None  # None: `CONTEXT`
@@ -54,7 +54,7 @@ class Wanted:
 
 
 def vllm(wanted: Wanted) -> Peer:
-    """vLLM with prefix caching and tool calls, in bfloat16; with its n-gram speculation where ``ngram`` says so."""
+    """vLLM with prefix caching and tool calls, in bfloat16; with ``ngram``, also its n-gram speculation."""
     options = ["--served-model-name", SERVED_NAME, "--host", "127.0.0.1", "--port", str(wanted.port)]
     options += ["--dtype", "bfloat16", "--max-model-len", str(wanted.context or CONTEXT), "--enable-prefix-caching"]
     options += ["--enable-prompt-tokens-details", "--enable-auto-tool-choice"]

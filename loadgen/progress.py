@@ -1,11 +1,15 @@
-"""A progress bar with rate and time left, on standard error: for whatever may take longer than two seconds."""
+"""A progress bar for what may take long, and how late the measuring process itself is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import asyncio
+import gc
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 
+import numpy as np
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -18,6 +22,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
+
+from holdfast.loadgen.measure import percentile
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +52,63 @@ def bar(about: str, total: int) -> Iterator[Bar]:
     ) as progress:
         task = progress.add_task(about, total=total)
         yield Bar(lambda: progress.advance(task), lambda text: progress.update(task, description=text))
+
+
+TICK_S = 0.02
+_NEVER = 1 << 30
+
+
+@dataclass(slots=True)
+class LoopLag:
+    """How late this process is: a clock in its event loop, read again and again. `ticks`: seconds that each was late.
+
+    This lateness is the generator's own, and would otherwise count as the server's.
+    """
+
+    ticks: list[float] = field(default_factory=list)
+
+    @property
+    def p99(self) -> float:
+        """Seconds; 0 before the first tick."""
+        return float(percentile(99)(np.array(self.ticks))) if self.ticks else 0.0
+
+    @property
+    def most(self) -> float:
+        """Seconds; 0 before the first tick."""
+        return max(self.ticks, default=0.0)
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Tick for as long as the block runs."""
+        task = asyncio.create_task(self._tick())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _tick(self) -> None:
+        while True:
+            due = time.perf_counter() + TICK_S
+            await asyncio.sleep(TICK_S)
+            self.ticks.append(time.perf_counter() - due)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect garbage before the block, and only young objects in it.
+
+    A whole collection takes a tenth of a second with thousands of programs, and stops all of them. In a long block the
+    caller calls `gc.collect` where nothing waits. Objects that were frozen before stay frozen.
+    """
+    thresholds, frozen = gc.get_threshold(), gc.get_freeze_count()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*thresholds[:2], _NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        if not frozen:
+            gc.unfreeze()

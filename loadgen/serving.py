@@ -1,4 +1,4 @@
-"""Servers of this machine's own for a benchmark, on free ports: `holdfast serve` with its settings, and peers."""
+"""Starts servers on this machine for a benchmark, on free ports: `holdfast serve` and peers."""
 
 import json
 import os
@@ -19,8 +19,8 @@ from holdfast.loadgen.peers import Peer
 from holdfast.replicas.errors import UnavailableError
 
 HOLDFAST = ("-m", "holdfast.cluster.cli")
-_LOOK_S = 0.2  # between two looks whether a peer is ready
-_END_S = 30.0  # for a peer that is told to end
+_LOOK_S = 0.2  # between two checks whether a peer is ready
+_END_S = 30.0  # for a peer to end
 
 
 @contextmanager
@@ -30,10 +30,10 @@ def serving(
     program: Sequence[str | Path] = HOLDFAST,
     tenants: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[str]:
-    """The address of a server of one replica whose configuration's `engine` section is this, for these `tenants`, or
-    without keys; it ends with the block.
+    """The address of a new server of one replica with this `engine` section and these `tenants`; without: no keys.
 
-    `program`: what Python is to run for the `holdfast` command. Raises UnavailableError where it does not start.
+    The server ends with the block. `program`: the `holdfast` command, as arguments of Python. Raises UnavailableError
+    where the server does not start.
     """
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder) / "settings.yaml"
@@ -55,9 +55,9 @@ def serving(
 
 @contextmanager
 def serving_peer(command: Callable[[int], Peer], log: Path) -> Iterator[str]:
-    """The address of a peer, by the ``command`` for a port, what it says in ``log``; it ends with the block.
+    """The address of a new peer, started by the ``command`` for a port; its output goes to ``log``.
 
-    Raises UnavailableError where it ends before it is ready.
+    The peer ends with the block. Raises UnavailableError where it ends before it is ready.
     """
     port = _free_port()
     url, words = f"http://127.0.0.1:{port}", command(port).words

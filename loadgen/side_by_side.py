@@ -47,7 +47,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured. Raises ConfigError."""
+    """Which servers are compared, how. Raises ConfigError."""
 
     model: str
     folder: Path  # the comparisons' files and the peers' logs go there
@@ -69,7 +69,7 @@ class Plan:
                 raise ConfigError(f"a group begins with Holdfast ({', '.join(self.engines)}), not {group[0]}", "group")
             for name in group:
                 if name not in self.engines:
-                    self.peer(name, 0)  # what it refuses, before a server is started
+                    self.peer(name, 0)  # raises before a server is started
             self.options([(name, "") for name in group], None)
 
     def peer(self, name: str, port: int) -> Peer:
@@ -100,7 +100,7 @@ class Plan:
 
 
 def main(plan: Plan) -> int:
-    """Measure group after group, print all ratios; the exit status of the comparison that came to nothing.
+    """Measure group after group, print all ratios; the exit status, that of the first comparison that fails.
 
     SIGTERM ends it as Ctrl-C does, its servers with it. Raises ConfigError, and UnavailableError where a server does
     not start.
@@ -123,9 +123,9 @@ def main(plan: Plan) -> int:
 def ratios(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """A Markdown table of what the peers take over what the first server of their run takes, with intervals."""
     lines = [f"| workload | {' | '.join(('peer', 'over', *_COLUMNS))} |", "|---" * (3 + len(_COLUMNS)) + "|"]
-    told = [summary | {"over": run["servers"][0]["name"]} for run in runs for summary in run["summaries"]]
-    for workload in dict.fromkeys(each["workload"] for each in told):
-        for each in told:
+    entries = [summary | {"over": run["servers"][0]["name"]} for run in runs for summary in run["summaries"]]
+    for workload in dict.fromkeys(each["workload"] for each in entries):
+        for each in entries:
             if each["workload"] == workload and each["server"] != each["over"]:
                 cells = [_cell(each["ratios"].get(name)) for name in _COLUMNS.values()]
                 lines.append(f"| {' | '.join((workload, each['server'], each['over'], *cells))} |")

@@ -1,28 +1,70 @@
-"""A stream of server-sent events, put together from pieces of any size, and the answer that its chunks add up to."""
+"""A stream of server-sent events, put together from pieces of any size, and the answer that its chunks add up to.
+
+Also the times of a request's stages, which a server tells in a `Server-Timing` header or in its last chunk.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
 from holdfast.loadgen.conversation import Said, WrittenCall
-from holdfast.loadgen.server_timing import ServerTiming, from_object
 
 DONE = "[DONE]"
 _CUT = frozenset(("length", "content_filter"))
-"""Reasons of a reply whose last call may not be whole."""
+"""Finish reasons of a reply whose last call may be incomplete."""
+_STAGES = ("queue", "prefill", "decode")
 _FIELDS = frozenset(("data", "event", "id", "retry", ""))
 
 
 class MalformedError(ValueError):
-    """What came is not a stream of OpenAI chunks."""
+    """The answer is not a stream of OpenAI chunks."""
 
 
 class ReportedError(RuntimeError):
     """The server said in its stream that the request failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTiming:
+    """Seconds of each stage of a request, by the server; None: unknown."""
+
+    queue: float | None = None  # from the engine's receipt to the first scheduling
+    prefill: float | None = None  # from there to the first token
+    decode: float | None = None  # from there to the last
+
+
+def from_header(value: str) -> ServerTiming:
+    """From `queue;dur=1.5, prefill;dur=20` (W3C Server Timing; milliseconds). Other metrics are passed over."""
+    values: dict[str, str] = {}
+    for entry in value.split(","):
+        name, *parameters = (part.strip() for part in entry.split(";"))
+        for parameter in parameters:
+            key, _, number = parameter.partition("=")
+            if key.strip().lower() == "dur":
+                values.setdefault(name, number.strip().strip('"'))
+    return ServerTiming(*(_seconds(values.get(name)) for name in _STAGES))
+
+
+def from_object(value: object) -> ServerTiming:
+    """From a chunk's `timing`: `{"queue_ms": 1.5, "prefill_ms": 20, "decode_ms": 300}`."""
+    known: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
+    return ServerTiming(*(_seconds(known.get(f"{name}_ms")) for name in _STAGES))
+
+
+def _seconds(milliseconds: object) -> float | None:
+    if not isinstance(milliseconds, str | int | float) or isinstance(milliseconds, bool):
+        return None
+    try:
+        seconds = float(milliseconds) / 1e3
+    except (ValueError, OverflowError):
+        return None
+    return round(seconds, 6) if math.isfinite(seconds) and seconds >= 0 else None
 
 
 @dataclass(slots=True)
@@ -69,10 +111,10 @@ class Gathered:
     output_tokens: int = 0
     done: bool = False
     timing: ServerTiming = field(default_factory=ServerTiming)
-    drafted: int = 0  # tokens that the server guessed
-    accepted: int = 0  # of these, right ones
-    closed: list[int] = field(default_factory=list)  # calls that are whole, in the order in which they closed
-    marked: bool = False  # the server says itself which call has closed: it is Holdfast
+    drafted: int = 0  # draft tokens
+    accepted: int = 0  # accepted draft tokens
+    closed: list[int] = field(default_factory=list)  # complete calls, in the order in which they closed
+    marked: bool = False  # the server marks closed calls itself: it is Holdfast
 
     def take(self, data: str) -> bool:
         """Add one event's data; whether it held a piece of the answer. Raises MalformedError, ReportedError."""
@@ -97,11 +139,11 @@ class Gathered:
 
     @property
     def said(self) -> Said:
-        """What the answer says, as far as it came."""
+        """The answer so far."""
         return Said("".join(self.text), tuple(self.call(index) for index in sorted(self.calls)))
 
     def call(self, index: int) -> WrittenCall:
-        """One call, as far as it came."""
+        """One call so far."""
         call_id, name, *arguments = self.calls[index]
         return WrittenCall(call_id, name, "".join(arguments))
 
@@ -131,7 +173,7 @@ class Gathered:
             self.closed.append(index)
 
     def _close_before(self, index: int) -> None:
-        """Where a server says nothing of it: a call is whole when the next one begins, if it reads as one."""
+        """For a server without marks: a call is complete when the next one begins, if its arguments are JSON."""
         for earlier in self.calls:
             if earlier < index and self.call(earlier).parsed is not None:
                 self._close(earlier)

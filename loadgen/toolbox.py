@@ -10,9 +10,8 @@
             city: its name in English
         \"\"\"
 
-A tool's schema is what its signature and docstring say. Whatever goes wrong with a call, arguments that do not fit, a
-tool that raises or takes too long, becomes the call's result, for the model to read. Not here: when a call is run
-(`orchestrator`).
+A tool's schema follows its signature and docstring. A failed call (arguments that do not fit, a tool that raises or
+takes too long) gets an error as its result, for the model to read. `orchestrator` decides when a call runs.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 TIMEOUT_S = 60.0
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_SHOWN = 500  # characters of what is wrong that a model is told
+_SHOWN = 500  # characters of an error that the model gets
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a call: `content` is its result, or what went wrong where not `ok`. Times are `perf_counter`'s."""
+    """The result of a call; where not `ok`, `content` is the error. Times are `perf_counter`'s."""
 
     call: WrittenCall
     content: str
@@ -57,16 +56,16 @@ class Outcome:
 
     @property
     def message(self) -> Json:
-        """The message that tells the model."""
+        """The message with the result."""
         return {"role": "tool", "tool_call_id": self.call.call_id, "content": self.content}
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that a model may call. A try that raises, or takes `timeout_s`, is repeated up to `retries` times,
-    after `backoff_s` and then twice as long each time.
+    """A function that a model may call.
 
-    A function that is not async runs on a thread, which goes on after a timeout or a cancelled run: none can be ended.
+    A try that raises, or takes `timeout_s`, is repeated up to `retries` times, after `backoff_s` and then twice as long
+    each time. A function that is not async runs on a thread, which cannot be ended: it goes on after a timeout.
     """
 
     name: str
@@ -90,19 +89,19 @@ class Tool:
 
     @property
     def longest_s(self) -> float:
-        """Seconds after which every call has ended, whatever happens."""
+        """The longest that a call can take, in seconds."""
         return self.timeout_s * (self.retries + 1) + self.backoff_s * (2.0**self.retries - 1)
 
     async def run(self, call: WrittenCall) -> Outcome:
-        """The outcome of a call. Raises nothing but CancelledError where the caller is cancelled."""
+        """The outcome of a call. Raises only CancelledError, where the caller is cancelled."""
         started = time.perf_counter()
         if (arguments := call.parsed) is None:
             return _failed(call, f"the arguments are not a JSON object: {call.arguments[:_SHOWN]}", 0, started)
         try:
-            given = self.arguments.model_validate(arguments)
+            values = self.arguments.model_validate(arguments)
         except pydantic.ValidationError as error:
-            return _failed(call, _told(error), 0, started)
-        fields = {(of.alias or name): getattr(given, name) for name, of in self.arguments.model_fields.items()}
+            return _failed(call, _reasons(error), 0, started)
+        fields = {(of.alias or name): getattr(values, name) for name, of in self.arguments.model_fields.items()}
         for tries in range(1, self.retries + 2):
             try:
                 async with asyncio.timeout(self.timeout_s):
@@ -124,8 +123,8 @@ class Tool:
     async def _called(self, fields: Mapping[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self.function):
             return await self.function(**fields)
-        told = await asyncio.to_thread(self.function, **fields)
-        return await told if inspect.isawaitable(told) else told
+        result = await asyncio.to_thread(self.function, **fields)
+        return await result if inspect.isawaitable(result) else result
 
 
 @dataclass(slots=True)
@@ -158,14 +157,14 @@ class Toolbox:
         retries: int = 0,
         backoff_s: float = 0.1,
     ) -> Any:
-        """Add a function; as a decorator, with or without arguments, it leaves the function as it is.
+        """Add a function; a decorator, with or without arguments.
 
-        Raises ConfigError for a name that is taken or no tool can have, and for parameters that no model can fill.
+        Raises ConfigError for a name that is taken or invalid, and for parameters that have no JSON schema.
         """
 
-        def add(given: Function) -> Function:
-            self.add(tool_of(given, name=name, timeout_s=timeout_s, retries=retries, backoff_s=backoff_s))
-            return given
+        def add(plain: Function) -> Function:
+            self.add(tool_of(plain, name=name, timeout_s=timeout_s, retries=retries, backoff_s=backoff_s))
+            return plain
 
         return add if function is None else add(function)
 
@@ -181,11 +180,11 @@ class Toolbox:
         return [tool.schema for tool in self.tools.values()]
 
     def longest_s(self, calls: Iterable[WrittenCall]) -> float:
-        """Seconds after which all these calls have ended that begin now."""
+        """The longest that these calls can take together, in seconds."""
         return max((self.tools[call.name].longest_s for call in calls if call.name in self.tools), default=0.0)
 
     async def run(self, call: WrittenCall) -> Outcome:
-        """The outcome of a call; of a tool that is not here, what there is."""
+        """The outcome of a call; for an unknown tool, an error that names the known ones."""
         tool = self.tools.get(call.name)
         if tool is None:
             known = ", ".join(self.tools) or "none"
@@ -194,7 +193,7 @@ class Toolbox:
 
 
 def tool_of(function: Callable[..., Any], *, name: str = "", **limits: Any) -> Tool:
-    """The tool that a function is. Raises ConfigError."""
+    """The tool of a function. Raises ConfigError."""
     name = name or function.__name__
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is no name of a tool: [a-zA-Z0-9_-]{{1,64}}", "name")
@@ -211,7 +210,7 @@ def tool_of(function: Callable[..., Any], *, name: str = "", **limits: Any) -> T
         if text := parameters.get(each.name):
             kind = Annotated[kind, pydantic.Field(description=text)]
         default = ... if each.default is each.empty else each.default
-        # Fields go by numbers and parameters by alias: a parameter may have a name that pydantic has a use for.
+        # Fields have numbers and parameters are aliases: a parameter's name may be one that pydantic reserves.
         fields[f"p{at}"] = (kind, pydantic.Field(default, alias=each.name))
     try:
         arguments = pydantic.create_model(name, __config__=pydantic.ConfigDict(extra="forbid"), **fields)
@@ -223,14 +222,14 @@ def tool_of(function: Callable[..., Any], *, name: str = "", **limits: Any) -> T
 
 
 class _Untitled(GenerateJsonSchema):
-    """Without titles, which say a parameter's name again."""
+    """Without titles, which repeat a parameter's name."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
 
 def _documented(text: str) -> tuple[str, dict[str, str]]:
-    """What a docstring says before its first section, and of each parameter under `Args:`."""
+    """The text of a docstring before its first section, and that of each parameter under `Args:`."""
     about, _, rest = re.sub(r"(?m)^(Returns|Raises|Yields|Examples?|Notes?):.*\Z", "", text, flags=re.DOTALL).partition(
         "Args:\n"
     )
@@ -242,11 +241,11 @@ def _documented(text: str) -> tuple[str, dict[str, str]]:
             parameters[last] = found[2]
         elif last:
             parameters[last] += f" {line.strip()}"
-    return about.strip(), {name: told.strip() for name, told in parameters.items()}
+    return about.strip(), {name: text.strip() for name, text in parameters.items()}
 
 
 def _written(result: Any) -> str:
-    """A result as text that can be sent: half a surrogate pair cannot."""
+    """A result as text that can be sent, without half surrogate pairs."""
     text = result if isinstance(result, str) else to_json(result, fallback=str).decode()
     return text.encode(errors="replace").decode()
 
@@ -256,7 +255,7 @@ def _failed(call: WrittenCall, wrong: str, tries: int, started: float) -> Outcom
     return Outcome(call, _written(content), False, tries, started, time.perf_counter())
 
 
-def _told(error: pydantic.ValidationError) -> str:
-    """What is wrong with each argument, in a line."""
+def _reasons(error: pydantic.ValidationError) -> str:
+    """The error of each argument, in a line."""
     wrong = (f"{'.'.join(str(part) for part in each['loc']) or 'arguments'}: {each['msg']}" for each in error.errors())
     return "; ".join(wrong)[:_SHOWN]

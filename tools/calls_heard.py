@@ -29,7 +29,7 @@ from replicas_in_serve import note, noting
 
 from holdfast.cluster.engine_replica import EngineReplica
 from holdfast.loadgen.chat import ChatClient
-from holdfast.loadgen.orchestrator import CallClosed, Orchestrator, Run, Told
+from holdfast.loadgen.orchestrator import CallClosed, Orchestrator, Run, StreamEvent
 from holdfast.loadgen.toolbox import Toolbox
 from holdfast.loadgen.workloads.words import KINDS
 from holdfast.replicas.requests import Event, Piece, Tokens, ToolCallDelta
@@ -127,7 +127,7 @@ class Listening:
         self.calls: dict[str, Heard] = {}
         self._read = 0.0
 
-    def told(self, what: Told) -> None:
+    def told(self, what: StreamEvent) -> None:
         now = time.monotonic()
         if isinstance(what, CallClosed):
             self.calls[what.call.call_id] = Heard(self._read, now)

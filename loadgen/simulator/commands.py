@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from holdfast.loadgen.lag import uncollected
 from holdfast.loadgen.measure import mean, ratio
-from holdfast.loadgen.progress import bar
+from holdfast.loadgen.progress import bar, uncollected
 from holdfast.loadgen.report.page import check_plotting
 from holdfast.loadgen.simulator.machines import profile
 from holdfast.loadgen.simulator.scenarios import SCENARIOS, Column, Row, Scenario, summary

@@ -214,18 +214,6 @@ def test_nothing_that_fails_after_the_run_loses_its_rows(
     assert (content["complete"], len(content["rows"])) == (True, 6)
 
 
-@pytest.mark.parametrize("arguments", ['{"path": 123456789012345678901234567890}', '{"path": "\\ud83d"}'])
-def test_calls_that_cannot_be_sent_on_are_no_json(tmp_path: Path, arguments: str) -> None:
-    def odd(asked: Asked) -> Answer:
-        function = {"name": "read_file", "arguments": arguments}
-        said = chunk({"tool_calls": [{"index": 0, "id": "c1", "function": function}]}) + usage(9, 0, 3) + DONE
-        return Answer.of(said) if asked.method == "POST" else model(asked)
-
-    status, content, _ = run(tmp_path, odd, workloads=("bugfix",))
-    assert status == 0
-    assert [(row["failure"], row["calls"], row["fits"]) for row in content["rows"]] == [("", 1, False)] * 6
-
-
 def test_the_status_tells_of_a_server_that_answered_nothing(tmp_path: Path) -> None:
     def refusing(asked: Asked) -> Answer:
         return Answer.of(b"{}", 500) if asked.method == "POST" else model(asked)

@@ -5,15 +5,12 @@ Laws on a client that is told what to answer, moment by moment; what a server do
 
 import asyncio
 import json
-import subprocess
-import sys
-import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from calls_heard import Closed, heard, watch, weather
+from calls_heard import weather
 from fake_backend import CALL, DONE, FakeBackend, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,9 +26,7 @@ from holdfast.loadgen.toolbox import Toolbox
 from holdfast.loadgen.workloads.words import filler
 from holdfast.replicas.errors import ConfigError, UnavailableError
 from holdfast.replicas.requests import Completed, GenerateRequest, Piece, TextDelta, ToolCallDelta
-from holdfast.replicas.service import Service
 from holdfast.router.backend import ANYWHERE, Batch, RoutingHint
-from holdfast.router.program_endpoints import Heartbeats
 
 PATIENT = 60.0  # seconds a slow machine may take
 Wait = Callable[[], Coroutine[Any, Any, None]]
@@ -586,15 +581,6 @@ def test_a_run_on_the_router() -> None:
     assert backend.ended_programs == [("default", "default/p")]
 
 
-def test_the_last_turn_that_a_run_may_have_ends_the_program() -> None:
-    backend = Conversing(CALL, CALL)
-    run = served(backend, max_turns=2)
-    assert run.reason == "max_turns"
-    turns = [request for request in backend.requests if request.background is None]
-    assert [request.program_end for request in turns] == [False, True]
-    assert backend.ended_programs == []
-
-
 def test_a_client_that_is_cancelled_in_an_answer_aborts_it_and_ends_the_program() -> None:
     backend = Conversing(TWO)
     backend.stall = 2
@@ -614,88 +600,6 @@ def test_a_client_that_is_cancelled_in_an_answer_aborts_it_and_ends_the_program(
         asyncio.run(run(address))
         assert backend.aborted.wait(PATIENT)
     assert backend.ended_programs == [("default", "default/p")]
-
-
-AGENT = """
-import asyncio, sys
-from holdfast.loadgen.chat import ChatClient
-from holdfast.loadgen.orchestrator import Orchestrator
-from holdfast.loadgen.toolbox import Toolbox
-
-tools = Toolbox()
-
-@tools.tool
-async def get_weather(city: str) -> str:
-    print("waiting", flush=True)
-    await asyncio.Event().wait()
-
-async def main():
-    async with ChatClient(sys.argv[1], 60.0) as client:
-        await Orchestrator(client, "pocket", tools, split=False, heartbeat_s=0.3).run("What is the weather?", "p")
-
-asyncio.run(main())
-"""
-
-
-class Ending(Conversing):
-    """Says when a program was ended."""
-
-    def __init__(self, *scripts: Sequence[Any]) -> None:
-        super().__init__(*scripts)
-        self.ended = threading.Event()
-
-    async def end_program(self, scope: str, program_id: str) -> None:
-        await super().end_program(scope, program_id)
-        self.ended.set()
-
-
-def test_the_program_of_a_client_that_is_killed_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, beats, heard = Ending(CALL), threading.Semaphore(0), Heartbeats.heard
-
-    async def counted(self: Heartbeats, tenant: str, key: str, within_s: float) -> None:
-        await heard(self, tenant, key, within_s)
-        beats.release()
-
-    monkeypatch.setattr(Heartbeats, "heard", counted)
-    with World(backend).served() as address:
-        client = subprocess.Popen([sys.executable, "-c", AGENT, address], stdout=subprocess.PIPE, text=True)
-        try:
-            assert client.stdout is not None
-            assert client.stdout.readline() == "waiting\n"
-            for _ in range(3):
-                assert beats.acquire(timeout=PATIENT)
-            assert not backend.ended_programs
-        finally:
-            client.kill()
-            client.communicate()
-        assert backend.ended.wait(PATIENT)
-    assert backend.ended_programs == [("default", "default/p")]
-
-
-class Watched(ServiceBackend):
-    """An engine, and when it drew the token that closed each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.closed: list[Closed] = []
-
-    @property
-    def service(self) -> Service:
-        begins, service = self.loaded is None, super().service
-        if begins:
-            watch(service, self.closed.append)
-        return service
-
-
-def test_calls_of_an_engine_are_told_as_they_close() -> None:
-    """What `calls_heard` measures through all of `serve`, with engine, router and client in one process."""
-    backend = Watched()
-    with engine_served(backend) as address:
-        told, runs = asyncio.run(heard(address, 8))
-    outcomes = [outcome for run in runs for outcome in run.outcomes]
-    assert list(told) == [outcome.call.call_id for outcome in outcomes] == [each.call_id for each in backend.closed]
-    for of, each in zip(backend.closed, told.values(), strict=True):
-        assert 0 < of.drawn < of.handed < each.read < each.told
 
 
 @pytest.mark.skipif(find_spec("holdfast.router.prefills") is None, reason="this router computes nothing ahead")

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from holdfast.loadgen import runner as schedule
-from holdfast.loadgen.lag import uncollected
+from holdfast.loadgen.progress import uncollected
 
 
 class Clock:

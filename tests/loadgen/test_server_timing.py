@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.loadgen.chat import ChatClient, streamed
-from holdfast.loadgen.server_timing import ServerTiming, from_header, from_object
+from holdfast.loadgen.sse import ServerTiming, from_header, from_object
 from holdfast.replicas.requests import Timing
 from holdfast.router.tracing import server_timing, stages
 

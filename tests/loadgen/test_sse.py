@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from stub_server import DONE, call, chunk, usage
 
 from holdfast.loadgen.conversation import Said, WrittenCall
-from holdfast.loadgen.server_timing import ServerTiming
-from holdfast.loadgen.sse import EventLines, Gathered, MalformedError, ReportedError
+from holdfast.loadgen.sse import EventLines, Gathered, MalformedError, ReportedError, ServerTiming
 
 STREAM = (
     b": hello\r\n\r\n"

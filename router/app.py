@@ -1,4 +1,4 @@
-"""The HTTP application: which path is served by what. The way of a generation request is in `turns`."""
+"""The HTTP application: which path is served by which endpoint. How a generation request is served: `turns`."""
 
 import time
 from functools import partial
@@ -15,7 +15,6 @@ from holdfast.router import metric_list as listed
 from holdfast.router.admin import AdminEndpoints, UsageEndpoints
 from holdfast.router.audit import Audit
 from holdfast.router.backend import Backend
-from holdfast.router.cluster_status import ClusterStatus
 from holdfast.router.config import RouterConfig
 from holdfast.router.entry import Drain, Entry
 from holdfast.router.formats import ChatFormat, CompletionFormat, Format, MessagesFormat, loaded_models
@@ -29,10 +28,8 @@ from holdfast.router.http import (
     supervised,
 )
 from holdfast.router.idempotency import KeptAnswers
-from holdfast.router.live import Live
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.metrics_endpoints import MetricsEndpoints, Peers, watch_cache
-from holdfast.router.page_files import PageFiles
 from holdfast.router.prefills import PrefillEndpoints, StoredPrefills
 from holdfast.router.program_endpoints import ProgramEndpoints
 from holdfast.router.programs import ProgramTable
@@ -47,6 +44,7 @@ from holdfast.router.responses import CompactionFormat, ResponseEndpoints, Respo
 from holdfast.router.session_histories import SessionHistories
 from holdfast.router.session_homes import SessionHomes
 from holdfast.router.sessions import SessionEndpoints
+from holdfast.router.status import ClusterStatus, Live, PageFiles
 from holdfast.router.stored_responses import StoredResponses
 from holdfast.router.tenant_store import TenantStore
 from holdfast.router.tenants import TenantDirectory
@@ -94,7 +92,7 @@ def create_app(
     agents = ProgramEndpoints(backend, entry, programs, latencies, records)
     sessions = SessionEndpoints(backend, entry, programs, serving, homes)
     small = SmallEndpoints(backend, entry)
-    status = ClusterStatus(backend, tenants, programs, entry.turns, lambda: cache.degraded, metrics.router)
+    status = ClusterStatus(backend, tenants, programs, entry, lambda: cache.degraded)
     usage = UsageEndpoints(entry)
     admin = AdminEndpoints(tenants, tenant_store, audit, entry, config)
     exposition = MetricsEndpoints(backend, tenants, metrics, peers)

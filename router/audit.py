@@ -1,8 +1,7 @@
 """The audit log: acts of administration, and calls whose key or address was refused. It holds no keys and no prompts.
 
 Redis keeps the latest acts in one stream and the latest refusals in another, so callers without a key cannot push acts
-out. The log of this process has both. Refusals come in floods: those of one kind from one address are one entry with a
-count, every `FLUSH_S`.
+out. This process's log has both. Refusals of one kind from one address are one entry with a count, every `FLUSH_S`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ log = logging.getLogger(__name__)
 STREAM = "audit"  # acts of administration
 REFUSALS = "audit/refusals"
 FLUSH_S = 5.0
-MOST_KINDS = 1000  # of refusals between two looks; what is beyond that is counted together
+MOST_KINDS = 1000  # of refusals between two flushes; more kinds are counted together
 
 # KEYS: the stream. ARGV: most entries, then the entries.
 TELL = """
@@ -34,14 +33,14 @@ return {#ARGV - 1}
 """
 # KEYS: the streams. ARGV: from and to as ids, at most how many of each.
 READ = """
-local found = {}
-for i, stream in ipairs(KEYS) do found[i] = redis.call('XREVRANGE', stream, ARGV[2], ARGV[1], 'COUNT', ARGV[3]) end
-return found
+local rows = {}
+for i, stream in ipairs(KEYS) do rows[i] = redis.call('XREVRANGE', stream, ARGV[2], ARGV[1], 'COUNT', ARGV[3]) end
+return rows
 """
 
 
 class Audit:
-    """`store` None: the log has it alone."""
+    """`store` None: only the log has it."""
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class Audit:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Tell Redis of refusals from now on."""
+        """Write refusals to Redis from now on."""
         self._task = asyncio.get_running_loop().create_task(forever(self.flush, FLUSH_S, "writing the audit log"))
 
     async def close(self) -> None:
@@ -69,20 +68,21 @@ class Audit:
         await self.flush()
 
     def entry(self, act: str, who: str, tenant: str = "", **more: object) -> bytes:
-        """An act of administration, as it stands in the stream. `who`: the id of the key that did it. It is logged."""
-        told = {"at": round(self._clock(), 3), "act": act, "who": who, "tenant": tenant, "router": self._router, **more}
-        log.info("audit: %s", act, extra=logs.fields(**{name: value for name, value in told.items() if name != "at"}))
-        return orjson.dumps(told)
+        """An entry of the stream, which is logged, too. `who`: the id of the key of an administrator."""
+        where = {"tenant": tenant, "router": self._router}
+        values = {"at": round(self._clock(), 3), "act": act, "who": who, **where, **more}
+        log.info("audit: %s", act, extra=logs.fields(**{name: value for name, value in values.items() if name != "at"}))
+        return orjson.dumps(values)
 
     def refused(self, reason: str, peer: str, path: str) -> None:
-        """A caller's key, or its address, was refused. `path`: the route's template, never a path as it was sent."""
+        """A caller's key or address was refused. `path`: the route's template, never a path as it was sent."""
         kind = (reason, peer, path)
         if kind not in self._refused and len(self._refused) >= MOST_KINDS:
             kind = (reason, "others", "")
         self._refused[kind] += 1
 
     async def flush(self) -> None:
-        """Put the refusals so far into their stream. While Redis is away they are kept for the next time."""
+        """Write the refusals so far. While Redis is away they are kept for the next time."""
         refused, self._refused = self._refused, Counter()
         for (reason, peer, path), n in refused.items():
             self._waiting.append(self.entry("refused", "", reason=reason, peer=peer, path=path, count=n))
@@ -96,11 +96,11 @@ class Audit:
             self._waiting = [*entries, *self._waiting][-self._most :]
 
     async def read(self, begin: str, end: str, most: int) -> list[tuple[str, dict[str, Any]]] | None:
-        """At most so many acts and so many refusals, the latest first, each with its place. None: Redis is away."""
+        """At most `most` acts and as many refusals, the latest first, each with its place. None: Redis is away."""
         if self._store is None:
             return []
-        found = await self._store.try_script(READ, [STREAM, REFUSALS], [begin, end, most])
-        return None if found is None else _entries(found)
+        rows = await self._store.try_script(READ, [STREAM, REFUSALS], [begin, end, most])
+        return None if rows is None else _entries(rows)
 
 
 def _entries(streams: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""Work that no request waits for: writes to the store that outlive their request, and tasks that never end."""
+"""Work that no request waits for: writes that outlive their request, and tasks that never end."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 
 
 async def forever(work: Callable[[], Awaitable[object]], every_s: float, what: str) -> NoReturn:
-    """Run `work` again and again, `every_s` seconds after its last end. An error is logged, and the next run follows.
+    """Run `work` again and again, `every_s` seconds after its last end. An error is logged and ends nothing.
 
     `what` names the work in the log. Run this as a task, and cancel the task to end it.
     """
@@ -22,17 +22,14 @@ async def forever(work: Callable[[], Awaitable[object]], every_s: float, what: s
 
 
 class Background:
-    """Runs coroutines beside the requests and keeps them referenced until they end.
-
-    Of those that nobody waits for so many at most; what does not fit is dropped.
-    """
+    """Runs coroutines beside the requests. At most `limit` of them run that nobody waits for; more are dropped."""
 
     def __init__(self, limit: int = 1024) -> None:
         self._limit = limit
         self._tasks: set[asyncio.Task[object]] = set()
 
     def start(self, work: Coroutine[Any, Any, object]) -> bool:
-        """Run `work` soon. False where too much is under way: it is dropped."""
+        """Run `work` soon. False where too much runs already: it is dropped."""
         if len(self._tasks) >= self._limit:
             work.close()
             return False
@@ -40,7 +37,7 @@ class Background:
         return True
 
     async def finish(self, work: Coroutine[Any, Any, object]) -> None:
-        """Wait for `work`, which goes on to its end though who waits is cancelled."""
+        """Wait for `work`. It goes on to its end even if the caller is cancelled."""
         await asyncio.shield(self._run(work))
 
     async def drain(self) -> None:

@@ -26,32 +26,29 @@ class Source(Protocol):
     """Where the bytes of a stream come from."""
 
     async def next(self) -> bytes | None:
-        """What to send next; None at the end. Errors are events: this raises nothing but ClientGoneError."""
+        """The next bytes to send; None at the end. Errors are events: only ClientGoneError is raised."""
         ...
 
     def silence(self) -> bytes:
-        """What tells the client, between two events, that more will come."""
+        """Bytes that tell the client, between two events, that more will come."""
         ...
 
     async def close(self) -> None:
-        """Give everything back. Called exactly once on every path."""
+        """Give everything back. Called exactly once, whatever happens."""
         ...
 
 
 class Connection:
-    """A client's connection, from when its request has been read until its answer is sent, or it goes.
-
-    One for a request: watching it takes a task.
-    """
+    """A client's connection, from the end of its request until its answer is sent. Watching it takes a task."""
 
     def __init__(self, receive: Receive) -> None:
         self._gone = asyncio.ensure_future(_disconnect(receive))
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which is cancelled when the client goes: then raises ClientGoneError.
+        """The result of `work`, which is cancelled when the client leaves: then raises ClientGoneError.
 
-        The work is done in the caller's task. In one of its own the end of it would be known some turns of the event
-        loop later, and a stream begins with what this returns.
+        The work is done in the caller's task. A task of its own would end some turns of the event loop later, and
+        streams begin with this result.
         """
         over = False
 
@@ -73,17 +70,16 @@ class Connection:
             raise
 
     def close(self) -> None:
-        """Watch it no longer."""
+        """Stop watching."""
         self._gone.cancel()
 
 
 class EventStream(Response):
-    """Sends what `source` gives until it ends or the client goes, then closes it.
+    """Sends the bytes of `source` until it ends or the client leaves, then closes it.
 
-    After `silence_s` seconds without an event the client gets what `source.silence` says, so that neither it nor a
-    proxy takes the connection for dead. A client that takes nothing for `stall_s` seconds counts as gone: it would hold
-    what its request holds for as long as it likes. `connection` is watched for the client's leaving; None: the source
-    finds that out.
+    After `silence_s` seconds without an event the client gets `source.silence()`, so that neither it nor a proxy takes
+    the connection for dead. A client that takes nothing for `stall_s` seconds counts as gone, for its request would
+    hold its resources as long. `connection` notices where the client leaves; None: the source does.
     """
 
     def __init__(
@@ -140,9 +136,8 @@ class EventStream(Response):
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes: then raises ClientGoneError.
-
-    The request's body must have been read.
+    """The result of `work`, which is cancelled when the client leaves: then raises ClientGoneError. The request's body
+    must have been read.
     """
     connection = Connection(receive)
     try:

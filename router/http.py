@@ -1,4 +1,4 @@
-"""HTTP pieces that every endpoint shares: reading a body, answering, and the headers that every answer carries.
+"""HTTP pieces that every endpoint shares: answers, errors, and the headers that every answer carries.
 
 Endpoints are plain functions from request to response, so that nothing is parsed or serialised twice.
 """
@@ -33,17 +33,17 @@ log = logging.getLogger(__name__)
 Handler = Callable[[Request], Awaitable[Response]]
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-MESSAGES = "/v1/messages/"  # what the paths of Anthropic's API begin with, and one of them but for the slash
+MESSAGES = "/v1/messages/"  # the beginning of the paths of Anthropic's API
 STATE = "holdfast"  # where a request's scope keeps its AnswerHeaders
 GONE = "holdfast.gone"  # and whether its client is known to have left
-ASKED = "holdfast.asked"  # and the hash of what it asks
+CONTENT = "holdfast.content"  # and the hash of its path and body
 ROUTE = "holdfast.route"  # and the template of its path
 IDEMPOTENCY = "idempotency-key"  # a client's name for a request and its retries
-DELIVERY = "x-holdfast-delivery"  # the proxy's, which sends it again where a router was lost
+DELIVERY = "x-holdfast-delivery"  # the proxy's name for a request, which it sends again where a router was lost
 CLIENT_GONE = 499  # nobody reads it; proxies log it
-LEAVING_S = 0.5  # within which a server tells of a socket that had no peer any more when it was accepted
-VERSION = metadata.version("holdfast")  # once: each look reads files
-READ_AHEAD = 64  # messages of a body, which may stand before that
+LEAVING_S = 0.5  # within which a server reports that a socket had no peer any more when it was accepted
+VERSION = metadata.version("holdfast")  # once: each call reads files
+READ_AHEAD = 64  # messages of a body that may come before that report
 
 
 class ClientGoneError(Exception):
@@ -117,7 +117,7 @@ def answer_headers(request: Request) -> AnswerHeaders:
 
 
 def caller(request: HTTPConnection) -> Caller:
-    """Who calls, for authentication. Raises ClientGoneError where nobody does any more."""
+    """Who calls, for authentication. Raises ClientGoneError where the client has left."""
     if request.scope.get(GONE):
         raise ClientGoneError
     client, server = request.scope.get("client"), request.scope.get("server")
@@ -133,26 +133,27 @@ def caller(request: HTTPConnection) -> Caller:
 
 
 def retry_of(request: Request, name: str = DELIVERY) -> str:
-    """What this request, whose body was read, has in common with other tries of it: what it asks, and the name that the
-    header `name` gives it; "": it has none. So a name alone that is given to other requests makes them none of its
-    tries.
+    """A digest that is the same for each try of a request: of its path, its body, and its name in the header `name`.
+
+    "" where it has no name. Two requests with the same name and other bodies are no tries of each other. The body must
+    have been read.
     """
-    asked = request.scope.get(ASKED)
-    if asked is None or not request.headers.get(name):
+    digest = request.scope.get(CONTENT)
+    if digest is None or not request.headers.get(name):
         return ""
-    asked = asked.copy()  # the scope keeps the hash of the body: every call gives the same answer
-    asked.update(f"\n{name}: {request.headers[name]}".encode())
-    digest: str = asked.hexdigest()[:32]
-    return digest
+    digest = digest.copy()  # the scope keeps the hash of the body: every call gives the same answer
+    digest.update(f"\n{name}: {request.headers[name]}".encode())
+    text: str = digest.hexdigest()[:32]
+    return text
 
 
 def content_digest(request: Request) -> "Hash | None":
     """The hash that whoever reads the body updates, for `retry_of`; None where nobody gave the request a name."""
     if IDEMPOTENCY not in request.headers and DELIVERY not in request.headers:
         return None
-    asked: Hash = hashlib.sha256(f"{request.method} {request.url.path}\n".encode())
-    request.scope[ASKED] = asked
-    return asked
+    digest: Hash = hashlib.sha256(f"{request.method} {request.url.path}\n".encode())
+    request.scope[CONTENT] = digest
+    return digest
 
 
 def json_response(body: bytes, status: int = 200) -> Response:
@@ -160,18 +161,18 @@ def json_response(body: bytes, status: int = 200) -> Response:
 
 
 def error_response(error: HoldfastError, *, anthropic: bool = False) -> Response:
-    """The answer that tells of `error`, in Anthropic's shape or in OpenAI's."""
+    """The answer for `error`, in Anthropic's shape or in OpenAI's."""
     answer = anthropic_error(error) if anthropic else api_error(error)
     return Response(answer.body, answer.status, answer.headers, "application/json")
 
 
 def route_of(request: HTTPConnection) -> str:
-    """The template of the path that was called: a path itself may hold what its caller likes."""
+    """The template of the path that was called: a path itself may contain anything."""
     return str(request.scope.get(ROUTE, ""))
 
 
 def supervised(handler: Handler, path: str = "") -> Handler:
-    """`handler` of the route `path`, with everything it raises turned into an answer in the shape of its API."""
+    """`handler` of the route `path`. Everything it raises becomes an answer in the shape of its API."""
 
     async def answer(request: Request) -> Response:
         request.scope[ROUTE] = path
@@ -192,10 +193,10 @@ def supervised(handler: Handler, path: str = "") -> Handler:
 
 
 async def _look_for_client(request: Request) -> Request:
-    """`request`, which has no peer, as if nothing of it had been read; `GONE` is in its scope where its client left.
+    """A request without a peer, as if nothing of it had been read. `GONE` is in its scope where its client has left.
 
-    A socket that its client has reset has no peer, but its request can still be read, and may be before the server
-    tells of the end. A client without an address that stays is an unknown one, and nothing more is known of it.
+    A socket that its client has reset has no peer, but its request can still be read before the server reports the end.
+    A client without an address may also stay.
     """
     ahead: deque[Message] = deque()
 
@@ -211,7 +212,7 @@ async def _look_for_client(request: Request) -> Request:
 
 
 def internal_error(error: Exception, request_id: str) -> EngineError:
-    """Log `error` and make what a client is told of it."""
+    """Log `error` and make the error that its client gets."""
     log.error("request %s failed", request_id, exc_info=error)
     return EngineError(f"The server failed to handle the request ({request_id})")
 
@@ -219,7 +220,7 @@ def internal_error(error: Exception, request_id: str) -> EngineError:
 def _request_id(scope: Scope) -> str:
     for name, value in scope["headers"]:
         if name == b"x-request-id":
-            given = value.decode("latin-1")
-            if REQUEST_ID.fullmatch(given):
-                return str(given)
+            text = value.decode("latin-1")
+            if REQUEST_ID.fullmatch(text):
+                return str(text)
     return f"req-{secrets.token_hex(12)}"

@@ -1,6 +1,6 @@
-"""Who is the program, where a request says so; and near what it would like to be served.
+"""What a request says of itself: its program, parent, placement, priority and deadline.
 
-A request that names no program may go on with a conversation that is known: that is `conversations`'.
+A request that names no program may continue a known conversation: see `conversations`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,10 +33,9 @@ def program_named(tenant: str, ids: ClaimedIds, headers: Mapping[str, str], name
 
 
 def neighbour(tenant: str, ids: ClaimedIds, headers: Mapping[str, str], names: Sequence[str]) -> str:
-    """What a new program is to be placed with, by the first of the headers `names` or `prompt_cache_key`; "": nothing.
+    """The program near which a new one is to be placed, by the first of the headers `names` or `prompt_cache_key`.
 
-    It has the form of a program's key: a sub-agent that names its parent says whose neighbour it is. What cannot be a
-    program's name is no hint.
+    It has the form of a program's key: a sub-agent names its parent. "": none, or what cannot be a program's name.
     """
     return _first(tenant, (*(headers.get(name) for name in names), ids.prompt_cache_key))
 
@@ -47,7 +46,7 @@ def parent_named(tenant: str, headers: Mapping[str, str], names: Sequence[str]) 
 
 
 def priority_named(headers: Mapping[str, str]) -> Priority | None:
-    """The class that the headers ask for; None: none. Raises InvalidRequestError for one that there is not."""
+    """The class that the headers ask for; None: none. Raises InvalidRequestError for an unknown class."""
     value = headers.get(PRIORITY, "").strip().lower()
     if value and value not in tuple(Priority):
         raise InvalidRequestError(f"'{PRIORITY}' must be one of {', '.join(Priority)}", PRIORITY)
@@ -55,7 +54,7 @@ def priority_named(headers: Mapping[str, str]) -> Priority | None:
 
 
 def fresh_draw_named(headers: Mapping[str, str]) -> bool:
-    """Whether the headers ask for a draw of the request's own. Raises InvalidRequestError for another word."""
+    """Whether the headers ask for an answer of the request's own. Raises InvalidRequestError for another word."""
     value = headers.get(FRESH_DRAW, "false").strip().lower()
     if value not in ("true", "false"):
         raise InvalidRequestError(f"'{FRESH_DRAW}' must be 'true' or 'false'", FRESH_DRAW)
@@ -63,9 +62,9 @@ def fresh_draw_named(headers: Mapping[str, str]) -> bool:
 
 
 def within_named(headers: Mapping[str, str], names: Sequence[str]) -> float:
-    """For how many seconds the client waits, by the shortest time in its headers; infinity: it does not say.
+    """How many seconds the client waits, by the shortest time in its headers; infinity: it does not say.
 
-    What cannot be read says nothing: clients and proxies put these there for others.
+    An unreadable value is ignored: clients and proxies send these headers for others.
     """
     return min((_seconds(name, headers[name].strip()) for name in names if name in headers), default=inf)
 
@@ -94,13 +93,13 @@ def unnamed_program(tenant: str, token: str) -> str:
 
 
 def shown_program(key: str) -> str:
-    """A program's key as its tenant calls it: by its id, which it may name. One that nobody has named has none: ""."""
+    """The id by which a tenant calls the program with this key; "" for a program that nobody has named."""
     name = key.partition("/")[2]
     return name.removeprefix("~") if not name.startswith("~") or name.startswith("~~") else ""
 
 
 def session_program(tenant: str, session_id: str) -> str:
-    """The key of the program that a session is. None that has a name or was made has it."""
+    """The key of the program that a session is. No named or unnamed program has it."""
     return f"{tenant}/~session/{session_id}"
 
 
@@ -119,5 +118,5 @@ def _fits(value: str) -> bool:
 
 
 def _escaped(value: str) -> str:
-    """A name that looks like an unnamed program's must not meet one."""
+    """A name that looks like an unnamed program's must not be taken for one."""
     return f"~{value}" if value.startswith("~") else value

@@ -1,6 +1,6 @@
-"""Metrics over HTTP: of all processes in one answer, of one of them, and where each is found.
+"""Metrics over HTTP: of all processes in one answer, of one process, and where each is found.
 
-Each router joins all of them, its own among them, so it does not matter which one a scraper reaches.
+Each router joins the metrics of all processes, so a scraper may reach any of them.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from holdfast.router.response_cache import ResponseCache
 from holdfast.router.tenants import TenantDirectory
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-NOBODY = ""  # as `only`: who is there, without what they have
+NOBODY = ""  # as `only`: the ids alone
 
 Peers: TypeAlias = Callable[[str | None], Awaitable[Mapping[str, str]]]
 """The expositions of all routers by id; with an id, those of others are empty."""
@@ -51,7 +51,7 @@ class MetricsEndpoints:
         return StreamingResponse(_in_turns(merged.families()), headers={"content-type": METRICS_TYPE})
 
     async def process(self, request: Request) -> Response:
-        """One router's or replica's. Raises RefusedError where there is none of that id."""
+        """The metrics of one router or replica. Raises RefusedError for an unknown id."""
         self._tenants.authorize_metrics(caller(request))
         process = request.path_params["process"]
         routers, replicas = await self._found(process)
@@ -61,7 +61,7 @@ class MetricsEndpoints:
         return _text(text)
 
     async def targets(self, request: Request) -> Response:
-        """The processes as Prometheus' HTTP service discovery asks for them, at the address that it asked."""
+        """The processes in the form of Prometheus' HTTP service discovery, at the address that was called."""
         self._tenants.authorize_metrics(caller(request))
         root = str(request.scope.get("root_path", "")).rstrip("/")
         address = request.headers.get("host", "")
@@ -81,7 +81,7 @@ class MetricsEndpoints:
         return json_response(orjson.dumps(targets))
 
     async def _found(self, only: str | None) -> tuple[Mapping[str, str], Mapping[str, str]]:
-        """The expositions of routers and of replicas by id. Our own is there, whatever becomes of the others."""
+        """The expositions of routers and of replicas by id. Our own is always there."""
         routers = dict(await self._peers(only)) if self._peers else {}
         own = self._metrics.router
         if own not in routers:
@@ -103,7 +103,7 @@ def _text(text: str) -> Response:
 
 
 def watch_cache(metrics: RouterMetrics, cache: ResponseCache) -> None:
-    """What this process keeps of answers, and who waits for one that is being computed."""
+    """Show what this process keeps of answers, and who waits for an answer that is being computed."""
     flights = cache.flights
     metrics.watch(listed.CACHE_BYTES, lambda: float(cache.weight))
     metrics.watch(listed.FLIGHTS_WAITING, lambda: float(flights.waiting))
@@ -133,7 +133,7 @@ class Informed(Protocol):
 
 
 def watch_redis(metrics: RouterMetrics, store: Informed) -> None:
-    """What the server says of itself, asked once a scrape; no samples but `up` while it does not answer."""
+    """Show what Redis reports of itself, asked once a scrape; only `up` while it does not answer."""
     last: list[RedisInfo | None] = [None]
 
     async def ask() -> None:

@@ -1,8 +1,8 @@
-"""Tokens of an identity provider in the place of API keys: JWTs, by PyJWT. Nothing of it is imported without an issuer.
+"""Tokens of an identity provider in place of API keys: JWTs, by PyJWT, which is imported only where there is an issuer.
 
-A token has to be signed by one of the issuer's public keys, to come from it, to be for our audience and not to have
-expired. A claim names the tenant, which has to be among those there are. The public keys are looked up beside the
-requests: every `REFRESH_S`, and soon after a token names one that is not known. A request waits for no provider.
+A token must be signed by one of the issuer's public keys, name the issuer and our audience, and not have expired. A
+claim names its tenant, which must exist. The public keys are read every `REFRESH_S`, and soon after a token names an
+unknown one. No request waits for the provider.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.router.tenants import SCOPES, Scope
 log = logging.getLogger(__name__)
 
 REFRESH_S = 300.0  # between two looks at the public keys
-AGAIN_S = 5.0  # at the soonest after the look before, for an unknown key
+AGAIN_S = 5.0  # between two looks for an unknown key, at least
 TIMEOUT_S = 5.0
 LEEWAY_S = 30.0  # by which clocks may differ
 LONGEST = 16384  # characters of a token
@@ -47,7 +47,7 @@ class IdentityTokens:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Look the keys up, and do so again from time to time. A provider that is away is tried again."""
+        """Read the keys, now and again from time to time. A provider that is away is tried again."""
         await self.refresh()
         refreshing = forever(self._refresh_when_due, 0.0, "reading the issuer's keys")
         self._task = asyncio.get_running_loop().create_task(refreshing)
@@ -58,9 +58,9 @@ class IdentityTokens:
             await asyncio.wait({self._task})
 
     def read(self, token: str) -> tuple[str, str, tuple[Scope, ...]] | None:
-        """The tenant that it names, whose it is, and what for; None for what has not the form of one.
+        """The tenant that it names, its subject and its scopes; None for a text that is no JWT.
 
-        Raises RefusedError (401) for one that does not hold.
+        Raises RefusedError (401) for a token that is not valid.
         """
         if token.count(".") != 2 or len(token) > LONGEST:
             return None
@@ -85,11 +85,11 @@ class IdentityTokens:
                 options={"require": ["exp", "iss", "aud"]},
             )
         except jwt.InvalidTokenError as error:
-            raise RefusedError(Refusal.UNAUTHENTICATED, f"The token does not hold: {error}") from None
+            raise RefusedError(Refusal.UNAUTHENTICATED, f"The token is not valid: {error}") from None
         return str(claims.get(config.tenant_claim, "")), f"jwt-{claims.get('sub', '')}"[:64], self._scopes(claims)
 
     async def refresh(self) -> None:
-        """Look the keys up. They stay as they are where the provider does not answer as it should."""
+        """Read the keys. Where the provider does not answer properly, the known ones stay."""
         self._looked = self._clock()
         self._wanted.clear()
         try:

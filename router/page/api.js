@@ -1,4 +1,4 @@
-// Requests to the server that this page comes from. The key stays in this tab's session, and goes nowhere else.
+// Requests to the server of this page. The key stays in this tab's session.
 
 const KEY = "holdfast-key";
 
@@ -9,7 +9,7 @@ export function setKey(text) {
   else sessionStorage.removeItem(KEY);
 }
 
-/** What the server says that refuses; `status` 0: it does not answer. */
+/** The server's refusal; `status` 0: it does not answer. */
 export class ApiError extends Error {
   constructor(status, message) {
     super(message);

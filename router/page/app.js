@@ -1,4 +1,4 @@
-// Start: which view is shown, the key, and asking the server once a second while somebody looks.
+// The views, the key, and one request a second while the page is visible.
 
 import { ApiError, ask, setKey } from "./api.js";
 import { Chat } from "./chat.js";

@@ -1,4 +1,4 @@
-// The Try it view: a conversation with tools that one declares, and answers oneself.
+// The Try it view: a conversation with tools whose results the visitor types.
 
 import { ApiError, ask, chunks } from "./api.js";
 import { $, duration, el } from "./dom.js";
@@ -11,7 +11,7 @@ const EXAMPLE = {
 
 export class Chat {
   #messages = [];
-  #before = 0; // messages before what the user said last: they stay when its answer fails
+  #before = 0; // messages before the user's last one: they stay when its answer fails
   #tools = []; // cards
   #program = "";
   #stop = null; // of the answer that comes now
@@ -51,7 +51,7 @@ export class Chat {
     $("send").disabled = false;
   }
 
-  /** The conversation without what was said last, and what came of it: calls and results stand together or not at all. */
+  /** Take the last message and its answer out of the conversation: no call may stand without its result. */
   #forget() {
     this.#messages.length = this.#before;
     this.#free();
@@ -190,11 +190,11 @@ class Reply {
   get summary() {
     const usage = this.#usage;
     const { drafted, accepted, queue_ms, prefill_ms, decode_ms } = this.#timing;
-    if (this.#cache === "hit") return "the same request was asked before: answered from the response cache";
+    if (this.#cache === "hit") return "an equal request came before: answered by the response cache";
     if (!usage) return "";
     const told = [
-      `${usage.prompt_tokens} prompt tokens, ${usage.prompt_tokens_details.cached_tokens} cached`,
-      `${usage.completion_tokens} drawn${drafted ? `, ${accepted} of ${drafted} drafts right` : ""}`,
+      `${usage.prompt_tokens} prompt tokens, ${usage.prompt_tokens_details.cached_tokens} reused`,
+      `${usage.completion_tokens} generated${drafted ? `, ${accepted} of ${drafted} drafts accepted` : ""}`,
     ];
     if (queue_ms !== undefined) told.push(`queue ${duration(queue_ms / 1e3)}, prefill ${duration((prefill_ms ?? 0) / 1e3)}, decode ${duration((decode_ms ?? 0) / 1e3)}`);
     if (this.#first) told.push(`first word here after ${duration((this.#first - this.#began) / 1e3)}`);

@@ -1,4 +1,4 @@
-// Making elements, and writing numbers. What a server says goes into the page as text, never as markup.
+// Makes elements and formats numbers. The server's words enter the page as text, never as markup.
 
 /** An element with properties and children; `class` and `data-…` are set as attributes, handlers as `onclick`. */
 export function el(name, properties = {}, ...children) {
@@ -34,7 +34,7 @@ export function count(number) {
 
 export const share = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "–");
 
-/** A bar of parts `[class, amount, title]`, and what of `whole` is left. */
+/** A bar of parts `[class, amount, title]` of `whole`. */
 export function bar(parts, whole = parts.reduce((sum, [, amount]) => sum + amount, 0)) {
   const made = el("div", { className: "bar" });
   for (const [name, amount, title] of parts) {

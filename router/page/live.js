@@ -1,14 +1,14 @@
-// The Live view: a timeline of programs, one of them with its turns, replicas with their cells, tenants.
+// The Live view: a timeline of programs, the turns of the chosen one, replicas with their cells, and tenants.
 
 import { $, bar, count, duration, el, share, table } from "./dom.js";
 import { pauseAfter, state } from "./programs.js";
 import { axis, drawOverview, drawRows, fitted, left, rowHeight } from "./timeline.js";
 
-const FRAME_MS = 50; // between two pictures: what moves a pixel or two in that time looks smooth
+const FRAME_MS = 50; // between two frames
 const COLOURS = ["queue", "computed", "cached", "answered", "decode", "tools", "pinned", "failed", "idle", "ink", "faint", "line", "raised"];
 const LEGEND = [
-  ["queue", "queue"], ["computed", "prefill, computed"], ["cached", "prefill, found in the cache"], ["decode", "decode"],
-  ["tools", "tool runs"], ["pinned", "pinned"], ["answered", "answered from the response cache"], ["failed", "failed"],
+  ["queue", "queue"], ["computed", "prefill, computed"], ["cached", "prefill, reused"], ["decode", "decode"],
+  ["tools", "tool runs"], ["pinned", "pinned"], ["answered", "answered by the response cache"], ["failed", "failed"],
 ];
 const STATES = [
   ["all", "programs", () => true],
@@ -20,7 +20,7 @@ const CELLS = [["queue", "held", "cells_held"], ["pinned", "pinned", "cells_pinn
 
 export class LiveView {
   #programs;
-  #shown = []; // what the filters leave, the latest first
+  #shown = []; // programs that pass the filters, the latest first
   #state = "all";
   #chosen = null;
   #colours = {};
@@ -39,14 +39,14 @@ export class LiveView {
     this.#readColours();
   }
 
-  /** Show the turns of this program; none: of no one. */
+  /** Show the turns of this program; of none without a key. */
   choose(key) {
     this.#chosen = key === this.#chosen ? null : (key ?? null);
     this.#told = "";
     this.refresh();
   }
 
-  /** Take in that the programs have changed. */
+  /** Show the programs as they are now. */
   refresh() {
     const now = this.#programs.now();
     const seconds = Number($("window").value);
@@ -67,7 +67,7 @@ export class LiveView {
     this.#drawn = 0;
   }
 
-  /** One picture of a film. */
+  /** Draw one frame. */
   frame(time) {
     if (time - this.#drawn < (matchMedia("(prefers-reduced-motion: reduce)").matches ? 1000 : FRAME_MS)) return;
     this.#drawn = time;
@@ -113,7 +113,7 @@ export class LiveView {
       return el("button", { ariaPressed: String(this.#state === name), onclick }, el("b", {}, String(found)), ` ${word}`);
     });
     const told = this.#state + made.map((each) => each.textContent);
-    if (told === this.#chipsTold) return; // else a click that is under way would lose its button
+    if (told === this.#chipsTold) return; // a click that is under way would lose its button
     this.#chipsTold = told;
     $("chips").replaceChildren(...made);
   }
@@ -152,18 +152,18 @@ export class LiveView {
       $("replicas").replaceChildren(el("p", { className: "hint" }, `Pinned for your programs: ${count(cells)} cells, ${pins.length} programs. Replicas are shown to operators.`));
       return;
     }
-    const heads = ["replica", "cells", "free", "running", "waiting", "pinned programs", "prompt cached", "drafts right", "drawn"];
+    const heads = ["replica", "cells", "free", "running", "waiting", "pinned programs", "prompt reused", "accepted drafts", "generated"];
     const rows = found.map(({ status, before, time }) => {
       const parts = CELLS.map(([colour, name, field]) => {
         const cells = field === "cells_cached" ? Math.max(0, status.cells_tree - status.cells_pinned) : status[field];
         return [colour, cells, `${name}: ${cells} cells`];
       });
       const past = before?.status;
-      const drawn = past ? `${count((status.completion - past.completion) / Math.max(0.2, time - before.time))} tok/s` : `${count(status.completion)} tok`;
+      const generated = past ? `${count((status.completion - past.completion) / Math.max(0.2, time - before.time))} tok/s` : `${count(status.completion)} tok`;
       return [
         `${status.replica_id} · ${status.model} on ${status.device}`, bar(parts, status.cells_total), share(status.cells_free, status.cells_total),
         status.running, status.waiting, status.pins, share(status.prompt_cached, status.prompt_cached + status.prompt_computed),
-        share(status.accepted, status.drafted), drawn,
+        share(status.accepted, status.drafted), generated,
       ];
     });
     const key = el("p", { className: "key" }, CELLS.map(([colour, name]) => el("span", {}, el("i", { className: `swatch ${colour}` }), name)), el("span", {}, el("i", { className: "swatch free" }), "free"));
@@ -179,7 +179,7 @@ export class LiveView {
       name, running.get(name) ?? 0, count(sum.ended), count(sum.failed), count(sum.rejected), count(sum.prompt_tokens),
       share(sum.cached_tokens, sum.prompt_tokens), count(sum.completion_tokens),
     ]);
-    const heads = ["tenant", "running", "ended", "failed", "refused", "prompt tokens", "cached", "drawn"];
+    const heads = ["tenant", "running", "ended", "failed", "refused", "prompt tokens", "reused", "generated"];
     $("tenants").replaceChildren(...(rows.length ? [el("h2", {}, "Tenants"), table(heads, rows)] : []));
   }
 
@@ -189,40 +189,40 @@ export class LiveView {
   }
 }
 
-/** Where a program is, in words. */
+/** The state of a program, in words. */
 function said(program, now) {
   const turns = `${program.turns.length} ${program.turns.length === 1 ? "turn" : "turns"} seen`;
   const kept = program.pin && program.pins.at(-1);
   if (!kept) return `${program.tenant} · ${state(program)} · ${turns}`;
-  const until = kept.worth > now ? `worth keeping ${duration(kept.worth - now)} more` : "gives way to others";
-  return `${program.tenant} · ${state(program)} · ${turns} · ${kept.cells} cells pinned on ${program.pin.replica}, ${until}, let go in ${duration(kept.until - now)}`;
+  const until = kept.worth > now ? `kept for ${duration(kept.worth - now)} more` : "may be evicted";
+  return `${program.tenant} · ${state(program)} · ${turns} · ${kept.cells} cells pinned on ${program.pin.replica}, ${until}, unpinned in ${duration(kept.until - now)}`;
 }
 
 function paused(pause) {
   const length = duration(pause.to - pause.from);
-  return pause.open ? `${pause.tools} runs, for ${length} so far` : `${pause.tools} ran ${length}`;
+  return pause.open ? `${pause.tools} running for ${length}` : `${pause.tools} ran ${length}`;
 }
 
 function running(turn, now) {
-  const got = turn.prompt ? `${turn.prompt} prompt tokens, ${turn.cached} cached, ${turn.drawn} drawn` : "waits for a replica";
+  const got = turn.prompt ? `${turn.prompt} prompt tokens, ${turn.cached} reused, ${turn.drawn} generated` : "waits for a replica";
   return [`now · ${turn.phase} · ${duration(now - turn.arrived)} · ${got}`, tokens(turn)];
 }
 
 function ended(turn) {
   const at = new Date(turn.arrived * 1000).toLocaleTimeString();
-  if (turn.outcome === "cached") return [`${at} · answered from the response cache`];
+  if (turn.outcome === "cached") return [`${at} · answered by the response cache`];
   if (turn.outcome !== "completed") return [`${at} · ${turn.outcome} after ${duration(turn.ended - turn.arrived)}`];
-  const drafts = turn.drafted ? `, ${turn.accepted} of ${turn.drafted} drafts right` : "";
+  const drafts = turn.drafted ? `, ${turn.accepted} of ${turn.drafted} drafts accepted` : "";
   const stages = `queue ${duration(turn.queue_s)}, prefill ${duration(turn.prefill_s)}, decode ${duration(turn.decode_s)}`;
-  const text = `${at} · ${turn.prompt} prompt tokens, ${turn.cached} cached · ${turn.drawn} drawn${drafts} · ${stages} · ${turn.replica}`;
+  const text = `${at} · ${turn.prompt} prompt tokens, ${turn.cached} reused · ${turn.drawn} generated${drafts} · ${stages} · ${turn.replica}`;
   return [turn.tools ? `${text} · called ${turn.tools}` : text, tokens(turn)];
 }
 
 function tokens(turn) {
   if (!turn.prompt) return null;
   return bar([
-    ["cached", turn.cached, `${turn.cached} found in the cache`],
+    ["cached", turn.cached, `${turn.cached} reused`],
     ["computed", turn.prompt - turn.cached, `${turn.prompt - turn.cached} computed`],
-    ["decode", turn.drawn, `${turn.drawn} drawn`],
+    ["decode", turn.drawn, `${turn.drawn} generated`],
   ]);
 }

@@ -1,6 +1,6 @@
-// What the answers of `/v1/live` add up to: programs with their turns and pauses, replicas, totals. Knows no document.
+// Programs with their turns and pauses, replicas and totals, from the answers of `/v1/live`. Knows no document.
 //
-// Each answer is one router's. It has that router's turns; what replicas do is in every answer. Times are the server's.
+// Each answer has the turns of one router, and what all replicas do. Times are the server's.
 
 const FORGET_S = 600; // a program of which nothing was heard for so long
 const GONE_S = 15; // a router that has not answered for so long: what ran there is not known any more
@@ -20,7 +20,7 @@ export class Programs {
     return Date.now() / 1000 + this.offset;
   }
 
-  /** What is known already, as the endpoint wants to be told. */
+  /** What is known already, in the form of the parameter `since`. */
   since() {
     return [...this.routers].slice(-12).map(([name, router]) => `${name}:${router.number}`).join(",");
   }

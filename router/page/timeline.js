@@ -1,13 +1,13 @@
-// Drawing programs over time: one row each, and above them how many were in each state. Two canvases, nothing kept.
+// Draws programs over time: one row each, and above them how many were in each state.
 //
 //   past                                             now      to come
 //   |  queue  prefill  decode ~~~~ tool pause ~~~~~~~ | ~~~~~~~ pinned until
 //
-// A turn's prefill is as high as its prompt: what was cached pale above, what was computed below.
+// A turn's prefill is as high as its prompt: the reused part pale above, the computed part below.
 
 import { pauseAfter, state } from "./programs.js";
 
-const FUTURE = 0.22; // of the width is what is to come
+const FUTURE = 0.22; // of the width is after now
 const NAMES = 150; // pixels for names, where rows are high enough for them
 const LEAST = 1.5; // pixels of a stage, however short
 const THIN = 5;

@@ -84,13 +84,13 @@ def test_what_is_being_served_is_running() -> None:
 
     class Looks(FakeBackend):
         async def generate(self, request, place=None):
-            seen.extend((facts.program, facts.tenant, facts.model) for facts in world.reports.live)
+            seen.extend((facts.program, facts.tenant, facts.model) for facts in world.turns.live)
             return await super().generate(request, place)
 
     world = World(Looks())
     world.chat(program_id="now")
     assert seen == [("default/now", "default", "pocket")]
-    assert world.reports.live == []
+    assert world.turns.live == []
 
 
 def test_it_is_for_this_machine_and_for_operators() -> None:

@@ -12,10 +12,10 @@ from live_cost import Busy, Crowd
 
 from holdfast.replicas.requests import Completed
 from holdfast.replicas.retention.latency import Called
-from holdfast.router import live, page_files
+from holdfast.router import status
 from holdfast.router.config import RouterConfig
-from holdfast.router.live import MOST_ASKED
 from holdfast.router.metrics import Outcome
+from holdfast.router.status import MOST_ASKED
 from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
 from holdfast.router.turn_log import REMEMBERED, TurnLog
 
@@ -129,7 +129,7 @@ def test_a_key_sees_its_own_tenant_and_an_operator_all() -> None:
 
 
 def test_many_pages_ask_replicas_as_often_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "LOOK_S", 60.0)  # eight answers may take a second on a busy machine
+    monkeypatch.setattr(status, "LOOK_S", 60.0)  # eight answers may take a second on a busy machine
     backend = Telling()
     answers = World(backend).calls([("GET", LIVE, {})] * 8)
     assert {answer.status_code for answer in answers} == {200}
@@ -200,7 +200,7 @@ def test_the_page_is_files_that_a_policy_shuts_in() -> None:
     policy = answer.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'self';")
     assert "unsafe" not in policy
-    names = {path.name for path in page_files.FOLDER.iterdir()}
+    names = {path.name for path in status.FOLDER.iterdir()}
     for name in names:
         found = world.call("GET", f"/page/{name}")
         assert found.status_code == 200
@@ -211,11 +211,11 @@ def test_the_page_is_files_that_a_policy_shuts_in() -> None:
 
 
 def test_nothing_of_the_page_comes_from_elsewhere() -> None:
-    for path in Path(page_files.FOLDER).iterdir():
+    for path in Path(status.FOLDER).iterdir():
         text = path.read_text().replace("http://www.w3.org/2000/svg", "")
         assert "://" not in text, path.name
         assert "innerHTML" not in text, path.name
-    assert CARD.name not in (page_files.FOLDER / "index.html").read_text()
+    assert CARD.name not in (status.FOLDER / "index.html").read_text()
 
 
 def worked(world: World, since: str = "") -> tuple[int, str]:

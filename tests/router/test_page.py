@@ -9,9 +9,8 @@ import httpx
 import pytest
 import waiting
 from browser import CHROMIUM, Browser, Page
-from fake_backend import HELLO, FakeBackend, FakeTurns, World, called
+from fake_backend import HELLO, FakeBackend, FakeTurns, World, begun, called
 from service_backend import ServiceBackend, engine_served
-from starlette.requests import Request
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.requests import ToolCallDelta, Usage, Work
@@ -77,9 +76,9 @@ def test_a_chat_whose_call_one_answers_is_in_the_timeline_with_its_pause(browser
     page.enter()
     page.until("document.querySelectorAll('#log li.assistant small').length == 2")
     told = [words(page, f"#log li.assistant:nth-of-type({number}) small") for number in (2, 3)]
-    assert "0 cached" in told[0]
-    assert all("prompt tokens" in each and "drawn" in each and "prefill" in each for each in told)
-    assert "drafts right" in told[0]  # the fixed text of a call
+    assert "0 reused" in told[0]
+    assert all("prompt tokens" in each and "generated" in each and "prefill" in each for each in told)
+    assert "drafts accepted" in told[0]  # the fixed text of a call
     cached = int(told[1].split(" prompt tokens, ")[1].split()[0])
     assert cached > 50  # of the second turn nearly all is the first
     # The program, its turns and its pause.
@@ -88,7 +87,7 @@ def test_a_chat_whose_call_one_answers_is_in_the_timeline_with_its_pause(browser
     shown = words(page, "#program")
     assert "page-" in shown
     assert "called get_time" in shown
-    assert f"{cached} cached" in shown
+    assert f"{cached} reused" in shown
     lasted, unit = shown.split("get_time ran ")[1].split()[:2]
     lasted_s = float(lasted) / (1000 if unit == "ms" else 1)
     assert answered - seen - 0.1 < lasted_s < time.monotonic() - asked + 0.1  # it is shown in tenths
@@ -191,9 +190,9 @@ def test_what_pauses_is_pinned_until_a_time_that_is_shown(browser: Browser, url:
     page.run("document.getElementById('scroll').focus()")
     page.call("Input.dispatchKeyEvent", type="keyDown", key="ArrowDown", code="ArrowDown")
     page.until("document.querySelector('#program .pause')")
-    assert "get_weather runs" in words(page, "#program")
+    assert "get_weather running" in words(page, "#program")
     assert "cells pinned on r1" in words(page, "#program")
-    assert "let go in" in words(page, "#program")
+    assert "unpinned in" in words(page, "#program")
     assert page.faults == []
 
 
@@ -250,16 +249,17 @@ CALLED = Usage(200, 150, 20)
 
 def report(world: World, tenant: str, name: str, ago: float, took_s: float = 0.2, usage: Usage | None = CALLED) -> None:
     """A turn that called a tool; without `usage` one that the response cache answered."""
-    reports = world.reports
-    clock, reports.clock = reports.clock, lambda: time.time() - ago - took_s
-    turn = reports.begin(Request({"type": "http", "path": "/", "headers": []}), "chat", "id")
-    reports.clock = lambda: time.time() - ago
-    turn.accepted(f"{name}-{ago}", tenant, f"{tenant}/{name}", "pocket", stream=False)
+    turns = world.turns
+    clock, turns.clock = turns.clock, lambda: time.time() - ago - took_s
+    turn = begun(tenant=Tenant(tenant), turns=turns)
+    turns.clock = lambda: time.time() - ago
+    turn.id = f"{name}-{ago}"
+    turn.asks("pocket", program=f"{tenant}/{name}")
     if usage is not None:
         turn.facts.usage, turn.facts.tools, turn.facts.replica = usage, "get_weather", "r1"
         turn.facts.stages_ms = {"queue": 100 * took_s, "prefill": 300 * took_s, "decode": 600 * took_s}
-    turn.ended(Outcome.COMPLETED if usage is not None else Outcome.CACHED)
-    reports.clock = clock
+    turn.end(Outcome.COMPLETED if usage is not None else Outcome.CACHED)
+    turns.clock = clock
 
 
 class One(Crowd):
@@ -305,7 +305,7 @@ def test_stages_stand_one_behind_the_other_and_numbers_are_what_was_saved(browse
         figures = page.run("[...document.querySelectorAll('.figure strong')].map((each) => each.innerText)")
         assert figures == ["100", "30", "1"]
         assert "50 % of 200 prompt tokens" in words(page, ".figure:nth-of-type(1)")
-        assert "75 % of 40 drafts were right, of 50 tokens drawn" in words(page, ".figure:nth-of-type(2)")
+        assert "75 % of 40 drafts were accepted, of 50 generated tokens" in words(page, ".figure:nth-of-type(2)")
         assert "50 % of 2 requests" in words(page, ".figure:nth-of-type(3)")
         row = page.run("[...document.querySelector('#numbers tbody tr').cells].map((cell) => cell.innerText)")
         assert row == ["default", "2", "200", "100", "50", "30", "75 %", "1"]

@@ -116,7 +116,6 @@ class RouterConfig:
     cache_entries: ClassVar[int] = 1024  # answers in this process
     cache_answer_bytes: ClassVar[int] = 256 * 2**10  # a longer answer is not cached
     cache_share: ClassVar[float] = 0.5  # of this process's answers, for one tenant once they are full
-    single_flight: ClassVar[bool] = True  # of requests for the same answer one is computed, the others wait for it
     prefill_s: ClassVar[float] = 60.0  # for which a prefill is kept where its client does not say
     prefill_most_s: ClassVar[float] = 600.0  # and at most
     program_entries: ClassVar[int] = 65536  # programs in this process

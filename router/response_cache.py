@@ -179,8 +179,6 @@ class ResponseCache:
         cached = self._find_l1(query)
         if cached is not None or query.fresh:
             return cached
-        if not self._config.single_flight:
-            return await self.find(query)
         while (leader := self.flights.lead(query.key)) is None:
             result = await wait(self.flights.follow(query.key))
             if isinstance(result, CachedAnswer):

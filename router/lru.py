@@ -76,18 +76,6 @@ class Lru(Generic[V]):
         while len(self._entries) > self._max_entries or self._over_weight():
             self.remove(self._first_out())
 
-    def owned(self, owner: str, now: float) -> int:
-        """What the values of an owner weigh that are not past their deadlines; those that are go."""
-        for key in [key for key in self._owned.get(owner, ()) if now >= self._entries[key][1]]:
-            self.remove(key)
-        return self._weights.get(owner, 0)
-
-    def renew(self, key: str, deadline: float) -> None:
-        """Keep what is under `key`, if anything, until `deadline`."""
-        if key in self._entries:
-            value, _, weight, owner = self._entries[key]
-            self._entries[key] = (value, deadline, weight, owner)
-
     def remove(self, key: str) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:

@@ -39,7 +39,6 @@ from holdfast.replicas.errors import ConfigError, UnavailableError
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Argument: TypeAlias = str | bytes | float  # of a script
-Call: TypeAlias = tuple[str, Sequence[str], Sequence[Argument]]  # a script's source, its keys and its arguments
 
 CONNECTIONS = 32
 UNBOUNDED = 2**53
@@ -257,43 +256,15 @@ class RedisClient:
 
     async def try_script(self, source: str, keys: Sequence[str], arguments: Sequence[Argument]) -> list[Any] | None:
         """As `script`; None where that raises."""
-        results = await self.try_scripts([(source, keys, arguments)])
-        return None if results is None else results[0]
+        names = [self._prefix + key for key in keys]
 
-    async def try_scripts(self, calls: Sequence[Call]) -> list[list[Any]] | None:
-        """What several scripts return, in one round trip. Each runs as one operation.
-
-        None where Redis is away or too slow; some of them may have run all the same.
-        """
-
-        async def work() -> list[list[Any]]:
-            results = await self._evaluate(calls)
-            unknown = [i for i, result in enumerate(results) if isinstance(result, NoScriptError)]
-            if unknown:  # the server has been restarted, or never had them
-                for source in {calls[i][0] for i in unknown}:
-                    await self._redis.script_load(source)
-                for i, result in zip(unknown, await self._evaluate([calls[i] for i in unknown]), strict=True):
-                    results[i] = result
-            for result in results:
-                if isinstance(result, Exception):
-                    raise result
-            return [list(result) for result in results]
+        async def work() -> list[Any]:
+            try:
+                return list(await self._redis.evalsha(_digest(source), len(names), *names, *arguments))
+            except NoScriptError:  # the server has been restarted, or never had it
+                return list(await self._redis.eval(source, len(names), *names, *arguments))
 
         return await self._guarded(work)
-
-    async def _evaluate(self, calls: Sequence[Call]) -> list[Any]:
-        """What scripts return that the server knows by their digests, or the errors."""
-        if len(calls) == 1:  # a pipeline costs more
-            source, keys, arguments = calls[0]
-            names = [self._prefix + key for key in keys]
-            try:
-                return [await self._redis.evalsha(_digest(source), len(names), *names, *arguments)]
-            except NoScriptError as error:
-                return [error]
-        pipeline = self._redis.pipeline(transaction=False)
-        for source, keys, arguments in calls:
-            pipeline.evalsha(_digest(source), len(keys), *(self._prefix + key for key in keys), *arguments)
-        return list(await pipeline.execute(raise_on_error=False))
 
     async def publish(self, channel: str, message: bytes) -> None:
         """Send `message` to the current listeners; to nobody while Redis is away."""

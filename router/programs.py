@@ -139,7 +139,7 @@ local function touch(name)
   redis.call('PEXPIRE', programs, ttl)
 end
 """
-# ARGV: the name of the program if it is a new one, life, parent, seconds after which a run ends by itself; '' or the
+# ARGV: the name of a new program ('': none is made), life, parent, seconds after which a run ends by itself; '' or the
 # place with the standing there, the head, how many programs a place keeps, and pairs of names and heads of programs
 # that may be continued. Returns the name, the record, and tools and length of the pause.
 _BEGIN = (
@@ -153,6 +153,7 @@ for i = 12, #ARGV, 2 do
     break
   end
 end
+if name == '' then return {} end
 local key, pause = key_of(name), {}
 local seen, paused, tools, turns = unpack(redis.call('HMGET', key, 'seen', 'paused', 'tools', 'turns'))
 if not seen then
@@ -271,7 +272,9 @@ class ProgramTable:
     async def begin(self, key: str, parent: str = "") -> Begun:
         """A turn comes for the program `key`. A new one is a sub-agent of `parent`, the key of another program."""
         try:
-            return await self._begin(key, parent, None, ())
+            begun = await self._begin(key, program_name(key), parent)
+            assert begun is not None  # there is a program of that name now
+            return begun
         except UnavailableError:
             return self._remembered(key, parent)
 
@@ -280,8 +283,14 @@ class ProgramTable:
         new = unnamed_program(tenant, secrets.token_hex(12))
         standing = Standing(program_name(new), sent.length, sent.head, sent.place, self._now())
         try:
-            continued = sent.continues(await self._stored_standings(tenant, sent))
-            begun = await self._begin(new, parent, standing, continued)
+            begun = None
+            continued = sent.continues(self._known_standings(tenant, sent))[:1]
+            if continued and continued[0].mark and continued[0].mark == sent.mark(continued[0].length):
+                begun = await self._begin(new, "", parent, standing, continued)  # saves a trip
+            if begun is None:
+                continued = sent.continues(await self._stored_standings(tenant, sent))
+                begun = await self._begin(new, program_name(new), parent, standing, continued)
+            assert begun is not None
         except UnavailableError:
             continued = sent.continues(self._known_standings(tenant, sent))
             begun = self._remembered(f"{tenant}/{continued[0].name}" if continued else new, parent)
@@ -355,14 +364,20 @@ class ProgramTable:
 
     # ---- Redis ----
 
-    async def _begin(self, key: str, parent: str, standing: Standing | None, continued: Sequence[Standing]) -> Begun:
+    async def _begin(
+        self, key: str, name: str, parent: str, standing: Standing | None = None, continued: Sequence[Standing] = ()
+    ) -> Begun | None:
+        """A turn comes for one of these programs, or else for `name`; "": for none. `key` is of the same tenant."""
         place: tuple[Argument, ...] = ("", "", "")
         if standing is not None:
             place = (standing.place, standing.value(), standing.head)
-        arguments = self._arguments(program_name(key), secrets.token_hex(6), program_name(parent), self._idle_s, *place)
+        arguments = self._arguments(name, secrets.token_hex(6), program_name(parent), self._idle_s, *place)
         arguments += [PROGRAMS_AT_PLACE, *(text for each in continued for text in (each.name, each.head))]
-        name, record, pause = await self._records.script(_BEGIN, _keys(key), arguments)
-        key, program = f"{_tenant(key)}/{name.decode()}", Program.of(record)
+        reply = await self._records.script(_BEGIN, _keys(key), arguments)
+        if not reply:
+            return None
+        found, record, pause = reply
+        key, program = f"{_tenant(key)}/{found.decode()}", Program.of(record)
         if program.last_replica is None and (known := self._known.get(key, self._now())) is not None:
             program = replace(program, last_replica=known.last_replica)  # Redis has lost the record, or never had it
         self._keep(key, program)

@@ -175,7 +175,7 @@ def test_programs_that_alternate_between_two_routers(
     seconds = time.monotonic() - began
 
     with redis.Redis(unix_socket_path=str(shared.socket)) as client:
-        keys = [client.keys(f"*/programs/{{default}}/{program.name}") for program in programs]
+        keys = [client.keys(f"*/program/{{default}}/{program.name}") for program in programs]
         records = {program.name: client.hgetall(key) for program, (key,) in zip(programs, keys, strict=True)}
     assert [int(record[b"turns"]) for record in records.values()] == [TURNS] * PROGRAMS
     for program in programs:
@@ -328,7 +328,7 @@ def test_a_router_that_dies_under_load_takes_with_it_what_it_had_and_no_more(
     assert len(lost) <= AT_ONCE, lost  # what was in flight, and nothing else
     with redis.Redis(unix_socket_path=str(shared.socket)) as client:
         for program in programs:
-            (key,) = client.keys(f"*/programs/{{default}}/{program.name}")
+            (key,) = client.keys(f"*/program/{{default}}/{program.name}")
             record = client.hgetall(key)
             # A turn may have been counted whose answer was lost; it was computed, so it counts.
             assert TURNS <= int(record[b"turns"]) <= TURNS + len(program.lost)

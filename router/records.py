@@ -110,12 +110,17 @@ return found
 """
 )
 _DELETE = _OWNER + "forget(ARGV[1]); return {redis.call('DEL', KEYS[3])}"
-# KEYS[3]: the owner, and so the beginning of its records' keys.
+# KEYS[3]: the owner, and so the beginning of its records' keys. ARGV: the beginning of names that are kept.
 _DELETE_OWNER = (
     _OWNER
     + """
-for _, name in ipairs(redis.call('HKEYS', sizes)) do redis.call('UNLINK', KEYS[3] .. '/' .. name) end
-return {redis.call('DEL', sizes, deadlines)}
+for _, name in ipairs(redis.call('HKEYS', sizes)) do
+  if name ~= '' and (ARGV[1] == '' or string.sub(name, 1, #ARGV[1]) ~= ARGV[1]) then
+    redis.call('UNLINK', KEYS[3] .. '/' .. name)
+    forget(name)
+  end
+end
+return {}
 """
 )
 
@@ -421,9 +426,9 @@ class Records(RedisClient):
         (deleted,) = await self.script(_DELETE, [*_owner_keys(key), _stored_at(key)], [_name(key)])
         return bool(deleted)
 
-    async def delete_owner(self, owner: str) -> None:
-        """Delete all records of `owner`."""
-        await self.script(_DELETE_OWNER, [*_owner_keys(f"{owner}/"), _stored_at(owner)], [])
+    async def delete_owner(self, owner: str, keep: str = "") -> None:
+        """Delete all records of `owner`, except those whose names begin with `keep` (all go where it is "")."""
+        await self.script(_DELETE_OWNER, [*_owner_keys(f"{owner}/"), _stored_at(owner)], [keep])
 
     async def _read(self, keys: Sequence[str], ttl_s: float | None, last: int) -> list[Record | None]:
         ttl: Argument = "" if ttl_s is None else _milliseconds(ttl_s)

@@ -264,7 +264,7 @@ class ResponseCache:
                 owner = f"cache/{tenant}"
                 for key in [key for key, _ in self._l1.latest(self._clock()) if key.startswith(f"{owner}/")]:
                     self._l1.remove(key)
-                self._background.start(_if_available(self._records.delete_owner(owner)))
+                self._background.start(_if_available(self._records.delete_owner(owner, purge)))
 
     async def drain(self) -> None:
         """Wait until Redis has everything."""

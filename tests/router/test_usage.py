@@ -557,7 +557,7 @@ def test_a_redis_that_comes_back_empty_gets_its_tenants_back(tmp_path):
             await here.http.delete(f"{admin}/new/cache", headers=ADMIN)
             await late.tenants._load()
             await here.http.delete(f"{admin}/old", headers=ADMIN)  # the other one has not heard of it
-            known = here.tenants._version, here.tenants._records, here.tenants._purges
+            known = here.tenants._version, here.tenants._tenants, here.tenants._purges
             for router in (late, here):
                 router.tenants._task.cancel()
             server.kill()
@@ -569,7 +569,7 @@ def test_a_redis_that_comes_back_empty_gets_its_tenants_back(tmp_path):
                 await router.tenants._look()
                 assert (await router.chat(new)).status_code == 200
             for router in (late, here):
-                assert (router.tenants._version, router.tenants._records, router.tenants._purges) == known
+                assert (router.tenants._version, router.tenants._tenants, router.tenants._purges) == known
                 assert (await router.chat(old)).status_code == 401
             async with Router(server, tenants=[ACME], space=here.space) as fresh:
                 assert (await fresh.chat(new)).status_code == 200

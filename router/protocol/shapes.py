@@ -1,158 +1,123 @@
 """The shapes of all answers and of the events of streams, as `/openapi.json` shows them.
 
 The code that writes answers does not use these types. Tests and the fuzzer compare answers with them. An object has the
-fields that stand here and no others; `optional` ones may be absent.
+fields that stand here and no others. As in TypeScript, a field with a question mark may be absent, and a quoted type is
+a constant.
 """
 
-from collections.abc import Mapping
+from functools import reduce
+from operator import or_
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 from pydantic import ConfigDict, Discriminator, with_config
 from typing_extensions import TypedDict
 
 CLOSED = ConfigDict(strict=True, extra="forbid")
-Fields: TypeAlias = Mapping[Any, str]  # the names of the fields of each type, separated by spaces
+Object: TypeAlias = dict[str, Any]
 
 
-def shape(name: str, fields: Fields, optional: Fields | None = None, about: str = "") -> Any:
-    """The type of an object with these fields; `about` is its description."""
-    members = {each: kind for kind, names in fields.items() for each in names.split()}
-    members |= {each: NotRequired[kind] for kind, names in (optional or {}).items() for each in names.split()}
+def shape(name: str, fields: str, about: str = "") -> Any:
+    """The type of an object with these fields, `name: type`, separated by semicolons; `about` is its description."""
+    members: dict[str, Any] = {}
+    for each in fields.split(";"):
+        member, _, kind = (part.strip() for part in each.partition(":"))
+        if kind.startswith("'") or kind in ("True", "False"):
+            kind = f"Literal[{kind.replace(' |', ',')}]"
+        members[member.rstrip("?")] = NotRequired[kind] if member.endswith("?") else kind
     made: Any = TypedDict(name, members)  # type: ignore[misc]
     made.__doc__ = about
     return with_config(CLOSED)(made)
 
 
-def many(kind: Any) -> Any:
-    """The type of a list."""
-    return list[kind]
-
-
 def by_type(*kinds: Any) -> Any:
     """The type of one of these objects, which differ by their field `type`."""
-    union = kinds[0]
-    for each in kinds[1:]:
-        union = union | each
-    return Annotated[union, Discriminator("type")]
+    return Annotated[reduce(or_, kinds), Discriminator("type")]
 
-
-TEXT_OR_NULL, NUMBER_OR_NULL = str | None, float | None
-OBJECT = dict[str, Any]
-COUNTS = dict[str, int]
 
 # ---- errors ----
 
-ErrorBody = shape("ErrorBody", {str: "message type", TEXT_OR_NULL: "param code"})
-Error = shape("Error", {ErrorBody: "error"})
-AnthropicError = shape(
-    "AnthropicError", {Literal["error"]: "type", shape("AnthropicErrorBody", {str: "type message"}): "error"}
-)
+ErrorBody = shape("ErrorBody", "message: str; type: str; param: str | None; code: str | None")
+Error = shape("Error", "error: ErrorBody")
+AnthropicErrorBody = shape("AnthropicErrorBody", "type: str; message: str")
+AnthropicError = shape("AnthropicError", "type: 'error'; error: AnthropicErrorBody")
 
 # ---- chat completions and completions ----
 
 Reason: TypeAlias = Literal["stop", "length", "tool_calls"]
-ReasoningTokens = shape("ReasoningTokens", {int: "reasoning_tokens"})
+CachedTokens = shape("CachedTokens", "cached_tokens: int")
+ReasoningTokens = shape("ReasoningTokens", "reasoning_tokens: int")
 Usage = shape(
     "Usage",
-    {
-        int: "prompt_tokens completion_tokens total_tokens",
-        shape("CachedTokens", {int: "cached_tokens"}): "prompt_tokens_details",
-    },
-    {ReasoningTokens: "completion_tokens_details"},
+    """prompt_tokens: int; completion_tokens: int; total_tokens: int; prompt_tokens_details: CachedTokens;
+    completion_tokens_details?: ReasoningTokens""",
 )
-TokenScore = shape("TokenScore", {str: "token", NUMBER_OR_NULL: "logprob", many(int): "bytes"})
+TokenScore = shape("TokenScore", "token: str; logprob: float | None; bytes: list[int]")
 ScoredToken = shape(
-    "ScoredToken", {str: "token", NUMBER_OR_NULL: "logprob", many(int): "bytes", many(TokenScore): "top_logprobs"}
+    "ScoredToken", "token: str; logprob: float | None; bytes: list[int]; top_logprobs: list[TokenScore]"
 )
-ChatScores = shape("ChatScores", {many(ScoredToken): "content", None: "refusal"})
-ToolCall = shape(
-    "ToolCall",
-    {str: "id", Literal["function"]: "type", shape("CalledFunction", {str: "name arguments"}): "function"},
-)
+ChatScores = shape("ChatScores", "content: list[ScoredToken]; refusal: None")
+CalledFunction = shape("CalledFunction", "name: str; arguments: str")
+ToolCall = shape("ToolCall", "id: str; type: 'function'; function: CalledFunction")
 AssistantReply = shape(
     "AssistantReply",
-    {Literal["assistant"]: "role", TEXT_OR_NULL: "content", None: "refusal"},
-    {str: "reasoning_content", many(ToolCall): "tool_calls"},
+    """role: 'assistant'; content: str | None; refusal: None; reasoning_content?: str;
+    tool_calls?: list[ToolCall]""",
 )
 ChatChoice = shape(
-    "ChatChoice", {int: "index", AssistantReply: "message", ChatScores | None: "logprobs", Reason: "finish_reason"}
+    "ChatChoice", "index: int; message: AssistantReply; logprobs: ChatScores | None; finish_reason: Reason"
 )
 ChatCompletion = shape(
     "ChatCompletion",
-    {
-        str: "id model",
-        Literal["chat.completion"]: "object",
-        int: "created",
-        many(ChatChoice): "choices",
-        Usage: "usage",
-    },
+    "id: str; object: 'chat.completion'; created: int; model: str; choices: list[ChatChoice]; usage: Usage",
 )
 CompletionScores = shape(
     "CompletionScores",
-    {
-        many(str): "tokens",
-        many(NUMBER_OR_NULL): "token_logprobs",
-        many(dict[str, float] | None): "top_logprobs",
-        many(int): "text_offset",
-    },
+    """tokens: list[str]; token_logprobs: list[float | None]; top_logprobs: list[dict[str, float] | None];
+    text_offset: list[int]""",
 )
 CompletionChoice = shape(
-    "CompletionChoice",
-    {int: "index", str: "text", CompletionScores | None: "logprobs", Reason: "finish_reason"},
+    "CompletionChoice", "index: int; text: str; logprobs: CompletionScores | None; finish_reason: Reason"
 )
 Completion = shape(
     "Completion",
-    {
-        str: "id model",
-        Literal["text_completion"]: "object",
-        int: "created",
-        many(CompletionChoice): "choices",
-        Usage: "usage",
-    },
+    "id: str; object: 'text_completion'; created: int; model: str; choices: list[CompletionChoice]; usage: Usage",
 )
 
+CalledDelta = shape("CalledDelta", "name?: str; arguments: str")
 ToolCallDelta = shape(
     "ToolCallDelta",
-    {int: "index", shape("CalledDelta", {str: "arguments"}, {str: "name"}): "function"},
-    {str: "id", Literal["function"]: "type"},
+    "index: int; id?: str; type?: 'function'; function: CalledDelta",
     "The first one of a call has its id, type and name.",
 )
 ChatDelta = shape(
     "ChatDelta",
-    {},
-    {
-        Literal["assistant"]: "role",
-        str: "content reasoning_content",
-        None: "refusal",
-        many(ToolCallDelta): "tool_calls",
-    },
+    """role?: 'assistant'; content?: str; refusal?: None; reasoning_content?: str;
+    tool_calls?: list[ToolCallDelta]""",
 )
 ChatChunkChoice = shape(
-    "ChatChunkChoice",
-    {int: "index", ChatDelta: "delta", ChatScores | None: "logprobs", Reason | None: "finish_reason"},
+    "ChatChunkChoice", "index: int; delta: ChatDelta; logprobs: ChatScores | None; finish_reason: Reason | None"
 )
+ClosedCall = shape("ClosedCall", "tool_call_closed: int", "The call of this index is complete.")
 StageTimes = shape(
     "StageTimes",
-    {},
-    {float: "queue_ms prefill_ms decode_ms", int: "drafted accepted"},
+    "queue_ms?: float; prefill_ms?: float; decode_ms?: float; drafted?: int; accepted?: int",
     "Milliseconds, and how many tokens were drafted and accepted, if any were.",
 )
-END: Fields = {Usage | None: "usage", StageTimes: "timing"}
+END = "usage?: Usage | None; timing?: StageTimes"
 ABOUT_END = "`stream_options` asks for `usage`: null except in the last chunk, which has no choices, and has `timing`."
 ChatChunk = shape(
     "ChatChunk",
-    {str: "id model", Literal["chat.completion.chunk"]: "object", int: "created", many(ChatChunkChoice): "choices"},
-    {**END, shape("ClosedCall", {int: "tool_call_closed"}, None, "The call of this index is complete."): "holdfast"},
+    f"""id: str; object: 'chat.completion.chunk'; created: int; model: str; choices: list[ChatChunkChoice]; {END};
+    holdfast?: ClosedCall""",
     ABOUT_END,
 )
 CompletionChunkChoice = shape(
     "CompletionChunkChoice",
-    {int: "index", str: "text", CompletionScores | None: "logprobs", Reason | None: "finish_reason"},
+    "index: int; text: str; logprobs: CompletionScores | None; finish_reason: Reason | None",
 )
 CompletionChunk = shape(
     "CompletionChunk",
-    {str: "id model", Literal["text_completion"]: "object", int: "created", many(CompletionChunkChoice): "choices"},
-    END,
+    f"id: str; object: 'text_completion'; created: int; model: str; choices: list[CompletionChunkChoice]; {END}",
     ABOUT_END,
 )
 ChatEvent = ChatChunk | Error
@@ -160,315 +125,201 @@ CompletionEvent = CompletionChunk | Error
 
 # ---- messages ----
 
-TextBlock = shape("TextBlock", {Literal["text"]: "type", str: "text"})
-ThinkingBlock = shape("ThinkingBlock", {Literal["thinking"]: "type", str: "thinking signature"})
-ToolUseBlock = shape("ToolUseBlock", {Literal["tool_use"]: "type", str: "id name", OBJECT: "input"})
+TextBlock = shape("TextBlock", "type: 'text'; text: str")
+ThinkingBlock = shape("ThinkingBlock", "type: 'thinking'; thinking: str; signature: str")
+ToolUseBlock = shape("ToolUseBlock", "type: 'tool_use'; id: str; name: str; input: Object")
 Block = TextBlock | ThinkingBlock | ToolUseBlock
+ThinkingTokens = shape("ThinkingTokens", "thinking_tokens: int")
 MessageUsage = shape(
     "MessageUsage",
-    {
-        int: "input_tokens cache_creation_input_tokens cache_read_input_tokens output_tokens",
-        shape("ThinkingTokens", {int: "thinking_tokens"}): "output_tokens_details",
-    },
+    """input_tokens: int; cache_creation_input_tokens: int; cache_read_input_tokens: int; output_tokens: int;
+    output_tokens_details: ThinkingTokens""",
 )
 StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
-MESSAGE: Fields = {
-    str: "id model",
-    Literal["message"]: "type",
-    Literal["assistant"]: "role",
-    many(Block): "content",
-    MessageUsage: "usage",
-}
-MessageReply = shape("MessageReply", {**MESSAGE, StopReason: "stop_reason", TEXT_OR_NULL: "stop_sequence"})
-StartedMessage = shape("StartedMessage", {**MESSAGE, None: "stop_reason stop_sequence"}, None, "It has no content yet.")
-InputTokens = shape("InputTokens", {int: "input_tokens"})
-
+MESSAGE = "id: str; type: 'message'; role: 'assistant'; model: str; content: list[Block]; usage: MessageUsage"
+MessageReply = shape("MessageReply", f"{MESSAGE}; stop_reason: StopReason; stop_sequence: str | None")
+StartedMessage = shape("StartedMessage", f"{MESSAGE}; stop_reason: None; stop_sequence: None", "It has no content yet.")
+InputTokens = shape("InputTokens", "input_tokens: int")
+MessageEnding = shape("MessageEnding", "stop_reason: StopReason; stop_sequence: str | None")
 BlockChange = by_type(
-    shape("TextDelta", {Literal["text_delta"]: "type", str: "text"}),
-    shape("ThinkingDelta", {Literal["thinking_delta"]: "type", str: "thinking"}),
-    shape("SignatureDelta", {Literal["signature_delta"]: "type", str: "signature"}),
-    shape("InputDelta", {Literal["input_json_delta"]: "type", str: "partial_json"}),
+    shape("TextDelta", "type: 'text_delta'; text: str"),
+    shape("ThinkingDelta", "type: 'thinking_delta'; thinking: str"),
+    shape("SignatureDelta", "type: 'signature_delta'; signature: str"),
+    shape("InputDelta", "type: 'input_json_delta'; partial_json: str"),
 )
 MessageEvent = by_type(
-    shape("MessageStart", {Literal["message_start"]: "type", StartedMessage: "message"}),
-    shape("Ping", {Literal["ping"]: "type"}),
-    shape("BlockStart", {Literal["content_block_start"]: "type", int: "index", Block: "content_block"}),
-    shape("BlockDelta", {Literal["content_block_delta"]: "type", int: "index", BlockChange: "delta"}),
-    shape("BlockStop", {Literal["content_block_stop"]: "type", int: "index"}),
-    shape(
-        "MessageDelta",
-        {
-            Literal["message_delta"]: "type",
-            shape("MessageEnding", {StopReason: "stop_reason", TEXT_OR_NULL: "stop_sequence"}): "delta",
-            MessageUsage: "usage",
-        },
-    ),
-    shape("MessageStop", {Literal["message_stop"]: "type"}),
+    shape("MessageStart", "type: 'message_start'; message: StartedMessage"),
+    shape("Ping", "type: 'ping'"),
+    shape("BlockStart", "type: 'content_block_start'; index: int; content_block: Block"),
+    shape("BlockDelta", "type: 'content_block_delta'; index: int; delta: BlockChange"),
+    shape("BlockStop", "type: 'content_block_stop'; index: int"),
+    shape("MessageDelta", "type: 'message_delta'; delta: MessageEnding; usage: MessageUsage"),
+    shape("MessageStop", "type: 'message_stop'"),
     AnthropicError,
 )
 
 # ---- responses ----
 
-OutputText = shape(
-    "OutputText",
-    {Literal["output_text"]: "type", many(Any): "annotations", many(ScoredToken): "logprobs", str: "text"},
-)
-ReasoningText = shape("ReasoningText", {Literal["reasoning_text"]: "type", str: "text"})
+OutputText = shape("OutputText", "type: 'output_text'; annotations: list[Any]; logprobs: list[ScoredToken]; text: str")
+ReasoningText = shape("ReasoningText", "type: 'reasoning_text'; text: str")
+CALL = "id: str; status: str; call_id: str; name: str; namespace?: str"
 OutputItem = by_type(
-    shape(
-        "OutputMessage",
-        {Literal["message"]: "type", str: "id status", Literal["assistant"]: "role", many(OutputText): "content"},
-    ),
+    shape("OutputMessage", "id: str; type: 'message'; status: str; role: 'assistant'; content: list[OutputText]"),
     shape(
         "OutputReasoning",
-        {Literal["reasoning"]: "type", str: "id", many(Any): "summary", many(ReasoningText): "content"},
-        {str: "encrypted_content"},
+        """id: str; type: 'reasoning'; summary: list[Any]; content: list[ReasoningText];
+        encrypted_content?: str""",
     ),
-    shape(
-        "OutputCall",
-        {Literal["function_call"]: "type", str: "id status call_id name arguments"},
-        {str: "namespace"},
-    ),
-    shape(
-        "OutputCustomCall",
-        {Literal["custom_tool_call"]: "type", str: "id status call_id name input"},
-        {str: "namespace"},
-    ),
-    shape("OutputCompaction", {Literal["compaction"]: "type", str: "id encrypted_content"}),
+    shape("OutputCall", f"type: 'function_call'; {CALL}; arguments: str"),
+    shape("OutputCustomCall", f"type: 'custom_tool_call'; {CALL}; input: str"),
+    shape("OutputCompaction", "id: str; type: 'compaction'; encrypted_content: str"),
 )
+InputDetails = shape("InputDetails", "cached_tokens: int; cache_write_tokens: int")
 ResponseUsage = shape(
     "ResponseUsage",
-    {
-        int: "input_tokens output_tokens total_tokens",
-        shape("InputDetails", {int: "cached_tokens cache_write_tokens"}): "input_tokens_details",
-        ReasoningTokens: "output_tokens_details",
-    },
+    """input_tokens: int; input_tokens_details: InputDetails; output_tokens: int;
+    output_tokens_details: ReasoningTokens; total_tokens: int""",
 )
+ResponseError = shape("ResponseError", "code: str; message: str")
+IncompleteReason = shape("IncompleteReason", "reason: str")
 ResponseReply = shape(
     "ResponseReply",
-    {
-        str: "id model",
-        Literal["response"]: "object",
-        int: "created_at top_logprobs",
-        int | None: "completed_at max_output_tokens max_tool_calls",
-        Literal["in_progress", "completed", "incomplete", "failed"]: "status",
-        Literal[False]: "background",
-        shape("ResponseError", {str: "code message"}) | None: "error",
-        shape("IncompleteReason", {str: "reason"}) | None: "incomplete_details",
-        TEXT_OR_NULL: "instructions previous_response_id prompt_cache_key safety_identifier user",
-        many(OutputItem): "output",
-        bool: "parallel_tool_calls store",
-        OBJECT: "reasoning text",
-        Literal["default", "flex"]: "service_tier",
-        float: "temperature top_p presence_penalty frequency_penalty",
-        str | OBJECT: "tool_choice",
-        many(OBJECT): "tools",
-        Literal["auto", "disabled"]: "truncation",
-        ResponseUsage | None: "usage",
-        dict[str, str]: "metadata",
-    },
-    None,
+    """id: str; object: 'response'; created_at: int; completed_at: int | None;
+    status: 'in_progress' | 'completed' | 'incomplete' | 'failed'; background: False; error: ResponseError | None;
+    incomplete_details: IncompleteReason | None; instructions: str | None; max_output_tokens: int | None;
+    max_tool_calls: int | None; model: str; output: list[OutputItem]; parallel_tool_calls: bool;
+    previous_response_id: str | None; prompt_cache_key: str | None; reasoning: Object; safety_identifier: str | None;
+    service_tier: 'default' | 'flex'; store: bool; temperature: float; text: Object; tool_choice: str | Object;
+    tools: list[Object]; top_logprobs: int; top_p: float; presence_penalty: float; frequency_penalty: float;
+    truncation: 'auto' | 'disabled'; usage: ResponseUsage | None; user: str | None; metadata: dict[str, str]""",
     "`in_progress` only in the first events of a stream.",
 )
 CompactionReply = shape(
     "CompactionReply",
-    {
-        str: "id",
-        Literal["response.compaction"]: "object",
-        int: "created_at",
-        many(OBJECT): "output",
-        ResponseUsage: "usage",
-    },
+    "id: str; object: 'response.compaction'; created_at: int; output: list[Object]; usage: ResponseUsage",
 )
-CountedInput = shape("CountedInput", {Literal["response.input_tokens"]: "object", int: "input_tokens"})
+CountedInput = shape("CountedInput", "object: 'response.input_tokens'; input_tokens: int")
 ItemPage = shape(
-    "ItemPage",
-    {Literal["list"]: "object", many(OBJECT): "data", TEXT_OR_NULL: "first_id last_id", bool: "has_more"},
+    "ItemPage", "object: 'list'; data: list[Object]; first_id: str | None; last_id: str | None; has_more: bool"
 )
-
-ITEM: Fields = {str: "item_id", int: "sequence_number output_index"}
-PART: Fields = {str: "item_id", int: "sequence_number output_index content_index"}
-SCORED: Fields = {many(ScoredToken): "logprobs"}
+ITEM = "sequence_number: int; item_id: str; output_index: int"
+PART = f"{ITEM}; content_index: int"
 ResponseEvent = by_type(
     shape(
         "ResponseState",
-        {
-            Literal[
-                "response.created",
-                "response.in_progress",
-                "response.completed",
-                "response.incomplete",
-                "response.failed",
-            ]: "type",
-            int: "sequence_number",
-            ResponseReply: "response",
-        },
-        None,
+        """type: 'response.created' | 'response.in_progress' | 'response.completed' | 'response.incomplete' |
+        'response.failed'; sequence_number: int; response: ResponseReply""",
         "The first two events and the last one have the response as it is then.",
     ),
     shape(
         "ItemState",
-        {
-            Literal["response.output_item.added", "response.output_item.done"]: "type",
-            int: "sequence_number output_index",
-            OutputItem: "item",
-        },
+        """type: 'response.output_item.added' | 'response.output_item.done'; sequence_number: int;
+        output_index: int; item: OutputItem""",
     ),
     shape(
         "PartState",
-        {
-            **PART,
-            Literal["response.content_part.added", "response.content_part.done"]: "type",
-            OutputText | ReasoningText: "part",
-        },
+        f"""type: 'response.content_part.added' | 'response.content_part.done'; {PART};
+        part: OutputText | ReasoningText""",
     ),
-    shape(
-        "OutputTextDelta",
-        {**PART, **SCORED, Literal["response.output_text.delta"]: "type", str: "item_id delta"},
-    ),
-    shape("OutputTextDone", {**PART, **SCORED, Literal["response.output_text.done"]: "type", str: "item_id text"}),
-    shape("ReasoningTextDelta", {**PART, Literal["response.reasoning_text.delta"]: "type", str: "item_id delta"}),
-    shape("ReasoningTextDone", {**PART, Literal["response.reasoning_text.done"]: "type", str: "item_id text"}),
-    shape("ArgumentsDelta", {**ITEM, Literal["response.function_call_arguments.delta"]: "type", str: "item_id delta"}),
-    shape(
-        "ArgumentsDone",
-        {**ITEM, Literal["response.function_call_arguments.done"]: "type", str: "item_id arguments name"},
-    ),
-    shape("CustomInputDelta", {**ITEM, Literal["response.custom_tool_call_input.delta"]: "type", str: "item_id delta"}),
-    shape("CustomInputDone", {**ITEM, Literal["response.custom_tool_call_input.done"]: "type", str: "item_id input"}),
+    shape("OutputTextDelta", f"type: 'response.output_text.delta'; {PART}; delta: str; logprobs: list[ScoredToken]"),
+    shape("OutputTextDone", f"type: 'response.output_text.done'; {PART}; text: str; logprobs: list[ScoredToken]"),
+    shape("ReasoningTextDelta", f"type: 'response.reasoning_text.delta'; {PART}; delta: str"),
+    shape("ReasoningTextDone", f"type: 'response.reasoning_text.done'; {PART}; text: str"),
+    shape("ArgumentsDelta", f"type: 'response.function_call_arguments.delta'; {ITEM}; delta: str"),
+    shape("ArgumentsDone", f"type: 'response.function_call_arguments.done'; {ITEM}; arguments: str; name: str"),
+    shape("CustomInputDelta", f"type: 'response.custom_tool_call_input.delta'; {ITEM}; delta: str"),
+    shape("CustomInputDone", f"type: 'response.custom_tool_call_input.done'; {ITEM}; input: str"),
 )
 
 # ---- prefills, sessions, programs ----
 
-Deleted = shape(
-    "Deleted", {str: "id object", Literal[True]: "deleted"}, None, "`object` names the kind of what was deleted."
-)
+Deleted = shape("Deleted", "id: str; object: str; deleted: True", "`object` names the kind of what was deleted.")
 PrefillReply = shape(
     "PrefillReply",
-    {
-        str: "id model",
-        Literal["prefill"]: "object",
-        int: "created expires_at tokens cached_tokens",
-        TEXT_OR_NULL: "program_id",
-        bool: "complete",
-    },
+    """id: str; object: 'prefill'; created: int; expires_at: int; model: str; program_id: str | None; tokens: int;
+    cached_tokens: int; complete: bool""",
 )
-HeartbeatReply = shape("HeartbeatReply", {str: "id", Literal["program.heartbeat"]: "object", float: "within_s"})
+HeartbeatReply = shape("HeartbeatReply", "id: str; object: 'program.heartbeat'; within_s: float")
 SessionReply = shape(
     "SessionReply",
-    {
-        str: "id model replica",
-        Literal["session"]: "object",
-        int: "created expires tokens appends",
-        bool: "busy",
-        many(str): "questions",
-    },
+    """id: str; object: 'session'; created: int; expires: int; model: str; replica: str; tokens: int; appends: int;
+    busy: bool; questions: list[str]""",
 )
-SessionList = shape("SessionList", {Literal["list"]: "object", many(SessionReply): "data", bool: "has_more"})
+SessionList = shape("SessionList", "object: 'list'; data: list[SessionReply]; has_more: bool")
 SessionOpened = shape(
-    "SessionOpened", {str: "id model", Literal["session"]: "object", int: "created tokens", Usage: "usage"}
+    "SessionOpened", "id: str; object: 'session'; created: int; model: str; tokens: int; usage: Usage"
 )
-SessionAppended = shape(
-    "SessionAppended", {str: "id", Literal["session.append"]: "object", int: "tokens", Usage: "usage"}
-)
-QuestionAnswer = shape("QuestionAnswer", {str: "text", Reason: "finish_reason", Usage: "usage"})
+SessionAppended = shape("SessionAppended", "id: str; object: 'session.append'; tokens: int; usage: Usage")
+QuestionAnswer = shape("QuestionAnswer", "text: str; finish_reason: Reason; usage: Usage")
 QuestionReply = shape(
     "QuestionReply",
-    {
-        str: "id session_id",
-        Literal["session.question"]: "object",
-        int: "max_tokens append appends",
-        QuestionAnswer | None: "answer",
-        bool: "up_to_date",
-        NUMBER_OR_NULL: "age_s",
-        ErrorBody | None: "error",
-    },
-    {many(OBJECT): "messages", str: "text", many(int): "tokens"},
+    """id: str; object: 'session.question'; session_id: str; messages?: list[Object]; text?: str; tokens?: list[int];
+    max_tokens: int; answer: QuestionAnswer | None; append: int; appends: int; up_to_date: bool;
+    age_s: float | None; error: ErrorBody | None""",
     "The question is one of `messages`, `text` and `tokens`.",
 )
-QuestionList = shape("QuestionList", {Literal["list"]: "object", many(QuestionReply): "data"})
-LATENCY: Fields = {int: "count", float: "mean_s std_s", NUMBER_OR_NULL: "p50_s p90_s p99_s"}
-LatencyList = shape(
-    "LatencyList",
-    {
-        Literal["list"]: "object",
-        many(shape("ToolsLatency", {**LATENCY, many(str): "tools"})): "data",
-        shape("Latency", LATENCY): "overall",
-    },
-)
+QuestionList = shape("QuestionList", "object: 'list'; data: list[QuestionReply]")
+LATENCY = """count: int; mean_s: float; std_s: float; p50_s: float | None; p90_s: float | None; p99_s: float | None"""
+Latency = shape("Latency", LATENCY)
+ToolsLatency = shape("ToolsLatency", f"tools: list[str]; {LATENCY}")
+LatencyList = shape("LatencyList", "object: 'list'; data: list[ToolsLatency]; overall: Latency")
 
 # ---- models and tokens ----
 
-TokenizeReply = shape("TokenizeReply", {int: "count max_model_len", many(int): "tokens", None: "token_strs"})
-DetokenizeReply = shape("DetokenizeReply", {str: "prompt"})
-ModelReply = shape("ModelReply", {str: "id owned_by", Literal["model"]: "object", int: "created max_model_len"})
-ModelList = shape("ModelList", {Literal["list"]: "object", many(ModelReply): "data"})
+TokenizeReply = shape("TokenizeReply", "count: int; max_model_len: int; tokens: list[int]; token_strs: None")
+DetokenizeReply = shape("DetokenizeReply", "prompt: str")
+ModelReply = shape("ModelReply", "id: str; object: 'model'; created: int; owned_by: str; max_model_len: int")
+ModelList = shape("ModelList", "object: 'list'; data: list[ModelReply]")
 AnthropicModel = shape(
     "AnthropicModel",
-    {Literal["model"]: "type", str: "id display_name created_at", int: "max_input_tokens max_tokens"},
+    "type: 'model'; id: str; display_name: str; created_at: str; max_input_tokens: int; max_tokens: int",
 )
 AnthropicModelList = shape(
-    "AnthropicModelList",
-    {many(AnthropicModel): "data", Literal[False]: "has_more", TEXT_OR_NULL: "first_id last_id"},
+    "AnthropicModelList", "data: list[AnthropicModel]; has_more: False; first_id: str | None; last_id: str | None"
 )
 AnyModelList = ModelList | AnthropicModelList
 AnyModel = ModelReply | AnthropicModel
 
 # ---- tenants and usage ----
 
-UsagePeriod = shape(
-    "UsagePeriod",
-    {str: "period", int: "requests input cached output drawn drafted", float: "units", COUNTS: "outcomes"},
-)
-LIMITS = dict[str, float | None]
-UsageSums = shape("UsageSums", {str: "tenant", LIMITS: "limits", many(UsagePeriod): "periods"})
-UsageOfOne = shape("UsageOfOne", {str: "tenant", many(UsagePeriod): "periods"})
-UsageOfAll = shape("UsageOfAll", {many(UsageOfOne): "tenants"})
+Limits: TypeAlias = dict[str, float | None]
 Source: TypeAlias = Literal["configuration", "redis"]
 ScopeName: TypeAlias = Literal["infer", "usage", "operate"]
 ClassName: TypeAlias = Literal["interactive", "batch"]
-KeyRow = shape("KeyRow", {str: "id", Source: "source", many(ScopeName): "scopes", NUMBER_OR_NULL: "expires last_used"})
+UsagePeriod = shape(
+    "UsagePeriod",
+    """period: str; requests: int; input: int; cached: int; output: int; drawn: int; drafted: int; units: float;
+    outcomes: dict[str, int]""",
+)
+UsageSums = shape("UsageSums", "tenant: str; limits: Limits; periods: list[UsagePeriod]")
+UsageOfOne = shape("UsageOfOne", "tenant: str; periods: list[UsagePeriod]")
+UsageOfAll = shape("UsageOfAll", "tenants: list[UsageOfOne]")
+KeyRow = shape(
+    "KeyRow", "id: str; source: Source; scopes: list[ScopeName]; expires: float | None; last_used: float | None"
+)
+TenantCacheRow = shape("TenantCacheRow", "enabled: bool; ttl_s: float | None; bytes: int | None")
 TenantRow = shape(
     "TenantRow",
-    {
-        str: "name",
-        Source: "source",
-        float: "weight",
-        LIMITS: "limits",
-        shape("TenantCacheRow", {bool: "enabled", NUMBER_OR_NULL: "ttl_s", int | None: "bytes"}): "cache",
-        bool: "operator prompt_seed",
-        ClassName: "priority",
-        many(ClassName): "priorities",
-    },
-    {many(KeyRow): "keys"},
+    """name: str; source: Source; weight: float; limits: Limits; cache: TenantCacheRow; operator: bool;
+    priority: ClassName; priorities: list[ClassName]; prompt_seed: bool; keys?: list[KeyRow]""",
 )
-TenantList = shape("TenantList", {many(TenantRow): "tenants"})
-KeyMade = shape("KeyMade", {str: "name key key_id", many(ScopeName): "scopes", NUMBER_OR_NULL: "expires"})
+TenantList = shape("TenantList", "tenants: list[TenantRow]")
+KeyMade = shape("KeyMade", "name: str; key: str; key_id: str; scopes: list[ScopeName]; expires: float | None")
 
 # ---- the server ----
 
 StatusReply = shape(
     "StatusReply",
-    {
-        str: "version router",
-        float: "time up_s",
-        Literal["ok", "degraded"]: "store",
-        many(OBJECT): "replicas tenants programs",
-        int: "at_tools",
-    },
+    """version: str; router: str; time: float; up_s: float; store: 'ok' | 'degraded'; replicas: list[Object];
+    tenants: list[Object]; at_tools: int; programs: list[Object]""",
 )
 LiveReply = shape(
     "LiveReply",
-    {
-        str: "router version tenant",
-        float: "time started looked_s",
-        bool: "operator left_out",
-        int: "number",
-        dict[str, list[str]]: "fields",
-        many(many(Any)): "live ended",
-        many(OBJECT): "tenants replicas",
-    },
+    """router: str; version: str; time: float; started: float; tenant: str; operator: bool; number: int;
+    left_out: bool; fields: dict[str, list[str]]; live: list[list[Any]]; ended: list[list[Any]];
+    tenants: list[Object]; looked_s: float; replicas: list[Object]""",
 )
-TargetList = many(shape("Target", {many(str): "targets", dict[str, str]: "labels"}))
-HealthReply = shape("HealthReply", {Literal["ok"]: "status"})
-VersionReply = shape("VersionReply", {str: "version"})
+Target = shape("Target", "targets: list[str]; labels: dict[str, str]")
+TargetList = list[Target]  # type: ignore[valid-type]
+HealthReply = shape("HealthReply", "status: 'ok'")
+VersionReply = shape("VersionReply", "version: str")

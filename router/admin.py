@@ -1,4 +1,4 @@
-"""Tenants, keys, usage and the audit log over HTTP: a tenant's own usage, and `/v1/admin`, with keys of its own."""
+"""A tenant's own usage over HTTP, and `/v1/admin`: tenants, keys, usage and the audit log, with keys of its own."""
 
 import secrets
 import time
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class UsageEndpoints:
-    """What a tenant has used, for itself: keys with the scope `usage`."""
+    """A tenant's own usage, for keys with the scope `usage`."""
 
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
@@ -78,7 +78,7 @@ class AdminEndpoints:
     # ---- tenants and keys ----
 
     async def tenants(self, request: Request) -> Response:
-        """Everybody, with limits and keys; no hashes."""
+        """All tenants, with limits and keys; no hashes."""
         self._authorize(request)
         used = await self._tenants.last_used() if self._tenants is not None else {}
         configured = {tenant.name: tenant for tenant in self._directory.configured}
@@ -92,10 +92,10 @@ class AdminEndpoints:
         return json_response(orjson.dumps({"tenants": rows}))
 
     async def add(self, request: Request) -> Response:
-        """A tenant with its first key, which is told here and never again."""
+        """A new tenant with its first key, which is shown here and never again."""
         who = self._authorize(request)
         body = await self._read(request, read_tenant)
-        store = _there(self._tenants)
+        store = _required(self._tenants)
         _, before = await store.find(body.name)
         if before or self._directory.named(body.name) is not None:
             raise RefusedError(Refusal.TENANT_EXISTS, f"There is a tenant '{body.name}' already", "name")
@@ -107,12 +107,12 @@ class AdminEndpoints:
         return _with_key(made, key, api_key)
 
     async def change(self, request: Request) -> Response:
-        """Weight, limits and what else a tenant is. One of the configuration is changed there."""
+        """Change a tenant. One that is in the configuration is changed there."""
         who = self._authorize(request)
         body = await self._read(request, read_change)
         name = request.path_params["name"]
         if any(tenant.name == name for tenant in self._directory.configured):
-            raise InvalidRequestError(f"Tenant '{name}' stands in the configuration: change it there", "name")
+            raise InvalidRequestError(f"Tenant '{name}' is in the configuration: change it there", "name")
         made, before = await self._known(name)
         after = changed(made, body)
         self._expect_floors(after)
@@ -121,7 +121,7 @@ class AdminEndpoints:
         return json_response(orjson.dumps(_tenant_row(after, "redis")))
 
     async def remove(self, request: Request) -> Response:
-        """A tenant goes, with its keys. What it used stays in the books."""
+        """Remove a tenant with its keys. Its usage stays booked."""
         who = self._authorize(request)
         name = request.path_params["name"]
         _, before = await self._known(name)
@@ -129,19 +129,19 @@ class AdminEndpoints:
         return json_response(orjson.dumps({"id": name, "object": "tenant.deleted", "deleted": True}))
 
     async def purge(self, request: Request) -> Response:
-        """What is cached of a tenant's answers is found no more, and deleted: wherever the tenant stands."""
+        """Delete a tenant's cached answers, wherever the tenant is defined."""
         who = self._authorize(request)
         name = request.path_params["name"]
         if self._directory.named(name) is None and name not in {tenant.name for tenant in self._directory.tenants}:
             raise _unknown(name)
-        await _there(self._tenants).purge(name, self._audit.entry("cache purged", who, name))
+        await _required(self._tenants).purge(name, self._audit.entry("cache purged", who, name))
         return json_response(orjson.dumps({"id": name, "object": "tenant.cache.deleted", "deleted": True}))
 
     async def add_key(self, request: Request) -> Response:
-        """One more key. With `retire_in_s` the others that were made here expire then: a rotation."""
+        """Add a key. With `retire_in_s` the other keys that were made here expire then: a rotation."""
         who = self._authorize(request)
         body = await self._read(request, read_key)
-        name, store = request.path_params["name"], _there(self._tenants)
+        name, store = request.path_params["name"], _required(self._tenants)
         found, before = await store.find(name)
         tenant = found or self._directory.named(name)
         if tenant is None:
@@ -173,20 +173,22 @@ class AdminEndpoints:
     # ---- usage and audit ----
 
     async def sums(self, request: Request) -> Response:
-        """Of `tenant`, or of all that there are and were."""
+        """The sums of `tenant`, or of all tenants, removed ones included."""
         self._authorize(request)
         periods, books = read_days(request.query_params, self._clock()), self._books
-        rows = [{"tenant": name, "periods": await books.sums(name, periods)} for name in await self._asked(request)]
+        rows = [
+            {"tenant": name, "periods": await books.sums(name, periods)} for name in await self._tenants_named(request)
+        ]
         return json_response(orjson.dumps({"tenants": rows}))
 
     async def records(self, request: Request) -> Response:
-        """Of `tenant`, or of all that there are and were, as they were booked."""
+        """The records of `tenant`, or of all tenants, removed ones included, in their order."""
         self._authorize(request)
         rows = read_rows(request.query_params, several=not request.query_params.get("tenant"))
-        return await export(rows, self._books, await self._asked(request))
+        return await export(rows, self._books, await self._tenants_named(request))
 
     async def audit(self, request: Request) -> Response:
-        """The audit log, the latest first, as JSON lines: up to `limit` acts, and as many refusals."""
+        """The audit log as JSON lines, the latest first: up to `limit` acts, and as many refusals."""
         self._authorize(request)
         rows = read_rows(request.query_params)
         await self._audit.flush()
@@ -214,10 +216,10 @@ class AdminEndpoints:
         return await self._entry.read(request, parse)
 
     async def _known(self, name: str) -> tuple[Tenant, bytes]:
-        found, before = await _there(self._tenants).find(name)
+        found, before = await _required(self._tenants).find(name)
         if found is None:
             if self._directory.named(name) is not None:
-                raise InvalidRequestError(f"Tenant '{name}' stands in the configuration: change it there", "name")
+                raise InvalidRequestError(f"Tenant '{name}' is in the configuration: change it there", "name")
             raise _unknown(name)
         return found, before
 
@@ -225,11 +227,11 @@ class AdminEndpoints:
         return (await self._tenants.find(name))[0] if self._tenants is not None else None
 
     async def _put(self, name: str, before: bytes, after: Tenant | None, entry: bytes) -> None:
-        if not await _there(self._tenants).change(name, before, after, entry):
-            raise RefusedError(Refusal.CHANGED, f"Somebody else has changed tenant '{name}' meanwhile: look again")
+        if not await _required(self._tenants).change(name, before, after, entry):
+            raise RefusedError(Refusal.CHANGED, f"Tenant '{name}' has changed meanwhile: read it again")
 
     def _expect_floors(self, changed: Tenant) -> None:
-        """Raises InvalidRequestError where a tenant would be promised cells that others have been."""
+        """Raises InvalidRequestError where a tenant would be promised cells that others are promised."""
         others = (tenant for tenant in self._directory.tenants if tenant.name != changed.name)
         try:
             expect_floors((changed, *others))
@@ -244,8 +246,8 @@ class AdminEndpoints:
         except ConfigError as error:
             raise InvalidRequestError(error.message, error.field) from error
 
-    async def _asked(self, request: Request) -> Sequence[str]:
-        """A tenant need not be there any more: its books are."""
+    async def _tenants_named(self, request: Request) -> Sequence[str]:
+        """The tenants that a query names. A removed tenant still has its usage."""
         name = request.query_params.get("tenant")
         if name:
             return [name]
@@ -255,39 +257,39 @@ class AdminEndpoints:
 JSON_LINES = "application/jsonl"
 
 
-async def export(asked: RowQuery, books: UsageBooks, tenants: Iterable[str]) -> Response:
+async def export(query: RowQuery, books: UsageBooks, tenants: Iterable[str]) -> Response:
     """Records as JSON lines or CSV. Raises UnavailableError."""
     rows: list[dict[str, Any]] = []
     for tenant in tenants:
-        rows += await books.records(tenant, asked.begin_of(tenant), asked.end, asked.limit)
-        rows = first_rows(rows, asked.limit)
-    if asked.csv:
+        rows += await books.records(tenant, query.begin_of(tenant), query.end, query.limit)
+        rows = first_rows(rows, query.limit)
+    if query.csv:
         return Response(as_csv(rows), media_type="text/csv")
     return Response(as_json_lines(rows), media_type=JSON_LINES)
 
 
 def _tenant_row(tenant: Tenant, source: str) -> dict[str, Any]:
-    told = {"name": tenant.name, "source": source, "weight": tenant.weight, "limits": asdict(tenant.limits)}
-    told["cache"], told["cells"] = asdict(tenant.cache), asdict(tenant.cells)
+    row = {"name": tenant.name, "source": source, "weight": tenant.weight, "limits": asdict(tenant.limits)}
+    row["cache"], row["cells"] = asdict(tenant.cache), asdict(tenant.cells)
     classes = {"priority": tenant.priority.value, "priorities": [each.value for each in tenant.priorities]}
-    return {**told, "operator": tenant.operator, **classes, "prompt_seed": tenant.prompt_seed}
+    return {**row, "operator": tenant.operator, **classes, "prompt_seed": tenant.prompt_seed}
 
 
 def _key_row(tenant: str, key: ApiKey, source: str, used: dict[tuple[str, str], float]) -> dict[str, Any]:
-    told = {"id": key.id, "source": source, "scopes": list(key.scopes), "expires": key.expires}
-    return {**told, "last_used": used.get((tenant, key.id))}
+    row = {"id": key.id, "source": source, "scopes": list(key.scopes), "expires": key.expires}
+    return {**row, "last_used": used.get((tenant, key.id))}
 
 
 def _with_key(tenant: Tenant, key: str, api_key: ApiKey) -> Response:
-    told = {"name": tenant.name, "key": key, "key_id": api_key.id, "scopes": list(api_key.scopes)}
-    return json_response(orjson.dumps({**told, "expires": api_key.expires}))
+    row = {"name": tenant.name, "key": key, "key_id": api_key.id, "scopes": list(api_key.scopes)}
+    return json_response(orjson.dumps({**row, "expires": api_key.expires}))
 
 
 def _unknown(name: str) -> RefusedError:
     return RefusedError(Refusal.NO_TENANT, f"There is no tenant '{name}'", "name")
 
 
-def _there(store: T | None) -> T:
+def _required(store: T | None) -> T:
     if store is None:
         raise UnavailableError("This needs Redis, and this router has none")
     return store

@@ -1,6 +1,6 @@
-"""Every metric of the router: name, kind, labels, what it tells and what to do about it. The one place of definitions.
+"""Every metric of the router: name, kind, labels, meaning, and what to do about it.
 
-The label `router` is added to all when they are read. Tenants and models come from the configuration.
+The label `router` is added when they are read. Tenants and models come from the configuration.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ REQUESTS = _counter(
     "requests",
     "",
     "Generation requests by how they ended: `completed`, `cached`, `rejected`, `failed`, `aborted`",
-    "`failed` is ours to explain: look for the reason in `holdfast_request_errors_total`, then into the replica's log",
+    "`failed` is the server's fault: see the reason in `holdfast_request_errors_total`, then the replica's log",
     *WHO,
     "endpoint",
     "outcome",
@@ -41,9 +41,8 @@ REQUESTS = _counter(
 ERRORS = _counter(
     "request_errors",
     "",
-    "Requests that were rejected or failed, by the `code` that the client was told; of other calls those without a "
-    "valid key",
-    "`rate_limit_exceeded`: the tenant's limits; `overloaded`: more replicas; `internal_error`: look into the log",
+    "Requests that were rejected or failed, by the `code` of the answer; of other calls only those without a valid key",
+    "`rate_limit_exceeded`: the tenant's limits; `overloaded`: more replicas; `internal_error`: see the log",
     "tenant",
     "reason",
 )
@@ -70,7 +69,7 @@ TURN = _histogram(
     "turn_seconds",
     "s",
     "From a completed request's arrival to its last token, response-cache hits left out",
-    "The sum of queue, prefill and decode: look which of them grew",
+    "The sum of queue, prefill and decode: see which of them grew",
     TURN_SECONDS,
     *WHO,
 )
@@ -86,14 +85,14 @@ QUEUE = _histogram(
 PROGRAM = _histogram(
     "program_seconds",
     "s",
-    "How long a program ran: from its first turn's arrival, or the first one after its last answer, to the end of "
-    "the reply that calls no tool",
+    "How long a program ran: from its first turn's arrival, or its first one after its last answer, to the end of the "
+    "reply that calls no tool",
     "What users wait for. Split it into `holdfast_tool_seconds`, `holdfast_bubble_seconds` and `holdfast_turn_seconds`",
     PROGRAM_SECONDS,
     *WHO,
 )
 PROGRAM_TURNS = _histogram(
-    "program_turns", "turns", "Turns that it took", "Growing: the model calls tools in circles", TURNS, *WHO
+    "program_turns", "turns", "Turns of a program's run", "Growing: the model calls tools in circles", TURNS, *WHO
 )
 TOOL = _histogram(
     "tool_seconds",
@@ -106,9 +105,8 @@ TOOL = _histogram(
 BUBBLE = _histogram(
     "bubble_seconds",
     "s",
-    "How long a follow-up turn, its tool done, waited before the engine worked on it: router, line and queue",
-    "Growing: replicas are short. For a replica with `replicas.max_ongoing_requests` in hand a program waits at most "
-    "10 s",
+    "How long a turn after a tool waited before the engine worked on it: in the router, its queue and the engine's",
+    "Growing: add replicas. A program waits at most 10 s for the replica that has its state",
     WAIT_SECONDS,
     *WHO,
 )
@@ -117,7 +115,7 @@ TENANT_TOKENS = _counter(
     "tenant_tokens",
     "tokens",
     "Tokens of requests that completed, or whose clients left: `prompt`, of these `cached`, and `completion`",
-    "Who uses what. For a bill see the records of usage: these counts go with their router",
+    "For bills use the usage records: these counts end with their router",
     *WHO,
     "kind",
 )
@@ -131,8 +129,7 @@ TENANT_IN_FLIGHT = _gauge(
 TENANT_LIMIT = _gauge(
     "tenant_limit",
     "",
-    "What a tenant may use, by the names of `tenants[].limits`, of all routers together; no sample where there is no "
-    "limit",
+    "The limits of a tenant, by the names of `tenants[].limits`, for all routers together; no sample without a limit",
     "Set in `tenants`",
     "tenant",
     "limit",
@@ -140,9 +137,8 @@ TENANT_LIMIT = _gauge(
 QUOTA_USED = _gauge(
     "tenant_quota_used",
     "",
-    "What a tenant has used of each of its limits, as this router was told last: in the last minute, at this moment, "
-    "in the day or the month",
-    "Near `holdfast_tenant_limit`: it will be refused",
+    "A tenant's use of each of its limits, as this router knows it: in the last minute, now, in the day or the month",
+    "Near `holdfast_tenant_limit`: its calls will be refused",
     "tenant",
     "limit",
 )
@@ -150,28 +146,28 @@ QUOTA_REFUSED = _counter(
     "tenant_quota_refusals",
     "",
     "Calls that one of a tenant's limits refused",
-    "Raise the limit, or ask the tenant what it does",
+    "Raise the limit, or ask the tenant about its load",
     "tenant",
     "limit",
 )
 QUOTA_LOCAL = _gauge(
     "quota_local",
     "",
-    "1 while Redis cannot be reached and the router goes by its own part of every limit",
-    "Bring Redis back: until then a tenant whose requests come to one router alone gets a part of its limits",
+    "1 while Redis cannot be reached and the router limits by a local token bucket with its share of each limit",
+    "Bring Redis back: a tenant whose requests come to one router alone gets only that router's share of its limits",
 )
 QUOTA_ROUTERS = _gauge(
     "quota_routers",
     "",
-    "Routers that share the limits, as Redis said last",
-    "Other than those that run: look into their logs",
+    "Routers that share the limits while Redis is away: `server.routers`",
+    "More than those that run: each grants too small a share",
 )
 USAGE_RECORDS = _counter(
     "usage_records",
     "",
-    "Records of requests: `booked`, `again` (told twice, booked once), `lost` (more waited for Redis than fit), "
-    "`uncounted` (its replica did not say what it did for a request that was cut off)",
-    "Any `lost`: they are on no bill, for Redis was away too long. Any `uncounted`: their tokens are on no bill",
+    "Records of requests: `booked`, `again` (sent twice, booked once), `lost` (Redis was away too long), `uncounted` "
+    "(no replica said what it did for a request that was cut off)",
+    "Any `lost`: they are on no bill. Any `uncounted`: their tokens are on no bill",
     "result",
 )
 USAGE_WAITING = _gauge(
@@ -180,36 +176,36 @@ USAGE_WAITING = _gauge(
 CACHE = _counter(
     "response_cache_lookups",
     "",
-    "Look-ups in the response cache: `hit`, `joined` (somebody else was computing it), `miss` or `bypass`",
-    "Few hits are usual: it answers exact repeats only",
+    "Look-ups in the response cache: `hit`, `joined` (an equal request was computing it), `miss` or `bypass`",
+    "Few hits are usual: only exact repeats hit",
     "tenant",
     "result",
 )
 CACHE_BYTES = _gauge(
     "response_cache_bytes",
     "bytes",
-    "Answers that the router's process keeps",
+    "Size of the answers that the router's process keeps",
     "At `router.cache_memory` with few hits: raise it, or leave more to Redis",
 )
 FLIGHTS_WAITING = _gauge(
     "response_cache_waiting",
     "",
-    "Requests that wait for an answer which another one computes in the same process",
-    "Many for long: clients send the same again before they have an answer",
+    "Requests that wait for an answer that another request of the same router computes",
+    "Many for long: clients repeat requests before they have an answer",
 )
 FLIGHTS_BROKEN = _counter(
     "response_cache_released",
     "",
-    "Requests that computed what they had waited for: the client they waited for `left`, or it `failed`",
-    "`failed`: see what `holdfast_request_errors_total` says",
+    "Requests that computed an answer that they had waited for: the other request's client `left`, or it `failed`",
+    "`failed`: see `holdfast_request_errors_total`",
     "reason",
 )
 
 SKIPPED = _counter(
     "request_fields_skipped",
     "",
-    "What of requests was left out: unknown fields, and items, blocks and tools of types that no model here reads",
-    "The header `x-holdfast-skipped` of an answer names them. Growing after a client's update: see what it sends now",
+    "Parts of requests that were left out: unknown fields, and items, blocks and tools of types that no model reads",
+    "The header `x-holdfast-skipped` of an answer names them. Growing after a client's update: see what it sends",
     "tenant",
     "endpoint",
 )
@@ -217,44 +213,42 @@ SKIPPED = _counter(
 LINE = _gauge(
     "requests_in_line",
     "",
-    "Requests in the router's program-ordered line, for no replica has room",
+    "Requests in the router's queue, because no replica has room",
     "Above 0 for long: more replicas, or a higher `replicas.max_ongoing_requests`",
 )
 LINE_TOKENS = _gauge(
     "tokens_in_line",
     "tokens",
-    "Tokens in the prompts of these, about",
+    "Estimated tokens in the prompts of these",
     "Near 1,024 for each of `placement.max_waiting` requests: requests will be refused",
 )
 LINE_WAITS = _counter(
     "line_waits",
     "",
-    "Requests that had to stand in the line, by what for: `home`, the replica that has their program's state, or `any`",
-    "Compare it with all requests",
+    "Requests that waited in the queue: for `home`, the replica that has their program's state, or for `any` replica",
+    "Compare with all requests",
     "for",
 )
-LINE_SECONDS = _counter(
-    "line_wait_seconds", "s", "How long they stood there", "Divided by the waits: the mean wait", "for"
-)
+LINE_SECONDS = _counter("line_wait_seconds", "s", "How long they waited", "Divided by the waits: the mean wait", "for")
 PLACED = _counter(
     "placements",
     "",
-    "Turns by why they went to their replica. `home`: their program's state is there. New programs: `prefix`, `near` (a"
+    "Turns by the reason for their replica. `home`: their program's state is there. New programs: `prefix`, `near` (a"
     " parent), `load`, `hash` (without Redis). Programs that moved: `crowded`, `waited`, `lost`",
-    "Moves but few `lost`: replicas are too full, or unevenly so; `hash`: bring Redis back",
+    "Moves but few `lost`: replicas are too full, or unevenly loaded; `hash`: bring Redis back",
     "reason",
 )
 SESSION_MOVES = _counter(
     "session_moves",
     "",
-    "Sessions that went on at another replica, computed again: theirs was `gone`, `silent`, or had `forgotten` them",
-    "Beside no lost replicas: see why one is silent, or starts its engine anew",
+    "Sessions that moved and were computed again, because their replica was `gone`, `silent`, or had `forgotten` them",
+    "Without lost replicas: see why one is silent, or restarts its engine",
     "reason",
 )
 BALANCE = _gauge(
     "replica_balance",
     "",
-    "Turns that the busiest replica has in hand, over the mean of all",
+    "Turns of the busiest replica, over the mean of all replicas",
     "Far above 1 with work to do: few long programs",
 )
 REPLICAS = _gauge(
@@ -270,14 +264,14 @@ REPLICAS_LOST = _counter(
     "replicas_lost",
     "",
     "Replicas that died or were stopped, each counted once. A silent replica that answers again is not counted",
-    "A replica that nobody stopped has died: its log says why",
+    "A replica that nobody stopped has died: see its log",
 )
 
 DEGRADED = _gauge(
     "store_degraded",
     "",
     "1 while Redis cannot be reached and the router works from memory",
-    "Bring Redis back; nothing fails meanwhile, but routers do not share what they know",
+    "Bring Redis back. Generation goes on, but routers share nothing, and what needs the store answers 503",
 )
 STORE_OPERATIONS = _counter(
     "store_operations",
@@ -336,7 +330,7 @@ GROUPS: Mapping[str, tuple[Metric, ...]] = {
         FLIGHTS_BROKEN,
         SKIPPED,
     ),
-    "Replicas and the line before them": (
+    "Replicas and the queue before them": (
         REPLICAS,
         REPLICAS_JOINED,
         REPLICAS_LOST,

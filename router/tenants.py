@@ -1,4 +1,4 @@
-"""Tenants, and who a request's API key belongs to. Limits are applied in `limits`."""
+"""Tenants, and the tenant of each caller. Their limits are applied in `quotas`."""
 
 import hashlib
 import ipaddress
@@ -22,7 +22,7 @@ NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # no "/": names are the first part o
 
 
 def hash_key(key: str) -> str:
-    """`sha256:<hex>`, the form in which API keys stand in a configuration."""
+    """`sha256:<hex>`, the form of API keys in a configuration."""
     return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -34,7 +34,7 @@ class Scope(StrEnum):
     OPERATE = "operate"  # metrics and status of the whole cluster
 
 
-SCOPES: tuple[Scope, ...] = (Scope.INFER, Scope.USAGE)  # of a key that says nothing
+SCOPES: tuple[Scope, ...] = (Scope.INFER, Scope.USAGE)  # of a key that names none
 
 
 def make_key() -> str:
@@ -44,15 +44,15 @@ def make_key() -> str:
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """Of all routers together. None: no limit. What is beyond one is refused with 429."""
+    """Limits of all routers together. None: no limit. A call beyond one is refused (429)."""
 
     requests_per_minute: int | None = None  # calls of every kind
     input_tokens_per_minute: int | None = None  # prompts, cached or not
-    uncached_tokens_per_minute: int | None = None  # of prompts what no cache has
-    output_tokens_per_minute: int | None = None  # drawn
-    max_concurrent: int | None = None  # generation requests being served
-    max_programs: int | None = None  # programs that are not over
-    units_per_day: float | None = None  # what `router.prices` makes of it, in a day of UTC
+    uncached_tokens_per_minute: int | None = None  # the part of prompts that no cache has
+    output_tokens_per_minute: int | None = None  # generated
+    max_concurrent: int | None = None  # generation requests that run
+    max_programs: int | None = None  # programs that have not ended
+    units_per_day: float | None = None  # usage times `router.prices`, in a day of UTC
     units_per_month: float | None = None  # and in a month
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class TenantLimits:
 
     @property
     def any(self) -> bool:
-        """Whether there is one."""
+        """Whether there is a limit."""
         return any(getattr(self, name) is not None for name in self.__dataclass_fields__)
 
     @property
@@ -78,7 +78,7 @@ class TenantLimits:
 class TenantCache:
     """What the response cache keeps for a tenant."""
 
-    enabled: bool = True  # off: nothing is kept for it, and nothing of it is answered without an engine
+    enabled: bool = True  # off: no answer is kept or found for it
     ttl_s: float | None = None  # an answer is forgotten after this; null: as `router.cache_ttl_s`
     bytes: int | None = None  # of its answers in each process, and put into Redis in that time; null: as `router` says
 
@@ -136,22 +136,22 @@ class Tenant:
         if any(ids[key.id] != key.hash for key in self.all_keys):
             raise ConfigError(f"two keys of tenant {self.name!r} have the same id", "keys")
 
-    def class_of(self, asked: Priority | None) -> Priority:
-        """The class of a request that asks for this one. Raises RefusedError (403) where it may not."""
-        if asked is None or asked is self.priority:
+    def class_of(self, requested: Priority | None) -> Priority:
+        """The class of a request that asks for `requested`. Raises RefusedError (403) where it may not."""
+        if requested is None or requested is self.priority:
             return self.priority
-        if asked not in self.priorities:
-            raise RefusedError(Refusal.FORBIDDEN, f"This tenant has no requests of the class '{asked}'", "priority")
-        return asked
+        if requested not in self.priorities:
+            raise RefusedError(Refusal.FORBIDDEN, f"This tenant has no requests of the class '{requested}'", "priority")
+        return requested
 
     @property
     def all_keys(self) -> tuple[ApiKey, ...]:
-        """Those that are hashes alone have the first digits of it for an id."""
+        """`keys`, and `key_hashes` with the first digits of each hash as its id."""
         return (*(ApiKey(value.removeprefix("sha256:")[:8], value) for value in self.key_hashes), *self.keys)
 
 
 def expect_floors(tenants: Iterable[Tenant]) -> None:
-    """Raise ConfigError where tenants are promised more cells than there are."""
+    """Raises ConfigError where tenants are promised more cells than there are."""
     floors = math.fsum(tenant.cells.floor for tenant in tenants)
     if floors > 1 + 1e-9:
         raise ConfigError(f"the floors of all tenants come to {floors:g} of an engine's cells", "cells.floor")
@@ -162,7 +162,7 @@ DEFAULT_TENANT = Tenant("default")
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who was let in: a tenant, by which key of it, and what that is for."""
+    """Who calls: a tenant, the key that was used, and its scopes."""
 
     tenant: Tenant
     key_id: str = ""  # "": by the address
@@ -174,10 +174,10 @@ class Principal:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What authentication may look at: the key, and where the connection comes from.
+    """What authentication looks at: the key, and where the connection comes from.
 
-    `peer` and `server` are the two addresses of the connection, `forwarded` the value of `X-Forwarded-For`; `host` is
-    the name that the request calls, `origin` the page that a browser sends it for.
+    `peer` and `server` are the two addresses of the connection, `forwarded` is the value of `X-Forwarded-For`. `host`
+    is the server's name in the request, `origin` the page for which a browser sends it.
     """
 
     authorization: str | None
@@ -189,14 +189,15 @@ class Caller:
 
     @property
     def is_local(self) -> bool:
-        """Whether the connection, and every hop a proxy tells of, comes from this machine."""
+        """Whether the connection, and every hop that a proxy names, comes from this machine."""
         if self.peer is None or not (_is_loopback(self.peer) or self.peer == self.server):
             return False
         return all(_is_loopback(hop.strip()) for hop in (self.forwarded or "").split(",") if hop.strip())
 
     def address(self, proxies: Sequence[Network] = ()) -> str:
-        """Where the request comes from, as far as that is known: the last hop that is no proxy of this machine or of
-        `proxies`. What else `X-Forwarded-For` says a client may have written itself. "": nowhere that has an address.
+        """The address of the last hop that is no proxy of this machine or of `proxies`; "" where it has none.
+
+        A client may have written the hops before that into `X-Forwarded-For` itself.
         """
         hops = [hop.strip() for hop in (self.forwarded or "").split(",") if hop.strip()]
         found = self.peer or ""
@@ -206,23 +207,22 @@ class Caller:
 
 
 class Tokens(Protocol):
-    """Whoever checks what is no API key: an identity provider's tokens (`oidc`)."""
+    """Checks texts that are no API keys: an identity provider's tokens (`oidc`)."""
 
     def read(self, token: str) -> tuple[str, str, tuple[Scope, ...]] | None:
-        """The tenant's name, who it is, and what for; None for what is no such token. Raises RefusedError."""
+        """The tenant's name, the subject and its scopes; None for a text that is no token. Raises RefusedError."""
         ...
 
 
 class TenantDirectory:
-    """Who a caller is: maps API keys, and tokens, to tenants; without any there is one tenant, for local callers only.
+    """Maps API keys and tokens to tenants. Without any there is one tenant, for local callers only.
 
-    `exposed` says that a proxy in front listens on an address that others can reach. Such a proxy hides where a
-    request comes from, so without keys nobody is served then. Requests without a key must call this machine by its own
-    name, or by one of `hosts`: a browser on it calls for any page, also under a name that the page's owner points here.
-    Pages of `origins`, named one by one, may call.
+    `exposed`: the proxy in front listens on an address that others can reach. It hides where a request comes from, so
+    without keys nobody is served then. A request without a key must call this machine by its own name or by one of
+    `hosts`: a browser calls for any page, also under a name that the page's owner points here. Pages of `origins` may
+    call.
 
-    A key is looked up by its hash. How long that takes tells nothing that helps to find one: the hash of a guess is
-    as good as random.
+    A key is looked up by its hash, so the time that this takes does not help to guess a key.
     """
 
     def __init__(
@@ -239,20 +239,18 @@ class TenantDirectory:
         self._hosts = frozenset(name.lower() for name in hosts)
         self._tokens = tokens
         self._clock = clock
-        self._told: list[Callable[[Sequence[Tenant]], None]] = []
+        self._listeners: list[Callable[[Sequence[Tenant]], None]] = []
         self._added: Sequence[Tenant] = ()
         self.used: dict[tuple[str, str], float] = {}  # when a key, by tenant and id, was used last
         self.replace(tenants)
 
     def replace(self, tenants: Sequence[Tenant]) -> None:
-        """From now on these are the configured tenants. Raises ConfigError for some that clash, and leaves those there
-        are.
-        """
+        """From now on these are the configured tenants. Raises ConfigError, and changes nothing, where some clash."""
         self._set(tenants, self._added)
 
     def add(self, tenants: Sequence[Tenant]) -> None:
-        """From now on there are these besides the configured ones; of one that is configured, only its keys count, and
-        of what clashes with that, nothing. Raises ConfigError for some that clash among themselves.
+        """From now on there are these besides the configured ones. Of a tenant that is configured only its new keys
+        count. Raises ConfigError where some clash among themselves.
         """
         self._set(self.configured, tenants)
 
@@ -273,12 +271,12 @@ class TenantDirectory:
         self.configured, self._added, self._by_key = tuple(configured), tuple(added), by_key
         self._by_name = tenants
         self.tenants = tuple(tenants.values()) or (DEFAULT_TENANT,)
-        for tell in self._told:
+        for tell in self._listeners:
             tell(self.tenants)
 
     def watch(self, tell: Callable[[Sequence[Tenant]], None]) -> None:
-        """Tell of the tenants there are, now and whenever there are others."""
-        self._told.append(tell)
+        """Call `tell` with the tenants, now and after each change."""
+        self._listeners.append(tell)
         tell(self.tenants)
 
     @property
@@ -307,7 +305,7 @@ class TenantDirectory:
         return Principal(self._by_name[name], api_key.id, api_key.scopes)
 
     def authorize_metrics(self, caller: Caller) -> None:
-        """Metrics tell of every tenant: for local callers and operators. Raises RefusedError."""
+        """Metrics show every tenant: only for local callers and operators. Raises RefusedError."""
         if caller.is_local and not self._exposed and self._foreign(caller) is None:
             return
         if not self.authenticate(caller).allows(Scope.OPERATE):
@@ -345,7 +343,7 @@ class TenantDirectory:
             raise RefusedError(Refusal.FORBIDDEN, message)
 
     def _foreign(self, caller: Caller) -> str | None:
-        """The name in `Host` or `Origin` that is none of this machine's; None where there is none."""
+        """The name in `Host` or `Origin` that is not this machine's; None where there is none."""
         if caller.host is not None and not self._own(caller.host):
             return caller.host
         origin = caller.origin
@@ -382,7 +380,7 @@ def _is_in(address: str, networks: Sequence[Network]) -> bool:
 
 
 def key_of(caller: Caller) -> str:
-    """The key that a caller gives; "" for none."""
+    """The caller's key; "" for none."""
     scheme, _, key = (caller.authorization or "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 

@@ -65,6 +65,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields that would change an answer and are not supported, each with the values that change nothing."""
 
+MAX_TOKENS = ("max_output_tokens", "max_completion_tokens", "max_tokens")  # the same limit in different APIs
 WORD = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 MOST_WORDS = 32  # in the header that lists what was skipped
 
@@ -267,7 +268,10 @@ def _path(location: Sequence[int | str], fields: object, *, missing: bool) -> st
 
 
 def _nearest(model: type[Body], path: str) -> str:
-    near = get_close_matches(path, [*model.model_fields, *NEUTRAL], n=1, cutoff=0.7) if "." not in path else ()
+    if "." in path:
+        return ""
+    near = [name for name in MAX_TOKENS if path in MAX_TOKENS and name in model.model_fields]
+    near = near or get_close_matches(path, [*model.model_fields, *NEUTRAL], n=1, cutoff=0.75)
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 

@@ -141,6 +141,7 @@ def test_an_unknown_field_is_named_with_its_nearest_relative():
     error = refused({**CHAT, "temprature": 1})
     assert error.message == "Unrecognized request argument supplied: temprature (did you mean 'temperature'?)"
     assert "did you mean" not in refused({**CHAT, "zzz": 1}).message
+    assert "'max_output_tokens'" in refused({"model": "m", "max_tokens": 5}, ResponsesBody).message
 
 
 def test_no_request_brings_a_template_of_its_own():

@@ -33,7 +33,6 @@ from holdfast.replicas.requests import (
     HandleReleased,
     Notice,
     ProgramEnded,
-    ProgramExpected,
     SessionLog,
     Submit,
     Timing,
@@ -77,7 +76,7 @@ class ProgramKey(NamedTuple):
     @classmethod
     def noticed(cls, notice: Notice) -> ProgramKey | None:
         """The program that a notice is about; None: it is about none."""
-        if isinstance(notice, TurnEnded | ProgramEnded | ProgramExpected):
+        if isinstance(notice, TurnEnded | ProgramEnded):
             return cls(notice.scope, notice.program_id)
         return cls(notice.scope, notice.handle, Kind.HANDLE) if isinstance(notice, HandleReleased) else None
 

@@ -547,15 +547,6 @@ class ProgramEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramExpected:
-    """A program's next turn waits in a router for this replica. Its pin is extended by `seconds`."""
-
-    scope: str
-    program_id: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class HandleReleased:
     """A prefill handle is no longer needed. A computation that still runs for it ends."""
 
@@ -578,7 +569,7 @@ class ServedElsewhere:
 
 
 Request: TypeAlias = Submit | OpenSession | ForkSession | CloseSession  # ends in one terminal event
-Notice: TypeAlias = TurnEnded | ProgramEnded | ProgramExpected | HandleReleased | ToolLatencies | ServedElsewhere
+Notice: TypeAlias = TurnEnded | ProgramEnded | HandleReleased | ToolLatencies | ServedElsewhere
 Command: TypeAlias = Request | Stop | Abort | Notice
 
 

@@ -11,10 +11,8 @@ makes requests wait for room.
 
 import heapq
 import random
-import struct
-from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
@@ -24,7 +22,6 @@ from holdfast.replicas.stats import LoadReport
 
 HOLDERS = 8  # replicas scored of those that hold a prefix of the prompt
 PREFIXES = 65536  # prefixes remembered; the one used least recently is forgotten first
-RING_POINTS = 64  # of each replica on the hash ring
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,14 +167,13 @@ def leaves_home(home: ReplicaLoad, least: ReplicaLoad, held: int, weights: Weigh
 
 
 class Placement:
-    """Places turns by counters that are kept as they change: a choice costs O(log replicas)."""
+    """Places turns by counters that are kept as they change: a choice costs O(log replicas), by a name O(replicas)."""
 
     def __init__(self, rng: random.Random, weights: Weights = WEIGHTS) -> None:
         self._rng = rng
         self._weights = weights
         self._loads: dict[str, ReplicaLoad] = {}
         self._prefixes = PrefixIndex(rng)
-        self._ring = HashRing()
         self._total = 0  # turns in hand of all replicas
         self._last = 1.0
         self._order: list[tuple[bool, int, float, str]] = []  # a heap of keys, some outdated
@@ -190,7 +186,6 @@ class Placement:
         for replica_id, turns in capacity.items():
             # Random, so that routers which know the same do not all choose the same replica.
             self._loads.setdefault(replica_id, ReplicaLoad(turns, self._rng.random())).capacity = turns
-        self._ring.update(capacity.keys())
         self._total = sum(load.turns for load in self._loads.values())
         self._sort()
 
@@ -282,7 +277,7 @@ class Placement:
 
     def _pick(self, request: PlacementRequest, least: str) -> Decision:
         if request.name:
-            return Decision(self._ring.owner(request.name), Reason.HASH)
+            return Decision(rendezvous(request.name, self._loads), Reason.HASH)
         mean = self._total / len(self._loads)
 
         def score(candidate: Candidate) -> tuple[bool, float]:
@@ -391,38 +386,9 @@ class PrefixIndex:
         return list(drawn)[:HOLDERS]
 
 
-class HashRing:
-    """Maps a name to a replica (consistent hashing, Karger et al. 1997), equally in every process and release.
+def rendezvous(name: str, replica_ids: Iterable[str]) -> str:
+    """The replica that a name hashes to (highest random weight, Thaler and Ravishankar 1998).
 
-    If a replica comes or goes, only the names move that belong to it.
+    Equal in every process and release. If a replica comes or goes, only the names move that belong to it.
     """
-
-    def __init__(self) -> None:
-        self._points: list[int] = []
-        self._owners: dict[int, str] = {}
-        self._replicas: frozenset[str] = frozenset()
-
-    def update(self, replicas: Set[str]) -> None:
-        """Set the replicas."""
-        for gone in self._replicas - replicas:
-            for point in _points(gone):
-                del self._owners[point]
-        for joined in replicas - self._replicas:
-            self._owners.update(dict.fromkeys(_points(joined), joined))
-        if self._replicas != replicas:
-            self._points = sorted(self._owners)
-        self._replicas = frozenset(replicas)
-
-    def owner(self, name: str) -> str:
-        """The replica with the first point from the name's place on. There must be a replica."""
-        at = bisect_left(self._points, *struct.unpack(">Q", _digest(name, 8)))
-        return self._owners[self._points[at % len(self._points)]]
-
-
-def _points(replica: str) -> tuple[int, ...]:
-    """Points of 64 bits: equal points of two replicas are not to be expected."""
-    return tuple(n for i in range(RING_POINTS // 8) for n in struct.unpack(">8Q", _digest(f"{i}\0{replica}", 64)))
-
-
-def _digest(text: str, size: int) -> bytes:
-    return blake2b(text.encode(), digest_size=size).digest()
+    return max(replica_ids, key=lambda each: blake2b(f"{name}\0{each}".encode(), digest_size=8).digest())

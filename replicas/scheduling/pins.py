@@ -23,7 +23,7 @@ from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.kv.cache import Freed, KVCache
 from holdfast.replicas.kv.radix import Pin
 from holdfast.replicas.programs import Kind, Program, ProgramKey, ProgramPin, Programs, Rows, Sequence, give_back
-from holdfast.replicas.requests import Notice, ProgramExpected, ToolLatencies, TurnEnded
+from holdfast.replicas.requests import Notice, ToolLatencies, TurnEnded
 from holdfast.replicas.retention.latency import LatencySnapshot, tool_set
 from holdfast.replicas.retention.policy import Conditions, LoadStats, Pause, retention_policy
 from holdfast.replicas.scheduling.queue import Key, RequestOrder, WaitingQueue
@@ -312,9 +312,6 @@ class Retention:
         if isinstance(notice, TurnEnded):
             if pin is not None:
                 self._turn_ended(notice, pin)
-        elif isinstance(notice, ProgramExpected):
-            if pin is not None:
-                self.pins.until(pin, max(pin.deadline, now + min(notice.seconds, self._most_s)))
         else:  # the program has ended, or the handle is released
             _end_pause(program, now, returned=False)
             program.first_until = -math.inf

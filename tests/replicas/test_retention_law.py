@@ -12,7 +12,7 @@ from pinning import KEEP, QUICK_CONTINUUM
 from holdfast.loadgen.simulator import policies
 from holdfast.replicas.config import ORDERS, POLICIES, DraftConfig, RetentionConfig
 from holdfast.replicas.programs import ProgramKey
-from holdfast.replicas.requests import Abort, Finished, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
+from holdfast.replicas.requests import Abort, Finished, ProgramEnded, ToolLatencies, TurnEnded
 from holdfast.replicas.retention.latency import LatencyBook
 
 programs = st.sampled_from([(scope, program) for scope in ("", "other") for program in "pqrs"])
@@ -96,10 +96,6 @@ class RetentionMachine(RuleBasedStateMachine):
     @rule(program=programs)
     def end(self, program: tuple[str, str]) -> None:
         self.world.give(ProgramEnded(*program))
-
-    @rule(program=programs, seconds=st.floats(0.0, 30.0))
-    def expect(self, program: tuple[str, str], seconds: float) -> None:
-        self.world.give(ProgramExpected(*program, seconds))
 
     @rule(back=st.integers(1, 4))
     def abort(self, back: int) -> None:

@@ -11,19 +11,17 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.stats import LoadReport
-from holdfast.router import placement as placement_module
 from holdfast.router.placement import (
     HOLDERS,
-    RING_POINTS,
     WEIGHTS,
     Decision,
-    HashRing,
     Placement,
     PlacementConfig,
     PlacementRequest,
     Prefix,
     Reason,
     Weights,
+    rendezvous,
 )
 
 names = st.sampled_from("abcdefgh")
@@ -364,42 +362,20 @@ def test_programs_behind_one_key_that_come_one_at_a_time_are_all_where_the_first
     assert behind_one_key(1500, in_hand=0) == [1024]
 
 
-# ---- the hash ring ----
+# ---- the hash of a name ----
 
 NAMES = [f"acme/program-{i}" for i in range(200)]
-some = st.sets(names, min_size=1)
 
 
-def ring(*steps: set[str]) -> HashRing:
-    made = HashRing()
-    for step in steps:
-        made.update(step)
-    return made
-
-
-@given(st.lists(some, max_size=4), some, names)
-def test_names_move_only_with_their_replica_however_replicas_came_and_went(
-    before: list[set[str]], now: set[str], gone: str
-) -> None:
-    one, other = ring(*before, now), ring(now)
-    assert [one.owner(name) for name in NAMES] == [other.owner(name) for name in NAMES]
-    assert {one.owner(name) for name in NAMES} <= now
-    if left := now - {gone}:
-        after = ring(now, left)
-        assert all(after.owner(name) == one.owner(name) for name in NAMES if one.owner(name) != gone)
+@given(st.sets(names, min_size=2), names)
+def test_names_move_only_with_their_replica(replicas: set[str], gone: str) -> None:
+    before = {name: rendezvous(name, replicas) for name in NAMES}
+    assert set(before.values()) <= replicas
+    left = replicas - {gone}
+    assert all(rendezvous(name, left) == home for name, home in before.items() if home != gone)
 
 
 def test_names_spread() -> None:
-    counts = Counter(ring(set("abcdefgh")).owner(f"program-{i}") for i in range(8000))
-    assert min(counts.values()) > 500
-    assert max(counts.values()) < 2000
-
-
-def test_one_of_a_thousand_replicas_is_found_by_one_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = placement(*(f"replicas#{i:06d}" for i in range(1000)))
-    digests, digest = [], placement_module._digest
-    monkeypatch.setattr(placement_module, "_digest", lambda text, size: digests.append(text) or digest(text, size))
-    assert first(made, PlacementRequest(1000, name="acme/p")).reason is Reason.HASH
-    assert digests == ["acme/p"]
-    made.update({f"replicas#{i:06d}": 9 for i in range(1001)})
-    assert len(digests) == 1 + RING_POINTS // 8  # of the new replica
+    counts = Counter(rendezvous(f"program-{i}", "abcdefgh") for i in range(8000))
+    assert min(counts.values()) > 800
+    assert max(counts.values()) < 1200

@@ -13,7 +13,7 @@ from math import ceil
 from typing import Any
 
 from holdfast.router.affinity import AffinityRouter, Pending
-from holdfast.router.placement import Decision, HashRing, PlacementRequest, Reason
+from holdfast.router.placement import Decision, PlacementRequest, Reason, rendezvous
 
 BOUND = 1.25  # times the mean
 
@@ -24,7 +24,6 @@ class Ways:
     def __init__(self) -> None:
         self._next = 0
         self._rng = random.Random(0)
-        self._ring = HashRing()
         self._sent: dict[str, str] = {}
         self.by_name: dict[str, Callable[[str, PlacementRequest, dict[str, int]], str]] = {
             "round-robin": self.round_robin,
@@ -42,13 +41,11 @@ class Ways:
         return min(self._rng.sample(sorted(turns), min(2, len(turns))), key=turns.__getitem__)
 
     def consistent_hash(self, program: str, ask: PlacementRequest, turns: dict[str, int]) -> str:
-        self._ring.update(turns.keys())
-        return self._ring.owner(program)
+        return rendezvous(program, turns)
 
     def bounded_hash(self, program: str, ask: PlacementRequest, turns: dict[str, int]) -> str:
-        self._ring.update(turns.keys())
         room = ceil(BOUND * (sum(turns.values()) + 1) / len(turns))
-        tries = (self._ring.owner(f"{program}/{i}" if i else program) for i in range(1 << 20))
+        tries = (rendezvous(f"{program}/{i}" if i else program, turns) for i in range(1 << 20))
         return next(each for each in tries if turns[each] < room)
 
     def prefix(self, program: str, ask: PlacementRequest, turns: dict[str, int]) -> str:

@@ -10,7 +10,7 @@ from pinning import KEEP
 from holdfast.loadgen.simulator.policies import RETENTION
 from holdfast.replicas.config import DraftConfig, RetentionConfig
 from holdfast.replicas.programs import ProgramPin
-from holdfast.replicas.requests import Abort, ProgramEnded, ProgramExpected, ToolLatencies, TurnEnded
+from holdfast.replicas.requests import Abort, ProgramEnded, ToolLatencies, TurnEnded
 from holdfast.replicas.retention.latency import AGES, LatencySnapshot, ToolLatency
 from holdfast.replicas.retention.policy import RestoreCost
 from holdfast.replicas.scheduling import pins as pins_module
@@ -129,22 +129,6 @@ def test_the_next_turn_finds_its_cells_where_without_a_pin_they_are_gone():
         stats = world.engine.stats
         assert stats.pin_hits == hits
         assert (world.end("b").usage.cached > 90) == bool(hits)
-
-
-def test_a_pin_outlives_its_time_while_the_next_turn_waits_elsewhere():
-    world = make(ttl=5.0)
-    turn(world, "p", words(1, 40))
-    since = world.now
-    world.now = since + 4.0
-    world.give(ProgramExpected("", "p", 6.0))
-    world.give(ProgramExpected("", "unknown", 6.0))
-    world.now = since + 6.0
-    world.give(ProgramExpected("", "p", 0.5))  # shortens nothing
-    world.step()
-    assert pinned(world) == {"p"}
-    world.now = since + 10.0
-    world.step()
-    assert pinned(world) == set()
 
 
 @pytest.mark.parametrize("end", ["last", "flag", "program", "no tool time"])

@@ -17,7 +17,7 @@ LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost"})
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Where the cluster listens, and how patient its start and stop are (seconds)."""
+    """Where the cluster listens, and its time limits in seconds."""
 
     host: str = "127.0.0.1"  # the address to listen on; any but this machine's own needs tenants
     port: int = 8000  # for clients
@@ -64,7 +64,7 @@ class ReplicasConfig:
 
 @dataclass(frozen=True, slots=True)
 class RedisConfig:
-    """`url` empty: an embedded server of at most `memory_mb` MiB, which only this machine reaches."""
+    """The Redis of the cluster. `url` empty: an embedded server, which only this machine reaches."""
 
     url: str = ""  # redis://USER:PASSWORD@HOST:PORT/DB, rediss:// with TLS, or unix://PATH; several machines need one
     ca_file: str = ""  # certificates that the server's must be signed with; empty: those that the system trusts

@@ -31,7 +31,7 @@ def adopt_orphans() -> None:
 
 
 def descendants() -> set[int]:
-    """Process ids below this process, zombies left out."""
+    """Process ids below this process, without zombies."""
     children = defaultdict(list)
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -50,7 +50,7 @@ def descendants() -> set[int]:
 
 
 def titled(title: str) -> set[int]:
-    """Process ids below this process whose command line begins so."""
+    """Process ids below this process whose command line begins with `title`."""
     found = set()
     for pid in descendants():
         with suppress(OSError):
@@ -60,14 +60,14 @@ def titled(title: str) -> set[int]:
 
 
 def started(pid: int) -> int:
-    """When a process began, in the kernel's ticks since the machine did; 0 where it is there no more."""
+    """When a process began, in the kernel's ticks since boot; 0 if it is gone."""
     with suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     return 0
 
 
 def stop_all(patience_s: float = 5.0) -> int:
-    """Ask every descendant to stop, kill those that have not after `patience_s`; how many there were."""
+    """Terminate every descendant, kill those left after `patience_s`; how many there were."""
     first = descendants()
     _signal(first, signal.SIGTERM)
     deadline = time.monotonic() + patience_s
@@ -79,7 +79,7 @@ def stop_all(patience_s: float = 5.0) -> int:
 
 
 def kill_all() -> None:
-    """Kill every descendant at once. Returns when none is left, or after two seconds."""
+    """Kill every descendant. Returns when none is left, or after two seconds."""
     deadline = time.monotonic() + 2.0
     while reap() and time.monotonic() < deadline:
         _signal(descendants(), signal.SIGKILL)
@@ -95,7 +95,7 @@ def kill_but(spared: set[int]) -> None:
 
 
 def reap() -> bool:
-    """Collect children that have ended; whether there are others. Only at the very end, where nobody else waits."""
+    """Reap children that have ended; whether others are left. Only at the very end, where nobody else waits."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -133,7 +133,7 @@ class MemoryGuard:
         self._thread.join()
 
     def look(self) -> bool:
-        """Whether memory had run out and an engine was ended for it."""
+        """Whether memory had run out, so that an engine was ended."""
         total, left = self._room()
         if left >= LEAST * total:
             return False
@@ -152,5 +152,5 @@ class MemoryGuard:
 
 
 def _began(pid: int) -> tuple[int, int]:
-    """When a process was started, in the kernel's ticks; of two in one tick the later id."""
+    """Sorts processes by their start, two of one tick by their ids."""
     return started(pid), pid

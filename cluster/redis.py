@@ -53,7 +53,7 @@ def ping(url: str, timeout_s: float, ca_file: str = "") -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a Redis says of itself. It may use `memory` bytes, 0: any number, and `policy` says what goes then."""
+    """Facts of a Redis server. `memory`: bytes that it may use, 0: no limit; `policy`: what it evicts then."""
 
     text: str
     version: tuple[int, int]
@@ -77,19 +77,19 @@ def _client(url: str, timeout_s: float, ca_file: str) -> redis.Redis:
 
 
 def without_password(url: str) -> str:
-    """`url` as it may be shown. It need not be a valid one."""
+    """`url` without its password; it may be invalid."""
     return _OPTION.sub("", _USER.sub(r"\1", url))
 
 
 class EmbeddedRedis:
     """A redis-server child on a socket in `folder`, which must be private (0700). No TCP.
 
-    A context manager. The server goes with this process, however that ends. It serves this machine alone: a
-    cluster of several needs `redis.url`.
+    A context manager. The server ends with this process, however that ends. Only this machine reaches it: a cluster of
+    several machines needs `redis.url`.
     """
 
     def __init__(self, folder: Path, megabytes: int, kept: Path | None = None) -> None:
-        """`kept`: the folder for what outlives the server, written within a second. None: nothing does."""
+        """`kept`: the folder for data that outlives the server, written within a second. None: memory only."""
         self._folder = folder
         self._megabytes = megabytes
         self._kept = kept
@@ -108,7 +108,7 @@ class EmbeddedRedis:
         return self
 
     def start(self) -> None:
-        """Start it, also after it has ended: at the same place, with what was kept. Raises ConfigError."""
+        """Start it, also after it has ended: on the same socket, with the kept data. Raises ConfigError."""
         if self._kept is not None:
             self._kept.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (self._folder / "redis.log").open("ab") as log:
@@ -143,7 +143,7 @@ class EmbeddedRedis:
             "save": "",
             "appendonly": "yes" if self._kept else "no",
             "maxmemory": f"{self._megabytes}mb",
-            "maxmemory-policy": "volatile-lru",  # what has no end, tenants and records, does not give way
+            "maxmemory-policy": "volatile-lru",  # tenants and usage do not expire and are never evicted
         }
         return [str(server_binary()), *(word for name, value in options.items() for word in (f"--{name}", value))]
 

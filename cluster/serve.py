@@ -1,7 +1,7 @@
 """`holdfast serve`: a cluster on this machine, from nothing to ready and back to nothing.
 
-Order of a start: checks, Redis, Ray, Serve, the application, one real request. A stop goes backwards and then looks
-for processes that are left. What is deployed is `application`'s.
+A start goes in this order: checks, Redis, Ray, Serve, the application, one real request. A stop goes backwards, and
+then ends the processes that are left. `application` says what is deployed.
 """
 
 import asyncio
@@ -30,17 +30,17 @@ from holdfast.replicas.errors import HoldfastError, UnavailableError
 from holdfast.router.records import RedisAddress
 
 Say = Callable[[str], None]
-TELL_S = 5.0  # in which routers have to hear that the server stops
-WATCH_S = 2.0  # between two looks whether all processes are there
-SERVING = "ray::ServeReplica:"  # titles of engines and routers
-SERVES = {"controller": "ray::ServeController", "proxy": "ray::HAProxyManager"}  # titles of its own processes
-MOST_CONNECTIONS = 16384  # of clients, where nothing else is said
+TELL_S = 5.0  # for routers to hear that the server stops
+WATCH_S = 2.0  # between two checks that all processes are there
+SERVING = "ray::ServeReplica:"  # begins the titles of engines and routers
+SERVES = {"controller": "ray::ServeController", "proxy": "ray::HAProxyManager"}  # titles of Serve's own processes
+MOST_CONNECTIONS = 16384  # of clients
 LONGEST_BASE = 97 - len("/holdfast-________") - len("/") - 56 - len("/admin.sock")
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A cluster that serves. `redis` is None where an outside server is used."""
+    """A cluster that serves. `redis` is None if the configuration names another server."""
 
     url: str
     model: str
@@ -57,7 +57,7 @@ def run(settings: Settings, say: Say) -> None:
     settings = share_threads(settings, machine.cores)
     doctor.check(settings)
     if (tenants_file := _tenants_file(settings)) is not None:
-        tenants_in(tenants_file)  # a fault in it is told before anything is started
+        tenants_in(tenants_file)  # raises for a fault in it before anything is started
     if settings.server.refuse:
         doctor.refuse(settings, doctor.gather(machine.temporary, machine.cores))
     processes.adopt_orphans()
@@ -89,12 +89,12 @@ def run(settings: Settings, say: Say) -> None:
 class Signals:
     """SIGINT, SIGTERM and SIGHUP while a cluster runs: the first interrupts, a second ends everything on the spot.
 
-    Python drops an exception that is raised in a finalizer or in the callback of a weak reference, and a signal may
-    find the main thread there. So a signal also leaves its word, which `heed` raises again.
+    Python drops an exception that is raised in a finalizer or in the callback of a weak reference, where a signal may
+    find the main thread. So a signal also sets `requested`, and `check` raises again.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self.stopping = False
         self.folder: Path | None = None  # removed even on a stop at once
         self._before: dict[int, object] = {}
@@ -108,7 +108,7 @@ class Signals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def install(self) -> None:
-        """Also called after `ray.init`, which puts a handler of its own in place."""
+        """Install the handlers. Called again after `ray.init`, which installs its own."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             before = signal.signal(number, self._handle)
             self._before.setdefault(number, before)
@@ -119,12 +119,12 @@ class Signals:
             if self.folder is not None:
                 shutil.rmtree(self.folder, ignore_errors=True)
             os._exit(128 + number)
-        self.asked = True
+        self.requested = True
         raise KeyboardInterrupt
 
-    def heed(self) -> None:
-        """Raises KeyboardInterrupt where a signal has asked to stop and nothing came of it."""
-        if self.asked:
+    def check(self) -> None:
+        """Raises KeyboardInterrupt if a signal requested a stop and its exception was dropped."""
+        if self.requested:
             raise KeyboardInterrupt
 
 
@@ -240,24 +240,21 @@ def _serve(settings: Settings, signals: Signals) -> Iterator[None]:
 
 
 def _quiet(settings: Settings) -> dict[str, Any]:
-    """What Serve writes about itself: nothing for each request."""
+    """Serve's logging: nothing for each request."""
     encoding = "JSON" if settings.logging.format == "json" else "TEXT"
     return {"encoding": encoding, "log_level": "WARNING", "enable_access_log": False}
 
 
 @contextmanager
 def _unheard() -> Iterator[None]:
-    """Ray reports every process that it is told to stop as lost, and Serve that it is not told of it."""
+    """Hide the output of Ray and Serve, which report each process that is stopped as lost."""
     logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         yield
 
 
 def _deploy(settings: Settings, redis: RedisAddress, line: model_files.ProgressLine) -> None:
-    """Deploy the application and wait until every replica answers, and show how far they are on `line`.
-
-    Raises UnavailableError when that fails.
-    """
+    """Deploy the application, and show progress on `line` until every replica answers. Raises UnavailableError."""
     import ray
     from ray import serve
 
@@ -289,7 +286,7 @@ def _deploy(settings: Settings, redis: RedisAddress, line: model_files.ProgressL
 
 
 def _replicas_up(overview: Any) -> int:
-    """Engine replicas that are running; `overview` None: nothing is known yet."""
+    """Engines that are running; `overview` None: nothing is known yet."""
     from holdfast.cluster.application import REPLICAS
 
     deployment = overview.deployments.get(REPLICAS) if overview else None
@@ -297,7 +294,7 @@ def _replicas_up(overview: Any) -> int:
 
 
 def _reason(overview: Any) -> str:
-    """The last line of what went wrong, which is the exception itself and not its traceback."""
+    """The last line of the error: the exception itself and not its traceback."""
     messages = [overview.message, *(deployment.message for deployment in overview.deployments.values())]
     lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line.split(":")[0]]
@@ -305,14 +302,14 @@ def _reason(overview: Any) -> str:
 
 
 def _watch(running: Running, signals: Signals, say: Say) -> NoReturn:
-    """Say what dies and what is back, and start Redis again, until a signal asks to stop.
+    """Report deaths and recoveries and restart Redis, until a signal requests a stop.
 
-    Raises UnavailableError where something that serves has died and Ray is not there to start it again.
+    Raises UnavailableError if an engine or a router has died and Ray is not there to start it again.
     """
     up, serves, redis_there, lost = _up(), _serves(), True, ""
     whole = len(processes.titled(SERVING))
     while True:
-        signals.heed()
+        signals.check()
         time.sleep(WATCH_S)
         if running.redis is not None:
             redis_there = _look_after(running.redis, redis_there, say)
@@ -332,7 +329,7 @@ def _watch(running: Running, signals: Signals, say: Say) -> NoReturn:
 
 
 def _look_after(redis: EmbeddedRedis, was_there: bool, say: Say) -> bool:
-    """Start Redis again where it has ended; whether it is there. Where it does not come up that is said once."""
+    """Restart Redis if it has ended; whether it is there. A failed restart is reported once."""
     if redis.alive:
         return True
     if was_there:
@@ -348,7 +345,7 @@ def _look_after(redis: EmbeddedRedis, was_there: bool, say: Say) -> bool:
 
 
 def changes(before: Mapping[str, int], now: Mapping[str, int]) -> Iterator[str]:
-    """What to say of deployments that have fewer or more processes than before."""
+    """Messages about deployments that have fewer or more processes than before."""
     for name, n in now.items():
         was = before.get(name, n)
         if n < was:
@@ -358,10 +355,7 @@ def changes(before: Mapping[str, int], now: Mapping[str, int]) -> Iterator[str]:
 
 
 def replaced(before: Mapping[str, Set[int]], now: Mapping[str, Set[int]]) -> Iterator[str]:
-    """What to say of Serve's own processes, each known by its id: they come back as others, perhaps between two looks.
-
-    One that is there no more is told at once, also where no other one is there yet.
-    """
+    """Messages about Serve's own processes, by process id: one may die and be replaced between two checks."""
     for name, pids in now.items():
         if before.get(name, pids) - pids:
             yield f"Serve's {name} died; it is started again"
@@ -370,7 +364,7 @@ def replaced(before: Mapping[str, Set[int]], now: Mapping[str, Set[int]]) -> Ite
 
 
 def _serves() -> Mapping[str, Set[int]]:
-    """The processes of Serve that are no deployment's."""
+    """Serve's own processes."""
     return {name: processes.titled(title) for name, title in SERVES.items()}
 
 
@@ -382,7 +376,7 @@ def _up() -> Mapping[str, int]:
 
 
 def _drain(drain_s: float) -> None:
-    """Take nothing new and wait until what runs has ended, for `drain_s` at most: then it is told so, and ended.
+    """Refuse new requests and wait for running ones; after `drain_s` they end with an error.
 
     Serve's own shutdown cuts off what is left.
     """
@@ -400,7 +394,7 @@ def _drain(drain_s: float) -> None:
 
 
 async def _tell_routers(drain_s: float) -> None:
-    """Trap: as we have set Serve up, a handle needs an event loop."""
+    """Tell the routers to drain. Trap: with these settings of Serve a handle needs an event loop."""
     from ray import serve
 
     from holdfast.cluster.application import APPLICATION, ROUTER
@@ -420,9 +414,9 @@ def _leave_nothing(say: Say) -> Iterator[None]:
 
 
 def _limits(settings: Settings, files: int) -> haproxy.Limits:
-    """What clients may do to the proxy, where a process may have so many `files` open."""
+    """What the proxy allows clients; it may have so many `files` open."""
     server = settings.server
-    # Trap: HAProxy does not start where it is to have more connections than files. Each takes one to either side.
+    # Trap: HAProxy does not start with more connections than files. Each connection takes one file on either side.
     connections = max(64, min(MOST_CONNECTIONS, (files - 512) // 2))
     router = settings.router
     return haproxy.Limits(
@@ -431,9 +425,9 @@ def _limits(settings: Settings, files: int) -> haproxy.Limits:
 
 
 def _node_address(settings: Settings) -> str:
-    """Where the node's own traffic goes: loopback, unless Serve's servers listen on one other address only.
+    """The address of Ray's node: loopback, unless Serve's servers listen on one other address only.
 
-    Trap: ingress replicas listen on the address of the HTTP options, and the proxy looks for them at the node's.
+    Trap: routers listen on the address of the HTTP options, and the proxy looks for them at the node's address.
     """
     host = settings.server.host
     return environment.LOOPBACK if settings.server.local or host == "0.0.0.0" else host

@@ -1,4 +1,4 @@
-"""The first real request to a new cluster, and what is printed for the user afterwards."""
+"""The first real request to a new cluster, and the text that the user sees afterwards."""
 
 import json
 from pathlib import Path
@@ -43,15 +43,14 @@ BEGINNING = "The capital of France is"
 
 
 def chats(settings: Settings) -> bool:
-    """Whether the model has a chat template; without one it serves plain completions only."""
+    """Whether the model has a chat template; without one it serves completions only."""
     return bool(model_files.template(settings.engine))
 
 
 def first_request(settings: Settings, url: str) -> str:
     """Send a first request and return the name under which the model is served.
 
-    With API keys, only `/health` is asked, because the server knows keys by their hash. Raises UnavailableError when
-    the request fails.
+    With API keys only `/health` is requested, because the server knows keys by their hash. Raises UnavailableError.
     """
     timeout = settings.server.ready_timeout_s
     try:
@@ -71,7 +70,7 @@ def first_request(settings: Settings, url: str) -> str:
 
 
 def example(model: str, chats: bool) -> tuple[str, dict[str, Any]]:
-    """Path and body of a request: a chat with two tools, which Pocket answers with a call, or a plain completion."""
+    """Path and body of an example: a chat with two tools, which Pocket answers with a call, or a completion."""
     if not chats:
         return "/v1/completions", {"model": model, "temperature": 0, "prompt": BEGINNING, "max_tokens": 32}
     message = {"role": "user", "content": QUESTION}
@@ -87,10 +86,7 @@ def banner(
     chats: bool = True,
     tools_as_text: bool = False,
 ) -> str:
-    """How to use the cluster: a command to paste, the page, and the arguments of the `openai` client.
-
-    `tools_as_text`: the chat template takes no tools, which the user is told.
-    """
+    """How to use the cluster: a command to paste, the page, and the arguments of the `openai` client."""
     key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
     path, content = example(model, chats)
     body = json.dumps(content, separators=(",", ":"))

@@ -284,12 +284,6 @@ def test_metrics_are_those_of_the_replicas_that_answer(monkeypatch: pytest.Monke
     assert run(backend.status) == []
 
 
-def test_calls_that_could_not_be_sent_in_time_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = broadcasting(monkeypatch, ...)
-    assert run(backend.metrics) == {}
-    assert run(backend.status) == []
-
-
 def test_what_was_done_is_asked_of_the_replica_that_has_the_request_and_many_at_once() -> None:
     class Counting(Handle):
         """A replica that answers with the number of each request once it is told to."""

@@ -227,24 +227,6 @@ def test_a_child_goes_where_its_parent_is_and_a_program_of_its_own_stays() -> No
     asyncio.run(live())
 
 
-def test_programs_that_begin_alike_are_served_together_until_that_is_too_much_for_one() -> None:
-    async def live() -> None:
-        made = affinity(turn_tokens=1000, crowded_parent=100.0)
-        replicas = [replica(name) for name in "abcdefgh"]
-        chosen = []
-        for i in range(8):
-            request = turn(f"t/{i}", 1.0)
-            request.kwargs[HINT] = RoutingHint(prefixes=("shared",), tokens=3000, prefix_tokens=2500)
-            chosen.append(await first_choice(made, replicas, request))
-            assert made._queue.take(chosen[-1], request.metadata.internal_request_id)
-            made.on_request_routed(request, ReplicaID(chosen[-1], DEPLOYMENT), None)
-        assert chosen[1:3] == [chosen[0]] * 2, "two more turns in hand are less than the prefix"
-        assert chosen[3] != chosen[0]
-        assert set(chosen[:6]) == {chosen[0], chosen[3]}, "both hold it now"
-
-    asyncio.run(live())
-
-
 def test_a_branch_goes_where_the_conversation_that_it_leaves_was_sent() -> None:
     async def live() -> None:
         made = affinity()
@@ -290,24 +272,6 @@ def test_a_silent_replica_gets_no_turns_until_it_reports_again() -> None:
         assert await first_choice(made, [a, b], pending("t/p", **{HINT: RoutingHint("a")})) == "b"
         health.report("a", LoadReport())
         assert set(made._available) == {"a", "b"}
-
-    asyncio.run(live())
-
-
-def test_in_line_programs_with_a_home_come_first_as_in_the_engine() -> None:
-    async def live() -> None:
-        made, (a,) = waiting_for("a")
-        first = turn("t/p", 1.0)
-        made.on_request_routed(turn("t/late", 9.0), a.replica_id, None)
-        assert (await made.choose(first)).replica_id is a.replica_id
-        new = asyncio.create_task(made.choose(turn("t/new", 2.0)))
-        kept = asyncio.create_task(made.choose(late := turn("t/late", 9.0)))
-        await turns()
-        made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
-        assert (await kept).replica_id is a.replica_id
-        assert not new.done()
-        made.on_request_completed(a.replica_id, late.metadata.internal_request_id)
-        assert (await new).replica_id is a.replica_id
 
     asyncio.run(live())
 
@@ -485,28 +449,6 @@ def test_why_turns_went_where_they_went_is_counted() -> None:
 
 class TestWaiting:
     """`choose`, on a deployment whose replicas take one request each."""
-
-    def test_programs_get_a_replica_in_the_order_they_began(self) -> None:
-        async def live() -> None:
-            made, (a,) = waiting_for("a")
-            first = turn("t/first", 9.0)
-            assert (await made.choose(first)).replica_id is a.replica_id
-            served: list[float] = []
-
-            async def serve(arrival: float) -> None:
-                request = turn(f"t/{arrival}", arrival)
-                chosen = await made.choose(request)
-                served.append(arrival)
-                made.on_request_completed(chosen.replica_id, request.metadata.internal_request_id)
-
-            tasks = [asyncio.create_task(serve(arrival)) for arrival in (5.0, 3.0, 8.0, 1.0)]
-            await turns()
-            assert served == []
-            made.on_request_completed(a.replica_id, first.metadata.internal_request_id)
-            await asyncio.gather(*tasks)
-            assert served == [1.0, 3.0, 5.0, 8.0]
-
-        asyncio.run(live())
 
     def test_a_rejected_request_comes_before_younger_programs(self) -> None:
         async def live() -> None:
@@ -804,18 +746,5 @@ def test_a_turn_closes_a_replica_that_has_enough_of_others() -> None:
         await turns()
         assert not second.done()
         await second  # asked again after a while
-
-    asyncio.run(live())
-
-
-def test_a_replica_that_takes_nothing_any_more_is_closed_whomever_it_told() -> None:
-    async def live() -> None:
-        made, refused = with_control_calls(2), control_call()
-        await choose(made, refused)
-        made.on_new_queue_len_info(A, 4)
-        second = choose(made, turn("t/p", 1.0))
-        await turns()
-        assert not second.done()
-        await second
 
     asyncio.run(live())

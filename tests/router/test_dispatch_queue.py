@@ -21,23 +21,6 @@ def capacity(control_calls: int = 0, **most: int) -> Capacity:
     return made
 
 
-def test_a_replica_takes_as_many_as_it_says():
-    made = capacity(a=2)
-    made.take("a", "r1")
-    assert made.room("a", 0.0)
-    made.take("a", "r2")
-    assert not made.room("a", 0.0)
-    made.release("a", "r1")
-    assert made.room("a", 0.0)
-
-
-def test_what_took_no_slot_gives_none_back():
-    made = capacity(a=1)
-    made.take("a", "r1")
-    made.release("a", "broadcast")
-    assert not made.room("a", 0.0)
-
-
 def test_a_replica_that_is_full_with_others_requests_is_asked_again_later():
     made = capacity(a=2)
     assert made.on_report("a", 2, now=5.0) == 6.0
@@ -115,31 +98,11 @@ def test_any_use_agrees_with_a_count(operations):
             assert made.room(each, 0.0) == (n < most)
 
 
-def test_a_replica_takes_the_first_of_its_line_and_the_line_for_any():
-    lines: ReplicaQueues[str] = ReplicaQueues(10)
-    lines.enter((3.0,), "third", None)
-    lines.enter((2.0,), "second", "a")
-    lines.enter((1.0,), "elsewhere", "b")
-    assert [lines.take("a") for _ in range(3)] == ["second", "third", None]
-    assert lines.take("b") == "elsewhere"
-
-
 def test_equal_membersare_first_in_first_out():
     lines: ReplicaQueues[int] = ReplicaQueues(10)
     for i in range(5):
         lines.enter((1.0,), i, "a" if i % 2 else None)
     assert [lines.take("a") for _ in range(5)] == list(range(5))
-
-
-def test_one_too_many_is_refused():
-    lines: ReplicaQueues[str] = ReplicaQueues(1)
-    place = lines.enter((1.0,), "only", None)
-    with pytest.raises(OverloadedError):
-        lines.enter((0.0,), "more", None)
-    lines.leave(place)
-    lines.leave(place)
-    assert len(lines) == 0
-    lines.enter((0.0,), "more", None)
 
 
 def test_who_waits_for_a_replica_that_goes_waits_for_any():
@@ -241,32 +204,6 @@ def test_slots_are_shared_by_weight_whoever_has_the_oldest_programs(slots, given
     assert max(had) - min(had) <= 2.0 * (slots + 2) / min(given_weights)
 
 
-def test_one_slot_goes_from_tenant_to_tenant():
-    world = SlotWorld(1, [FairShareKey("old"), FairShareKey("new")])
-    for _ in range(20):
-        world.take(1.0)
-    assert all(abs(world.order[:n].count("old") - world.order[:n].count("new")) <= 1 for n in range(20))
-
-
-def test_what_a_tenant_does_not_use_is_lent_and_not_owed():
-    shares, a, b = SlotShares(), FairShareKey("a"), FairShareKey("b")
-    for second in range(100):  # `b` is away
-        turn = shares.on_arrive(a, float(second))
-        assert shares.first([a.line], float(second)) == a.line
-        shares.on_start(a, float(second), turn)
-        shares.on_end(a, second + 1.0)
-    now, order = 100.0, []
-    turns = {share: shares.on_arrive(share, now) for share in (a, b)}
-    for _ in range(20):
-        order.append(shares.first([a.line, b.line], now).tenant)
-        share = a if order[-1] == "a" else b
-        shares.on_start(share, now, turns[share])
-        now += 1.0
-        shares.on_end(share, now)
-        turns[share] = shares.on_arrive(share, now)
-    assert abs(order[2:].count("a") - order[2:].count("b")) <= 2, "being away earned nothing"
-
-
 def test_what_is_nobodys_goes_first():
     shares, a = SlotShares(), FairShareKey("a")
     shares.on_arrive(a, 0.0)
@@ -316,23 +253,6 @@ def test_batch_waits_behind_interactive_requests_of_all_tenants_and_is_not_starv
     assert had["b"] / now == pytest.approx(0.1, abs=0.03)
 
 
-def test_what_a_tenant_has_at_other_routers_counts():
-    shares, a, b = SlotShares(), FairShareKey("a"), FairShareKey("b")
-    turns = {share: shares.on_arrive(share, 0.0) for share in (a, b)}
-    now, order = 0.0, Counter()
-    for _ in range(200):
-        share = a if shares.first([a.line, b.line], now) == a.line else b
-        shares.on_start(share, now, turns[share])
-        now += 1.0
-        shares.on_end(share, now)
-        turns[share] = shares.on_arrive(share, now)
-        order[share.tenant] += 1
-        if share is b:
-            shares.learn({"interactive/b": 3.0, "interactive/nobody": 1.0, "other/b": 1.0})
-    assert order["a"] == pytest.approx(160, abs=5)
-    assert shares.contended["interactive/b"] == pytest.approx(order["b"], abs=1)
-
-
 async def turns() -> None:
     """Let every task go on as far as it can."""
     for _ in range(10):
@@ -353,31 +273,6 @@ def queue(most: int = 100, *, fair: bool = False, **capacity: int) -> DispatchQu
     made = DispatchQueue(most, TurnCounter(), fair=fair)
     made.update(capacity)
     return made
-
-
-def test_slots_go_to_who_waits_in_order() -> None:
-    async def live() -> None:
-        made, served = queue(a=1), []
-        assert made.take("a", "first")
-
-        async def request(key: float) -> None:
-            name = f"r{key}"
-            replica = await made.wait((key,), None, name, LONG)
-            assert replica == "a"
-            served.append(key)
-            made.release(replica, name)
-
-        tasks = [asyncio.create_task(request(key)) for key in (3.0, 1.0, 2.0)]
-        await turns()
-        assert not made.take("a", "late")
-        assert len(made) == 3
-        made.release("a", "first")
-        await asyncio.gather(*tasks)
-        assert served == [1.0, 2.0, 3.0]
-        assert len(made) == 0
-        assert made._counter["a"] == 0
-
-    asyncio.run(live())
 
 
 def test_nobody_waits_where_there_is_no_replica() -> None:

@@ -133,13 +133,6 @@ def test_a_program_whose_home_has_gone_is_placed_anew() -> None:
     assert first(made, PlacementRequest(1000, (Prefix("p", 500),), home="a", held=900)) == Decision("c", Reason.LOST)
 
 
-def test_losing_a_replica_moves_nobody_elses_program() -> None:
-    made = placement("a", "b", "c")
-    made.update({"a": 100, "c": 100})
-    for home in ("a", "c"):
-        assert first(made, PlacementRequest(100, home=home, held=100)) == Decision(home, Reason.HOME)
-
-
 @pytest.mark.parametrize("at_once", [True, False])
 def test_new_programs_spread_evenly(at_once: bool) -> None:
     """Also where each is over when the next one comes."""
@@ -208,12 +201,6 @@ def test_what_a_replica_tells_of_no_more_has_been_evicted() -> None:
     assert first(made, ask) == Decision("b", Reason.PREFIX)
     made.report("b", LoadReport(running=1))
     assert first(made, ask) == Decision("a", Reason.LOAD)
-
-
-def test_where_a_turn_was_sent_its_beginning_is_expected_before_it_is_told() -> None:
-    made = placement("a", "b")
-    made.holds("b", (Prefix("p", 2500),))
-    assert first(made, PlacementRequest(3000, (Prefix("p", 2500),))) == Decision("b", Reason.PREFIX)
 
 
 def test_a_child_goes_to_its_parent_while_there_is_room() -> None:
@@ -286,13 +273,6 @@ def test_a_crowd_counts_more_than_its_turns() -> None:
         for name, turns in (("a", 6), ("b", 0), ("c", 1), ("d", 1)):
             send(made, name, turns)
         assert first(made, ask).replica_id == goes
-
-
-def test_two_turns_are_no_crowd() -> None:
-    made = placement("a", "b", "c", "d", turn_tokens=1000)
-    made.report("a", LoadReport(prefixes={"p": 2500}))
-    send(made, "a", 2)
-    assert first(made, PlacementRequest(3000, (Prefix("p", 2500),))).replica_id == "a"
 
 
 def test_no_choice_looks_at_more_replicas_than_may_suit_it() -> None:

@@ -1,7 +1,7 @@
 {{/* What head and workers have in common. */}}
 
 {{/*
-Environment of Ray's containers. `cluster/environment.py` says the same for one machine.
+Environment of Ray's containers. `cluster/serve_private.py` says the same for one machine.
 Trap: HAProxy and the token of KubeRay are settings of the process, so head and workers need them alike.
 Which HAProxy is started says the image: the script for it lies there.
 */}}

@@ -1,9 +1,9 @@
 """What each mechanism is worth: turn latencies with everything on, and with one mechanism off.
 
 ``python -m holdfast.loadgen.bench.ablation [--model DIR] [--off NAMES] [--scenarios NAMES] [--json FILE]``, or
-`holdfast bench ablation`. One service with everything on stays loaded; each variant is loaded as well, measured by
-turns with it, and dropped, so that no more than two models are in memory. A variant that cannot act here is named and
-left out. No Ray and no HTTP. What is asked of both is in `workload`.
+`holdfast bench ablation`. One service with everything on stays loaded. Each variant is loaded, measured by turns with
+it, and dropped, so at most two models are in memory. A variant that cannot act here is named and left out. There is no
+Ray and no HTTP; `workload` has the requests.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _HEAD = "off             scenario turns     all on      p99        off      p99 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A configuration with one mechanism off: fields of `EngineConfig`, and of its `speculation`, as they are then.
+    """A configuration with one mechanism off: other fields of `EngineConfig` and of its `speculation`.
 
-    `same_output`: turning it off changes no token of any request. `sampled`, `gpu`: it acts on sampled turns alone, or
-    on a GPU alone.
+    `same_output`: turning it off changes no token of any request. `sampled`, `gpu`: it acts only on sampled turns, or
+    only on a GPU.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Variant:
         return replace(config, **self.engine, speculation=drafts)
 
     def idle(self, resolved: EngineConfig) -> str:
-        """Why it cannot act on greedy turns of this engine, whose two sides would be alike; empty: it can."""
+        """The reason why it cannot act on greedy turns of this engine; empty if it can."""
         if self.sampled:
             return "it acts on sampled turns, and these are greedy"
         if self.gpu and resolved.device == "cpu":
@@ -104,7 +104,7 @@ def chosen(names: str) -> tuple[Variant, ...]:
 
 @dataclass(slots=True)
 class Samples:
-    """What one service did in one scenario: seconds of each turn, seconds of each round, the answers in order."""
+    """One service in one scenario: seconds of each turn and of each round, and the answers in order."""
 
     turns: list[float] = field(default_factory=list)
     rounds: list[float] = field(default_factory=list)
@@ -135,9 +135,9 @@ class Comparison:
 
 
 async def alternate(on: Service, off: Service, rounds: Sequence[Round], scope: str) -> tuple[Samples, Samples]:
-    """Run every round on both services, first on one, then on the other, changing who begins.
+    """Run every round on both services in turn; they take turns in beginning.
 
-    A round of one lane alternates with each turn; more lanes run a whole round at a time.
+    A round of one lane alternates with each turn; with more lanes whole rounds alternate.
     """
     samples = Samples(), Samples()
     services = on, off

@@ -1,9 +1,8 @@
 """Attention alone on a CPU, beside torch's way: ``python -m holdfast.loadgen.bench.attention_cpu [--json FILE]``.
 
-Decodes, verification windows and chunks over a store of many layers, each with keys and values of its own, so that they
-come from memory as in a forward. The ways take turns, and each time stands beside what the machine can do at best,
-measured in the same run: reading the keys and values once, and multiplying as many numbers. The kernel itself:
-`kernels/attention_c.c`.
+Decodes, verification windows and chunks over a store of many layers with their own keys and values, so they come from
+memory as in a forward. The ways take turns. Each time is compared with the machine's limits, measured in the same run:
+reading the keys and values once, and multiplying as many numbers. The kernel: `kernels/attention_c.c`.
 """
 
 import sys

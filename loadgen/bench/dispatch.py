@@ -1,13 +1,12 @@
 """What a layer costs besides its sums on a CPU: ``python -m holdfast.loadgen.bench.dispatch``.
 
-A random Llama so narrow that products take next to nothing, once with few layers and once with many: the difference,
-over the layers, is what Python, torch and the calls of our kernels take for one of them; what is left is the runner's.
-By the thread's own CPU time, on one thread, the least of many forwards, so that other work on the machine adds little.
+A random Llama is so narrow that its products take almost no time. It is timed with few and with many layers. The
+difference is what Python, torch and the calls of our kernels take for a layer; the rest is the runner's. Times are CPU
+time of one thread, the least of many forwards.
 
-``--shape llama-3.1-8b`` computes instead how well the rest can be shared: for each number of threads, what share of
-their time has work where they draw the kernels' tasks in turn. Of products with a few rows those are blocks of outputs,
-of attention the spans of `attention.cut`. What it takes that threads meet, and that they share a memory, is no part
-of it.
+``--shape llama-3.1-8b`` computes instead how well threads share the work: for each number of threads, the share of
+their time that has work if they take the kernels' tasks in turn. Tasks of products are blocks of outputs, those of
+attention the spans of `attention.cut`. Synchronisation and shared memory bandwidth are left out.
 """
 
 import heapq

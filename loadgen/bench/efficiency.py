@@ -5,11 +5,10 @@ Recorded conversations through the engine as it is served, one program or severa
     ideal = (forwards x weights + KV read) / bandwidth + operations of the new tokens / product rate
     efficiency = ideal / measured
 
-with a bandwidth and a product rate that the same run measures, before and after. The forwards are those that the engine
-did: what drafts save is no part of it. Where the rest of the time went is told beside it, and how busy the process was,
-its CPU time over that of its threads: where that is far below 1, others had the cores, and the turn says little. The
-same on a GPU: `bench.gpu`. A model that `holdfast inflate` made of Pocket says what is on record; of another only the
-time counts.
+The same run measures bandwidth and product rate, before and after. The forwards are those that the engine did, so the
+tokens that drafts save are not in it. The rest of the time is printed by its parts. `busy` is the process's CPU time
+over that of its threads: far below 1 other programs had the cores, and the turn says little. On a GPU: `bench.gpu`. A
+model that `holdfast inflate` made of Pocket repeats the recorded replies; of other models only the time counts.
 """
 
 import sys

@@ -1,9 +1,9 @@
 """Experts of one layer on a CPU, against its limits: ``python -m holdfast.loadgen.bench.experts_cpu [--json FILE]``.
 
-One token, whose experts are other ones in each call, so that they come from memory as in a forward: beside reading as
-many bytes. And 256 tokens, beside a dense feed-forward of as many operations. The ways take turns, and the shortest
-times are compared, so other processes count for less, and still less with one thread (`OMP_NUM_THREADS=1`), whose
-times are processor time. Layers have as many experts as `_WEIGHTS` bytes hold.
+One token is compared with reading as many bytes; its experts differ in each call, so they come from memory as in a
+forward. 256 tokens are compared with a dense feed-forward of as many operations. The ways take turns and the shortest
+times count. With one thread (`OMP_NUM_THREADS=1`) times are processor time. Layers have as many experts as fit into
+`_WEIGHTS` bytes.
 """
 
 import sys

@@ -1,16 +1,14 @@
 """How near a step comes to what the machine allows, and to llama.cpp's: ``python -m holdfast.loadgen.bench.forwards
 --model DIR --peer NAME=URL``.
 
-For each shape of step, in one run and by turns: the step through the runner, and a plain chain of `linear` over
-matrices of the model's sizes; and the time that the step's memory traffic takes at the bandwidth measured here: every
-weight once, the KV of the sequences (in layers with a window of its last tokens), and their recurrent states, which
-are read and written. Of the experts those that the step's tokens choose: each token others, at random.
-With `--beside DTYPE` the same steps of the model in another dtype take turns with them. The chain of int8 is in the
-dtype of what is not int8, its weights are a byte each.
-Attention, sampling and Python are in the step alone. Only models that our own decoder knows.
+Each shape of step is timed by turns with a plain chain of `linear` over matrices of the model's sizes. The step is also
+compared with the time of its memory traffic at the measured bandwidth: every weight once, the KV of the sequences (of
+layers with a window, the last tokens), and recurrent states, read and written. Of experts, those that the tokens choose
+at random. With `--beside DTYPE` the same steps in another dtype take turns. The chain of int8 is in the other
+dtype; its weights are a byte each. Only models that our own decoder knows.
 
-A peer is a running llama.cpp server of the same model: it takes its turn at every shape of one sequence. What counts
-is the time that it tells of its own forwards, without HTTP.
+A peer is a running llama.cpp server of the same model. It takes its turn at every shape of one sequence, and reports
+the time of its own forwards, without HTTP.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""The parts of a benchmark: each has a time of its own, may end its process, and is written down line by line.
+"""The parts of a GPU benchmark. Each part has a time limit, may end its process, and is written down line by line.
 
-A part that fails, or takes too long, is written down as such and leaves the others their figures. Some errors of a
-kernel end the use of a GPU for the whole process, and a kernel that does not end cannot be interrupted from within: so
-`supervised` runs the benchmark in a process of its own, and begins another one behind the part that a process did not
-survive. All that the two know of each other is in the report's file. What is measured is the parts' matter.
+A part that fails or takes too long is recorded as failed; the other parts keep their figures. Some errors of a kernel
+end the use of the GPU for the whole process, and a kernel that hangs cannot be interrupted from within. So `supervised`
+runs the benchmark in a child process, and starts another child behind a part that ended one. Both share only the
+report's file.
 """
 
 import itertools
@@ -26,27 +26,27 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 RESUME = "--resume"
-LOST = 75  # exit status: the device answers no more, a new process may go on
-_GRACE_S = 15.0  # beyond its deadline a part is broken off
-_SLACK_S = 10.0  # beyond that moment the process is killed from without
-_BRIEF_S = 5.0  # a part of one line that took no longer needs no line of its own
+LOST = 75  # exit status: the device does not respond, a new process may continue
+_GRACE_S = 15.0  # after its deadline a part is interrupted
+_SLACK_S = 10.0  # after that the supervisor kills the process
+_BRIEF_S = 5.0  # the duration of a shorter part with one line is not printed
 _POLL_S = 0.2
 _TIDY_S = 5.0  # to end by itself
 
 
 class OverTimeError(BaseException):
-    """A part went on beyond its time. No Exception, so that no engine takes it for the failure of a step."""
+    """A part exceeded its time. Not an Exception, so that no engine handles it as the failure of a step."""
 
 
 class Deadline:
-    """Until when a part may begin something else."""
+    """The time until which a part may begin more work."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.perf_counter() + seconds
 
     @property
     def left(self) -> float:
-        """Seconds; none are left from 0 on."""
+        """Seconds; negative once it is over."""
         return self._end - time.perf_counter()
 
     @property
@@ -60,10 +60,10 @@ Part: TypeAlias = Callable[[Deadline], Lines]
 
 
 class Report:
-    """What was found so far. `seconds`: after which no other part begins.
+    """The figures so far. No part begins after `seconds`.
 
-    With `resume` it goes on with what the file says: parts that are in it were done, or ended their process; and time
-    counts from when the first process was begun.
+    With `resume` it continues the file: the parts in it are done, or ended their process. The time then counts from the
+    start of the first process.
     """
 
     def __init__(self, file: Path | None, seconds: float, resume: bool = False) -> None:
@@ -75,9 +75,9 @@ class Report:
         self._deadline = Deadline(seconds - (time.time() - self.found["began"]))
 
     def run(self, name: str, part: Part, budget: float = 60.0) -> None:
-        """Run a part for about `budget` seconds; what it raises is written down. The supervisor of the parts.
+        """Run a part for about `budget` seconds and record what it raises.
 
-        The process ends with `LOST` where the device is of no use any more.
+        The process ends with `LOST` if the device does not respond after a failure.
         """
         if name in self._before:
             return
@@ -107,12 +107,12 @@ class Report:
         self.write()
         if name in self.found["failed"] and not device_answers():
             print("the device does not answer any more", flush=True)
-            os._exit(LOST)  # what holds tensors cannot be taken down in order any more
+            os._exit(LOST)  # tensors cannot be freed any more
 
     def run_anew(self, name: str, part: Part, budget: float) -> None:
-        """`run` a part that makes what others need, in every process: "again" where one before this did.
+        """`run` a part that other parts depend on, once in every process; later runs are named "again".
 
-        Where it failed there it is not begun again.
+        A part that failed in an earlier process does not run again.
         """
         names = itertools.chain((name, f"{name}, again"), (f"{name}, again {times}" for times in itertools.count(2)))
         own = next(each for each in names if each in self.found["failed"] or each not in self._before)
@@ -120,18 +120,18 @@ class Report:
             self.run(own, part, budget)
 
     def wants(self, names: Iterable[str]) -> bool:
-        """Whether one of these parts was not begun by a process before this one."""
+        """Whether one of these parts did not begin in an earlier process."""
         return not self._before.issuperset(names)
 
     def write(self) -> None:
-        """Write the file, with the shares of ceilings and the ratios to others in one place each."""
+        """Write the file; all shares of ceilings and all ratios to peers are collected in one place each."""
         self.found["shares"] = self._all("share", "efficiency")
         self.found["ratios"] = self._all("theirs_over_ours")
         if self._file is not None:
             put(self._file, self.found)
 
     def _all(self, *keys: str) -> dict[str, float]:
-        """These figures of every line of every part that has one of them."""
+        """One of these figures of every line that has it."""
         parts: dict[str, dict[str, Figures]] = self.found["parts"]
         return {
             part if part == line else f"{part}: {line}": figures[key]
@@ -143,14 +143,14 @@ class Report:
 
 
 def put(file: Path, found: dict[str, Any]) -> None:
-    """Write what was found; who reads the file meanwhile sees the old or the new one."""
+    """Replace the file atomically."""
     new = file.with_name(file.name + ".new")
     new.write_text(json.dumps(found, indent=1) + "\n")
     new.replace(file)
 
 
 def device_answers() -> bool:
-    """Whether the GPU, if there is one, still does what it is told: after some errors a process has to end."""
+    """Whether the GPU, if there is one, still works; after some errors it does not, for this process."""
     import torch  # the supervising process does without
 
     if not torch.cuda.is_available():
@@ -169,13 +169,13 @@ def _shown(found: Figures) -> str:
 
 @contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """Raise OverTimeError here after so long. Only the main thread can be told; in another one nothing happens."""
+    """Raise OverTimeError here after `seconds`; only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def ring(number: int, frame: FrameType | None) -> None:
-        raise OverTimeError(f"broken off after {seconds:.0f} s")
+        raise OverTimeError(f"interrupted after {seconds:.0f} s")
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -186,18 +186,18 @@ def _alarm(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-# ---- from without: nothing here touches the GPU
+# ---- the supervisor; nothing here touches the GPU
 
 
 def supervised(command: Sequence[str], file: Path | None) -> int:
-    """Run `command` with `--json FILE --resume` until it has gone through all parts; its exit status.
+    """Run `command` with `--json FILE --resume` until all parts are done; the exit status.
 
-    1 where a part failed with its process. What the process leaves in the folder for temporary files is removed.
+    It is 1 if a part ended its process. Temporary files of the process are removed.
     """
     signal.signal(signal.SIGTERM, _exit)
     with tempfile.TemporaryDirectory(prefix="bench.") as made:
         kept = file or Path(made) / "found.json"
-        put(kept, {"began": time.time()})  # importing what a process needs takes of the time, too
+        put(kept, {"began": time.time()})  # the time of imports counts
         failed, done = False, 0
         while True:
             status = _watched([*command, "--json", str(kept), RESUME], kept)
@@ -210,7 +210,7 @@ def supervised(command: Sequence[str], file: Path | None) -> int:
 
 
 def _watched(command: Sequence[str], file: Path) -> int:
-    """Run until the process ends, or a part of it goes on far beyond its time."""
+    """Run until the process ends, and kill it if a part far exceeds its time."""
     with tempfile.TemporaryDirectory(prefix="bench.") as made:
         process = subprocess.Popen(["env", f"TMPDIR={made}", *command])
         try:
@@ -220,7 +220,7 @@ def _watched(command: Sequence[str], file: Path) -> int:
                 except subprocess.TimeoutExpired:
                     running = _found(file).get("running")
                     if running is not None and time.time() > running["until"] + _SLACK_S:
-                        print(f"{running['part']}: does not end, its process is killed", flush=True)
+                        print(f"{running['part']}: does not end, the process is killed", flush=True)
                         process.kill()
         finally:
             _end(process)
@@ -236,7 +236,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _ended(file: Path, status: int) -> dict[str, Any]:
-    """What was found; the part with which the process ended is noted as failed."""
+    """The report; the part that ended the process is recorded as failed."""
     found = _found(file)
     running = found.pop("running", None)
     if running is not None:
@@ -251,7 +251,7 @@ def _found(file: Path) -> dict[str, Any]:
 
 
 def module_command(module: str, options: Sequence[str]) -> list[str]:
-    """`python -m module` with these options, by the interpreter that runs now."""
+    """`python -m module` with these options, by this interpreter."""
     return [sys.executable, "-m", module, *options]
 
 

@@ -1,10 +1,10 @@
 """What a question to a session costs, by how much the session has been told:
 ``python -m holdfast.loadgen.bench.sessions [--json FILE]``.
 
-A model of random weights on the CPU, in two sessions that are asked by turns. Reading the KV of a long context
-takes time with any engine, in proportion to it; it is measured in the attention and told apart. What is left has a bar:
-planning, aliasing the context's pages, the model's products, sampling. The context's cells are not computed here, for
-what they hold does not change what reading them takes. Times are processor time of one thread.
+Two sessions over a model of random weights on the CPU get questions by turns. Reading the KV of a long context takes
+time with any engine; it is measured in the attention and printed apart. The rest has a bar: planning, aliasing the
+context's pages, the model's products, sampling. The context's cells are not computed: their values do not change the
+time of reading them. Times are processor time of one thread.
 """
 
 from __future__ import annotations

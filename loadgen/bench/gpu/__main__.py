@@ -1,11 +1,9 @@
 """``python -m holdfast.loadgen.bench.gpu [--json FILE] [--seconds N]``: the engine's figures on a GPU, in one call.
 
-Pocket's replies against transformers', then single steps of a Llama 3.1 8B with random weights, then whole workflows on
-Pocket inflated to that shape, by our engine and by transformers; on nothing but torch, triton, transformers and numpy.
-Each part is measured by itself: one that fails, or for which there is no time left, is written down as such and leaves
-the others their figures.
-On a machine without a GPU, with TRITON_INTERPRET=1 set, the same runs over models of a few numbers, to see that it
-runs; its figures say nothing.
+It compares Pocket's replies with transformers', then times single steps of a Llama 3.1 8B with random weights, then
+whole workflows on Pocket inflated to that shape, by our engine and by transformers. It needs torch, triton,
+transformers and numpy. A part that fails, or has no time left, is recorded; the others keep their figures.
+Without a GPU and with TRITON_INTERPRET=1 the same code runs over tiny models. Its figures then say nothing.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Whether a sequence's numbers depend, by a bit, on what else is in its steps, and what it costs that they do not.
+"""Whether the other sequences of a step change a sequence's numbers, and what `batch_invariant` costs.
 
-One sequence decodes beside others: alone, in batches of 8 and of 64, beside windows of drafts, beside prompts, beside
-sequences with the same beginning; with its prompt in one piece and in several, its tokens one by one and as drafts. Log
-probabilities of the drawn token and of the most likely ones are compared, which go through the whole of a step.
+One sequence decodes alone, in batches of 8 and of 64, beside windows of drafts, beside prompts, and beside sequences
+with the same beginning. Its prompt comes in one piece and in several, its tokens one by one and as drafts. The log
+probabilities of the drawn token and of the most likely ones are compared.
 """
 
 from collections.abc import Sequence

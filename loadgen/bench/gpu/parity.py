@@ -1,12 +1,12 @@
 """Greedy replies of the whole engine, on the device, against those of transformers' `generate`, token for token.
 
-Pocket answers prompts of its held-out generator, in float32 and in bfloat16: first to transformers, one prompt at a
-time, then to engines over one runner whose mechanisms are switched on one at a time, and in the end all at once. Each
-switch has counters (`Setting.counters`) that show whether it did anything: a mechanism that stood still proves nothing.
+Pocket answers recorded prompts in float32 and in bfloat16: first through transformers, one prompt at a time, then
+through engines over one runner. Each setting switches one mechanism on, the last one all of them. Counters
+(`Setting.counters`) show that the mechanism acted; otherwise the setting proves nothing.
 
-In float32 a reply that differs is a fault, unless transformers itself could not tell the two tokens apart (`NEAR`), and
-so is a log probability that is off by more than what the order of additions changes (`ROUNDED`). In bfloat16 the same
-is told and nothing is judged: 16 bits round differently in every order. Ends of turns are ignored on both sides.
+In float32 a reply may differ only at a tie of two tokens (`NEAR`), and log probabilities only by what the order of
+additions changes (`ROUNDED`). In bfloat16 the same figures are printed and not judged, since 16 bits round differently
+in every order. Ends of turns are ignored on both sides.
 """
 
 import itertools
@@ -61,7 +61,7 @@ _SOME = 4  # the first of every so many prompts is asked where they are asked on
 
 
 class ParityError(Exception):
-    """An engine did not answer what transformers answers, or a mechanism that was to be seen at work stood still."""
+    """An engine's replies differ from transformers', or the mechanism of a setting did not act."""
 
 
 @dataclass(frozen=True, slots=True)

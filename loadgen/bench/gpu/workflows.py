@@ -1,4 +1,4 @@
-"""Recorded conversations through the whole engine, as it is served, and by transformers: turn for turn.
+"""Recorded conversations, turn by turn, through the whole engine as it is served, and through transformers.
 
 A turn's ideal time over its measured time is the figure:
 
@@ -7,9 +7,8 @@ A turn's ideal time over its measured time is the figure:
 A device may read and multiply at once: `ideal_overlapped` has the longer of both for the forwards with new tokens. No
 engine that does these forwards goes below it.
 
-Turns run in waves: all programs begin a turn together, and the wave is over with the last of them. A turn draws as many
-tokens as the reply on record has, so that every engine does the same work. `Turn.spent` lays all of the measured time
-to something: its parts add up to it.
+Turns run in waves: all programs begin a turn together, and the wave ends with the last of them. A turn draws as many
+tokens as the recorded reply has, so every engine does the same work. The parts of `Turn.spent` add up to the time.
 """
 
 import itertools
@@ -54,8 +53,8 @@ class Turn:
     def spent(self) -> dict[str, float]:
         """Seconds, which add up to the measured time.
 
-        Where the host's own times could be hidden behind the device they are told as far as there is time to explain:
-        `prepare_s` within what forwards took beyond their ideal, `plan_s` and `commit_s` within what no step took.
+        The host's times may overlap with the device. So `prepare_s` is bounded by what forwards took beyond their
+        ideal, and `plan_s` and `commit_s` by the time when no step ran.
         """
         total = self.total
         beyond = total.forward_s - self.ideal_s

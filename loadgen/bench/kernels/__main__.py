@@ -1,8 +1,8 @@
 """``python -m holdfast.loadgen.bench.kernels [--json FILE]``: the GPU kernels, verified and timed.
 
-Errors are relative to float64, of whole tensors. Each case and each timing is a part by itself: what one of them fails
-with leaves the others their figures, and the file is written line by line. On a machine without a GPU the same cases
-run small, in Triton's interpreter, and nothing is timed: it says so and claims no speed.
+Errors are relative to float64, of whole tensors. Each case and each timing is a part of its own: if one fails, the
+others keep their figures. The file is written line by line. Without a GPU small cases run in Triton's interpreter, and
+nothing is timed.
 """
 
 import argparse

@@ -27,7 +27,7 @@ IDLE_S = 4.0
 on a connection that is being closed."""
 
 
-_SHOWN = 300  # characters of what a server says that does not answer
+_SHOWN = 300  # characters of an error answer
 Heard = Callable[[Gathered], None]
 _NONE: Mapping[str, str] = MappingProxyType({})
 
@@ -37,7 +37,7 @@ def _nothing(answer: Gathered) -> None:
 
 
 class Failure(StrEnum):
-    """How a request came to nothing."""
+    """Why a request failed."""
 
     CONNECT = "connect"  # no connection
     HTTP = "http"  # a status other than 200
@@ -58,8 +58,8 @@ class Exchange:
     answer: Gathered
     failure: Failure | None = None
     detail: str = ""
-    cache: str = ""  # what the server says of its response cache
-    replica: str = ""  # which one it says has answered
+    cache: str = ""  # the server's word about its response cache
+    replica: str = ""  # the replica that answered, by the server
 
     @property
     def said(self) -> Said | None:
@@ -80,7 +80,7 @@ class ChatClient:
             timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
             headers=headers,
             skip_auto_headers=("user-agent", "accept-encoding"),
-            trace_configs=[_telling_reuse()],
+            trace_configs=[_marking_reuse()],
         )
 
     async def __aenter__(self) -> ChatClient:
@@ -101,7 +101,7 @@ class ChatClient:
     async def call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] = _NONE
     ) -> tuple[int, Any]:
-        """The status of a request and the JSON of its answer, or the beginning of its words where that is none.
+        """The status of a request and the JSON of its answer, or the beginning of its text if it is no JSON.
 
         Raises UnavailableError.
         """
@@ -170,7 +170,7 @@ class ChatClient:
             watch.replica = response.headers.get("x-holdfast-replica", "")
             watch.answer.timing = from_header(response.headers.get("server-timing", ""))
             if response.status != 200:
-                return Failure.HTTP, await _told(response)
+                return Failure.HTTP, await _error(response)
             lines = EventLines()
             async for piece in response.content.iter_any():
                 watch.piece(lines, piece)
@@ -179,8 +179,8 @@ class ChatClient:
         return None, ""
 
 
-async def _told(response: aiohttp.ClientResponse) -> str:
-    """What a server says that does not answer: its status and the beginning of its words."""
+async def _error(response: aiohttp.ClientResponse) -> str:
+    """The status and the beginning of an error answer."""
     body = await response.content.read(_SHOWN)
     return f"{response.status} {body.decode(errors='replace')}"
 
@@ -195,8 +195,8 @@ def encode(body: Mapping[str, Any]) -> bytes:
     return orjson.dumps(body)
 
 
-def _telling_reuse() -> aiohttp.TraceConfig:
-    """Tells a request's `_Watch` when it goes out on a connection that was there."""
+def _marking_reuse() -> aiohttp.TraceConfig:
+    """Marks a request's `_Watch` when the request uses an existing connection."""
 
     async def reused(session: aiohttp.ClientSession, context: Any, about: Any) -> None:
         if isinstance(context.trace_request_ctx, _Watch):
@@ -208,7 +208,7 @@ def _telling_reuse() -> aiohttp.TraceConfig:
 
 
 class _Watch:
-    """What has come of one request so far, and when."""
+    """The progress of one request, with times."""
 
     __slots__ = ("answer", "answered", "cache", "first_byte", "first_token", "heard", "replica", "reused", "started")
 

@@ -1,4 +1,4 @@
-"""A lean HTTP client for one server: what it costs the client itself stays out of the measurement as far as it can.
+"""A lean HTTP client for one server, which adds little time of its own to a measurement.
 
 The standard library's, because a full-featured one adds half a millisecond to every request.
 """
@@ -42,7 +42,7 @@ class Client:
         return json.loads(self._send("POST", path, body, headers).read())
 
     def events(self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> int:
-        """How many server-sent events the answer to `body` has, read to its end. Raises OSError."""
+        """The number of server-sent events in the answer to `body`. Raises OSError."""
         return self._send("POST", path, body, headers).read().count(b"data: ")
 
     def _send(

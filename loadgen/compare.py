@@ -1,4 +1,4 @@
-"""`holdfast bench compare`: servers side by side in one run: what is sent, in order, what came of it, and the files."""
+"""`holdfast bench compare`: servers side by side in one run. Plans the requests, sends them, and writes the files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from holdfast.loadgen.workloads.script import Load, Sizes
 from holdfast.replicas.errors import ConfigError, UnavailableError
 
 WARM_UP = "warm-up"
-FORMAT = 1  # of the file; raised when a reader would have to change
+FORMAT = 1  # of the file; raised when readers have to change
 INTERRUPTED = 130
 
 
@@ -47,18 +47,18 @@ def plan(options: Options) -> list[Part]:
         for load, sizes in _loads(workload, options):
             for name, drawing in drawings((workload,)):
                 for repetition in range(options.repetitions):
-                    drawn = drawing(Draw(options.seed, name, repetition, load.told if load else ""), sizes)
+                    drawn = drawing(Draw(options.seed, name, repetition, load.name if load else ""), sizes)
                     parts.append(Part(name, repetition, drawn, manner, load, about=describe(drawn)))
     return parts
 
 
 def measured_of(parts: Sequence[Part]) -> dict[str, list[int]]:
     """Measured requests to each server in each repetition, by the workload's name in the rows."""
-    found: dict[str, list[int]] = {}
+    measured: dict[str, list[int]] = {}
     for part in sorted(parts, key=lambda part: part.repetition):
         for name, count in part.measured.items():
-            found.setdefault(name, []).append(count)
-    return found
+            measured.setdefault(name, []).append(count)
+    return measured
 
 
 def about_of(parts: Sequence[Part]) -> dict[str, str]:
@@ -84,12 +84,12 @@ def _loads(workload: str, options: Options) -> Iterator[tuple[Load | None, Sizes
 
 @dataclass(slots=True)
 class _About:
-    """What only the run itself could tell."""
+    """Facts that only the run itself yields."""
 
     servers: list[dict[str, str]] = field(default_factory=list)
     busy_s: float = 0.0  # processor time of this process while it sent
     wall_s: float = 0.0
-    requests: int = 0  # the warm-up's, too
+    requests: int = 0  # with the warm-up
     lag: LoopLag = field(default_factory=LoopLag)
 
     @property
@@ -106,8 +106,8 @@ class _About:
 def main(options: Options, more: Sequence[Part] = ()) -> int:
     """Compare, print, write; the exit status, 1 where a server answered nothing.
 
-    Ctrl-C ends the measuring, not the report; of a run that an error ends, what was measured until then is told before
-    the error is raised again. ``more`` is sent after the workloads. A trace is written of the workloads only.
+    Ctrl-C ends the measuring, not the report. A run that an error ends is reported as far as it came, then the error is
+    raised again. ``more`` is sent after the workloads.
     """
     for name, path in (("json", options.json_file), ("html", options.html_file), ("record", options.record)):
         if path is not None:
@@ -134,7 +134,7 @@ def main(options: Options, more: Sequence[Part] = ()) -> int:
 
 
 def _tell(options: Options, planned: Sequence[Part], runner: Runner, content: dict[str, Any]) -> None:
-    """Write and print what was measured: the rows before anything that could fail."""
+    """Write and print the results: the rows before anything that could fail."""
     _write(options.json_file, content)
     summaries = summarize(runner.rows, options.seed, content["planned"])
     content["summaries"] = [asdict(summary) for summary in summaries]
@@ -147,10 +147,10 @@ def _tell(options: Options, planned: Sequence[Part], runner: Runner, content: di
 
 
 def notes(options: Options, summaries: Sequence[Summary], overhead: dict[str, float], complete: bool) -> list[str]:
-    """What a reader must know about the figures."""
+    """Remarks that a reader of the figures needs."""
     mode = "forced: the script's answers" if options.forced else "closed loop: each server's own answers"
     how = options.trace or f"max_tokens {options.max_tokens}, temperature 0; histories are {mode}"
-    told = [
+    lines = [
         f"seed {options.seed}, {options.repetitions} repetitions, {how}",
         "1st token: median ms to the first piece of text or of a call, 1st p99: their 99th percentile; scripted: "
         "answers with the calls asked for; "
@@ -163,18 +163,18 @@ def notes(options: Options, summaries: Sequence[Summary], overhead: dict[str, fl
     for summary in summaries:
         place = f"{summary.workload} on {summary.server}"
         if summary.failures:
-            told.append(f"FAILED: {place}: {', '.join(f'{n} {kind}' for kind, n in summary.failures.items())}")
+            lines.append(f"FAILED: {place}: {', '.join(f'{n} {kind}' for kind, n in summary.failures.items())}")
         if summary.late:
-            told.append(f"{place}: the schedule was kept to {summary.late.value * 1e3:.1f} ms (p99)")
+            lines.append(f"{place}: the schedule was kept to {summary.late.value * 1e3:.1f} ms (p99)")
         if summary.workload == "repeats":
             continue
         if summary.cache_hits:
-            told.append(f"BEWARE: {place}: {summary.cache_hits} answers came from a response cache")
+            lines.append(f"BEWARE: {place}: {summary.cache_hits} answers came from a response cache")
         if (summary.cold_cached_share or 0) > 0.5:
-            told.append(f"BEWARE: {place}: first prompts were cached; restart the server or use another --seed")
+            lines.append(f"BEWARE: {place}: first prompts were cached; restart the server or use another --seed")
     if not complete:
-        told.append("INTERRUPTED: only what was measured until then")
-    return told
+        lines.append("INTERRUPTED: only what was measured until then")
+    return lines
 
 
 async def _measure(options: Options, planned: Sequence[Part], runner: Runner, about: _About) -> None:
@@ -217,7 +217,7 @@ async def _model(client: ChatClient, name: str) -> str:
 
 
 async def _version(client: ChatClient) -> dict[str, str]:
-    """The server's version where it tells one."""
+    """The server's version, if it has one."""
     try:
         return {"version": str((await client.get("/version"))["version"])}
     except (UnavailableError, LookupError, TypeError):
@@ -239,13 +239,13 @@ def _write(path: Path | None, content: dict[str, Any]) -> None:
 def _content(
     options: Options, about: _About, planned: Sequence[Part], runner: Runner, ablation: list[Any], complete: bool
 ) -> dict[str, Any]:
-    """The file, but for the figures."""
+    """The content of the file, without the figures."""
     return {
         "format": FORMAT,
         "complete": complete,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
-        "options": options.told,
+        "options": options.as_json,
         "machine": {"platform": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()},
         "servers": about.servers,
         "workloads": about_of(planned),

@@ -25,7 +25,7 @@ _AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure and its interval, or its range; both ends are None where one observation tells nothing of the spread."""
+    """A figure and its interval, or its range; both ends are None for a single observation."""
 
     value: float
     low: float | None = None
@@ -33,7 +33,7 @@ class Estimate:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The interval; where there is none, one of no length at the figure itself."""
+        """The interval; where there is none, twice the figure itself."""
         return (self.value if self.low is None else self.low, self.value if self.high is None else self.high)
 
 

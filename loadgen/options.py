@@ -1,4 +1,4 @@
-"""What a comparison is asked for, checked before anything is sent; and how it is read from a command line."""
+"""The options of a comparison, checked before anything is sent, and how a command line gives them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from holdfast.loadgen.workloads.script import Sizes
 from holdfast.replicas.errors import ConfigError
 
 NOVEL = ("agents", "bugfix", "webapp", "burst", "concurrency")
-"""Where nothing is asked twice: what a comparison runs unless told otherwise."""
+"""Workloads without repeated requests: the default of a comparison."""
 PAUSE_S = 1.5
-"""Before a server begins where another one has ended: vLLM looks for more work in a busy loop for a second."""
+"""Seconds before a server begins after another one: vLLM looks for more work in a busy loop for a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a comparison is asked for. Raises ConfigError."""
+    """The options of a comparison. Raises ConfigError."""
 
     servers: tuple[tuple[str, str], ...]  # name and address
     workloads: tuple[str, ...] = NOVEL
@@ -39,9 +39,9 @@ class Options:
     json_file: Path | None = None
     record: Path | None = None  # the trace of the run goes there
     tenant_keys: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # name and API key
-    trace: str = ""  # what is replayed in place of workloads, and how
+    trace: str = ""  # describes the replay in place of workloads
     html_file: Path | None = None
-    ablation: Path | None = None  # what `bench ablation` wrote: goes into the files
+    ablation: Path | None = None  # output of `bench ablation`, for the files
     rates: tuple[float, ...] = ()  # each of them in turn, for workloads that arrive by a schedule
     concurrencies: tuple[int, ...] = ()  # each of them in turn, for workloads that send so many at once
 
@@ -84,8 +84,8 @@ class Options:
         _check_distinct(name, [f"{value:g}" for value in values])
 
     @property
-    def told(self) -> dict[str, Any]:
-        """For a file: JSON values, and no keys."""
+    def as_json(self) -> dict[str, Any]:
+        """JSON values for the file, without keys."""
         paths = {name: getattr(self, name) for name in ("json_file", "html_file", "record", "ablation")}
         return asdict(self) | {
             "api_key": bool(self.api_key),
@@ -97,7 +97,7 @@ class Options:
 
 
 def _check_distinct(name: str, values: Sequence[str]) -> None:
-    """Rows are told apart by these values."""
+    """Raise ConfigError for a repeated value: rows are distinguished by them."""
     twice = [value for value, count in Counter(values).items() if count > 1]
     if twice:
         raise ConfigError(f"{name} has {twice[0]} twice", name)
@@ -105,8 +105,8 @@ def _check_distinct(name: str, values: Sequence[str]) -> None:
 
 def parse_server(text: str) -> tuple[str, str]:
     """Name and address from ``NAME=URL``; the address with or without ``/v1``. Raises ConfigError."""
-    name, found, url = text.partition("=")
-    if not found or not name or not url.startswith(("http://", "https://")):
+    name, equals, url = text.partition("=")
+    if not equals or not name or not url.startswith(("http://", "https://")):
         raise ConfigError(f"{text!r} is not NAME=URL, as in holdfast=http://127.0.0.1:8000", "server")
     return name, url.rstrip("/").removesuffix("/v1")
 

@@ -86,7 +86,7 @@ class Part:
 def reported(workload: str, tenant: str = "", load: Load | None = None) -> str:
     """The name under which a program's figures are reported."""
     kind = tenant.partition("-")[0]
-    return " ".join(part for part in (workload, kind, load.told if load else "") if part)
+    return " ".join(part for part in (workload, kind, load.name if load else "") if part)
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """``python -m holdfast.loadgen.stub FIRST_S TOKEN_S TOKENS``: a server that computes nothing, with known delays.
 
-What the load generator is held against. It prints its port, and serves until its standard input ends. Its own
-processor time is small beside the generator's, so that the two can share a machine of two cores.
+The load generator is measured against it. It prints its port, and serves until its standard input ends. Its own
+processor time is small beside the generator's, so the two can share a machine of two cores.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Delays:
 
 
 class Connection(asyncio.Protocol):
-    """One client's requests, each answered when its time has come. Bodies are not looked at."""
+    """One client's requests, each answered after its delays, whatever its body."""
 
     def __init__(self, delays: Delays) -> None:
         self._delays = delays

@@ -20,16 +20,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far a server said what the first one did."""
+    """How far a server answered as the first one did."""
 
-    asked: int  # requests that both answered
-    same_prompt: int  # of those: asked the very same
-    same_answer: int  # of the same prompts: answered the same
+    asked: int  # requests that both servers answered
+    same_prompt: int  # of those, with the same prompt
+    same_answer: int  # of those, with the same answer
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One server under one workload; None where there is nothing to tell."""
+    """One server under one workload; None: unknown."""
 
     workload: str
     server: str
@@ -48,7 +48,7 @@ class Summary:
     fitting_share: float | None  # of those: all calls fit their schemas
     scripted_share: float  # requests answered with the script's calls
     cache_hits: int  # answered from a response cache
-    late: Estimate | None  # p99 of how much later than due the generator sent, seconds; None without a schedule
+    late: Estimate | None  # p99 of the generator's lateness, seconds; None without a schedule
     ratios: dict[str, Estimate | None]  # over the first server
     agreement: Agreement | None  # with the first server; None for itself
     programs: int = 0
@@ -56,13 +56,13 @@ class Summary:
     job: dict[str, Estimate | None] = field(default_factory=dict)  # completion time of a program: mean, p50, p90, p99
     last_first_token: dict[str, Estimate | None] = field(default_factory=dict)  # of its last answer, since it began
     tool: Estimate | None = None  # mean seconds of tools in a program
-    bubble: Estimate | None = None  # mean seconds in which its requests waited to be scheduled; None: not told
+    bubble: Estimate | None = None  # mean seconds in which its requests waited to be scheduled
     programs_per_s: Estimate | None = None  # mean over repetitions
     tool_share: Estimate | None = None  # median, of the time to a program's last first token
     cached_by_turn: tuple[float | None, ...] = ()  # of prompt tokens, of programs' first turns, second, and so on
 
 
-DEPTHS = 4  # turns that are told apart; the last stands for all after it
+DEPTHS = 4  # turns with figures of their own; the last stands for all after it
 _STATISTICS = {"mean": mean, "p50": median, "p90": percentile(90), "p99": percentile(99)}
 
 
@@ -78,8 +78,8 @@ def summarize(rows: Sequence[Row], seed: int, planned: Mapping[str, Sequence[int
         servers = list(dict.fromkeys(row.server for row in mine))
         by_server = {server: [row for row in mine if row.server == server] for server in servers}
         first = by_server[servers[0]]
-        told = (planned or {}).get(workload)
-        requests = _most(mine) if told is None else dict(enumerate(told))
+        counts = (planned or {}).get(workload)
+        requests = _most(mine) if counts is None else dict(enumerate(counts))
         summaries += [_summary(by_server[server], first, requests, seed) for server in servers]
     return summaries
 
@@ -121,8 +121,8 @@ def _summary(rows: Sequence[Row], first: Sequence[Row], requests: Mapping[int, i
         requests=len(rows),
         failures=dict(Counter(row.failure for row in rows if not row.ok)),
         latency=_spread([row.latency for row in good], seed),
-        ttft=_spread(_told(good, lambda row: row.ttft), seed),
-        per_token=estimate(_told(good, lambda row: row.per_token), median, seed),
+        ttft=_spread(_known(good, lambda row: row.ttft), seed),
+        per_token=estimate(_known(good, lambda row: row.per_token), median, seed),
         wall=estimate(list(wall.values()), mean, seed),
         tokens_per_s=estimate(list(speed.values()), mean, seed),
         output_tokens=sum(row.output_tokens for row in good),
@@ -139,17 +139,17 @@ def _summary(rows: Sequence[Row], first: Sequence[Row], requests: Mapping[int, i
         programs=len(programs),
         turns=estimate([float(program.turns) for program in programs], mean, seed),
         job=_spread([program.seconds for program in programs], seed),
-        last_first_token=_spread(_told(programs, lambda program: program.last_first_token), seed),
+        last_first_token=_spread(_known(programs, lambda program: program.last_first_token), seed),
         tool=estimate([program.tool for program in programs], mean, seed),
-        bubble=estimate(_told(programs, lambda program: program.bubble), mean, seed),
+        bubble=estimate(_known(programs, lambda program: program.bubble), mean, seed),
         programs_per_s=estimate([done[repetition] / s for repetition, s in wall.items() if s > 0], mean, seed),
         tool_share=estimate([p.tool / p.last_first_token for p in programs if p.last_first_token], median, seed),
         cached_by_turn=tuple(_cached([row for row in good if min(row.turn, DEPTHS - 1) == n]) for n in range(DEPTHS)),
     )
 
 
-def _told(these: Sequence[T], value: Callable[[T], float | None]) -> list[float]:
-    return [found for each in these if (found := value(each)) is not None]
+def _known(these: Sequence[T], value: Callable[[T], float | None]) -> list[float]:
+    return [known for each in these if (known := value(each)) is not None]
 
 
 def _spread(values: Sequence[float], seed: int) -> dict[str, Estimate | None]:
@@ -157,7 +157,7 @@ def _spread(values: Sequence[float], seed: int) -> dict[str, Estimate | None]:
 
 
 def _speeds(rows: Sequence[Row], requests: Mapping[int, int]) -> dict[int, float]:
-    """Output tokens per second of each whole repetition; of none where the server counts no tokens."""
+    """Output tokens per second of each whole repetition, if the server counts tokens."""
     tokens: Counter[int] = Counter()
     for row in rows:
         tokens[row.repetition] += row.output_tokens
@@ -166,9 +166,9 @@ def _speeds(rows: Sequence[Row], requests: Mapping[int, int]) -> dict[int, float
 
 
 def _cached(rows: Sequence[Row]) -> float | None:
-    told = [(row.cached_tokens, row.prompt_tokens) for row in rows if row.cached_tokens is not None]
-    prompt = sum(length for _, length in told)
-    return sum(cached for cached, _ in told) / prompt if prompt else None
+    known = [(row.cached_tokens, row.prompt_tokens) for row in rows if row.cached_tokens is not None]
+    prompt = sum(length for _, length in known)
+    return sum(cached for cached, _ in known) / prompt if prompt else None
 
 
 def _coldest(rows: Sequence[Row]) -> list[Row]:
@@ -180,7 +180,7 @@ def _coldest(rows: Sequence[Row]) -> list[Row]:
 def _ratios(
     rows: Sequence[Row], first: Sequence[Row], requests: Mapping[int, int], seed: int
 ) -> dict[str, Estimate | None]:
-    """How many times as much this server takes as the first one (of tokens per second: delivers)."""
+    """This server's figures over the first server's."""
     theirs = {row.key: row for row in first if row.ok}
     pairs = [(row, theirs[row.key]) for row in rows if row.ok and row.key in theirs]
     ratios = {f"latency {name}": _ratio(pairs, lambda row: row.latency, name, seed) for name in _STATISTICS}
@@ -202,9 +202,9 @@ def _ratios(
 def _ratio(
     pairs: Sequence[tuple[T, T]], value: Callable[[T], float | None], statistic: str, seed: int
 ) -> Estimate | None:
-    """Of the pairs in which both tell a value, the second of each below."""
-    told = [(mine, base) for a, b in pairs if (mine := value(a)) is not None and (base := value(b)) is not None]
-    return ratio([mine for mine, _ in told], [base for _, base in told], _STATISTICS[statistic], seed)
+    """Over the pairs in which both values are known, the second of each as the denominator."""
+    known = [(mine, base) for a, b in pairs if (mine := value(a)) is not None and (base := value(b)) is not None]
+    return ratio([mine for mine, _ in known], [base for _, base in known], _STATISTICS[statistic], seed)
 
 
 def _agreement(good: Sequence[Row], first: Sequence[Row]) -> Agreement:

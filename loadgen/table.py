@@ -16,39 +16,6 @@ from holdfast.loadgen.summary import Summary
 from holdfast.replicas.errors import ConfigError
 
 WIDTH = 170  # where the output is no terminal
-HEADS = (
-    "requests",
-    "ms p50",
-    "ms p90",
-    "ms p99",
-    "1st token",
-    "1st p99",
-    "ms/token",
-    "wall s",
-    "tokens/s",
-    "cached",
-    "calls",
-    "valid",
-    "scripted",
-    "same answer",
-)
-
-
-PROGRAM_HEADS = (
-    "programs",
-    "turns",
-    "job s mean",
-    "job s p50",
-    "job s p90",
-    "job s p99",
-    "FTR s p50",
-    "p90",
-    "tools / FTR",
-    "tools s",
-    "bubble s",
-    "programs/s",
-    "cached, turn 1, 2, 3, later",
-)
 
 
 def print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
@@ -89,12 +56,31 @@ def print_report(summaries: Sequence[Summary], drawn: Mapping[str, str], notes: 
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """The columns of a table: of a server's figures, and of their ratios to the first server's."""
+class Column:
+    """One figure of a server; `ratio` is the name of its ratio to the first server's in `Summary.ratios`."""
 
-    heads: tuple[str, ...]
-    figures: Callable[[Summary], list[str]]
-    ratios: Callable[[Summary], list[str]]
+    head: str
+    figure: Callable[[Summary], str]
+    ratio: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The columns of a table."""
+
+    columns: tuple[Column, ...]
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        return tuple(column.head for column in self.columns)
+
+    def figures(self, summary: Summary) -> list[str]:
+        """A server's cells: the figure, and below it its interval or a remark."""
+        return [column.figure(summary) for column in self.columns]
+
+    def ratios(self, summary: Summary) -> list[str]:
+        """A server's cells over the first server's."""
+        return [cell(summary.ratios[column.ratio], unit="x") if column.ratio else "" for column in self.columns]
 
 
 def layouts(summaries: Sequence[Summary]) -> list[Layout]:
@@ -103,9 +89,9 @@ def layouts(summaries: Sequence[Summary]) -> list[Layout]:
 
 
 def table(title: str, layout: Layout, summaries: Sequence[Summary]) -> Table:
-    """One workload: each server, and under each but the first its ratios to the first; below a figure its interval."""
+    """One workload: each server, and under each but the first its ratios to the first."""
     first = summaries[0]
-    # What servers are called is text, in which rich would look for markup.
+    # Names of servers are text, in which rich would look for markup.
     shown = Table(title=Text(title, "table.title"), title_justify="left", caption_justify="left", box=SIMPLE)
     shown.add_column("server", no_wrap=True)
     for head in layout.heads:
@@ -122,64 +108,26 @@ def _requests(summary: Summary) -> str:
     return f"{summary.requests}" + (f"\n{failed} failed" if failed else "")
 
 
-def figures(summary: Summary) -> list[str]:
-    """A server's cells under `HEADS`: the figure, and below it its interval or a remark."""
+def _agreement(summary: Summary) -> str:
     agreement = summary.agreement
-    return [
-        _requests(summary),
-        *(cell(summary.latency[name], 1e3) for name in ("p50", "p90", "p99")),
-        *(cell(summary.ttft[name], 1e3) for name in ("p50", "p99")),
-        cell(summary.per_token, 1e3),
-        cell(summary.wall),
-        cell(summary.tokens_per_s),
-        share(summary.cached_share),
-        share(summary.call_share),
-        share(summary.fitting_share),
-        share(summary.scripted_share),
-        "" if agreement is None else f"{agreement.same_answer} of {agreement.same_prompt}\n({agreement.asked} asked)",
-    ]
-
-
-def ratios(summary: Summary) -> list[str]:
-    """A server's cells under `HEADS` over the first server's."""
-    names = [f"latency {name}" for name in ("p50", "p90", "p99")]
-    names += ["ttft p50", "ttft p99", "per token p50", "wall", "tokens per s"]
-    return _padded(["", *(cell(summary.ratios[name], unit="x") for name in names)], len(HEADS))
-
-
-def program_figures(summary: Summary) -> list[str]:
-    """A server's cells under `PROGRAM_HEADS`."""
-    turns = "-" if summary.turns is None else brief(summary.turns.value)
-    times = [summary.job[name] for name in ("mean", "p50", "p90", "p99")]
-    first = (summary.last_first_token["p50"], summary.last_first_token["p90"], summary.tool_share)
-    rest = (*first, summary.tool, summary.bubble, summary.programs_per_s)
-    found = " ".join(share(each) for each in summary.cached_by_turn)
-    return [f"{summary.programs}", turns, *(cell(estimate) for estimate in (*times, *rest)), found]
-
-
-def program_ratios(summary: Summary) -> list[str]:
-    """A server's cells under `PROGRAM_HEADS` over the first server's."""
-    names = ("job mean", "job p50", "job p90", "job p99", "last first token p50")
-    return _padded(["", "", *(cell(summary.ratios[name], unit="x") for name in names)], len(PROGRAM_HEADS))
+    if agreement is None:
+        return ""
+    return f"{agreement.same_answer} of {agreement.same_prompt}\n({agreement.asked} asked)"
 
 
 def has_programs(summaries: Sequence[Summary]) -> bool:
-    """Whether there is more to tell of programs than of requests: some have several turns."""
+    """Whether some programs have several turns."""
     return any(summary.turns is not None and summary.turns.value > 1 for summary in summaries)
-
-
-def _padded(cells: list[str], length: int) -> list[str]:
-    return cells + [""] * (length - len(cells))
 
 
 def cell(estimate: Estimate | None, scale: float = 1, unit: str = "") -> str:
     """A figure, and below it its interval."""
     if estimate is None:
         return "-"
-    told = brief(estimate.value * scale) + unit
+    figure = brief(estimate.value * scale) + unit
     if estimate.low is None or estimate.high is None:
-        return told
-    return f"{told}\n{brief(estimate.low * scale)}–{brief(estimate.high * scale)}"
+        return figure
+    return f"{figure}\n{brief(estimate.low * scale)}–{brief(estimate.high * scale)}"
 
 
 def brief(value: float) -> str:
@@ -192,5 +140,34 @@ def share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
-REQUESTS = Layout(HEADS, figures, ratios)
-PROGRAMS = Layout(PROGRAM_HEADS, program_figures, program_ratios)
+REQUESTS = Layout((
+    Column("requests", _requests),
+    Column("ms p50", lambda s: cell(s.latency["p50"], 1e3), "latency p50"),
+    Column("ms p90", lambda s: cell(s.latency["p90"], 1e3), "latency p90"),
+    Column("ms p99", lambda s: cell(s.latency["p99"], 1e3), "latency p99"),
+    Column("1st token", lambda s: cell(s.ttft["p50"], 1e3), "ttft p50"),
+    Column("1st p99", lambda s: cell(s.ttft["p99"], 1e3), "ttft p99"),
+    Column("ms/token", lambda s: cell(s.per_token, 1e3), "per token p50"),
+    Column("wall s", lambda s: cell(s.wall), "wall"),
+    Column("tokens/s", lambda s: cell(s.tokens_per_s), "tokens per s"),
+    Column("cached", lambda s: share(s.cached_share)),
+    Column("calls", lambda s: share(s.call_share)),
+    Column("valid", lambda s: share(s.fitting_share)),
+    Column("scripted", lambda s: share(s.scripted_share)),
+    Column("same answer", _agreement),
+))  # fmt: skip
+PROGRAMS = Layout((
+    Column("programs", lambda s: f"{s.programs}"),
+    Column("turns", lambda s: "-" if s.turns is None else brief(s.turns.value)),
+    Column("job s mean", lambda s: cell(s.job["mean"]), "job mean"),
+    Column("job s p50", lambda s: cell(s.job["p50"]), "job p50"),
+    Column("job s p90", lambda s: cell(s.job["p90"]), "job p90"),
+    Column("job s p99", lambda s: cell(s.job["p99"]), "job p99"),
+    Column("FTR s p50", lambda s: cell(s.last_first_token["p50"]), "last first token p50"),
+    Column("p90", lambda s: cell(s.last_first_token["p90"])),
+    Column("tools / FTR", lambda s: cell(s.tool_share)),
+    Column("tools s", lambda s: cell(s.tool)),
+    Column("bubble s", lambda s: cell(s.bubble)),
+    Column("programs/s", lambda s: cell(s.programs_per_s)),
+    Column("cached, turn 1, 2, 3, later", lambda s: " ".join(map(share, s.cached_by_turn))),
+))  # fmt: skip

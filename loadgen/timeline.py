@@ -1,7 +1,7 @@
 """When each program queued, prefilled, decoded and ran its tools: rows to spans, and to a trace for Perfetto. Pure.
 
-The stages are as long as the server tells, and end with the answer; what is left before them is spent outside the
-engine (HTTP, tokenising, a router's queue). Of a server that tells nothing only the wait for the first token and the
+The server reports the lengths of the stages, which end with the answer; the time before them is spent outside the
+engine (HTTP, tokenising, a router's queue). Of a server without such reports only the time to the first token and the
 rest are known, as the client saw them.
 """
 
@@ -17,12 +17,12 @@ from holdfast.loadgen.rows import Row, by_program, tool_gap
 
 
 class Phase(StrEnum):
-    """What a program is doing."""
+    """A phase of a program."""
 
     OUTSIDE = "outside the engine"
     QUEUE = "queue"
     PREFILL = "prefill"
-    WAIT = "until first token"  # queue and prefill of a server that does not tell them apart
+    WAIT = "until first token"  # queue and prefill together, of a server that does not separate them
     DECODE = "decode"
     TOOL = "tool"
     FAILED = "failed"
@@ -52,7 +52,7 @@ class Track:
 
 def tracks(rows: Iterable[Row]) -> list[Track]:
     """A track for each program on each server, in the order in which the rows name them."""
-    found = []
+    tracks_ = []
     for (server, (workload, repetition, program)), turns in by_program(rows).items():
         spans: list[Span] = []
         for number, row in enumerate(turns):
@@ -60,8 +60,8 @@ def tracks(rows: Iterable[Row]) -> list[Track]:
             gap = tool_gap(row, turns[number + 1]) if number + 1 < len(turns) else 0.0
             if gap > 0:
                 spans.append(Span(Phase.TOOL, row.ended, row.ended + gap, row))
-        found.append(Track(server, workload, repetition, program, tuple(turns), tuple(spans)))
-    return found
+        tracks_.append(Track(server, workload, repetition, program, tuple(turns), tuple(spans)))
+    return tracks_
 
 
 def wave_shifts(rows: Iterable[Row]) -> dict[int, float]:
@@ -114,7 +114,7 @@ def _turn(row: Row) -> list[Span]:
         ]
     spans, begin = [], row.began
     for phase, end in ends:
-        # Two clocks measured this: no stage may begin before the request.
+        # Two clocks measured this, so a stage might begin before the request.
         end = max(begin, end)
         if end > begin:
             spans.append(Span(phase, begin, end, row))
@@ -128,7 +128,7 @@ def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
 
 def _slice(name: str, begin: float, end: float, process: int, thread: int, row: Row) -> dict[str, Any]:
     start, stop = round(begin * 1e6), round(end * 1e6)
-    told = {
+    about = {
         "workload": row.workload,
         "repetition": row.repetition,
         "turn": row.turn,
@@ -137,4 +137,4 @@ def _slice(name: str, begin: float, end: float, process: int, thread: int, row: 
         "output_tokens": row.output_tokens,
         "failure": row.failure,
     }
-    return {"ph": "X", "name": name, "ts": start, "dur": stop - start, "pid": process, "tid": thread, "args": told}
+    return {"ph": "X", "name": name, "ts": start, "dur": stop - start, "pid": process, "tid": thread, "args": about}

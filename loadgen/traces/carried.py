@@ -1,4 +1,4 @@
-"""What the standard formats have no field for, in one object beside theirs that other readers pass over.
+"""Data without a field in the standard formats, in one object beside their fields that other readers ignore.
 
 `holdfast` holds it: of a program its tenant and closing messages, of a turn its output, limit and whether its prompt
 is whole.
@@ -16,20 +16,20 @@ KEY = "holdfast"
 
 def of_program(program: Program) -> Json:
     """Tenant and closing messages, where there are any."""
-    told: Json = {"tenant": program.tenant} if program.tenant else {}
-    return told | ({"closing": list(program.closing)} if program.closing else {})
+    data: Json = {"tenant": program.tenant} if program.tenant else {}
+    return data | ({"closing": list(program.closing)} if program.closing else {})
 
 
 def of_turn(turn: Turn, output_length: int | None) -> Json:
-    """All of a turn that the format's own ``output_length`` leaves unsaid; empty if that says it all."""
+    """The data of a turn beyond the format's own ``output_length``."""
     output = {field.name: getattr(turn.output, field.name) for field in fields(Output)}
     output = {name: value for name, value in output.items() if value is not None}
-    told: Json = {"whole": True} if turn.whole else {}
+    data: Json = {"whole": True} if turn.whole else {}
     if turn.max_tokens is not None:
-        told["max_tokens"] = turn.max_tokens
-    if told or output != ({} if output_length is None else {"tokens": output_length}):
-        told["output"] = output
-    return told
+        data["max_tokens"] = turn.max_tokens
+    if data or output != ({} if output_length is None else {"tokens": output_length}):
+        data["output"] = output
+    return data
 
 
 def program_in(entry: Entry | None) -> tuple[str, tuple[Json, ...]]:
@@ -66,9 +66,9 @@ def extra_in(entry: Entry) -> tuple[Json, tuple[Json, ...]]:
     if "messages" in extra.data:
         raise extra.error("messages", "would replace the conversation")
     tools = extra.objects("tools") or ()
-    return {name: extra.given(name) for name in extra.data if name != "tools"}, tools
+    return {name: extra.raw(name) for name in extra.data if name != "tools"}, tools
 
 
 def output_length(turn: Turn) -> int | None:
-    """What aiperf is told: the recorded length, or else the limit; None where a request for it would be refused."""
+    """aiperf's `output_length`: the recorded length, or else the limit; None for 0, which aiperf refuses."""
     return (turn.output.tokens if turn.output.tokens is not None else turn.max_tokens) or None

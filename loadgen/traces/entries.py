@@ -1,6 +1,6 @@
-"""JSON objects read field by field: every getter checks a type, every error says file, place and field.
+"""JSON objects read field by field: every getter checks a type, every error names file, place and field.
 
-A field that is null counts as absent. An entry remembers what was asked for; what was not can be counted.
+A field that is null counts as absent. An entry remembers which fields were read, so that the others can be counted.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def distinct(programs: Iterable[Program]) -> Iterator[Program]:
 class Entry:
     """One JSON object. ``place`` names file and record, ``prefix`` the object inside the record."""
 
-    __slots__ = ("_asked", "_inner", "data", "place", "prefix")
+    __slots__ = ("_inner", "_read", "data", "place", "prefix")
 
     def __init__(self, data: object, place: str, prefix: str = "") -> None:
         self.place, self.prefix = place, prefix
-        self._asked: set[str] = set()
+        self._read: set[str] = set()
         self._inner: list[Entry] = []
         if not isinstance(data, dict):
             raise self.error("", "must be an object")
@@ -66,26 +66,26 @@ class Entry:
         field = _path(self.prefix, name)
         return ConfigError(f"{self.place}, field '{field}': {why}" if field else f"{self.place}: {why}", field or None)
 
-    def given(self, name: str) -> Any:
+    def raw(self, name: str) -> Any:
         """The field as it stands."""
-        self._asked.add(name)
+        self._read.add(name)
         return self.data.get(name)
 
     def text(self, name: str) -> str | None:
-        value = self.given(name)
+        value = self.raw(name)
         if value is not None and not isinstance(value, str):
             raise self.error(name, "must be a string")
         return value
 
     def flag(self, name: str) -> bool:
-        value = self.given(name)
+        value = self.raw(name)
         if value is not None and not isinstance(value, bool):
             raise self.error(name, "must be true or false")
         return bool(value)
 
     def number(self, name: str) -> float | None:
         """A finite number that is not negative."""
-        value = self.given(name)
+        value = self.raw(name)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
@@ -94,14 +94,14 @@ class Entry:
 
     def count(self, name: str) -> int | None:
         """A whole number that is not negative."""
-        value = self.given(name)
+        value = self.raw(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise self.error(name, "must be a whole number, 0 or more")
         return value
 
     def counts(self, name: str) -> tuple[int, ...] | None:
         """A list of whole numbers."""
-        value = self.given(name)
+        value = self.raw(name)
         if value is None:
             return None
         if not isinstance(value, list) or any(isinstance(item, bool) or not isinstance(item, int) for item in value):
@@ -110,7 +110,7 @@ class Entry:
 
     def inner(self, name: str) -> Entry | None:
         """The object in field ``name``, to be read field by field."""
-        value = self.given(name)
+        value = self.raw(name)
         if value is None:
             return None
         self._inner.append(Entry(value, self.place, _path(self.prefix, name)))
@@ -124,7 +124,7 @@ class Entry:
 
     def object(self, name: str) -> Json | None:
         """The object in field ``name`` as it stands."""
-        value = self.given(name)
+        value = self.raw(name)
         if value is not None and not isinstance(value, dict):
             raise self.error(name, "must be an object")
         return value
@@ -142,13 +142,13 @@ class Entry:
         return None if found is None else tuple(message.data for message in found)
 
     def unread(self) -> Counter[str]:
-        """The fields that nobody asked for and that are not null, of the entries inside this one as well."""
+        """Counts of the fields that were not read and are not null, here and in the entries inside."""
         kept = [part for part in self.prefix.split(".") if part and not part.isdigit()]
-        left = (name for name, value in self.data.items() if name not in self._asked and value is not None)
+        left = (name for name, value in self.data.items() if name not in self._read and value is not None)
         return sum((entry.unread() for entry in self._inner), Counter(".".join([*kept, name]) for name in left))
 
     def _items(self, name: str) -> list[Entry] | None:
-        value = self.given(name)
+        value = self.raw(name)
         if value is None:
             return None
         if not isinstance(value, list):
@@ -184,8 +184,8 @@ def answer_in(entry: Entry, name: str) -> Json | None:
 
 
 def _check_message(message: Entry) -> None:
-    """Raises ConfigError without what a replay reads: role, content, a result's call, each call's id and function."""
-    role, content = required(message, "role"), message.given("content")
+    """Raises ConfigError without the fields that a replay needs: role, content, and the ids and functions of calls."""
+    role, content = required(message, "role"), message.raw("content")
     if not isinstance(content, str | list | None) or (role != "assistant" and "content" not in message.data):
         raise message.error("content", "must be there: a string, or a list of parts")
     if role == "tool":

@@ -1,4 +1,4 @@
-"""Turns of known length: texts for prompts of which a trace has only lengths, and lengths for answers it has in full.
+"""Texts for prompts of which a trace has only lengths.
 
 A block's text depends on its id alone, so prompts share what they shared in the recording.
 """

@@ -25,7 +25,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def clean(entry: Entry) -> Json:
-    """The message with only OpenAI's fields; what else it has counts as unread. Raises ConfigError."""
+    """The message with only OpenAI's fields; its other fields count as unread. Raises ConfigError."""
     role = entry.text("role")
     if role not in ROLES:
         raise entry.error("role", f"must be one of {', '.join(ROLES)}")
@@ -59,7 +59,7 @@ def turns_of(messages: Sequence[Json], tools: tuple[Json, ...], ask_last: bool =
 
 
 def _content(entry: Entry) -> str | list[Json] | None:
-    content: Any = entry.given("content")
+    content: Any = entry.raw("content")
     if content is None or isinstance(content, str):
         return content
     parts = entry.inners("content") or []
@@ -71,7 +71,7 @@ def _content(entry: Entry) -> str | list[Json] | None:
 
 def _call(entry: Entry) -> Json:
     function = function_of(entry)
-    arguments = function.given("arguments")
+    arguments = function.raw("arguments")
     if isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False)
     if not isinstance(arguments, str):
@@ -175,7 +175,7 @@ def read_mini_swe(path: Path) -> Reading:
 
 def _trajectory(entry: Entry, name: str, left_out: Counter[str]) -> Program:
     for about in _NOTES:
-        entry.given(about)
+        entry.raw(about)
     found = entry.inners("messages")
     if not found:
         raise entry.error("messages", "must be a list that is not empty")
@@ -188,7 +188,7 @@ def _trajectory(entry: Entry, name: str, left_out: Counter[str]) -> Program:
         raise entry.error("messages", "the assistant says nothing")
     unread = entry.unread()
     for end in (message for message in found if message not in said):
-        # The agent's own mark at the end is no message that a model was sent.
+        # The agent's own mark at the end was not sent to the model.
         unread = unread - end.unread() + Counter({"messages.exit": 1})
     left_out += unread + Counter({BROKEN: sum(_broken(note) for note in notes)})
     return Program(name, _timed(turns, messages, notes), closing=closing)
@@ -222,7 +222,7 @@ def _between(start_s: float | None, end_s: float | None) -> float | None:
 
 
 def _usage(turn: Turn, extra: Json) -> Output:
-    """What the provider's own response says; all of it is optional there."""
+    """Usage from the provider's own response, where all fields are optional."""
     response = _object(extra.get("response"))
     usage, choices = _object(response.get("usage")), response.get("choices")
     choice = _object(choices[0]) if isinstance(choices, list) and choices else {}

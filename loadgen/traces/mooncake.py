@@ -22,7 +22,7 @@ from holdfast.replicas.errors import ConfigError
 
 NAME = "mooncake_trace"
 TRANSPORT = frozenset({"model", "stream", "stream_options"})
-"""Fields of a payload that say how and by whom it is answered, and not what is asked."""
+"""Fields of a payload about transport, not about the question."""
 
 _INPUTS = ("messages", "text_input", "payload", "input_length")
 _MODES = {"live": True, "delta": True, "recorded": False, "history": False}
@@ -30,7 +30,7 @@ _MODES = {"live": True, "delta": True, "recorded": False, "history": False}
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A turn as its line has it: ``whole`` where nothing before it counts, None where that is to be found out."""
+    """A turn as its line has it: ``whole`` if nothing before it counts; None: unknown yet."""
 
     turn: Turn
     kind: str  # lengths and texts, live, recorded: lines of one program are of one kind
@@ -116,10 +116,10 @@ def _prompt(entry: Entry, source: Entry) -> tuple[Messages | Sized, str]:
 
 
 def _fields(payload: Entry, left_out: Counter[str]) -> Json:
-    """What a payload asks for beside messages and tools; how it is transported is left out and counted."""
+    """The payload's fields beside messages and tools; those about transport are left out and counted."""
     left_out += Counter(f"payload.{name}" for name in payload.data if name in TRANSPORT)
     names = [name for name in payload.data if name not in {"messages", "tools"}]
-    return {name: payload.given(name) for name in names if payload.given(name) is not None and name not in TRANSPORT}
+    return {name: payload.raw(name) for name in names if payload.raw(name) is not None and name not in TRANSPORT}
 
 
 def _program(name: str, found: list[_Line]) -> Program:
@@ -180,7 +180,7 @@ def _row(program: Program, index: int, turn: Turn, before: Turn | None, whole: M
 
 
 def _unfit(turn: Turn, before: Turn | None, live: bool) -> str:
-    """What this way of writing has no room for; empty for a turn that fits."""
+    """The part of a turn that this format cannot carry; "": it carries all."""
     if isinstance(turn.prompt, Sized):
         return "tools without messages" if turn.tools else "a whole prompt of which it has the length" * turn.whole
     if live and turn.whole:

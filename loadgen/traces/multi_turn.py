@@ -26,7 +26,7 @@ _SCHEDULED = ("timestamp", "delay", "output_length", "extra", carried.KEY)
 
 @dataclass(slots=True)
 class _Session:
-    """What the lines of one conversation have said so far."""
+    """The lines of one conversation so far."""
 
     turns: list[Turn] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
@@ -86,7 +86,7 @@ def _turn(entry: Entry) -> Turn:
 
 def _content(entry: Entry) -> str | list[Json]:
     """One text as a string, several as parts, as aiperf sends them."""
-    text, several = entry.text("text"), entry.given("texts")
+    text, several = entry.text("text"), entry.raw("texts")
     if bool(text) == bool(several):
         raise entry.error("text", "there must be either a text or texts")
     if text:

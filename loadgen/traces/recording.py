@@ -1,4 +1,4 @@
-"""From requests as they were sent and what came of them to a trace. Any measured run can be recorded so."""
+"""Makes a trace of the requests and answers of a measured run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every workload under the name that the command line has for it."""
+"""Every workload by its name on the command line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORKLOADS: dict[str, tuple[Drawing, ...]] = {
     "tenants": (papers.tenants,),
     "repeats": (drawing.repeats,),
 }
-"""What each name on the command line stands for."""
+"""The workloads of each name."""
 
 
 LOADED_BY = {
@@ -39,7 +39,7 @@ LOADED_BY = {
     "sutradhara": "rate",
     "tenants": "rate",
 }
-"""Which of `Sizes` is the load of a workload, where it has one."""
+"""The field of `Sizes` that is a workload's load."""
 
 
 def drawings(names: Sequence[str]) -> Iterator[tuple[str, Drawing]]:

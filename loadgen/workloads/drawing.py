@@ -35,14 +35,14 @@ class Draw:
     apart: str = ""
 
     def rng(self, about: str) -> random.Random:
-        """A generator of its own for each thing that is drawn."""
+        """A generator for one thing that is drawn."""
         return random.Random(f"{self.seed}/{self.workload}/{self.repetition}/{about}")
 
     @property
     def session(self) -> str:
         """Opens every system prompt, so that nothing cached in another repetition or workload fits."""
-        told = f"{self.seed}/{self.workload}/{self.repetition}" + (f"/{self.apart}" if self.apart else "")
-        return hashlib.sha256(told.encode()).hexdigest()[:12]
+        name = f"{self.seed}/{self.workload}/{self.repetition}" + (f"/{self.apart}" if self.apart else "")
+        return hashlib.sha256(name.encode()).hexdigest()[:12]
 
     def round(self, scripts: Iterable[Script], waves: tuple[Wave, ...], due: tuple[float, ...] = ()) -> Round:
         """Programs of these scripts."""
@@ -88,8 +88,8 @@ def webapp(draw: Draw, sizes: Sizes) -> Round:
         order += rng.sample(tools.CODING, len(tools.CODING))
     script = agent_script(draw, "webapp", "a software engineer", tools.CODING, turns, sizes.chain, order)
     gaps = turns - 1 if words else 0
-    told = [words * i // gaps for i in range(gaps + 1)] if gaps else []  # until each turn
-    script = replace(script, pauses=tuple(Pause(words=after - before) for before, after in pairwise(told)))
+    ends = [words * i // gaps for i in range(gaps + 1)] if gaps else []  # words until each turn
+    script = replace(script, pauses=tuple(Pause(words=after - before) for before, after in pairwise(ends)))
     return draw.round((script,), one_by_one((0,) * turns))
 
 

@@ -1,7 +1,7 @@
-"""Workloads after traces that papers tell of and after real coding sessions, and tenants beside a noisy one.
+"""Workloads after the papers' traces and after real coding sessions, and tenants beside a noisy one.
 
-Programs arrive by a schedule. What is known in figures is drawn to these figures; what the programs say is the other
-workloads'. Words of tools, counted as tokens, are common ones: about one token each for a large vocabulary.
+Programs arrive by a schedule. Their sizes follow the published figures; their texts are those of the other workloads.
+Words of tools are common ones: about one token each for a large vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.loadgen.workloads.tooltime import Gaps, HeavyTailed, log_normal, t
 from holdfast.loadgen.workloads.words import filler
 
 _FIFTEEN = tools.TRAVEL + tools.REVIEW + tools.DATA
-_TOOL_MEDIAN_S = 1.0  # of a sutradhara tool; its traces tell only the percentiles' quotients
+_TOOL_MEDIAN_S = 1.0  # of a sutradhara tool; the paper has only the percentiles' quotients
 KNOWN = (0.5, 0.8)  # of the next prompt, before the tools return
 FAN_OUT, ITERATIONS = (2, 21), (2, 7)  # median and 99th percentile; none is above that
 LONGEST = 3  # times the usual prompt
@@ -29,7 +29,7 @@ LONGEST = 3  # times the usual prompt
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a trace tells of its programs: 1 + Binomial(`most` - 1, `share`) turns, tools' mean seconds and variance."""
+    """Figures of a trace: 1 + Binomial(`most` - 1, `share`) turns, and mean and variance of the tools' seconds."""
 
     most: int
     share: float
@@ -64,7 +64,7 @@ SESSION = Session(Figures(1 + 38, 0.5, _GAPS_S, 0.0), 25_000, 87_000, 436, 9_000
 SUB_AGENT = Session(Figures(1 + 4, 0.5, _GAPS_S, 0.0), 0, 3_000, 436, 9_000)
 GROUP = (5, 9)  # sub-agents at once
 """Known of real sessions: 195,000 tokens in and 317 out (medians), the gaps (`tooltime.Gaps`), and that half of the
-requests come from groups of about seven. How these come about is ours: 20 turns that begin with 112,000 tokens."""
+requests come from groups of about seven. Our assumption: 20 turns that begin with 112,000 tokens."""
 
 
 def swe(draw: Draw, sizes: Sizes) -> Round:
@@ -126,15 +126,15 @@ def coding(draw: Draw, sizes: Sizes) -> Round:
         there = _text(draw, f"{name}/group", SESSION.task + at * (SESSION.result + SESSION.reply), sizes)
         for k in range(rng.randint(*GROUP)):
             agent = f"{name}-agent{k}"
-            told = f"{there}\n\n{_text(draw, agent, SUB_AGENT.task, sizes)}"
-            scripts.append(_session(draw, agent, SUB_AGENT, told, sizes))
+            text = f"{there}\n\n{_text(draw, agent, SUB_AGENT.task, sizes)}"
+            scripts.append(_session(draw, agent, SUB_AGENT, text, sizes))
             due.append(begins)
     order = sorted(range(len(due)), key=due.__getitem__)
     return _arriving(draw, [scripts[i] for i in order], [due[i] for i in order])
 
 
-def _session(draw: Draw, name: str, kind: Session, told: str, sizes: Sizes) -> Script:
-    """A coding agent whose first message begins with what it is ``told``."""
+def _session(draw: Draw, name: str, kind: Session, text: str, sizes: Sizes) -> Script:
+    """A coding agent whose first message begins with ``text``."""
     rng, gaps, mean = draw.rng(f"{name}/gaps"), Gaps(), kind.result * sizes.scale
     turns = kind.figures.turns(rng)
     script = agent_script(draw, name, "a coding agent", (tools.COMMAND,), turns, 1)
@@ -142,7 +142,7 @@ def _session(draw: Draw, name: str, kind: Session, told: str, sizes: Sizes) -> S
     return replace(
         script,
         system=f"{script.system} {_text(draw, 'preamble', SESSION.shared, sizes)}",
-        steps=(replace(first, user=f"{told}\n\n{first.user}"), *others),
+        steps=(replace(first, user=f"{text}\n\n{first.user}"), *others),
         pauses=tuple(
             Pause(gaps.draw(rng), round(rng.lognormvariate(math.log(mean) - 0.5, 1.0))) for _ in range(turns - 1)
         ),
@@ -165,8 +165,9 @@ def _one_by_one(
     figures: Figures,
     seconds: Callable[[random.Random], float],
 ) -> Round:
-    """Programs of 1 + Binomial turns, times ``turns_times``; what tools tell of a program in all stays the same. They
-    take ``tool_times`` as long as ``seconds`` draws.
+    """Programs of 1 + Binomial turns, times ``turns_times``, with the same words of tools in all.
+
+    Tools take ``tool_times`` as long as ``seconds`` draws.
     """
     scripts = []
     for i in range(sizes.jobs):
@@ -214,7 +215,7 @@ def _fanning(draw: Draw, name: str, prompt: int, times: dict[str, HeavyTailed]) 
 
 
 def _system(draw: Draw, plain: str, kind: str, words: int) -> str:
-    """A system prompt of so many words: what all begin with, and how to read what a tool of this kind has told."""
+    """A system prompt of so many words: the shared head, and instructions for results of this kind of tool."""
     head = words // 4
     said = f"{filler(f'{draw.session}/system', head)} {filler(f'{draw.session}/system/{kind}', words - head)}"
     return plain.replace("You are an assistant.", f"You are an assistant. {said}")
@@ -223,7 +224,7 @@ def _system(draw: Draw, plain: str, kind: str, words: int) -> str:
 def _query(
     rng: random.Random, session: str, chosen: Sequence[Sequence[Tool]], fans: tuple[int, ...], words: int
 ) -> Step:
-    """The first message: what the user brings along, and all that is wanted."""
+    """The first message: the user's own text, and all requests."""
     called = [tool for together in chosen for tool in together]
     asked = tools.step(called, rng) if called else Step("Is that all right?", (), "Yes, it is.")
     brought = filler(f"{session}/query", words) if words else ""
@@ -237,6 +238,6 @@ def long_tailed(rng: random.Random, median: int, most: int) -> int:
 
 
 def _arriving(draw: Draw, scripts: Sequence[Script], due: Sequence[float], turns: int | None = None) -> Round:
-    """Every program from its moment on; a turn after each pause and the first one, unless said."""
+    """Every program from its moment on, with one turn more than pauses, or `turns`."""
     lanes = tuple((place,) * (turns or len(script.pauses) + 1) for place, script in enumerate(scripts))
     return draw.round(scripts, (lanes,), tuple(due))

@@ -28,12 +28,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One message of the user: what is said, the calls it asks for, the text that ends it."""
+    """One message of the user, the calls that it asks for, and the model's text after them."""
 
     user: str
     calls: tuple[Call, ...]
     text: str
-    together: tuple[int, ...] = ()  # how many of the calls each answer holds; empty: one
+    together: tuple[int, ...] = ()  # number of calls in each answer; empty: one
 
     @property
     def answers(self) -> list[tuple[Call, ...]]:
@@ -44,7 +44,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """What lies between a turn and the next, whatever the answer: the time of its tools, and how much they tell.
+    """The pause between two turns, whatever the answer: the time of the tools, and words of their results.
 
     ``words`` come on top of what the results say themselves; after a text they open the user's next message.
     """
@@ -100,7 +100,7 @@ class Script:
     ) -> list[Json]:
         words, results = self._pause(at).words, []
         for number, call in enumerate(calls):
-            # What the words leave over when they are shared out goes to the last result.
+            # The last result gets the remainder of the words.
             share = words * (number + 1) // len(calls) - words * number // len(calls)
             more = filler(f"{session}-{self.name}/{call.tool}/{call.arguments}", share) if share else ""
             content = result(call.tool, call.arguments) + (f"\n{more}" if more else "")
@@ -133,24 +133,22 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large the workloads are. Raises ConfigError for sizes below 1 (words: 0), and for a rate, a scale or times of
-    tools that are not above 0.
-    """
+    """Sizes of the workloads. Raises ConfigError for sizes below 1 (words: 0), and for factors that are not above 0."""
 
     webapp_turns: int = 35
-    webapp_words: int = 0  # that its tools tell beside their results, in all
+    webapp_words: int = 0  # that its tools add to their results, in all
     programs: int = 8  # at once, in `concurrency`
     burst: int = 8  # requests at once, in `burst`
     bursts: int = 5  # one after another
     chain: int = 3  # calls that one message of the user asks for at most
     jobs: int = 20  # programs that arrive by a schedule; in `tenants`, of each quiet tenant
     rate: float = 0.2  # of those, a second
-    turns_times: int = 1  # how often the turns of `swe`, `mixed` and `bfcl` are multiplied
-    tool_times: float = 1.0  # the same of the seconds that their tools take
+    turns_times: int = 1  # multiplies the turns of `swe`, `mixed` and `bfcl`
+    tool_times: float = 1.0  # multiplies the seconds of their tools
     prompt_tokens: int = 1000  # words that tools add to a program of these; a prompt of `sutradhara`
     scale: float = 0.01  # of the lengths of `coding`: prompts of 195,000 tokens become 1,950
     quiet: int = 3  # tenants beside the noisy one
-    noise: int = 8  # how many times the programs of a quiet one that one sends, at as many times the rate
+    noise: int = 8  # multiplies programs and rate of the noisy tenant
 
     def __post_init__(self) -> None:
         above = "rate", "scale", "tool_times"
@@ -171,7 +169,7 @@ class Load:
     unit: str  # "a second" or "at once"
 
     @property
-    def told(self) -> str:
+    def name(self) -> str:
         return f"{self.value:g} {self.unit}"
 
 

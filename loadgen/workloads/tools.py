@@ -56,167 +56,69 @@ class Tool:
 
 
 TRAVEL = (
-    Tool(
-        "get_weather",
-        "Get the current weather for a city.",
-        "city:city",
-        ("check the weather in {city}", "tell me the weather for {city}"),
-        "temperature:days condition:weather humidity:count",
-    ),
-    Tool(
-        "search_flights",
-        "Search flights between two cities.",
-        "origin:city destination:city",
-        ("find flights from {origin} to {destination}", "search flights from {origin} to {destination}"),
-        "flight:id price:count departure:clock",
-    ),
-    Tool(
-        "book_hotel",
-        "Book a hotel room.",
-        "city:city check_in:date",
-        ("book a hotel in {city} on {check_in}", "book me a hotel in {city} from {check_in}"),
-        "hotel:noun booking_id:id price:count",
-    ),
-    Tool(
-        "search_restaurants",
-        "Search restaurants in a city.",
-        "city:city",
-        ("find restaurants in {city}", "search for restaurants in {city}"),
-        "restaurant:noun rating:share table:clock",
-    ),
-    Tool(
-        "create_itinerary",
-        "Create a travel itinerary.",
-        "city:city days:days",
-        ("plan {days} days in {city}", "create an itinerary for {days} days in {city}"),
-        "itinerary_id:id days:days status:status",
-    ),
-)
+    Tool("get_weather", "Get the current weather for a city.", "city:city",
+         ("check the weather in {city}", "tell me the weather for {city}"),
+         "temperature:days condition:weather humidity:count"),
+    Tool("search_flights", "Search flights between two cities.", "origin:city destination:city",
+         ("find flights from {origin} to {destination}", "search flights from {origin} to {destination}"),
+         "flight:id price:count departure:clock"),
+    Tool("book_hotel", "Book a hotel room.", "city:city check_in:date",
+         ("book a hotel in {city} on {check_in}", "book me a hotel in {city} from {check_in}"),
+         "hotel:noun booking_id:id price:count"),
+    Tool("search_restaurants", "Search restaurants in a city.", "city:city",
+         ("find restaurants in {city}", "search for restaurants in {city}"),
+         "restaurant:noun rating:share table:clock"),
+    Tool("create_itinerary", "Create a travel itinerary.", "city:city days:days",
+         ("plan {days} days in {city}", "create an itinerary for {days} days in {city}"),
+         "itinerary_id:id days:days status:status"),
+)  # fmt: skip
 
 REVIEW = (
-    Tool(
-        "analyze_code",
-        "Analyze the code of a file.",
-        "path:path",
-        ("analyze {path}", "analyze the code in {path}"),
-        "issues:small complexity:share line:line",
-    ),
-    Tool(
-        "run_tests",
-        "Run the test suite.",
-        "path:folder",
-        ("run the tests in {path}", "run tests for {path}"),
-        "passed:count failed:small seconds:share",
-    ),
-    Tool(
-        "check_coverage",
-        "Check the test coverage of a file.",
-        "path:path",
-        ("check the coverage of {path}", "check coverage of {path}"),
-        "coverage:share missed:count",
-    ),
-    Tool(
-        "lint_code",
-        "Lint a file.",
-        "path:path",
-        ("lint {path}", "run the linter on {path}"),
-        "warnings:small errors:small first:line",
-    ),
-    Tool(
-        "review_pr",
-        "Review a pull request.",
-        "pr_number:number",
-        ("review PR {pr_number}", "review pull request {pr_number}"),
-        "comments:small verdict:verdict file:path",
-    ),
-)
+    Tool("analyze_code", "Analyze the code of a file.", "path:path",
+         ("analyze {path}", "analyze the code in {path}"), "issues:small complexity:share line:line"),
+    Tool("run_tests", "Run the test suite.", "path:folder", ("run the tests in {path}", "run tests for {path}"),
+         "passed:count failed:small seconds:share"),
+    Tool("check_coverage", "Check the test coverage of a file.", "path:path",
+         ("check the coverage of {path}", "check coverage of {path}"), "coverage:share missed:count"),
+    Tool("lint_code", "Lint a file.", "path:path", ("lint {path}", "run the linter on {path}"),
+         "warnings:small errors:small first:line"),
+    Tool("review_pr", "Review a pull request.", "pr_number:number",
+         ("review PR {pr_number}", "review pull request {pr_number}"), "comments:small verdict:verdict file:path"),
+)  # fmt: skip
 
 DATA = (
-    Tool(
-        "query_db",
-        "Run a query against the database.",
-        "query:sql",
-        ("run the query {query}", "query the database: {query}"),
-        "rows:count total:number",
-    ),
-    Tool(
-        "create_chart",
-        "Create a chart from a dataset.",
-        "dataset:noun chart_type:chart",
-        ("create a {chart_type} chart of {dataset}", "plot {dataset} as a {chart_type} chart"),
-        "chart_id:id points:count",
-    ),
-    Tool(
-        "export_data",
-        "Export a dataset to a file.",
-        "dataset:noun format:format",
-        ("export {dataset} as {format}", "save {dataset} as {format}"),
-        "path:path rows:count",
-    ),
-    Tool(
-        "run_pipeline",
-        "Run a data pipeline.",
-        "pipeline:symbol",
-        ("run the {pipeline} pipeline", "start the pipeline {pipeline}"),
-        "run_id:id status:status started:clock",
-    ),
-    Tool(
-        "compute_stats",
-        "Compute statistics of a column.",
-        "dataset:noun column:column",
-        ("compute the stats of {column} in {dataset}", "summarize {column} from {dataset}"),
-        "mean:share median:share max:number",
-    ),
-)
+    Tool("query_db", "Run a query against the database.", "query:sql",
+         ("run the query {query}", "query the database: {query}"), "rows:count total:number"),
+    Tool("create_chart", "Create a chart from a dataset.", "dataset:noun chart_type:chart",
+         ("create a {chart_type} chart of {dataset}", "plot {dataset} as a {chart_type} chart"),
+         "chart_id:id points:count"),
+    Tool("export_data", "Export a dataset to a file.", "dataset:noun format:format",
+         ("export {dataset} as {format}", "save {dataset} as {format}"), "path:path rows:count"),
+    Tool("run_pipeline", "Run a data pipeline.", "pipeline:symbol",
+         ("run the {pipeline} pipeline", "start the pipeline {pipeline}"), "run_id:id status:status started:clock"),
+    Tool("compute_stats", "Compute statistics of a column.", "dataset:noun column:column",
+         ("compute the stats of {column} in {dataset}", "summarize {column} from {dataset}"),
+         "mean:share median:share max:number"),
+)  # fmt: skip
 
 CODING = (
-    Tool(
-        "read_file",
-        "Read the contents of a file.",
-        "path:path",
-        ("read {path}", "show me {path}"),
-        "content:line lines:count",
-    ),
-    Tool(
-        "search_code",
-        "Search the code base for a text pattern.",
-        "query:symbol",
-        ("search the code for {query}", "find {query} in the code"),
-        "file:path line:count text:line",
-    ),
-    Tool(
-        "write_file",
-        "Write content to a file.",
-        "path:path content:sentence",
-        ('write "{content}" to {path}', 'create {path} with the content "{content}"'),
-        "status:status bytes:count",
-    ),
-    Tool(
-        "run_command",
-        "Run a command.",
-        "command:command",
-        ("run `{command}`", "execute `{command}`"),
-        "exit_code:small output:line",
-    ),
-    Tool(
-        "get_diagnostics",
-        "Get compiler and linter messages for a file.",
-        "path:path",
-        ("get the diagnostics for {path}", "get diagnostics for {path}"),
-        "errors:small message:line",
-    ),
-)
+    Tool("read_file", "Read the contents of a file.", "path:path", ("read {path}", "show me {path}"),
+         "content:line lines:count"),
+    Tool("search_code", "Search the code base for a text pattern.", "query:symbol",
+         ("search the code for {query}", "find {query} in the code"), "file:path line:count text:line"),
+    Tool("write_file", "Write content to a file.", "path:path content:sentence",
+         ('write "{content}" to {path}', 'create {path} with the content "{content}"'), "status:status bytes:count"),
+    Tool("run_command", "Run a command.", "command:command", ("run `{command}`", "execute `{command}`"),
+         "exit_code:small output:line"),
+    Tool("get_diagnostics", "Get compiler and linter messages for a file.", "path:path",
+         ("get the diagnostics for {path}", "get diagnostics for {path}"), "errors:small message:line"),
+)  # fmt: skip
 
 COMMAND = CODING[3]
 """The one tool of an agent that works in a shell."""
 
-WEB_SEARCH = Tool(
-    "web_search",
-    "Search the web.",
-    "query:topic",
-    ("search the web for {query}", "look up {query}"),
-    "title:sentence url:path snippet:line",
-)
+WEB_SEARCH = Tool("web_search", "Search the web.", "query:topic", ("search the web for {query}", "look up {query}"),
+                  "title:sentence url:path snippet:line")  # fmt: skip
 
 EVERY = {tool.name: tool for tool in (*TRAVEL, *REVIEW, *DATA, *CODING, WEB_SEARCH)}
 

@@ -12,7 +12,7 @@ from bench_rows import row
 from holdfast.loadgen.report.page import render, write_report
 from holdfast.loadgen.rows import from_json, to_json
 from holdfast.loadgen.summary import summarize
-from holdfast.loadgen.table import figures, program_figures, program_ratios, ratios
+from holdfast.loadgen.table import PROGRAMS, REQUESTS
 from holdfast.loadgen.workloads.script import Load
 from holdfast.replicas.errors import ConfigError
 
@@ -77,9 +77,9 @@ def page(content: dict) -> Page:
 def test_every_figure_of_the_tables_is_one_of_the_rows(content: dict, page: Page) -> None:
     shown = set(page.texts)
     for summary in summarize(from_json(content["rows"]), 7):
-        cells = figures(summary) + program_figures(summary)
+        cells = REQUESTS.figures(summary) + PROGRAMS.figures(summary)
         if summary.agreement is not None:
-            cells += ratios(summary) + program_ratios(summary)
+            cells += REQUESTS.ratios(summary) + PROGRAMS.ratios(summary)
         if summary.workload == "agents":
             assert {line for cell in cells for line in cell.split("\n") if line} <= shown
     assert "2.50x" in shown

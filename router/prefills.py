@@ -111,22 +111,22 @@ class PrefillEndpoints:
             models = await self._backend.models()
             if not models:
                 raise UnavailableError("No model is loaded yet")
-            asked = await self._entry.read(request, read_prefill, models)
-            name, unique = asked.model.name, secrets.token_hex(12)
-            program = program_named(tenant.name, asked.ids, request.headers, self._config.program_headers)
+            body = await self._entry.read(request, read_prefill, models)
+            name, unique = body.model.name, secrets.token_hex(12)
+            program = program_named(tenant.name, body.ids, request.headers, self._config.program_headers)
             if program is None:
-                sent = conversation(salted(name, asked.cache_salt), asked.prompt)
+                sent = conversation(salted(name, body.cache_salt), body.prompt)
                 program = await self._programs.look_conversation(tenant.name, sent)
             prefill = Prefill(
                 id=f"prefill_{unique}",
                 model=name,
-                messages=[dict(message) for message in asked.prompt.messages],
-                tools=[dict(tool) for tool in asked.prompt.tools],
-                template_kwargs=dict(asked.prompt.template_kwargs),
+                messages=[dict(message) for message in body.prompt.messages],
+                tools=[dict(tool) for tool in body.prompt.tools],
+                template_kwargs=dict(body.prompt.template_kwargs),
                 program=program or unnamed_program(tenant.name, unique),
-                keep_s=self._keep_s(asked.keep_s),
+                keep_s=self._keep_s(body.keep_s),
                 created=int(time.time()),
-                cache_salt=asked.cache_salt,
+                cache_salt=body.cache_salt,
             )
             return await self._compute(call, prefill)
 
@@ -135,8 +135,8 @@ class PrefillEndpoints:
         async with self._admitted(request) as call:
             tenant = call.tenant
             known = await self._find(request, tenant)
-            messages, asked_s = await self._entry.read(request, read_extension)
-            keep_s = None if asked_s is None else self._keep_s(asked_s)
+            messages, seconds = await self._entry.read(request, read_extension)
+            keep_s = None if seconds is None else self._keep_s(seconds)
 
             async def longer() -> Prefill:
                 before = await self._stored.find(tenant.name, known.id, ttl_s=keep_s or known.keep_s)
@@ -251,11 +251,11 @@ class PrefillEndpoints:
     async def _find(self, request: Request, tenant: Tenant) -> Prefill:
         return await self._stored.find(tenant.name, request.path_params["prefill_id"])
 
-    def _keep_s(self, asked: float | None) -> float:
+    def _keep_s(self, seconds: float | None) -> float:
         most = self._config.prefill_most_s
-        if asked is not None and asked > most:
+        if seconds is not None and seconds > most:
             raise InvalidRequestError(f"'keep_s' must be at most {most:g}", "keep_s")
-        return self._config.prefill_s if asked is None else asked
+        return self._config.prefill_s if seconds is None else seconds
 
 
 def _key(tenant: str, prefill_id: str) -> str:

@@ -1,4 +1,4 @@
-"""Joins what is asked while a round trip is under way into the next one."""
+"""Joins the calls that come while a round trip is under way into the next one."""
 
 import asyncio
 import logging

@@ -7,10 +7,10 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
 from holdfast.replicas.errors import InvalidRequestError
@@ -99,9 +99,13 @@ def unknown_fields(value: object, known: Any, path: str = "") -> Iterator[str]:
                 yield from unknown_fields(member, inside[name], f"{path}.{name}" if path else name)
 
 
-def one_or_many(value: object) -> str:
-    """Discriminates a string from a list, so that an error is about the one that was sent."""
-    return "many" if isinstance(value, list) else "one"
+def text_or(many: Any) -> Any:
+    """The type of a string or a list `many`. Errors are about the one of them that was sent."""
+
+    def kind(value: object) -> str:
+        return "many" if isinstance(value, list) else "one"
+
+    return Annotated[Annotated[str, Tag("one")] | Annotated[many, Tag("many")], Discriminator(kind)]
 
 
 def without_nulls(value: Any) -> Any:

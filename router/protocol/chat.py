@@ -36,8 +36,8 @@ from holdfast.router.protocol.body import (
     OPEN,
     known_fields,
     missing,
-    one_or_many,
     read,
+    text_or,
     unknown_fields,
     word,
 )
@@ -93,23 +93,16 @@ def _result_part(part: object) -> str:
     return "text" if isinstance(part, Mapping) and part.get("type") == "text" else "another"
 
 
-_MANY = Field(max_length=MOST_MESSAGES)
-Content: TypeAlias = Annotated[
-    Annotated[str, Tag("one")] | Annotated[list[Annotated[TextPart, NULL_IS_ABSENT]], _MANY, Tag("many")],
-    Discriminator(one_or_many),
-]
 AssistantPart: TypeAlias = Annotated[TextPart | RefusalPart, Field(discriminator="type"), NULL_IS_ABSENT]
-AssistantContent: TypeAlias = Annotated[
-    Annotated[str, Tag("one")] | Annotated[list[AssistantPart], _MANY, Tag("many")], Discriminator(one_or_many)
-]
 ResultPart: TypeAlias = Annotated[
     Annotated[TextPart, Tag("text")] | Annotated[OtherPart, Tag("another")],
     Discriminator(_result_part),
     NULL_IS_ABSENT,
 ]
-ResultContent: TypeAlias = Annotated[
-    Annotated[str, Tag("one")] | Annotated[list[ResultPart], _MANY, Tag("many")], Discriminator(one_or_many)
-]
+_MANY = Field(max_length=MOST_MESSAGES)
+Content: Any = text_or(Annotated[list[Annotated[TextPart, NULL_IS_ABSENT]], _MANY])
+AssistantContent: Any = text_or(Annotated[list[AssistantPart], _MANY])
+ResultContent: Any = text_or(Annotated[list[ResultPart], _MANY])
 
 
 @with_config(OPEN)

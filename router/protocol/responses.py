@@ -37,7 +37,7 @@ from holdfast.router.protocol.body import (
     decode,
     known_fields,
     missing,
-    one_or_many,
+    text_or,
     unknown_fields,
     validate,
     word,
@@ -89,11 +89,7 @@ SUMMARISE = (
 
 # ---- the request ----
 
-Content: TypeAlias = Annotated[
-    Annotated[str, Tag("one")]
-    | Annotated[Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES)], Tag("many")],
-    Discriminator(one_or_many),
-]
+Content: Any = text_or(Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES)])
 _PART = {
     "type": "object",
     "properties": {"type": {"enum": sorted(TEXT_PARTS)}, "text": {"type": "string"}},
@@ -188,6 +184,7 @@ def _item_type(item: object) -> str:
 
 _TAGGED = [Annotated[kind, Tag(name)] for name, kind in {**ITEM_TYPES, "another": dict[str, Any]}.items()]
 Item: Any = Annotated[Union[tuple(_TAGGED)], Discriminator(_item_type), NULL_IS_ABSENT]  # noqa: UP007
+Input: Any = text_or(Annotated[list[Item], Field(max_length=MOST_MESSAGES)])
 
 
 @with_config(OPEN)
@@ -262,10 +259,7 @@ class TextField(Body):
 class ResponsesBody(GenerationBody):
     """Fields about bills and users are only echoed. The chat template gets the `effort` of `reasoning`."""
 
-    input: Annotated[
-        Annotated[str, Tag("one")] | Annotated[Annotated[list[Item], Field(max_length=MOST_MESSAGES)], Tag("many")],
-        Discriminator(one_or_many),
-    ] = Field(default_factory=list)
+    input: Input = Field(default_factory=list)
     instructions: str | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS)] = Field(default_factory=list)
     tool_choice: ToolChoiceField = "auto"

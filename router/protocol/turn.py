@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import Discriminator, Field, Tag, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 from typing_extensions import TypeAliasType
 
 from holdfast.replicas.errors import InvalidRequestError, too_long
@@ -16,7 +16,7 @@ from holdfast.replicas.kv.tags import Hint
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import ChatPrompt, ModelCard, RawPrompt, SessionTurn
 from holdfast.replicas.types import Priority
-from holdfast.router.protocol.body import NULL_IS_ABSENT, Body, Lenient, one_or_many, word
+from holdfast.router.protocol.body import NULL_IS_ABSENT, Body, Lenient, text_or, word
 from holdfast.router.protocol.errors import CHAT_FIELDS, FieldNames, Refusal, RefusedError
 from holdfast.router.protocol.kv_hints import KvHints, check_ranges, read_hints
 
@@ -43,10 +43,8 @@ TokenId = TypeAliasType("TokenId", Annotated[int, Field(ge=0)])
 LogitBias = TypeAliasType("LogitBias", dict[str, Annotated[float, Field(ge=-100, le=100)]])
 
 _STOP = {"type": "string", "minLength": 1}
-Stops: TypeAlias = Annotated[
-    Annotated[str, Tag("one")] | Annotated[list[str], Tag("many")],
-    Discriminator(one_or_many),
-    WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}),
+Stops: Any = Annotated[
+    text_or(list[str]), WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]})
 ]
 ToolChoiceField: TypeAlias = Annotated[
     str | dict[str, Any], WithJsonSchema({"anyOf": [{"enum": ["auto", "none", "required"]}, {"type": "object"}]})

@@ -10,7 +10,7 @@ clock, so the machines' clocks need not agree. The record also says where a prog
 conversation (`conversations`); of two requests that continue one program at once, one continues it and the other begins
 a new one.
 
-A tenant has at most so many records: whoever invents names without end loses its own oldest ones, and nobody else's.
+The number of records of a tenant is bounded. A tenant that invents names without end loses its own oldest records.
 
 While Redis is away a turn goes by the records that this router remembers, and nothing is written.
 """

@@ -214,7 +214,7 @@ class ResponseCache:
     def keep(self, query: CacheQuery, answer: Answer, leader: Leader | None = None) -> None:
         """Remember a complete answer and give it to the followers of `leader`. Redis gets it in the background.
 
-        What is too long is not remembered. What cannot be stored is not given to others either.
+        An answer that is too long is not remembered. One that cannot be stored is not given to others either.
         """
         made = self._now()
         try:

@@ -3,7 +3,7 @@
 A record's value says where the session lives, whether its history is kept, and how many tokens it has. Its parts are
 the history: an operation appends one, and a move puts one in the place of them all. Of several routers that change a
 record, each by the version that it has seen, one does. What a tenant's records take is bounded. A history that has no
-room is given up, and its record says so. Records expire as sessions do that nobody uses.
+room is given up, and its record says so. Records expire when sessions do that are not used.
 """
 
 import secrets
@@ -98,7 +98,7 @@ class SessionHistories:
         return await self._records.put(key, value, history.idle_s, self._limit, version, (part,))
 
     async def append(self, tenant: str, session_id: str, record: SessionRecord, history: History) -> PutResult:
-        """Add the history that follows the record's. The record lives on, also where nothing follows."""
+        """Add the history that follows the record's. This renews the record's TTL, also where nothing follows."""
         key = _key(tenant, session_id)
         if not (record.kept and history.tokens):
             await self._records.get(key, history.idle_s)

@@ -247,7 +247,7 @@ class SessionHomes:
     async def close(self, tenant: str, session_id: str) -> None:
         """The session is over. Raises UnknownSessionError."""
         located = await self.find(tenant, session_id)
-        # First here, so that whoever finds it gone from its replica does not move it.
+        # The record goes first: a router that finds the session gone from its replica then does not move it.
         await self.forget(tenant, session_id)
         await self._end(located, located.home)
 

@@ -1,7 +1,7 @@
 """Single flight: of several requests for one answer in this router, one computes it and the others wait for it.
 
-A request whose leader left tries again: the first that does leads, and the others follow it. So what was begun for a
-client is given up with its client, and nobody pays for another's. When a leader fails, each follower computes for
+A request whose leader left tries again: the first that does leads, and the others follow it. So work for a client ends
+with its client, and no tenant pays for another one. When a leader fails, each follower computes for
 itself: they would fail alike, and one after the other they would wait long for it. Of one event loop.
 """
 

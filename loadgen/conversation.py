@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -29,7 +29,7 @@ from holdfast.replicas.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class WrittenCall:
-    """A tool call as a server sent it; ``arguments`` is JSON text, or what should have been."""
+    """A tool call as a server sent it; ``arguments`` is JSON text, or should be."""
 
     call_id: str
     name: str
@@ -51,7 +51,7 @@ class WrittenCall:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What an assistant turn says: text, calls, or both."""
+    """The text and calls of an answer."""
 
     text: str = ""
     calls: tuple[WrittenCall, ...] = ()
@@ -206,31 +206,31 @@ def _added(request: Request, answer: Json | None, usable: bool, new: Messages, r
 def _followed(request: Request, answer: Json) -> tuple[int, Messages]:
     """The next turn of a scripted program after this answer, and what goes into the history.
 
-    Each call counts as one that the user asked for, whichever it is; after the last of them the model answers in text.
+    Any call counts as one that the user asked for. After the last of them the model answers in text, then the user
+    speaks.
     """
-    turns, index, calls = request.program.turns, request.index, _calls(answer)
-    asked = bool(_calls(turns[index].output.answer or {}))
-    left = len(calls)
-    while index < len(turns) and (more := len(_calls(turns[index].output.answer or {}))) and left > 0:
-        left, index = left - more, index + 1
-    said: list[Json] = [answer]
-    words = (
-        [message["content"].partition("\n")[2] for message in _messages(turns[request.index + 1])]
-        if (asked and request.index + 1 < len(turns))
-        else []
-    )
-    for number, call in enumerate(calls):
-        written = WrittenCall(call["id"], call["function"]["name"], call["function"]["arguments"])
-        content = tools.result(written.name, written.parsed or {})
-        more_words = words[number] if number < len(words) else ""
-        content = f"{content}\n{more_words}" if more_words else content
-        said.append({"role": "tool", "tool_call_id": written.call_id, "content": content})
-    if calls and asked and left <= 0:
-        return index, tuple(said)
+    turns, index, left = request.program.turns, request.index, len(_calls(answer))
+    while left > 0 and index < len(turns) and (wanted := len(_calls(turns[index].output.answer or {}))):
+        left, index = left - wanted, index + 1
+    history = (answer, *_results(request, answer))
+    if index > request.index and left <= 0:
+        return index, history
     index = request.index + 1
     while index < len(turns) and _messages(turns[index])[0]["role"] != "user":
         index += 1
-    return index, (*said, *(_messages(turns[index]) if index < len(turns) else ()))
+    return index, (*history, *(_messages(turns[index]) if index < len(turns) else ()))
+
+
+def _results(request: Request, answer: Json) -> Iterator[Json]:
+    """The results of an answer's calls, with the words of the program's own results."""
+    after = request.program.turns[request.index + 1 : request.index + 2]
+    own = [message for turn in after for message in _messages(turn) if message["role"] == "tool"]
+    for number, call in enumerate(_calls(answer)):
+        function = call["function"]
+        arguments = WrittenCall("", function["name"], function["arguments"]).parsed or {}
+        words = own[number]["content"].partition("\n")[2] if number < len(own) else ""
+        content = tools.result(function["name"], arguments) + (f"\n{words}" if words else "")
+        yield {"role": "tool", "tool_call_id": call["id"], "content": content}
 
 
 def _messages(turn: Turn) -> Messages:
@@ -294,7 +294,7 @@ def fits(said: Said, declared: tuple[Json, ...]) -> bool:
 
 
 def assistant(said: Said) -> Json:
-    """The message that an answer is in a history."""
+    """An answer as a message of the history."""
     message: Json = {"role": "assistant", "content": said.text or None}
     if said.calls:
         message["tool_calls"] = [
@@ -305,10 +305,10 @@ def assistant(said: Said) -> Json:
 
 
 def digest(messages: Sequence[Json], tools: Sequence[Json]) -> str:
-    """Of a request without the ids of calls: equal where two servers are asked the same."""
+    """A digest of a request without the ids of calls: equal where two servers get the same request."""
     plain = [_without_ids(message) for message in messages]
-    told = orjson.dumps([plain, tools], option=orjson.OPT_SORT_KEYS)
-    return hashlib.sha256(told).hexdigest()[:16]
+    content = orjson.dumps([plain, tools], option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _without_ids(message: Json) -> Any:

@@ -392,28 +392,16 @@ def test_a_prompt_that_changes_with_the_conversation_is_sent_ahead_as_it_will_be
     assert client.sent[0]["messages"][0]["content"] == "0 answers"
 
 
-def test_without_split_nothing_goes_ahead_and_tools_that_are_back_need_nothing() -> None:
-    async def slow(number: int) -> None:
-        await go_by(0.01)
-
-    client = TakesPrefills(marked(call_events(1)), TEXT)
-    assert finished(agent(client, slow, split=False).run("go")).ahead == 0
-
-    async def until_back() -> None:
-        for _ in range(10):
-            await asyncio.sleep(0)
-
-    client = TakesPrefills([*marked(call_events(2)), until_back], TEXT)
-    assert finished(agent(client, number).run("go")).ahead == 0
-
-
-def test_for_a_tool_that_is_soon_back_nothing_goes_ahead() -> None:
+@pytest.mark.parametrize(
+    ("options", "ahead"),
+    [({"split": False}, 0), ({"split_after_s": PATIENT}, 0), ({"split_after_s": 0.0}, 1)],
+)
+def test_nothing_goes_ahead_without_split_or_for_a_tool_that_is_soon_back(options: dict[str, Any], ahead: int) -> None:
     async def quick(number: int) -> None:
         await go_by(0.01)
 
-    for after_s, ahead in ((PATIENT, 0), (0.0, 1)):
-        client = TakesPrefills(marked(call_events(1)), TEXT)
-        assert finished(agent(client, quick, split_after_s=after_s).run("go")).ahead == ahead
+    client = TakesPrefills(marked(call_events(1)), TEXT)
+    assert finished(agent(client, quick, **options).run("go")).ahead == ahead
 
 
 # ---- ends ----

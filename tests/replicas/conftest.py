@@ -1,5 +1,8 @@
-"""Small tokenizers with the chat templates of the model families, trained here: no files, no network."""
+"""Tests that are coroutines run in an event loop of their own. Small tokenizers with the chat templates of the model
+families are trained here: no files, no network."""
 
+import asyncio
+import inspect
 import random
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +13,17 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from holdfast.replicas.text.render import Renderer
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    asyncio.run(pyfuncitem.obj(**arguments))
+    return True
+
 
 CHATML = """{%- if tools %}<|im_start|>system
 {%- if messages[0].role == 'system' %}{{ '\n' + messages[0].content }}{%- endif %}

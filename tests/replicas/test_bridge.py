@@ -83,20 +83,15 @@ async def begun(bridge: Bridge, runner: GatedRunner):
     return stream
 
 
-def test_many_requests_at_once_each_get_their_own_tokens():
-    async def main():
-        engine, _ = make()
-        bridge = Bridge(engine)
-        commands = [submit(f"r{i}", i, 20) for i in range(100)]
-        for command, events in zip(
-            commands, await asyncio.gather(*(collect(bridge, c) for c in commands)), strict=True
-        ):
-            tokens = [t for e in events if isinstance(e, Tokens) for t in e.tokens]
-            assert tokens == complete(command.tokens.tolist(), 20)
-            assert [type(e) for e in events if not isinstance(e, Tokens)] == [Finished]
-        await bridge.close()
-
-    asyncio.run(main())
+async def test_many_requests_at_once_each_get_their_own_tokens():
+    engine, _ = make()
+    bridge = Bridge(engine)
+    commands = [submit(f"r{i}", i, 20) for i in range(100)]
+    for command, events in zip(commands, await asyncio.gather(*(collect(bridge, c) for c in commands)), strict=True):
+        tokens = [t for e in events if isinstance(e, Tokens) for t in e.tokens]
+        assert tokens == complete(command.tokens.tolist(), 20)
+        assert [type(e) for e in events if not isinstance(e, Tokens)] == [Finished]
+    await bridge.close()
 
 
 class WatchedRunner(GatedRunner):
@@ -131,92 +126,75 @@ class Handed(threading.Event):
         return super().wait(timeout)
 
 
-def test_reader_gets_the_first_token_before_the_next_step_begins(monkeypatch):
+async def test_reader_gets_the_first_token_before_the_next_step_begins(monkeypatch):
     monkeypatch.setattr("holdfast.replicas.bridge.HANDING_S", 30.0)
+    runner = WatchedRunner()
+    bridge = runner.bridge()
+    bridge._handed = Handed()
 
-    async def main():
-        runner = WatchedRunner()
-        bridge = runner.bridge()
-        bridge._handed = Handed()
+    async def read():
+        async for events in bridge.run(submit("a")):
+            runner.told.append(events)
 
-        async def read():
-            async for events in bridge.run(submit("a")):
-                runner.told.append(events)
-
-        reading = asyncio.create_task(read())
-        await asyncio.sleep(0)
-        assert bridge._handed.waited_for.wait(60)
-        assert not runner.second.is_set(), "a step began though the loop, held up here, has passed nothing on"
-        await reading
-        assert runner.had[:2] == [0, 1]
-        await bridge.close()
-
-    asyncio.run(main())
+    reading = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    assert bridge._handed.waited_for.wait(60)
+    assert not runner.second.is_set(), "a step began though the loop, held up here, has passed nothing on"
+    await reading
+    assert runner.had[:2] == [0, 1]
+    await bridge.close()
 
 
-def test_steps_go_on_while_the_event_loop_is_busy():
-    async def main():
-        runner = WatchedRunner()
-        bridge = runner.bridge()
-        reading = asyncio.create_task(collect(bridge, submit("a")))
-        await asyncio.sleep(0)
-        assert runner.third.wait(60), "the engine waits for its reader"
-        assert isinstance((await reading)[-1], Finished)
-        await bridge.close()
-
-    asyncio.run(main())
+async def test_steps_go_on_while_the_event_loop_is_busy():
+    runner = WatchedRunner()
+    bridge = runner.bridge()
+    reading = asyncio.create_task(collect(bridge, submit("a")))
+    await asyncio.sleep(0)
+    assert runner.third.wait(60), "the engine waits for its reader"
+    assert isinstance((await reading)[-1], Finished)
+    await bridge.close()
 
 
-def test_usage_of_an_abandoned_request_is_known():
-    async def main():
-        engine, runner = make()
-        bridge = Bridge(engine)
-        await (await begun(bridge, runner)).aclose()
-        known = asyncio.create_task(bridge.used("a"))
-        await asyncio.sleep(0)
-        assert not known.done()
-        runner.gate.set()
-        used = await known
-        assert used.prompt == 12
-        assert 1 <= used.completion < 400
-        assert await bridge.used("a") == used
-        assert await bridge.used("nobody") is None
-        await collect(bridge, submit("b"))
-        assert (await bridge.used("b")).prompt == 12  # it may not have got as far as who asks
-        await bridge.close()
-
-    asyncio.run(main())
+async def test_usage_of_an_abandoned_request_is_known():
+    engine, runner = make()
+    bridge = Bridge(engine)
+    await (await begun(bridge, runner)).aclose()
+    known = asyncio.create_task(bridge.used("a"))
+    await asyncio.sleep(0)
+    assert not known.done()
+    runner.gate.set()
+    used = await known
+    assert used.prompt == 12
+    assert 1 <= used.completion < 400
+    assert await bridge.used("a") == used
+    assert await bridge.used("nobody") is None
+    await collect(bridge, submit("b"))
+    assert (await bridge.used("b")).prompt == 12  # it may not have got as far as who asks
+    await bridge.close()
 
 
-def test_usage_can_be_asked_before_the_caller_has_left():
+async def test_usage_can_be_asked_before_the_caller_has_left():
     """The call for usage may arrive before the abort."""
-
-    async def main():
-        engine, runner = make()
-        bridge = Bridge(engine)
-        stream = await begun(bridge, runner)
-        known = asyncio.create_task(bridge.used("a"))
-        await asyncio.sleep(0)
-        await stream.aclose()
-        runner.gate.set()
-        assert (await known).completion >= 1
-        await bridge.close()
-
-    asyncio.run(main())
+    engine, runner = make()
+    bridge = Bridge(engine)
+    stream = await begun(bridge, runner)
+    known = asyncio.create_task(bridge.used("a"))
+    await asyncio.sleep(0)
+    await stream.aclose()
+    runner.gate.set()
+    assert (await known).completion >= 1
+    await bridge.close()
 
 
-def test_a_dying_engine_still_answers_for_usage():
-    async def main():
-        engine, runner = make()
-        bridge = Bridge(engine)
-        await (await begun(bridge, runner)).aclose()
-        known = asyncio.create_task(bridge.used("a"))
-        closing = asyncio.create_task(bridge.close())
-        runner.gate.set()
-        assert isinstance(await known, Usage)
-        await closing
-
-    asyncio.run(main())
+async def test_a_dying_engine_still_answers_for_usage():
+    engine, runner = make()
+    bridge = Bridge(engine)
+    await (await begun(bridge, runner)).aclose()
+    known = asyncio.create_task(bridge.used("a"))
+    closing = asyncio.create_task(bridge.close())
+    runner.gate.set()
+    assert isinstance(await known, Usage)
+    await closing
 
 
 def test_a_hanging_step_is_noticed():
@@ -267,60 +245,51 @@ def test_a_step_may_take_a_multiple_of_the_longest_one():
         thread.join(60)
 
 
-def test_closing_the_stream_early_aborts_the_request():
-    async def main():
-        engine, runner = make()
-        bridge = Bridge(engine)
-        await (await begun(bridge, runner)).aclose()
-        steps = engine.stats.steps
-        runner.gate.set()
+async def test_closing_the_stream_early_aborts_the_request():
+    engine, runner = make()
+    bridge = Bridge(engine)
+    await (await begun(bridge, runner)).aclose()
+    steps = engine.stats.steps
+    runner.gate.set()
+    await collect(bridge, submit("b"))
+    assert engine.stats.ended["aborted"] == 1
+    assert engine.occupancy().cells_held == 0
+    assert len([p for p in runner.plans[steps:] if len(p.chunks) > 1]) <= 2
+    await bridge.close()
+
+
+async def test_close_fails_running_requests_and_refuses_new_ones():
+    engine, runner = make()
+    bridge = Bridge(engine)
+    runner.gate.clear()
+    task = asyncio.create_task(collect(bridge, submit("a", max_tokens=400)))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(bridge.close())
+    await asyncio.sleep(0)
+    runner.gate.set()
+    await closing
+    events = await task
+    assert isinstance(events[-1], Failed)
+    assert events[-1].error.kind is ErrorKind.UNAVAILABLE
+    with pytest.raises(UnavailableError):
         await collect(bridge, submit("b"))
-        assert engine.stats.ended["aborted"] == 1
-        assert engine.occupancy().cells_held == 0
-        assert len([p for p in runner.plans[steps:] if len(p.chunks) > 1]) <= 2
-        await bridge.close()
-
-    asyncio.run(main())
+    await bridge.close()
 
 
-def test_close_fails_running_requests_and_refuses_new_ones():
-    async def main():
-        engine, runner = make()
-        bridge = Bridge(engine)
-        runner.gate.clear()
-        task = asyncio.create_task(collect(bridge, submit("a", max_tokens=400)))
-        await asyncio.sleep(0)
-        closing = asyncio.create_task(bridge.close())
-        await asyncio.sleep(0)
-        runner.gate.set()
-        await closing
-        events = await task
-        assert isinstance(events[-1], Failed)
-        assert events[-1].error.kind is ErrorKind.UNAVAILABLE
-        with pytest.raises(UnavailableError):
-            await collect(bridge, submit("b"))
-        await bridge.close()
+async def test_a_dead_engine_fails_every_request():
+    engine, _ = make()
+    bridge = Bridge(engine)
 
-    asyncio.run(main())
+    def die(*_):
+        raise RuntimeError("bug")
 
-
-def test_a_dead_engine_fails_every_request():
-    async def main():
-        engine, _ = make()
-        bridge = Bridge(engine)
-
-        def die(*_):
-            raise RuntimeError("bug")
-
-        engine.step = die
-        events = await collect(bridge, submit("a"))
-        assert isinstance(events[-1], Failed)
-        await bridge.close()
-        assert not bridge.thread.is_alive()
-        with pytest.raises(UnavailableError):
-            await collect(bridge, submit("b"))
-
-    asyncio.run(main())
+    engine.step = die
+    events = await collect(bridge, submit("a"))
+    assert isinstance(events[-1], Failed)
+    await bridge.close()
+    assert not bridge.thread.is_alive()
+    with pytest.raises(UnavailableError):
+        await collect(bridge, submit("b"))
 
 
 def test_a_request_arrives_when_it_is_sent_even_during_a_step():
@@ -374,57 +343,48 @@ def test_an_idle_engine_drops_expired_pins():
     assert sum(idle) < 20  # it did not look all the time
 
 
-def test_an_abandoned_request_keeps_its_id_until_the_engine_has_ended_it():
-    async def main():
-        engine, runner = make()
-        bridge = Bridge(engine)
-        await (await begun(bridge, runner)).aclose()
-        with pytest.raises(InvalidRequestError):
-            await asyncio.wait_for(collect(bridge, submit("a", 2)), 60)
-        runner.gate.set()
-        await collect(bridge, submit("b"))  # comes behind what ended the first
-        command = submit("a", 2, 20)
-        events = await collect(bridge, command)
-        assert [t for e in events if isinstance(e, Tokens) for t in e.tokens] == complete(command.tokens.tolist(), 20)
-        assert isinstance(events[-1], Finished)
-        await bridge.close()
-
-    asyncio.run(main())
+async def test_an_abandoned_request_keeps_its_id_until_the_engine_has_ended_it():
+    engine, runner = make()
+    bridge = Bridge(engine)
+    await (await begun(bridge, runner)).aclose()
+    with pytest.raises(InvalidRequestError):
+        await asyncio.wait_for(collect(bridge, submit("a", 2)), 60)
+    runner.gate.set()
+    await collect(bridge, submit("b"))  # comes behind what ended the first
+    command = submit("a", 2, 20)
+    events = await collect(bridge, command)
+    assert [t for e in events if isinstance(e, Tokens) for t in e.tokens] == complete(command.tokens.tolist(), 20)
+    assert isinstance(events[-1], Finished)
+    await bridge.close()
 
 
-def test_a_finished_request_frees_its_id():
-    async def main():
-        engine, _ = make()
-        bridge = Bridge(engine)
-        async with aclosing(bridge.run(submit("a"))) as stream:
-            async for events in stream:
-                if isinstance(events[-1], Finished):
-                    break
-        assert isinstance((await collect(bridge, submit("a")))[-1], Finished)
-        async with aclosing(bridge.run(submit("a"))) as stream:
-            async for _ in stream:
+async def test_a_finished_request_frees_its_id():
+    engine, _ = make()
+    bridge = Bridge(engine)
+    async with aclosing(bridge.run(submit("a"))) as stream:
+        async for events in stream:
+            if isinstance(events[-1], Finished):
                 break
-            await collect(bridge, submit("b", 2, 200))  # meanwhile the first has ended, unread
-        assert isinstance((await collect(bridge, submit("a")))[-1], Finished)
-        await bridge.close()
+    assert isinstance((await collect(bridge, submit("a")))[-1], Finished)
+    async with aclosing(bridge.run(submit("a"))) as stream:
+        async for _ in stream:
+            break
+        await collect(bridge, submit("b", 2, 200))  # meanwhile the first has ended, unread
+    assert isinstance((await collect(bridge, submit("a")))[-1], Finished)
+    await bridge.close()
 
-    asyncio.run(main())
 
-
-def test_an_id_in_use_is_refused():
-    async def main():
-        engine, runner = make()
-        bridge = Bridge(engine)
-        runner.gate.clear()
-        task = asyncio.create_task(collect(bridge, submit("a")))
-        await asyncio.sleep(0)
-        with pytest.raises(InvalidRequestError):
-            await collect(bridge, submit("a"))
-        runner.gate.set()
-        assert isinstance((await task)[-1], Finished)
-        await bridge.close()
-
-    asyncio.run(main())
+async def test_an_id_in_use_is_refused():
+    engine, runner = make()
+    bridge = Bridge(engine)
+    runner.gate.clear()
+    task = asyncio.create_task(collect(bridge, submit("a")))
+    await asyncio.sleep(0)
+    with pytest.raises(InvalidRequestError):
+        await collect(bridge, submit("a"))
+    runner.gate.set()
+    assert isinstance((await task)[-1], Finished)
+    await bridge.close()
 
 
 class Deliveries:
@@ -534,68 +494,56 @@ def token(i: int) -> Tokens:
     return Tokens("a", (i,))
 
 
-def test_first_and_terminal_events_are_not_delayed():
-    async def main():
-        box = Mailbox(asyncio.get_running_loop(), 3600.0)
-        box.put([token(1)])
-        assert await box.take() == [token(1)]
-        reader = asyncio.create_task(box.take())
-        await asyncio.sleep(0)
-        box.put([token(2)])
-        await asyncio.sleep(0)
-        assert not reader.done()
-        box.put([token(3), END])
-        assert await reader == [token(2), token(3), END]
-        box.put([token(4)])
-
-    asyncio.run(main())
+async def test_first_and_terminal_events_are_not_delayed():
+    box = Mailbox(asyncio.get_running_loop(), 3600.0)
+    box.put([token(1)])
+    assert await box.take() == [token(1)]
+    reader = asyncio.create_task(box.take())
+    await asyncio.sleep(0)
+    box.put([token(2)])
+    await asyncio.sleep(0)
+    assert not reader.done()
+    box.put([token(3), END])
+    assert await reader == [token(2), token(3), END]
+    box.put([token(4)])
 
 
 @pytest.mark.parametrize("away", [False, True])
-def test_urgent_tokens_deliver_earlier_ones_as_well(away):
-    async def main():
-        box = Mailbox(asyncio.get_running_loop(), 3600.0, lambda tokens: 3 in tokens)
-        box.put([token(1)])
-        assert await box.take() == [token(1)]
-        reader = None if away else asyncio.create_task(box.take())
-        await asyncio.sleep(0)
-        box.put([token(2)])
-        await asyncio.sleep(0)
-        assert reader is None or not reader.done()
-        box.put([token(3)])
-        assert await (reader or box.take()) == [token(2), token(3)]
-        reader = asyncio.create_task(box.take())
-        box.put([token(4)])
-        await asyncio.sleep(0)
-        assert not reader.done()
-        box.put([END])
-        assert await reader == [token(4), END]
-
-    asyncio.run(main())
+async def test_urgent_tokens_deliver_earlier_ones_as_well(away):
+    box = Mailbox(asyncio.get_running_loop(), 3600.0, lambda tokens: 3 in tokens)
+    box.put([token(1)])
+    assert await box.take() == [token(1)]
+    reader = None if away else asyncio.create_task(box.take())
+    await asyncio.sleep(0)
+    box.put([token(2)])
+    await asyncio.sleep(0)
+    assert reader is None or not reader.done()
+    box.put([token(3)])
+    assert await (reader or box.take()) == [token(2), token(3)]
+    reader = asyncio.create_task(box.take())
+    box.put([token(4)])
+    await asyncio.sleep(0)
+    assert not reader.done()
+    box.put([END])
+    assert await reader == [token(4), END]
 
 
-def test_events_put_between_two_takes_are_delivered_when_due():
-    async def main():
-        box = Mailbox(asyncio.get_running_loop(), 0.01)
-        box.put([token(1)])
-        first = await box.take()
-        box.put([token(2)])
-        assert first + await box.take() == [token(1), token(2)]
-
-    asyncio.run(main())
+async def test_events_put_between_two_takes_are_delivered_when_due():
+    box = Mailbox(asyncio.get_running_loop(), 0.01)
+    box.put([token(1)])
+    first = await box.take()
+    box.put([token(2)])
+    assert first + await box.take() == [token(1), token(2)]
 
 
-def test_a_cancelled_reader_loses_nothing():
-    async def main():
-        box = Mailbox(asyncio.get_running_loop(), 0.0)
-        reader = asyncio.create_task(box.take())
-        await asyncio.sleep(0)
-        reader.cancel()
-        await asyncio.gather(reader, return_exceptions=True)
-        box.put([END])
-        assert await box.take() == [END]
-
-    asyncio.run(main())
+async def test_a_cancelled_reader_loses_nothing():
+    box = Mailbox(asyncio.get_running_loop(), 0.0)
+    reader = asyncio.create_task(box.take())
+    await asyncio.sleep(0)
+    reader.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
+    box.put([END])
+    assert await box.take() == [END]
 
 
 @settings(deadline=None, max_examples=50)

@@ -131,97 +131,77 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_replies_follow_their_schemas_and_do_not_depend_on_how_they_are_computed(
+async def test_replies_follow_their_schemas_and_do_not_depend_on_how_they_are_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def main() -> None:
-        async with serving(speculation=DRAFTS) as service:
-            expected = await answers(service)
-            check(expected)
-            assert said(await answers(service)) == said(expected)
-            assert service.engine.occupancy().cells_held == 0
-        preempted = 0
-        for way, settings in deepcopy(WAYS).items():
-            most_forced = settings.pop("MOST_FORCED")
-            monkeypatch.setattr(drafter, "MOST_FORCED", most_forced)
-            async with serving(**settings) as service:
-                assert said(await answers(service)) == said(expected), way
-                preempted += service.engine.stats.preemptions
-        assert preempted > 0
-
-    asyncio.run(main())
+    async with serving(speculation=DRAFTS) as service:
+        expected = await answers(service)
+        check(expected)
+        assert said(await answers(service)) == said(expected)
+        assert service.engine.occupancy().cells_held == 0
+    preempted = 0
+    for way, settings in deepcopy(WAYS).items():
+        most_forced = settings.pop("MOST_FORCED")
+        monkeypatch.setattr(drafter, "MOST_FORCED", most_forced)
+        async with serving(**settings) as service:
+            assert said(await answers(service)) == said(expected), way
+            preempted += service.engine.stats.preemptions
+    assert preempted > 0
 
 
-def test_forced_tokens_take_no_steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        steps = {}
-        for forced in (0, 32):
-            monkeypatch.setattr(drafter, "MOST_FORCED", forced)
-            async with serving() as service:
-                reply = await service.generate(request("a", NAMED))
-                steps[forced] = service.engine.stats.steps
-                assert reply.usage.completion == steps[0]
-        assert steps[32] < steps[0] * 0.7  # what a call consists of beside its values is forced
-
-    asyncio.run(main())
+async def test_forced_tokens_take_no_steps_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = {}
+    for forced in (0, 32):
+        monkeypatch.setattr(drafter, "MOST_FORCED", forced)
+        async with serving() as service:
+            reply = await service.generate(request("a", NAMED))
+            steps[forced] = service.engine.stats.steps
+            assert reply.usage.completion == steps[0]
+    assert steps[32] < steps[0] * 0.7  # what a call consists of beside its values is forced
 
 
-def test_a_stream_says_what_the_whole_reply_says(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_says_what_the_whole_reply_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.replicas.bridge.STREAM_INTERVAL_S", 0.0)
-
-    async def main() -> None:
-        async with serving() as service:
-            for prompt in (REQUIRED, NAMED, ANSWER):
-                whole = await service.generate(request("a", prompt))
-                built, kinds = AnswerBuilder(), []
-                async for pieces in service.stream(request("b", prompt)):
-                    built.add(pieces)
-                    kinds += map(type, pieces)
-                assert said([built.answer()]) == said([whole])
-                assert kinds[-1] is Completed
-                assert (ToolCallDelta in kinds) is (prompt is not ANSWER)
-
-    asyncio.run(main())
+    async with serving() as service:
+        for prompt in (REQUIRED, NAMED, ANSWER):
+            whole = await service.generate(request("a", prompt))
+            built, kinds = AnswerBuilder(), []
+            async for pieces in service.stream(request("b", prompt)):
+                built.add(pieces)
+                kinds += map(type, pieces)
+            assert said([built.answer()]) == said([whole])
+            assert kinds[-1] is Completed
+            assert (ToolCallDelta in kinds) is (prompt is not ANSWER)
 
 
-def test_a_reply_that_is_cut_off_ends_by_its_length() -> None:
-    async def main() -> None:
-        async with serving() as service:
-            for limit in (1, 7, 14):
-                reply = await service.generate(request("a", ANSWER, limit))
-                assert (reply.reason, reply.usage.completion) == ("length", limit)
-            called = await service.generate(request("a", NAMED, 12))
-            assert called.reason == "length"
-
-    asyncio.run(main())
+async def test_a_reply_that_is_cut_off_ends_by_its_length() -> None:
+    async with serving() as service:
+        for limit in (1, 7, 14):
+            reply = await service.generate(request("a", ANSWER, limit))
+            assert (reply.reason, reply.usage.completion) == ("length", limit)
+        called = await service.generate(request("a", NAMED, 12))
+        assert called.reason == "length"
 
 
-def test_the_grammar_ends_a_reply_where_the_model_may_not() -> None:
-    async def main() -> None:
-        async with serving() as service:
-            reply = await service.generate(request("a", ANSWER, ignore_eos=True))
-            assert reply.reason == "stop"
-            Draft202012Validator(SCHEMA).validate(json.loads(reply.text))
-
-    asyncio.run(main())
+async def test_the_grammar_ends_a_reply_where_the_model_may_not() -> None:
+    async with serving() as service:
+        reply = await service.generate(request("a", ANSWER, ignore_eos=True))
+        assert reply.reason == "stop"
+        Draft202012Validator(SCHEMA).validate(json.loads(reply.text))
 
 
-def test_a_program_goes_on_from_a_constrained_turn() -> None:
+async def test_a_program_goes_on_from_a_constrained_turn() -> None:
     """What was generated stays cached, though the end of the reply was never drawn."""
-
-    async def main() -> None:
-        async with serving() as service:
-            first = await service.generate(request("a", REQUIRED))
-            calls = [
-                {"id": c.call_id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-                for c in first.tool_calls
-            ]
-            results = [{"role": "tool", "tool_call_id": call["id"], "content": "21"} for call in calls]
-            messages = [*USER, {"role": "assistant", "content": None, "tool_calls": calls}, *results]
-            second = await service.generate(request("b", replace(REQUIRED, messages=messages)))
-            assert second.usage.cached >= first.usage.prompt + first.usage.completion - 1
-
-    asyncio.run(main())
+    async with serving() as service:
+        first = await service.generate(request("a", REQUIRED))
+        calls = [
+            {"id": c.call_id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in first.tool_calls
+        ]
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "21"} for call in calls]
+        messages = [*USER, {"role": "assistant", "content": None, "tool_calls": calls}, *results]
+        second = await service.generate(request("b", replace(REQUIRED, messages=messages)))
+        assert second.usage.cached >= first.usage.prompt + first.usage.completion - 1
 
 
 @pytest.mark.parametrize(
@@ -231,15 +211,12 @@ def test_a_program_goes_on_from_a_constrained_turn() -> None:
         (ChatPrompt(USER, [WEATHER, tool("f", True, a={"not": {"type": "string"}})]), "tools.1.function.parameters"),
     ],
 )
-def test_a_schema_that_cannot_be_followed_is_an_error_with_its_field(prompt: ChatPrompt, field: str) -> None:
-    async def main() -> None:
-        async with serving() as service:
-            reply = await service.generate(request("a", prompt))
-            assert isinstance(reply, Errored)
-            assert (reply.error.kind, reply.error.field) == (ErrorKind.INVALID, field)
-            assert len(service.bridge._live) == 0
-
-    asyncio.run(main())
+async def test_a_schema_that_cannot_be_followed_is_an_error_with_its_field(prompt: ChatPrompt, field: str) -> None:
+    async with serving() as service:
+        reply = await service.generate(request("a", prompt))
+        assert isinstance(reply, Errored)
+        assert (reply.error.kind, reply.error.field) == (ErrorKind.INVALID, field)
+        assert len(service.bridge._live) == 0
 
 
 FIRST = ("one", *(f"one-{i}" for i in range(1, compiler._THREADS)))
@@ -280,67 +257,58 @@ class Held:
         self._release.set()
 
 
-def test_a_grammar_in_the_making_holds_up_nobody_else() -> None:
-    async def main() -> None:
-        async with serving() as service:
-            await service.generate(request("a", ANSWER))
-            held = Held(service)
-            try:
-                waiting = [*await held.fill(), held.ask("three")]
-                replies = await asyncio.gather(
-                    service.generate(request("b", ANSWER)),
-                    service.generate(request("d", ChatPrompt(USER))),
-                )
-                assert all(isinstance(reply, Answer) for reply in replies)
-                assert not any(task.done() for task in waiting)
-            finally:
-                held.release()
-            for name, reply in zip((*FIRST, "three"), await asyncio.gather(*waiting), strict=True):
-                assert list(json.loads(reply.text)) == [name]
-
-    asyncio.run(main())
+async def test_a_grammar_in_the_making_holds_up_nobody_else() -> None:
+    async with serving() as service:
+        await service.generate(request("a", ANSWER))
+        held = Held(service)
+        try:
+            waiting = [*await held.fill(), held.ask("three")]
+            replies = await asyncio.gather(
+                service.generate(request("b", ANSWER)),
+                service.generate(request("d", ChatPrompt(USER))),
+            )
+            assert all(isinstance(reply, Answer) for reply in replies)
+            assert not any(task.done() for task in waiting)
+        finally:
+            held.release()
+        for name, reply in zip((*FIRST, "three"), await asyncio.gather(*waiting), strict=True):
+            assert list(json.loads(reply.text)) == [name]
 
 
-def test_who_leaves_is_not_compiled_for_any_more() -> None:
-    async def main() -> None:
-        async with serving() as service:
-            held = Held(service)
-            try:
-                waiting = await held.fill()
-                gone = held.ask("gone")
-                await asyncio.sleep(0)
-                gone.cancel()
-                await asyncio.gather(gone, return_exceptions=True)
-                waiting.append(held.ask("three"))
-                waiting[0].cancel()  # its grammar is in the making: whoever asks next has it
-            finally:
-                held.release()
-            await asyncio.gather(*waiting, return_exceptions=True)
-            assert isinstance(await held.ask("one"), Answer)
-            assert held.compiler.compiled == compiler._THREADS + 1
-            assert len(service.bridge._live) == 0
-
-    asyncio.run(main())
+async def test_who_leaves_is_not_compiled_for_any_more() -> None:
+    async with serving() as service:
+        held = Held(service)
+        try:
+            waiting = await held.fill()
+            gone = held.ask("gone")
+            await asyncio.sleep(0)
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+            waiting.append(held.ask("three"))
+            waiting[0].cancel()  # its grammar is in the making: whoever asks next has it
+        finally:
+            held.release()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(await held.ask("one"), Answer)
+        assert held.compiler.compiled == compiler._THREADS + 1
+        assert len(service.bridge._live) == 0
 
 
-def test_closing_refuses_those_that_wait_for_a_grammar() -> None:
-    async def main() -> None:
-        async with serving() as service:
-            held = Held(service)
-            try:
-                waiting = [*await held.fill(), held.ask("three")]
-                await asyncio.sleep(0)
-                closing = asyncio.create_task(service.close())
-                await asyncio.sleep(0)
-            finally:
-                held.release()
-            await closing
-            for reply in [*await asyncio.gather(*waiting), await held.ask("four")]:
-                assert isinstance(reply, Errored)
-                assert reply.error.kind is ErrorKind.UNAVAILABLE
-            assert held.compiler.compiled == compiler._THREADS
-
-    asyncio.run(main())
+async def test_closing_refuses_those_that_wait_for_a_grammar() -> None:
+    async with serving() as service:
+        held = Held(service)
+        try:
+            waiting = [*await held.fill(), held.ask("three")]
+            await asyncio.sleep(0)
+            closing = asyncio.create_task(service.close())
+            await asyncio.sleep(0)
+        finally:
+            held.release()
+        await closing
+        for reply in [*await asyncio.gather(*waiting), await held.ask("four")]:
+            assert isinstance(reply, Errored)
+            assert reply.error.kind is ErrorKind.UNAVAILABLE
+        assert held.compiler.compiled == compiler._THREADS
 
 
 def with_all_tools(service: Service) -> None:
@@ -362,62 +330,51 @@ COMPUTED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_a_call_has_a_declared_name_and_arguments_of_its_schema(
+async def test_a_call_has_a_declared_name_and_arguments_of_its_schema(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the model would say, and however that is computed."""
     monkeypatch.setattr("holdfast.replicas.bridge.STREAM_INTERVAL_S", 0.0)
-
-    async def main() -> None:
-        replies = []
-        for computed in COMPUTED:
-            async with serving(**computed) as service:
-                with_all_tools(service)
-                built = AnswerBuilder()
-                async for pieces in service.stream(request("a", SEEN, **settings)):
-                    built.add(pieces)
-                reply = built.answer()
-                replies.append(reply)
-                stats = service.engine.stats
-                assert stats.refused > 0
-                assert ([c.name for c in reply.tool_calls], reply.text) == (["search_flights"], None)
-                assert list(json.loads(reply.tool_calls[0].arguments)) == ["origin"]
-                assert reply.reason == "tool_calls"
-                assert service.engine.occupancy().cells_held == len(service.bridge._live) == 0
-                again = await service.generate(request("b", SEEN, **settings))
-                assert said([again]) == said([reply])
-        assert said(replies[:1]) * (len(COMPUTED) - 1) == said(replies[1:])
-
-    asyncio.run(main())
-
-
-def test_undeclared_calls_are_text_where_nothing_is_guaranteed() -> None:
-    async def main() -> None:
-        async with serving(tools_guarantee="off") as service:
+    replies = []
+    for computed in COMPUTED:
+        async with serving(**computed) as service:
             with_all_tools(service)
-            reply = await service.generate(request("a", SEEN))
-            assert (reply.tool_calls, reply.reason) == ((), "stop")
-            assert '"name": "get_weather"' in reply.text
-            assert service.text.rewritten == 0
+            built = AnswerBuilder()
+            async for pieces in service.stream(request("a", SEEN, **settings)):
+                built.add(pieces)
+            reply = built.answer()
+            replies.append(reply)
+            stats = service.engine.stats
+            assert stats.refused > 0
+            assert ([c.name for c in reply.tool_calls], reply.text) == (["search_flights"], None)
+            assert list(json.loads(reply.tool_calls[0].arguments)) == ["origin"]
+            assert reply.reason == "tool_calls"
+            assert service.engine.occupancy().cells_held == len(service.bridge._live) == 0
+            again = await service.generate(request("b", SEEN, **settings))
+            assert said([again]) == said([reply])
+    assert said(replies[:1]) * (len(COMPUTED) - 1) == said(replies[1:])
 
-    asyncio.run(main())
+
+async def test_undeclared_calls_are_text_where_nothing_is_guaranteed() -> None:
+    async with serving(tools_guarantee="off") as service:
+        with_all_tools(service)
+        reply = await service.generate(request("a", SEEN))
+        assert (reply.tool_calls, reply.reason) == ((), "stop")
+        assert '"name": "get_weather"' in reply.text
+        assert service.text.rewritten == 0
 
 
-def test_names_alone_leave_the_arguments_to_the_model() -> None:
+async def test_names_alone_leave_the_arguments_to_the_model() -> None:
     """A number where the city is meant is written under `schema` only."""
-
-    async def main() -> None:
-        prompt = ChatPrompt(USER, [tool("search_flights", origin={"type": "integer", "maximum": 99})])
-        found = {}
-        for guarantee in ("names", "schema"):
-            async with serving(tools_guarantee=guarantee) as service:
-                with_all_tools(service)
-                reply = await service.generate(request("a", prompt))
-                assert [c.name for c in reply.tool_calls] == ["search_flights"]
-                found[guarantee] = type(next(iter(json.loads(reply.tool_calls[0].arguments).values())))
-        assert found == {"names": str, "schema": int}
-
-    asyncio.run(main())
+    prompt = ChatPrompt(USER, [tool("search_flights", origin={"type": "integer", "maximum": 99})])
+    found = {}
+    for guarantee in ("names", "schema"):
+        async with serving(tools_guarantee=guarantee) as service:
+            with_all_tools(service)
+            reply = await service.generate(request("a", prompt))
+            assert [c.name for c in reply.tool_calls] == ["search_flights"]
+            found[guarantee] = type(next(iter(json.loads(reply.tool_calls[0].arguments).values())))
+    assert found == {"names": str, "schema": int}
 
 
 def is_whole(call: Any, tools: list[dict[str, Any]]) -> bool:
@@ -428,49 +385,42 @@ def is_whole(call: Any, tools: list[dict[str, Any]]) -> bool:
         return False
 
 
-def test_text_and_whole_calls_are_as_they_were() -> None:
-    async def main() -> None:
-        tools = [tool("get_weather", city={"type": "string"})]
-        asked = ["What is the weather in Paris?", "Hi!", "Thanks, bye.", "Is it warm in Rome?"]
-        expected = []
-        for guarantee in ("off", "schema"):
-            async with serving(tools_guarantee=guarantee, speculation=DRAFTS) as service:
-                prompts = [ChatPrompt([{"role": "user", "content": text}], tools) for text in asked]
-                commands = [request(f"{i}.{t}", p, temperature=t) for i, p in enumerate(prompts) for t in (0, 1)]
-                expected.append(said(await asyncio.gather(*map(service.generate, commands))))
-        whole = [(off, on) for off, on in zip(*expected, strict=True) if all(is_whole(call, tools) for call in off[1])]
-        assert all(off == on for off, on in whole)
-        assert {bool(off[1]) for off, _ in whole} == {True, False}
-
-    asyncio.run(main())
+async def test_text_and_whole_calls_are_as_they_were() -> None:
+    tools = [tool("get_weather", city={"type": "string"})]
+    asked = ["What is the weather in Paris?", "Hi!", "Thanks, bye.", "Is it warm in Rome?"]
+    expected = []
+    for guarantee in ("off", "schema"):
+        async with serving(tools_guarantee=guarantee, speculation=DRAFTS) as service:
+            prompts = [ChatPrompt([{"role": "user", "content": text}], tools) for text in asked]
+            commands = [request(f"{i}.{t}", p, temperature=t) for i, p in enumerate(prompts) for t in (0, 1)]
+            expected.append(said(await asyncio.gather(*map(service.generate, commands))))
+    whole = [(off, on) for off, on in zip(*expected, strict=True) if all(is_whole(call, tools) for call in off[1])]
+    assert all(off == on for off, on in whole)
+    assert {bool(off[1]) for off, _ in whole} == {True, False}
 
 
 TWO = [{"role": "user", "content": "What is the weather in Paris, and in Rome?"}]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_allowed_tools_and_one_call_at_a_time_are_held_to_in_free_text(settings: dict[str, Any]) -> None:
+async def test_allowed_tools_and_one_call_at_a_time_are_held_to_in_free_text(settings: dict[str, Any]) -> None:
     """The model sees both tools, and would call the weather for both cities."""
-
-    async def main() -> None:
-        both = ChatPrompt(TWO, [tool("get_weather", city={"type": "string", "maxLength": 20}), LOOSE])
-        one, allowed = {"parallel_tool_calls": False}, {"allowed_tools": ("search_flights",)}
-        async with serving(speculation=DRAFTS) as service:
-            prompts = [both, replace(both, **one), replace(both, **allowed), replace(both, **one, **allowed)]
-            asked = [service.generate(request(f"{i}", p, **settings)) for i, p in enumerate(prompts)]
-            free, single, other, neither = await asyncio.gather(*asked)
-            assert [c.name for c in free.tool_calls] == ["get_weather"] * 2
-            assert [(c.name, c.arguments) for c in single.tool_calls] == [
-                (c.name, c.arguments) for c in free.tool_calls[:1]
-            ]
-            assert {c.name for c in other.tool_calls} == {"search_flights"}
-            assert [c.name for c in neither.tool_calls] == ["search_flights"]
-            assert service.engine.stats.refused > 0
-            for reply in (other, neither):
-                assert all(is_whole((c.name, c.arguments), [LOOSE]) for c in reply.tool_calls if c.closed)
-                assert "get_weather" not in (reply.text or "")
-
-    asyncio.run(main())
+    both = ChatPrompt(TWO, [tool("get_weather", city={"type": "string", "maxLength": 20}), LOOSE])
+    one, allowed = {"parallel_tool_calls": False}, {"allowed_tools": ("search_flights",)}
+    async with serving(speculation=DRAFTS) as service:
+        prompts = [both, replace(both, **one), replace(both, **allowed), replace(both, **one, **allowed)]
+        asked = [service.generate(request(f"{i}", p, **settings)) for i, p in enumerate(prompts)]
+        free, single, other, neither = await asyncio.gather(*asked)
+        assert [c.name for c in free.tool_calls] == ["get_weather"] * 2
+        assert [(c.name, c.arguments) for c in single.tool_calls] == [
+            (c.name, c.arguments) for c in free.tool_calls[:1]
+        ]
+        assert {c.name for c in other.tool_calls} == {"search_flights"}
+        assert [c.name for c in neither.tool_calls] == ["search_flights"]
+        assert service.engine.stats.refused > 0
+        for reply in (other, neither):
+            assert all(is_whole((c.name, c.arguments), [LOOSE]) for c in reply.tool_calls if c.closed)
+            assert "get_weather" not in (reply.text or "")
 
 
 def test_replies_whose_calls_are_not_held_to_their_schemas_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,46 +478,39 @@ def many_tools(n: int, said: str) -> list[dict[str, Any]]:
     return [tool(f"tool_{said}_{index}", **{f"{key}_{index}": words for key in "abcdef"}) for index in range(n)]
 
 
-def test_a_new_set_of_many_tools_holds_up_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_set_of_many_tools_holds_up_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the event loop does for it at a time does not grow with what the tools say, and hardly with their number."""
-
-    async def main() -> None:
-        async with serving() as service:
-            await service.generate(request("warm", REQUIRED))
-            text, work = service.text, Work(monkeypatch)
-            try:
-                most = {}
-                for choice in ("required", "auto"):
-                    for n in (10, 200):
-                        work.most = 0
-                        prompt = ChatPrompt(USER, many_tools(n, choice[0]), choice)
-                        asked = request(f"{choice} {n}", prompt)
-                        encoded = await text.encoded(prompt)
-                        limits = await _limits(text, service._compiling, asked)
-                        assert limits.matcher is not None
-                        text.reply(asked, encoded)
-                        await asyncio.sleep(0)
-                        most[choice, n] = work.most
-            finally:
-                sys.setprofile(None)
+    monkeypatch.setattr("holdfast.replicas.constraints.compiler._PATIENCE_S", 600.0)  # counted, not timed
+    async with serving() as service:
+        await service.generate(request("warm", REQUIRED))
+        text, work = service.text, Work(monkeypatch)
+        try:
+            most = {}
             for choice in ("required", "auto"):
-                assert most[choice, 200] < most[choice, 10] + 20 * 200, most
+                for n in (10, 200):
+                    work.most = 0
+                    prompt = ChatPrompt(USER, many_tools(n, choice[0]), choice)
+                    asked = request(f"{choice} {n}", prompt)
+                    encoded = await text.encoded(prompt)
+                    limits = await _limits(text, service._compiling, asked)
+                    assert limits.matcher is not None
+                    text.reply(asked, encoded)
+                    await asyncio.sleep(0)
+                    most[choice, n] = work.most
+        finally:
+            sys.setprofile(None)
+        for choice in ("required", "auto"):
+            assert most[choice, 200] < most[choice, 10] + 20 * 200, most
 
-    asyncio.run(main())
 
-
-def test_a_guarantee_whose_grammar_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_guarantee_whose_grammar_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody has asked for it: no request fails or waits for long."""
-
-    async def main() -> None:
-        monkeypatch.setattr("holdfast.replicas.constraints.compiler._PATIENCE_S", 0.01)
-        async with serving() as service:
-            held = Held(service)
-            try:
-                reply = await service.generate(request("a", SEEN))
-                assert isinstance(reply, Answer)
-                assert service.text.stats.unguarded == 1
-            finally:
-                held.release()
-
-    asyncio.run(main())
+    monkeypatch.setattr("holdfast.replicas.constraints.compiler._PATIENCE_S", 0.01)
+    async with serving() as service:
+        held = Held(service)
+        try:
+            reply = await service.generate(request("a", SEEN))
+            assert isinstance(reply, Answer)
+            assert service.text.stats.unguarded == 1
+        finally:
+            held.release()

@@ -46,45 +46,41 @@ async def serving(model: Path) -> Any:
         await service.close()
 
 
-def test_whatever_is_drawn_calls_and_json_are_whole_and_nothing_is_markup(model: Path) -> None:
+async def test_whatever_is_drawn_calls_and_json_are_whole_and_nothing_is_markup(model: Path) -> None:
     prompts = {
         "required": ChatPrompt(ASK, TOOLS, "required"),
         "auto": ChatPrompt(ASK, TOOLS),
         "json": ChatPrompt(ASK, output=JsonOutput(SCHEMA, strict=True)),
         "plain": ChatPrompt(ASK),
     }
-
-    async def main() -> None:
-        async with serving(model) as service:
-            requests = [
-                GenerateRequest(f"{kind}.{seed}", prompt, Sampling(96, temperature=float(seed > 0), seed=seed))
-                for kind, prompt in prompts.items()
-                for seed in range(10)
-            ]
-            answers = await asyncio.gather(*map(service.generate, requests))
-            called = 0
-            for request, answer in zip(requests, answers, strict=True):
-                assert isinstance(answer, Answer), answer
-                kind = request.request_id.partition(".")[0]
-                for call in answer.tool_calls:
-                    assert not call.closed or is_whole(call.name, call.arguments, TOOLS)
-                called += answer.reason == "tool_calls"
-                if kind == "required":
-                    assert not answer.text
-                    assert (answer.reason == "length") is not bool(answer.tool_calls and answer.tool_calls[-1].closed)
-                if kind == "json" and answer.reason == "stop":
-                    Draft202012Validator(SCHEMA).validate(json.loads(answer.text))
-            assert called
-            call = next(each for answer in answers for each in answer.tool_calls if each.closed)
-            function = {"name": call.name, "arguments": call.arguments}
-            turn = {
-                "role": "assistant",
-                "reasoning_content": "Ask.",
-                "tool_calls": [{"id": call.call_id, "type": "function", "function": function}],
-            }
-            result = {"role": "tool", "tool_call_id": call.call_id, "content": "21"}
-            going_on = replace(prompts["auto"], messages=[*ASK, turn, result])
-            reply = await service.generate(GenerateRequest("next", going_on, Sampling(8)))
-            assert isinstance(reply, Answer)
-
-    asyncio.run(main())
+    async with serving(model) as service:
+        requests = [
+            GenerateRequest(f"{kind}.{seed}", prompt, Sampling(96, temperature=float(seed > 0), seed=seed))
+            for kind, prompt in prompts.items()
+            for seed in range(10)
+        ]
+        answers = await asyncio.gather(*map(service.generate, requests))
+        called = 0
+        for request, answer in zip(requests, answers, strict=True):
+            assert isinstance(answer, Answer), answer
+            kind = request.request_id.partition(".")[0]
+            for call in answer.tool_calls:
+                assert not call.closed or is_whole(call.name, call.arguments, TOOLS)
+            called += answer.reason == "tool_calls"
+            if kind == "required":
+                assert not answer.text
+                assert (answer.reason == "length") is not bool(answer.tool_calls and answer.tool_calls[-1].closed)
+            if kind == "json" and answer.reason == "stop":
+                Draft202012Validator(SCHEMA).validate(json.loads(answer.text))
+        assert called
+        call = next(each for answer in answers for each in answer.tool_calls if each.closed)
+        function = {"name": call.name, "arguments": call.arguments}
+        turn = {
+            "role": "assistant",
+            "reasoning_content": "Ask.",
+            "tool_calls": [{"id": call.call_id, "type": "function", "function": function}],
+        }
+        result = {"role": "tool", "tool_call_id": call.call_id, "content": "21"}
+        going_on = replace(prompts["auto"], messages=[*ASK, turn, result])
+        reply = await service.generate(GenerateRequest("next", going_on, Sampling(8)))
+        assert isinstance(reply, Answer)

@@ -84,52 +84,45 @@ async def streamed(service: Service, command: GenerateRequest) -> tuple[AnswerBu
     return built, batches
 
 
-def test_a_conversation_computes_only_its_new_tokens():
-    async def main():
-        async with serving() as service:
-            messages = [{"role": "user", "content": "What is the weather in Paris?"}]
-            known = 0
-            for turn in range(6):
-                before = service.engine.stats.prompt_computed
-                answer = await service.generate(request(f"t{turn}", ChatPrompt(list(messages), TOOLS)))
-                computed = service.engine.stats.prompt_computed - before
-                assert computed <= answer.usage.prompt - known + CONFIG.page_size
-                assert answer.usage.cached == answer.usage.prompt - computed
-                known = answer.usage.prompt + answer.usage.completion - 1
-                calls = [
-                    {
-                        "id": call.call_id,
-                        "type": "function",
-                        "function": {"name": call.name, "arguments": call.arguments},
-                    }
-                    for call in answer.tool_calls
+async def test_a_conversation_computes_only_its_new_tokens():
+    async with serving() as service:
+        messages = [{"role": "user", "content": "What is the weather in Paris?"}]
+        known = 0
+        for turn in range(6):
+            before = service.engine.stats.prompt_computed
+            answer = await service.generate(request(f"t{turn}", ChatPrompt(list(messages), TOOLS)))
+            computed = service.engine.stats.prompt_computed - before
+            assert computed <= answer.usage.prompt - known + CONFIG.page_size
+            assert answer.usage.cached == answer.usage.prompt - computed
+            known = answer.usage.prompt + answer.usage.completion - 1
+            calls = [
+                {
+                    "id": call.call_id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in answer.tool_calls
+            ]
+            messages.append({"role": "assistant", "content": answer.text, "tool_calls": calls})
+            if calls:
+                messages += [
+                    {"role": "tool", "tool_call_id": call["id"], "content": json.dumps({"temperature": 20 + turn})}
+                    for call in calls
                 ]
-                messages.append({"role": "assistant", "content": answer.text, "tool_calls": calls})
-                if calls:
-                    messages += [
-                        {"role": "tool", "tool_call_id": call["id"], "content": json.dumps({"temperature": 20 + turn})}
-                        for call in calls
-                    ]
-                else:
-                    messages.append({"role": "user", "content": f"And in {('Rome', 'Oslo', 'Lima')[turn % 3]}?"})
-
-    asyncio.run(main())
+            else:
+                messages.append({"role": "user", "content": f"And in {('Rome', 'Oslo', 'Lima')[turn % 3]}?"})
 
 
-def test_a_stream_equals_the_complete_reply(monkeypatch):
+async def test_a_stream_equals_the_complete_reply(monkeypatch):
     monkeypatch.setattr("holdfast.replicas.bridge.STREAM_INTERVAL_S", 0.0)
-
-    async def main():
-        async with serving(replace(CONFIG, speculation=DraftConfig(enabled=False))) as service:
-            prompt = ChatPrompt([{"role": "user", "content": "Find flights from Berlin to Lisbon."}], TOOLS)
-            whole = await service.generate(request("a", prompt))
-            built, batches = await streamed(service, request("b", prompt))
-            answer = built.answer()
-            assert (answer.text, answer.reason) == (whole.text, whole.reason)
-            assert [c.arguments for c in answer.tool_calls] == [c.arguments for c in whole.tool_calls]
-            assert batches > 3
-
-    asyncio.run(main())
+    async with serving(replace(CONFIG, speculation=DraftConfig(enabled=False))) as service:
+        prompt = ChatPrompt([{"role": "user", "content": "Find flights from Berlin to Lisbon."}], TOOLS)
+        whole = await service.generate(request("a", prompt))
+        built, batches = await streamed(service, request("b", prompt))
+        answer = built.answer()
+        assert (answer.text, answer.reason) == (whole.text, whole.reason)
+        assert [c.arguments for c in answer.tool_calls] == [c.arguments for c in whole.tool_calls]
+        assert batches > 3
 
 
 def test_a_closed_call_is_sent_at_once_though_steps_share_messages(monkeypatch):
@@ -163,87 +156,74 @@ def test_a_closed_call_is_sent_at_once_though_steps_share_messages(monkeypatch):
     asyncio.run(main())
 
 
-def test_a_streamed_reply_begins_with_the_tokens_of_its_prompt():
-    async def main():
-        async with serving() as service:
-            asked = replace(request("a", "The list: 1, 2, 3, 4,", 8), begins=True)
-            for again in (False, True):
-                pieces = [piece async for batch in service.stream(asked) for piece in batch]
-                started = [piece for piece in pieces if isinstance(piece, Started)]
-                assert started == pieces[:1]
-                assert (started[0].prompt, started[0].cached) == (pieces[-1].usage.prompt, pieces[-1].usage.cached)
-                assert (started[0].cached > 0) == again
-                asked = replace(asked, request_id="b")
-            assert not isinstance(await service.generate(replace(asked, request_id="c")), Errored)
-
-    asyncio.run(main())
+async def test_a_streamed_reply_begins_with_the_tokens_of_its_prompt():
+    async with serving() as service:
+        asked = replace(request("a", "The list: 1, 2, 3, 4,", 8), begins=True)
+        for again in (False, True):
+            pieces = [piece async for batch in service.stream(asked) for piece in batch]
+            started = [piece for piece in pieces if isinstance(piece, Started)]
+            assert started == pieces[:1]
+            assert (started[0].prompt, started[0].cached) == (pieces[-1].usage.prompt, pieces[-1].usage.cached)
+            assert (started[0].cached > 0) == again
+            asked = replace(asked, request_id="b")
+        assert not isinstance(await service.generate(replace(asked, request_id="c")), Errored)
 
 
-def test_a_call_does_not_wait_for_the_end_of_its_reply():
+async def test_a_call_does_not_wait_for_the_end_of_its_reply():
     """Even if one list of events has both the call and the end."""
+    async with serving() as service:
+        run = service.bridge.run
 
-    async def main():
-        async with serving() as service:
-            run = service.bridge.run
+        async def at_once(*told):
+            yield [event async for events in run(*told) for event in events]
 
-            async def at_once(*told):
-                yield [event async for events in run(*told) for event in events]
-
-            service.bridge.run = at_once
-            asked = [{"role": "user", "content": "Check the weather in Oslo."}]
-            drawing = PartialReply()
-            stream = service.stream(request("a", ChatPrompt(asked, TOOLS), 200), drawing)
-            batches = [(pieces, drawing.take()) async for pieces in stream]
-            (told, drawn), (end, nothing) = batches
-            assert isinstance(told[-1], ToolCallDelta)
-            assert told[-1].closed
-            assert isinstance(end[-1], Completed)
-            assert drawn.tokens, "who goes on from here has the call and all that it was drawn of"
-            assert not nothing.tokens
-
-    asyncio.run(main())
+        service.bridge.run = at_once
+        asked = [{"role": "user", "content": "Check the weather in Oslo."}]
+        drawing = PartialReply()
+        stream = service.stream(request("a", ChatPrompt(asked, TOOLS), 200), drawing)
+        batches = [(pieces, drawing.take()) async for pieces in stream]
+        (told, drawn), (end, nothing) = batches
+        assert isinstance(told[-1], ToolCallDelta)
+        assert told[-1].closed
+        assert isinstance(end[-1], Completed)
+        assert drawn.tokens, "who goes on from here has the call and all that it was drawn of"
+        assert not nothing.tokens
 
 
-def test_32_concurrent_streams_free_everything():
-    async def main():
-        async with serving() as service:
-            replies = await asyncio.gather(
-                *(streamed(service, request(f"r{i}", f"Number {i % 16} says", 30, ignore_eos=True)) for i in range(32))
-            )
-            texts = [built.answer().text for built, _ in replies]
-            assert texts[:16] == texts[16:]  # the same prompts, whatever else is in the batch
-            assert all(built.answer().usage.completion == 30 for built, _ in replies)
-            now = service.engine.occupancy()
-            assert (now.running, now.waiting, now.rows_taken, now.cells_held) == (0, 0, 0, 0)
-            assert now.cells_free + now.cells_tree == now.cells_total
-            check_cache(service.engine.cache)
-
-    asyncio.run(main())
+async def test_32_concurrent_streams_free_everything():
+    async with serving() as service:
+        replies = await asyncio.gather(
+            *(streamed(service, request(f"r{i}", f"Number {i % 16} says", 30, ignore_eos=True)) for i in range(32))
+        )
+        texts = [built.answer().text for built, _ in replies]
+        assert texts[:16] == texts[16:]  # the same prompts, whatever else is in the batch
+        assert all(built.answer().usage.completion == 30 for built, _ in replies)
+        now = service.engine.occupancy()
+        assert (now.running, now.waiting, now.rows_taken, now.cells_held) == (0, 0, 0, 0)
+        assert now.cells_free + now.cells_tree == now.cells_total
+        check_cache(service.engine.cache)
 
 
-def test_closing_a_stream_aborts_it_within_two_steps():
-    async def main():
-        async with serving() as service:
-            engine, thread = service.engine, service.bridge.thread
-            drawn: list[int] = []  # when the engine was told
-            send = thread.send
+async def test_closing_a_stream_aborts_it_within_two_steps():
+    async with serving() as service:
+        engine, thread = service.engine, service.bridge.thread
+        drawn: list[int] = []  # when the engine was told
+        send = thread.send
 
-            def told(command: Command) -> None:
-                if isinstance(command, Abort):
-                    drawn.append(engine.stats.completion)
-                send(command)
+        def told(command: Command) -> None:
+            if isinstance(command, Abort):
+                drawn.append(engine.stats.completion)
+            send(command)
 
-            thread.send = told
-            async with aclosing(service.stream(request("a", "Once", 4000, ignore_eos=True))) as stream:
-                async for _ in stream:
-                    break
-            await service.generate(request("b", "x", 1))
-            assert engine.stats.ended["aborted"] == 1
-            assert engine.stats.completion <= drawn[0] + 2 + 1
-            assert engine.occupancy().cells_held == 0
-            assert len(service.bridge._live) == 0
-
-    asyncio.run(main())
+        thread.send = told
+        async with aclosing(service.stream(request("a", "Once", 4000, ignore_eos=True))) as stream:
+            async for _ in stream:
+                break
+        await service.generate(request("b", "x", 1))
+        assert engine.stats.ended["aborted"] == 1
+        assert engine.stats.completion <= drawn[0] + 2 + 1
+        assert engine.occupancy().cells_held == 0
+        assert len(service.bridge._live) == 0
 
 
 def test_an_unmeetable_deadline_is_refused_during_a_step():
@@ -289,91 +269,72 @@ def test_an_unmeetable_deadline_is_refused_during_a_step():
     asyncio.run(main())
 
 
-def test_shared_preambles_are_cached_for_every_client(tmp_path):
+async def test_shared_preambles_are_cached_for_every_client(tmp_path):
     """The preamble and the client's prompt render to the same tokens."""
     system = [{"role": "system", "content": "You book trips, with great care. " * 20}]
     path = tmp_path / "preambles.json"
     path.write_text(json.dumps([{"messages": system, "tools": TOOLS}]))
-
-    async def main():
-        async with serving(replace(CONFIG, shared_preambles=str(path))) as service:
-            shared = len(await service.tokenize(ChatPrompt(system, TOOLS)))
-            for scope in "ab":
-                said = ChatPrompt([*system, {"role": "user", "content": f"Hello, it is {scope}."}], TOOLS)
-                answer = await service.generate(replace(request(scope, said, 4), scope=scope))
-                assert answer.usage.cached > shared - 2 * CONFIG.page_size
-
-    asyncio.run(main())
+    async with serving(replace(CONFIG, shared_preambles=str(path))) as service:
+        shared = len(await service.tokenize(ChatPrompt(system, TOOLS)))
+        for scope in "ab":
+            said = ChatPrompt([*system, {"role": "user", "content": f"Hello, it is {scope}."}], TOOLS)
+            answer = await service.generate(replace(request(scope, said, 4), scope=scope))
+            assert answer.usage.cached > shared - 2 * CONFIG.page_size
 
 
-def test_a_stop_string_ends_the_reply_before_it():
-    async def main():
-        async with serving() as service:
-            free = await service.generate(request("a", "The list: 1, 2, 3, 4,", 30, ignore_eos=True))
-            stop = free.text[8:11]
-            cut = await service.generate(request("b", "The list: 1, 2, 3, 4,", 30, (stop,), ignore_eos=True))
-            assert (cut.reason, cut.stop) == ("stop", stop)
-            assert cut.text == free.text[: free.text.index(stop)]
-            assert cut.usage.completion <= free.usage.completion
-            assert free.stop == ""
-
-    asyncio.run(main())
+async def test_a_stop_string_ends_the_reply_before_it():
+    async with serving() as service:
+        free = await service.generate(request("a", "The list: 1, 2, 3, 4,", 30, ignore_eos=True))
+        stop = free.text[8:11]
+        cut = await service.generate(request("b", "The list: 1, 2, 3, 4,", 30, (stop,), ignore_eos=True))
+        assert (cut.reason, cut.stop) == ("stop", stop)
+        assert cut.text == free.text[: free.text.index(stop)]
+        assert cut.usage.completion <= free.usage.completion
+        assert free.stop == ""
 
 
-def test_empty_chat_replies_are_counted():
-    async def main():
-        async with serving() as service:
-            chat = ChatPrompt([{"role": "user", "content": "hello"}])
-            told = await service.generate(request("a", chat, 5, ignore_eos=True))
-            assert told.text.strip()
-            assert service.text.stats.empty == 0
-            cut = await service.generate(request("b", chat, 5, (told.text[0],), ignore_eos=True))
-            assert (cut.text, service.text.stats.empty) == ("", 1)
-
-    asyncio.run(main())
+async def test_empty_chat_replies_are_counted():
+    async with serving() as service:
+        chat = ChatPrompt([{"role": "user", "content": "hello"}])
+        told = await service.generate(request("a", chat, 5, ignore_eos=True))
+        assert told.text.strip()
+        assert service.text.stats.empty == 0
+        cut = await service.generate(request("b", chat, 5, (told.text[0],), ignore_eos=True))
+        assert (cut.text, service.text.stats.empty) == ("", 1)
 
 
-def test_max_tokens_is_reduced_to_the_room_in_the_context():
-    async def main():
-        async with serving(replace(CONFIG, cells=512)) as service:
-            config = service.engine.config
-            context = min(config.context_length, config.cells - config.page_size)
-            asked = request("a", RawPrompt([5] * (context - 10)), config.context_length, ignore_eos=True)
-            fitted = await service.generate(asked)
-            assert (fitted.reason, fitted.usage.completion) == ("length", 10)
-            shorter = await service.generate(request("c", RawPrompt([5] * 20), 3, ignore_eos=True))
-            assert shorter.usage.completion == 3
-
-    asyncio.run(main())
+async def test_max_tokens_is_reduced_to_the_room_in_the_context():
+    async with serving(replace(CONFIG, cells=512)) as service:
+        config = service.engine.config
+        context = min(config.context_length, config.cells - config.page_size)
+        asked = request("a", RawPrompt([5] * (context - 10)), config.context_length, ignore_eos=True)
+        fitted = await service.generate(asked)
+        assert (fitted.reason, fitted.usage.completion) == ("length", 10)
+        shorter = await service.generate(request("c", RawPrompt([5] * 20), 3, ignore_eos=True))
+        assert shorter.usage.completion == 3
 
 
-def test_sampling_depends_on_prompt_and_seed_only():
-    async def main():
-        async with serving() as service:
-            hot = {"temperature": 1.5, "ignore_eos": True}
-            alone = await service.generate(request("a", "A story", 20, **hot))
-            crowd = await asyncio.gather(
-                *(service.generate(request(f"c{i}", f"Noise {i}", 20, **hot)) for i in range(7)),
-                service.generate(request("b", "A story", 20, **hot)),
-            )
-            assert crowd[-1].text == alone.text
-            others = await asyncio.gather(
-                *(service.generate(request(f"d{i}", "A story", 20, seed=7 + i, **hot)) for i in range(6))
-            )
-            assert {other.text for other in others} > {others[0].text}  # one seed may draw what another does
-
-    asyncio.run(main())
+async def test_sampling_depends_on_prompt_and_seed_only():
+    async with serving() as service:
+        hot = {"temperature": 1.5, "ignore_eos": True}
+        alone = await service.generate(request("a", "A story", 20, **hot))
+        crowd = await asyncio.gather(
+            *(service.generate(request(f"c{i}", f"Noise {i}", 20, **hot)) for i in range(7)),
+            service.generate(request("b", "A story", 20, **hot)),
+        )
+        assert crowd[-1].text == alone.text
+        others = await asyncio.gather(
+            *(service.generate(request(f"d{i}", "A story", 20, seed=7 + i, **hot)) for i in range(6))
+        )
+        assert {other.text for other in others} > {others[0].text}  # one seed may draw what another does
 
 
-def test_logprobs_come_with_the_text_and_count_every_token():
-    async def main():
-        async with serving() as service:
-            answer = await service.generate(request("a", "One two", 12, logprobs=3, ignore_eos=True))
-            assert "".join(t.token for t in answer.logprobs) == answer.text
-            assert all(len(t.top) == 3 and t.logprob <= 0 for t in answer.logprobs)
-            assert all(t.logprob == max(a.logprob for a in t.top) for t in answer.logprobs)  # greedy
-
-    asyncio.run(main())
+async def test_logprobs_come_with_the_text_and_count_every_token():
+    async with serving() as service:
+        answer = await service.generate(request("a", "One two", 12, logprobs=3, ignore_eos=True))
+        assert "".join(t.token for t in answer.logprobs) == answer.text
+        assert all(len(t.top) == 3 and t.logprob <= 0 for t in answer.logprobs)
+        assert all(t.logprob == max(a.logprob for a in t.top) for t in answer.logprobs)  # greedy
 
 
 @pytest.mark.parametrize(
@@ -385,43 +346,34 @@ def test_logprobs_come_with_the_text_and_count_every_token():
         (RawPrompt([]), 10, ErrorKind.INVALID, "prompt"),
     ],
 )
-def test_an_impossible_request_names_its_field(prompt, max_tokens, kind, field):
-    async def main():
-        async with serving() as service:
-            reply = await service.generate(request("a", prompt, max_tokens))
-            assert isinstance(reply, Errored)
-            assert (reply.error.kind, reply.error.field) == (kind, field)
-
-    asyncio.run(main())
+async def test_an_impossible_request_names_its_field(prompt, max_tokens, kind, field):
+    async with serving() as service:
+        reply = await service.generate(request("a", prompt, max_tokens))
+        assert isinstance(reply, Errored)
+        assert (reply.error.kind, reply.error.field) == (kind, field)
 
 
-def test_without_max_tokens_a_reply_fills_the_context():
-    async def main():
-        async with serving(EngineConfig(cells=8192, threads=1, context_length=64)) as service:
-            reply = await service.generate(request("a", "hello", -1, ignore_eos=True))
-            assert reply.reason == "length"
-            assert reply.usage.prompt + reply.usage.completion == 64
-
-    asyncio.run(main())
+async def test_without_max_tokens_a_reply_fills_the_context():
+    async with serving(EngineConfig(cells=8192, threads=1, context_length=64)) as service:
+        reply = await service.generate(request("a", "hello", -1, ignore_eos=True))
+        assert reply.reason == "length"
+        assert reply.usage.prompt + reply.usage.completion == 64
 
 
-def test_a_replica_tells_its_metrics_and_load():
-    async def main():
-        service = Service.load(CONFIG)
-        try:
-            async for pieces in service.stream(request("a", "hello", 5, ignore_eos=True)):
-                last = pieces[-1]
-                assert isinstance(last, TextDelta | Completed)
-            text = exposition(service, "r-1")
-            assert 'holdfast_completion_tokens_total{model="weights",replica="r-1"} 5.0' in text.replace(
-                "pocket", "weights"
-            )
-            assert 'outcome="finished"' in text
-            assert service.engine.load().running == 0
-        finally:
-            await service.close()
-
-    asyncio.run(main())
+async def test_a_replica_tells_its_metrics_and_load():
+    service = Service.load(CONFIG)
+    try:
+        async for pieces in service.stream(request("a", "hello", 5, ignore_eos=True)):
+            last = pieces[-1]
+            assert isinstance(last, TextDelta | Completed)
+        text = exposition(service, "r-1")
+        assert 'holdfast_completion_tokens_total{model="weights",replica="r-1"} 5.0' in text.replace(
+            "pocket", "weights"
+        )
+        assert 'outcome="finished"' in text
+        assert service.engine.load().running == 0
+    finally:
+        await service.close()
 
 
 LOADED_SCRIPT = """

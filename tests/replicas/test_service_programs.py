@@ -1,6 +1,5 @@
 """Text and engine together: the engine learns which tools a reply called, and keeps or drops the cells."""
 
-import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -49,78 +48,57 @@ async def settled(service: Service) -> tuple[int, int]:
     return now.pins, service.engine.stats.pins
 
 
-def test_cells_of_a_tool_call_are_kept_until_the_program_ends():
-    async def main() -> None:
-        async with serving() as service:
-            answer = await service.generate(turn("a", forced=True))
-            assert answer.called == Called(("get_weather",))
-            assert await settled(service) == (1, 1)
-            service.notice(ProgramEnded("", "p"))
-            assert await settled(service) == (0, 1)
-
-    asyncio.run(main())
+async def test_cells_of_a_tool_call_are_kept_until_the_program_ends():
+    async with serving() as service:
+        answer = await service.generate(turn("a", forced=True))
+        assert answer.called == Called(("get_weather",))
+        assert await settled(service) == (1, 1)
+        service.notice(ProgramEnded("", "p"))
+        assert await settled(service) == (0, 1)
 
 
-def test_an_unclosed_call_is_neither_a_call_nor_a_last_turn():
-    async def main() -> None:
-        async with serving() as service:
-            prompt = ChatPrompt(ASKS, (TOOL,), "required")
-            answer = await service.generate(GenerateRequest("a", prompt, Sampling(60), ("city",), program_id="p"))
-            assert ([call.name for call in answer.tool_calls], answer.reason) == (["get_weather"], "stop")
-            assert answer.called == Called()
-
-    asyncio.run(main())
+async def test_an_unclosed_call_is_neither_a_call_nor_a_last_turn():
+    async with serving() as service:
+        prompt = ChatPrompt(ASKS, (TOOL,), "required")
+        answer = await service.generate(GenerateRequest("a", prompt, Sampling(60), ("city",), program_id="p"))
+        assert ([call.name for call in answer.tool_calls], answer.reason) == (["get_weather"], "stop")
+        assert answer.called == Called()
 
 
 @pytest.mark.parametrize(("forced", "ends"), [(False, False), (True, True)])
-def test_a_last_turn_is_not_kept(forced, ends):
-    async def main() -> None:
-        async with serving() as service:
-            answer = await service.generate(turn("a", forced=forced, ends=ends, most=200))
-            assert answer.reason != "length"
-            assert answer.called.last
-            assert await settled(service) == (0, 0)
-
-    asyncio.run(main())
+async def test_a_last_turn_is_not_kept(forced, ends):
+    async with serving() as service:
+        answer = await service.generate(turn("a", forced=forced, ends=ends, most=200))
+        assert answer.reason != "length"
+        assert answer.called.last
+        assert await settled(service) == (0, 0)
 
 
-def test_the_engine_learns_how_many_turns_an_answer_took():
-    async def main() -> None:
-        async with serving() as service:
-            last = replace(turn("a", forced=False, ends=True), program_turns=7, answered_turns=5)
-            await service.generate(last)
-            await settled(service)
-            assert service.engine._load.turns.mean == 3.0
-
-    asyncio.run(main())
+async def test_the_engine_learns_how_many_turns_an_answer_took():
+    async with serving() as service:
+        last = replace(turn("a", forced=False, ends=True), program_turns=7, answered_turns=5)
+        await service.generate(last)
+        await settled(service)
+        assert service.engine._load.turns.mean == 3.0
 
 
-def test_the_engine_decides_by_what_the_cluster_knows():
-    async def main() -> None:
-        async with serving(RETENTION["fixed"]) as service:
-            slow = ToolLatency(5, 9999.0)
-            service.notice(ToolLatencies(LatencySnapshot(slow, {("", "get_weather"): slow})))
-            await service.generate(turn("a", forced=True))
-            assert await settled(service) == (0, 0)
-
-    asyncio.run(main())
+async def test_the_engine_decides_by_what_the_cluster_knows():
+    async with serving(RETENTION["fixed"]) as service:
+        slow = ToolLatency(5, 9999.0)
+        service.notice(ToolLatencies(LatencySnapshot(slow, {("", "get_weather"): slow})))
+        await service.generate(turn("a", forced=True))
+        assert await settled(service) == (0, 0)
 
 
-def test_a_truncated_reply_is_no_final_answer():
-    async def main() -> None:
-        async with serving() as service:
-            answer = await service.generate(turn("a", forced=False, most=1))
-            assert answer.reason == "length"
-            assert answer.called == Called()
-
-    asyncio.run(main())
+async def test_a_truncated_reply_is_no_final_answer():
+    async with serving() as service:
+        answer = await service.generate(turn("a", forced=False, most=1))
+        assert answer.reason == "length"
+        assert answer.called == Called()
 
 
-def test_notices_after_close_are_ignored():
-    async def main() -> None:
-        async with serving() as service:
-            await service.close()
-            service.notice(ProgramEnded("", "p"))
-            assert len(service.bridge._live) == 0
-
-    asyncio.run(main())
+async def test_notices_after_close_are_ignored():
+    async with serving() as service:
+        await service.close()
+        service.notice(ProgramEnded("", "p"))
+        assert len(service.bridge._live) == 0

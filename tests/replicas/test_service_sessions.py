@@ -75,79 +75,73 @@ class Client:
         await self.service.sessions.call(CloseSession("", session))
 
 
-def test_append_query_fork_and_close():
-    async def main():
-        service = Service.load(CONFIG)
-        try:
-            sessions, stats = Client(service), service.engine.stats
-            chat = ChatPrompt([{"role": "user", "content": "Here is a log, line by line."}])
-            usage = await sessions.open("s", chat)
-            known = (await service.text.part(chat, begins=True, reply=False)).tolist()
-            asked_for = await service.tokenize(chat)
-            assert usage.prompt == len(known)
-            assert known == asked_for[: len(known)] != asked_for  # a reply begins where it is asked for
-            lines = [f"\nline {i}: the temperature is {20 + i}." for i in range(6)]
-            await asyncio.gather(*(sessions.append("s", line) for line in lines))
-            for line in lines:
-                known += service.text.tokenizer.backend_tokenizer.encode(line, add_special_tokens=False).ids
-            await sessions.fork("s", "copy")
+async def test_append_query_fork_and_close():
+    service = Service.load(CONFIG)
+    try:
+        sessions, stats = Client(service), service.engine.stats
+        chat = ChatPrompt([{"role": "user", "content": "Here is a log, line by line."}])
+        usage = await sessions.open("s", chat)
+        known = (await service.text.part(chat, begins=True, reply=False)).tolist()
+        asked_for = await service.tokenize(chat)
+        assert usage.prompt == len(known)
+        assert known == asked_for[: len(known)] != asked_for  # a reply begins where it is asked for
+        lines = [f"\nline {i}: the temperature is {20 + i}." for i in range(6)]
+        await asyncio.gather(*(sessions.append("s", line) for line in lines))
+        for line in lines:
+            known += service.text.tokenizer.backend_tokenizer.encode(line, add_special_tokens=False).ids
+        await sessions.fork("s", "copy")
 
-            before = stats.prompt_computed
-            first = (await asked(service, "s", "q", "\nLast?", keep=False)).answer()
-            question = service.text.tokenizer.backend_tokenizer.encode("\nLast?", add_special_tokens=False).ids
-            assert stats.prompt_computed - before <= len(question) + CONFIG.page_size
-            assert first.usage.prompt == len(known) + len(question)
+        before = stats.prompt_computed
+        first = (await asked(service, "s", "q", "\nLast?", keep=False)).answer()
+        question = service.text.tokenizer.backend_tokenizer.encode("\nLast?", add_special_tokens=False).ids
+        assert stats.prompt_computed - before <= len(question) + CONFIG.page_size
+        assert first.usage.prompt == len(known) + len(question)
 
-            whole = await service.generate(request("whole", RawPrompt(known + question)))
-            of_the_fork = (await asked(service, "copy", "qf", "\nLast?")).answer()
-            again = (await asked(service, "s", "q2", "\nLast?")).answer()
-            assert first.text == whole.text == of_the_fork.text == again.text
+        whole = await service.generate(request("whole", RawPrompt(known + question)))
+        of_the_fork = (await asked(service, "copy", "qf", "\nLast?")).answer()
+        again = (await asked(service, "s", "q2", "\nLast?")).answer()
+        assert first.text == whole.text == of_the_fork.text == again.text
 
-            await sessions.close("s")
-            await sessions.close("copy")
-            now = service.engine.occupancy()
-            assert (now.sessions, now.rows_taken, now.cells_held, len(service.bridge._live)) == (0, 0, 0, 0)
-            assert service.engine.cache.cells.in_use == 0
-        finally:
-            await service.close()
-
-    asyncio.run(main())
+        await sessions.close("s")
+        await sessions.close("copy")
+        now = service.engine.occupancy()
+        assert (now.sessions, now.rows_taken, now.cells_held, len(service.bridge._live)) == (0, 0, 0, 0)
+        assert service.engine.cache.cells.in_use == 0
+    finally:
+        await service.close()
 
 
-def test_an_impossible_operation_raises_and_names_its_field():
-    async def main():
-        service = Service.load(CONFIG)
-        try:
-            sessions = Client(service)
-            await sessions.open("s", scope="tenant")
-            for call, kind, field in (
-                (sessions.append("s", "x"), UnknownSessionError, "session_id"),  # another tenant's
-                (sessions.open("s", scope="tenant"), SessionExistsError, "session_id"),
-                (sessions.append("s", "word " * 600, scope="tenant"), ContextLengthError, "text"),
-                (sessions.close("never"), UnknownSessionError, "session_id"),
-            ):
-                with pytest.raises(kind) as raised:
-                    await call
-                assert raised.value.field == field
-            with pytest.raises(ContextLengthError):
-                await sessions.open("too long", RawPrompt("word " * 600))
-            with pytest.raises(UnknownSessionError):  # it is open as a whole or not at all
-                await sessions.append("too long", "x")
-            await sessions.open("t")
-            with pytest.raises(OverloadedError):
-                await sessions.open("u")
-            lost = await asked(service, "gone", "q", "hello")
-            assert lost.error().error.field == "session_id"
+async def test_an_impossible_operation_raises_and_names_its_field():
+    service = Service.load(CONFIG)
+    try:
+        sessions = Client(service)
+        await sessions.open("s", scope="tenant")
+        for call, kind, field in (
+            (sessions.append("s", "x"), UnknownSessionError, "session_id"),  # another tenant's
+            (sessions.open("s", scope="tenant"), SessionExistsError, "session_id"),
+            (sessions.append("s", "word " * 600, scope="tenant"), ContextLengthError, "text"),
+            (sessions.close("never"), UnknownSessionError, "session_id"),
+        ):
+            with pytest.raises(kind) as raised:
+                await call
+            assert raised.value.field == field
+        with pytest.raises(ContextLengthError):
+            await sessions.open("too long", RawPrompt("word " * 600))
+        with pytest.raises(UnknownSessionError):  # it is open as a whole or not at all
+            await sessions.append("too long", "x")
+        await sessions.open("t")
+        with pytest.raises(OverloadedError):
+            await sessions.open("u")
+        lost = await asked(service, "gone", "q", "hello")
+        assert lost.error().error.field == "session_id"
 
-            appends = [asyncio.create_task(sessions.append("t", [5, 6, 7])) for _ in range(3)]
-            await asyncio.sleep(0)
-            await sessions.close("t")
-            for outcome in await asyncio.gather(*appends, return_exceptions=True):
-                assert not isinstance(outcome, Exception) or isinstance(outcome, InvalidRequestError | UnavailableError)
-        finally:
-            await service.close()
-
-    asyncio.run(main())
+        appends = [asyncio.create_task(sessions.append("t", [5, 6, 7])) for _ in range(3)]
+        await asyncio.sleep(0)
+        await sessions.close("t")
+        for outcome in await asyncio.gather(*appends, return_exceptions=True):
+            assert not isinstance(outcome, Exception) or isinstance(outcome, InvalidRequestError | UnavailableError)
+    finally:
+        await service.close()
 
 
 @pytest.mark.parametrize("kind", [InvalidRequestError, ContextLengthError, OverloadedError, UnavailableError])

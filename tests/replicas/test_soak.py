@@ -164,7 +164,7 @@ def test_a_soak_ends_with_everything_free_memory_flat_and_one_end_for_each_reque
     print(f"{steps} steps, {soak.given} requests {soak.outcomes}, {grown / 2**20:+.1f} MiB", stats)
 
 
-def test_the_service_under_clients_that_leave_gives_everything_back():
+async def test_the_service_under_clients_that_leave_gives_everything_back():
     config = EngineConfig(cells=640, threads=1, max_sequences=6, session_rows=3, context_length=256)
     rng = random.Random(3)
 
@@ -183,23 +183,20 @@ def test_the_service_under_clients_that_leave_gives_everything_back():
                     return "left"
         return "nothing"
 
-    async def main() -> None:
-        service = Service.load(config)
-        try:
-            outcomes = await asyncio.gather(*(client(service, i) for i in range(40)))
-            assert set(outcomes) <= {"Completed", "Errored", "left"}
-            assert outcomes.count("Completed") > 0
-            await service.generate(GenerateRequest("last", RawPrompt([5, 6, 7]), Sampling(max_tokens=1)))
-            now = service.engine.occupancy()
-            assert (now.running, now.waiting, now.rows_taken, now.cells_held, len(service.bridge._live)) == (
-                0,
-                0,
-                0,
-                0,
-                0,
-            )
-            check_cache(service.engine.cache)
-        finally:
-            await service.close()
-
-    asyncio.run(main())
+    service = Service.load(config)
+    try:
+        outcomes = await asyncio.gather(*(client(service, i) for i in range(40)))
+        assert set(outcomes) <= {"Completed", "Errored", "left"}
+        assert outcomes.count("Completed") > 0
+        await service.generate(GenerateRequest("last", RawPrompt([5, 6, 7]), Sampling(max_tokens=1)))
+        now = service.engine.occupancy()
+        assert (now.running, now.waiting, now.rows_taken, now.cells_held, len(service.bridge._live)) == (
+            0,
+            0,
+            0,
+            0,
+            0,
+        )
+        check_cache(service.engine.cache)
+    finally:
+        await service.close()

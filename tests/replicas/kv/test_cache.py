@@ -11,7 +11,7 @@ from pinned_pages import pinned_pages
 
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.cache import Holding, KVCache
-from holdfast.replicas.kv.pages import PageCopy, PageIds
+from holdfast.replicas.kv.pages import PageIds
 from holdfast.replicas.kv.tags import PLAIN, Label, Labels
 from holdfast.replicas.types import TokenIds
 
@@ -71,70 +71,6 @@ def test_a_row_that_was_handed_out_stays_as_it_was() -> None:
             assert pages.tolist() == before
 
 
-def test_prefix_that_ends_inside_a_page_is_copied_into_an_own_page() -> None:
-    cache = KVCache(16, 4)
-    _run(cache, _count(0, 7))
-    before = cache.tree.roots[""].children[0].pages.tolist()
-    acquired = cache.acquire("", _ids(0, 1, 2, 3, 4, 5, 99, 98), now=2.0)
-    holding = acquired.holding
-    assert holding.n_cached == 6
-    assert holding.pages[0] == before[0]
-    assert acquired.copies == (PageCopy(source=before[1], target=int(holding.pages[1]), cells=2),)
-    assert holding.own.tolist() == [holding.pages[1]]
-    assert holding.pages[1] not in before
-    check_cache(cache)
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_one_token_is_always_left_to_compute(page_size: int) -> None:
-    cache = KVCache(64, page_size)
-    prompt = _count(0, 20)
-    assert [_run(cache, prompt) for _ in range(3)] == [0, 19, 19]
-    assert cache.peek("", prompt) == 19
-    assert cache.peek("", prompt[:1]) == 0
-
-
-def test_peek_changes_nothing() -> None:
-    cache = KVCache(16, 4)
-    _run(cache, _count(0, 8))
-    before = cache.stats
-    assert cache.peek("", _count(0, 6)) == 5
-    assert cache.peek("unknown", _count(0, 6)) == 0
-    assert cache.stats == before
-    assert set(cache.tree.roots) == {""}
-
-
-def test_without_a_page_for_the_copy_the_prefix_is_cut_to_whole_pages() -> None:
-    cache = KVCache(3, 4)
-    _run(cache, _count(0, 8))
-    other = _begin(cache, _count(50, 4))
-    acquired = cache.acquire("", _ids(0, 1, 2, 3, 4, 5, 99), now=1.0)
-    assert (acquired.holding.n_cached, acquired.copies) == (4, ())
-    check_cache(cache)
-    cache.drop(other)
-    cache.drop(acquired.holding)
-    check_cache(cache)
-
-
-def test_grow_returns_what_it_appended_and_evicts_only_if_that_helps() -> None:
-    cache = KVCache(6, 4)
-    _run(cache, _count(50, 8))
-    holding = _begin(cache, _count(0, 4))
-    added = cache.grow(holding, 9)
-    assert added is not None
-    assert holding.pages[1:].tolist() == added.tolist()
-    assert holding.capacity == 12
-    again = cache.grow(holding, 12)
-    assert again is not None
-    assert len(again) == 0
-    assert cache.grow(holding, 25) is None
-    assert cache.peek("", _count(50, 9)) == 8, "nothing was evicted in vain"
-    assert cache.grow(holding, 24) is not None
-    assert cache.peek("", _count(50, 9)) == 0
-    assert cache.stats.evicted == 8
-    check_cache(cache)
-
-
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_one_missing_page_costs_a_long_history_one_page(page_size: int) -> None:
     cache = KVCache(14_400 // page_size, page_size)
@@ -173,28 +109,6 @@ def test_row_outgrows_its_first_buffer() -> None:
     check_cache(cache)
 
 
-def test_cells_in_use_are_never_evicted() -> None:
-    cache = KVCache(4, 4)
-    _run(cache, _count(0, 8))
-    reader = cache.acquire("", _count(0, 9), now=1.0).holding
-    other = _begin(cache, _count(50, 8), now=2.0)
-    assert (cache.stats.free, cache.stats.evictable, cache.cells.in_use) == (0, 0, 16)
-    assert cache.grow(other, 9) is None
-    cache.drop(reader)
-    assert cache.stats.evictable == 8
-    assert cache.grow(other, 9) is not None
-
-
-def test_finish_frees_pages_that_hold_nothing_computed() -> None:
-    cache = KVCache(16, 4)
-    tokens = _count(0, 30)
-    holding = _begin(cache, tokens)
-    cache.finish(holding, tokens, 5, now=1.0)
-    check_cache(cache)
-    assert (cache.stats.tree, cache.stats.held, cache.stats.free) == (8, 0, 56)
-    assert cache.peek("", tokens) == 5
-
-
 def test_twins_that_finish_leave_one_copy() -> None:
     cache = KVCache(16, 4)
     a, b, c = _count(0, 10), _count(0, 10), np.concatenate([_count(0, 6), _count(60, 6)])
@@ -214,71 +128,6 @@ def test_many_turns_keep_no_page_twice() -> None:
         _run(cache, _count(0, n), now=float(n))
     assert cache.stats.tree == 60, "58 tokens in 15 pages"
     assert _run(cache, _count(0, 60), now=99.0) == 58, "one page more is enough to go on"
-
-
-def test_followers_alias_what_a_running_leader_published() -> None:
-    cache = KVCache(16, 4)
-    prompt = _count(0, 14)
-    leader = _begin(cache, prompt)
-    row = leader.pages.tolist()
-    cache.publish(leader, prompt, 10, now=1.0)
-    check_cache(cache)
-    assert leader.pages.tolist() == row
-    assert leader.n_shared == 8, "the page that is still being filled stays with its writer"
-    follower = cache.acquire("", np.append(prompt, 7), now=2.0).holding
-    assert (follower.n_cached, follower.pages.tolist()) == (8, row[:2])
-    cache.drop(leader)
-    check_cache(cache)
-    assert cache.peek("", prompt) == 8, "what was published outlives its leader"
-
-
-def test_publish_without_a_new_full_page_does_nothing() -> None:
-    cache = KVCache(16, 4)
-    prompt = _count(0, 9)
-    _run(cache, prompt[:6])
-    holding = _begin(cache, prompt)
-    cache.publish(holding, prompt, 7, now=1.0)
-    assert (holding.n_shared, cache.tree.nodes) == (6, 1)
-
-
-def test_late_publisher_keeps_reading_its_own_copy_until_it_ends() -> None:
-    cache = KVCache(16, 4)
-    first, second = _count(0, 8), np.concatenate([_count(0, 6), _count(60, 6)])
-    one, two = _begin(cache, first), _begin(cache, second)
-    cache.publish(one, first, 8, now=1.0)
-    row = two.pages.tolist()
-    cache.publish(two, second, 12, now=2.0)
-    check_cache(cache)
-    assert two.pages.tolist() == row
-    assert two.duplicates.tolist() == row[:1]
-    assert (two.n_shared, cache.stats.tree, cache.stats.held) == (12, 16, 4)
-    follower = cache.acquire("", np.append(second, 1), now=3.0).holding
-    assert follower.pages.tolist() == [one.pages[0], *row[1:]]
-    for holding in (one, two, follower):
-        cache.drop(holding)
-    check_cache(cache)
-    assert cache.stats.held == 0
-
-
-def test_drop_keeps_nothing_that_was_not_published() -> None:
-    cache = KVCache(16, 4)
-    cache.drop(_begin(cache, _count(0, 30)))
-    assert cache.stats.free == cache.stats.total
-    assert cache.peek("", _count(0, 30)) == 0
-
-
-def test_scopes_share_nothing() -> None:
-    cache = KVCache(16, 4)
-    assert [_run(cache, _count(0, 9), scope=scope) for scope in ("a", "b", "a")] == [0, 0, 8]
-
-
-def test_lower_tier_is_evicted_first_through_the_cache() -> None:
-    cache = KVCache(6, 4)
-    _run(cache, _count(0, 8), now=1.0, label=Label("system", 1))
-    _run(cache, _count(50, 8), now=2.0)
-    _run(cache, _count(80, 16), now=3.0)
-    assert cache.peek("", _count(0, 9)) == 8
-    assert cache.peek("", _count(50, 9)) == 0
 
 
 @pytest.mark.parametrize(
@@ -321,14 +170,6 @@ def _converse(cache: KVCache, turns: int) -> list[list[int]]:
             found[agent].append(_run(cache, history, now=float(3 * turn + agent)))
             histories[agent] = np.concatenate([history, _count(1000 * (agent + 1) + 10 * turn + 1, 10)])
     return found
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_interleaved_agents_never_evict_each_other_while_there_is_room(page_size: int) -> None:
-    cache = KVCache(640 // page_size, page_size)
-    found = _converse(cache, turns=6)
-    assert cache.stats.evicted == 0
-    assert found == [[first, *(33 + 10 * turn for turn in range(5))] for first in (0, 32, 32)]
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -392,23 +233,6 @@ def test_what_is_pinned_stays_until_it_is_given_back() -> None:
     assert cache.peek("", _count(0, 9)) == 0
 
 
-def test_pages_that_several_pins_keep_are_counted_once() -> None:
-    cache = KVCache(16, 4)
-    _run(cache, _count(0, 8))
-    _run(cache, _ids(*range(8), 99, 98, 97, 96))
-    long, short = _ids(*range(8), 99, 98, 97, 96), _count(0, 8)
-    pins = [cache.pin("", long, 1.0, soft=True), cache.pin("", short, 1.0, soft=True)]
-    assert (cache.cells.soft_pinned, cache.cells.soft_pinned_of(""), cache.cells.soft_pinned_of("other")) == (12, 12, 0)
-    assert pinned_pages(pins) == 3
-    cache.unpin(pins[0])
-    assert (cache.cells.soft_pinned, cache.cells.soft_pinned_of("")) == (8, 8)
-    assert pinned_pages(pins[1:]) == 2
-    cache.unpin(pins[1])
-    assert (cache.cells.soft_pinned, cache.cells.soft_pinned_of("")) == (0, 0)
-    assert pinned_pages([]) == 0
-    check_cache(cache)
-
-
 def test_what_soft_pins_alone_keep_is_in_use_but_not_active() -> None:
     cache = KVCache(16, 4)
     _run(cache, _count(0, 12))
@@ -456,17 +280,6 @@ def test_what_is_finished_with_a_pin_is_as_if_it_had_been_pinned_after_that(
         check_cache(cache)
     assert found[0] == found[1]
     assert found[0][-1] >= n_computed
-
-
-def test_a_sequence_whose_cells_are_the_trees_already_is_finished_with_a_pin() -> None:
-    cache = KVCache(8, 4)
-    holding = _begin(cache, _count(0, 8))
-    cache.publish(holding, _count(0, 8), 8, now=0.0)
-    pin = cache.finish(holding, _count(0, 8), 8, now=1.0, pin=True)
-    check_cache(cache)
-    assert pin is not None
-    assert pin.length == 8
-    assert cache.cells.in_use == 8
 
 
 @given(
@@ -521,21 +334,6 @@ def test_a_verb_that_breaks_off_leaves_the_cache_unsound(monkeypatch: pytest.Mon
     with pytest.raises(ZeroDivisionError):
         cache.drop(holding)
     assert not cache.sound
-
-
-def test_in_no_scope_nothing_is_found_or_kept() -> None:
-    cache = KVCache(16, 4)
-    tokens = _count(0, 9)
-    assert _run(cache, tokens) == 0
-    holding = cache.acquire(None, tokens, 0.0).holding
-    assert holding.n_cached == 0
-    cache.grow(holding, 9)
-    cache.publish(holding, tokens, 9, now=0.0)
-    used = cache.stats.tree
-    cache.finish(holding, tokens, 9, now=0.0)
-    assert cache.stats.tree == used
-    assert cache.stats.held == 0
-    check_cache(cache)
 
 
 def test_scopes_whose_cells_have_gone_are_forgotten() -> None:

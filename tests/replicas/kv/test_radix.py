@@ -88,13 +88,6 @@ def test_a_node_keeps_its_tokens_though_whoever_brought_them_writes_others() -> 
     assert (grove.known(_ids(1, 2, 3, 4, 5, 6)), grove.known(text)) == (6, 0)
 
 
-def test_walk_changes_nothing_and_ends_inside_an_edge() -> None:
-    grove = _Grove()
-    leaf = grove.put(_ids(1, 2, 3, 4, 5, 6))
-    assert grove.tree.walk(grove.tree.root(""), _ids(1, 2, 3, 9)) == Prefix(leaf, 3)
-    assert grove.tree.nodes == 1
-
-
 def test_split_inside_a_page_shares_that_page() -> None:
     grove = _Grove()
     lower = grove.put(_ids(1, 2, 3, 4, 5, 6))
@@ -109,15 +102,6 @@ def test_split_inside_a_page_shares_that_page() -> None:
     assert grove.tree.pages == 2
 
 
-def test_split_between_pages_shares_none() -> None:
-    grove = _Grove()
-    lower = grove.put(_ids(1, 2, 3, 4, 5, 6))
-    pages = lower.pages.tolist()
-    upper = grove.tree.node_at(Prefix(lower, 4))
-    assert (upper.pages.tolist(), lower.pages.tolist()) == (pages[:1], pages[1:])
-    assert grove.pool.owners[pages].tolist() == [1, 1]
-
-
 def test_halves_of_a_split_keep_tag_priority_and_leases() -> None:
     grove = _Grove()
     lower = grove.put(_ids(1, 2, 3, 4), label=Label("system", 2))
@@ -128,17 +112,6 @@ def test_halves_of_a_split_keep_tag_priority_and_leases() -> None:
     assert (upper.leases, lower.leases) == (0, 0)
 
 
-def test_fill_lets_the_deeper_page_stand_for_a_shared_slot() -> None:
-    grove = _Grove()
-    upper = grove.put(_ids(1, 2, 3, 4, 5, 6))
-    grove.put(_ids(1, 2, 3, 4, 5, 6, 99))
-    deeper = grove.put(_ids(1, 2, 3, 4, 5, 6, 7, 8, 9))
-    row = np.zeros(3, dtype=np.int32)
-    grove.tree.fill(row, deeper)
-    assert row.tolist() == [upper.pages[0], *deeper.pages.tolist()]
-    assert upper.pages[1] != deeper.pages[0]
-
-
 def test_first_child_replaces_the_last_page_that_it_holds_a_fuller_copy_of() -> None:
     grove = _Grove()
     upper = grove.put(_ids(1, 2, 3, 4, 5, 6))
@@ -147,31 +120,6 @@ def test_first_child_replaces_the_last_page_that_it_holds_a_fuller_copy_of() -> 
     assert (grove.tree.pages, grove.pool.used) == (3, 3)
     grove.tree.evict(99)
     assert (grove.tree.pages, grove.pool.used) == (2, 2)
-
-
-def test_last_page_stays_where_another_holder_may_copy_from_it() -> None:
-    grove = _Grove()
-    upper = grove.put(_ids(1, 2, 3, 4, 5, 6))
-    pages = upper.pages.tolist()
-    grove.tree.lease(upper, now=5.0)
-    grove.put(_ids(1, 2, 3, 4, 5, 6, 7, 8, 9))
-    assert upper.pages.tolist() == pages
-    assert grove.tree.pages == 4
-
-
-def test_evict_takes_leaves_oldest_use_first() -> None:
-    grove = _Grove()
-    grove.put(_ids(1, 2, 3, 4))
-    grove.put(_ids(1, 2, 3, 4, 5, 6, 7, 8))
-    grove.put(_ids(9, 9))
-    assert grove.tree.evict(99) == 1
-    assert grove.known(_ids(1, 2, 3, 4, 5)) == 4, "the leaf of the older path went, and not its parent"
-    grove.put(_ids(1, 2, 3, 4))
-    assert grove.tree.evict(99) == 1
-    assert (grove.known(_ids(9, 9)), grove.known(_ids(1, 2, 3, 4))) == (0, 4)
-    assert grove.tree.evict(99) == 1
-    assert grove.tree.evict(99) is None
-    assert (grove.tree.nodes, grove.tree.pages, grove.pool.free) == (0, 0, 32)
 
 
 def test_lease_protects_the_whole_path_and_counts_what_is_left() -> None:
@@ -191,17 +139,6 @@ def test_lease_protects_the_whole_path_and_counts_what_is_left() -> None:
     assert grove.tree.evict(99) is None
     grove.tree.release(upper)
     assert grove.tree.evict(99) == 1
-
-
-def test_lease_moves_down_without_counting_twice() -> None:
-    grove = _Grove()
-    upper = grove.put(_ids(1, 2, 3, 4))
-    lower = grove.put(_ids(1, 2, 3, 4, 5))
-    grove.tree.lease(upper, now=7.0)
-    grove.tree.lease(lower, now=8.0, held=upper)
-    assert (upper.leases, lower.leases, upper.touched) == (1, 1, 8.0)
-    grove.tree.release(lower)
-    assert (upper.leases, lower.leases, grove.tree.evictable) == (0, 0, 2)
 
 
 def test_evicting_half_of_a_cut_page_frees_nothing_yet() -> None:
@@ -224,14 +161,6 @@ def test_higher_tier_stays_and_keeps_the_path_to_it() -> None:
     assert grove.known(_ids(1, 2, 3)) == 2
     grove.tree.evict(99)
     assert grove.known(_ids(1, 2, 3)) == 0
-
-
-def test_scopes_share_nothing() -> None:
-    grove = _Grove()
-    grove.put(_ids(1, 2, 3), scope="a")
-    assert (grove.known(_ids(1, 2, 3), scope="a"), grove.known(_ids(1, 2, 3), scope="b")) == (3, 0)
-    grove.put(_ids(1, 2, 3), scope="b")
-    assert grove.tree.pages == 2
 
 
 def test_a_leaf_is_shortened_from_its_end_and_keeps_its_place() -> None:
@@ -324,34 +253,6 @@ def _cut(queue: EvictionQueue, node: Node | None) -> Node | None:
         node.parent.children.clear()
         queue.lost_last_child(node.parent)
     return node
-
-
-def test_oldest_use_goes_first_and_a_use_moves_to_the_end() -> None:
-    a, b, c = _node(), _node(), _node()
-    queue = EvictionQueue(most=32)
-    for node in (a, b, c, a):
-        queue.append(node)
-    assert [_pop(queue) for _ in range(4)] == [b, c, a, None]
-
-
-def test_lower_tier_goes_first_whatever_its_age() -> None:
-    old_valuable, young_cheap, old_cheap = _node(priority=1), _node(), _node()
-    queue = EvictionQueue(most=32)
-    for node in (old_valuable, old_cheap, young_cheap):
-        queue.append(node)
-    assert [_pop(queue) for _ in range(3)] == [old_cheap, young_cheap, old_valuable]
-
-
-def test_discarded_node_is_not_popped() -> None:
-    a, b = _node(), _node()
-    queue = EvictionQueue(most=32)
-    queue.discard(a)
-    queue.append(a)
-    queue.append(b)
-    queue.discard(a)
-    assert a not in queue
-    assert b in queue
-    assert [_pop(queue), _pop(queue)] == [b, None]
 
 
 def test_parent_follows_its_child_and_waits_for_one_in_a_higher_tier() -> None:

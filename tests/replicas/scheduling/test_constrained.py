@@ -95,11 +95,6 @@ def test_forced_drafts_are_limited_and_leave_room_for_the_token_after_them():
     assert fitting(sequence_of(Fixed(7, 9, 11), max_tokens=1), NO_DRAFT).tolist() == []
 
 
-def test_a_sequence_without_a_grammar_keeps_its_drafts():
-    drafts = np.array([3, 5], np.int32)
-    assert fitting(sequence_of(None), drafts) is drafts
-
-
 @given(
     st.lists(st.integers(1, 12), min_size=1, max_size=8).map(tuple),
     st.frozensets(st.integers(1, 12), max_size=2),

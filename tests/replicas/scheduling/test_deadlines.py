@@ -147,22 +147,6 @@ def test_in_a_full_queue_the_last_of_the_lowest_class_gives_way(requests, tokens
     world.assert_idle()
 
 
-def test_nobody_gives_way_where_that_would_not_be_enough(monkeypatch):
-    """Whoever was taken in has an answer, or is told why not."""
-    monkeypatch.setattr(EngineConfig, "max_waiting_tokens", 24)
-    world = World(max_sequences=1, cells=4096)
-    world.submit("runs", words(0, 8), 20)
-    world.step()
-    for name, n, priority in (("one", 16, INTERACTIVE), ("batch", 8, BATCH), ("long", 16, INTERACTIVE)):
-        world.submit(name, words(n, n), priority=priority)
-    assert kind(world.end("long")) is ErrorKind.OVERLOADED
-    world.run()
-    for name in ("runs", "one", "batch"):
-        world.assert_right(name)
-    assert world.engine.stats.not_begun["gave_way"] == 0
-    world.assert_idle()
-
-
 def test_no_more_give_way_than_have_to(monkeypatch):
     monkeypatch.setattr(EngineConfig, "max_waiting_tokens", 24)
     world = World(max_sequences=1, cells=4096)

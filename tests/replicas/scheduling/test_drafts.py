@@ -49,41 +49,6 @@ def test_the_drafter_has_every_token_of_a_sequence(script, overlap, cells, step_
     world.assert_idle()
 
 
-def logged(world: World, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Steps, prompts that are indexed ("read") and replies that are remembered ("add"), in order."""
-    log: list[str] = []
-
-    def note(owner: object, name: str, called: str) -> None:
-        does = getattr(owner, name)
-
-        def noted(*args):
-            log.append(called)
-            return does(*args)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    note(drafter, "_State", "read")
-    note(world.engine._drafter._memory, "add", "add")
-    note(world.runner, "begin", "begin")
-    note(world.runner, "compute", "compute")  # when the step lands
-    return log
-
-
-def test_prompts_are_read_and_answers_remembered_while_a_step_runs(monkeypatch):
-    world = World(overlap_steps="on")
-    log = logged(world, monkeypatch)
-    for name in ("a", "b"):
-        world.submit(name, words(1, 12), 8)
-        world.run()
-        world.assert_right(name)
-    # The first step of each reads its prompt, and remembers the reply before it, before anybody waits for the step.
-    assert log[: log.index("compute")].count("read") == 1
-    second = len(log) - log[::-1].index("read") - 1
-    assert log[second - 2 : second + 2] == ["begin", "add", "read", "compute"]
-    assert log.count("read") == 2
-    assert log.count("add") == 1  # no step has run beside which the last reply could be remembered
-
-
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_what_a_turn_said_is_drafted_for_the_next_one(overlap):
     world = World(overlap_steps=overlap)
@@ -92,15 +57,6 @@ def test_what_a_turn_said_is_drafted_for_the_next_one(overlap):
         world.run()
         world.assert_right(name)
     assert world.end("b").usage.work.accepted > world.end("a").usage.work.accepted
-
-
-def test_an_answer_too_short_for_drafts_is_not_read_for_any(monkeypatch):
-    world = World(overlap_steps="on")
-    log = logged(world, monkeypatch)
-    for most in (0, 1, 2):
-        world.submit(f"{most}", words(most, 12), most)
-        world.run()
-    assert "read" not in log
 
 
 @pytest.mark.parametrize("broken", ["_State", "draft_lengths", "common_prefix"])

@@ -31,14 +31,6 @@ def first(name: str, *requests: Sequence) -> int:
     return min(range(len(requests)), key=lambda i: order.waiting(requests[i]))
 
 
-def test_the_word_of_the_configuration_decides():
-    old, new, pinned = request(5.0, began=1.0), request(4.0, began=2.0), request(6.0, began=3.0, pinned=True)
-    assert first("program", old, new, pinned) == 2
-    assert first(COMPARED["infercept"], old, new, pinned) == 0
-    assert first("request", old, new, pinned) == 1
-    assert first(COMPARED["plas"], old, new, pinned) == 1
-
-
 @pytest.mark.parametrize("name", [*ORDERS, *COMPARED.values()])
 def test_a_pin_says_nothing_among_the_running(name):
     order, one = request_order(name), request(1.0)

@@ -9,7 +9,6 @@ from pinning import KEEP
 
 from holdfast.loadgen.simulator.policies import RETENTION
 from holdfast.replicas.config import DraftConfig, RetentionConfig
-from holdfast.replicas.programs import ProgramPin
 from holdfast.replicas.requests import Abort, ProgramEnded, ToolLatencies, TurnEnded
 from holdfast.replicas.retention.latency import AGES, LatencySnapshot, ToolLatency
 from holdfast.replicas.retention.policy import RestoreCost
@@ -288,18 +287,6 @@ def test_under_expected_waste_who_is_away_is_told_by_what_turns_wait_that_have_n
     assert away == {"early": inf, "late": inf, "brief": 0.0}
 
 
-def test_under_expected_waste_it_is_counted_how_fast_programs_come_back_to_their_cells():
-    world = make("expected_waste")
-    said = turn(world, "one", words(1, 80))
-    world.now += 2.0
-    turn(world, "one", [*said, *words(2, 10)], number=1)
-    world.now = world.engine._load._returns[0][0] + 4.0
-    known = world.engine._load.conditions(paused=1000, now=world.now)
-    assert known.returning == pytest.approx(len(said) / 4.0, abs=0.5), "but for the last token, which has no cell"
-    assert known.back_within(8.0) == pytest.approx(2 * len(said), abs=4)
-    assert known.back_within(1e9) == 1000
-
-
 def test_under_expected_waste_a_pause_is_looked_at_again_when_somebody_is_short():
     world = two_that_pause()
     world.engine._load._prefill.cost = RestoreCost(c=500.0)  # by now everything takes much longer
@@ -380,22 +367,6 @@ def test_a_program_that_is_over_needs_no_place(over):
     world = all_give_way()
     world.give(ProgramEnded("", "late" if over else "other"))
     assert places(world) == ({"early"} if over else {"early", "late"})
-
-
-def test_under_other_policies_who_lost_its_cells_has_no_place():
-    world = make(KEEP)
-    turn(world, "late", words(2, 80), began=2.0)
-    flood(world, 200, began=0.5)
-    world.run()
-    assert (pinned(world), places(world)) == (set(), set())
-
-
-def test_under_expected_waste_what_has_lapsed_does_not_go_first_while_its_next_turn_waits(monkeypatch):
-    world = two_that_pause()
-    monkeypatch.setattr(ProgramPin, "awaited", property(lambda pin: pin.program.key.name == "early"))
-    flood(world, 100, began=0.5)
-    world.run()
-    assert pinned(world) == {"early"}
 
 
 def test_a_replica_knows_its_pauses_from_their_beginning():
@@ -648,22 +619,6 @@ def test_no_pin_gives_way_to_a_request_that_finds_no_row():
     assert pinned(world) == {"p"}
     world.run()
     world.assert_right("waits")
-
-
-def test_no_pin_gives_way_where_the_high_water_mark_stands_all_the_same():
-    world = make(step_tokens=32)
-    world.engine.scheduler._high_water //= 2
-    turn(world, "before", words(1, 90), began=1.0)
-    turn(world, "behind", words(2, 20), began=9.0)
-    runs(world)
-    retention, cells = world.engine.scheduler.retention, world.engine.cache.cells
-    world.submit("waits", words(9, 8), 4, began=2.0)
-    (waits,) = world.engine.scheduler.admission
-    assert cells.active < cells.in_use - 40
-    assert not retention.make_room_below(cells.in_use - 40, waits), "what stands before it keeps more than that"
-    assert pinned(world) == {"before", "behind"}
-    assert retention.make_room_below(cells.in_use, waits)
-    assert pinned(world) == {"before"}
 
 
 def test_a_tenants_pins_do_not_give_way_where_others_floors_leave_no_room():

@@ -88,13 +88,6 @@ def test_request_order_ignores_programs():
     assert drain(queue) == ["first", "second"]
 
 
-def test_equal_keys_are_first_in_first_out():
-    queue = WaitingQueue(ProgramOrder())
-    for i in range(20):
-        queue.push(waiting(f"r{i}"))
-    assert drain(queue) == [f"r{i}" for i in range(20)]
-
-
 def test_expiry_spares_the_young_the_preempted_and_the_gone():
     queue = WaitingQueue(ProgramOrder())
     gone = waiting("gone", 0.0)
@@ -130,22 +123,6 @@ def test_a_sequence_that_is_set_aside_is_no_head_but_still_waits():
     assert queue.head() is None
     with pytest.raises(IndexError):
         queue.set_aside()
-
-
-def test_a_pin_that_comes_or_goes_gives_a_new_place():
-    queue = WaitingQueue(ProgramOrder())
-    first, pinned = waiting("first", 1.0, 1.0), waiting("pinned", 2.0, 2.0)
-    pinned.pinned = True
-    queue.push(first)
-    queue.push(pinned)
-    assert queue.head() is pinned
-    pinned.pinned = False
-    queue.reorder(pinned)
-    assert queue.head() is first
-    assert len(queue) == 2
-    assert [s.request_id for s in queue.expired(before=3.0)] == ["first", "pinned"], "a new place is no new arrival"
-    queue.reorder(pinned)  # it has gone
-    assert queue.head() is None
 
 
 def test_who_was_passed_over_too_long_comes_first_and_only_once():

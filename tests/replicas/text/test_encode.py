@@ -78,77 +78,64 @@ def held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Ev
 
 
 @pytest.mark.parametrize("text", ["the weather in Paris " * 20, "<|im_end|> is text here, " * 9, "short"])
-def test_a_long_prompt_has_the_tokens_of_any_other(qwen_like: Any, side: TextSide, text: str) -> None:
-    async def main() -> None:
-        plain = TextSide(qwen_like, EngineConfig())
-        for prompt in (chat(text), RawPrompt(text), chat(text + text)):
-            found, wanted = await side.encoded(prompt), plain.encode(prompt)
-            assert found.tokens.tolist() == wanted.tokens.tolist()
-            assert (found.text, found.mark) == (wanted.text, wanted.mark)
-        assert side.stats == plain.stats
-
-    asyncio.run(main())
+async def test_a_long_prompt_has_the_tokens_of_any_other(qwen_like: Any, side: TextSide, text: str) -> None:
+    plain = TextSide(qwen_like, EngineConfig())
+    for prompt in (chat(text), RawPrompt(text), chat(text + text)):
+        found, wanted = await side.encoded(prompt), plain.encode(prompt)
+        assert found.tokens.tolist() == wanted.tokens.tolist()
+        assert (found.text, found.mark) == (wanted.text, wanted.mark)
+    assert side.stats == plain.stats
 
 
-def test_others_do_not_wait_for_it(side: TextSide, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        begun, goes_on, _ = held(monkeypatch)
-        long = asyncio.create_task(side.encoded(chat("a long story " * 20)))
-        await asyncio.to_thread(begun.wait, 60)
-        assert len((await side.encoded(chat("hello"))).tokens)
-        assert not long.done()
-        goes_on.set()
-        assert len((await long).tokens) > 60
-
-    asyncio.run(main())
+async def test_others_do_not_wait_for_it(side: TextSide, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, goes_on, _ = held(monkeypatch)
+    long = asyncio.create_task(side.encoded(chat("a long story " * 20)))
+    await asyncio.to_thread(begun.wait, 60)
+    assert len((await side.encoded(chat("hello"))).tokens)
+    assert not long.done()
+    goes_on.set()
+    assert len((await long).tokens) > 60
 
 
-def test_they_come_one_at_a_time_though_somebody_leaves(side: TextSide, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        begun, goes_on, texts = held(monkeypatch)
-        first, second = (asyncio.create_task(side.encoded(chat(f"story {i} " * 30))) for i in range(2))
-        await asyncio.to_thread(begun.wait, 60)
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        for _ in range(1000):  # turns in which the second might begin
-            await asyncio.sleep(0)
-        assert len(texts) == 1
-        goes_on.set()
-        assert len((await second).tokens)
-
-    asyncio.run(main())
+async def test_they_come_one_at_a_time_though_somebody_leaves(side: TextSide, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, goes_on, texts = held(monkeypatch)
+    first, second = (asyncio.create_task(side.encoded(chat(f"story {i} " * 30))) for i in range(2))
+    await asyncio.to_thread(begun.wait, 60)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    for _ in range(1000):  # turns in which the second might begin
+        await asyncio.sleep(0)
+    assert len(texts) == 1
+    goes_on.set()
+    assert len((await second).tokens)
 
 
-def test_a_tenants_text_waits_for_one_of_each_other_tenants_and_not_for_all(
+async def test_a_tenants_text_waits_for_one_of_each_other_tenants_and_not_for_all(
     side: TextSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        begun, goes_on, texts = held(monkeypatch)
-        prompts = [RawPrompt(f"{tenant} {i} " * 60) for tenant, n in (("a", 6), ("b", 2), ("c", 1)) for i in range(n)]
-        scopes = [prompt.content[0] for prompt in prompts]
-        scopes[3] = salted("a", "x")  # no salt gives another turn
-        whole = Encoder.whole
-        monkeypatch.setattr(Encoder, "whole", lambda self, text: (self.encode(text), whole(self, text))[1])
-        asked = [side.encoded(prompt, scope) for prompt, scope in zip(prompts, scopes, strict=True)]
-        first = asyncio.create_task(asked[0])
-        await asyncio.to_thread(begun.wait, 60)
-        others = asyncio.gather(*asked[1:])
-        asyncio.get_running_loop().call_soon(goes_on.set)  # once all of them have been asked for
-        await asyncio.gather(first, others)
-        assert [text[:3] for text in texts] == ["a 0", "a 1", "b 0", "c 0", "a 2", "b 1", "a 3", "a 4", "a 5"]
-
-    asyncio.run(main())
+    begun, goes_on, texts = held(monkeypatch)
+    prompts = [RawPrompt(f"{tenant} {i} " * 60) for tenant, n in (("a", 6), ("b", 2), ("c", 1)) for i in range(n)]
+    scopes = [prompt.content[0] for prompt in prompts]
+    scopes[3] = salted("a", "x")  # no salt gives another turn
+    whole = Encoder.whole
+    monkeypatch.setattr(Encoder, "whole", lambda self, text: (self.encode(text), whole(self, text))[1])
+    asked = [side.encoded(prompt, scope) for prompt, scope in zip(prompts, scopes, strict=True)]
+    first = asyncio.create_task(asked[0])
+    await asyncio.to_thread(begun.wait, 60)
+    others = asyncio.gather(*asked[1:])
+    asyncio.get_running_loop().call_soon(goes_on.set)  # once all of them have been asked for
+    await asyncio.gather(first, others)
+    assert [text[:3] for text in texts] == ["a 0", "a 1", "b 0", "c 0", "a 2", "b 1", "a 3", "a 4", "a 5"]
 
 
-def test_what_can_never_fit_is_refused_without_being_tokenized(side: TextSide, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        monkeypatch.setattr(Encoder, "encode", None)
-        longest = max(map(len, side.tokenizer.get_vocab()))
-        for prompt in (chat("x" * longest * 5000), RawPrompt("x" * longest * 5000)):
-            with pytest.raises(ContextLengthError, match=r"length is 1000 tokens; .* more than 12\d\d tokens"):
-                await side.encoded(prompt)
-
-    asyncio.run(main())
+async def test_what_can_never_fit_is_refused_without_being_tokenized(
+    side: TextSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Encoder, "encode", None)
+    longest = max(map(len, side.tokenizer.get_vocab()))
+    for prompt in (chat("x" * longest * 5000), RawPrompt("x" * longest * 5000)):
+        with pytest.raises(ContextLengthError, match=r"length is 1000 tokens; .* more than 12\d\d tokens"):
+            await side.encoded(prompt)
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -175,25 +162,22 @@ def test_the_event_loop_goes_on_beside_a_million_characters(raw: bool) -> None:
     assert any(asyncio.run(longest_wait(number)) < 0.5 for number in range(4))
 
 
-def test_those_that_wait_when_it_closes_are_refused(side: TextSide, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        begun, goes_on, texts = held(monkeypatch)
-        asked = [asyncio.create_task(side.encoded(chat(f"story {i} " * 30))) for i in range(3)]
-        await asyncio.to_thread(begun.wait, 60)
-        side.close()
-        asked[1].cancel()
-        goes_on.set()
-        first, left, waited = await asyncio.gather(*asked, return_exceptions=True)
-        assert not isinstance(first, BaseException)
-        assert isinstance(left, asyncio.CancelledError)
-        assert isinstance(waited, UnavailableError)
-        assert waited.message == "the engine is not running"
-        for prompt in (chat("a later story " * 30), RawPrompt("another " * 30)):
-            with pytest.raises(UnavailableError, match="the engine is not running"):
-                await side.encoded(prompt)
-        assert len(texts) == 1
-
-    asyncio.run(main())
+async def test_those_that_wait_when_it_closes_are_refused(side: TextSide, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, goes_on, texts = held(monkeypatch)
+    asked = [asyncio.create_task(side.encoded(chat(f"story {i} " * 30))) for i in range(3)]
+    await asyncio.to_thread(begun.wait, 60)
+    side.close()
+    asked[1].cancel()
+    goes_on.set()
+    first, left, waited = await asyncio.gather(*asked, return_exceptions=True)
+    assert not isinstance(first, BaseException)
+    assert isinstance(left, asyncio.CancelledError)
+    assert isinstance(waited, UnavailableError)
+    assert waited.message == "the engine is not running"
+    for prompt in (chat("a later story " * 30), RawPrompt("another " * 30)):
+        with pytest.raises(UnavailableError, match="the engine is not running"):
+            await side.encoded(prompt)
+    assert len(texts) == 1
 
 
 UNKNOWN = "\U0010fffd\U0001f600"

@@ -379,7 +379,7 @@ class Quotas:
     def _admit_locally(self, tenant: Tenant, id_: str, cost: Cost, lease: bool) -> RateLimitStatus:
         """Admit by this router's share of every limit but `max_programs`. Raises QuotaError."""
         if id_ in self.reserved:
-            return self.status[tenant.name]
+            return self.status.get(tenant.name) or RateLimitStatus(tenant.limits, dict.fromkeys(LIMITS, 0.0))
         now = time.monotonic() if self.now_ms is None else self.now_ms() / 1000
         share = 1.0 / self.routers if self.store is not None else 1.0
         at_once = sum(each.cost.answers for each in self.reserved.values() if each.tenant == tenant.name)

@@ -213,7 +213,7 @@ class UsageBooks:
         if self._booking:
             await asyncio.wait(self._booking, timeout=BOOKING_S)
         await self.catch_up()
-        lost = sum(end.record is not None for end in self._waiting)
+        lost = len(self._booking) + sum(end.record is not None for end in self._waiting)
         self.booked["lost"] += lost
         if lost or self.booked["uncounted"]:
             uncounted = self.booked["uncounted"]
@@ -237,9 +237,13 @@ class UsageBooks:
     async def catch_up(self) -> None:
         """Book what waits, in order."""
         while self._waiting and self._store is not None and not self._store.degraded:
-            end = self._waiting.popleft()
-            if not await self._book(end):
-                self._waiting.appendleft(end)
+            end, booked = self._waiting.popleft(), False
+            try:
+                booked = await self._book(end)
+            finally:  # also where this is cancelled: a record that is sent twice is booked once
+                if not booked:
+                    self._waiting.appendleft(end)
+            if not booked:
                 return
 
     async def _book_or_wait(self, end: CallEnd) -> None:

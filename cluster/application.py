@@ -60,8 +60,8 @@ ROUTER = "router"
 CONTROL_CALLS = 32  # health, metrics, status and the like, that a full engine still takes at once
 DRAIN_LOOK_S = 0.2  # between two looks whether the running requests have ended
 ENDING_S = 6.0  # routers and engines outlive the drain by so long, to tell clients and book usage
-# The format of the records of programs, responses, prefills and sessions: the release that brought it. A release with
-# records that the one before cannot read, or that cannot read those of the one before, puts its own version here.
+# The release that introduced the format of the records of programs, responses, prefills and sessions. A release puts
+# its own version here if it and the release before cannot read each other's records.
 RECORDS = "0.1.0"
 YOUNG = 2  # collections of young garbage between two full ones; Python's own value is 10
 FULL_LOOKS = 1000  # full collections between two that look through everything
@@ -72,7 +72,7 @@ INGRESS_REQUESTS = 8192  # requests in one ingress at once; its own limits answe
 class Ingress:
     """The router in a Serve replica. Ready when an engine has answered.
 
-    With a `tenants_file` its start raises ConfigError for a fault in it; `settings` has no tenants then.
+    `tenants_file` replaces the tenants of `settings`; a fault in it raises ConfigError.
     """
 
     async def __init__(  # type: ignore[misc]
@@ -106,7 +106,7 @@ class Ingress:
         entries, ttl_s = config.program_entries, config.program_ttl_s
         most = config.program_tenant_entries
         self._programs = ProgramTable(self._records, entries, ttl_s, config.program_rest_s, most)
-        # A key may have been revoked since the deployment: a file counts as it is now, or this router does not start.
+        # A key may have been revoked since the deployment: the file counts as it is now, or this router does not start.
         found = settings.tenants if tenants_file is None else await asyncio.to_thread(tenants_in, tenants_file)
         self._tokens = IdentityTokens(config.oidc) if config.oidc.issuer else None
         tenants = TenantDirectory(found, exposed, config.hosts, config.cors_origins, self._tokens)
@@ -128,7 +128,7 @@ class Ingress:
         self._tenants = TenantsWatch(tenants_file, tenants) if tenants_file else None
         self._drain = drain
         (card,) = await backend.models()
-        # While a new configuration is rolled out, an engine of the old one may be who answers first.
+        # During a rollout an engine of the old configuration may answer first.
         model = f"{model_files.settings_digest(settings.engine, version('holdfast'))}{card.fingerprint}"
         self._cache = ResponseCache(self._records, config, model)
         self._app = create_app(
@@ -184,7 +184,7 @@ class Ingress:
 
 
 class OneRequestId:
-    """Takes `x-request-id` off the answers: Serve puts the same one on, and clients would read the two as a list."""
+    """Removes `x-request-id` from answers: Serve adds the same one, and clients would read the two as a list."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -218,7 +218,7 @@ def _freeze(phase: str, info: Mapping[str, int]) -> None:
 
 
 def engine_memory(settings: Settings) -> int:
-    """Bytes that an engine says to Ray that it needs; 0 where its model tells no shape."""
+    """Bytes that an engine asks Ray for; 0 if the shape of its model is unknown."""
     try:
         return int(doctor.engine_bytes(settings, on_gpu=settings.engine.device.startswith("cuda")))
     except HoldfastError:
@@ -226,7 +226,7 @@ def engine_memory(settings: Settings) -> int:
 
 
 def router_memory(settings: Settings) -> int:
-    """Bytes that a router says to Ray that it needs."""
+    """Bytes that a router asks Ray for."""
     return int(doctor.router_bytes(settings))
 
 
@@ -235,12 +235,12 @@ def build(
 ) -> serve.Application:
     """The application for `settings`.
 
-    `gpus` is the share of GPUs each engine gets; 0 on a CPU. After so many `starts` of engines that failed Serve tries
-    no more: on one machine a model that cannot be loaded will not be on the second try. With a `tenants_file` the
-    routers go by what stands there, at their start and after a change, and not by the tenants in `settings`.
+    `gpus`: GPUs of each engine, also a fraction; 0 on a CPU. `starts`: failed starts of an engine after which Serve
+    gives up; on one machine a model that cannot be loaded will not load on the second try. `tenants_file`: routers
+    read it at their start and after a change, and ignore the tenants in `settings`.
     """
     settings = choose_order(settings, live=tenants_file is not None)
-    if tenants_file is not None:  # Serve keeps what is bound for routers to come, with keys revoked meanwhile
+    if tenants_file is not None:  # Serve keeps these for later routers, with keys that are revoked by then
         settings = replace(settings, tenants=())
     redis = replace(redis, namespace=namespace(settings))
     replicas = serve.deployment(EngineReplica).options(
@@ -284,13 +284,13 @@ def build(
 
 
 def namespace(settings: Settings) -> str:
-    """What keys in Redis begin with. Another model, and another format of the records, have keys of their own."""
+    """The prefix of keys in Redis. Each model, and each format of the records, has keys of its own."""
     engine = settings.engine
     return f"{settings.redis.namespace}/{engine.served_name or _identity(engine.model)}/{RECORDS}"
 
 
 def _identity(model: str) -> str:
-    """A model's last name, and where that is not all of it a digest of the whole: `/a/m` is another one than `/b/m`."""
+    """A model's last name, with a digest of the whole name if that is longer: `/a/m` is not `/b/m`."""
     folder = Path(model).expanduser()
     whole = str(folder.absolute()) if model != POCKET and folder.is_dir() else model
     last = Path(whole).name

@@ -1,4 +1,4 @@
-"""A replica's part of a trace: one span for a request, and below it what the engine says its time went into.
+"""A replica's part of a trace: one span for a request, with the engine's phases below it.
 
     router: POST /v1/chat/completions
       router: replica                  from the call to the answer: waiting for a replica with room, and Ray
@@ -9,7 +9,7 @@
           decode     to the last token
           validate   beside decode and until the answer is whole: text, stops and tool calls read from the tokens
 
-The engine's clock is a monotonic one; its times are laid on the wall clock when the request ends.
+The engine's monotonic times are converted to the wall clock when the request ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def begin(spans: Spans | None, request: GenerateRequest) -> GenerationSpan | None:
-    """The span of `request`; None where nobody records it."""
+    """The span of `request`; None if it is not recorded."""
     if spans is None or not request.trace:
         return None
     span = spans.serve("generate", request.trace)
@@ -33,7 +33,7 @@ def begin(spans: Spans | None, request: GenerateRequest) -> GenerationSpan | Non
 
 
 class GenerationSpan:
-    """Sees what goes back to the router. Exactly one `end`; a request that ends before its reply was aborted."""
+    """Follows a reply to the router. Exactly one `end`; a request without a whole reply was aborted."""
 
     def __init__(self, span: Span, request: GenerateRequest) -> None:
         self._span = span

@@ -1,8 +1,8 @@
 """The application as a Serve config file names it: `import_path: holdfast.cluster.serve_config:application`.
 
-For clusters that somebody else starts, as KubeRay does: Ray, Redis and the process environment are there already. The
-configuration is the one of `holdfast serve`, given in `args`; what is secret comes in files, so that neither the config
-file nor Serve's own status shows it. What each replica is given (GPUs, place, scaling) is the file's `deployments`.
+For clusters that something else starts, as KubeRay does: Ray, Redis and the process environment exist already. `args`
+has the configuration of `holdfast serve`. Secrets come in files, so that neither the config file nor Serve's status
+shows them. The file's `deployments` give each replica its GPUs, node and scaling.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ from holdfast.cluster.tenants import tenants_in
 from holdfast.replicas.errors import ConfigError
 from holdfast.router.records import RedisAddress
 
-STARTS = 3  # of an engine that fail before its deployment does: on another machine the next one may do better
+STARTS = 3  # failed starts of an engine before its deployment fails: another machine may do better
 
 
 class Arguments(BaseModel):
@@ -29,13 +29,13 @@ class Arguments(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     config: dict[str, Any] = {}  # as in the file of `holdfast serve --config`
-    # Trap: Serve replaces every replica when a value here changes, so what changes often stands in files.
+    # Trap: Serve replaces every replica when a value here changes, so values that change often stand in files.
     tenants_file: Path | None = None  # YAML with the `tenants` of a configuration, and nothing else
     redis_password_file: Path | None = None  # of the Redis at `redis.url`
 
 
 def application(arguments: Arguments) -> serve.Application:
-    """What Serve deploys. Raises ConfigError naming the field, which ends the deployment with that message."""
+    """The application that Serve deploys. A ConfigError ends the deployment with its message."""
     found = settings(arguments)
     ca_file = Path(found.redis.ca_file) if found.redis.ca_file else None
     address = RedisAddress(found.redis.url, arguments.redis_password_file, ca_file)
@@ -43,7 +43,7 @@ def application(arguments: Arguments) -> serve.Application:
 
 
 def settings(arguments: Arguments) -> Settings:
-    """The configuration with what stands in files, checked for a cluster of several machines. Raises ConfigError."""
+    """The configuration with the tenants file, checked for a cluster of several machines. Raises ConfigError."""
     found = config_file.parse(yaml.safe_dump(arguments.config))
     if arguments.tenants_file is not None:
         if found.tenants:

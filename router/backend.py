@@ -23,7 +23,7 @@ from holdfast.replicas.stats import ReplicaStatus
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """A whole reply and the replica that gave it; `replica_id` is "" where none was reached."""
+    """A whole reply and its replica; `replica_id` is "" if no replica was reached."""
 
     replica_id: str
     reply: Answer | Errored
@@ -31,9 +31,9 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Pieces of a reply that arrived together, in order, and the replica they come from. Never empty.
+    """Pieces of a reply that arrived together, in order, and their replica. Never empty.
 
-    `choice`: of which answer to the request, where there are several. `drawn`: the tokens they come from.
+    `choice`: the number of the answer, if the request asks for several. `drawn`: the tokens of the pieces.
     """
 
     replica_id: str
@@ -62,10 +62,10 @@ ANYWHERE = RoutingHint()
 
 
 class Backend(Protocol):
-    """The replicas, seen from the router.
+    """The replicas as the router sees them.
 
-    Any method may raise `HoldfastError`: `OverloadedError` where no replica has room, `UnavailableError` where
-    none is there. Other exceptions are bugs and are answered with status 500.
+    Any method may raise `HoldfastError`: `OverloadedError` if no replica has room, `UnavailableError` without
+    replicas. Other exceptions are bugs and are answered with status 500.
     """
 
     async def generate(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> Routed:
@@ -75,36 +75,36 @@ class Backend(Protocol):
     def stream(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> AsyncGenerator[Batch, None]:
         """The reply as it is made; the last piece of the last batch is `Completed` or `Errored`.
 
-        Closing the generator (`aclose`) before that aborts the request on its replica. It is closed exactly once
-        on every path, also when it was never iterated.
+        Closing the generator (`aclose`) before that aborts the request on its replica. The caller closes it exactly
+        once on every path, even if it was never iterated.
         """
         ...
 
     async def session(self, call: SessionCall, program: str, replica_id: str) -> SessionState:
-        """Ask it of the session, the program of this key, at its replica.
+        """Run a command on a session at its replica. `program`: the session's key.
 
-        Raises UnknownSessionError and what else the session says, SessionLostError where that replica is gone.
+        Raises UnknownSessionError and the session's other errors, SessionLostError if that replica is gone.
         """
         ...
 
     async def sessions(self, scope: str) -> Sequence[SessionState]:
-        """A tenant's open sessions, of the replicas that answer in time."""
+        """A tenant's open sessions at the replicas that answer in time."""
         ...
 
     async def end_program(self, scope: str, program_id: str) -> None:
-        """A program is over: the replicas keep nothing for it any more. What runs of it goes on."""
+        """End a program: the replicas drop what they keep for it. Its running requests go on."""
         ...
 
     async def release(self, scope: str, handle: str) -> None:
-        """Nobody comes back for what was computed ahead under a handle. Nothing, where no replica knows it."""
+        """Release a prefill handle. Does nothing if no replica knows it."""
         ...
 
     async def drawn(self, request_id: str) -> Usage | None:
-        """What was done for a request that was aborted, once its replica has ended it; None where it does not say."""
+        """The usage of an aborted request, once its replica has ended it; None if the replica does not answer."""
         ...
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt, scope: str) -> Sequence[int]:
-        """The token ids that a generation from `prompt` would start with. `scope`: the tenant that asks."""
+        """The token ids of `prompt`. `scope`: the tenant."""
         ...
 
     async def detokenize(self, tokens: Sequence[int]) -> str:
@@ -112,28 +112,25 @@ class Backend(Protocol):
         ...
 
     async def models(self) -> Sequence[ModelCard]:
-        """What is served, one card a model. Asked on every request, so answered from memory; () before start-up."""
+        """One card for each served model, from memory; () before start-up."""
         ...
 
     async def metrics(self, only: str | None = None) -> Mapping[str, str]:
-        """The Prometheus text exposition of each replica by its id, each sample labelled with it.
-
-        With `only` the others' are empty.
-        """
+        """The Prometheus exposition of each replica, by replica id. With `only` the others' are empty."""
         ...
 
     async def status(self) -> Sequence[ReplicaStatus]:
-        """What each replica that answers in time says of itself."""
+        """The status of each replica that answers in time."""
         ...
 
     async def activity(self, scope: str | None) -> Sequence[bytes]:
-        """What each replica that answers in time does now for a tenant, None: for all, in JSON.
+        """The current activity of each replica that answers in time, for a tenant or (None) for all, in JSON.
 
-        An object each: `replica`, its id; `status`, a `ReplicaStatus` for those who ask for all; `turns` and `pins`,
-        rows as `replicas.activity` has them.
+        One object for each: `replica` (id), `status` (a `ReplicaStatus`, for all tenants only), `turns` and `pins`
+        (rows of `replicas.activity`).
         """
         ...
 
     async def healthy(self) -> bool:
-        """Whether at least one replica can take requests."""
+        """Whether a replica answers."""
         ...

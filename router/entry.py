@@ -22,6 +22,7 @@ from holdfast.router.audit import Audit
 from holdfast.router.call import NOBODY, Call
 from holdfast.router.config import WARM_UP_HEADER, RouterConfig
 from holdfast.router.http import ClientGoneError, answer_headers, caller, content_digest, route_of
+from holdfast.router.long_bodies import LongBodies
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.protocol.body import check_values
 from holdfast.router.protocol.errors import Refusal, RefusedError, reason
@@ -33,6 +34,7 @@ from holdfast.router.usage import UsageBooks
 T = TypeVar("T")
 Samples = Mapping[tuple[str, ...], float]
 
+LONG_BODY = 1 << 20  # bytes; a longer body is parsed beside the event loop
 TENANT = "holdfast.tenant"  # where a request's scope keeps whose it is
 
 
@@ -62,6 +64,7 @@ class Entry:
         self._places = Shares(config.max_in_flight)
         self._bodies = Shares(config.body_memory)
         self._audit = audit or Audit()
+        self.long_bodies = LongBodies()
         self._proxies = config.networks()
         for tell in (self._places.share, self._bodies.share, self.books.quotas.keep):
             tenants.watch(tell)
@@ -150,6 +153,8 @@ class Entry:
         with BodyBytes(self._bodies, tenant.name) as held:
             body = await read_body(request, config.max_body_bytes, config.body_timeout_s, held)
             check_values(body, config.max_body_values)
+            if len(body) > LONG_BODY:
+                return await self.long_bodies.call(parse, body, *arguments)
             return parse(body, *arguments)
 
     def _watch(self) -> None:

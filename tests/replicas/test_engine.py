@@ -332,7 +332,7 @@ request = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=60, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
     speculation=st.booleans(),
     requests=st.lists(request, min_size=1, max_size=12),

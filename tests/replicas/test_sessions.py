@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from engine_world import World, words
-from fake_runner import complete
+from engine_world import World, talkative, words
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,11 +12,6 @@ from holdfast.replicas.errors import ErrorKind, UnavailableError
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import Abort, Aborted, Failed, Finished, Rejected, SessionTurn, Stop, Submit
 from holdfast.replicas.sessions import closed_reply
-
-
-def talkative(n_prompt: int, n: int) -> list[int]:
-    """A prompt after which `n` tokens are drawn."""
-    return next(p for seed in range(5000) if len(complete(p := words(seed, n_prompt), n)) == n)
 
 
 def make(**settings) -> World:

@@ -6,8 +6,7 @@ from math import inf
 
 import numpy as np
 from fake_runner import EOS, VOCABULARY, FakeRunner, complete
-from kv_audit import check_cache
-from pinned_pages import pinned_pages
+from kv_audit import check_cache, pinned_pages
 
 from holdfast.loadgen.simulator.policies import Plas
 from holdfast.replicas.config import EngineConfig
@@ -234,3 +233,9 @@ class World:
 
 def words(seed: int, n: int) -> list[int]:
     return np.random.default_rng(seed).integers(1, VOCABULARY, n).tolist()
+
+
+def talkative(n_prompt: int, n: int, begun: tuple[int, ...] | list[int] = (), first: int = 0) -> list[int]:
+    """A prompt that is answered with `n` tokens: `begun` and `n_prompt` more, found by trying seeds from `first` on."""
+    found = ([*begun, *words(seed, n_prompt)] for seed in range(first, first + 5000))
+    return next(prompt for prompt in found if len(complete(prompt, n)) == n)

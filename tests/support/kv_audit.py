@@ -1,7 +1,7 @@
 """Recounts of the KV cache's books: an AssertionError says which count is wrong. It visits every node."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -201,3 +201,14 @@ def _audit_soft_pins(tree: RadixTree, nodes: Collection[Node], pins: Collection[
     assert tree.soft_pages == pages.total()
     alone = sum(node.owned for node in nodes if node.leases == node.soft > 0)
     assert tree.soft_only == alone, "pages that soft pins alone keep are miscounted"
+
+
+def pinned_pages(pins: Iterable[Pin]) -> int:
+    """Pages that `pins` keep in the tree, those that several of them keep counted once."""
+    seen: set[Node] = set()
+    for pin in pins:
+        node: Node | None = pin.node
+        while node is not None and node not in seen:
+            seen.add(node)
+            node = node.parent
+    return sum(node.owned for node in seen)

@@ -72,16 +72,6 @@ def test_parameters_that_list_their_properties_are_closed() -> None:
     assert [t.arguments.content.get("additionalProperties") for t in rule.tools] == [False, False, None]
 
 
-def test_equal_rules_have_equal_keys() -> None:
-    schema = Schema(GOOD, True, "a")
-    same = (
-        ReplyRule((ToolRule("f", schema),), "auto").key
-        == ReplyRule((ToolRule("f", Schema(dict(GOOD), True, "b")),), "auto").key
-    )
-    assert same
-    assert ReplyRule((ToolRule("f", schema),), "auto").key != ReplyRule((ToolRule("f", schema),), "required").key
-
-
 def walk(matcher: Matcher, tokens: list[bytes], seed: int, limit: int = 600) -> bytes:
     """Random allowed tokens up to the end, those that may close something rather than others."""
     rng = random.Random(seed)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.constraints.grammar import forms_of
-from holdfast.replicas.constraints.guidance import CallBan, CallGuard, beginning, begins
+from holdfast.replicas.constraints.guidance import CallBan, CallGuard
 from holdfast.replicas.text.calls.formats import ToolFormat
 
 PROSE = "Use < or <tool to begin. "
@@ -161,7 +161,7 @@ def stands(guard: CallGuard, ids: Any, order: random.Random) -> bool:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(arguments=ARGUMENTS, style=STYLES, seed=st.integers(0, 99))
 def test_a_whole_call_is_what_the_model_wrote_in_any_style(
     format: ToolFormat, tokenizers: list[Any], arguments: dict[str, Any], style: dict[str, Any], seed: int
@@ -175,7 +175,7 @@ def test_a_whole_call_is_what_the_model_wrote_in_any_style(
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data(), arguments=ARGUMENTS, style=STYLES, seed=st.integers(0, 99))
 def test_what_stands_as_it_is_written_is_whole(
     format: ToolFormat, tokenizers: list[Any], data: Any, arguments: dict[str, Any], style: dict[str, Any], seed: int
@@ -254,14 +254,6 @@ def test_a_token_that_the_vocabulary_lacks_is_text_and_no_part_of_a_call(qwen_li
     assert guard.accepts([*begins, beyond]) == len(begins)
     assert guard.accepts(begins) == len(begins), "and it goes on"
     assert not guard.advance([beyond])
-
-
-def test_openers_are_found_wherever_they_are_cut() -> None:
-    openers = (b"<tool_call>", b"<function=")
-    assert [beginning(text, openers) for text in (b"a <", b"<tool", b"<function", b"<tool_call>", b"< ", b"")] == [
-        b"<", b"<tool", b"<function", b"", b"", b""
-    ]  # fmt: skip
-    assert [begins(text, openers) for text in (b"x<function=y", b"<fun", b"fun")] == [True, True, False]
 
 
 # ---- no calls ----

@@ -45,18 +45,6 @@ def test_masks_of_drafts_are_those_of_advancing_and_change_nothing(vocabularies:
         assert matcher.accepts(ids) == len(ids)
 
 
-def test_rows_after_a_forbidden_draft_allow_everything(vocabularies: list[Vocabulary]) -> None:
-    vocabulary = vocabularies[0]
-    matcher = vocabulary.compile(LARK)
-    ids = list(vocabulary.encode(TEXT))
-    wrong = [*ids[:2], vocabulary.encode("z")[0], *ids[3:]]
-    assert matcher.accepts(wrong) == 2
-    masks = rows(matcher, wrong)
-    assert np.array_equal(masks[:3], rows(matcher, ids)[:3])
-    assert (masks[3:] == -1).all()
-    assert np.array_equal(rows(matcher, ids), rows(matcher.copy(), ids))
-
-
 def test_a_failed_matcher_says_so_and_allows_only_the_end(vocabularies: list[Vocabulary]) -> None:
     vocabulary = vocabularies[0]
     matcher = vocabulary.compile(LARK)
@@ -93,17 +81,6 @@ def test_a_schema_beyond_the_limits_fails_when_it_is_used(vocabularies: list[Voc
     matcher.advance([vocabulary.encode("{")[0]])
     rows(matcher, [])
     assert matcher.failed
-
-
-def test_a_large_schema_is_followed(vocabularies: list[Vocabulary]) -> None:
-    vocabulary = vocabularies[0]
-    words = {"type": ["string", "null"], "maxLength": 100}
-    schema = {"type": "object", "properties": {f"p{n}": words for n in range(150)}}
-    matcher = vocabulary.compile(f"start: %json {json.dumps(schema)}\n")
-    for token in vocabulary.encode('{"p7":"abc","p149":null}'):
-        assert rows(matcher, [])[0, token // 32] >> token % 32 & 1
-        matcher.advance([token])
-    assert not matcher.failed
 
 
 def test_calls_of_a_grammar_never_use_up_its_lexer(vocabularies: list[Vocabulary]) -> None:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_audit import check_cache
-from pinned_pages import pinned_pages
+from kv_audit import check_cache, pinned_pages
 
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.cache import Holding, KVCache

@@ -187,13 +187,6 @@ def test_two_kinds_under_one_name_are_told_apart_by_how_long_a_pause_lasts():
     assert ttl(shell, others=60_000) > 40.0, "with 61 s to lose it is worth the slow ones as well"
 
 
-def test_two_kinds_under_two_names():
-    slow, quick = tool([40.0] * 1000), tool([0.3] * 1000)
-    both = tool(times(2000, (0.5, 0.3), (0.5, 40.0)))
-    assert ttl(slow, others=9_000, overall=both) == 0.0, "10 s to lose, 40 s to wait"
-    assert ttl(quick, others=9_000, overall=both) > 0.3
-
-
 def test_a_tool_that_nobody_knows_is_taken_for_all_of_them():
     everybody = tool([40.0] * 1000)
     assert ttl(ToolLatency(), others=9_000, overall=everybody) == ttl(everybody, others=9_000)
@@ -247,10 +240,6 @@ def test_trust_comes_with_samples():
     assert shares == sorted(shares)
     assert trust(20, 0.05) == pytest.approx(1 - 0.30368 - 0.45303, abs=1e-4)  # Bernstein's two terms
     assert shares[-1] > 0.99
-
-
-def test_nothing_to_lose_is_not_kept_from_anybody():
-    assert ExpectedWaste().ttl(PAUSE, LatencySnapshot(), Conditions()) == 0.0
 
 
 def test_new_statistics_are_looked_at():

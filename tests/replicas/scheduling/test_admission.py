@@ -3,20 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from engine_world import World, words
-from fake_runner import complete
+from engine_world import World, talkative, words
 from pinning import KEEP
 
 from holdfast.replicas.config import RetentionConfig
 from holdfast.replicas.requests import TurnEnded
 
 KEEPS = RetentionConfig(KEEP, most_s=9000.0)
-
-
-def talkative(n_prompt: int, n: int, begun: list[int] | None = None, first: int = 0) -> list[int]:
-    """A prompt that goes on with `n_prompt` tokens from `begun`, and is answered with `n`."""
-    found = ((begun or []) + words(seed, n_prompt) for seed in range(first, first + 5000))
-    return next(p for p in found if len(complete(p, n)) == n)
 
 
 def cells_of_running(world: World) -> int:

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
-from kv_audit import check_cache
-from pinned_pages import pinned_pages
+from kv_audit import check_cache, pinned_pages
 
 from holdfast.replicas.config import RetentionConfig
 from holdfast.replicas.kv.cache import KVCache

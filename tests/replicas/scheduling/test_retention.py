@@ -3,8 +3,7 @@
 from math import inf
 
 import pytest
-from engine_world import World, words
-from fake_runner import complete
+from engine_world import World, talkative, words
 from pinning import KEEP
 
 from holdfast.loadgen.simulator.policies import RETENTION
@@ -537,11 +536,6 @@ def test_new_books_keep_what_was_learned_and_no_pin():
     world.step()
     assert pinned(world) == set()
     assert world.engine._load.conditions().wait_s == 3.0
-
-
-def talkative(n_prompt: int, n: int) -> list[int]:
-    """A prompt that is answered with `n` tokens."""
-    return next(p for seed in range(999) if len(complete(p := words(seed, n_prompt), n)) == n)
 
 
 def test_a_prompt_that_runs_takes_the_cells_that_another_program_keeps_rather_than_wait_for_ever(

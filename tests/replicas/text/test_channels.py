@@ -52,7 +52,7 @@ TEXT = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(["analysis", "commentary", "final"]), TEXT), max_size=4), st.data())
 def test_messages_are_told_apart_however_they_are_cut(messages: list[tuple[str, str]], data: st.DataObject) -> None:
     """And what looks like markers in them is text: a message ends where another one begins, or the reply does."""
@@ -65,7 +65,7 @@ def test_messages_are_told_apart_however_they_are_cut(messages: list[tuple[str, 
     assert read(text, *chunked(text, data)) == (thoughts, content)
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(["self", "commentary", "user"]), TEXT), max_size=4), st.data())
 def test_messages_to_recipients_are_told_apart_however_they_are_cut(
     messages: list[tuple[str, str]], data: st.DataObject
@@ -132,7 +132,7 @@ ODD = {
 }
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.sampled_from(sorted(ODD)), st.data())
 def test_headers_that_lack_a_part_are_read_as_what_they_are(text: str, data: st.DataObject) -> None:
     """`ODD`: reasoning, content and the city of the last call: None without arguments, "" without a call."""

@@ -217,20 +217,6 @@ def test_a_token_held_for_a_stop_string_has_no_log_probability(side: TextSide) -
     assert [(delta.text, len(delta.logprobs)) for delta in deltas] == [("n", 1)]
 
 
-def test_a_stop_string_cuts_text_tokens_and_log_probabilities(side: TextSide) -> None:
-    ask = request(prompt=RawPrompt("the"), stop=("weather",))
-    ids = ids_of(side, "been in the weather and is")
-    reply = side.reply(ask, side.encode(ask.prompt))
-    deltas = reply.feed(ids, [TokenLogprobs(token, -0.5, ((token, -0.5),)) for token in ids])
-    assert reply.done
-    assert reply.completion_tokens < len(ids)
-    tail, reason = reply.finish("length")
-    assert said(deltas) == "been in the "
-    assert reason == "stop"
-    logprobs = [entry for delta in [*deltas, *tail] for entry in delta.logprobs]
-    assert len(logprobs) == reply.completion_tokens
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_pieces_add_up_whatever_the_steps_bring(qwen_like: Any, data: st.DataObject) -> None:

@@ -22,7 +22,7 @@ def streamed(pieces: Pieces, ids: list[int], sizes: list[int], **options: Any) -
     return [*texts, decoder.flush()]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_byte_level_equals_the_whole_for_any_ids(qwen_like: Any, data: st.DataObject) -> None:
     backend = qwen_like.backend_tokenizer

@@ -199,7 +199,7 @@ def calls_of(name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_thought_text_and_calls_are_told_apart_however_the_reply_is_cut(
     sides: dict[str, TextSide], name: str, data: st.DataObject

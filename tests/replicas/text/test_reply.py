@@ -92,11 +92,6 @@ def test_a_reply_that_ends_for_its_calls_has_arguments_in_json(qwen_like: Any, d
             valid(sent)
 
 
-def test_a_call_in_pythons_words_ends_the_reply_as_one_in_json(qwen_like: Any) -> None:
-    text = CALL.replace("NAME", "sum").replace("{}", '{"a": True, "b": [None, False,],}')
-    assert ended(qwen_like, text, "stop") == ("", [["sum", '{"a": true, "b": [null, false]}']], "tool_calls")
-
-
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize(
     ("after", "reason"), [("", "length"), ("\n", "length"), (" Then", "length"), (" Then", "stop")]

@@ -29,7 +29,7 @@ from holdfast.replicas.requests import (
 from holdfast.replicas.text.calls.formats import ToolFormat
 from holdfast.replicas.text.calls.tracker import READERS
 from holdfast.replicas.text.conversation import TextSide
-from holdfast.replicas.text.reasoning import CHANNELS, ThinkingReader, thinking_reader
+from holdfast.replicas.text.reasoning import CHANNELS, ThinkingReader
 
 STRICT = {
     "type": "function",
@@ -130,14 +130,6 @@ def test_calls_in_the_thinking_stay_thoughts_where_they_are_not_all_that_ends_th
     assert not reply.empty
 
 
-@pytest.mark.parametrize("start", ["", "<think>"])
-def test_a_block_that_does_not_end_is_all_reasoning(side: TextSide, start: str) -> None:
-    text = ("" if start else "<think>") + f"\n{THOUGHT}\n </thi"
-    reasoning, content, calls, reason, length = read(side, request(start), text)
-    assert (reasoning, content, calls, reason) == (f"{THOUGHT}\n </thi", "", [], "stop")
-    assert length == len(side.tokenizer.encode(text, add_special_tokens=False))
-
-
 def test_without_thinking_everything_is_as_before(side: TextSide, qwen_like: Any) -> None:
     text = "<think>\nHm.\n</think>\n\nHello. <think>"
     plain = ("", text, [], "stop", 0)
@@ -148,14 +140,6 @@ def test_without_thinking_everything_is_as_before(side: TextSide, qwen_like: Any
     assert read(TextSide(qwen_like, EngineConfig()), request(), text) == plain
     assert read(side, request(), "So <think> is\n a word") == ("", "So <think> is\n a word", [], "stop", 0)
     assert read(side, request(), "\n <thi") == ("", "\n <thi", [], "stop", 0)
-
-
-def test_the_prompt_says_where_the_reply_begins() -> None:
-    for prompt, inside in (("<|im_start|>assistant\n", False), ("<|im_start|>assistant\n<think>\n", True)):
-        reader = thinking_reader(prompt)
-        assert reader is not None
-        assert reader.begun is inside
-    assert thinking_reader("<|im_start|>assistant\n<think>\n\n</think>\n\n") is None
 
 
 def test_markers_that_the_vocabulary_calls_special_are_seen(qwen_like: Any) -> None:
@@ -214,7 +198,7 @@ def split(pieces: list[str], inside: bool) -> tuple[str, str, int]:
     return reasoning, content, reader.skipped
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(TEXTS, st.booleans())
 def test_a_cut_at_any_character_gives_the_same_split(text: str, inside: bool) -> None:
     whole = split([text], inside)
@@ -228,7 +212,7 @@ def test_a_cut_at_any_character_gives_the_same_split(text: str, inside: bool) ->
     assert content == (body.partition("</think>")[2].lstrip() if begun else text)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(TEXTS, st.booleans())
 def test_any_chunking_gives_the_same_reasoning_content_and_calls(qwen_like: Any, text: str, inside: bool) -> None:
     side = TextSide(thinking(qwen_like), EngineConfig())
@@ -239,7 +223,7 @@ def test_any_chunking_gives_the_same_reasoning_content_and_calls(qwen_like: Any,
 PARTS = ["<think>", "</think>", "\n", " ", "so", "é日👩", "STOP", "<tool_call>", "<", '{"a": 1e999}', '"\\\\ud83d"']
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(FORMATS), st.lists(st.sampled_from(PARTS) | st.just(""), max_size=6), st.booleans(), st.data())
 def test_a_streamed_reply_adds_up_to_the_whole_in_every_format(
     qwen_like: Any, format: ToolFormat, parts: list[str], inside: bool, data: st.DataObject

@@ -60,7 +60,7 @@ def conversation(texts: list[str]) -> list[dict[str, Any]]:
     return [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(texts)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(TEXT, min_size=1, max_size=5), st.lists(TEXT, min_size=1, max_size=4), st.integers(0, 4))
 def test_growing_and_forked_conversations_equal_the_whole(
     tokenizers: list[Any], texts: list[str], others: list[str], fork: int
@@ -75,7 +75,7 @@ def test_growing_and_forked_conversations_equal_the_whole(
             assert ids.tolist() == tokenized_whole(tokenizer, rendered)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(
         st.lists(st.sampled_from([*SPECIALS, "<|im_end|>", "<|im_start|>", "\n", "a", " the"]), max_size=8), max_size=6
@@ -256,7 +256,7 @@ PARTS = st.lists(st.sampled_from(["<|im_start|>", "<|im_end|>", "<think>", "the"
 HISTORY = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["", "p", "q"]), PARTS, st.booleans()), max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(HISTORY, st.sampled_from([0, 600, 1200, 2500, math.inf]))
 def test_tokens_are_the_same_without_the_cache_whatever_was_and_was_forgotten(
     qwen_like: Any, history: list[tuple[str, str, list[str], bool]], characters: float
@@ -272,7 +272,7 @@ def test_tokens_are_the_same_without_the_cache_whatever_was_and_was_forgotten(
             cache.remember(text, np.array(whole, np.int32), scope=scope, program=program)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(HISTORY, st.sampled_from([600, 2500, math.inf]))
 def test_ids_as_generated_spell_their_text_and_come_again(
     qwen_like: Any, history: list[tuple[str, str, list[str], bool]], characters: float

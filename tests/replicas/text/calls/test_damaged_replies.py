@@ -20,7 +20,7 @@ VALUES: tuple[Any, ...] = (
     1, -2.5, True, None, [], {}, "é日", 'a "quoted" \\ one', "{not [a} call]", [{"deep": ["]}"]}], "<tool_call>", "\n",
 )  # fmt: skip
 KINDS = 7
-PER_KIND = 750
+PER_KIND = 400
 
 
 def written(kind: int, calls: list[tuple[str, dict[str, Any]]]) -> tuple[ToolFormat, str]:

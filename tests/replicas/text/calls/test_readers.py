@@ -165,19 +165,6 @@ def test_a_long_text_that_may_also_be_null_goes_out_as_it_is_read(format: ToolFo
     assert len(deltas) > 200
 
 
-def test_a_text_in_a_tag_goes_out_as_it_is_read() -> None:
-    reader = parser(ToolFormat.QWEN3_CODER, schemas={"f": SCHEMA})
-    assert reader.feed("<tool_call>\n<function=f>\n") == []
-    assert reader.feed("<parameter=text>\n") == [ToolCallDelta(0, "call_0", "f", '{"text": "')]
-    assert reader.feed("on") == [ToolCallDelta(0, arguments="on")]
-    assert reader.feed("e\n</par") == [ToolCallDelta(0, arguments="e")]
-    assert reader.feed('ameter x"') == [ToolCallDelta(0, arguments='\\n</parameter x\\"')]
-    assert reader.feed("\n</parameter>\n") == [ToolCallDelta(0, arguments='"')]
-    assert reader.feed("<parameter=count>\n1") == [ToolCallDelta(0, arguments=', "count": ')]
-    assert reader.feed("2\n</parameter>") == [ToolCallDelta(0, arguments="12")]
-    assert reader.feed("\n</function>") == [ToolCallDelta(0, arguments="}", closed=True)]
-
-
 def test_where_calls_are_guaranteed_one_that_is_cut_is_no_text() -> None:
     for format, text in GOOD:
         begins = text.find("f")
@@ -281,13 +268,6 @@ def test_a_broken_call_stays_unfinished_and_the_next_one_is_its_own() -> None:
     assert reader.calls == (ToolCall("call_1", "search", "{}"),)
 
 
-def test_a_call_with_whole_arguments_counts_though_its_object_breaks() -> None:
-    text = '<tool_call>{"name": "f", "arguments": {}, oops'
-    reader = parser(ToolFormat.HERMES, early_stop=False)
-    assert collected([text], reader) == (", oops", [["f", "{}"]])
-    assert len(reader.calls) == 1
-
-
 @pytest.mark.parametrize("member", ['"argumens": {"a": 1}', '"name": "g"', '"id": {"arguments": {"a": 1}}'])
 def test_a_member_that_calls_do_not_have_is_not_passed_over(member: str) -> None:
     """Or a misspelled key would make it a call without arguments, and its text would be lost."""
@@ -362,11 +342,6 @@ def test_an_undeclared_call_may_be_asked_for_again() -> None:
         assert asked[-1] == at
 
 
-def test_an_undeclared_call_between_two_others_is_text() -> None:
-    text = '[TOOL_CALLS][{"name": "f"}, {"name": "rm"}, {"name": "search"}]'
-    assert read(ToolFormat.MISTRAL, text) == (', {"name": "rm"}', [["f", "{}"], ["search", "{}"]])
-
-
 @pytest.mark.parametrize(("format", "text"), [*GOOD, *((each, GOOD[0][1]) for each in (*FORMATS, ToolFormat.NONE))])
 def test_without_declared_tools_everything_is_text(format: ToolFormat, text: str) -> None:
     assert read(format, text, declared_names=frozenset()) == (text, [])
@@ -432,7 +407,7 @@ def core(text: str) -> str:
     return re.sub(r"[\\,\s]+", "", text)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(FORMATS), st.lists(CALLS, min_size=1, max_size=3), st.data())
 def test_declared_calls_come_back_as_written(format: ToolFormat, calls: list[Any], data: st.DataObject) -> None:
     reader = parser(format, early_stop=False)
@@ -442,7 +417,7 @@ def test_declared_calls_come_back_as_written(format: ToolFormat, calls: list[Any
     assert [[call.name, call.arguments] for call in reader.calls] == found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(FORMATS), st.lists(CALLS, min_size=1, max_size=3), st.data())
 def test_what_closes_a_call_is_foreseen(format: ToolFormat, calls: list[Any], data: st.DataObject) -> None:
     """Where the call has begun in an earlier chunk. No text but that of calls is taken for it."""
@@ -456,7 +431,7 @@ def test_what_closes_a_call_is_foreseen(format: ToolFormat, calls: list[Any], da
         begun = reader.may_close(b"})>")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.sampled_from(FORMATS), st.lists(CALLS, max_size=2), st.lists(WORDS, max_size=4), st.booleans(), st.data())
 def test_any_chunking_of_any_output_gives_the_same(
     format: ToolFormat, calls: list[Any], words: list[str], first: bool, data: st.DataObject
@@ -477,7 +452,7 @@ def is_json(text: str) -> bool:
     return True
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.sampled_from(FORMATS), st.lists(CALLS, min_size=1, max_size=3), st.lists(WORDS, max_size=3), st.data())
 def test_nothing_is_lost_and_no_two_calls_are_one(
     format: ToolFormat, calls: list[Any], words: list[str], data: st.DataObject

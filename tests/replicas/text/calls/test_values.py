@@ -65,7 +65,7 @@ KINDS = st.sets(st.sampled_from(sorted(ANYTHING)), min_size=1).map(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(VALUES, KINDS, st.data())
 def test_a_value_in_a_tag_is_the_same_however_it_is_cut(text: str, kinds: Kinds, data: st.DataObject) -> None:
     value = TagValue(kinds)

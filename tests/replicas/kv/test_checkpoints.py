@@ -117,11 +117,11 @@ def test_forks_and_background_prefills_are_continued_where_they_end(kind: str) -
 @pytest.mark.parametrize("overlap", ["off", "on"])
 @pytest.mark.parametrize(("kind", "drafts"), [("windows", True), ("states", True), ("states", False)])
 def test_replies_are_right_where_checkpoints_do_not_fit(kind: str, drafts: bool, overlap: str) -> None:
-    """32 programs take turns, with room for the checkpoints of a few. Prompts are shorter than a chunk."""
+    """64 programs take turns, with room for the checkpoints of a few. Prompts are shorter than a chunk."""
     room = 3 if kind == "windows" else 16
     settings = {"max_sequences": 8, "cells": 8192, "overlap_steps": overlap}
     the = world(kind, room, speculation=DraftConfig(enabled=drafts), **settings)
-    texts = {i: words(i, 30) for i in range(32)}
+    texts = {i: words(i, 30) for i in range(64)}
     for round_ in range(3):
         for i in texts:
             the.submit(f"{i}.{round_}", texts[i], 6, program=f"p{i}")
@@ -129,7 +129,7 @@ def test_replies_are_right_where_checkpoints_do_not_fit(kind: str, drafts: bool,
         for i in texts:
             the.assert_right(f"{i}.{round_}")
             texts[i] = texts[i] + the.out[f"{i}.{round_}"] + words(100 * round_ + i, 12)
-    assert the.engine.stats.checkpoints_evicted > 32
+    assert the.engine.stats.checkpoints_evicted > 64
     if kind == "windows":
         assert the.engine.stats.preemptions == 0, "a sequence begins only if it has all window pages that it may need"
     else:

@@ -24,10 +24,10 @@ from holdfast.replicas.logs import About
 from holdfast.replicas.requests import NO_WORK, Answer, GenerateRequest, Timing, Usage
 from holdfast.replicas.retention.latency import tool_set
 from holdfast.router.config import Prices
-from holdfast.router.http import ClientGoneError, answer_headers
+from holdfast.router.http import answer_headers
 from holdfast.router.metrics import Outcome, RouterMetrics, outcome_of
 from holdfast.router.programs import Run, ToolGap
-from holdfast.router.protocol.errors import ReplyError, reason
+from holdfast.router.protocol.errors import ClientGoneError, ReplyError, reason
 from holdfast.router.quotas import Cost
 from holdfast.router.tenants import Principal, Tenant
 from holdfast.router.tracing import Carrier, stages

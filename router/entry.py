@@ -21,11 +21,11 @@ from holdfast.router import metric_list as listed
 from holdfast.router.audit import Audit
 from holdfast.router.call import NOBODY, Call
 from holdfast.router.config import WARM_UP_HEADER, RouterConfig
-from holdfast.router.http import ClientGoneError, answer_headers, caller, content_digest, route_of
+from holdfast.router.http import answer_headers, caller, content_digest, route_of
 from holdfast.router.long_bodies import LongBodies
 from holdfast.router.metrics import RouterMetrics
 from holdfast.router.protocol.body import check_values
-from holdfast.router.protocol.errors import Refusal, RefusedError, reason
+from holdfast.router.protocol.errors import ClientGoneError, Refusal, RefusedError, reason
 from holdfast.router.quotas import LIMITS, Cost, Quotas
 from holdfast.router.tenants import Principal, Scope, Tenant, TenantDirectory
 from holdfast.router.turn_log import TurnLog

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from holdfast.router.http import ClientGoneError
+from holdfast.router.protocol.errors import ClientGoneError
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.replicas.errors import EngineError, HoldfastError
-from holdfast.router.protocol.errors import anthropic_error, api_error
+from holdfast.router.protocol.errors import ClientGoneError, anthropic_error, api_error
 from holdfast.router.quotas import QuotaError, RateLimitStatus, anthropic_headers, openai_headers
 from holdfast.router.tenants import Caller
 
@@ -44,10 +44,6 @@ CLIENT_GONE = 499  # nobody reads it; proxies log it
 LEAVING_S = 0.5  # within which a server reports that a socket had no peer any more when it was accepted
 VERSION = metadata.version("holdfast")  # once: each call reads files
 READ_AHEAD = 64  # messages of a body that may come before that report
-
-
-class ClientGoneError(Exception):
-    """The client closed its connection before it had its answer; there is nobody to tell."""
 
 
 @dataclass(slots=True)

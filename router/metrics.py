@@ -19,8 +19,7 @@ from prometheus_client.samples import Sample
 from holdfast.replicas.errors import ErrorKind, HoldfastError
 from holdfast.replicas.metrics import Metric, MetricKind, process_usage
 from holdfast.router import metric_list as listed
-from holdfast.router.http import ClientGoneError
-from holdfast.router.protocol.errors import Refusal, api_error, reason
+from holdfast.router.protocol.errors import ClientGoneError, Refusal, api_error, reason
 
 OTHER = "other"  # the tenant whose series are those of all that have none of their own
 # Alerts look at the rise of these: a series that begins with a 1 has not risen. So they are 0 from the start.

@@ -10,7 +10,7 @@ from enum import Enum
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from holdfast.router.http import ClientGoneError
+from holdfast.router.protocol.errors import ClientGoneError
 
 T = TypeVar("T")
 

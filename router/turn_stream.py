@@ -15,9 +15,8 @@ from holdfast.router.backend import Batch
 from holdfast.router.call import Call
 from holdfast.router.entry import Drain
 from holdfast.router.event_stream import EventStream
-from holdfast.router.http import ClientGoneError
 from holdfast.router.metrics import Outcome
-from holdfast.router.protocol.errors import CHAT_FIELDS, FieldNames, ReplyError
+from holdfast.router.protocol.errors import CHAT_FIELDS, ClientGoneError, FieldNames, ReplyError
 from holdfast.router.protocol.replies import COMMENT, Encoder
 
 log = logging.getLogger(__name__)

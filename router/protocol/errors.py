@@ -16,6 +16,10 @@ from holdfast.replicas.errors import ErrorInfo, ErrorKind, HoldfastError
 from holdfast.replicas.requests import NOTHING_USED, Usage
 
 
+class ClientGoneError(Exception):
+    """The client closed its connection before it had its answer; there is nobody to tell."""
+
+
 class Refusal(StrEnum):
     """Why the router itself refuses a request. The value is the `code` that a client sees."""
 

@@ -5,7 +5,7 @@ import pytest
 
 from holdfast.router.config import RouterConfig
 from holdfast.router.event_stream import SILENCE_S, Connection, EventStream, until_disconnect
-from holdfast.router.http import ClientGoneError
+from holdfast.router.protocol.errors import ClientGoneError
 from holdfast.router.turns import HEADERS_S
 
 

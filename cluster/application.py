@@ -32,25 +32,14 @@ from holdfast.replicas import logs
 from holdfast.replicas.config import POCKET
 from holdfast.replicas.errors import HoldfastError
 from holdfast.router import tracing
-from holdfast.router.affinity import RoutersShares
 from holdfast.router.app import create_app
-from holdfast.router.audit import Audit
-from holdfast.router.entry import Drain
-from holdfast.router.fair_share_sync import FairShareSync
-from holdfast.router.metrics import RouterMetrics
-from holdfast.router.metrics_endpoints import watch_line, watch_redis
-from holdfast.router.oidc import IdentityTokens
-from holdfast.router.programs import ProgramTable
-from holdfast.router.quotas import Quotas
-from holdfast.router.records import Records, RedisAddress
-from holdfast.router.replica_health import HEALTH, REPORT_S, Listener
-from holdfast.router.response_cache import ResponseCache
-from holdfast.router.serve_private import proxy_host
-from holdfast.router.tenant_store import TenantStore
+from holdfast.router.dispatch import HEALTH, REPORT_S, FairShareSync, Listener
+from holdfast.router.dispatch.affinity import RoutersShares
+from holdfast.router.dispatch.serve_private import proxy_host
+from holdfast.router.endpoints import watch_line, watch_redis
+from holdfast.router.entry import Audit, Drain, IdentityTokens, Quotas, RouterMetrics, TenantStore, TurnLog, UsageBooks
+from holdfast.router.records import ProgramTable, Records, RedisAddress, ResponseCache, ToolLatencies
 from holdfast.router.tenants import TenantDirectory
-from holdfast.router.tool_latency import ToolLatencies
-from holdfast.router.turn_log import TurnLog
-from holdfast.router.usage import UsageBooks
 
 log = logging.getLogger(__name__)
 
@@ -251,7 +240,7 @@ def build(
         # engine from starting where there is no room; `MemoryGuard` ends one where none is left.
         ray_actor_options={"num_cpus": 0, "num_gpus": gpus, "memory": engine_memory(settings)},
         request_router_config=RequestRouterConfig(
-            request_router_class="holdfast.router.affinity:AffinityRouter",
+            request_router_class="holdfast.router.dispatch.affinity:AffinityRouter",
             request_router_kwargs={
                 **asdict(settings.placement),
                 "control_calls": CONTROL_CALLS,

@@ -33,11 +33,11 @@ from holdfast.replicas.requests import (
     Usage,
 )
 from holdfast.replicas.stats import ReplicaStatus
-from holdfast.router.affinity import HINT, USED
 from holdfast.router.backend import ANYWHERE, Batch, Routed, RoutingHint
-from holdfast.router.replica_health import ReplicaHealth
-from holdfast.router.round_trips import RoundTrips
-from holdfast.router.serve_private import REFUSED_S, answers_of_each, own_request
+from holdfast.router.dispatch import ReplicaHealth
+from holdfast.router.dispatch.affinity import HINT, USED
+from holdfast.router.dispatch.serve_private import REFUSED_S, answers_of_each, own_request
+from holdfast.router.records import RoundTrips
 
 log = logging.getLogger(__name__)
 

@@ -42,10 +42,8 @@ from holdfast.router import tracing
 from holdfast.router.backend import Batch, Routed
 from holdfast.router.background import forever
 from holdfast.router.config import RouterConfig
-from holdfast.router.fair_share_sync import FairShareSync
-from holdfast.router.records import Records, RedisAddress
-from holdfast.router.replica_health import REPORT_S, Reporter
-from holdfast.router.tool_latency import Reader
+from holdfast.router.dispatch import REPORT_S, FairShareSync, Reporter
+from holdfast.router.records import Reader, Records, RedisAddress
 from holdfast.router.tracing import TracingConfig
 
 if TYPE_CHECKING:

@@ -398,7 +398,7 @@ async def _tell_routers(drain_s: float) -> None:
     from ray import serve
 
     from holdfast.cluster.application import APPLICATION, ROUTER
-    from holdfast.router.serve_private import answers_of_each
+    from holdfast.router.dispatch.serve_private import answers_of_each
 
     routers = serve.get_deployment_handle(ROUTER, APPLICATION)
     await answers_of_each(routers.broadcast("drain", drain_s), TELL_S)

@@ -10,7 +10,7 @@
     delete           the public `serve.delete` raises TimeoutError after a minute, and a drain may take longer
 
 `haproxy` rewrites the configuration that Serve writes for HAProxy; it runs without Ray. What the router uses is in
-`router/serve_private.py`. Nothing imports Ray here before `variables` are set.
+`router/dispatch/serve_private.py`. Nothing imports Ray here before `variables` are set.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ def _records(client: httpx.Client, options: argparse.Namespace) -> Iterator[str]
     """Page after page."""
     import orjson
 
-    from holdfast.router.usage import as_csv, as_json_lines
+    from holdfast.router.entry import as_csv, as_json_lines
 
     if options.records == "csv":
         yield as_csv(())

@@ -55,7 +55,7 @@ def fields(**named: Any) -> dict[str, Any]:
 class LineFormatter(logging.Formatter):
     """One line: time, level, process, logger, message, then the request and further fields, as text or JSON.
 
-    `2026-11-21T17:20:03.123Z WARNING router holdfast.router.turns: message request_id=… outcome=…`
+    `2026-11-21T17:20:03.123Z WARNING router holdfast.router.endpoints.turns: message request_id=… outcome=…`
     """
 
     def __init__(self, process: str, format: Format) -> None:

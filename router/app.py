@@ -12,46 +12,65 @@ from starlette.responses import HTMLResponse, Response
 
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError, UnavailableError
 from holdfast.router import metric_list as listed
-from holdfast.router.admin import AdminEndpoints, UsageEndpoints
-from holdfast.router.audit import Audit
 from holdfast.router.backend import Backend
 from holdfast.router.config import RouterConfig
-from holdfast.router.entry import Drain, Entry
-from holdfast.router.formats import ChatFormat, CompletionFormat, Format, MessagesFormat, loaded_models
-from holdfast.router.http import (
+from holdfast.router.endpoints import (
+    AdminEndpoints,
+    ChatFormat,
+    ClusterStatus,
+    CompactionFormat,
+    CompletionFormat,
+    Format,
+    Live,
+    MessagesFormat,
+    MetricsEndpoints,
+    PageFiles,
+    Peers,
+    PrefillEndpoints,
+    ProgramEndpoints,
+    ResponseEndpoints,
+    ResponsesFormat,
+    SessionEndpoints,
+    SessionHomes,
+    StoredPrefills,
+    Turns,
+    UsageEndpoints,
+    document,
+    loaded_models,
+    page,
+    served,
+    watch_cache,
+)
+from holdfast.router.entry import (
     VERSION,
     AnswerHeadersMiddleware,
+    Audit,
+    Drain,
+    Entry,
     Handler,
+    KeptAnswers,
+    RouterMetrics,
+    TenantStore,
+    TurnLog,
+    UsageBooks,
     answer_headers,
     error_response,
     json_response,
     supervised,
 )
-from holdfast.router.idempotency import KeptAnswers
-from holdfast.router.metrics import RouterMetrics
-from holdfast.router.metrics_endpoints import MetricsEndpoints, Peers, watch_cache
-from holdfast.router.prefills import PrefillEndpoints, StoredPrefills
-from holdfast.router.program_endpoints import ProgramEndpoints
-from holdfast.router.programs import ProgramTable
 from holdfast.router.protocol.completions import detokenize_reply, read_detokenize, read_tokenize, tokenize_reply
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.protocol.models import model_reply, models_reply
-from holdfast.router.protocol.openapi import document, page, served
 from holdfast.router.protocol.turn import find_model
-from holdfast.router.records import Records
-from holdfast.router.response_cache import ResponseCache
-from holdfast.router.responses import CompactionFormat, ResponseEndpoints, ResponsesFormat
-from holdfast.router.session_histories import SessionHistories
-from holdfast.router.session_homes import SessionHomes
-from holdfast.router.sessions import SessionEndpoints
-from holdfast.router.status import ClusterStatus, Live, PageFiles
-from holdfast.router.stored_responses import StoredResponses
-from holdfast.router.tenant_store import TenantStore
+from holdfast.router.records import (
+    ProgramTable,
+    Records,
+    ResponseCache,
+    SessionHistories,
+    StoredResponses,
+    ToolLatencies,
+)
 from holdfast.router.tenants import TenantDirectory
-from holdfast.router.tool_latency import ToolLatencies
-from holdfast.router.turn_log import TurnLog
-from holdfast.router.turns import Turns
-from holdfast.router.usage import UsageBooks
 
 ANTHROPIC = "anthropic-version"  # a header of Anthropic's clients, and of no others
 

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "loadgen": {"loadgen", "replicas", "kernels"},
 }
 COMMAND_LINE = ("cluster.cli",)  # what of `cluster` may import `loadgen`
-PURE = {"router.placement", "router.fair_share_sync"}  # of `router`, what the simulator may import: it knows no server
+PURE = {"router.dispatch"}  # of `router`, what the simulator may import: it knows no server
 ENGINE = {"torch", "transformers", "numpy", "tokenizers", "safetensors", "jinja2", "triton", "huggingface_hub"}
 FEW_FILES = {"llguidance": {"replicas.constraints.guidance", "replicas.constraints.trial"}}  # imported nowhere else
 MAX_METHODS = 20
@@ -220,6 +220,34 @@ def test_rooms_of_the_engine_see_down_only() -> None:
         for target in sorted(each.removeprefix("replicas.") for each in own_imports(name) if each in parts.values())
         if part not in everything and not may_see(part, target)
     ]
+    assert wrong == []
+
+
+ROUTER_ROOMS = ("protocol", "records", "dispatch", "entry", "streaming", "endpoints")  # each may import those before it
+ROUTER_BASE = {"backend", "background", "config", "metric_list", "tenants", "tracing"}  # what every room may import
+
+
+def test_rooms_of_the_router_are_entered_by_their_doors() -> None:
+    """A room's `__init__.py` names what others may import. Only Ray Serve names modules inside of `dispatch`."""
+    by_name = {"router.dispatch.affinity", "router.dispatch.serve_private"}
+    rooms = {f"router.{room}" for room in ROUTER_ROOMS if room != "protocol"}
+    wrong = [
+        (name, target)
+        for name in modules()
+        for target in own_imports(name) - by_name
+        if (room := target.rpartition(".")[0]) in rooms and not f"{name}.".startswith(f"{room}.")
+    ]
+    assert wrong == []
+
+
+def test_rooms_of_the_router_see_down_only() -> None:
+    wrong = []
+    for name in modules():
+        _, _, part = name.partition("router.")
+        if name.startswith("router.") and (own := part.split(".")[0]) in ROUTER_ROOMS:
+            allowed = {own, *ROUTER_ROOMS[: ROUTER_ROOMS.index(own)], *ROUTER_BASE}
+            targets = {target.split(".")[1] for target in own_imports(name) if target.startswith("router.")}
+            wrong += [(name, target) for target in sorted(targets - allowed)]
     assert wrong == []
 
 

@@ -46,8 +46,7 @@ from holdfast.replicas.requests import (
 )
 from holdfast.router.backend import ANYWHERE, Batch, RoutingHint
 from holdfast.router.config import RouterConfig
-from holdfast.router.quotas import Quotas
-from holdfast.router.usage import SUMS, UsageBooks
+from holdfast.router.entry import SUMS, Quotas, UsageBooks
 
 WANTED = (
     "not_a_server_error",

@@ -24,8 +24,7 @@ from fake_backend import FakeBackend, World, begun
 
 from holdfast.replicas.requests import Usage
 from holdfast.replicas.stats import EngineStats, Occupancy, replica_status
-from holdfast.router.call import Call
-from holdfast.router.metrics import Outcome
+from holdfast.router.entry import Call, Outcome
 from holdfast.router.tenants import Tenant
 
 CPU = re.compile(r"^holdfast_router_cpu_seconds_total\{[^}]*\} (\S+)$", re.MULTILINE)

@@ -36,10 +36,20 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from redis_server import RedisServer
 
 from holdfast.router.config import RouterConfig
-from holdfast.router.quotas import MINUTE_MS, PART_MS, Cost, QuotaError, Quotas
+from holdfast.router.entry import (
+    MINUTE_MS,
+    PART_MS,
+    CallEnd,
+    Cost,
+    QuotaError,
+    Quotas,
+    UsageBooks,
+    UsageRecord,
+    cost_of,
+    priced,
+)
 from holdfast.router.records import Records, RedisAddress
 from holdfast.router.tenants import Tenant, TenantLimits
-from holdfast.router.usage import CallEnd, UsageBooks, UsageRecord, cost_of, priced
 
 SPACE = "quotas"
 PROMPT, OUTPUT = (500, 1500), (1, 200)  # tokens of a request

@@ -43,7 +43,7 @@ from holdfast.replicas.config import DraftConfig, EngineConfig, RetentionConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.requests import ServedElsewhere
 from holdfast.replicas.types import Priority
-from holdfast.router.fair_share_sync import Ledger
+from holdfast.router.dispatch import Ledger
 
 Figures = dict[str, float]
 

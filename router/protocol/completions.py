@@ -10,13 +10,7 @@ from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import Answer, ChatPrompt, Completed, Errored, ModelCard, Piece, RawPrompt, TextDelta
 from holdfast.router.protocol.body import Body, missing, read
 from holdfast.router.protocol.chat import Messages, Tools, check_tools, plain_messages, plain_tools
-from holdfast.router.protocol.replies import (
-    ChunkEncoder,
-    TextOffsets,
-    closed_choice,
-    completion_logprobs,
-    whole_reply,
-)
+from holdfast.router.protocol.replies import ChunkEncoder, TextOffsets, closed_choice, completion_logprobs, whole_reply
 from holdfast.router.protocol.turn import (
     MAX_ANSWERS,
     MAX_LOGPROBS,

@@ -25,17 +25,17 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.requests import History, ModelCard
 from holdfast.router.config import RouterConfig
-from holdfast.router.idempotency import KeptAnswers, NamedRequest
-from holdfast.router.prefills import StoredPrefills
-from holdfast.router.programs import ProgramTable
+from holdfast.router.endpoints.prefills import StoredPrefills
+from holdfast.router.entry.idempotency import KeptAnswers, NamedRequest
+from holdfast.router.entry.tenant_store import TenantStore
+from holdfast.router.entry.usage import BOOKING_S, COUNTING_S
 from holdfast.router.protocol.errors import RefusedError
-from holdfast.router.records import Encryption, PutResult, Records, RedisAddress
-from holdfast.router.session_histories import Home, SessionHistories
-from holdfast.router.stored_responses import StoredResponse, StoredResponses, StoredTurn
-from holdfast.router.tenant_store import TenantStore
+from holdfast.router.records.programs import ProgramTable
+from holdfast.router.records.session_histories import Home, SessionHistories
+from holdfast.router.records.store import Encryption, PutResult, Records, RedisAddress
+from holdfast.router.records.stored_responses import StoredResponse, StoredResponses, StoredTurn
+from holdfast.router.records.tool_latency import ToolLatencies
 from holdfast.router.tenants import Caller, Tenant, TenantDirectory, hash_key
-from holdfast.router.tool_latency import ToolLatencies
-from holdfast.router.usage import BOOKING_S, COUNTING_S
 
 REDIS = RedisAddress("redis://127.0.0.1:1/0")
 DEPLOYED = Settings(tenants=(Tenant("a", key_hashes=(hash_key("leaked"),)),))

@@ -28,9 +28,9 @@ from holdfast.replicas.requests import (
     Timing,
     Usage,
 )
-from holdfast.router.affinity import HINT
 from holdfast.router.backend import Batch, Routed, RoutingHint
-from holdfast.router.replica_health import ReplicaHealth
+from holdfast.router.dispatch.affinity import HINT
+from holdfast.router.dispatch.replica_health import ReplicaHealth
 
 REQUEST = GenerateRequest("r", RawPrompt("x"), Sampling(), scope="t", program_id="t/p")
 TIMING = Timing(0.0)

@@ -28,8 +28,8 @@ from holdfast.replicas.requests import (
 )
 from holdfast.replicas.service import Service
 from holdfast.router.config import RouterConfig
-from holdfast.router.records import Records, RedisAddress
-from holdfast.router.tool_latency import ToolLatencies as RouterLatencies
+from holdfast.router.records.store import Records, RedisAddress
+from holdfast.router.records.tool_latency import ToolLatencies as RouterLatencies
 
 LOOK_S = 0.01
 PATIENT = 60.0

@@ -27,9 +27,9 @@ from terminal import Terminal
 
 from holdfast.cluster import environment
 from holdfast.router.config import RouterConfig
-from holdfast.router.quotas import Quotas
-from holdfast.router.records import Records, RedisAddress
-from holdfast.router.usage import UsageBooks
+from holdfast.router.entry.quotas import Quotas
+from holdfast.router.entry.usage import UsageBooks
+from holdfast.router.records.store import Records, RedisAddress
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 SECRET = "xylophone"

@@ -17,7 +17,7 @@ from redis_server import RedisServer
 from holdfast.cluster.config import RedisConfig
 from holdfast.cluster.redis import ping
 from holdfast.replicas.errors import ConfigError
-from holdfast.router.records import PutResult, Records, RedisAddress
+from holdfast.router.records.store import PutResult, Records, RedisAddress
 
 PATIENT = 60.0  # seconds a slow machine may take
 

@@ -23,8 +23,8 @@ from holdfast.replicas.retention.latency import Called
 from holdfast.replicas.service import Service
 from holdfast.router import tracing
 from holdfast.router.backend import ANYWHERE, Batch, Routed, RoutingHint
+from holdfast.router.entry.turn_log import TurnLog
 from holdfast.router.tracing import Spans, TracingConfig
-from holdfast.router.turn_log import TurnLog
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = CALLER[:-1] + "0"

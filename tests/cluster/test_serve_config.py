@@ -15,7 +15,7 @@ from holdfast.cluster import application, serve_config
 from holdfast.cluster.application import REPLICAS, ROUTER
 from holdfast.cluster.serve_config import STARTS, Arguments, settings
 from holdfast.replicas.errors import ConfigError
-from holdfast.router.records import RedisAddress
+from holdfast.router.records.store import RedisAddress
 from holdfast.router.tenants import hash_key
 
 REDIS = {"url": "redis://store:6379/1"}

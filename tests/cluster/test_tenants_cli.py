@@ -17,13 +17,13 @@ from redis_server import RedisServer
 from waiting import PATIENCE_S, until_async
 
 from holdfast.cluster.cli import main
-from holdfast.router.audit import Audit
 from holdfast.router.config import RouterConfig
-from holdfast.router.quotas import Quotas
-from holdfast.router.records import Records, RedisAddress
-from holdfast.router.tenant_store import TenantStore
+from holdfast.router.entry.audit import Audit
+from holdfast.router.entry.quotas import Quotas
+from holdfast.router.entry.tenant_store import TenantStore
+from holdfast.router.entry.usage import UsageBooks
+from holdfast.router.records.store import Records, RedisAddress
 from holdfast.router.tenants import TenantDirectory, hash_key
-from holdfast.router.usage import UsageBooks
 
 
 @pytest.fixture(scope="module")

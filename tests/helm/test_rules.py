@@ -17,7 +17,7 @@ from helm.build.rules import ALERTS, GROUPS, RECORDINGS, RUNBOOK, files
 from holdfast.cluster.config import Settings
 from holdfast.replicas import metrics as replica
 from holdfast.router import metric_list as router
-from holdfast.router.metrics import RouterMetrics
+from holdfast.router.entry.metrics import RouterMetrics
 
 ROOT = Path(__file__).parents[2]
 RAY = Path(ray.__file__).parent

@@ -590,7 +590,9 @@ def test_a_client_that_is_cancelled_in_an_answer_aborts_it_and_ends_the_program(
     assert backend.ended_programs == [("default", "default/p")]
 
 
-@pytest.mark.skipif(find_spec("holdfast.router.prefills") is None, reason="this router computes nothing ahead")
+@pytest.mark.skipif(
+    find_spec("holdfast.router.endpoints.prefills") is None, reason="this router computes nothing ahead"
+)
 def test_what_was_sent_ahead_is_found_by_the_next_turn() -> None:
     """The answer with its calls, and the first result, which came while the second tool ran."""
 

@@ -18,10 +18,10 @@ from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import GenerateRequest, RawPrompt
 from holdfast.replicas.scheduling.queue import ProgramOrder
 from holdfast.replicas.stats import LoadReport
-from holdfast.router.affinity import HINT, AffinityRouter, Homes, Pending, RoutersShares
 from holdfast.router.backend import RoutingHint
-from holdfast.router.placement import Reason, Weights
-from holdfast.router.replica_health import ReplicaHealth
+from holdfast.router.dispatch.affinity import HINT, AffinityRouter, Homes, Pending, RoutersShares
+from holdfast.router.dispatch.placement import Reason, Weights
+from holdfast.router.dispatch.replica_health import ReplicaHealth
 
 numbers = count()
 DEPLOYMENT = DeploymentID(name="replicas", app_name="holdfast")
@@ -152,7 +152,7 @@ def test_a_bound_turn_waits_for_its_home_however_much_room_there_is_elsewhere() 
 
 
 def test_a_bound_turn_whose_home_is_gone_is_told_so_and_goes_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.router.affinity.KNOWN_S", 0.01)
+    monkeypatch.setattr("holdfast.router.dispatch.affinity.KNOWN_S", 0.01)
 
     async def live() -> None:
         made, (_, b) = waiting_for("a", "b")
@@ -172,7 +172,7 @@ def test_a_bound_turn_whose_home_is_gone_is_told_so_and_goes_nowhere_else(monkey
 
 
 def test_a_replica_that_stops_is_still_asked_what_it_did_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.router.affinity.KNOWN_S", 0.01)
+    monkeypatch.setattr("holdfast.router.dispatch.affinity.KNOWN_S", 0.01)
 
     def asks(method: str) -> PendingRequest:
         call = pending("", **{HINT: RoutingHint("a", bound=True)})

@@ -15,7 +15,7 @@ from holdfast.replicas.requests import (
     ToolCallDelta,
     Usage,
 )
-from holdfast.router.answers import decode_answer, encode_answer, pieces_of
+from holdfast.router.records.answers import decode_answer, encode_answer, pieces_of
 
 TIMING = Timing(arrived=0.0)
 WORDS = st.text(st.characters(codec="utf-8"), max_size=8)

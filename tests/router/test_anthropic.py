@@ -543,7 +543,7 @@ def test_an_answer_that_cannot_be_encoded_is_not_kept(monkeypatch):
         raise TypeError("not JSON")
 
     with monkeypatch.context() as patched:
-        patched.setattr("holdfast.router.formats.message_object", fail)
+        patched.setattr("holdfast.router.endpoints.formats.message_object", fail)
         assert post(world).status_code == 500
     again = post(world)
     assert (again.status_code, again.headers["x-holdfast-cache"]) == (200, "miss")

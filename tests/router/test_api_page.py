@@ -7,7 +7,7 @@ from fake_backend import World
 from starlette.routing import Route
 
 from holdfast.router.config import PLACEMENT_HEADERS, PROGRAM_HEADERS
-from holdfast.router.http import AnswerHeaders
+from holdfast.router.entry.http import AnswerHeaders
 from holdfast.router.protocol.anthropic import MessagesBody
 from holdfast.router.protocol.body import IGNORED
 from holdfast.router.protocol.chat import ChatBody

@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import count
 
 from holdfast.replicas.requests import ChatPrompt, RawPrompt
-from holdfast.router.conversations import HISTORIES, PLAIN, Preamble, conversation, histories, shared_prefix
+from holdfast.router.records.conversations import HISTORIES, PLAIN, Preamble, conversation, histories, shared_prefix
 
 TASK = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "fix the bug"})
 TOOLS = ({"type": "function", "function": {"name": "ls"}},)

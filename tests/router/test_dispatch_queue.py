@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.errors import OverloadedError
 from holdfast.replicas.types import Priority
-from holdfast.router.dispatch_queue import UNSHARED, Capacity, DispatchQueue, FairShareKey, ReplicaQueues, SlotShares
+from holdfast.router.dispatch.dispatch_queue import (
+    UNSHARED,
+    Capacity,
+    DispatchQueue,
+    FairShareKey,
+    ReplicaQueues,
+    SlotShares,
+)
 
 LONG = 60.0
 

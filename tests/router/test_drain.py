@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.requests import TextDelta
 from holdfast.router.app import create_app
-from holdfast.router.entry import Drain
-from holdfast.router.metrics import RouterMetrics
+from holdfast.router.entry.admission import Drain
+from holdfast.router.entry.metrics import RouterMetrics
 
 
 class Draining(World):

@@ -11,8 +11,8 @@ from waiting import until_async
 
 from holdfast.replicas.requests import ReasoningDelta
 from holdfast.router.config import RouterConfig
-from holdfast.router.records import Encryption, Records, RedisAddress
-from holdfast.router.stored_responses import ITEM_KEY, AnotherTenantsError, ItemEncryption
+from holdfast.router.records.store import Encryption, Records, RedisAddress
+from holdfast.router.records.stored_responses import ITEM_KEY, AnotherTenantsError, ItemEncryption
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 

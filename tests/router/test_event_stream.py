@@ -4,9 +4,9 @@ from dataclasses import dataclass
 import pytest
 
 from holdfast.router.config import RouterConfig
-from holdfast.router.event_stream import SILENCE_S, Connection, EventStream, until_disconnect
+from holdfast.router.endpoints.turns import HEADERS_S
 from holdfast.router.protocol.errors import ClientGoneError
-from holdfast.router.turns import HEADERS_S
+from holdfast.router.streaming.event_stream import SILENCE_S, Connection, EventStream, until_disconnect
 
 
 class Client:

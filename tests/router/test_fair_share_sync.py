@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from waiting import until_async
 
-from holdfast.router.fair_share_sync import FairShareSync, Ledger
-from holdfast.router.records import Records, RedisAddress
+from holdfast.router.dispatch.fair_share_sync import FairShareSync, Ledger
+from holdfast.router.records.store import Records, RedisAddress
 
 PATIENT = 60.0
 RETRY = 0.01

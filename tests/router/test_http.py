@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 from waiting import until_async
 
-from holdfast.router import http
 from holdfast.router.config import RouterConfig
-from holdfast.router.entry import BodyBytes, Shares, read_body
+from holdfast.router.entry import http
+from holdfast.router.entry.admission import BodyBytes, Shares, read_body
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 PATIENT = 60.0  # seconds a slow machine may take

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.router.config import DEADLINE_HEADERS, PLACEMENT_HEADERS, PROGRAM_HEADERS
-from holdfast.router.identity import neighbour, program_named, unnamed_program, within_named
 from holdfast.router.protocol.turn import ClaimedIds
+from holdfast.router.records.identity import neighbour, program_named, unnamed_program, within_named
 
 NOBODY = ClaimedIds(None, None, None)
 NAMES = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S")), min_size=1, max_size=40)

@@ -12,8 +12,8 @@ from fake_backend import FORMATS, HELLO, FakeBackend, World
 
 from holdfast.replicas.errors import ErrorInfo, ErrorKind, UnavailableError
 from holdfast.replicas.requests import Errored, GenerateRequest, Started
-from holdfast.router import turns
 from holdfast.router.backend import ANYWHERE, Batch, RoutingHint
+from holdfast.router.endpoints import turns
 from holdfast.router.protocol.replies import COMMENT
 
 BEGUN = ((Started("q", 10, 4),), *HELLO)

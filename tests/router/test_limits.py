@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.replicas.errors import OverloadedError
-from holdfast.router.entry import BodyBytes, Shares
+from holdfast.router.entry.admission import BodyBytes, Shares
 from holdfast.router.tenants import Tenant
 
 calls = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 12), st.booleans()), max_size=80)

@@ -12,12 +12,12 @@ from live_cost import Busy, Crowd
 
 from holdfast.replicas.requests import Completed
 from holdfast.replicas.retention.latency import Called
-from holdfast.router import status
 from holdfast.router.config import RouterConfig
-from holdfast.router.metrics import Outcome
-from holdfast.router.status import MOST_ASKED
+from holdfast.router.endpoints import status
+from holdfast.router.endpoints.status import MOST_ASKED
+from holdfast.router.entry.metrics import Outcome
+from holdfast.router.entry.turn_log import REMEMBERED, TurnLog
 from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
-from holdfast.router.turn_log import REMEMBERED, TurnLog
 
 LIVE = "/v1/live"
 CHAT = "/v1/chat/completions"

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from holdfast.replicas.errors import InvalidRequestError, UnavailableError
-from holdfast.router.long_bodies import LongBodies
+from holdfast.router.entry.long_bodies import LongBodies
 from holdfast.router.protocol.body import decode
 from holdfast.router.protocol.errors import Refusal, RefusedError
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.router.lru import Lru
+from holdfast.router.records.lru import Lru
 
 KEYS = st.sampled_from("abcdef")
 OPERATIONS = st.lists(

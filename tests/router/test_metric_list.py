@@ -5,10 +5,10 @@ import asyncio
 from fake_backend import World
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast.router.dispatch_queue import QueueStats
+from holdfast.router.dispatch.dispatch_queue import QueueStats
+from holdfast.router.endpoints.metrics_endpoints import watch_line, watch_redis
 from holdfast.router.metric_list import ALL
-from holdfast.router.metrics_endpoints import watch_line, watch_redis
-from holdfast.router.records import RedisInfo
+from holdfast.router.records.store import RedisInfo
 
 
 class Answering:

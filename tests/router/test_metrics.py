@@ -9,10 +9,10 @@ from holdfast.replicas.errors import ErrorInfo, ErrorKind, InvalidRequestError, 
 from holdfast.replicas.requests import Timing, Usage
 from holdfast.replicas.types import Origin
 from holdfast.router.config import WARM_UP_HEADER
+from holdfast.router.entry.metrics import OTHER, Merged, Outcome, RouterMetrics, outcome_of
 from holdfast.router.metric_list import LINE
-from holdfast.router.metrics import OTHER, Merged, Outcome, RouterMetrics, outcome_of
-from holdfast.router.programs import Run, ToolGap
 from holdfast.router.protocol.errors import ClientGoneError, Refusal, RefusedError, ReplyError
+from holdfast.router.records.programs import Run, ToolGap
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 REPLICA = """# HELP holdfast_steps_total Steps run.

@@ -10,7 +10,7 @@ from identity_provider import AUDIENCE, ISSUER, IdentityProvider
 
 from holdfast.replicas.errors import ConfigError
 from holdfast.router.config import Oidc
-from holdfast.router.oidc import IdentityTokens
+from holdfast.router.entry.oidc import IdentityTokens
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.tenants import Caller, Scope, Tenant, TenantDirectory, hash_key
 

@@ -13,11 +13,11 @@ from starlette.routing import Route
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.requests import Completed, Errored, LogprobText, Piece, ReasoningDelta, TextDelta
 from holdfast.router.config import RouterConfig
-from holdfast.router.http import AnswerHeaders
-from holdfast.router.protocol.openapi import EVENTS, OPERATIONS
-from holdfast.router.quotas import Quotas, RateLimitStatus
+from holdfast.router.endpoints.openapi import EVENTS, OPERATIONS
+from holdfast.router.entry.http import AnswerHeaders
+from holdfast.router.entry.quotas import Quotas, RateLimitStatus
+from holdfast.router.entry.usage import UsageBooks
 from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
-from holdfast.router.usage import UsageBooks
 
 ITSELF = {("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/"), ("GET", "/page/{name}")}  # for people
 

@@ -15,7 +15,7 @@ from service_backend import ServiceBackend, engine_served
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.requests import ToolCallDelta, Usage, Work
 from holdfast.replicas.stats import PIN, EngineStats, Occupancy, replica_status
-from holdfast.router.metrics import Outcome
+from holdfast.router.entry.metrics import Outcome
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")

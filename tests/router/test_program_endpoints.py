@@ -12,9 +12,9 @@ from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.requests import Completed, ToolCallDelta
 from holdfast.replicas.retention.latency import Called
 from holdfast.router.config import RouterConfig
-from holdfast.router.conversations import hint
-from holdfast.router.program_endpoints import Heartbeats, RunId
-from holdfast.router.records import Record
+from holdfast.router.endpoints.program_endpoints import Heartbeats, RunId
+from holdfast.router.records.conversations import hint
+from holdfast.router.records.store import Record
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 TOOLS = ("get_weather", "search")
@@ -271,7 +271,7 @@ class Words:
 @pytest.fixture
 def heartbeats(monkeypatch: pytest.MonkeyPatch):
     """Makes the heartbeats of a router, whose ended programs are in `ended`."""
-    monkeypatch.setattr("holdfast.router.program_endpoints.SPARE_S", 0.05)
+    monkeypatch.setattr("holdfast.router.endpoints.program_endpoints.SPARE_S", 0.05)
     ended: list[tuple[str, str]] = []
 
     async def over(tenant: str, key: str) -> None:

@@ -9,9 +9,9 @@ from waiting import until_async
 
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.requests import Answer, ChatPrompt, RawPrompt, Timing, ToolCall, Usage
-from holdfast.router.conversations import REPLIES, conversation, mark_of
-from holdfast.router.programs import PROGRAMS_AT_PLACE, Begun, ProgramTable
-from holdfast.router.records import Records, RedisAddress
+from holdfast.router.records.conversations import REPLIES, conversation, mark_of
+from holdfast.router.records.programs import PROGRAMS_AT_PLACE, Begun, ProgramTable
+from holdfast.router.records.store import Records, RedisAddress
 
 DAY = 86400.0
 TASK = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "fix the bug"})

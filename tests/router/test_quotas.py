@@ -12,8 +12,7 @@ from redis_server import RedisServer
 from waiting import until_async
 
 from holdfast.router.config import Prices, RouterConfig
-from holdfast.router.protocol.errors import Refusal, api_error
-from holdfast.router.quotas import (
+from holdfast.router.entry.quotas import (
     LEASE_S,
     PART_MS,
     Cost,
@@ -24,9 +23,10 @@ from holdfast.router.quotas import (
     duration,
     openai_headers,
 )
-from holdfast.router.records import Records, RedisAddress
+from holdfast.router.entry.usage import SEEN_S, CallEnd, UsageBooks, UsageRecord, cost_of, priced
+from holdfast.router.protocol.errors import Refusal, api_error
+from holdfast.router.records.store import Records, RedisAddress
 from holdfast.router.tenants import Tenant, TenantLimits
-from holdfast.router.usage import SEEN_S, CallEnd, UsageBooks, UsageRecord, cost_of, priced
 
 START = 1_795_000_000_000  # ms; a day of November 2026
 MINUTE = 60_000

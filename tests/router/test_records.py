@@ -11,7 +11,7 @@ from redis_server import RedisServer
 from waiting import until_async
 
 from holdfast.replicas.errors import ConfigError, UnavailableError
-from holdfast.router.records import ABSENT, Encryption, PasswordFile, PutResult, Records, RedisAddress
+from holdfast.router.records.store import ABSENT, Encryption, PasswordFile, PutResult, Records, RedisAddress
 
 PATIENT = 60.0  # seconds a slow machine may take where the test is not about time
 

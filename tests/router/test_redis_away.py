@@ -10,7 +10,7 @@ from fake_backend import FakeBackend, World, chat_body
 from redis_server import RedisServer, records_away
 from waiting import until_async
 
-from holdfast.router.records import Records, RedisAddress
+from holdfast.router.records.store import Records, RedisAddress
 
 PATIENT = 60.0  # seconds that an operation may take on a slow machine
 PREFILL = {"model": "pocket", "messages": [{"role": "user", "content": "hello"}]}

@@ -22,13 +22,13 @@ from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import GenerateRequest, RawPrompt
 from holdfast.replicas.stats import LoadReport
-from holdfast.router import replica_health, serve_private
-from holdfast.router.affinity import HINT, AffinityRouter, Pending
 from holdfast.router.backend import RoutingHint
-from holdfast.router.dispatch_queue import QueueStats, SlotShares
-from holdfast.router.placement import PlacementConfig
-from holdfast.router.records import Records, RedisAddress
-from holdfast.router.replica_health import REPORT_S, Listener, ReplicaHealth, Reporter, decode, encode
+from holdfast.router.dispatch import replica_health, serve_private
+from holdfast.router.dispatch.affinity import HINT, AffinityRouter, Pending
+from holdfast.router.dispatch.dispatch_queue import QueueStats, SlotShares
+from holdfast.router.dispatch.placement import PlacementConfig
+from holdfast.router.dispatch.replica_health import REPORT_S, Listener, ReplicaHealth, Reporter, decode, encode
+from holdfast.router.records.store import Records, RedisAddress
 
 PATIENT = 60.0
 OFTEN = 0.01

@@ -7,12 +7,12 @@ from fake_backend import CARD, USAGE, config_of
 from redis_server import records_away, shared_records
 
 from holdfast.replicas.requests import Answer, Timing
-from holdfast.router.answers import encode_answer
 from holdfast.router.protocol.body import validate
 from holdfast.router.protocol.chat import ChatBody, chat_turn
 from holdfast.router.protocol.completions import CompletionBody, completion_turn
-from holdfast.router.response_cache import MADE, CachedAnswer, CacheQuery, ResponseCache
-from holdfast.router.single_flight import Unresolved
+from holdfast.router.records.answers import encode_answer
+from holdfast.router.records.response_cache import MADE, CachedAnswer, CacheQuery, ResponseCache
+from holdfast.router.records.single_flight import Unresolved
 from holdfast.router.tenants import Tenant, TenantCache
 
 ANSWER = Answer("hello", (), (), "stop", USAGE, Timing(0.0))

@@ -29,9 +29,9 @@ from ray.serve.handle import DeploymentBroadcastResponse
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from waiting import until_async
 
-from holdfast.router.affinity import AffinityRouter
-from holdfast.router.replica_health import ReplicaHealth
-from holdfast.router.serve_private import answers_of_each, own_request
+from holdfast.router.dispatch.affinity import AffinityRouter
+from holdfast.router.dispatch.replica_health import ReplicaHealth
+from holdfast.router.dispatch.serve_private import answers_of_each, own_request
 
 DEPLOYMENT = DeploymentID(name="replicas", app_name="holdfast")
 

@@ -20,11 +20,11 @@ from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.errors import UnknownQuestionError
 from holdfast.replicas.requests import LOGGED_OPERATIONS, History, SessionState
 from holdfast.router.config import RouterConfig
-from holdfast.router.programs import ProgramTable
+from holdfast.router.endpoints.session_homes import Located, SessionHomes
 from holdfast.router.protocol.sessions import question_reply
-from holdfast.router.records import PutResult, Records, RedisAddress
-from holdfast.router.session_histories import Home, SessionHistories
-from holdfast.router.session_homes import Located, SessionHomes
+from holdfast.router.records.programs import ProgramTable
+from holdfast.router.records.session_histories import Home, SessionHistories
+from holdfast.router.records.store import PutResult, Records, RedisAddress
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
 CONFIG = EngineConfig(

@@ -14,7 +14,7 @@ from waiting import until_async
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.requests import Errored, TextDelta
 from holdfast.router.protocol.errors import ClientGoneError
-from holdfast.router.single_flight import SingleFlight, Unresolved
+from holdfast.router.records.single_flight import SingleFlight, Unresolved
 from holdfast.router.tenants import Tenant, TenantCache, TenantDirectory, hash_key
 
 

@@ -7,8 +7,8 @@ import pytest
 from redis_server import records_away, shared_records
 
 from holdfast.replicas.retention.latency import RECENT, LatencyBook, LatencySnapshot, ToolLatency
-from holdfast.router import tool_latency
-from holdfast.router.tool_latency import STREAM, TTL_S, Reader, ToolLatencies
+from holdfast.router.records import tool_latency
+from holdfast.router.records.tool_latency import STREAM, TTL_S, Reader, ToolLatencies
 
 
 def close_to(found: ToolLatency, expected: ToolLatency) -> bool:

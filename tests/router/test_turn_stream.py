@@ -9,12 +9,12 @@ from holdfast.replicas.errors import EngineError, ErrorInfo, ErrorKind, Unavaila
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import Errored, GenerateRequest, RawPrompt, Started, TextDelta
 from holdfast.router.backend import Batch
-from holdfast.router.entry import Drain
-from holdfast.router.metrics import RouterMetrics
+from holdfast.router.entry.admission import Drain
+from holdfast.router.entry.metrics import RouterMetrics
 from holdfast.router.protocol.chat import ChatEncoder
 from holdfast.router.protocol.errors import ReplyError
-from holdfast.router.stored_responses import StoredResponses
-from holdfast.router.turn_stream import TurnStream
+from holdfast.router.records.stored_responses import StoredResponses
+from holdfast.router.streaming.turn_stream import TurnStream
 
 PATIENT = 60.0  # seconds a slow machine may take
 REQUEST = GenerateRequest("q", RawPrompt("hi"), Sampling())

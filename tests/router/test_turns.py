@@ -9,8 +9,8 @@ from fake_backend import DONE, FakeBackend, World
 from holdfast.replicas.requests import Completed, TextDelta, ToolCallDelta
 from holdfast.replicas.retention.latency import Called
 from holdfast.router.config import RouterConfig
-from holdfast.router.quotas import Quotas
-from holdfast.router.usage import UsageBooks
+from holdfast.router.entry.quotas import Quotas
+from holdfast.router.entry.usage import UsageBooks
 
 TEXT = (TextDelta("Here you are."),)
 CALL = (ToolCallDelta(0, "call_1", "ls", "{}"),)
@@ -63,7 +63,7 @@ def test_an_answer_that_cannot_be_written_is_a_failure_and_not_kept(monkeypatch)
         raise TypeError("no JSON")
 
     with monkeypatch.context() as patch:
-        patch.setattr("holdfast.router.formats.chat_reply", broken)
+        patch.setattr("holdfast.router.endpoints.formats.chat_reply", broken)
         assert world.chat().status_code == 500
     assert world.outcomes() == {"failed": 1}
     assert world.books.booked["booked"] == 1

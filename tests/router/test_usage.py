@@ -23,17 +23,17 @@ from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.requests import Completed, TextDelta, Usage, Work
 from holdfast.replicas.scheduling import scheduler
-from holdfast.router import usage
-from holdfast.router.audit import Audit
 from holdfast.router.backend import ANYWHERE
 from holdfast.router.config import RouterConfig
-from holdfast.router.entry import Drain
+from holdfast.router.entry import usage
+from holdfast.router.entry.admission import Drain
+from holdfast.router.entry.audit import Audit
+from holdfast.router.entry.quotas import Cost, Quotas
+from holdfast.router.entry.tenant_store import TenantStore
+from holdfast.router.entry.usage import CallEnd, UsageBooks, UsageRecord, as_csv, first_rows
 from holdfast.router.protocol.admin import read_rows
-from holdfast.router.quotas import Cost, Quotas
-from holdfast.router.records import Records, RedisAddress
-from holdfast.router.tenant_store import TenantStore
+from holdfast.router.records.store import Records, RedisAddress
 from holdfast.router.tenants import ApiKey, Scope, Tenant, TenantDirectory, TenantLimits, hash_key
-from holdfast.router.usage import CallEnd, UsageBooks, UsageRecord, as_csv, first_rows
 
 ADMIN = {"authorization": "Bearer admin"}
 FRESH = {"cache-control": "no-cache"}

@@ -35,22 +35,22 @@ from holdfast.replicas.requests import (
 )
 from holdfast.replicas.stats import ReplicaStatus
 from holdfast.router.app import create_app
-from holdfast.router.audit import Audit
 from holdfast.router.backend import ANYWHERE, Batch, Routed, RoutingHint
-from holdfast.router.call import Call
 from holdfast.router.config import RouterConfig
-from holdfast.router.entry import Drain
-from holdfast.router.http import STATE, AnswerHeaders
-from holdfast.router.metrics import RouterMetrics
-from holdfast.router.programs import ProgramTable
-from holdfast.router.quotas import Quotas
-from holdfast.router.records import Records
-from holdfast.router.response_cache import ResponseCache
-from holdfast.router.tenant_store import TenantStore
+from holdfast.router.entry.admission import Drain
+from holdfast.router.entry.audit import Audit
+from holdfast.router.entry.call import Call
+from holdfast.router.entry.http import STATE, AnswerHeaders
+from holdfast.router.entry.metrics import RouterMetrics
+from holdfast.router.entry.quotas import Quotas
+from holdfast.router.entry.tenant_store import TenantStore
+from holdfast.router.entry.turn_log import TurnLog
+from holdfast.router.entry.usage import CallEnd, UsageBooks
+from holdfast.router.records.programs import ProgramTable
+from holdfast.router.records.response_cache import ResponseCache
+from holdfast.router.records.store import Records
+from holdfast.router.records.tool_latency import ToolLatencies
 from holdfast.router.tenants import Principal, Tenant, TenantDirectory
-from holdfast.router.tool_latency import ToolLatencies
-from holdfast.router.turn_log import TurnLog
-from holdfast.router.usage import CallEnd, UsageBooks
 
 CARD = ModelCard("pocket", context_length=4096, vocabulary=1000, replica_id="r1")
 USAGE = Usage(prompt=10, cached=4, completion=3)

@@ -21,7 +21,7 @@ from ray.serve.config import RequestRouterConfig
 from holdfast.replicas.errors import OverloadedError
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import GenerateRequest, RawPrompt
-from holdfast.router.serve_private import own_request
+from holdfast.router.dispatch.serve_private import own_request
 
 WAITING = 20
 FIRST = 99.0
@@ -89,7 +89,7 @@ def main(folder: Path) -> None:
 def happened(name: str, folder: Path) -> dict[str, object]:
     folder.mkdir()
     router = RequestRouterConfig(
-        request_router_class="holdfast.router.affinity:AffinityRouter",
+        request_router_class="holdfast.router.dispatch.affinity:AffinityRouter",
         request_router_kwargs={"max_waiting": WAITING, "fair": name == "fair"},
     )
     bare = {"ray_actor_options": {"num_cpus": 0}}

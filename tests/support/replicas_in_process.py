@@ -30,10 +30,10 @@ from holdfast.replicas.service import Service
 from holdfast.router.app import create_app
 from holdfast.router.backend import ANYWHERE, Batch, Routed, RoutingHint
 from holdfast.router.config import RouterConfig
-from holdfast.router.metrics import RouterMetrics
-from holdfast.router.programs import ProgramTable
-from holdfast.router.records import Records
-from holdfast.router.response_cache import ResponseCache
+from holdfast.router.entry.metrics import RouterMetrics
+from holdfast.router.records.programs import ProgramTable
+from holdfast.router.records.response_cache import ResponseCache
+from holdfast.router.records.store import Records
 from holdfast.router.tenants import TenantDirectory
 
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from holdfast.replicas.errors import (
     OverloadedError,
 )
 from holdfast.replicas.requests import Usage
+from holdfast.router.entry.quotas import QuotaError, RateLimitStatus
 from holdfast.router.protocol.errors import TABLE, ClientGoneError, Refusal, RefusedError, ReplyError, api_error
-from holdfast.router.quotas import QuotaError, RateLimitStatus
 from holdfast.router.tenants import TenantLimits
 
 

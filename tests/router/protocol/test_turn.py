@@ -8,12 +8,7 @@ from holdfast.replicas.requests import JsonOutput, ModelCard, RawPrompt
 from holdfast.router.protocol.anthropic import MessagesBody, chat_prompt, messages_turn
 from holdfast.router.protocol.body import validate
 from holdfast.router.protocol.chat import ChatBody, chat_turn
-from holdfast.router.protocol.completions import (
-    CompletionBody,
-    completion_turn,
-    read_detokenize,
-    read_tokenize,
-)
+from holdfast.router.protocol.completions import CompletionBody, completion_turn, read_detokenize, read_tokenize
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.protocol.prefills import read_prefill
 from holdfast.router.protocol.sessions import read_open

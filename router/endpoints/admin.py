@@ -1,0 +1,302 @@
+"""A tenant's own usage over HTTP, and `/v1/admin`: tenants, keys, usage and the audit log, with keys of its own."""
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from holdfast.replicas.errors import ConfigError, InvalidRequestError, UnavailableError
+from holdfast.router.config import RouterConfig
+from holdfast.router.entry import (
+    Audit,
+    Entry,
+    TenantStore,
+    UsageBooks,
+    as_csv,
+    as_json_lines,
+    caller,
+    first_rows,
+    json_response,
+    route_of,
+)
+from holdfast.router.protocol.admin import (
+    KeyBody,
+    RowQuery,
+    changed,
+    read_change,
+    read_days,
+    read_key,
+    read_rows,
+    read_tenant,
+)
+from holdfast.router.protocol.errors import Refusal, RefusedError
+from holdfast.router.tenants import ApiKey, Scope, Tenant, TenantDirectory, expect_floors, hash_key, key_of, make_key
+
+T = TypeVar("T")
+
+
+class UsageEndpoints:
+    """A tenant's own usage, for keys with the scope `usage`."""
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+        self._books = entry.books
+
+    async def sums(self, request: Request) -> Response:
+        async with self._entry.entered(request, Scope.USAGE) as tenant:
+            periods = read_days(request.query_params, self._books.quotas.clock())
+            rows = await self._books.sums(tenant.name, periods)
+            return json_response(
+                orjson.dumps({"tenant": tenant.name, "limits": asdict(tenant.limits), "periods": rows})
+            )
+
+    async def records(self, request: Request) -> Response:
+        async with self._entry.entered(request, Scope.USAGE) as tenant:
+            rows = read_rows(request.query_params)
+            return await export(rows, self._books, [tenant.name])
+
+
+class AdminEndpoints:
+    """For keys of `router.admin_key_hashes`, and for nobody where there are none."""
+
+    def __init__(
+        self,
+        directory: TenantDirectory,
+        tenants: TenantStore | None,
+        audit: Audit,
+        entry: Entry,
+        config: RouterConfig,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._directory = directory
+        self._tenants = tenants
+        self._books = entry.books
+        self._audit = audit
+        self._entry = entry
+        self._clock = clock
+        self._hashes = frozenset(config.admin_key_hashes)
+        self._proxies = config.networks()
+
+    # ---- tenants and keys ----
+
+    async def tenants(self, request: Request) -> Response:
+        """All tenants, with limits and keys; no hashes."""
+        self._authorize(request)
+        used = await self._tenants.last_used() if self._tenants is not None else {}
+        configured = {tenant.name: tenant for tenant in self._directory.configured}
+        rows = []
+        for tenant in self._directory.tenants:
+            made = await self._made(tenant.name)
+            own = configured.get(tenant.name)
+            keys = [_key_row(tenant.name, key, "configuration", used) for key in (own.all_keys if own else ())]
+            keys += [_key_row(tenant.name, key, "redis", used) for key in (made.all_keys if made else ())]
+            rows.append({**_tenant_row(tenant, "configuration" if own or made is None else "redis"), "keys": keys})
+        return json_response(orjson.dumps({"tenants": rows}))
+
+    async def add(self, request: Request) -> Response:
+        """A new tenant with its first key, which is shown here and never again."""
+        who = self._authorize(request)
+        body = await self._read(request, read_tenant)
+        store = _required(self._tenants)
+        _, before = await store.find(body.name)
+        if before or self._directory.named(body.name) is not None:
+            raise RefusedError(Refusal.TENANT_EXISTS, f"There is a tenant '{body.name}' already", "name")
+        made = changed(Tenant(body.name), body)
+        self._expect_floors(made)
+        key, api_key = self._make(body.key)
+        entry = self._audit.entry("tenant added", who, body.name, key=api_key.id)
+        await self._put(body.name, before, replace(made, keys=(api_key,)), entry)
+        return _with_key(made, key, api_key)
+
+    async def change(self, request: Request) -> Response:
+        """Change a tenant. One that is in the configuration is changed there."""
+        who = self._authorize(request)
+        body = await self._read(request, read_change)
+        name = request.path_params["name"]
+        if any(tenant.name == name for tenant in self._directory.configured):
+            raise InvalidRequestError(f"Tenant '{name}' is in the configuration: change it there", "name")
+        made, before = await self._known(name)
+        after = changed(made, body)
+        self._expect_floors(after)
+        entry = self._audit.entry("tenant changed", who, name, fields=sorted(body.model_fields_set))
+        await self._put(name, before, after, entry)
+        return json_response(orjson.dumps(_tenant_row(after, "redis")))
+
+    async def remove(self, request: Request) -> Response:
+        """Remove a tenant with its keys. Its usage stays booked."""
+        who = self._authorize(request)
+        name = request.path_params["name"]
+        _, before = await self._known(name)
+        await self._put(name, before, None, self._audit.entry("tenant removed", who, name))
+        return json_response(orjson.dumps({"id": name, "object": "tenant.deleted", "deleted": True}))
+
+    async def purge(self, request: Request) -> Response:
+        """Delete a tenant's cached answers, wherever the tenant is defined."""
+        who = self._authorize(request)
+        name = request.path_params["name"]
+        if self._directory.named(name) is None and name not in {tenant.name for tenant in self._directory.tenants}:
+            raise _unknown(name)
+        await _required(self._tenants).purge(name, self._audit.entry("cache purged", who, name))
+        return json_response(orjson.dumps({"id": name, "object": "tenant.cache.deleted", "deleted": True}))
+
+    async def add_key(self, request: Request) -> Response:
+        """Add a key. With `retire_in_s` the other keys that were made here expire then: a rotation."""
+        who = self._authorize(request)
+        body = await self._read(request, read_key)
+        name, store = request.path_params["name"], _required(self._tenants)
+        found, before = await store.find(name)
+        tenant = found or self._directory.named(name)
+        if tenant is None:
+            raise _unknown(name)
+        key, api_key = self._make(body)
+        older = found.all_keys if found else ()
+        taken = {each.id for each in (*older, *tenant.all_keys)}
+        if api_key.id in taken:
+            raise InvalidRequestError(f"Tenant '{name}' has a key '{api_key.id}' already", "id")
+        if body.retire_in_s is not None:
+            ends = self._clock() + body.retire_in_s
+            older = tuple(replace(each, expires=min(ends, each.expires or ends)) for each in older)
+        made = replace(found or Tenant(name), key_hashes=(), keys=(*older, api_key))
+        act = "key added" if body.retire_in_s is None else "key rotated"
+        await self._put(name, before, made, self._audit.entry(act, who, name, key=api_key.id))
+        return _with_key(tenant, key, api_key)
+
+    async def remove_key(self, request: Request) -> Response:
+        who = self._authorize(request)
+        name, key_id = request.path_params["name"], request.path_params["key_id"]
+        found, before = await self._known(name)
+        left = tuple(key for key in found.all_keys if key.id != key_id)
+        if len(left) == len(found.all_keys):
+            raise RefusedError(Refusal.NO_TENANT, f"Tenant '{name}' has no key '{key_id}' that was made here", "key_id")
+        entry = self._audit.entry("key removed", who, name, key=key_id)
+        await self._put(name, before, replace(found, key_hashes=(), keys=left), entry)
+        return json_response(orjson.dumps({"id": key_id, "object": "key.deleted", "deleted": True}))
+
+    # ---- usage and audit ----
+
+    async def sums(self, request: Request) -> Response:
+        """The sums of `tenant`, or of all tenants, removed ones included."""
+        self._authorize(request)
+        periods, books = read_days(request.query_params, self._clock()), self._books
+        rows = [
+            {"tenant": name, "periods": await books.sums(name, periods)} for name in await self._tenants_named(request)
+        ]
+        return json_response(orjson.dumps({"tenants": rows}))
+
+    async def records(self, request: Request) -> Response:
+        """The records of `tenant`, or of all tenants, removed ones included, in their order."""
+        self._authorize(request)
+        rows = read_rows(request.query_params, several=not request.query_params.get("tenant"))
+        return await export(rows, self._books, await self._tenants_named(request))
+
+    async def audit(self, request: Request) -> Response:
+        """The audit log as JSON lines, the latest first: up to `limit` acts, and as many refusals."""
+        self._authorize(request)
+        rows = read_rows(request.query_params)
+        await self._audit.flush()
+        found = await self._audit.read(rows.begin, rows.end, rows.limit)
+        if found is None:
+            raise UnavailableError("Redis does not answer; the audit log cannot be read now")
+        return Response(as_json_lines({"place": place, **entry} for place, entry in found), media_type=JSON_LINES)
+
+    # ---- parts ----
+
+    def _authorize(self, request: Request) -> str:
+        """The id of the key. Raises RefusedError."""
+        who = caller(request)
+        key = key_of(who)
+        hashed = hash_key(key) if key else ""
+        if hashed in self._hashes:
+            return hashed.removeprefix("sha256:")[:8]
+        refusal = Refusal.UNAUTHENTICATED if self._hashes else Refusal.FORBIDDEN
+        self._audit.refused(refusal.value, who.address(self._proxies), route_of(request))
+        if not self._hashes:
+            raise RefusedError(refusal, "Administration is off: 'router.admin_key_hashes' names no key for it")
+        raise RefusedError(refusal, "This needs one of the keys of 'router.admin_key_hashes'")
+
+    async def _read(self, request: Request, parse: Callable[..., T]) -> T:
+        return await self._entry.read(request, parse)
+
+    async def _known(self, name: str) -> tuple[Tenant, bytes]:
+        found, before = await _required(self._tenants).find(name)
+        if found is None:
+            if self._directory.named(name) is not None:
+                raise InvalidRequestError(f"Tenant '{name}' is in the configuration: change it there", "name")
+            raise _unknown(name)
+        return found, before
+
+    async def _made(self, name: str) -> Tenant | None:
+        return (await self._tenants.find(name))[0] if self._tenants is not None else None
+
+    async def _put(self, name: str, before: bytes, after: Tenant | None, entry: bytes) -> None:
+        if not await _required(self._tenants).change(name, before, after, entry):
+            raise RefusedError(Refusal.CHANGED, f"Tenant '{name}' has changed meanwhile: read it again")
+
+    def _expect_floors(self, changed: Tenant) -> None:
+        """Raises InvalidRequestError where a tenant would be promised cells that others are promised."""
+        others = (tenant for tenant in self._directory.tenants if tenant.name != changed.name)
+        try:
+            expect_floors((changed, *others))
+        except ConfigError as error:
+            raise InvalidRequestError(error.message, error.field) from error
+
+    def _make(self, body: KeyBody) -> tuple[str, ApiKey]:
+        key = make_key()
+        expires = None if body.expires_in_s is None else self._clock() + body.expires_in_s
+        try:
+            return key, ApiKey(body.id or secrets.token_hex(4), hash_key(key), tuple(map(Scope, body.scopes)), expires)
+        except ConfigError as error:
+            raise InvalidRequestError(error.message, error.field) from error
+
+    async def _tenants_named(self, request: Request) -> Sequence[str]:
+        """The tenants that a query names. A removed tenant still has its usage."""
+        name = request.query_params.get("tenant")
+        if name:
+            return [name]
+        return sorted({*(tenant.name for tenant in self._directory.tenants), *await self._books.tenants()})
+
+
+JSON_LINES = "application/jsonl"
+
+
+async def export(query: RowQuery, books: UsageBooks, tenants: Iterable[str]) -> Response:
+    """Records as JSON lines or CSV. Raises UnavailableError."""
+    rows: list[dict[str, Any]] = []
+    for tenant in tenants:
+        rows += await books.records(tenant, query.begin_of(tenant), query.end, query.limit)
+        rows = first_rows(rows, query.limit)
+    if query.csv:
+        return Response(as_csv(rows), media_type="text/csv")
+    return Response(as_json_lines(rows), media_type=JSON_LINES)
+
+
+def _tenant_row(tenant: Tenant, source: str) -> dict[str, Any]:
+    row = {"name": tenant.name, "source": source, "weight": tenant.weight, "limits": asdict(tenant.limits)}
+    row["cache"], row["cells"] = asdict(tenant.cache), asdict(tenant.cells)
+    classes = {"priority": tenant.priority.value, "priorities": [each.value for each in tenant.priorities]}
+    return {**row, "operator": tenant.operator, **classes, "prompt_seed": tenant.prompt_seed}
+
+
+def _key_row(tenant: str, key: ApiKey, source: str, used: dict[tuple[str, str], float]) -> dict[str, Any]:
+    row = {"id": key.id, "source": source, "scopes": list(key.scopes), "expires": key.expires}
+    return {**row, "last_used": used.get((tenant, key.id))}
+
+
+def _with_key(tenant: Tenant, key: str, api_key: ApiKey) -> Response:
+    row = {"name": tenant.name, "key": key, "key_id": api_key.id, "scopes": list(api_key.scopes)}
+    return json_response(orjson.dumps({**row, "expires": api_key.expires}))
+
+
+def _unknown(name: str) -> RefusedError:
+    return RefusedError(Refusal.NO_TENANT, f"There is no tenant '{name}'", "name")
+
+
+def _required(store: T | None) -> T:
+    if store is None:
+        raise UnavailableError("This needs Redis, and this router has none")
+    return store

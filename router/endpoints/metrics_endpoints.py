@@ -1,0 +1,147 @@
+"""Metrics over HTTP: of all processes in one answer, of one process, and where each is found.
+
+Each router joins the metrics of all processes, so a scraper may reach any of them.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeAlias
+from urllib.parse import quote
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from holdfast.router import metric_list as listed
+from holdfast.router.backend import Backend
+from holdfast.router.dispatch import QueueStats, Reason
+from holdfast.router.entry import Merged, RouterMetrics, caller, json_response
+from holdfast.router.protocol.errors import Refusal, RefusedError
+from holdfast.router.records import RedisInfo, ResponseCache
+from holdfast.router.tenants import TenantDirectory
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+NOBODY = ""  # as `only`: the ids alone
+
+Peers: TypeAlias = Callable[[str | None], Awaitable[Mapping[str, str]]]
+"""The expositions of all routers by id; with an id, those of others are empty."""
+
+
+class MetricsEndpoints:
+    """For operators and callers on this machine. `peers` None: this router is the only one."""
+
+    def __init__(
+        self, backend: Backend, tenants: TenantDirectory, metrics: RouterMetrics, peers: Peers | None = None
+    ) -> None:
+        self._backend = backend
+        self._tenants = tenants
+        self._metrics = metrics
+        self._peers = peers
+
+    async def all(self, request: Request) -> Response:
+        self._tenants.authorize_metrics(caller(request))
+        routers, replicas = await self._found(None)
+        merged = Merged()
+        for text in (*routers.values(), *replicas.values()):
+            merged.add(text)
+            await asyncio.sleep(0)  # requests go on between two of many replicas
+        return StreamingResponse(_in_turns(merged.families()), headers={"content-type": METRICS_TYPE})
+
+    async def process(self, request: Request) -> Response:
+        """The metrics of one router or replica. Raises RefusedError for an unknown id."""
+        self._tenants.authorize_metrics(caller(request))
+        process = request.path_params["process"]
+        routers, replicas = await self._found(process)
+        text = {**routers, **replicas}.get(process)
+        if not text:
+            raise RefusedError(Refusal.NO_PATH, f"There is no process '{process}'")
+        return _text(text)
+
+    async def targets(self, request: Request) -> Response:
+        """The processes in the form of Prometheus' HTTP service discovery, at the address that was called."""
+        self._tenants.authorize_metrics(caller(request))
+        root = str(request.scope.get("root_path", "")).rstrip("/")
+        address = request.headers.get("host", "")
+        found = zip(("router", "replica"), await self._found(NOBODY), strict=True)
+        targets: list[dict[str, Any]] = [
+            {
+                "targets": [address],
+                "labels": {
+                    "__metrics_path__": f"{root}/metrics/processes/{quote(process)}",
+                    "instance": process,  # all have one address
+                    "process": kind,
+                },
+            }
+            for kind, processes in found
+            for process in sorted(processes)
+        ]
+        return json_response(orjson.dumps(targets))
+
+    async def _found(self, only: str | None) -> tuple[Mapping[str, str], Mapping[str, str]]:
+        """The expositions of routers and of replicas by id. Our own is always there."""
+        routers = dict(await self._peers(only)) if self._peers else {}
+        own = self._metrics.router
+        if own not in routers:
+            routers[own] = await self._metrics.exposition() if only in (None, own) else ""
+        return routers, await self._backend.metrics(only)
+
+
+async def _in_turns(texts: Iterable[str]) -> AsyncIterator[str]:
+    for text in texts:
+        yield text
+        await asyncio.sleep(0)
+
+
+def _text(text: str) -> Response:
+    return Response(text, headers={"content-type": METRICS_TYPE})
+
+
+# ---- metrics that are kept elsewhere in the router ----
+
+
+def watch_cache(metrics: RouterMetrics, cache: ResponseCache) -> None:
+    """Show what this process keeps of answers, and who waits for an answer that is being computed."""
+    flights = cache.flights
+    metrics.watch(listed.CACHE_BYTES, lambda: float(cache.weight))
+    metrics.watch(listed.FLIGHTS_WAITING, lambda: float(flights.waiting))
+    metrics.watch(listed.FLIGHTS_BROKEN, lambda: {("left",): float(flights.left), ("failed",): float(flights.failed)})
+
+
+def watch_line(metrics: RouterMetrics, read: Callable[[], QueueStats]) -> None:
+    metrics.watch(listed.LINE, lambda: read().waiting)
+    metrics.watch(listed.LINE_TOKENS, lambda: read().tokens)
+    metrics.watch(listed.LINE_WAITS, lambda: _by_aim(read().home_waits, read().waits))
+    metrics.watch(listed.LINE_SECONDS, lambda: _by_aim(read().home_wait_s, read().wait_s))
+    metrics.watch(listed.PLACED, lambda: {(each.value,): float(read().placed.get(each, 0)) for each in Reason})
+    metrics.watch(listed.BALANCE, lambda: read().balance)
+    metrics.watch(listed.REPLICAS, lambda: read().replicas)
+    metrics.watch(listed.REPLICAS_JOINED, lambda: read().joined)
+    metrics.watch(listed.REPLICAS_LOST, lambda: read().lost)
+
+
+def _by_aim(home: float, both: float) -> Mapping[tuple[str, ...], float]:
+    return {("home",): float(home), ("any",): float(both - home)}
+
+
+class Informed(Protocol):
+    """`Records`, as far as it is needed here."""
+
+    async def info(self) -> RedisInfo | None: ...
+
+
+def watch_redis(metrics: RouterMetrics, store: Informed) -> None:
+    """Show what Redis reports of itself, asked once a scrape; only `up` while it does not answer."""
+    last: list[RedisInfo | None] = [None]
+
+    async def ask() -> None:
+        last[0] = await store.info()
+
+    def told(field: str) -> Callable[[], Mapping[tuple[str, ...], float]]:
+        return lambda: {} if last[0] is None else {(): float(getattr(last[0], field))}
+
+    metrics.watch(listed.REDIS_UP, lambda: float(last[0] is not None), ask)
+    metrics.watch(listed.REDIS_MEMORY, told("memory"))
+    metrics.watch(listed.REDIS_LIMIT, told("memory_limit"))
+    metrics.watch(listed.REDIS_CLIENTS, told("clients"))
+    metrics.watch(listed.REDIS_KEYS, told("keys"))
+    metrics.watch(listed.REDIS_EVICTED, told("evicted"))

@@ -1,0 +1,260 @@
+"""Prefills over HTTP: a client has the beginning of its program's next prompt computed while its tools run.
+
+What a handle stands for is kept in the store, as long as the replica keeps its cells: any router may go on with it, and
+where its replica has died the next request computes what is missing.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from weakref import WeakValueDictionary
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from holdfast.replicas.errors import HoldfastError, InvalidRequestError, OverloadedError, UnavailableError
+from holdfast.replicas.plan import Sampling
+from holdfast.replicas.requests import Errored, GenerateRequest, PartialPrefill, Usage
+from holdfast.replicas.types import salted
+from holdfast.router.backend import Backend, Routed, RoutingHint
+from holdfast.router.config import RouterConfig
+from holdfast.router.entry import Call, Cost, Entry, Outcome, estimate, json_response, retry_of
+from holdfast.router.protocol.body import deleted_reply
+from holdfast.router.protocol.errors import Refusal, RefusedError, ReplyError
+from holdfast.router.protocol.prefills import Prefill, check_extension, prefill_reply, read_extension, read_prefill
+from holdfast.router.records import (
+    ProgramTable,
+    PutResult,
+    Records,
+    conversation,
+    placed_by,
+    program_named,
+    prompt_tokens,
+    shared_prefix,
+    shown_program,
+    unnamed_program,
+)
+from holdfast.router.streaming import until_disconnect
+from holdfast.router.tenants import Tenant
+
+
+class StoredPrefills:
+    """Handles by tenant and id, each with a time to live of its own."""
+
+    def __init__(self, records: Records, config: RouterConfig) -> None:
+        self._records = records
+        self._most = config.prefill_tenant_bytes
+
+    async def keep(self, tenant: str, prefill: Prefill) -> bool:
+        """Store it in the place of the version that it was made of. False, and nothing is stored: another version is by
+        now, or none. Raises OverloadedError where the tenant's prefills take their limit, and UnavailableError.
+        """
+        value = orjson.dumps(asdict(replace(prefill, version="")))
+        key = _key(tenant, prefill.id)
+        result = await self._records.put(key, value, prefill.keep_s, self._most, prefill.version)
+        if result is PutResult.FULL:
+            raise OverloadedError(
+                "The prefills of this tenant take all the memory they may; release some, or retry later"
+            )
+        return result is PutResult.STORED
+
+    async def find(self, tenant: str, prefill_id: str, field: str | None = None, ttl_s: float | None = None) -> Prefill:
+        """With `ttl_s` it expires so long from now. Raises RefusedError (404), which names `field`, where it is absent
+        or another tenant's, and UnavailableError.
+        """
+        record = await self._records.get(_key(tenant, prefill_id), ttl_s)
+        try:
+            if record is None:
+                raise ValueError("absent")
+            return replace(Prefill(**orjson.loads(record.value)), version=record.version)
+        except (ValueError, TypeError):  # another version's: as good as absent
+            message = f"Prefill with id '{prefill_id}' not found: released, expired, or never made"
+            raise RefusedError(Refusal.NO_PREFILL, message, field) from None
+
+    async def delete(self, tenant: str, prefill_id: str) -> None:
+        """Raises UnavailableError."""
+        await self._records.delete(_key(tenant, prefill_id))
+
+
+class PrefillEndpoints:
+    """What a tenant may do with the beginnings of its prompts."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        entry: Entry,
+        programs: ProgramTable,
+        stored: StoredPrefills,
+        config: RouterConfig,
+    ) -> None:
+        self._backend = backend
+        self._entry = entry
+        self._programs = programs
+        self._stored = stored
+        self._config = config
+        self._extending: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by handle
+
+    async def create(self, request: Request) -> Response:
+        """Compute what the next prompt of a program is sure to begin with; it is kept under a handle.
+
+        It belongs to the program that is named, or whose conversation it goes on with; else to a new one.
+        """
+        async with self._admitted(request) as call:
+            tenant = call.tenant
+            models = await self._backend.models()
+            if not models:
+                raise UnavailableError("No model is loaded yet")
+            body = await self._entry.read(request, read_prefill, models)
+            name, unique = body.model.name, secrets.token_hex(12)
+            program = program_named(tenant.name, body.ids, request.headers, self._config.program_headers)
+            if program is None:
+                sent = conversation(salted(name, body.cache_salt), body.prompt)
+                program = await self._programs.look_conversation(tenant.name, sent)
+            prefill = Prefill(
+                id=f"prefill_{unique}",
+                model=name,
+                messages=[dict(message) for message in body.prompt.messages],
+                tools=[dict(tool) for tool in body.prompt.tools],
+                template_kwargs=dict(body.prompt.template_kwargs),
+                program=program or unnamed_program(tenant.name, unique),
+                keep_s=self._keep_s(body.keep_s),
+                created=int(time.time()),
+                cache_salt=body.cache_salt,
+            )
+            return await self._compute(call, prefill)
+
+    async def extend(self, request: Request) -> Response:
+        """More has become known: compute that as well, under the same handle."""
+        async with self._admitted(request) as call:
+            tenant = call.tenant
+            known = await self._find(request, tenant)
+            messages, seconds = await self._entry.read(request, read_extension)
+            keep_s = None if seconds is None else self._keep_s(seconds)
+
+            async def longer() -> Prefill:
+                before = await self._stored.find(tenant.name, known.id, ttl_s=keep_s or known.keep_s)
+                check_extension(before, messages)
+                return replace(
+                    before, messages=[*before.messages, *messages], keep_s=before.keep_s if keep_s is None else keep_s
+                )
+
+            # Results of tools that ran at once come at once. In one router each waits for the one before it; what
+            # another router adds meanwhile is found as this is stored, and then it is computed once more behind that.
+            async with self._extending.setdefault(known.id, asyncio.Lock()):
+                return await self._compute(call, await longer(), longer)
+
+    async def show(self, request: Request) -> Response:
+        async with self._entry.entered(request) as tenant:
+            prefill = await self._find(request, tenant)
+            return json_response(prefill_reply(prefill, shown_program(prefill.program)))
+
+    async def delete(self, request: Request) -> Response:
+        """Nobody comes back for it: a tool has failed, say."""
+        async with self._entry.entered(request) as tenant:
+            prefill = await self._find(request, tenant)
+            await self._stored.delete(tenant.name, prefill.id)
+            await self._backend.release(tenant.name, prefill.id)
+            return json_response(deleted_reply("prefill", prefill.id))
+
+    @asynccontextmanager
+    async def _admitted(self, request: Request) -> AsyncIterator[Call]:
+        """A call that may compute something. One that is wrong counts, too."""
+        call = self._entry.begin(request, "prefill")
+        try:
+            with self._entry.admitted(call):
+                try:
+                    yield call
+                except HoldfastError:
+                    if not call.charged:
+                        await call.charge(Cost(), lease=False)
+                    raise
+        except BaseException as error:
+            call.failed(error)
+            raise
+
+    async def _compute(
+        self, call: Call, prefill: Prefill, again: Callable[[], Awaitable[Prefill]] | None = None
+    ) -> Response:
+        """Compute a prefill and keep it; `again` makes it anew of the one that is kept by then."""
+        tenant = call.tenant
+        call.asks(prefill.model, program=prefill.program, retry=retry_of(call.request))
+        await call.charge(estimate(self._config.prices, 1, prompt_tokens(prefill.prompt), 0))
+        while True:
+            request_id = f"{prefill.id}/{secrets.token_hex(4)}"
+            call.sent(partial(self._drawn, request_id))
+            routed = await self._generate(call.request, tenant, prefill, request_id)
+            call.headers.replica = call.facts.replica = routed.replica_id or "none"
+            if isinstance(routed.reply, Errored):
+                raise ReplyError(routed.reply.error, routed.reply.usage)
+            call.facts.usage = usage = routed.reply.usage
+            call.count_tokens(usage)
+            done = replace(
+                prefill,
+                replica=routed.replica_id,
+                tokens=usage.prompt,
+                cached=usage.cached,
+                complete=routed.reply.reason == "length",
+                expires=int(time.time() + prefill.keep_s),
+            )
+            try:
+                if await self._stored.keep(tenant.name, done) or again is None:
+                    break
+                prefill = await again()
+            except (
+                OverloadedError,
+                RefusedError,
+                UnavailableError,
+            ):  # there is no room for it, or nobody comes back for it
+                await self._backend.release(tenant.name, done.id)
+                raise
+        await self._programs.placed(prefill.program, routed.replica_id)
+        call.end(Outcome.COMPLETED, usage)
+        await call.booked()
+        return json_response(prefill_reply(done, shown_program(done.program)))
+
+    async def _drawn(self, request_id: str) -> tuple[Usage, bool]:
+        usage = await self._backend.drawn(request_id)
+        return usage or Usage(), usage is not None
+
+    async def _generate(self, request: Request, tenant: Tenant, prefill: Prefill, request_id: str) -> Routed:
+        """Have it computed, where its program is or its beginning stands. Raises ClientGoneError."""
+        known = await self._programs.look(prefill.program)
+        sent = conversation(salted(prefill.model, prefill.cache_salt), prefill.prompt)
+        preamble = sent.preamble
+        prefix = shared_prefix(placed_by(tenant.name, prefill.model, prefill.cache_salt), sent)
+        command = GenerateRequest(
+            request_id=request_id,
+            prompt=prefill.prompt,
+            sampling=Sampling(max_tokens=0),
+            scope=tenant.name,
+            program_id=prefill.program,
+            program_arrival=known.arrival if known is not None and known.run_turns else time.time(),
+            weight=tenant.weight,
+            cells=tenant.cells,
+            cache_salt=prefill.cache_salt,
+            prefixes=(prefix,) if prefix else (),
+            background=PartialPrefill(prefill.id, prefill.keep_s),
+        )
+        last = prefill.replica or (known.last_replica if known is not None else None)
+        prefixes = () if last else command.prefixes
+        place = RoutingHint(last, None, prefixes, preamble.prompt_tokens, 0 if last else preamble.tokens)
+        async with self._entry.drain.bounded():
+            return await until_disconnect(request.receive, self._backend.generate(command, place))
+
+    async def _find(self, request: Request, tenant: Tenant) -> Prefill:
+        return await self._stored.find(tenant.name, request.path_params["prefill_id"])
+
+    def _keep_s(self, seconds: float | None) -> float:
+        most = self._config.prefill_most_s
+        if seconds is not None and seconds > most:
+            raise InvalidRequestError(f"'keep_s' must be at most {most:g}", "keep_s")
+        return self._config.prefill_s if seconds is None else seconds
+
+
+def _key(tenant: str, prefill_id: str) -> str:
+    return f"prefills/{tenant}/{prefill_id}"

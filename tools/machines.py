@@ -458,7 +458,6 @@ applications:
         server: {{host: 0.0.0.0, drain_s: 5}}
         redis: {{url: 'redis://{redis}:6379/1'}}
         engine: {{model: pocket, threads: 1, kv_memory: 0.1}}
-        placement: {{move_factor: 1000}}  # programs move where their engine is lost, not where it has more to do
       tenants_file: {tenants}
     deployments:
       - name: replicas

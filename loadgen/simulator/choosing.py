@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from holdfast.loadgen.table import print_table
 from holdfast.replicas.stats import LoadReport
-from holdfast.router.dispatch import Placement, PlacementRequest, Prefix
+from holdfast.router.placement import Placement, PlacementRequest, Prefix
 
 BUSY = 8  # turns in progress at a replica, on average
 PREFIXES = 64  # in a replica's report

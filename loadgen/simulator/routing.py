@@ -31,7 +31,7 @@ from holdfast.loadgen.simulator.workloads import tokens_of
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.stats import LoadReport
 from holdfast.replicas.types import TokenIds
-from holdfast.router.dispatch import WEIGHTS, Placement, PlacementRequest, Prefix, Weights
+from holdfast.router.placement import WEIGHTS, Placement, PlacementRequest, Prefix, Weights
 
 _CAPACITY = 1 << 30
 REPORT_S = 1.0

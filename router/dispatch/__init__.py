@@ -2,31 +2,15 @@
 
 from holdfast.router.dispatch.dispatch_queue import QueueStats
 from holdfast.router.dispatch.fair_share_sync import FairShareSync, Ledger
-from holdfast.router.dispatch.placement import (
-    WEIGHTS,
-    Placement,
-    PlacementConfig,
-    PlacementRequest,
-    Prefix,
-    Reason,
-    Weights,
-)
 from holdfast.router.dispatch.replica_health import HEALTH, REPORT_S, Listener, ReplicaHealth, Reporter
 
 __all__ = [
     "HEALTH",
     "REPORT_S",
-    "WEIGHTS",
     "FairShareSync",
     "Ledger",
     "Listener",
-    "Placement",
-    "PlacementConfig",
-    "PlacementRequest",
-    "Prefix",
     "QueueStats",
-    "Reason",
     "ReplicaHealth",
     "Reporter",
-    "Weights",
 ]

@@ -27,7 +27,9 @@ from holdfast.replicas.types import Priority
 from holdfast.router.backend import ANYWHERE, RoutingHint
 from holdfast.router.dispatch import replica_health
 from holdfast.router.dispatch.dispatch_queue import UNSHARED, DispatchQueue, FairShareKey, QueueStats, SlotShares
-from holdfast.router.dispatch.placement import (
+from holdfast.router.dispatch.replica_health import ReplicaHealth
+from holdfast.router.dispatch.serve_private import GuardedCall, GuardedReplica, RouterHooks
+from holdfast.router.placement import (
     WEIGHTS,
     Decision,
     Placement,
@@ -37,8 +39,6 @@ from holdfast.router.dispatch.placement import (
     Reason,
     Weights,
 )
-from holdfast.router.dispatch.replica_health import ReplicaHealth
-from holdfast.router.dispatch.serve_private import GuardedCall, GuardedReplica, RouterHooks
 
 HINT = "hint"  # keyword argument of a call: its `RoutingHint`, taken out before the call is sent
 USED = "drawn"  # the method by which a router asks what was done for requests that were cut off

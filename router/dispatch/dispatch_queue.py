@@ -19,7 +19,7 @@ from holdfast.replicas.errors import OverloadedError
 from holdfast.replicas.scheduling.shares import BATCH_SHARE, Bounds, Classes, FairShares, Roots, Turn
 from holdfast.replicas.stats import Mean
 from holdfast.replicas.types import Priority
-from holdfast.router.dispatch.placement import Reason
+from holdfast.router.placement import Reason
 
 T = TypeVar("T")
 Key: TypeAlias = tuple[float, ...]

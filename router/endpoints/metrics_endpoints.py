@@ -14,8 +14,9 @@ from starlette.responses import Response, StreamingResponse
 
 from holdfast.router import metric_list as listed
 from holdfast.router.backend import Backend
-from holdfast.router.dispatch import QueueStats, Reason
+from holdfast.router.dispatch import QueueStats
 from holdfast.router.entry import Merged, RouterMetrics, caller, json_response
+from holdfast.router.placement import Reason
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.records import RedisInfo, ResponseCache
 from holdfast.router.tenants import TenantDirectory

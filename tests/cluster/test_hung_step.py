@@ -28,7 +28,6 @@ from holdfast.loadgen.inflate.model import inflate
 
 SETTINGS = """
 engine: {threads: 1, kv_memory: 0.5, hung_s: 5, speculation: {enabled: false}}
-placement: {move_factor: 1000}  # programs move where their engine is lost, not where it has more to do
 """
 # Of a larger model than Pocket: its answers last until they have been seen on both engines.
 SHAPE = {

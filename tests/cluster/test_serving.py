@@ -395,27 +395,6 @@ def test_how_long_a_tool_takes_reaches_every_replica_and_a_program_can_be_ended(
     eventually(lambda: counted(http, "holdfast_programs_pinned") < pinned)
 
 
-def test_responses_over_a_socket_as_over_http(server: Any, model: str) -> None:
-    """Through proxy and Serve, with OpenAI's own client: two turns of one program, of which nothing is stored."""
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused")
-    over_http = client.responses.create(model=model, input="a word over a socket", max_output_tokens=8)
-    with client.responses.connect() as connection:
-        previous = None
-        for text in ("a word over a socket", "another word"):
-            connection.response.create(
-                model=model, input=text, max_output_tokens=8, store=False, previous_response_id=previous
-            )
-            kinds = []
-            while not kinds or kinds[-1] not in ("response.completed", "response.incomplete", "error"):
-                event = connection.recv()
-                kinds.append(event.type)
-            assert kinds[0] == "response.created", event
-            previous = event.response.id
-            if text == "a word over a socket":
-                assert event.response.output_text == over_http.output_text
-        assert event.response.usage.input_tokens > over_http.usage.total_tokens
-
-
 def test_answers_carry_the_request_id_once(http: httpx.Client) -> None:
     response = http.get("/v1/models", headers={"x-request-id": "mine-1"})
     assert response.headers.get_list("x-request-id") == ["mine-1"]

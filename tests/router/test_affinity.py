@@ -20,8 +20,8 @@ from holdfast.replicas.scheduling.queue import ProgramOrder
 from holdfast.replicas.stats import LoadReport
 from holdfast.router.backend import RoutingHint
 from holdfast.router.dispatch.affinity import HINT, AffinityRouter, Homes, Pending, RoutersShares
-from holdfast.router.dispatch.placement import Reason, Weights
 from holdfast.router.dispatch.replica_health import ReplicaHealth
+from holdfast.router.placement import Reason, Weights
 
 numbers = count()
 DEPLOYMENT = DeploymentID(name="replicas", app_name="holdfast")

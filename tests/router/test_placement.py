@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.stats import LoadReport
-from holdfast.router.dispatch.placement import (
+from holdfast.router.placement import (
     HOLDERS,
     WEIGHTS,
     Decision,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from placements_in_serve import BOUND, Ways
 
 from holdfast.loadgen.simulator.routing import ROUTINGS
-from holdfast.router.dispatch.placement import PlacementRequest, Prefix
+from holdfast.router.placement import PlacementRequest, Prefix
 
 loads = st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 9), min_size=1)
 PROMPT = PlacementRequest(100, (Prefix("whole", 100), Prefix("begins", 40)))

@@ -26,8 +26,8 @@ from holdfast.router.backend import RoutingHint
 from holdfast.router.dispatch import replica_health, serve_private
 from holdfast.router.dispatch.affinity import HINT, AffinityRouter, Pending
 from holdfast.router.dispatch.dispatch_queue import QueueStats, SlotShares
-from holdfast.router.dispatch.placement import PlacementConfig
 from holdfast.router.dispatch.replica_health import REPORT_S, Listener, ReplicaHealth, Reporter, decode, encode
+from holdfast.router.placement import PlacementConfig
 from holdfast.router.records.store import Records, RedisAddress
 
 PATIENT = 60.0

@@ -5,10 +5,10 @@ from redis_server import RedisServer
 
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.dispatch_queue import QueueStats
-from holdfast.router.dispatch.placement import Reason
 from holdfast.router.endpoints.metrics_endpoints import watch_line, watch_redis
 from holdfast.router.entry.admission import Entry
 from holdfast.router.entry.metrics import RouterMetrics
+from holdfast.router.placement import Reason
 from holdfast.router.records.store import Records, RedisAddress, RedisInfo
 from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
 

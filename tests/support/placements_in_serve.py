@@ -13,7 +13,7 @@ from math import ceil
 from typing import Any
 
 from holdfast.router.dispatch.affinity import AffinityRouter, Pending
-from holdfast.router.dispatch.placement import Decision, PlacementRequest, Reason, rendezvous
+from holdfast.router.placement import Decision, PlacementRequest, Reason, rendezvous
 
 BOUND = 1.25  # times the mean
 

@@ -69,8 +69,8 @@ def test_the_same_arguments_write_the_same_file(tmp_path: Path) -> None:
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    words = [*POLICIES[:3], "--rates", "0.2,0.5", *POLICIES[5:], "--policy", "request", "--policy", "plas"]
-    assert main([*words, "--pictures", str(tmp_path)]) == 0
+    words = ["simulate", "--programs", "2", "--rates", "0.2,0.5", *POLICIES[5:], "--policy", "request"]
+    assert main([*words, "--policy", "plas", "--pictures", str(tmp_path)]) == 0
     assert main([*words, "--rates", "0.5", "--turns-times", "1,2", "--pictures", str(tmp_path)]) == 0
     assert main([*words, "--rates", "0.5", "--host-tier", "on", "--pictures", str(tmp_path)]) == 0  # one load: bars
     assert {file.name for file in tmp_path.iterdir()} == {f"bfcl-8b-a100{kind}.svg" for kind in ("", "-turns", "-host")}

@@ -15,8 +15,7 @@ from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling
 WINDOW, PAGE, PAGES = 20, 4, 64
 
 
-@pytest.mark.parametrize("kind", [Decoder, GpuDecoder])
-@pytest.mark.parametrize("page_size", [1, PAGE])
+@pytest.mark.parametrize(("kind", "page_size"), [(Decoder, 1), (Decoder, PAGE), (GpuDecoder, PAGE)])
 def test_pages_behind_the_window_are_never_read(kind, page_size):
     whole, kv = decoder(kind, PAGES * PAGE // page_size, page_size, window=WINDOW)
     parts, own = load(kind, WINDOW, PAGES * PAGE // page_size, page_size)

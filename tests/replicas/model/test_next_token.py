@@ -168,9 +168,7 @@ def device_runner(model: TinyMtp, config: EngineConfig, *, graphs: bool) -> GpuR
     return runner
 
 
-@pytest.mark.parametrize(
-    ("family", "way"), [("glm4_moe", "launched"), ("glm4_moe", "overlapped graphs"), ("qwen3_5", "graphs")]
-)
+@pytest.mark.parametrize(("family", "way"), [("glm4_moe", "overlapped graphs"), ("qwen3_5", "launched")])
 def test_a_gpu_predicts_the_same(family: Family, way: str) -> None:
     """Greedy, then with noise and a filter, as on a CPU; prompts come in two chunks."""
     model = tiny_mtp(family, learned=True)

@@ -21,7 +21,8 @@ log = logging.getLogger("holdfast.somewhere")
 
 @pytest.fixture
 def lines(tmp_path: Path) -> Iterator[Path]:
-    """A file for `configure`. Logging is restored afterwards."""
+    """A file for `configure`. Logging is restored afterwards. No request of an earlier test is on its lines."""
+    token = logs._about.set(None)
     root = logging.getLogger(logs.ROOT)
     before = root.handlers[:], root.level, root.propagate
     root.handlers.clear()
@@ -29,6 +30,7 @@ def lines(tmp_path: Path) -> Iterator[Path]:
     for handler in root.handlers:
         handler.close()
     root.handlers, root.level, root.propagate = before
+    logs._about.reset(token)
 
 
 def record(message: str = "hi", **told: object) -> logging.LogRecord:

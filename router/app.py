@@ -1,4 +1,4 @@
-"""The HTTP application: which path is served by which endpoint. How a generation request is served: `turns`."""
+"""The HTTP application: which endpoint serves which path. `endpoints/turns.py` serves generation requests."""
 
 import time
 from functools import partial

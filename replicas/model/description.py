@@ -682,11 +682,6 @@ def head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def rope_type(config: Any) -> str:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return str(parameters.get("rope_type", "default"))
-
-
 # ---- what every model has ----
 
 

@@ -72,7 +72,7 @@ ANTHROPIC_STANDING: Headers = {
 }
 
 
-def parameters() -> dict[str, Any]:
+def header_parameters() -> dict[str, Any]:
     """All headers of requests, as components of the document."""
     return {
         name: {"name": name, "in": "header", "description": says, "schema": schema}
@@ -80,7 +80,7 @@ def parameters() -> dict[str, Any]:
     }
 
 
-def components() -> dict[str, Any]:
+def header_components() -> dict[str, Any]:
     """All headers of answers, as components of the document."""
     return {
         name: {"description": says, "required": name in ALWAYS, "schema": schema}
@@ -88,13 +88,13 @@ def components() -> dict[str, Any]:
     }
 
 
-def of_request(*, turn: bool, program: bool, anthropic: bool) -> dict[str, Any]:
+def request_headers(*, turn: bool, program: bool, anthropic: bool) -> dict[str, Any]:
     """References to the headers of a request: of a `turn`, of one that names a `program`, in Anthropic's form."""
     more = ((PROGRAM, program), (TURN, turn), (ANTHROPIC, anthropic))
     return _refer("parameters", [*ANY, *(name for names, has in more if has for name in names)])
 
 
-def of_answer(*, anthropic: bool, reads: bool = False, later: bool = False) -> dict[str, Any]:
+def answer_headers(*, anthropic: bool, reads: bool = False, later: bool = False) -> dict[str, Any]:
     """References to the headers of an answer: to a request that `reads` a prompt, to one to retry `later`."""
     more = ((READ, reads), (LATER, later), (ANTHROPIC_STANDING if anthropic else STANDING, True))
     return _refer("headers", [*ALWAYS, *(name for names, has in more if has for name in names)])

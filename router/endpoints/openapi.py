@@ -17,7 +17,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core.core_schema import TaggedUnionSchema
 
 from holdfast.replicas.requests import ModelCard
-from holdfast.router.endpoints import headers
+from holdfast.router.endpoints.headers import answer_headers, header_components, header_parameters, request_headers
 from holdfast.router.protocol import shapes
 from holdfast.router.protocol.admin import MOST_ROWS, ChangeBody, KeyBody, TenantBody
 from holdfast.router.protocol.anthropic import CountBody, MessagesBody
@@ -222,8 +222,8 @@ def document(models: tuple[ServedModel, ...] = ()) -> bytes:
             "security": [{"bearer": []}, {"x-api-key": []}, {}],
             "components": {
                 "schemas": schemas,
-                "parameters": headers.parameters(),
-                "headers": headers.components(),
+                "parameters": header_parameters(),
+                "headers": header_components(),
                 "responses": {
                     _error_name(status, anthropic): _error(status, anthropic, references)
                     for status in statuses
@@ -268,7 +268,7 @@ def _operation(method: str, path: str, operation: Operation, references: Mapping
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
     parameters = [{"name": each, "in": "path", "required": True, "schema": {"type": "string"}} for each in names]
     parameters += [{"name": each, "in": "query", "schema": schema} for each, schema in (operation.query or {}).items()]
-    parameters += headers.of_request(
+    parameters += request_headers(
         turn=turn,
         program=turn or operation.body is PrefillBody,
         anthropic=anthropic or path.startswith("/v1/models"),
@@ -281,7 +281,7 @@ def _operation(method: str, path: str, operation: Operation, references: Mapping
         "responses": {
             "200": {
                 "description": operation.summary,
-                "headers": headers.of_answer(anthropic=anthropic, reads=reads),
+                "headers": answer_headers(anthropic=anthropic, reads=reads),
                 "content": content,
             },
             **errors,
@@ -303,7 +303,7 @@ def _error(status: int, anthropic: bool, references: Mapping[Any, Any]) -> dict[
     kind = shapes.AnthropicError if anthropic else shapes.Error
     return {
         "description": ", ".join(row.code or row.type for row in TABLE.values() if row.status == status),
-        "headers": headers.of_answer(anthropic=anthropic, later=status in (429, 503)),
+        "headers": answer_headers(anthropic=anthropic, later=status in (429, 503)),
         "content": {JSON: {"schema": references[kind]}},
     }
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,3 +67,16 @@ def test_a_stop_is_told_once_before_serve_waits_for_requests(happened: list[str]
 
     asyncio.run(scenario())
     assert happened == ["told", "waits"]
+
+
+def test_an_engine_that_stops_takes_calls_after_its_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router asks then what was done for requests that it cut off."""
+    assert "self.get_num_ongoing_requests()" in inspect.getsource(replica.Replica._drain_ongoing_requests)
+    now, requests = 100.0, [0, 1, 0, 0, 1, 0, 0]
+    monkeypatch.setattr(serve_private, "time", SimpleNamespace(monotonic=lambda: now))
+    ongoing = serve_private._with_late_calls(lambda: requests.pop(0))
+    counts = []
+    for seconds in (0.0, 0.2, 0.2, 1.7, 0.2, 1.9, 0.2):
+        now += seconds
+        counts.append(ongoing())
+    assert counts == [0, 1, 1, 1, 1, 1, 0]

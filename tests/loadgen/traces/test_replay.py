@@ -147,7 +147,7 @@ def test_our_server_accepts_real_conversations() -> None:
     tools = read_tools(SHARED / "airline_tools.json")
     for program in read_openai(SHARED / "airline_agent.jsonl", tools).programs:
         last = asks(program, AS_RECORDED, [None] * len(program.turns))[-1]
-        validate(ChatBody, last.request | {"model": "m"})
+        validate(ChatBody, last.body | {"model": "m"})
         assert len(plain_messages(last.messages)) == len(list(prompts(program))[-1])
 
 

@@ -8,9 +8,11 @@ keeps its statistics (`router/tool_latency`).
 
 import math
 import re
+import shlex
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeAlias, TypeVar
@@ -24,11 +26,12 @@ ToolKey: TypeAlias = tuple[str, str]  # tenant and set of tools
 RECENT = 256  # latest durations kept for the distribution; mean and variance are of all
 AGES = np.concatenate(([0.0], np.geomspace(0.02, 3600.0, 47)))  # seconds: the resolution of a pause, in steps of 30 %
 MAX_NAME = 64  # characters of a tool's name; the rest is cut
+MAX_BLOCK = 4096  # characters of a block of commands that are read
 MAX_KEY = 256  # characters of the key of a set of tools
 
 _AGES: list[float] = AGES.tolist()
 _BLOCK = re.compile(r"```bash[ \t]*\n(.*?)```", re.DOTALL)
-_JOINED = re.compile(r"&&|\|\|")
+_COMMENT = re.compile(r"^[ \t]*#.*", re.MULTILINE)
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 
@@ -54,15 +57,24 @@ def called(names: Sequence[str], text: str, *, interface: bool, cut: bool, ends:
 def commands(text: str) -> tuple[str, ...]:
     """The first word of each part of the one bash block in `text`; `&&` and `||` separate parts.
 
-    Empty for no block, or several: it is not known then which one is run. Variables set for a command are skipped, as
-    their values would make a tool each.
+    Empty for no block, or several: it is not known then which one is run. Words are a shell's: quotes hold them
+    together. Lines of comment are left out, and variables set for a command, as their values would make a tool each.
     """
     blocks = _BLOCK.findall(text)
     if len(blocks) != 1:
         return ()
-    parts = (part.split() for part in _JOINED.split(blocks[0]))
-    firsts = (next((word for word in words if not _ASSIGNMENT.match(word)), "") for words in parts)
-    return tuple(first for first in firsts if first)
+    block = _COMMENT.sub("", blocks[0][:MAX_BLOCK]).replace("\\\n", " ")
+    words = shlex.shlex(block, posix=True, punctuation_chars="&|")
+    words.whitespace_split, words.commenters = True, ""  # shlex would take a `#` inside a word for a comment
+    firsts, begins = list[str](), True
+    with suppress(ValueError):  # an apostrophe in a here-document, say: the words before it count
+        for word in words:
+            if word in ("&&", "||"):
+                begins = True
+            elif begins and word and not _ASSIGNMENT.match(word):
+                firsts.append(word)
+                begins = False
+    return tuple(firsts)
 
 
 def tool_set(names: Iterable[str]) -> str:

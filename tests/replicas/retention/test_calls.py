@@ -13,6 +13,12 @@ from holdfast.replicas.retention.latency import Called, called, commands
         ("", ()),
         ("X=1", ()),
         ("&& ls", ("ls",)),
+        ("grep -n 'a && b' src||ls", ("grep", "ls")),
+        ('NAME="a b" pytest', ("pytest",)),
+        ('"/opt/my tools/lint" src && cd "a b"', ("/opt/my tools/lint", "cd")),
+        ("FLAG=1 \\\n  pytest -q 2>&1 | tail", ("pytest",)),
+        ("# don't stop\ncat a#1 && ls", ("cat", "ls")),
+        ("make && cat > note <<EOF\nit's done && over\nEOF", ("make", "cat")),
     ],
 )
 def test_the_first_word_of_each_part_is_the_tool(block, words):

@@ -645,6 +645,7 @@ class ModelCard:
     longest_token: int = 0  # characters; 0: unbounded
     defaults: Mapping[str, float] = field(default_factory=dict)  # sampling fields that the model's files set
     tools_as_text: bool = False  # the chat template takes no tools, so the system prompt describes them
+    prompt_seed: bool = True  # a request without a seed gets one from its prompt, so its answer may be kept
 
 
 class PartialReply:

@@ -130,6 +130,7 @@ class Service:
             longest_token=text.longest_token,
             defaults=loaded.defaults,
             tools_as_text=text.renderer.tools_as_text,
+            prompt_seed=loaded.config.prompt_seed,
         )
         freeze_heap()
         return cls(engine, text, card)

@@ -200,7 +200,8 @@ class Turns:
         call.headers.tools_as_text = (
             turn.model.tools_as_text and isinstance(turn.prompt, ChatPrompt) and bool(turn.prompt.tools)
         )
-        varies = not tenant.prompt_seed and _seeded_by_prompt(turn.sampling)
+        by_prompt = tenant.prompt_seed and turn.model.prompt_seed
+        varies = not by_prompt and _seeded_by_prompt(turn.sampling)
         bypassed = fresh_draw or varies or bool(turn.others) or session
         return Generation(
             call=call,
@@ -211,7 +212,7 @@ class Turns:
             cache_query=None if bypassed else self._cache.query(tenant, turn, headers.get("cache-control")),
             priority=tenant.class_of(turn.priority or priority_named(headers)),
             deadline=arrived + min(turn.timeout_s or inf, within_named(headers, config.deadline_headers)),
-            fresh_draw=fresh_draw or not tenant.prompt_seed,
+            fresh_draw=fresh_draw or not by_prompt,
             named=None if session else named(tenant.name, request),
         )
 

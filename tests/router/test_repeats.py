@@ -1,9 +1,10 @@
 """Requests that are equal: what of a repeated answer is its own, and how a request asks for a draw of its own."""
 
 import re
+from dataclasses import replace
 
 import pytest
-from fake_backend import CALL, DONE, FORMATS, USAGE, FakeBackend, World, called, chat_body
+from fake_backend import CALL, CARD, DONE, FORMATS, USAGE, FakeBackend, World, called, chat_body
 
 from holdfast.replicas.requests import Completed, ToolCallDelta
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
@@ -119,8 +120,24 @@ def test_a_repeated_draw_says_why_it_is_the_same(body, told):
     assert (again.headers["x-holdfast-cache"], again.headers.get("x-holdfast-repeat")) == ("hit", told)
 
 
-def test_a_tenant_without_prompt_seeds_needs_not_ask():
-    world = World(tenants=TenantDirectory([Tenant("acme", (hash_key("k"),), prompt_seed=False)]))
-    for _ in range(2):
-        world.call("POST", CHAT, json=chat_body(), headers={"authorization": "Bearer k"})
+@pytest.mark.parametrize("of", ["tenant", "engine"])
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_without_prompt_seeds_every_sampled_answer_is_a_fresh_one(form, of):
+    tenant = Tenant("acme", (hash_key("k"),), prompt_seed=of != "tenant")
+    world = World(tenants=TenantDirectory([tenant]))
+    world.backend.cards = (replace(CARD, prompt_seed=of != "engine"),)
+
+    def results(**more):
+        headers = {"authorization": "Bearer k"}
+        answers = [world.call("POST", form.path, json=body_of(form, **more), headers=headers) for _ in range(2)]
+        return [answer.headers["x-holdfast-cache"] for answer in answers]
+
+    assert results() == ["bypass", "bypass"]
     assert len({request.sampling.seed for request in world.backend.requests} - {None}) == 2
+    assert results(temperature=0) == ["miss", "hit"]  # nothing is drawn
+
+
+def test_without_prompt_seeds_an_answer_of_a_seed_is_cached():
+    world = World()
+    world.backend.cards = (replace(CARD, prompt_seed=False),)
+    assert [world.chat(seed=3).headers["x-holdfast-cache"] for _ in range(2)] == ["miss", "hit"]

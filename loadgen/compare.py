@@ -252,6 +252,7 @@ def _content(
         "planned": measured_of(planned),
         "generator": about.overhead,
         "summaries": [],
+        "programs": [asdict(job) for job in row_files.group(runner.rows)],
         "rows": row_files.to_json(runner.rows),
         "ablation": ablation,
     }

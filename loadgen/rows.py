@@ -108,6 +108,9 @@ class Job:
 
     A job's clock runs in its waves only: between them the generator is busy with other programs or servers. A tool runs
     from the end of an answer with calls to the next request of the same wave.
+
+    The time to the first token of the last answer has four parts: tools, bubbles (a request is there and the engine
+    does not work on it: queues, HTTP), prefills and the decoding of earlier answers. None: unknown for some turn.
     """
 
     server: str
@@ -118,7 +121,9 @@ class Job:
     seconds: float  # job completion time
     last_first_token: float | None  # of the last answer, since the job began
     tool: float
-    bubble: float | None  # waiting to be scheduled, of all turns; None: unknown for some turn
+    bubble: float | None
+    prefill: float | None = None
+    decode: float | None = None
 
     @property
     def key(self) -> JobKey:
@@ -139,6 +144,20 @@ def group(rows: Iterable[Row]) -> list[Job]:
     return [_job(turns) for turns in by_program(rows).values() if _whole(turns)]
 
 
+def tool_times(rows: Iterable[Row]) -> dict[str, list[float]]:
+    """Seconds that tools took, by the set that an answer called, in the order in which they ended."""
+    ended = []
+    for turns in by_program(rows).values():
+        for before, after in pairwise(turns):
+            names = {name for name, _ in before.answer.get("calls", ())}
+            if names and (gap := tool_gap(before, after)):
+                ended.append((after.began, ",".join(sorted(names)), gap))
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for _, tools, gap in sorted(ended):
+        times[tools].append(gap)
+    return dict(times)
+
+
 def tool_gap(before: Row, after: Row) -> float:
     """Seconds that tools ran between two turns that follow each other; 0 where none was called."""
     if not before.calls or before.wave != after.wave:
@@ -157,7 +176,7 @@ def _job(turns: Sequence[Row]) -> Job:
         began, ended = ends.get(row.wave, (row.began, row.ended))
         ends[row.wave] = min(began, row.began), max(ended, row.ended)
     seconds = sum(ended - began for began, ended in ends.values())
-    waits = [row.queue for row in turns if row.queue is not None]
+    bubble, prefill, decode = _parts(turns)
     rest = None if last.first_token is None else ends[last.wave][1] - last.first_token
     return Job(
         server=first.server,
@@ -168,5 +187,20 @@ def _job(turns: Sequence[Row]) -> Job:
         seconds=seconds,
         last_first_token=None if rest is None else seconds - rest,
         tool=sum(tool_gap(a, b) for a, b in pairwise(turns)),
-        bubble=sum(waits) if len(waits) == len(turns) else None,
+        bubble=bubble,
+        prefill=prefill,
+        decode=decode,
     )
+
+
+def _parts(turns: Sequence[Row]) -> tuple[float | None, float | None, float | None]:
+    """Bubble, prefill and decoding until the first token of the last answer, by what the server says of its stages."""
+    bubble = prefill = decode = 0.0
+    for row in turns:
+        seconds, drawing = (row.ttft, 0.0) if row is turns[-1] else (row.latency, row.decode)
+        if seconds is None or row.prefill is None or drawing is None:
+            return None, None, None
+        bubble += max(0.0, seconds - row.prefill - drawing)
+        prefill += row.prefill
+        decode += drawing
+    return bubble, prefill, decode

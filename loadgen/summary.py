@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from holdfast.loadgen.measure import Estimate, estimate, mean, median, percentile, ratio
-from holdfast.loadgen.rows import Row, group
+from holdfast.loadgen.rows import Row, group, tool_times
 
 T = TypeVar("T")
 
@@ -25,6 +25,20 @@ class Agreement:
     asked: int  # requests that both servers answered
     same_prompt: int  # of those, with the same prompt
     same_answer: int  # of those, with the same answer
+
+
+@dataclass(frozen=True, slots=True)
+class ToolTimes:
+    """How long a set of tools took, in seconds. `after`: the mean of the first `SAMPLES`, which converges to `mean`
+    (Continuum, figure 11).
+    """
+
+    tools: str
+    runs: int
+    mean: Estimate | None
+    p50: Estimate | None
+    p99: Estimate | None
+    after: tuple[Estimate | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +70,16 @@ class Summary:
     job: dict[str, Estimate | None] = field(default_factory=dict)  # completion time of a program: mean, p50, p90, p99
     last_first_token: dict[str, Estimate | None] = field(default_factory=dict)  # of its last answer, since it began
     tool: Estimate | None = None  # mean seconds of tools in a program
-    bubble: Estimate | None = None  # mean seconds in which its requests waited to be scheduled
+    bubble: Estimate | None = None  # mean seconds in which it had a request there that nobody worked on
+    prefill: Estimate | None = None  # mean seconds, as those of decoding a part of the time to the last first token
+    decode: Estimate | None = None
     programs_per_s: Estimate | None = None  # mean over repetitions
     tool_share: Estimate | None = None  # median, of the time to a program's last first token
     cached_by_turn: tuple[float | None, ...] = ()  # of prompt tokens, of programs' first turns, second, and so on
+    tools: tuple[ToolTimes, ...] = ()  # those that ran most first
 
 
+SAMPLES = (4, 16, 64, 256)
 DEPTHS = 4  # turns with figures of their own; the last stands for all after it
 _STATISTICS = {"mean": mean, "p50": median, "p90": percentile(90), "p99": percentile(99)}
 
@@ -142,9 +160,24 @@ def _summary(rows: Sequence[Row], first: Sequence[Row], requests: Mapping[int, i
         last_first_token=_spread(_known(programs, lambda program: program.last_first_token), seed),
         tool=estimate([program.tool for program in programs], mean, seed),
         bubble=estimate(_known(programs, lambda program: program.bubble), mean, seed),
+        prefill=estimate(_known(programs, lambda program: program.prefill), mean, seed),
+        decode=estimate(_known(programs, lambda program: program.decode), mean, seed),
         programs_per_s=estimate([done[repetition] / s for repetition, s in wall.items() if s > 0], mean, seed),
         tool_share=estimate([p.tool / p.last_first_token for p in programs if p.last_first_token], median, seed),
         cached_by_turn=tuple(_cached([row for row in good if min(row.turn, DEPTHS - 1) == n]) for n in range(DEPTHS)),
+        tools=_tools(rows, seed),
+    )
+
+
+def _tools(rows: Sequence[Row], seed: int) -> tuple[ToolTimes, ...]:
+    return tuple(
+        ToolTimes(
+            tools,
+            len(times),
+            *(estimate(times, statistic, seed) for statistic in (mean, median, percentile(99))),
+            after=tuple(estimate(times[:n], mean, seed) if n <= len(times) else None for n in SAMPLES),
+        )
+        for tools, times in sorted(tool_times(rows).items(), key=lambda item: -len(item[1]))
     )
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.loadgen.measure import Estimate
-from holdfast.loadgen.summary import Summary
+from holdfast.loadgen.summary import SAMPLES, Summary
 from holdfast.replicas.errors import ConfigError
 
 WIDTH = 170  # where the output is no terminal
@@ -51,6 +51,8 @@ def print_report(summaries: Sequence[Summary], drawn: Mapping[str, str], notes: 
             if workload == "repeats":
                 shown.caption = "exact repeats: an answer may come from a response cache, which is no inference"
             console.print(shown)
+        if lines := tool_lines(mine):
+            print_table(f"{workload}: tools", TOOL_HEADS, lines, left=2)
     for note in notes:
         console.print(note, markup=False, highlight=False)
 
@@ -101,6 +103,18 @@ def table(title: str, layout: Layout, summaries: Sequence[Summary]) -> Table:
         if summary is not first:
             shown.add_row(Text(f"/ {first.server}"), *layout.ratios(summary), style="bold", end_section=True)
     return shown
+
+
+def tool_lines(summaries: Sequence[Summary]) -> list[list[str]]:
+    """A line of `TOOL_HEADS` for each set of tools that ran."""
+    return [
+        [summary.server, each.tools, f"{each.runs}", *map(cell, (each.mean, each.p50, each.p99, *each.after))]
+        for summary in summaries
+        for each in summary.tools
+    ]
+
+
+TOOL_HEADS = ("server", "tools", "runs", "mean s", "p50", "p99", *(f"mean of the first {n}" for n in SAMPLES))
 
 
 def _requests(summary: Summary) -> str:
@@ -168,6 +182,8 @@ PROGRAMS = Layout((
     Column("tools / FTR", lambda s: cell(s.tool_share)),
     Column("tools s", lambda s: cell(s.tool)),
     Column("bubble s", lambda s: cell(s.bubble)),
+    Column("prefill s", lambda s: cell(s.prefill)),
+    Column("decode s", lambda s: cell(s.decode)),
     Column("programs/s", lambda s: cell(s.programs_per_s)),
     Column("cached, turn 1, 2, 3, later", lambda s: " ".join(map(share, s.cached_by_turn))),
 ))  # fmt: skip

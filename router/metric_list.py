@@ -91,6 +91,15 @@ PROGRAM = _histogram(
     PROGRAM_SECONDS,
     *WHO,
 )
+FTR = _histogram(
+    "first_token_rendered_seconds",
+    "s",
+    "FTR: from the arrival of a program's first turn to the first token of the answer that calls no tool",
+    "What users of an agent see. Growing beside `holdfast_tool_seconds`: the tools; with `holdfast_bubble_seconds`: more "
+    "replicas",
+    PROGRAM_SECONDS,
+    *WHO,
+)
 PROGRAM_TURNS = _histogram(
     "program_turns", "turns", "Turns of a program's run", "Growing: the model calls tools in circles", TURNS, *WHO
 )
@@ -313,7 +322,7 @@ STARTED = _gauge(
 
 GROUPS: Mapping[str, tuple[Metric, ...]] = {
     "Requests": (REQUESTS, ERRORS, IN_FLIGHT, FIRST_TOKEN, PER_TOKEN, TURN, QUEUE),
-    "Programs": (PROGRAM, PROGRAM_TURNS, TOOL, BUBBLE),
+    "Programs": (PROGRAM, FTR, PROGRAM_TURNS, TOOL, BUBBLE),
     "Tenants": (
         TENANT_TOKENS,
         TENANT_IN_FLIGHT,

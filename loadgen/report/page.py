@@ -21,7 +21,7 @@ from holdfast.loadgen.report import series
 from holdfast.loadgen.report.palette import DARK_PAGE, LIGHT_PAGE
 from holdfast.loadgen.rows import Row
 from holdfast.loadgen.summary import Summary, summarize
-from holdfast.loadgen.table import Layout, layouts
+from holdfast.loadgen.table import TOOL_HEADS, Layout, layouts, tool_lines
 from holdfast.loadgen.timeline import trace
 from holdfast.replicas.errors import ConfigError
 
@@ -163,6 +163,8 @@ def _section(name: str, drawn: str, rows: Sequence[Row], summaries: Sequence[Sum
     mine = [row for row in rows if row.workload == name]
     told = [summary for summary in summaries if summary.workload == name]
     grids = [Grid("server", layout.heads, _lines(told, layout)) for layout in layouts(told)]
+    if tools := [(line[0], [text.split("\n") for text in line[1:]]) for line in tool_lines(told)]:
+        grids.append(Grid(TOOL_HEADS[0], TOOL_HEADS[1:], tools))
     repetition = min(row.repetition for row in mine)
     shown = [row for row in mine if row.repetition == repetition]
     charts = {

@@ -498,7 +498,7 @@ class Turns:
         tools = "" if over else tool_set(called.tools)
         run = await self._programs.end(generation.begun, replica_id, tools, over=over, mark=mark_of(answer))
         if run is not None:
-            call.program_ended(run)
+            call.program_ended(run, final=not called.tools)
         await generation.exchange.keep(generation.begun.key)
         await call.booked()
 

@@ -166,19 +166,24 @@ class Call:
         self._repeats, self._over = answer.usage, answer.called.last
         self.end(Outcome.CACHED)
 
-    def program_ended(self, run: Run) -> None:
-        """It was the last turn of its program, for now."""
-        self._metrics.program.labels(*self._who).observe(run.seconds)
-        self._metrics.program_turns.labels(*self._who).observe(run.turns)
+    def program_ended(self, run: Run, *, final: bool) -> None:
+        """It was the last turn of its program, for now; `final`: it calls no tool."""
+        metrics, who = self._metrics, self._who
+        metrics.program.labels(*who).observe(run.seconds)
+        metrics.program_turns.labels(*who).observe(run.turns)
+        if final:  # an answer from the response cache comes all at once
+            since_first = 0.0 if self.first is None else max(metrics.clock() - self.first, 0.0)
+            metrics.ftr.labels(*who).observe(max(run.seconds - since_first, 0.0))
 
     # ---- the end ----
 
     def completed(self, usage: Usage, timing: Timing) -> None:
         """It has its answer; `timing` is on its replica's clock."""
         metrics, who, now = self._metrics, self._who, self._metrics.clock()
+        streamed = self.first is not None
+        if not streamed and timing.first_token is not None:
+            self.first = self._began + timing.first_token - timing.arrived
         first = self.first
-        if first is None and timing.first_token is not None:  # not streamed
-            first = self._began + timing.first_token - timing.arrived
         metrics.turn.labels(*who).observe(now - self._began)
         if first is not None:
             metrics.first_token.labels(*who).observe(first - self._began)
@@ -191,8 +196,8 @@ class Call:
                 # What the engine did not work on it: all but its first token, or its whole answer where it is not
                 # streamed. A stream's last tokens may wait for their client, so a stream counts to its first token.
                 unserved = now - self._began - ((timing.finished or timing.scheduled) - timing.scheduled)
-                if self.first is not None and timing.first_token is not None:
-                    unserved = self.first - self._began - (timing.first_token - timing.scheduled)
+                if streamed and first is not None and timing.first_token is not None:
+                    unserved = first - self._began - (timing.first_token - timing.scheduled)
                 metrics.bubble.labels(*who).observe(max(unserved, 0.0))
         self.end(Outcome.COMPLETED, usage)
 

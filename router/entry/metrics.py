@@ -70,6 +70,7 @@ class RouterMetrics:
         self.turn = self._histogram(listed.TURN)
         self.queue = self._histogram(listed.QUEUE)
         self.program = self._histogram(listed.PROGRAM)
+        self.ftr = self._histogram(listed.FTR)
         self.program_turns = self._histogram(listed.PROGRAM_TURNS)
         self.tool = self._histogram(listed.TOOL)
         self.bubble = self._histogram(listed.BUBBLE)

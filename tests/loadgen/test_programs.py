@@ -14,22 +14,29 @@ SECONDS = st.floats(0.001, 50)
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS), min_size=1, max_size=6), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.tuples(SECONDS, SECONDS, SECONDS, SECONDS), min_size=1, max_size=6),
+    st.randoms(use_true_random=False),
+)
 def test_a_job_in_one_wave_is_its_requests_and_its_tools(
-    drawn: list[tuple[float, float, float]], rng: random.Random
+    drawn: list[tuple[float, float, float, float]], rng: random.Random
 ) -> None:
     now, turns = 3.0, []
-    for number, (latency, tool, queue) in enumerate(drawn):
-        turns.append(row(started=now, latency=latency, turn=number, calls=1, queue=queue))
+    for number, (bubble, prefill, decode, tool) in enumerate(drawn):
+        latency = bubble + prefill + decode
+        stages = {"queue": bubble / 2, "prefill": prefill, "decode": decode, "first_token": now + bubble + prefill}
+        turns.append(row(started=now, latency=latency, turn=number, calls=1, **stages))
         now += latency + tool
     rng.shuffle(turns)
     (program,) = group(turns)
-    latencies, tools, queues = (sum(times) for times in zip(*drawn, strict=True))
+    bubbles, prefills, decodes, tools = (sum(times) for times in zip(*drawn, strict=True))
+    *_, last_decode, last_tool = drawn[-1]
     assert program.turns == len(drawn)
-    assert program.tool == pytest.approx(tools - drawn[-1][1])  # no request followed the last
-    assert program.seconds == pytest.approx(latencies + program.tool)
-    assert program.last_first_token == pytest.approx(program.seconds - drawn[-1][0] / 2)
-    assert program.bubble == pytest.approx(queues)
+    assert program.tool == pytest.approx(tools - last_tool)  # no request followed the last
+    assert program.seconds == pytest.approx(bubbles + prefills + decodes + program.tool)
+    assert program.last_first_token == pytest.approx(program.seconds - last_decode)
+    assert (program.bubble, program.prefill) == (pytest.approx(bubbles), pytest.approx(prefills))
+    assert program.decode == pytest.approx(decodes - last_decode, abs=1e-9)
 
 
 def test_between_waves_no_time_passes() -> None:
@@ -48,10 +55,22 @@ def test_a_turn_is_late_from_when_it_was_due() -> None:
 
 
 def test_what_a_server_does_not_tell_of_every_turn_is_not_told() -> None:
-    (program,) = group([row(queue=1.0), row(started=1.0, turn=1)])
-    assert program.bubble is None
+    (program,) = group([row(queue=0.1, prefill=0.4, decode=0.5), row(started=1.0, turn=1)])
+    assert (program.bubble, program.prefill, program.decode) == (None, None, None)
     (silent,) = group([row(first_token=None)])
     assert silent.last_first_token is None
+
+
+def test_tools_are_told_by_their_set_and_by_how_their_mean_settles() -> None:
+    rows, now = [], 0.0
+    for number in range(17):
+        calls = [["b", {}], ["a", {}]] if number % 2 else [["c", {}]]
+        rows.append(row(started=now, turn=number, calls=len(calls), answer={"text": "", "calls": calls}))
+        now += 1.0 + (1.0 + number % 4 if number % 2 else 0.5)
+    (told,) = summarize(rows, 0)
+    assert [(each.tools, each.runs, each.mean.value) for each in told.tools] == [("c", 8, 0.5), ("a,b", 8, 3.0)]
+    assert [each and each.value for each in told.tools[1].after] == [3.0, None, None, None]
+    assert (told.tools[1].after[0].low, told.tools[1].after[0].high) == (2.0, 4.0)
 
 
 def test_a_program_whose_last_turns_were_never_sent_is_no_program() -> None:

@@ -126,11 +126,29 @@ def test_a_follow_up_turn_tells_how_long_nobody_worked_on_it(streamed, bubble):
     assert timed.value("bubble_seconds_sum", **WHO) == pytest.approx(bubble)
 
 
-def test_a_program_that_has_its_answer():
+@pytest.mark.parametrize(("streamed", "ftr"), [(True, 8.5), (False, 9.0), (None, 12.0)])
+def test_a_program_that_has_its_answer(streamed, ftr):
+    """Its last turn takes 4 s. The first token comes after half a second; of a stream the router sees it; an answer
+    of the response cache (None) comes all at once.
+    """
     timed = Timed()
-    timed.call.program_ended(Run(12.0, 4))
+    if streamed:
+        timed.now = 100.5
+        timed.call.first_token()
+    timed.now = 104.0
+    if streamed is not None:
+        timed.call.completed(Usage(completion=9), Timing(50.0, 50.25, 51.0, 53.75))
+    timed.call.program_ended(Run(12.0, 4), final=True)
     assert timed.value("program_seconds_sum", **WHO) == 12.0
     assert timed.value("program_turns_sum", **WHO) == 4.0
+    assert timed.value("first_token_rendered_seconds_sum", **WHO) == ftr
+
+
+def test_a_program_that_ends_with_calls_has_no_final_answer():
+    timed = Timed()
+    timed.call.program_ended(Run(12.0, 4), final=False)
+    assert timed.value("program_seconds_sum", **WHO) == 12.0
+    assert timed.value("first_token_rendered_seconds_sum", **WHO) is None
 
 
 @pytest.mark.parametrize(

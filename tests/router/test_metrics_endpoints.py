@@ -159,19 +159,22 @@ def test_a_programs_run_ends_with_the_reply_that_calls_nothing(stream):
         world.backend.script = (*world.backend.script[:-1], (done,))
         return world.call(*call, json=chat_body(program_id="p", seed=seed, stream=stream))
 
+    def value(name):
+        return world.registry.get_sample_value(f"holdfast_{name}", {"tenant": "default", "model": "pocket"})
+
     def runs():
-        return [
-            world.registry.get_sample_value(f"holdfast_program_{name}", {"tenant": "default", "model": "pocket"})
-            for name in ("seconds_count", "seconds_sum", "turns_sum")
-        ]
+        return [value(f"program_{name}") for name in ("seconds_count", "seconds_sum", "turns_sum")]
 
     turn(1, ("search",), False)
-    world.now += 10.0
+    world.now += 1000.0
     assert runs() == [None, None, None]
     turn(2, (), True)
-    assert runs() == [1.0, 10.0, 2.0]
+    assert runs() == [1.0, 1000.0, 2.0]
+    assert value("first_token_rendered_seconds_count") == 1
+    assert 940.0 < value("first_token_rendered_seconds_sum") <= 1000.0  # less the reply after its first token
     world.now += 100.0  # the user thinks
     turn(3, ("search",), False)
     world.now += 5.0
     turn(2, (), True)  # from the response cache, an answer like any other
-    assert runs() == [2.0, 15.0, 4.0]
+    assert runs() == [2.0, 1005.0, 4.0]
+    assert value("first_token_rendered_seconds_count") == 2

@@ -46,7 +46,8 @@ Client requests by terminal event: `finished`, `aborted`, `rejected`, `failed` >
 the replica's log
 
 own_requests_total{origin} = stats.own_requests
-Requests of the server itself: `preamble`, `question` (standing questions), `warm_up`. Other counters of requests and
+Requests of the server itself: `preamble`, `question` (standing questions), `warm_up`,
+`early_stop`. Other counters of requests and
 prompt tokens exclude them > No action. `holdfast_own_tokens_total` counts their tokens
 
 sequences_running = now.running
@@ -266,6 +267,10 @@ continue
 
 replies_stopped_total = text.stopped
 Replies ended at their last tool call, without waiting for the model to end them > No action: the saving of early stop
+
+early_stop_tokens_saved_total (tokens) = text.saved
+Tokens that stopped replies would have drawn behind their calls, an estimate: one stopped reply in 64 goes on unseen for
+up to 256 tokens, and counts for 64 > No action. Divide by `holdfast_completion_tokens_total` for the share
 
 replies_rewritten_total = text.rewritten
 Replies in which a bare call of an undeclared tool was drawn again > Many: the model does not respect its tools

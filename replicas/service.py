@@ -8,6 +8,7 @@ wrote a call of an undeclared tool. Operations on sessions go the same way: an a
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import secrets
@@ -93,7 +94,9 @@ from holdfast.replicas.retention.latency import Called, called
 from holdfast.replicas.sessions import SessionFacts
 from holdfast.replicas.text.conversation import Constraints, Encoded, TextSide
 from holdfast.replicas.text.reply import Reply
-from holdfast.replicas.types import NO_TOKENS, TokenIds
+from holdfast.replicas.types import NO_TOKENS, Origin, Priority, TokenIds
+
+SAVED_EVERY, SAVED_TOKENS = 64, 256  # one stopped reply in so many goes on unseen, for so many tokens at most
 
 
 class Service:
@@ -105,6 +108,7 @@ class Service:
         self.text = text
         self.bridge = Bridge(engine)
         self._compiling = CompilerThreads()
+        self._going_on: set[asyncio.Task[None]] = set()  # replies after their early stop
         self._session_operations = count()
         self._n_coming = 0  # requests that are rendered and encoded now
         self.questions = Questions(lambda request: _collected(self._stream(request)), engine.session, self.used)
@@ -142,6 +146,8 @@ class Service:
     async def close(self) -> None:
         self._compiling.close()
         self.text.close()
+        for task in self._going_on:
+            task.cancel()
         await self.questions.close()
         await self.bridge.close()
 
@@ -351,7 +357,29 @@ class Service:
                 ids, turn = (request.request_id, request.scope, request.program_id), request.program_turns + 1
                 self.notice(TurnEnded(*ids, waits_for.tools, waits_for.last, turn, request.answered_turns))
         usage, timing = generation.usage(ended), generation.timing(ended)
+        if reply.calls_done and request.session is None and self.text.stopped % SAVED_EVERY == 0:
+            task = asyncio.get_running_loop().create_task(self._count_saved(generation))
+            self._going_on.add(task)
+            task.add_done_callback(self._going_on.discard)
         return (*tail, Completed(reason, usage, timing, waits_for, reply.stop, history))
+
+    async def _count_saved(self, generation: Generation) -> None:
+        """Draw what a stopped reply would have gone on with. No client sees or waits for it, and it waits for all."""
+        generation.go_on(generation.reply.tokens, None)
+        submit, sampling = generation.submit, generation.submit.sampling
+        submit = replace(
+            submit,
+            request_id=f"{submit.request_id}/saved",
+            sampling=replace(sampling, max_tokens=min(sampling.max_tokens, SAVED_TOKENS)),
+            program_id="",
+            priority=Priority.BATCH,
+            origin=Origin.EARLY_STOP,
+            within_s=inf,
+            begins=False,
+        )
+        ended, _ = await _ran(self.bridge, submit)
+        if isinstance(ended, Finished):
+            self.text.saved += SAVED_EVERY * (ended.usage.completion - submit.n_generated)
 
     def _rewrites(self, generation: Generation, ended: Event) -> bool:
         """Whether the generation goes on with a second command, because a call has to be rewritten.

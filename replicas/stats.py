@@ -207,6 +207,7 @@ class TextStats:
     characters_reused: int = 0
     characters_tokenized: int = 0
     stopped: int = 0
+    saved: int = 0
     rewritten: int = 0
     unguarded: int = 0
     empty: int = 0

@@ -37,6 +37,7 @@ class Origin(StrEnum):
     PREAMBLE = "preamble"  # shared preambles, as an engine starts
     QUESTION = "question"  # standing questions, asked in idle time
     WARM_UP = "warm_up"  # the first request to a new cluster
+    EARLY_STOP = "early_stop"  # what a reply that early stop ended would have gone on with
 
 
 RANKS = tuple(Priority)  # requests of the last one give way first

@@ -95,8 +95,8 @@ FTR = _histogram(
     "first_token_rendered_seconds",
     "s",
     "FTR: from the arrival of a program's first turn to the first token of the answer that calls no tool",
-    "What users of an agent see. Growing beside `holdfast_tool_seconds`: the tools; with `holdfast_bubble_seconds`: more "
-    "replicas",
+    "What an agent's users see. Growing with `holdfast_tool_seconds`: the tools; with `holdfast_bubble_seconds`: add"
+    " replicas",
     PROGRAM_SECONDS,
     *WHO,
 )

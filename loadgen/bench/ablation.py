@@ -28,7 +28,10 @@ from holdfast.replicas.service import Service
 
 CELLS = 32768
 _RESAMPLES = 1000
-_HEAD = "off             scenario turns     all on      p99        off      p99  ratio      95 %       p99  wall  equal"
+_HEAD = (
+    "off             scenario turns     all on      p99        off      p99"
+    "  ratio      95 %       p99  wall  equal tokens"
+)
 
 
 # ---- what is turned off ----
@@ -132,6 +135,7 @@ class Comparison:
     p99_ratio: float
     wall_ratio: float
     equal: float  # share of turns with the same text and calls
+    tokens: float  # ratio of the tokens drawn
 
 
 async def alternate(on: Service, off: Service, rounds: Sequence[Round], scope: str) -> tuple[Samples, Samples]:
@@ -195,6 +199,7 @@ def compared(name: str, scenario: str, on: Samples, off: Samples) -> Comparison:
         p99_ratio=_round(np.percentile(b, 99) / np.percentile(a, 99)),
         wall_ratio=_round(sum(off.rounds) / sum(on.rounds)),
         equal=_round(sum(same) / len(same)),
+        tokens=_round(off.tokens / max(on.tokens, 1)),
     )
 
 
@@ -311,7 +316,7 @@ def _row(c: Comparison) -> str:
     return (
         f"{c.off:<15} {c.scenario:<8} {c.turns:>5} {c.on_median_ms:>7.1f} ms {c.on_p99_ms:>8.1f}"
         f" {c.off_median_ms:>7.1f} ms {c.off_p99_ms:>8.1f}  {c.ratio:>5.2f} ({c.low:.2f}-{c.high:.2f})"
-        f" {c.p99_ratio:>6.2f} {c.wall_ratio:>5.2f} {c.equal:>6.2f}"
+        f" {c.p99_ratio:>6.2f} {c.wall_ratio:>5.2f} {c.equal:>6.2f} {c.tokens:>6.2f}"
     )
 
 

@@ -141,6 +141,7 @@ class TextSide:
         self.rewritten = 0  # replies in which a call of an undeclared tool was written again
         self.empty = 0  # replies without content and calls
         self.stopped = 0  # replies ended where their tool calls did, before the model ended them
+        self.saved = 0  # tokens that these would have drawn, an estimate
         self._guarantee: Guarantee = config.tools_guarantee if AVAILABLE else "off"
         if self._guarantee != config.tools_guarantee:
             log.warning("calls are not guaranteed: the package llguidance is not installed")
@@ -164,7 +165,7 @@ class TextSide:
     @property
     def stats(self) -> TextStats:
         """Counts of tokenized characters and of replies."""
-        counts = (self.stopped, self.rewritten, self.unguarded, self.empty)
+        counts = (self.stopped, self.saved, self.rewritten, self.unguarded, self.empty)
         return TextStats(self.cache.reused, self.cache.tokenized, *counts)
 
     # ---- prompts ----

@@ -201,8 +201,13 @@ class Reply:
         return self._tracker.stopped and (not self._runs_on or self.rewrite is not None)
 
     @property
+    def tokens(self) -> tuple[int, ...]:
+        """Those up to and with the one that ended the text."""
+        return tuple(self._tokens)
+
+    @property
     def completion_tokens(self) -> int:
-        """Tokens up to and with the one that ended the text; later ones are not counted."""
+        """How many these are; later ones are not counted."""
         return len(self._tokens)
 
     def may_close(self, tokens: Sequence[int]) -> bool:

@@ -524,3 +524,21 @@ def test_the_text_side_shares_nothing_between_salts():
             assert known()[1] == 3
 
     asyncio.run(main())
+
+
+async def test_what_early_stop_saves_is_counted_by_replies_that_go_on_unseen(monkeypatch):
+    """By those of a model that says more than one call: told to make one, it is stopped behind that."""
+    monkeypatch.setattr("holdfast.replicas.service.SAVED_EVERY", 2)
+    ask = [{"role": "user", "content": "What is the weather in Oslo and in Rome?"}]
+    async with serving() as service:
+        whole = await service.generate(request("whole", ChatPrompt(ask, TOOLS), temperature=0))
+        alone = ChatPrompt(ask, TOOLS, parallel_tool_calls=False)
+        one, _ = [await service.generate(request(name, alone, temperature=0)) for name in ("one", "other")]
+        assert (len(one.tool_calls), one.tool_calls[0].arguments) == (1, whole.tool_calls[0].arguments)
+        saved = whole.usage.completion - one.usage.completion
+        assert saved > 0
+        await until_async(lambda: service.text.saved)
+        assert (service.text.stopped, service.text.saved) == (2, 2 * saved)
+        assert service.engine.stats.own_requests["early_stop"] == 1
+        told = exposition(service, "r-1")
+        assert f'holdfast_early_stop_tokens_saved_total{{model="pocket",replica="r-1"}} {2 * saved}.0' in told

@@ -4,6 +4,7 @@ from helm.build.dashboards.board import JOB, MODEL, Board, Chosen, Kind, Panel, 
 
 WHO = Chosen((JOB, MODEL))
 HITS, MISSES = WHO.rate("holdfast_pin_hits_total"), WHO.rate("holdfast_pin_misses_total")
+SAVED = WHO.rate("holdfast_early_stop_tokens_saved_total")
 PROGRAMS = WHO.rate("holdfast_program_seconds_count")
 
 
@@ -150,6 +151,7 @@ BOARD = Board(
                         Query(WHO.total("holdfast_programs_pinned"), "cells kept"),
                         Query(WHO.total("holdfast_sequence_rows_parked"), "row kept"),
                     ),
+                    width=6,
                 ),
                 Panel(
                     "History",
@@ -159,6 +161,7 @@ BOARD = Board(
                         Query(WHO.rate("holdfast_tokens_continued_total"), "tokens continued"),
                         Query(WHO.rate("holdfast_tokens_rewritten_total"), "tokens rewritten"),
                     ),
+                    width=6,
                 ),
                 Panel(
                     "Replies",
@@ -173,6 +176,14 @@ BOARD = Board(
                         Query(WHO.rate("holdfast_replies_empty_total"), "empty"),
                         Query(WHO.rate("holdfast_call_tokens_refused_total"), "tokens drawn again"),
                     ),
+                    width=6,
+                ),
+                Panel(
+                    "Tokens that early stop saves",
+                    "Of all that would be drawn; an estimate from the replies that go on unseen, one in 64.",
+                    Unit.SHARE,
+                    (Query(f"{SAVED} / ({SAVED} + {WHO.rate('holdfast_completion_tokens_total')})", "saved"),),
+                    width=6,
                 ),
             ),
         ),

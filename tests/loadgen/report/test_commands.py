@@ -37,7 +37,7 @@ def test_another_file_is_refused_without_a_traceback(
 
 
 def test_what_the_ablation_writes_is_what_the_table_reads(tmp_path: Path) -> None:
-    comparison = Comparison("drafts", "long", 72, 31.25, 80.0, 45.0, 99.0, 1.44, 1.2, 1.6, 1.24, 1.3, 0.95)
+    comparison = Comparison("drafts", "long", 72, 31.25, 80.0, 45.0, 99.0, 1.44, 1.2, 1.6, 1.24, 1.3, 0.95, 1.0)
     path = tmp_path / "ablation.json"
     path.write_text(json.dumps([asdict(comparison)]))
     grid = ablation_grid(read_ablation(path))

@@ -174,8 +174,10 @@ def _tools(rows: Sequence[Row], seed: int) -> tuple[ToolTimes, ...]:
         ToolTimes(
             tools,
             len(times),
-            *(estimate(times, statistic, seed) for statistic in (mean, median, percentile(99))),
-            after=tuple(estimate(times[:n], mean, seed) if n <= len(times) else None for n in SAMPLES),
+            estimate(times, mean, seed),
+            estimate(times, median, seed),
+            estimate(times, percentile(99), seed),
+            tuple(estimate(times[:n], mean, seed) if n <= len(times) else None for n in SAMPLES),
         )
         for tools, times in sorted(tool_times(rows).items(), key=lambda item: -len(item[1]))
     )

@@ -35,6 +35,17 @@ def test_every_configuration_key_in_the_readme_exists_with_its_default():
     assert checked > 15
 
 
+def test_the_papers_settings_are_configurations(tmp_path: Path) -> None:
+    from holdfast.cluster.config_file import check
+
+    file = tmp_path / "settings.yaml"
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/papers.md").read_text(), re.DOTALL)
+    for block in blocks:
+        file.write_text(block)
+        assert check(file) == [], block
+    assert len(blocks) == 3
+
+
 def headings(page: Path) -> set[str]:
     """What the headings of a page are called in links."""
     titles = [title.strip().lower() for title in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)]
@@ -64,7 +75,7 @@ def options(parser: argparse.ArgumentParser, words: list[str]) -> set[str]:
 def test_commands_of_the_figures_exist_with_their_options():
     from holdfast.cluster import cli
 
-    pages = ("results.md", "measuring.md", "scheduling.md", "gpu/README.md", "sizing.md", "architecture.md")
+    pages = ("results.md", "measuring.md", "scheduling.md", "papers.md", "gpu/README.md", "sizing.md", "architecture.md")
     files = [ROOT / "CHANGELOG.md", *(ROOT / "docs" / page for page in pages), *(ROOT / "docs/data").glob("*.csv")]
     text = "\n".join(file.read_text() for file in files).replace("\\\n", " ")
     modules = r"\b(holdfast\.(?:kernels|replicas|router|cluster|loadgen)(?:\.[a-z_]+)*|(?<=-m )pocket\.[a-z_]+)\b"

@@ -157,6 +157,20 @@ FLAGS: dict[str, tuple[str, Flags]] = {
             "--record": {"type": Path, "metavar": "FILE", "help": "write the run as a mooncake_trace"},
         },
     ),
+    "market": (
+        "Measure questions about data that keeps arriving: to sessions it is appended to, and with the whole data in "
+        "each request.",
+        {
+            "--server": {"action": "append", "default": [], "metavar": "NAME=URL", "help": "once for each server"},
+            "--rates": {"type": numbers, "default": (1.0, 4.0), "metavar": "R,R,..", "help": "lines a second"},
+            "--lines": {"type": counts, "default": (50, 200), "metavar": "N,N,..", "help": "lines at the beginning"},
+            "--feeds": {"type": int, "default": 1, "help": "contexts at once"},
+            "--seconds": {"type": float, "default": 20.0, "help": "seconds of each run"},
+            "--every": {"type": float, "dest": "every_s", "default": 2.0, "help": "seconds between two questions"},
+            "--max-tokens": {"type": int, "default": 16, "help": "tokens of every answer"},
+            "--json": {"type": Path, "metavar": "FILE", "help": "write all times"},
+        },
+    ),
     "scheduling": (
         "Compare orders and retention policies on the real engine: starts a server for each, with a small and a large "
         "KV cache.",
@@ -336,6 +350,13 @@ def _compare(options: argparse.Namespace) -> int:
 
     workloads = tuple(options.workload or NOVEL)
     return compare.main(_comparison(options, workloads=workloads, sizes=built(Sizes, options)))
+
+
+def _market(options: argparse.Namespace) -> int:
+    from holdfast.loadgen import market
+    from holdfast.loadgen.options import parse_server
+
+    return market.main(built(market.Options, options, servers=tuple(map(parse_server, options.server))), options.json)
 
 
 def _scheduling(options: argparse.Namespace) -> int:

@@ -1,0 +1,291 @@
+"""`holdfast bench market`: questions about data that keeps arriving, after the paper Attention Once.
+
+Each feed of prices belongs to one context. A line of prices arrives `rate` times a second. Every `every_s` seconds
+someone asks a new question and reads the answer to a standing one. There are two ways to serve this:
+
+    session   each line is appended to a session as it arrives; the standing question is registered with the session
+    whole     each question is a chat request with all lines so far, as for any OpenAI-compatible server
+
+Servers without `/v1/sessions` are measured the second way only. A prefix cache may find what the request before had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from holdfast.loadgen.chat import PATH, ChatClient
+from holdfast.loadgen.runner import sleep_until
+from holdfast.loadgen.table import print_table
+from holdfast.replicas.errors import ConfigError
+
+SESSIONS = "/v1/sessions"
+SYSTEM = {"role": "system", "content": "You watch prices. Answer with a few words."}
+STANDING = "Is the price rising or falling?"
+HEADS = (
+    "server", "way", "feeds", "lines a second", "tokens", "question ms p50", "p99", "cached", "standing ms p50",
+    "up to date", "outdated s", "append ms p50", "p99", "failed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Each of `rates` with each of `lines` that a context begins with, for `seconds`. `feeds`: contexts at once."""
+
+    servers: tuple[tuple[str, str], ...] = ()
+    rates: tuple[float, ...] = (1.0, 4.0)
+    lines: tuple[int, ...] = (50, 200)
+    feeds: int = 1
+    seconds: float = 20.0
+    every_s: float = 2.0
+    max_tokens: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.servers:
+            raise ConfigError("name at least one server as NAME=URL", "server")
+        for name in ("rates", "lines"):
+            if not all(value > 0 for value in getattr(self, name)):
+                raise ConfigError(f"{name} must be above 0", name)
+        for name in ("feeds", "seconds", "every_s", "max_tokens"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name.replace('_', '-')} must be above 0", name.removesuffix("_s"))
+
+
+@dataclass(slots=True)
+class Measured:
+    """One way of one server at one rate and length. Times are seconds.
+
+    `outdated`: for each standing answer, how long a line that it has not seen had been there when it was read.
+    """
+
+    server: str
+    way: str
+    feeds: int
+    rate: float
+    tokens: list[int] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    questions: list[float] = field(default_factory=list)
+    standing: list[float] = field(default_factory=list)
+    outdated: list[float] = field(default_factory=list)
+    appends: list[float] = field(default_factory=list)
+    failed: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def row(self) -> list[str]:
+        """The cells under `HEADS`."""
+        fresh = f"{fmean(each == 0.0 for each in self.outdated):.0%}" if self.outdated else "-"
+        tokens = f"{median(self.tokens):,.0f}" if self.tokens else "-"
+        cached = f"{sum(self.cached) / (sum(self.tokens) or 1):.0%}"
+        outdated = f"{fmean(self.outdated):.2f}" if self.outdated else "-"
+        failed = ", ".join(f"{count} x {what}" for what, count in sorted(self.failed.items())) or "0"
+        return [
+            self.server, self.way, str(self.feeds), f"{self.rate:g}", tokens, *_spread(self.questions), cached,
+            _spread(self.standing)[0], fresh, outdated, *_spread(self.appends), failed,
+        ]  # fmt: skip
+
+
+def _spread(seconds: list[float]) -> tuple[str, str]:
+    """Median and 99th percentile in milliseconds."""
+    took = sorted(seconds)
+    return (f"{median(took) * 1e3:.1f}", f"{took[int(0.99 * (len(took) - 1))] * 1e3:.1f}") if took else ("-", "-")
+
+
+class Feed:
+    """The lines of one stock, with the moment at which each arrived."""
+
+    def __init__(self, name: str, draw: random.Random, lines: int) -> None:
+        self.name, self._draw, self._price = name, draw, 100.0
+        self.lines: list[str] = []
+        self.arrived: list[float] = []
+        for _ in range(lines):
+            self.tick()
+
+    def tick(self) -> str:
+        """The next line arrives."""
+        n = len(self.lines)
+        self._price += self._draw.gauss(0.0, 0.4)
+        clock = f"{12 + n // 3600:02d}:{n // 60 % 60:02d}:{n % 60:02d}"
+        self.lines.append(f"\n{clock} {self.name} {self._price:.2f}")
+        self.arrived.append(time.perf_counter())
+        return self.lines[-1]
+
+    @property
+    def text(self) -> str:
+        """All lines so far."""
+        return "".join(self.lines)
+
+    def outdated(self, seen: int) -> float:
+        """Seconds since the first line behind the first `seen` ones arrived; 0 if there is none."""
+        return time.perf_counter() - self.arrived[seen] if seen < len(self.arrived) else 0.0
+
+
+class Whole:
+    """Every question brings all lines."""
+
+    name = "whole"
+
+    def __init__(self, client: ChatClient, model: str, feed: Feed, max_tokens: int, measured: Measured) -> None:
+        self._client, self._model, self._feed = client, model, feed
+        self._limits = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        self._measured = measured
+
+    async def call(self, path: str, body: dict[str, Any] | None = None, method: str = "POST") -> dict[str, Any] | None:
+        """The answer; None, and counted, if the server gave another status than 200."""
+        status, answer = await self._client.call(method, path, body, {"cache-control": "no-store"})
+        if status != 200:
+            code = answer.get("error", {}).get("code") if isinstance(answer, dict) else ""
+            self._measured.failed[f"{status} {code}".strip()] += 1
+            return None
+        assert isinstance(answer, dict)
+        return answer
+
+    async def open(self) -> bool:
+        """Begin with the lines that are there. False: refused."""
+        return await self._ask("Which price was first?") is not None
+
+    async def append(self, line: str) -> None:
+        """A line has arrived."""
+
+    async def question(self, text: str) -> None:
+        """Ask something new."""
+        began = time.perf_counter()
+        answer = await self._ask(text)
+        if answer is not None:
+            self._measured.questions.append(time.perf_counter() - began)
+            usage = answer["usage"]
+            self._measured.tokens.append(usage["prompt_tokens"])
+            self._measured.cached.append((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+    async def _ask(self, text: str) -> dict[str, Any] | None:
+        messages = [SYSTEM, {"role": "user", "content": f"{self._feed.text}\n{text}"}]
+        return await self.call(PATH, {"model": self._model, "messages": messages, **self._limits})
+
+    async def read_standing(self) -> None:
+        """Read the answer to the standing question."""
+        began, seen = time.perf_counter(), len(self._feed.lines)
+        if await self._ask(STANDING) is not None:
+            self._measured.standing.append(time.perf_counter() - began)
+            self._measured.outdated.append(self._feed.outdated(seen))
+
+    async def close(self) -> None:
+        """Nothing is kept."""
+
+
+class Session(Whole):
+    """Every line is appended to a session, with which the standing question is registered."""
+
+    name = "session"
+    _path, _standing, _before = "", "", 0
+
+    async def open(self) -> bool:
+        opened = await self.call(SESSIONS, {"model": self._model, "messages": [SYSTEM]})
+        if opened is None:
+            return False
+        self._path = f"{SESSIONS}/{opened['id']}"
+        self._before = len(self._feed.lines) - 1  # lines before the last one of the first append
+        body = {"messages": [{"role": "user", "content": STANDING}], **self._limits}
+        registered = None
+        if await self.call(f"{self._path}/append", {"text": self._feed.text}) is not None:
+            registered = await self.call(f"{self._path}/questions", body)
+        self._standing = f"{self._path}/questions/{registered['id']}" if registered else ""
+        return bool(registered)
+
+    async def append(self, line: str) -> None:
+        began = time.perf_counter()
+        if await self.call(f"{self._path}/append", {"text": line}) is not None:
+            self._measured.appends.append(time.perf_counter() - began)
+
+    async def _ask(self, text: str) -> dict[str, Any] | None:
+        body = {"messages": [{"role": "user", "content": text}], **self._limits}
+        return await self.call(f"{self._path}/query", body)
+
+    async def read_standing(self) -> None:
+        began = time.perf_counter()
+        answer = await self.call(self._standing, method="GET")
+        if answer is not None:
+            self._measured.standing.append(time.perf_counter() - began)
+            seen = self._before + answer["append"] if answer["answer"] else 0
+            self._measured.outdated.append(self._feed.outdated(seen))
+
+    async def close(self) -> None:
+        if self._path:
+            await self.call(self._path, method="DELETE")
+
+
+@asynccontextmanager
+async def _opened(way: Whole) -> AsyncIterator[bool]:
+    try:
+        yield await way.open()
+    finally:
+        await way.close()
+
+
+async def watch(way: Whole, feed: Feed, options: Options, rate: float, begin_s: float) -> None:
+    """One feed from its opening to its close: lines arrive, questions are asked, the standing answer is read.
+
+    `begin_s`: so long after the others it begins, so that not all ask at the same moment.
+    """
+    async with _opened(way) as accepted:
+        if not accepted:
+            return
+        begin = time.perf_counter() + begin_s
+
+        async def lines() -> None:
+            for number in range(1, int(options.seconds * rate) + 1):
+                await sleep_until(begin + number / rate)
+                await way.append(feed.tick())
+
+        async def questions() -> None:
+            for number in range(1, int(options.seconds / options.every_s) + 1):
+                await sleep_until(begin + number * options.every_s)
+                await way.question(f"What was the price {number} lines ago?")
+                await way.read_standing()
+
+        await asyncio.gather(lines(), questions())
+
+
+async def measure(options: Options) -> list[Measured]:
+    """Every rate and length, and for each the servers' ways in turn. Raises UnavailableError."""
+    results = list[Measured]()
+    for rate in options.rates:
+        for lines in options.lines:
+            for name, url in options.servers:
+                async with ChatClient(url, 300.0) as client:
+                    model = (await client.get("/v1/models"))["data"][0]["id"]
+                    status, _ = await client.call("GET", SESSIONS)
+                    for way in (Session, Whole) if status == 200 else (Whole,):
+                        measured = Measured(name, way.name, options.feeds, rate)
+                        results.append(measured)
+                        await _run(way, client, model, options, lines, measured)
+    return results
+
+
+async def _run(
+    way: type[Whole], client: ChatClient, model: str, options: Options, lines: int, measured: Measured
+) -> None:
+    watches = []
+    for number in range(options.feeds):
+        seed = f"{options.seed} {measured.server} {way.name} {measured.rate} {lines} {number}"
+        feed = Feed(f"S{random.Random(seed).randrange(10**6)}", random.Random(seed), lines)
+        served = way(client, model, feed, options.max_tokens, measured)
+        watches.append(watch(served, feed, options, measured.rate, options.every_s * number / options.feeds))
+    await asyncio.gather(*watches)
+
+
+def main(options: Options, json_file: Path | None) -> int:
+    """Print the table. Raises UnavailableError for a server that does not answer."""
+    results = asyncio.run(measure(options))
+    print_table("questions about arriving data", HEADS, [each.row for each in results], left=2)
+    if json_file is not None:
+        json_file.write_text(json.dumps([asdict(each) for each in results]), encoding="utf-8")
+    return 0

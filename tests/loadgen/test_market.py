@@ -1,0 +1,61 @@
+"""`holdfast bench market` against the shipped model behind a real server."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from fake_backend import World
+from service_backend import ServiceBackend
+
+from holdfast.cluster import cli
+from holdfast.loadgen.market import Options, measure
+from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.errors import ConfigError
+
+
+def test_both_ways_of_a_server_with_sessions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of three feeds only two find room for their sessions; every question that was sent is counted."""
+    config = EngineConfig(cells=16384, threads=1, context_length=4096, max_sequences=8, session_rows=2)
+    backend = ServiceBackend(config)
+    file = tmp_path / "market.json"
+    options = ["--rates", "4", "--lines", "20", "--feeds", "3", "--seconds", "2", "--every", "1", "--max-tokens", "4"]
+    try:
+        with World(backend).served() as url:
+            assert cli.main(["bench", "market", "--server", f"a={url}", *options, "--json", str(file)]) == 0
+    finally:
+        backend.stop()
+    session, whole = json.loads(file.read_text())
+    assert (session["way"], whole["way"]) == ("session", "whole")
+    assert session["failed"] == {"429 overloaded": 1}
+    assert whole["failed"] == {}
+    assert len(session["questions"]) == len(session["standing"]) == 2 * 2
+    assert len(whole["questions"]) == len(whole["standing"]) == 3 * 2
+    assert len(session["appends"]) == 2 * 8
+    assert whole["appends"] == []
+    assert min(whole["tokens"]) > 200
+    assert sum(session["cached"]) > 0.9 * sum(session["tokens"])
+    printed = capsys.readouterr().out
+    assert "session" in printed
+    assert "1 x 429 overloaded" in printed
+
+
+def test_an_answer_that_has_seen_every_line_is_up_to_date() -> None:
+    backend = ServiceBackend(EngineConfig(cells=16384, threads=1, context_length=4096, max_sequences=8))
+    try:
+        with World(backend).served() as url:
+            options = Options((("a", url),), rates=(0.25,), lines=(5,), seconds=6.0, every_s=3.0, max_tokens=2)
+            session, whole = asyncio.run(measure(options))
+    finally:
+        backend.stop()
+    assert session.outdated[0] == 0.0, "no line had arrived since the opening, three seconds before"
+    assert whole.outdated[0] == 0.0
+    assert len(session.appends) == 1
+
+
+@pytest.mark.parametrize(("options", "field"), [({}, "server"), ({"rates": (0.0,)}, "rates"), ({"feeds": 0}, "feeds")])
+def test_options_that_measure_nothing_are_refused(options: dict[str, object], field: str) -> None:
+    servers = () if not options else (("a", "http://127.0.0.1:1"),)
+    with pytest.raises(ConfigError) as error:
+        Options(servers=servers, **options)  # type: ignore[arg-type]
+    assert error.value.field == field

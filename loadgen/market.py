@@ -15,7 +15,6 @@ import asyncio
 import json
 import random
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
@@ -78,7 +77,7 @@ class Measured:
     standing: list[float] = field(default_factory=list)
     outdated: list[float] = field(default_factory=list)
     appends: list[float] = field(default_factory=list)
-    failed: Counter[str] = field(default_factory=Counter)
+    failed: dict[str, int] = field(default_factory=dict)
 
     @property
     def row(self) -> list[str]:
@@ -144,7 +143,8 @@ class Whole:
         status, answer = await self._client.call(method, path, body, {"cache-control": "no-store"})
         if status != 200:
             code = answer.get("error", {}).get("code") if isinstance(answer, dict) else ""
-            self._measured.failed[f"{status} {code}".strip()] += 1
+            failed, what = self._measured.failed, f"{status} {code}".strip()
+            failed[what] = failed.get(what, 0) + 1
             return None
         assert isinstance(answer, dict)
         return answer

@@ -41,7 +41,7 @@ def test_both_ways_of_a_server_with_sessions(capsys: pytest.CaptureFixture[str],
 
 
 def test_an_answer_that_has_seen_every_line_is_up_to_date() -> None:
-    backend = ServiceBackend(EngineConfig(cells=16384, threads=1, context_length=4096, max_sequences=8))
+    backend = ServiceBackend(EngineConfig(cells=16384, threads=1, context_length=4096, max_sequences=8, session_rows=2))
     try:
         with World(backend).served() as url:
             options = Options((("a", url),), rates=(0.25,), lines=(5,), seconds=6.0, every_s=3.0, max_tokens=2)

@@ -1,7 +1,8 @@
-"""The HTTP application: which endpoint serves which path. `endpoints/turns.py` serves generation requests."""
+"""The HTTP application: the table of all endpoints. `endpoints/turns.py` serves generation requests."""
 
 import time
 from functools import partial
+from typing import Any
 
 import orjson
 from fastapi import FastAPI
@@ -15,13 +16,18 @@ from holdfast.router import metric_list as listed
 from holdfast.router.backend import Backend
 from holdfast.router.config import RouterConfig
 from holdfast.router.endpoints import (
+    LINES,
+    TEXT,
     AdminEndpoints,
+    ApiDocument,
     ChatFormat,
     ClusterStatus,
     CompactionFormat,
     CompletionFormat,
+    Endpoint,
     Format,
     Live,
+    LiveQuery,
     MessagesFormat,
     MetricsEndpoints,
     PageFiles,
@@ -32,10 +38,10 @@ from holdfast.router.endpoints import (
     ResponsesFormat,
     SessionEndpoints,
     SessionHomes,
+    StatusQuery,
     StoredPrefills,
     Turns,
     UsageEndpoints,
-    document,
     loaded_models,
     page,
     served,
@@ -58,9 +64,33 @@ from holdfast.router.entry import (
     json_response,
     supervised,
 )
-from holdfast.router.protocol.completions import detokenize_reply, read_detokenize, read_tokenize, tokenize_reply
+from holdfast.router.protocol import shapes
+from holdfast.router.protocol.admin import (
+    ChangeBody,
+    DaysQuery,
+    KeyBody,
+    RowsQuery,
+    TenantBody,
+    TenantDaysQuery,
+    TenantRowsQuery,
+)
+from holdfast.router.protocol.anthropic import CountBody, MessagesBody
+from holdfast.router.protocol.chat import ChatBody
+from holdfast.router.protocol.completions import (
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    detokenize_reply,
+    read_detokenize,
+    read_tokenize,
+    tokenize_reply,
+)
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.protocol.models import model_reply, models_reply
+from holdfast.router.protocol.prefills import ExtendBody, PrefillBody
+from holdfast.router.protocol.programs import HeartbeatBody
+from holdfast.router.protocol.responses import ItemsQuery, ResponsesBody, StoredQuery
+from holdfast.router.protocol.sessions import AppendBody, ForkBody, OpenBody, QueryBody, QuestionBody, SessionsQuery
 from holdfast.router.protocol.turn import find_model
 from holdfast.router.records import (
     ProgramTable,
@@ -110,82 +140,89 @@ def create_app(
     ahead = PrefillEndpoints(backend, entry, programs, handles, config)
     agents = ProgramEndpoints(backend, entry, programs, latencies, records)
     sessions = SessionEndpoints(backend, entry, programs, serving, homes)
-    small = SmallEndpoints(backend, entry)
+    api = ApiDocument()
+    small = SmallEndpoints(backend, entry, api)
     status = ClusterStatus(backend, tenants, programs, entry, lambda: cache.degraded)
     usage = UsageEndpoints(entry)
     admin = AdminEndpoints(tenants, tenant_store, audit, entry, config)
     exposition = MetricsEndpoints(backend, tenants, metrics, peers)
 
-    def generates(format_: Format) -> Handler:
-        return partial(serving.serve, format_=format_)
+    def turn(path: str, serve: Format | Handler, answer: Any, body: Any, events: Any = None) -> Endpoint:
+        handler = serve if callable(serve) else partial(serving.serve, format_=serve)
+        return Endpoint("POST", path, handler, answer, body, events=events, generates=True, about=serve.__doc__ or "")
 
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    routes: tuple[tuple[str, str, Handler], ...] = (
-        ("POST", "/v1/chat/completions", generates(ChatFormat(entry, handles))),
-        ("POST", "/v1/completions", generates(CompletionFormat(entry))),
-        ("POST", "/v1/messages", generates(messages)),
-        ("POST", "/v1/messages/count_tokens", messages.count),
-        ("POST", "/v1/responses", generates(ResponsesFormat(entry, backend, responses))),
-        ("POST", "/v1/responses/compact", generates(CompactionFormat(entry, responses))),
-        ("POST", "/v1/responses/input_tokens", stored.count),
-        ("GET", "/v1/responses/{response_id}", stored.show),
-        ("DELETE", "/v1/responses/{response_id}", stored.delete),
-        ("POST", "/v1/responses/{response_id}/cancel", stored.cancel),
-        ("GET", "/v1/responses/{response_id}/input_items", stored.input_items),
-        ("POST", "/v1/prefills", ahead.create),
-        ("GET", "/v1/prefills/{prefill_id}", ahead.show),
-        ("DELETE", "/v1/prefills/{prefill_id}", ahead.delete),
-        ("POST", "/v1/prefills/{prefill_id}/extend", ahead.extend),
-        ("POST", "/v1/sessions", sessions.open),
-        ("GET", "/v1/sessions", sessions.listed),
-        ("GET", "/v1/sessions/{session_id}", sessions.show),
-        ("DELETE", "/v1/sessions/{session_id}", sessions.close),
-        ("POST", "/v1/sessions/{session_id}/append", sessions.append),
-        ("POST", "/v1/sessions/{session_id}/query", sessions.query),
-        ("POST", "/v1/sessions/{session_id}/fork", sessions.fork),
-        ("POST", "/v1/sessions/{session_id}/questions", sessions.stand),
-        ("GET", "/v1/sessions/{session_id}/questions", sessions.questions),
-        ("GET", "/v1/sessions/{session_id}/questions/{question_id}", sessions.answer),
-        ("DELETE", "/v1/sessions/{session_id}/questions/{question_id}", sessions.withdraw),
-        ("POST", "/v1/programs/{program_id:path}/heartbeat", agents.heartbeat),
-        ("DELETE", "/v1/programs/{program_id:path}", agents.end),
-        ("GET", "/v1/tools/latency", agents.tool_latency),
-        ("GET", "/v1/usage", usage.sums),
-        ("GET", "/v1/usage/records", usage.records),
-        ("GET", "/v1/admin/tenants", admin.tenants),
-        ("POST", "/v1/admin/tenants", admin.add),
-        ("PATCH", "/v1/admin/tenants/{name}", admin.change),
-        ("DELETE", "/v1/admin/tenants/{name}", admin.remove),
-        ("DELETE", "/v1/admin/tenants/{name}/cache", admin.purge),
-        ("POST", "/v1/admin/tenants/{name}/keys", admin.add_key),
-        ("DELETE", "/v1/admin/tenants/{name}/keys/{key_id}", admin.remove_key),
-        ("GET", "/v1/admin/usage", admin.sums),
-        ("GET", "/v1/admin/usage/records", admin.records),
-        ("GET", "/v1/admin/audit", admin.audit),
-        ("GET", "/v1/cluster/status", status.show),
-        ("POST", "/tokenize", small.tokenize),
-        ("POST", "/detokenize", small.detokenize),
-        ("GET", "/v1/models", small.models),
-        ("GET", "/v1/models/{name:path}", small.model),
-        ("GET", "/version", small.version),
-        ("GET", "/health", small.health),
-        ("GET", "/openapi.json", small.openapi),
-        ("GET", "/docs", small.docs),
-        ("GET", "/metrics", exposition.all),
-        ("GET", "/metrics/targets", exposition.targets),
-        ("GET", "/metrics/processes/{process}", exposition.process),
+    get, post, delete = (partial(Endpoint, method) for method in ("GET", "POST", "DELETE"))
+    response, prefill, session = "/v1/responses/{response_id}", "/v1/prefills/{prefill_id}", "/v1/sessions/{session_id}"
+    question, program, tenant = f"{session}/questions", "/v1/programs/{program_id:path}", "/v1/admin/tenants/{name}"
+    chat, completion = ChatFormat(entry, handles), CompletionFormat(entry)
+    compaction, items = CompactionFormat(entry, responses), ResponsesFormat(entry, backend, responses)
+    cut, lost, taken = (409, 410, 504), (410,), (409,)
+    api.endpoints = (
+        turn("/v1/chat/completions", chat, shapes.ChatCompletion, ChatBody, shapes.ChatEvent),
+        turn("/v1/completions", completion, shapes.Completion, CompletionBody, shapes.CompletionEvent),
+        turn("/v1/messages", messages, shapes.MessageReply, MessagesBody, shapes.MessageEvent),
+        post("/v1/messages/count_tokens", messages.count, shapes.InputTokens, CountBody),
+        turn("/v1/responses", items, shapes.ResponseReply, ResponsesBody, shapes.ResponseEvent),
+        turn("/v1/responses/compact", compaction, shapes.CompactionReply, ResponsesBody),
+        post("/v1/responses/input_tokens", stored.count, shapes.CountedInput, ResponsesBody),
+        get(response, stored.show, shapes.ResponseReply, query=StoredQuery),
+        delete(response, stored.delete, shapes.Deleted),
+        post(f"{response}/cancel", stored.cancel, shapes.ResponseReply),
+        get(f"{response}/input_items", stored.input_items, shapes.ItemPage, query=ItemsQuery),
+        post("/v1/prefills", ahead.create, shapes.PrefillReply, PrefillBody, errors=cut),
+        get(prefill, ahead.show, shapes.PrefillReply),
+        delete(prefill, ahead.delete, shapes.Deleted),
+        post(f"{prefill}/extend", ahead.extend, shapes.PrefillReply, ExtendBody, errors=cut),
+        turn("/v1/sessions", sessions.open, shapes.SessionOpened, OpenBody),
+        get("/v1/sessions", sessions.listed, shapes.SessionList, query=SessionsQuery),
+        get(session, sessions.show, shapes.SessionReply, errors=lost),
+        delete(session, sessions.close, shapes.Deleted, errors=lost),
+        turn(f"{session}/append", sessions.append, shapes.SessionAppended, AppendBody),
+        turn(f"{session}/query", sessions.query, shapes.Completion, QueryBody, shapes.CompletionEvent),
+        post(f"{session}/fork", sessions.fork, shapes.SessionReply, ForkBody, errors=cut, optional_body=True),
+        post(question, sessions.stand, shapes.QuestionReply, QuestionBody, errors=cut),
+        get(question, sessions.questions, shapes.QuestionList, errors=lost),
+        get(f"{question}/{{question_id}}", sessions.answer, shapes.QuestionReply, errors=lost),
+        delete(f"{question}/{{question_id}}", sessions.withdraw, shapes.Deleted, errors=lost),
+        post(f"{program}/heartbeat", agents.heartbeat, shapes.HeartbeatReply, HeartbeatBody),
+        delete(program, agents.end, shapes.Deleted),
+        get("/v1/tools/latency", agents.tool_latency, shapes.LatencyList),
+        get("/v1/usage", usage.sums, shapes.UsageSums, query=DaysQuery),
+        get("/v1/usage/records", usage.records, str, query=RowsQuery, media=LINES),
+        get("/v1/admin/tenants", admin.tenants, shapes.TenantList),
+        post("/v1/admin/tenants", admin.add, shapes.KeyMade, TenantBody, errors=taken),
+        Endpoint("PATCH", tenant, admin.change, shapes.TenantRow, ChangeBody, errors=taken),
+        delete(tenant, admin.remove, shapes.Deleted, errors=taken),
+        delete(f"{tenant}/cache", admin.purge, shapes.Deleted),
+        post(f"{tenant}/keys", admin.add_key, shapes.KeyMade, KeyBody, errors=taken, optional_body=True),
+        delete(f"{tenant}/keys/{{key_id}}", admin.remove_key, shapes.Deleted, errors=taken),
+        get("/v1/admin/usage", admin.sums, shapes.UsageOfAll, query=TenantDaysQuery),
+        get("/v1/admin/usage/records", admin.records, str, query=TenantRowsQuery, media=LINES),
+        get("/v1/admin/audit", admin.audit, str, query=RowsQuery, media=LINES),
+        get("/v1/cluster/status", status.show, shapes.StatusReply, query=StatusQuery),
+        post("/tokenize", small.tokenize, shapes.TokenizeReply, TokenizeBody),
+        post("/detokenize", small.detokenize, shapes.DetokenizeReply, DetokenizeBody),
+        get("/v1/models", small.models, shapes.AnyModelList),
+        get("/v1/models/{name:path}", small.model, shapes.AnyModel),
+        get("/version", small.version, shapes.VersionReply),
+        get("/health", small.health, shapes.HealthReply),
+        get("/openapi.json", small.openapi),
+        get("/docs", small.docs),
+        get("/metrics", exposition.all, str, media=TEXT),
+        get("/metrics/targets", exposition.targets, shapes.TargetList),
+        get("/metrics/processes/{process}", exposition.process, str, media=TEXT),
     )
     if config.page:
-        page_files = PageFiles()
-        live = Live(backend, entry)
-        routes += (
-            ("GET", "/", page_files.index),
-            ("GET", "/page/{name}", page_files.file),
-            ("GET", "/v1/live", live.show),
+        page_files, live = PageFiles(), Live(backend, entry)
+        api.endpoints += (
+            get("/", page_files.index),
+            get("/page/{name}", page_files.file),
+            get("/v1/live", live.show, shapes.LiveReply, query=LiveQuery),
         )
-    for method, path, handler in routes:
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    for each in api.endpoints:
         # Starlette's routes: FastAPI's own would parse and serialise what is done here by hand.
-        app.router.add_route(path, supervised(handler, path), methods=[method])
+        app.router.add_route(each.path, supervised(each.handler, each.path), methods=[each.method])
     app.add_exception_handler(HTTPException, _unrouted)
     app.add_middleware(AnswerHeadersMiddleware)
     if config.cors_origins:
@@ -202,27 +239,32 @@ def create_app(
 class SmallEndpoints:
     """The endpoints that generate nothing and belong to nobody else."""
 
-    def __init__(self, backend: Backend, entry: Entry) -> None:
+    def __init__(self, backend: Backend, entry: Entry, api: ApiDocument) -> None:
         self._backend = backend
         self._entry = entry
+        self._api = api
         self._started = int(time.time())
 
     async def tokenize(self, request: Request) -> Response:
+        """A prompt as token ids."""
         async with self._entry.entered(request) as tenant:
             prompt, card = await self._entry.read(request, read_tokenize, await loaded_models(self._backend))
             return json_response(tokenize_reply(await self._backend.tokenize(prompt, tenant.name), card))
 
     async def detokenize(self, request: Request) -> Response:
+        """Token ids as text."""
         async with self._entry.entered(request):
             tokens = await self._entry.read(request, read_detokenize, await loaded_models(self._backend))
             return json_response(detokenize_reply(await self._backend.detokenize(tokens)))
 
     async def models(self, request: Request) -> Response:
+        """The served models."""
         anthropic = ANTHROPIC in request.headers
         async with self._entry.entered(request):
             return json_response(models_reply(await self._backend.models(), self._started, anthropic=anthropic))
 
     async def model(self, request: Request) -> Response:
+        """One model."""
         anthropic = ANTHROPIC in request.headers
         async with self._entry.entered(request):
             card = find_model(request.path_params["name"], await self._backend.models())
@@ -251,8 +293,8 @@ class SmallEndpoints:
         try:
             self._entry.authenticate(request)
         except RefusedError:
-            return document()
-        return document(served(await self._backend.models()))
+            return self._api.json()
+        return self._api.json(served(await self._backend.models()))
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:

@@ -3,23 +3,28 @@
 from holdfast.router.endpoints.admin import AdminEndpoints, UsageEndpoints
 from holdfast.router.endpoints.formats import ChatFormat, CompletionFormat, Format, MessagesFormat, loaded_models
 from holdfast.router.endpoints.metrics_endpoints import MetricsEndpoints, Peers, watch_cache, watch_line, watch_redis
-from holdfast.router.endpoints.openapi import document, page, served
+from holdfast.router.endpoints.openapi import LINES, TEXT, ApiDocument, Endpoint, page, served
 from holdfast.router.endpoints.prefills import PrefillEndpoints, StoredPrefills
 from holdfast.router.endpoints.program_endpoints import ProgramEndpoints
 from holdfast.router.endpoints.responses import CompactionFormat, ResponseEndpoints, ResponsesFormat
 from holdfast.router.endpoints.session_homes import SessionHomes
 from holdfast.router.endpoints.sessions import SessionEndpoints
-from holdfast.router.endpoints.status import ClusterStatus, Live, PageFiles
+from holdfast.router.endpoints.status import ClusterStatus, Live, LiveQuery, PageFiles, StatusQuery
 from holdfast.router.endpoints.turns import Turns
 
 __all__ = [
+    "LINES",
+    "TEXT",
     "AdminEndpoints",
+    "ApiDocument",
     "ChatFormat",
     "ClusterStatus",
     "CompactionFormat",
     "CompletionFormat",
+    "Endpoint",
     "Format",
     "Live",
+    "LiveQuery",
     "MessagesFormat",
     "MetricsEndpoints",
     "PageFiles",
@@ -30,10 +35,10 @@ __all__ = [
     "ResponsesFormat",
     "SessionEndpoints",
     "SessionHomes",
+    "StatusQuery",
     "StoredPrefills",
     "Turns",
     "UsageEndpoints",
-    "document",
     "loaded_models",
     "page",
     "served",

@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -25,15 +26,17 @@ from holdfast.router.entry import (
     route_of,
 )
 from holdfast.router.protocol.admin import (
+    ChangeBody,
+    DaysQuery,
     KeyBody,
-    RowQuery,
+    RowsQuery,
+    TenantBody,
+    TenantDaysQuery,
+    TenantRowsQuery,
     changed,
-    read_change,
-    read_days,
     read_key,
-    read_rows,
-    read_tenant,
 )
+from holdfast.router.protocol.body import read, read_query
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.tenants import ApiKey, Scope, Tenant, TenantDirectory, expect_floors, hash_key, key_of, make_key
 
@@ -48,17 +51,18 @@ class UsageEndpoints:
         self._books = entry.books
 
     async def sums(self, request: Request) -> Response:
+        """The caller's usage."""
         async with self._entry.entered(request, Scope.USAGE) as tenant:
-            periods = read_days(request.query_params, self._books.quotas.clock())
+            periods = read_query(DaysQuery, request.query_params).periods(self._books.quotas.clock())
             rows = await self._books.sums(tenant.name, periods)
             return json_response(
                 orjson.dumps({"tenant": tenant.name, "limits": asdict(tenant.limits), "periods": rows})
             )
 
     async def records(self, request: Request) -> Response:
+        """One record for each request of the caller."""
         async with self._entry.entered(request, Scope.USAGE) as tenant:
-            rows = read_rows(request.query_params)
-            return await export(rows, self._books, [tenant.name])
+            return await export(read_query(RowsQuery, request.query_params), self._books, [tenant.name])
 
 
 class AdminEndpoints:
@@ -101,7 +105,7 @@ class AdminEndpoints:
     async def add(self, request: Request) -> Response:
         """A new tenant with its first key, which is shown here and never again."""
         who = self._authorize(request)
-        body = await self._read(request, read_tenant)
+        body = await self._entry.read(request, partial(read, TenantBody))
         store = _required(self._tenants)
         _, before = await store.find(body.name)
         if before or self._directory.named(body.name) is not None:
@@ -116,7 +120,7 @@ class AdminEndpoints:
     async def change(self, request: Request) -> Response:
         """Change a tenant. One that is in the configuration is changed there."""
         who = self._authorize(request)
-        body = await self._read(request, read_change)
+        body = await self._entry.read(request, partial(read, ChangeBody))
         name = request.path_params["name"]
         if any(tenant.name == name for tenant in self._directory.configured):
             raise InvalidRequestError(f"Tenant '{name}' is in the configuration: change it there", "name")
@@ -147,7 +151,7 @@ class AdminEndpoints:
     async def add_key(self, request: Request) -> Response:
         """Add a key. With `retire_in_s` the other keys that were made here expire then: a rotation."""
         who = self._authorize(request)
-        body = await self._read(request, read_key)
+        body = await self._entry.read(request, read_key)
         name, store = request.path_params["name"], _required(self._tenants)
         found, before = await store.find(name)
         tenant = found or self._directory.named(name)
@@ -167,6 +171,7 @@ class AdminEndpoints:
         return _with_key(tenant, key, api_key)
 
     async def remove_key(self, request: Request) -> Response:
+        """Delete a key that was made here."""
         who = self._authorize(request)
         name, key_id = request.path_params["name"], request.path_params["key_id"]
         found, before = await self._known(name)
@@ -182,24 +187,25 @@ class AdminEndpoints:
     async def sums(self, request: Request) -> Response:
         """The sums of `tenant`, or of all tenants, removed ones included."""
         self._authorize(request)
-        periods, books = read_days(request.query_params, self._clock()), self._books
-        rows = [
-            {"tenant": name, "periods": await books.sums(name, periods)} for name in await self._tenants_named(request)
-        ]
+        query = read_query(TenantDaysQuery, request.query_params)
+        names, periods = await self._tenants_named(query.tenant), query.periods(self._clock())
+        rows = [{"tenant": name, "periods": await self._books.sums(name, periods)} for name in names]
         return json_response(orjson.dumps({"tenants": rows}))
 
     async def records(self, request: Request) -> Response:
         """The records of `tenant`, or of all tenants, removed ones included, in their order."""
         self._authorize(request)
-        rows = read_rows(request.query_params, several=not request.query_params.get("tenant"))
-        return await export(rows, self._books, await self._tenants_named(request))
+        query = read_query(TenantRowsQuery, request.query_params)
+        if query.tenant is None and query.after is not None and "/" not in query.after:
+            raise InvalidRequestError("'after' must be ID/TENANT of a row when rows are of several tenants", "after")
+        return await export(query, self._books, await self._tenants_named(query.tenant))
 
     async def audit(self, request: Request) -> Response:
         """The audit log as JSON lines, the latest first: up to `limit` acts, and as many refusals."""
         self._authorize(request)
-        rows = read_rows(request.query_params)
+        query = read_query(RowsQuery, request.query_params)
         await self._audit.flush()
-        found = await self._audit.read(rows.begin, rows.end, rows.limit)
+        found = await self._audit.read(query.begin_of(), query.end, query.limit)
         if found is None:
             raise UnavailableError("Redis does not answer; the audit log cannot be read now")
         return Response(as_json_lines({"place": place, **entry} for place, entry in found), media_type=JSON_LINES)
@@ -218,9 +224,6 @@ class AdminEndpoints:
         if not self._hashes:
             raise RefusedError(refusal, "Administration is off: 'router.admin_key_hashes' names no key for it")
         raise RefusedError(refusal, "This needs one of the keys of 'router.admin_key_hashes'")
-
-    async def _read(self, request: Request, parse: Callable[..., T]) -> T:
-        return await self._entry.read(request, parse)
 
     async def _known(self, name: str) -> tuple[Tenant, bytes]:
         found, before = await _required(self._tenants).find(name)
@@ -253,9 +256,8 @@ class AdminEndpoints:
         except ConfigError as error:
             raise InvalidRequestError(error.message, error.field) from error
 
-    async def _tenants_named(self, request: Request) -> Sequence[str]:
+    async def _tenants_named(self, name: str | None) -> Sequence[str]:
         """The tenants that a query names. A removed tenant still has its usage."""
-        name = request.query_params.get("tenant")
         if name:
             return [name]
         return sorted({*(tenant.name for tenant in self._directory.tenants), *await self._books.tenants()})
@@ -264,7 +266,7 @@ class AdminEndpoints:
 JSON_LINES = "application/jsonl"
 
 
-async def export(query: RowQuery, books: UsageBooks, tenants: Iterable[str]) -> Response:
+async def export(query: RowsQuery, books: UsageBooks, tenants: Iterable[str]) -> Response:
     """Records as JSON lines or CSV. Raises UnavailableError."""
     rows: list[dict[str, Any]] = []
     for tenant in tenants:

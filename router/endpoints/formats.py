@@ -4,7 +4,7 @@ A `Format` lives as long as the router and reads requests. An `Exchange` is one 
 `/v1/responses` are in `responses`, those of sessions in `sessions`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,49 +46,25 @@ class Arrival:
     models: Sequence[ModelCard]
 
 
-@dataclass(slots=True)
-class Exchange:
-    """One valid request. Its answer is written once, by `encoder` or by `reply`; then `keep` is called.
+async def _nothing(program: str) -> None:
+    """A reply that is not stored."""
 
-    `program` is the key of the program that the request continues, if the format knows it.
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One valid request, and how its answer is written, once: by `encoder`, which gets a choice's number, or `reply`.
+
+    `program` is the key of the program that the request continues, if the format knows it. `keep` stores what later
+    requests may refer to, of a turn of this program; the client waits for it. `kept` then returns the answer or its
+    last events as they are sent.
     """
 
     turn: Turn
-    program: str
-
-    @property
-    def skipped(self) -> str:
-        """The parts of the request that were left out, for the header `x-holdfast-skipped`."""
-        return ", ".join(self.turn.skipped)
-
-    def encoder(self, choice: int = 0) -> Encoder:
-        """Writes one of the answers as events."""
-        raise NotImplementedError
-
-    def reply(self, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
-        """The whole answer in JSON, with the other choices."""
-        raise NotImplementedError
-
-    async def keep(self, program: str) -> None:
-        """Store what later requests may refer to; the answer was a turn of `program`. The client waits for it."""
-
-    def kept(self, data: bytes) -> bytes:
-        """`data`, the answer or its last events, after `keep` has found out whether the answer is stored."""
-        return data
-
-
-@dataclass(slots=True)
-class PlainExchange(Exchange):
-    """A request whose answer is not stored."""
-
-    make_encoder: Callable[[int], Encoder]
-    make_reply: Callable[[Answer, Sequence[Answer]], bytes]
-
-    def encoder(self, choice: int = 0) -> Encoder:
-        return self.make_encoder(choice)
-
-    def reply(self, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
-        return self.make_reply(answer, others)
+    encoder: Callable[[int], Encoder]
+    reply: Callable[[Answer, Sequence[Answer]], bytes]
+    program: str = ""
+    keep: Callable[[str], Awaitable[None]] = _nothing
+    kept: Callable[[bytes], bytes] = bytes
 
 
 class Format(Protocol):
@@ -102,7 +78,7 @@ class Format(Protocol):
 
 
 class ChatFormat:
-    """`POST /v1/chat/completions`."""
+    """A chat completion."""
 
     name = "chat"
 
@@ -116,16 +92,18 @@ class ChatFormat:
             prefill = await self._prefills.find(arrival.tenant, turn.prefill_id, "prefill_id")
             turn, program = check_length(continued(turn, prefill)), prefill.program
         head = (f"chatcmpl-{arrival.unique}", arrival.created, turn.model.name)
-        return PlainExchange(
+        return Exchange(
             turn,
-            program,
-            lambda choice: ChatEncoder(*head, turn.include_usage, turn.event_names, choice, turn.thoughts),
+            lambda choice: ChatEncoder(
+                *head, turn.include_usage, choice, event_names=turn.event_names, thoughts=turn.thoughts
+            ),
             lambda answer, others: chat_reply(*head, answer, others, turn.thoughts),
+            program,
         )
 
 
 class CompletionFormat:
-    """`POST /v1/completions`."""
+    """A completion of text or token ids."""
 
     name = "completion"
 
@@ -135,16 +113,15 @@ class CompletionFormat:
     async def read(self, request: Request, arrival: Arrival) -> Exchange:
         turn = await self._entry.read(request, read_completion, arrival.models)
         head = (f"cmpl-{arrival.unique}", arrival.created, turn.model.name)
-        return PlainExchange(
+        return Exchange(
             turn,
-            "",
             lambda choice: CompletionEncoder(*head, turn.include_usage, choice),
             lambda answer, others: completion_reply(*head, answer, others),
         )
 
 
 class MessagesFormat:
-    """`POST /v1/messages` and `POST /v1/messages/count_tokens`."""
+    """A message of Anthropic's API."""
 
     name = "messages"
 
@@ -157,14 +134,14 @@ class MessagesFormat:
         card = find_model(body.model, arrival.models)
         turn = check_length(messages_turn(body, chat_prompt(body), card))
         reply_id, most = f"msg_{arrival.unique}", body.max_tokens
-        return PlainExchange(
+        return Exchange(
             turn,
-            "",
             lambda choice: AnthropicEncoder(reply_id, card.name, most),
             lambda answer, others: orjson.dumps(message_object(reply_id, card.name, answer, most)),
         )
 
     async def count(self, request: Request) -> Response:
+        """Count the tokens of a message's prompt."""
         async with self._entry.entered(request) as tenant:
             models = await loaded_models(self._backend)
             body = await self._entry.read(request, read_count)

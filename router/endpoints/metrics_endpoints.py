@@ -40,6 +40,7 @@ class MetricsEndpoints:
         self._peers = peers
 
     async def all(self, request: Request) -> Response:
+        """The metrics of all processes in Prometheus' text format."""
         self._tenants.authorize_metrics(caller(request))
         routers, replicas = await self._found(None)
         merged = Merged()

@@ -6,7 +6,6 @@ Bodies come from the pydantic models that validate requests, answers and events 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from html import escape
 from importlib import metadata
 from typing import Any, TypeAlias
@@ -18,17 +17,13 @@ from pydantic_core.core_schema import TaggedUnionSchema
 
 from holdfast.replicas.requests import ModelCard
 from holdfast.router.endpoints.headers import answer_headers, header_components, header_parameters, request_headers
+from holdfast.router.entry import Handler
 from holdfast.router.protocol import shapes
-from holdfast.router.protocol.admin import MOST_ROWS, ChangeBody, KeyBody, TenantBody
-from holdfast.router.protocol.anthropic import CountBody, MessagesBody
-from holdfast.router.protocol.body import IGNORED, NEUTRAL, Body
-from holdfast.router.protocol.chat import ChatBody
-from holdfast.router.protocol.completions import CompletionBody, DetokenizeBody, TokenizeBody
+from holdfast.router.protocol.anthropic import CountBody
+from holdfast.router.protocol.body import IGNORED, NEUTRAL, Body, Query
 from holdfast.router.protocol.errors import TABLE
-from holdfast.router.protocol.prefills import ExtendBody, PrefillBody
-from holdfast.router.protocol.programs import HeartbeatBody
+from holdfast.router.protocol.prefills import PrefillBody
 from holdfast.router.protocol.responses import ResponsesBody
-from holdfast.router.protocol.sessions import AppendBody, ForkBody, OpenBody, QueryBody, QuestionBody
 
 EVENTS = "text/event-stream"
 JSON = "application/json"
@@ -38,143 +33,58 @@ CSV = "text/csv"  # the other form of `LINES`
 REF = "#/components/schemas/{model}"
 REFERENCE = re.compile(r"#/components/(\w+)/([\w-]+)")
 ServedModel: TypeAlias = tuple[str, int]  # a model's name, and the size of its vocabulary
-Query: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 EVERY = (401, 403, 429, 500, 503)  # errors that every operation may answer with
 BODY = (400, 404, 408, 413)  # errors of an operation with a body
-GENERATION = (*BODY, 409, 410, 422, 504)
-LOST = (404, 410)
+GENERATION = (409, 410, 422, 504)
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
-    """One path and method. `events`: the events of a streamed answer. `errors`: the statuses besides `EVERY`."""
+class Endpoint:
+    """One path and method: its handler, and what the document says of it (nothing without an `answer`).
 
-    summary: str
-    answer: Any
+    `events`: the events of a streamed answer. `errors`: the statuses besides those that follow from the other fields.
+    The summary is the first sentence of `about`, by default the handler's docstring.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    answer: Any = None
     body: type[Body] | None = None
-    errors: Sequence[int] = ()
-    query: Query | None = None
+    query: type[Query] | None = None
     events: Any = None
+    errors: Sequence[int] = ()
     generates: bool = False
     optional_body: bool = False
     media: str = JSON
+    about: str = ""
 
+    @property
+    def summary(self) -> str:
+        return (self.about or self.handler.__doc__ or "").partition(".")[0].strip()
 
-def _generation(summary: str, body: type[Body], answer: Any, events: Any = None) -> Operation:
-    return Operation(summary, answer, body, GENERATION, events=events, generates=True)
+    @property
+    def shown_path(self) -> str:
+        return self.path.replace(":path", "")
 
+    @property
+    def statuses(self) -> set[int]:
+        """The statuses of its errors."""
+        bad = (400,) if self.query is not None or "{" in self.path else ()
+        missing = (404,) if "{" in self.path else ()
+        body = BODY if self.body is not None else ()
+        return {*EVERY, *bad, *missing, *body, *(GENERATION if self.generates else ()), *self.errors}
 
-def _number(least: int, most: int) -> Mapping[str, Any]:
-    return {"type": "integer", "minimum": least, "maximum": most}
-
-
-TENANT: Query = {"tenant": {"type": "string"}}
-DAYS: Query = {"days": _number(1, 400)}
-RECORDS: Query = {
-    "from": {"type": "string", "format": "date"},
-    "to": {"type": "string", "format": "date"},
-    "after": {"type": "string", "pattern": "^[0-9]{1,13}-[0-9]{1,6}$"},
-    "limit": _number(1, MOST_ROWS),
-    "format": {"enum": ["jsonl", "csv"]},
-}
-ITEMS: Query = {"order": {"enum": ["asc", "desc"]}, "limit": _number(1, 100), "after": {"type": "string"}}
-SESSION = "/v1/sessions/{session_id}"
-RESPONSE = "/v1/responses/{response_id}"
-ADMIN = "/v1/admin/tenants/{name}"
-
-OPERATIONS: Mapping[tuple[str, str], Operation] = {
-    ("POST", "/v1/chat/completions"): _generation(
-        "A chat completion", ChatBody, shapes.ChatCompletion, shapes.ChatEvent
-    ),
-    ("POST", "/v1/completions"): _generation(
-        "A completion of text or token ids", CompletionBody, shapes.Completion, shapes.CompletionEvent
-    ),
-    ("POST", "/v1/messages"): _generation("A message", MessagesBody, shapes.MessageReply, shapes.MessageEvent),
-    ("POST", "/v1/messages/count_tokens"): Operation(
-        "Count the tokens of a message's prompt", shapes.InputTokens, CountBody, BODY
-    ),
-    ("POST", "/v1/responses"): _generation("A response", ResponsesBody, shapes.ResponseReply, shapes.ResponseEvent),
-    ("POST", "/v1/responses/compact"): _generation("Compact a conversation", ResponsesBody, shapes.CompactionReply),
-    ("POST", "/v1/responses/input_tokens"): Operation(
-        "Count the tokens of a response's prompt", shapes.CountedInput, ResponsesBody, BODY
-    ),
-    ("GET", RESPONSE): Operation(
-        "A stored response", shapes.ResponseReply, None, (400, 404), {"stream": {"enum": ["false", "0"]}}
-    ),
-    ("DELETE", RESPONSE): Operation("Delete a stored response", shapes.Deleted, None, (404,)),
-    ("POST", f"{RESPONSE}/cancel"): Operation("Always refused", shapes.ResponseReply, None, (400, 404)),
-    ("GET", f"{RESPONSE}/input_items"): Operation(
-        "The items of a response's own request", shapes.ItemPage, None, (400, 404), ITEMS
-    ),
-    ("POST", "/v1/prefills"): Operation(
-        "Compute the beginning of a prompt", shapes.PrefillReply, PrefillBody, (*BODY, 409, 410, 504)
-    ),
-    ("GET", "/v1/prefills/{prefill_id}"): Operation("A prefill", shapes.PrefillReply, None, (404,)),
-    ("DELETE", "/v1/prefills/{prefill_id}"): Operation("Release a prefill", shapes.Deleted, None, (404,)),
-    ("POST", "/v1/prefills/{prefill_id}/extend"): Operation(
-        "Compute more messages of a prefill", shapes.PrefillReply, ExtendBody, (*BODY, 409, 410, 504)
-    ),
-    ("POST", "/v1/sessions"): _generation("Open a session", OpenBody, shapes.SessionOpened),
-    ("GET", "/v1/sessions"): Operation(
-        "The caller's sessions", shapes.SessionList, None, (400,), {"limit": _number(1, 1000)}
-    ),
-    ("GET", SESSION): Operation("A session", shapes.SessionReply, None, LOST),
-    ("DELETE", SESSION): Operation("Close a session", shapes.Deleted, None, LOST),
-    ("POST", f"{SESSION}/append"): _generation("Append to a session", AppendBody, shapes.SessionAppended),
-    ("POST", f"{SESSION}/query"): _generation("Query a session", QueryBody, shapes.Completion, shapes.CompletionEvent),
-    ("POST", f"{SESSION}/fork"): Operation(
-        "A second session with the same history", shapes.SessionReply, ForkBody, (*BODY, 409, 410), optional_body=True
-    ),
-    ("POST", f"{SESSION}/questions"): Operation(
-        "Ask a question that is answered ahead", shapes.QuestionReply, QuestionBody, (*BODY, 409, 410)
-    ),
-    ("GET", f"{SESSION}/questions"): Operation("The standing questions", shapes.QuestionList, None, LOST),
-    ("GET", f"{SESSION}/questions/{{question_id}}"): Operation(
-        "The latest answer to a question", shapes.QuestionReply, None, LOST
-    ),
-    ("DELETE", f"{SESSION}/questions/{{question_id}}"): Operation("Withdraw a question", shapes.Deleted, None, LOST),
-    ("POST", "/v1/programs/{program_id}/heartbeat"): Operation(
-        "The program's client is alive", shapes.HeartbeatReply, HeartbeatBody, BODY
-    ),
-    ("DELETE", "/v1/programs/{program_id}"): Operation("End a program", shapes.Deleted, None, (400, 404)),
-    ("GET", "/v1/tools/latency"): Operation("How long the caller's tools take", shapes.LatencyList),
-    ("GET", "/v1/usage"): Operation("The caller's usage", shapes.UsageSums, None, (400,), DAYS),
-    ("GET", "/v1/usage/records"): Operation(
-        "One record for each request of the caller", str, None, (400,), RECORDS, media=LINES
-    ),
-    ("GET", "/v1/admin/tenants"): Operation("Tenants and their keys", shapes.TenantList),
-    ("POST", "/v1/admin/tenants"): Operation(
-        "Make a tenant with its first key", shapes.KeyMade, TenantBody, (*BODY, 409)
-    ),
-    ("PATCH", ADMIN): Operation("Change a tenant", shapes.TenantRow, ChangeBody, (*BODY, 409)),
-    ("DELETE", ADMIN): Operation("Delete a tenant", shapes.Deleted, None, (400, 404, 409)),
-    ("DELETE", f"{ADMIN}/cache"): Operation("Delete a tenant's cached answers", shapes.Deleted, None, (400, 404)),
-    ("POST", f"{ADMIN}/keys"): Operation(
-        "Make another key for a tenant", shapes.KeyMade, KeyBody, (*BODY, 409), optional_body=True
-    ),
-    ("DELETE", f"{ADMIN}/keys/{{key_id}}"): Operation("Delete a key", shapes.Deleted, None, (400, 404, 409)),
-    ("GET", "/v1/admin/usage"): Operation("The usage of tenants", shapes.UsageOfAll, None, (400,), {**DAYS, **TENANT}),
-    ("GET", "/v1/admin/usage/records"): Operation(
-        "One record for each request", str, None, (400,), {**RECORDS, **TENANT}, media=LINES
-    ),
-    ("GET", "/v1/admin/audit"): Operation("The audit log", str, None, (400,), RECORDS, media=LINES),
-    ("GET", "/v1/cluster/status"): Operation(
-        "The cluster at this moment", shapes.StatusReply, None, (400,), {"programs": _number(0, 1000)}
-    ),
-    ("GET", "/v1/live"): Operation(
-        "What the caller's programs do now", shapes.LiveReply, None, (400,), {"since": {"type": "string"}}
-    ),
-    ("POST", "/tokenize"): Operation("A prompt as token ids", shapes.TokenizeReply, TokenizeBody, BODY),
-    ("POST", "/detokenize"): Operation("Token ids as text", shapes.DetokenizeReply, DetokenizeBody, BODY),
-    ("GET", "/v1/models"): Operation("The served models", shapes.AnyModelList),
-    ("GET", "/v1/models/{name}"): Operation("One model", shapes.AnyModel, None, (404,)),
-    ("GET", "/version"): Operation("Holdfast's version", shapes.VersionReply),
-    ("GET", "/health"): Operation("Whether a replica can take requests", shapes.HealthReply),
-    ("GET", "/metrics"): Operation("Prometheus text of all processes", str, media=TEXT),
-    ("GET", "/metrics/targets"): Operation("The addresses of each process's own metrics", shapes.TargetList),
-    ("GET", "/metrics/processes/{process}"): Operation("One process's metrics", str, None, (404,), media=TEXT),
-}
+    @property
+    def parameters(self) -> list[dict[str, Any]]:
+        """The parameters of its path and of its query."""
+        names = [part[1:-1] for part in self.shown_path.split("/") if part.startswith("{")]
+        parameters = [{"name": each, "in": "path", "required": True, "schema": {"type": "string"}} for each in names]
+        fields = self.query.model_json_schema()["properties"] if self.query is not None else {}
+        for name, schema in fields.items():
+            parameters.append({"name": name, "in": "query", "schema": next(iter(schema.get("anyOf", ())), schema)})
+        return parameters
 
 
 def served(cards: Sequence[ModelCard]) -> tuple[ServedModel, ...]:
@@ -190,16 +100,28 @@ class _Schemas(GenerateJsonSchema):
         return {"anyOf" if name == "oneOf" else name: value for name, value in made.items()}
 
 
-@lru_cache(maxsize=4)
-def document(models: tuple[ServedModel, ...] = ()) -> bytes:
-    """The OpenAPI 3.1 document in JSON, with the names and limits of `models` in it."""
-    kinds = {each: None for op in OPERATIONS.values() for each in (op.answer, op.body, op.events) if each is not None}
+class ApiDocument:
+    """The document of the endpoints with an answer. `endpoints` are set once, before the first request."""
+
+    def __init__(self) -> None:
+        self.endpoints: Sequence[Endpoint] = ()
+        self._known: dict[tuple[ServedModel, ...], bytes] = {}
+
+    def json(self, models: tuple[ServedModel, ...] = ()) -> bytes:
+        """The OpenAPI 3.1 document, with the names and limits of `models` in it."""
+        if models not in self._known:
+            self._known = {models: _document([each for each in self.endpoints if each.answer is not None], models)}
+        return self._known[models]
+
+
+def _document(endpoints: Sequence[Endpoint], models: tuple[ServedModel, ...]) -> bytes:
+    kinds = {each: None for op in endpoints for each in (op.answer, op.body, op.events) if each is not None}
     kinds |= dict.fromkeys((shapes.Error, shapes.AnthropicError))
     adapters = [(kind, "validation", TypeAdapter(kind)) for kind in kinds]
     by_kind, components = TypeAdapter.json_schemas(adapters, ref_template=REF, schema_generator=_Schemas)  # type: ignore[arg-type]
     references = {kind: schema for (kind, _), schema in by_kind.items()}
     schemas = components["$defs"]
-    for body in {op.body for op in OPERATIONS.values() if op.body is not None}:
+    for body in {op.body for op in endpoints if op.body is not None}:
         _add_common_fields(schemas[body.__name__])
     if models:
         schemas["ModelName"]["enum"] = [name for name, _ in models]
@@ -207,8 +129,8 @@ def document(models: tuple[ServedModel, ...] = ()) -> bytes:
         schemas["TokenId"]["maximum"] = most
         schemas["LogitBias"]["propertyNames"] = {"pattern": f"^[0-9]{{1,{len(str(most))}}}$"}
     paths: dict[str, dict[str, Any]] = {}
-    for (method, path), operation in OPERATIONS.items():
-        paths.setdefault(path, {})[method.lower()] = _operation(method, path, operation, references)
+    for each in endpoints:
+        paths.setdefault(each.shown_path, {})[each.method.lower()] = _operation(each, references)
     statuses = sorted({row.status for row in TABLE.values()})
     return orjson.dumps(
         {
@@ -252,7 +174,8 @@ def _add_common_fields(schema: dict[str, Any]) -> None:
             properties[name] = {"anyOf": [each, null]}
 
 
-def _operation(method: str, path: str, operation: Operation, references: Mapping[Any, Any]) -> dict[str, Any]:
+def _operation(operation: Endpoint, references: Mapping[Any, Any]) -> dict[str, Any]:
+    path = operation.shown_path
     content: dict[str, Any] = {operation.media: {"schema": references[operation.answer]}}
     anthropic = path.startswith("/v1/messages")
     if operation.events is not None:
@@ -263,21 +186,18 @@ def _operation(method: str, path: str, operation: Operation, references: Mapping
     reads = operation.generates or operation.body in (CountBody, ResponsesBody)
     errors = {
         str(status): {"$ref": f"#/components/responses/{_error_name(status, anthropic)}"}
-        for status in sorted({*EVERY, *operation.errors})
+        for status in sorted(operation.statuses)
     }
-    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-    parameters = [{"name": each, "in": "path", "required": True, "schema": {"type": "string"}} for each in names]
-    parameters += [{"name": each, "in": "query", "schema": schema} for each, schema in (operation.query or {}).items()]
-    parameters += request_headers(
+    headers = request_headers(
         turn=turn,
         program=turn or operation.body is PrefillBody,
         anthropic=anthropic or path.startswith("/v1/models"),
-    ).values()
+    )
     words = [part.strip("{}") for part in path.split("/") if part not in ("", "v1")]
     described: dict[str, Any] = {
-        "operationId": "_".join((method.lower(), *words)).replace(".", "_"),
+        "operationId": "_".join((operation.method.lower(), *words)).replace(".", "_"),
         "summary": operation.summary,
-        "parameters": parameters,
+        "parameters": [*operation.parameters, *headers.values()],
         "responses": {
             "200": {
                 "description": operation.summary,

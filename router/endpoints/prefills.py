@@ -27,6 +27,7 @@ from holdfast.router.entry import Call, Cost, Entry, Outcome, estimate, json_res
 from holdfast.router.protocol.body import deleted_reply
 from holdfast.router.protocol.errors import Refusal, RefusedError, ReplyError
 from holdfast.router.protocol.prefills import Prefill, check_extension, prefill_reply, read_extension, read_prefill
+from holdfast.router.protocol.turn import ClaimedIds
 from holdfast.router.records import (
     ProgramTable,
     PutResult,
@@ -100,36 +101,37 @@ class PrefillEndpoints:
         self._extending: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by handle
 
     async def create(self, request: Request) -> Response:
-        """Compute what the next prompt of a program is sure to begin with; it is kept under a handle.
+        """Compute the beginning of a program's next prompt, and keep it under a handle.
 
-        It belongs to the program that is named, or whose conversation it goes on with; else to a new one.
+        The program is the one that is named, or the one whose conversation this continues; else a new one.
         """
         async with self._admitted(request) as call:
             tenant = call.tenant
             models = await self._backend.models()
             if not models:
                 raise UnavailableError("No model is loaded yet")
-            body = await self._entry.read(request, read_prefill, models)
-            name, unique = body.model.name, secrets.token_hex(12)
-            program = program_named(tenant.name, body.ids, request.headers, self._config.program_headers)
+            body, prompt = await self._entry.read(request, read_prefill, models)
+            salt, unique = body.cache_salt or "", secrets.token_hex(12)
+            ids = ClaimedIds(body.program_id)
+            program = program_named(tenant.name, ids, request.headers, self._config.program_headers)
             if program is None:
-                sent = conversation(salted(name, body.cache_salt), body.prompt)
+                sent = conversation(salted(body.model, salt), prompt)
                 program = await self._programs.look_conversation(tenant.name, sent)
             prefill = Prefill(
                 id=f"prefill_{unique}",
-                model=name,
-                messages=[dict(message) for message in body.prompt.messages],
-                tools=[dict(tool) for tool in body.prompt.tools],
-                template_kwargs=dict(body.prompt.template_kwargs),
+                model=body.model,
+                messages=[dict(message) for message in prompt.messages],
+                tools=[dict(tool) for tool in prompt.tools],
+                template_kwargs=dict(prompt.template_kwargs),
                 program=program or unnamed_program(tenant.name, unique),
                 keep_s=self._keep_s(body.keep_s),
                 created=int(time.time()),
-                cache_salt=body.cache_salt,
+                cache_salt=salt,
             )
             return await self._compute(call, prefill)
 
     async def extend(self, request: Request) -> Response:
-        """More has become known: compute that as well, under the same handle."""
+        """Compute more messages of a prefill."""
         async with self._admitted(request) as call:
             tenant = call.tenant
             known = await self._find(request, tenant)
@@ -149,12 +151,13 @@ class PrefillEndpoints:
                 return await self._compute(call, await longer(), longer)
 
     async def show(self, request: Request) -> Response:
+        """A prefill."""
         async with self._entry.entered(request) as tenant:
             prefill = await self._find(request, tenant)
             return json_response(prefill_reply(prefill, shown_program(prefill.program)))
 
     async def delete(self, request: Request) -> Response:
-        """Nobody comes back for it: a tool has failed, say."""
+        """Release a prefill, for example because a tool failed."""
         async with self._entry.entered(request) as tenant:
             prefill = await self._find(request, tenant)
             await self._stored.delete(tenant.name, prefill.id)

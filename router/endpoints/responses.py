@@ -1,6 +1,6 @@
 """`/v1/responses`: its formats for `turns`, and the endpoints of stored responses."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,16 +12,18 @@ from starlette.responses import Response
 from holdfast.replicas.errors import ContextLengthError, InvalidRequestError
 from holdfast.replicas.requests import Answer, ChatPrompt, ModelCard
 from holdfast.router.backend import Backend
-from holdfast.router.endpoints.formats import Arrival, Exchange, PlainExchange, count_tokens, loaded_models
+from holdfast.router.endpoints.formats import Arrival, Exchange, count_tokens, loaded_models
 from holdfast.router.entry import Entry, answer_headers, json_response
-from holdfast.router.protocol.body import deleted_reply
+from holdfast.router.protocol.body import deleted_reply, read_query
 from holdfast.router.protocol.declared_tools import DeclaredTools
 from holdfast.router.protocol.replies import Encoder
 from holdfast.router.protocol.responses import (
     ENCRYPTED,
     CompactionEncoder,
+    ItemsQuery,
     ResponseEncoder,
     ResponsesBody,
+    StoredQuery,
     TranslatedItems,
     chat_messages,
     compacted,
@@ -35,9 +37,6 @@ from holdfast.router.protocol.responses import (
 )
 from holdfast.router.protocol.turn import Turn, check_length, find_model, with_defaults
 from holdfast.router.records import StoredResponse, StoredResponses, StoredTurn, pieces_of
-
-PAGE = 20  # input items on a page by default
-MOST = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +53,10 @@ class ChainedRequest:
         return self.before[-1].program if self.before else ""
 
 
-class ResponseExchange(Exchange):
-    """One response, stored as it was written. If there is no room for it, its last event says `store: false`."""
+class StoredReply:
+    """Writes one response and stores it as it was written. If there is no room, its last event says `store: false`."""
 
-    def __init__(self, chained: ChainedRequest, arrival: Arrival, turn: Turn, stored: StoredResponses) -> None:
-        super().__init__(turn, chained.program)
+    def __init__(self, chained: ChainedRequest, arrival: Arrival, stored: StoredResponses) -> None:
         self._chained = chained
         self._arrival = arrival
         self._stored = stored
@@ -76,7 +74,7 @@ class ResponseExchange(Exchange):
             self._written = ResponseEncoder(shell, unique, conceal_thoughts, self._chained.translated.tools)
         return self._written
 
-    def reply(self, answer: Answer, others: Sequence[Answer] = ()) -> bytes:
+    def reply(self, answer: Answer, others: Sequence[Answer]) -> bytes:
         return self.encoder().whole(pieces_of(answer))
 
     async def keep(self, program: str) -> None:
@@ -92,7 +90,7 @@ class ResponseExchange(Exchange):
 
 
 class ResponsesFormat:
-    """`POST /v1/responses`."""
+    """A response."""
 
     name = "responses"
 
@@ -107,7 +105,8 @@ class ResponsesFormat:
         turn = translate(chained.body, chained.translated, card)
         if chained.body.truncation == "auto" and isinstance(turn.prompt, ChatPrompt):
             turn = await self._truncated(turn, turn.prompt, arrival.tenant)
-        return ResponseExchange(chained, arrival, check_length(turn), self._stored)
+        reply = StoredReply(chained, arrival, self._stored)
+        return Exchange(check_length(turn), reply.encoder, reply.reply, chained.program, reply.keep, reply.kept)
 
     async def _truncated(self, turn: Turn, prompt: ChatPrompt, tenant: str) -> Turn:
         """`turn` without as many of the oldest exchanges as it takes to fit and to leave room for a reply.
@@ -141,7 +140,7 @@ class ResponsesFormat:
 
 
 class CompactionFormat:
-    """`POST /v1/responses/compact`: the users' messages, and the model's summary, encrypted."""
+    """Compact a conversation: the users' messages, and the model's summary, encrypted."""
 
     name = "compact"
 
@@ -168,7 +167,7 @@ class CompactionFormat:
                 }
             )
 
-        return PlainExchange(turn, chained.program, _no_encoder, reply)
+        return Exchange(turn, _no_encoder, reply, chained.program)
 
 
 def _no_encoder(choice: int) -> Encoder:
@@ -184,13 +183,14 @@ class ResponseEndpoints:
         self._stored = stored
 
     async def show(self, request: Request) -> Response:
+        """A stored response."""
         async with self._entry.entered(request) as tenant:
-            if request.query_params.get("stream", "false").lower() not in ("false", "0"):
-                raise InvalidRequestError("'stream': a stored response cannot be streamed", "stream")
+            read_query(StoredQuery, request.query_params)  # it cannot be streamed
             stored = await self._stored.find(tenant.name, request.path_params["response_id"])
             return json_response(orjson.dumps(stored.response))
 
     async def delete(self, request: Request) -> Response:
+        """Delete a stored response."""
         async with self._entry.entered(request) as tenant:
             response_id = request.path_params["response_id"]
             await self._stored.delete(tenant.name, response_id)
@@ -205,11 +205,12 @@ class ResponseEndpoints:
     async def input_items(self, request: Request) -> Response:
         """A page of the items of the response's own request, the latest first unless `order` is `asc`."""
         async with self._entry.entered(request) as tenant:
+            query = read_query(ItemsQuery, request.query_params)
             stored = await self._stored.find(tenant.name, request.path_params["response_id"])
-            return json_response(orjson.dumps(_page(stored.turn.input, request.query_params)))
+            return json_response(orjson.dumps(_page(stored.turn.input, query)))
 
     async def count(self, request: Request) -> Response:
-        """`POST /v1/responses/input_tokens`."""
+        """Count the tokens of a response's prompt."""
         async with self._entry.entered(request) as tenant:
             models = await loaded_models(self._backend)
             body = await self._entry.read(request, read_responses, models[0].name)
@@ -252,19 +253,14 @@ def _items(turns: Sequence[StoredTurn]) -> list[dict[str, Any]]:
     return items
 
 
-def _page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    order, limit, after = query.get("order", "desc"), query.get("limit", str(PAGE)), query.get("after")
-    if order not in ("asc", "desc"):
-        raise InvalidRequestError("'order' must be 'asc' or 'desc'", "order")
-    if not (limit.isascii() and limit.isdigit() and len(limit) <= len(str(MOST)) and 1 <= int(limit) <= MOST):
-        raise InvalidRequestError(f"'limit' must be a number from 1 to {MOST}", "limit")
-    listed = list(items) if order == "asc" else list(reversed(items))
-    if after is not None:
-        places = [index for index, item in enumerate(listed) if item["id"] == after]
+def _page(items: Sequence[dict[str, Any]], query: ItemsQuery) -> dict[str, Any]:
+    listed = list(items) if query.order == "asc" else list(reversed(items))
+    if query.after is not None:
+        places = [index for index, item in enumerate(listed) if item["id"] == query.after]
         if not places:
-            raise InvalidRequestError(f"'after': there is no item {after!r}", "after")
+            raise InvalidRequestError(f"'after': there is no item {query.after!r}", "after")
         listed = listed[places[0] + 1 :]
-    data = listed[: int(limit)]
+    data = listed[: query.limit]
     return {
         "object": "list",
         "data": data,

@@ -1,15 +1,15 @@
-"""Where sessions live: operations are done there, and a session moves when its replica is gone.
+"""Where sessions live: operations run there, and a session moves when its replica is gone.
 
     operation --> find its home --> replica --> commit what it added to the stored history --> answer
                        ^               |                      |
                        |              lost                    another router has moved it
                        '---- move <----'                      '--> again, at its home now
 
-While a replica lives it decides in which order operations are done. The record in Redis names that replica and has the
-history. Nothing is answered before the record has it, so whoever moves the session finds all that was answered. A move
-opens the session at another replica with its history, and puts the new home in the place of the record that it read.
-Where the record has changed meanwhile the move does not count, and neither does an operation that ends at a home that
-was left. So an operation is done once, by its name, whatever is lost. While Redis is away operations are refused.
+While a replica lives, it orders the operations. The record in Redis names that replica and holds the history. An
+operation is answered once the record has it, so whoever moves the session finds everything that was answered. A move
+opens the session at another replica with its history and replaces the record that it read. If the record has changed,
+the move does not count, and neither does an operation that ends at the old home. So an operation is done once, by its
+name, whatever is lost. While Redis is away, operations are refused.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from math import inf
 
 import numpy as np
 
 from holdfast.replicas.errors import (
-    ErrorInfo,
     ErrorKind,
     HoldfastError,
     OverloadedError,
@@ -85,9 +85,16 @@ class MoveReason(StrEnum):
     FORGOTTEN = "forgotten"  # it does not have the session
 
 
+MOVES = {  # the errors after which an operation may be done elsewhere
+    ErrorKind.SESSION_LOST: MoveReason.GONE,
+    ErrorKind.UNAVAILABLE: MoveReason.SILENT,
+    ErrorKind.NO_SESSION: MoveReason.FORGOTTEN,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A session's home, with its record; None: the program table says so, and no history is kept."""
+    """A session's home. Without a `record` only the program table names it, and no history is kept."""
 
     tenant: str
     session_id: str
@@ -162,50 +169,42 @@ class SessionHomes:
     async def generate(self, command: GenerateRequest, place: RoutingHint) -> Routed:
         """The whole reply to an operation. One that opens its session goes to the `place`, the others to its home.
 
-        Raises as `Backend.generate`, UnknownSessionError, and SessionLostError where its history was not kept.
+        Raises as `Backend.generate`, UnknownSessionError, and SessionLostError if its history was not kept.
         """
         session = _turn(command)
         if session.opens:
             return await self._open(command, session, place)
-        began = time.monotonic()
-        for attempt in range(ATTEMPTS):
-            located = await self.find(command.scope, session.session_id)
+        async for located, sent in self._attempts(command):
             error: HoldfastError
             try:
-                routed = await self._backend.generate(_sent(command, located, attempt, began), _at(located))
+                routed = await self._backend.generate(sent, _at(located))
                 if isinstance(routed.reply, Answer):
                     if await self._committed(located, routed.reply.history, session):
                         return routed
                     continue
-                failed = _lost(routed.reply.error)
-                if failed is None or (failed is MoveReason.SILENT and not located.kept):
+                if routed.reply.error.kind not in MOVES:
                     return routed
-                reason, error = failed, error_of(routed.reply.error)
+                error = error_of(routed.reply.error)
             except (SessionLostError, UnavailableError) as lost:
-                if self._histories.degraded:
-                    raise
-                reason, error = _reason(lost), lost
-            await self._move(located, reason, error, command)
+                error = lost
+            await self._move(located, error, command)
         raise _again()
 
     async def stream(self, command: GenerateRequest, place: RoutingHint) -> AsyncGenerator[Batch, None]:
-        """The reply to a question as it is made. If its replica is lost, another goes on behind what the client has,
-        where the history there is the one that it was begun with. Ends and raises as `Backend.stream` and `generate`.
+        """The reply to a question as it is made. If its replica is lost, another one continues after what the client
+        has, if the history there is the one that the reply began with. Ends and raises as `Backend.stream`.
         """
         session, partial, replica_id = _turn(command), PartialReply(command.drawn), ""
-        began, sent_any = time.monotonic(), False
-        for attempt in range(ATTEMPTS):
-            located = await self.find(command.scope, session.session_id)
-            sent = _sent(command, located, attempt, began)
+        sent_any = False
+        async for located, sent in self._attempts(command):
             if sent_any:
                 sent = replace(sent, drawn=partial.whole, session=replace(_turn(sent), at=partial.at))
-            reason: MoveReason | None = None
-            error: HoldfastError = _again()
+            error: HoldfastError | None = None
             try:
                 async with aclosing(self._backend.stream(sent, _at(located))) as batches:
                     async for batch in batches:
                         last = batch.pieces[-1]
-                        if isinstance(last, Errored) and located.kept and (reason := _lost(last.error)) is not None:
+                        if isinstance(last, Errored) and last.error.kind in MOVES:
                             error = error_of(last.error)
                             break
                         replica_id = batch.replica_id or replica_id
@@ -217,16 +216,27 @@ class SessionHomes:
                         if isinstance(last, Completed | Errored):
                             return
             except (SessionLostError, UnavailableError) as lost:
-                if self._histories.degraded:
-                    raise
-                reason, error = _reason(lost), lost
-            if reason is not None:
-                await self._move(located, reason, error, command)
-            if sent_any and (reason is None or partial.at is None):
+                error = lost
+            if error is not None:
+                await self._move(located, error, command)
+            if sent_any and (error is None or partial.at is None):
                 changed = SessionChangedError("the session moved, and this is no part of it; ask again", "session_id")
                 yield Batch(replica_id, (Errored(changed.info),))
                 return
         raise _again()
+
+    async def _attempts(self, command: GenerateRequest) -> AsyncGenerator[tuple[Located, GenerateRequest], None]:
+        """The session's home now, and the operation for it. Each attempt has its own id: an earlier one may run on."""
+        began, session = time.monotonic(), _turn(command)
+        if session.keep:
+            session = replace(session, name=session.name or f"op/{command.request_id}")
+        for attempt in range(ATTEMPTS):
+            located = await self.find(command.scope, session.session_id)
+            sent = replace(command, session=replace(session, life=located.home.life))
+            if attempt:
+                within_s = command.within_s - (time.monotonic() - began)
+                sent = replace(sent, request_id=f"{command.request_id}/{attempt}", within_s=within_s)
+            yield located, sent
 
     async def ask(self, tenant: Tenant, call: SessionCall) -> SessionState:
         """What the session says at its home. Raises as `Backend.session`, and as `generate`."""
@@ -239,9 +249,7 @@ class SessionHomes:
                 if not asks or await self._keep_question(located, call, state.expires_s):
                     return state
             except (SessionLostError, UnavailableError, UnknownSessionError) as error:
-                if self._histories.degraded:
-                    raise
-                await self._move(located, _reason(error), error, _opening(tenant, located))
+                await self._move(located, error, _opening(tenant, located))
         raise _again()
 
     async def forked(self, tenant: str, child: SessionState) -> None:
@@ -290,7 +298,7 @@ class SessionHomes:
             return True
         tenant, session_id, record = located.tenant, located.session_id, located.record
         home = Home(history.life, located.home.replica_id)
-        for attempt in range(CHANGES):
+        async for _ in _tries():
             if record is None:
                 history, questions = await self._history_from(located, history, 0)
                 result = await self._histories.put(tenant, session_id, home, history, questions, None)
@@ -310,7 +318,6 @@ class SessionHomes:
             record = await self._histories.look(tenant, session_id)
             if record is None and await self._programs.look(located.program) is None:
                 raise UnknownSessionError(f"session {session_id!r} was closed meanwhile", "session_id")
-            await _pause(attempt)
         raise _contended()
 
     async def _history_from(
@@ -331,7 +338,7 @@ class SessionHomes:
         """Store the questions that stand now. False: the session has another home, which does not know them."""
         assert isinstance(call, AddQuestion | RemoveQuestion)
         tenant, session_id = located.tenant, located.session_id
-        for attempt in range(CHANGES):
+        async for _ in _tries():
             saved = await self._histories.read(tenant, session_id) if located.kept else None
             if saved is None or not saved.record.kept:
                 return True
@@ -343,7 +350,6 @@ class SessionHomes:
                 questions = (*questions, call.question)
             if await self._replace(located, located.home, saved, questions, expires_s) is PutResult.STORED:
                 return True
-            await _pause(attempt)
         raise _contended()
 
     async def _replace(
@@ -359,12 +365,15 @@ class SessionHomes:
 
     # ---- moves ----
 
-    async def _move(self, located: Located, reason: MoveReason, error: HoldfastError, command: GenerateRequest) -> None:
-        """The session has another home afterwards. A move goes on when a request that waits for it leaves.
+    async def _move(self, located: Located, error: HoldfastError, command: GenerateRequest) -> None:
+        """Give the session another home, because of `error`. The move goes on if a waiting request leaves.
 
-        Raises SessionLostError where its history was not kept, UnknownSessionError where it was closed, and the error
-        of the replica that should take it.
+        Raises SessionLostError if its history was not kept, UnknownSessionError if it was closed, and the error of the
+        replica that should take it.
         """
+        if self._histories.degraded:
+            raise error
+        reason = MOVES[error.kind]
         if not located.kept:
             await self._give_up(located, reason, error)
             return
@@ -372,13 +381,8 @@ class SessionHomes:
         if task is None:
             task = asyncio.get_running_loop().create_task(self._moved(located, reason, command))
             self._moves[located.program] = task
-            task.add_done_callback(lambda done: self._move_ended(located.program, done))
+            task.add_done_callback(partial(_move_ended, self._moves, located.program))
         await asyncio.shield(task)
-
-    def _move_ended(self, program: str, task: asyncio.Task[None]) -> None:
-        del self._moves[program]
-        if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            log.warning("a session of program %s could not be moved: %s", program, error)
 
     async def _give_up(self, located: Located, reason: MoveReason, error: HoldfastError) -> None:
         """No history is kept of what its replica had. Raises, unless somebody has found it a home meanwhile."""
@@ -407,11 +411,10 @@ class SessionHomes:
             raise SessionLostError("the session's replica is gone, and its history cannot be read", "session_id")
         if saved.record.home != located.home or not saved.record.kept:
             return
-        life = saved.record.next_life
-        home, idle_s = await _restore(self._backend, command, saved, life)
+        home, idle_s = await _restore(self._backend, command, saved)
         for question in saved.questions:
             with suppress(OverloadedError):  # more stand there than a tenant may have
-                call = AddQuestion(tenant, session_id, question, life=life)
+                call = AddQuestion(tenant, session_id, question, life=home.life)
                 await self._backend.session(call, located.program, home.replica_id)
         if await self._replace(located, home, saved, saved.questions, idle_s) is PutResult.STORED:
             self._metrics.session_moves.labels(reason.value).inc()
@@ -425,7 +428,7 @@ class SessionHomes:
             self._background.start(self._end(located, home))
 
     async def _end(self, located: Located, home: Home) -> None:
-        """Nobody comes to this home any more. A replica that does not answer drops the session once it is idle."""
+        """Close the session at a home that it left. A replica that does not answer drops it once it is idle."""
         call = CloseSession(located.tenant, located.session_id, life=home.life)
         with suppress(SessionLostError, UnavailableError, UnknownSessionError):
             await self._backend.session(call, located.program, home.replica_id)
@@ -440,61 +443,44 @@ def _at(located: Located) -> RoutingHint:
     return RoutingHint(located.home.replica_id, bound=True)
 
 
-def _sent(command: GenerateRequest, located: Located, attempt: int, began: float) -> GenerateRequest:
-    """The operation for a home. Each attempt has an id of its own, because an earlier one may still run there."""
-    session = _turn(command)
-    if session.keep:
-        session = replace(session, name=session.name or f"op/{command.request_id}")
-    within_s = command.within_s - (time.monotonic() - began) if attempt else command.within_s
-    request_id = f"{command.request_id}/{attempt}" if attempt else command.request_id
-    return replace(command, request_id=request_id, within_s=within_s, session=replace(session, life=located.home.life))
+async def _restore(backend: Backend, command: GenerateRequest, saved: SavedSession) -> tuple[Home, float]:
+    """Open the session at a replica with its history; at another one if that is lost meanwhile.
 
-
-def _restoring(command: GenerateRequest, saved: SavedSession, life: str) -> GenerateRequest:
-    """A request that opens a session with its stored history."""
-    history = saved.history
+    Returns its home and the seconds after which it expires unused. Raises the replica's error.
+    """
+    history, life = saved.history, saved.record.next_life
     session = SessionTurn(
         _turn(command).session_id,
         opens=True,
         life=life,
         name=f"open/{life}",
-        appends=max(history.appends - 1, 0),  # those before this, which is one
+        appends=max(history.appends - 1, 0),  # those before this one
         done=history.done,
     )
-    return replace(
-        command,
-        request_id=f"{command.program_id}/{secrets.token_hex(8)}",
-        prompt=RawPrompt(tuple(np.frombuffer(history.tokens, "<i4").tolist())),
-        sampling=Sampling(max_tokens=0),
-        stop=(),
-        within_s=inf,
-        begins=False,
-        drawn=None,
-        session=session,
-    )
-
-
-async def _restore(backend: Backend, command: GenerateRequest, saved: SavedSession, life: str) -> tuple[Home, float]:
-    """Open the session at a replica with its history. A replica that is lost meanwhile is followed by another one.
-
-    Returns its home and the seconds after which it expires unused. Raises the replica's error.
-    """
+    prompt = RawPrompt(tuple(np.frombuffer(history.tokens, "<i4").tolist()))
+    opening = replace(command, prompt=prompt, sampling=Sampling(max_tokens=0), stop=(), session=session)
+    opening = replace(opening, within_s=inf, begins=False, drawn=None)
     for left in reversed(range(ATTEMPTS)):
-        routed = await backend.generate(_restoring(command, saved, life), RoutingHint(tokens=saved.history.end))
+        opening = replace(opening, request_id=f"{command.program_id}/{secrets.token_hex(8)}")
+        routed = await backend.generate(opening, RoutingHint(tokens=history.end))
         if not isinstance(routed.reply, Errored):
             assert routed.reply.history is not None
             return Home(life, routed.replica_id), routed.reply.history.idle_s
-        if not left or _lost(routed.reply.error) is None:
+        if not left or routed.reply.error.kind not in MOVES:
             raise error_of(routed.reply.error)
     raise _again()
+
+
+def _move_ended(moves: dict[str, asyncio.Task[None]], program: str, task: asyncio.Task[None]) -> None:
+    del moves[program]
+    if not task.cancelled() and isinstance(error := task.exception(), Exception):
+        log.warning("a session of program %s could not be moved: %s", program, error)
 
 
 def _opening(tenant: Tenant, located: Located) -> GenerateRequest:
     """A request of the tenant for the session, in case it has to be opened elsewhere."""
     return GenerateRequest(
         "",
-        RawPrompt(()),
-        Sampling(max_tokens=0),
         scope=tenant.name,
         program_id=located.program,
         weight=tenant.weight,
@@ -504,22 +490,11 @@ def _opening(tenant: Tenant, located: Located) -> GenerateRequest:
     )
 
 
-def _lost(error: ErrorInfo) -> MoveReason | None:
-    """The reason for which an operation that failed so may be done elsewhere; None: it may not."""
-    if error.kind is ErrorKind.NO_SESSION:
-        return MoveReason.FORGOTTEN
-    return MoveReason.SILENT if error.kind is ErrorKind.UNAVAILABLE else None
-
-
-def _reason(error: HoldfastError) -> MoveReason:
-    if isinstance(error, SessionLostError):
-        return MoveReason.GONE
-    return MoveReason.FORGOTTEN if isinstance(error, UnknownSessionError) else MoveReason.SILENT
-
-
-async def _pause(attempt: int) -> None:
-    """Between two tries to change a record that others change. A random time lets one of them be first."""
-    await asyncio.sleep(random.uniform(0, min(PAUSE_S[0] * 2**attempt, PAUSE_S[1])))
+async def _tries() -> AsyncGenerator[None, None]:
+    """The tries to change a record that others change. A random pause between them lets one of them be first."""
+    for attempt in range(CHANGES):
+        yield
+        await asyncio.sleep(random.uniform(0, min(PAUSE_S[0] * 2**attempt, PAUSE_S[1])))
 
 
 def _contended() -> UnavailableError:

@@ -24,15 +24,16 @@ from holdfast.replicas.requests import (
 )
 from holdfast.router.backend import Backend
 from holdfast.router.background import Background
-from holdfast.router.endpoints.formats import Arrival, Exchange, PlainExchange, loaded_models
+from holdfast.router.endpoints.formats import Arrival, Exchange, loaded_models
 from holdfast.router.endpoints.session_homes import SessionHomes
 from holdfast.router.endpoints.turns import Turns
 from holdfast.router.entry import DELIVERY, IDEMPOTENCY, Entry, json_response, retry_of
-from holdfast.router.protocol.body import deleted_reply
+from holdfast.router.protocol.body import deleted_reply, read_query
 from holdfast.router.protocol.completions import CompletionEncoder, completion_reply
 from holdfast.router.protocol.sessions import (
     READERS,
     Operation,
+    SessionsQuery,
     appended_reply,
     opened_reply,
     question_object,
@@ -45,7 +46,6 @@ from holdfast.router.protocol.turn import Turn
 from holdfast.router.records import MAX_LENGTH, Begun, ProgramTable, session_program
 from holdfast.router.streaming import until_disconnect
 
-MOST_LISTED = 1000
 NAMED = "session"  # attribute of a request's state: the tenant and the id of its session
 
 
@@ -79,11 +79,11 @@ class SessionFormat:
                 return appended_reply(session_id, answer)
             return completion_reply(f"cmpl-{arrival.unique}", created, model, answer)
 
-        return PlainExchange(
+        return Exchange(
             turn,
-            session_program(arrival.tenant, session_id),
             lambda choice: CompletionEncoder(f"cmpl-{arrival.unique}", created, model, turn.include_usage),
             reply,
+            session_program(arrival.tenant, session_id),
         )
 
 
@@ -102,12 +102,15 @@ class SessionEndpoints:
         self._background = Background()
 
     async def open(self, request: Request) -> Response:
+        """Open a session."""
         return await self._serve(request, "open")
 
     async def append(self, request: Request) -> Response:
+        """Append to a session."""
         return await self._serve(request, "append")
 
     async def query(self, request: Request) -> Response:
+        """Query a session."""
         return await self._serve(request, "query")
 
     async def fork(self, request: Request) -> Response:
@@ -132,6 +135,7 @@ class SessionEndpoints:
             return json_response(orjson.dumps(session_object(state, await self._model())))
 
     async def show(self, request: Request) -> Response:
+        """A session."""
         async with self._entry.entered(request) as tenant:
             state = await self._homes.ask(tenant, DescribeSession(tenant.name, request.path_params["session_id"]))
             return json_response(orjson.dumps(session_object(state, await self._model())))
@@ -139,7 +143,7 @@ class SessionEndpoints:
     async def listed(self, request: Request) -> Response:
         """The caller's own sessions on replicas, the latest first."""
         async with self._entry.entered(request) as tenant:
-            limit = _limit(request.query_params.get("limit", "100"))
+            limit = read_query(SessionsQuery, request.query_params).limit
             # A session that has moved may be on its old replica too, with fewer tokens.
             known = sorted(await self._backend.sessions(tenant.name), key=lambda state: state.tokens)
             states = sorted({each.session_id: each for each in known}.values(), key=lambda state: state.age_s)
@@ -166,6 +170,7 @@ class SessionEndpoints:
             return json_response(question_reply(state, question_id))
 
     async def questions(self, request: Request) -> Response:
+        """The standing questions of a session."""
         async with self._entry.entered(request) as tenant:
             state = await self._homes.ask(tenant, DescribeSession(tenant.name, request.path_params["session_id"]))
             data = [question_object(each, state) for each in state.questions]
@@ -179,6 +184,7 @@ class SessionEndpoints:
             return json_response(question_reply(await self._homes.ask(tenant, call), names["question_id"]))
 
     async def withdraw(self, request: Request) -> Response:
+        """Withdraw a question."""
         async with self._entry.entered(request) as tenant:
             names = request.path_params
             await self._homes.ask(tenant, RemoveQuestion(tenant.name, names["session_id"], names["question_id"]))
@@ -222,9 +228,3 @@ def _is_gone(error: BaseException, *, opens: bool) -> bool:
     if opens:
         return not isinstance(error, SessionExistsError)
     return isinstance(error, HoldfastError) and error.kind is ErrorKind.NO_SESSION
-
-
-def _limit(value: str) -> int:
-    if not (value.isascii() and value.isdigit() and len(value) <= 4 and 1 <= int(value) <= MOST_LISTED):
-        raise InvalidRequestError(f"'limit' must be a number from 1 to {MOST_LISTED}", "limit")
-    return int(value)

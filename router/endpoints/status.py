@@ -4,25 +4,26 @@ Only ids, names of tools, counts and times are in it. Turns, tenants and program
 with several routers the page puts together what each says. The page's files are served here, too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from hashlib import sha256
+from dataclasses import asdict
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from pydantic import Field
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
 
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError
 from holdfast.replicas.stats import PIN, TURN
 from holdfast.router.backend import Backend
 from holdfast.router.entry import ENDED, VERSION, Entry, Totals, TurnFacts, caller, json_response
+from holdfast.router.protocol.body import Query, read_query
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.records import Program, ProgramTable
 from holdfast.router.tenants import Scope, TenantDirectory
@@ -31,9 +32,6 @@ LIVE = ("program", "request", "arrived")  # of a turn that is being served
 MOST_TURNS = 4096  # that have ended, in one answer
 LOOK_S = 0.8  # age up to which an answer of the replicas is used again: more pages ask them no more often
 MOST_ASKED = 20  # answers to one tenant a second
-MOST_SINCE = 1024  # characters
-PROGRAMS = 50  # in a status, unless `?programs=` asks for another number
-MOST_PROGRAMS = 1000
 
 
 class Live:
@@ -54,11 +52,14 @@ class Live:
         self._asked: dict[str, tuple[int, int]] = {}  # by tenant: a second, and how often in it
 
     async def show(self, request: Request) -> Response:
-        """Raises RefusedError for strangers, and for a tenant that asks more often than pages do."""
+        """What the caller's programs do now.
+
+        Raises RefusedError for strangers, and for a tenant that asks more often than pages do.
+        """
         principal = self._entry.authenticate(request)
         tenant, now = principal.tenant, self._turns.clock()
         self._pace(tenant.name, now)
-        after = _since(request.query_params.get("since", ""), self._router)
+        after = _since(read_query(LiveQuery, request.query_params).since, self._router)
         whole = principal.allows(Scope.OPERATE)
         scope = None if whole else tenant.name
         looked, replicas = await self._look(scope)
@@ -129,9 +130,9 @@ class ClusterStatus:
         self._started = time.time()
 
     async def show(self, request: Request) -> Response:
-        """Raises RefusedError for strangers."""
+        """The cluster at this moment. Raises RefusedError for strangers."""
         self._tenants.authorize_metrics(caller(request))
-        limit = _limit(request.query_params.get("programs"))
+        limit = read_query(StatusQuery, request.query_params).programs
         replicas = await self._backend.status()
         live, now = self._turns.live, time.time()
         running = {facts.program: facts for facts in reversed(live) if facts.program}
@@ -177,18 +178,18 @@ def _program_rows(
         }
 
 
-def _limit(text: str | None) -> int:
-    if text is None:
-        return PROGRAMS
-    if not text.isdecimal() or len(text) > len(str(MOST_PROGRAMS)) or int(text) > MOST_PROGRAMS:
-        raise InvalidRequestError(f"'programs' must be a number up to {MOST_PROGRAMS}", "programs")
-    return int(text)
+class StatusQuery(Query):
+    programs: Annotated[int, Field(ge=0, le=1000)] = 50
+
+
+class LiveQuery(Query):
+    """`since`: ROUTER:NUMBER, several of them with commas."""
+
+    since: Annotated[str, Field(max_length=1024)] = ""
 
 
 def _since(text: str, router: str) -> int:
-    """The number in `text` for this router; 0 where it has none. Raises InvalidRequestError."""
-    if len(text) > MOST_SINCE:
-        raise InvalidRequestError(f"'since' has more than {MOST_SINCE} characters", "since")
+    """The number in `text` for this router; 0 if it has none. Raises InvalidRequestError."""
     known = dict(each.rpartition(":")[::2] for each in text.split(",") if each)
     number = known.get(router, "0")
     if not (number.isascii() and number.isdecimal() and len(number) < 20):
@@ -199,7 +200,6 @@ def _since(text: str, router: str) -> int:
 # ---- the page's files ----
 
 FOLDER = Path(__file__).parents[1] / "page"
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 # A browser loads this server's own files, sends requests to this server, and nothing else.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
@@ -213,36 +213,24 @@ HEADERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PageFile:
-    content: bytes
-    media: str
-    tag: str
-
-
 class PageFiles:
-    """The files in the folder `page`, read once. Open to everybody: there is no data in them."""
+    """The files in the folder `page`. Open to everybody: there is no data in them."""
 
     def __init__(self) -> None:
-        self._files = {each.name: _file(each) for each in FOLDER.iterdir()}
+        self._files = StaticFiles(directory=FOLDER)
 
     async def index(self, request: Request) -> Response:
-        return self._answer(request, "index.html")
+        return await self._answer(request, "index.html")
 
     async def file(self, request: Request) -> Response:
-        """Raises RefusedError where there is none of that name."""
-        return self._answer(request, request.path_params["name"])
+        return await self._answer(request, request.path_params["name"])
 
-    def _answer(self, request: Request, name: str) -> Response:
-        file = self._files.get(name)
-        if file is None:
-            raise RefusedError(Refusal.NO_PATH, f"Unknown path: {request.method} {request.url.path}")
-        headers = {**HEADERS, "etag": file.tag}
-        if request.headers.get("if-none-match") == file.tag:
-            return Response(status_code=304, headers=headers)
-        return Response(file.content, headers=headers, media_type=file.media)
-
-
-def _file(path: Path) -> PageFile:
-    content = path.read_bytes()
-    return PageFile(content, TYPES[path.suffix], f'"{sha256(content).hexdigest()[:16]}"')
+    async def _answer(self, request: Request, name: str) -> Response:
+        """Raises RefusedError if there is no file of that name."""
+        try:
+            response = await self._files.get_response(name, request.scope)
+        except HTTPException:
+            message = f"Unknown path: {request.method} {request.url.path}"
+            raise RefusedError(Refusal.NO_PATH, message) from None
+        response.headers.update(HEADERS)
+        return response

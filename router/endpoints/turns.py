@@ -164,7 +164,8 @@ class Turns:
                 held.enter_context(self._entry.admitted(call))
                 try:
                     generation = await self._read(call, format_, arrived)
-                    known = await self._find_kept(generation)
+                    request_key = generation.named
+                    known = None if request_key is None else await self._kept_answers.find(request_key)
                 except HoldfastError:
                     await call.charge(Cost(), lease=False)  # a request that is wrong counts, too
                     raise
@@ -196,7 +197,7 @@ class Turns:
         fresh_draw = turn.fresh_draw or fresh_draw_named(headers)
         retry = (turn.session.content if turn.session is not None else "") or retry_of(request)
         call.asks(turn.model.name, turn.stream, program or exchange.program, retry)
-        call.skipped(exchange.skipped)
+        call.skipped(", ".join(turn.skipped))
         call.headers.tools_as_text = (
             turn.model.tools_as_text and isinstance(turn.prompt, ChatPrompt) and bool(turn.prompt.tools)
         )
@@ -215,10 +216,6 @@ class Turns:
             fresh_draw=fresh_draw or not by_prompt,
             named=None if session else named(tenant.name, request),
         )
-
-    async def _find_kept(self, generation: Generation) -> bytes | None:
-        """The answer that the same request got under its `Idempotency-Key`. Raises RefusedError (422)."""
-        return None if generation.named is None else await self._kept_answers.find(generation.named)
 
     async def _replay(self, generation: Generation, known: bytes) -> Response:
         """The answer that the same request got: it counts as a call, and has been billed. Raises QuotaError."""
@@ -274,7 +271,7 @@ class Turns:
                 raise
 
         try:
-            response = await soon(answer(), HEADERS_S, generation.exchange.encoder)
+            response = await soon(answer(), HEADERS_S, partial(generation.exchange.encoder, 0))
         except BaseException:
             held.close()  # where the answer was cancelled before it began
             raise
@@ -293,11 +290,7 @@ class Turns:
         try:
             result = await self._look_up(generation, held)
             if isinstance(result, CachedAnswer):
-                answer = repeated(result.answer, generation.call.id)
-                data = self._write(generation, answer)
-                if data is not None:
-                    return await self._repeat(generation, answer, result.age_s, data)
-                result = None
+                return await self._repeat(generation, result)
             generation.leader = result
             return await self._ask_replica(generation, held)
         except HoldfastError as error:
@@ -329,34 +322,22 @@ class Turns:
         generation.call.looked_up(cached.value)
         return result
 
-    def _write(self, generation: Generation, answer: Answer) -> bytes | None:
-        """The answer from the cache in the shape that was asked for.
-
-        None where it cannot be written: the cache drops it, and this request computes its own.
-        """
-        try:
-            if not generation.turn.stream:
-                return generation.exchange.reply(answer)
-            encoder = generation.exchange.encoder()
-            return encoder.opening() + encoder.encode(pieces_of(answer))
-        except Exception:  # a bug, which would else be the answer to each repeat
-            log.exception("a cached answer cannot be written; it is computed anew")
-            assert generation.cache_query is not None
-            self._cache.drop(generation.cache_query)
-            call = generation.call
-            call.headers.cache = call.facts.cache = CacheResult.MISS.value
-            return None
-
-    async def _repeat(self, generation: Generation, answer: Answer, age_s: float | None, data: bytes) -> Response:
-        """The answer to an equal request, with ids of its own; `data`: as its client gets it."""
-        call = generation.call
-        call.headers.age_s = age_s
+    async def _repeat(self, generation: Generation, cached: CachedAnswer) -> Response:
+        """The answer to an equal request, with ids of its own."""
+        call, exchange = generation.call, generation.exchange
+        answer = repeated(cached.answer, call.id)
+        if generation.turn.stream:
+            encoder = exchange.encoder(0)
+            data = encoder.opening() + encoder.encode(pieces_of(answer))
+        else:
+            data = exchange.reply(answer, ())
+        call.headers.age_s = cached.age_s
         call.headers.same_draw = _seeded_by_prompt(generation.turn.sampling)
         call.repeats(answer)
         await self._settle(generation, "", answer)
         if generation.turn.program_end:  # no replica has seen this turn, and some may keep cells for the next one
             self._background.start(self._backend.end_program(generation.tenant.name, generation.begun.key))
-        data = generation.exchange.kept(data)
+        data = exchange.kept(data)
         await self._keep_answer(generation, data)
         return _response(generation, data)
 

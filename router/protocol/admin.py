@@ -1,7 +1,7 @@
 """`/v1/admin` and `/v1/usage`: request bodies and queries."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Literal
 
@@ -9,10 +9,9 @@ from pydantic import Field
 
 from holdfast.replicas.errors import ConfigError, InvalidRequestError
 from holdfast.replicas.types import CellLimits, Priority
-from holdfast.router.protocol.body import Body, read
+from holdfast.router.protocol.body import Body, Query, read
 from holdfast.router.tenants import Tenant, TenantCache, TenantLimits
 
-MOST_ROWS = 10000
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 ScopeName = Literal["infer", "usage", "operate"]
 ClassName = Literal["interactive", "batch"]
@@ -81,34 +80,51 @@ class TenantBody(ChangeBody):
     key: KeyBody = Field(default_factory=KeyBody)
 
 
-@dataclass(frozen=True, slots=True)
-class RowQuery:
-    """The rows of one stream, or of several tenants' streams, that a query wants.
+class DaysQuery(Query):
+    days: Annotated[int, Field(ge=1, le=400)] = 31
 
-    `begin` and `end` are stream ids. `after` is the last row of the page before: its id, and its tenant if there are
-    several.
+    def periods(self, now: float) -> list[str]:
+        """The last days and their months, the latest first."""
+        today = datetime.fromtimestamp(now, UTC)
+        names = [(today - timedelta(days=i)).strftime("%Y-%m-%d") for i in range(self.days)]
+        return [*names, *dict.fromkeys(day[:7] for day in names)]
+
+
+class RowsQuery(Query):
+    """Rows of one stream, or of several tenants' streams, between two dates or seconds since 1970.
+
+    `after` is the id of the last row of the page before, and `ID/TENANT` if there are several tenants.
     """
 
-    begin: str
-    end: str
-    limit: int
-    csv: bool
-    after: tuple[str, str] | None = None
+    from_: datetime | None = Field(None, alias="from")
+    to: datetime | None = None
+    after: Annotated[str, Field(pattern="^[0-9]{1,19}(-[0-9]{1,19})?(/.+)?$")] | None = None
+    limit: Annotated[int, Field(ge=1, le=10_000)] = 1000
+    format: Literal["jsonl", "csv"] = "jsonl"
 
-    def begin_of(self, tenant: str) -> str:
-        """Where this tenant's rows begin. Rows with the same id are ordered by tenant."""
+    @property
+    def csv(self) -> bool:
+        return self.format == "csv"
+
+    @property
+    def end(self) -> str:
+        """The stream id at which the rows end."""
+        return "+" if self.to is None else f"({_stream_id(self.to)}"
+
+    def begin_of(self, tenant: str = "") -> str:
+        """The stream id at which this tenant's rows begin. Rows with the same id are ordered by tenant."""
         if self.after is None:
-            return self.begin
-        row_id, last = self.after
+            return "-" if self.from_ is None else _stream_id(self.from_)
+        row_id, _, last = self.after.partition("/")
         return row_id if last and tenant > last else f"({row_id}"
 
 
-def read_tenant(raw: bytes) -> TenantBody:
-    return read(TenantBody, raw)
+class TenantDaysQuery(DaysQuery):
+    tenant: str | None = None
 
 
-def read_change(raw: bytes) -> ChangeBody:
-    return read(ChangeBody, raw)
+class TenantRowsQuery(RowsQuery):
+    tenant: str | None = None
 
 
 def read_key(raw: bytes) -> KeyBody:
@@ -134,44 +150,7 @@ def changed(tenant: Tenant, body: ChangeBody) -> Tenant:
         raise InvalidRequestError(error.message, error.field) from error
 
 
-def read_rows(query: Mapping[str, str], several: bool = False) -> RowQuery:
-    """The query parameters `from` and `to` (dates, or seconds since the epoch), `after`, `limit` and `format`.
-
-    `after` is the id of a row, and `ID/TENANT` if there are `several` tenants. Raises InvalidRequestError.
-    """
-    limit, form = query.get("limit", "1000"), query.get("format", "jsonl")
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 6 and 1 <= int(limit) <= MOST_ROWS):
-        raise InvalidRequestError(f"'limit' must be a number from 1 to {MOST_ROWS}", "limit")
-    if form not in ("jsonl", "csv"):
-        raise InvalidRequestError("'format' must be 'jsonl' or 'csv'", "format")
-    after, _, tenant = query.get("after", "").partition("/")
-    if after and not all(part.isascii() and part.isdigit() and len(part) < 20 for part in after.split("-", 1)):
-        raise InvalidRequestError("'after' must be the id of a row", "after")
-    if several and after and not tenant:
-        raise InvalidRequestError("'after' must be ID/TENANT of a row when rows are of several tenants", "after")
-    begin = f"({after}" if after else _stream_id(query.get("from", ""), "from") or "-"
-    end = _stream_id(query.get("to", ""), "to")
-    return RowQuery(begin, f"({end}" if end else "+", int(limit), form == "csv", (after, tenant) if after else None)
-
-
-def read_days(query: Mapping[str, str], now: float) -> list[str]:
-    """The last `days` days and their months, the latest first. Raises InvalidRequestError."""
-    days = query.get("days", "31")
-    if not (days.isascii() and days.isdigit() and len(days) < 4 and 1 <= int(days) <= 400):
-        raise InvalidRequestError("'days' must be a number from 1 to 400", "days")
-    today = datetime.fromtimestamp(now, UTC)
-    names = [(today - timedelta(days=i)).strftime("%Y-%m-%d") for i in range(int(days))]
-    return [*names, *dict.fromkeys(day[:7] for day in names)]
-
-
-def _stream_id(text: str, name: str) -> str:
-    """The first stream id of a moment; "" for no text."""
-    if not text:
-        return ""
-    try:
-        if text.replace(".", "", 1).isdigit():
-            return str(int(float(text) * 1000))
-        moment = datetime.fromisoformat(text)
-        return str(int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000))
-    except (ValueError, OverflowError):
-        raise InvalidRequestError(f"'{name}' must be a date (2026-11-23) or seconds since 1970", name) from None
+def _stream_id(moment: datetime) -> str:
+    """The first stream id of a moment."""
+    aware = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    return str(max(0, int(aware.timestamp() * 1000)))

@@ -5,13 +5,16 @@ An unknown field changes nothing and is reported as skipped: clients send new fi
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from hashlib import blake2b
-from typing import Annotated, Any, Literal, NotRequired, TypeAlias
+from itertools import groupby
+from operator import or_
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias, get_args
 
 import orjson
-from pydantic import ConfigDict, Discriminator, Field, Tag, WithJsonSchema, with_config
+from pydantic import ConfigDict, Discriminator, Field, Tag, with_config
 from typing_extensions import TypedDict
 
 from holdfast.replicas.errors import ErrorInfo, InvalidRequestError
@@ -21,11 +24,10 @@ from holdfast.replicas.requests import (
     Completed,
     Errored,
     JsonOutput,
+    LogprobText,
     ModelCard,
     Piece,
-    ReasoningDelta,
     Started,
-    TextDelta,
     ToolCallDelta,
     Usage,
 )
@@ -37,8 +39,7 @@ from holdfast.router.protocol.body import (
     OPEN,
     Body,
     decode,
-    known_fields,
-    unknown_fields,
+    text_or,
     validate,
     word,
 )
@@ -57,8 +58,8 @@ from holdfast.router.protocol.chat import (
 from holdfast.router.protocol.completions import CompletionBody
 from holdfast.router.protocol.errors import FieldNames, anthropic_error
 from holdfast.router.protocol.kv_hints import KvHints
-from holdfast.router.protocol.replies import COMMENT
-from holdfast.router.protocol.responses import Content, ResponsesBody
+from holdfast.router.protocol.replies import COMMENT, ItemEncoder, OpenItem
+from holdfast.router.protocol.responses import ResponsesBody
 from holdfast.router.protocol.turn import (
     MAX_STOPS,
     GenerationBody,
@@ -82,44 +83,102 @@ ERROR = "Error: "  # begins the result of a tool that failed: chat templates hav
 # ---- the request ----
 
 
-def _blocks(*kinds: dict[str, Any]) -> WithJsonSchema:
-    """The schema of content: a text, or blocks of these kinds."""
-    blocks = [
-        {
-            "type": "object",
-            "properties": {"type": {"const": kind["type"]}, **kind["has"], "cache_control": {"type": "object"}},
-            "required": ["type", *kind["has"]],
-        }
-        for kind in kinds
-    ]
-    return WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": blocks}}]})
+@with_config(OPEN)
+class TextBlock(TypedDict):
+    type: Literal["text"]
+    text: str
+    cache_control: NotRequired[Any]
+    citations: NotRequired[Any]
 
 
-_STRING = {"type": "string"}
-_TEXT = {"type": "text", "has": {"text": _STRING}}
-_SOURCE = {"type": "object", "properties": {"type": {"const": "text"}, "data": _STRING}, "required": ["type", "data"]}
-_DOCUMENT = {"type": "document", "has": {"source": _SOURCE}}
-_RESULT = {"type": "tool_result", "has": {"tool_use_id": _STRING, "content": _STRING}}
-_THINKING = {"type": "thinking", "has": {"thinking": _STRING}}
-_USE = {"type": "tool_use", "has": {"id": _STRING, "name": _STRING, "input": {"type": "object"}}}
+@with_config(OPEN)
+class TextSource(TypedDict):
+    type: Literal["text"]
+    data: str
+    media_type: NotRequired[Any]
+
+
+@with_config(OPEN)
+class DocumentBlock(TypedDict):
+    """A document of plain text."""
+
+    type: Literal["document"]
+    source: TextSource
+    cache_control: NotRequired[Any]
+
+
+@with_config(OPEN)
+class ThinkingBlock(TypedDict):
+    type: Literal["thinking"]
+    thinking: str
+    signature: NotRequired[Any]
+
+
+@with_config(OPEN)
+class ToolUseBlock(TypedDict):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: NotRequired[Any]
+    caller: NotRequired[Any]
+
+
+_MANY = Field(max_length=MOST_MESSAGES)
+
+
+def _blocks(*kinds: Any, others: bool = False) -> Any:
+    """Content: a text, or blocks of these kinds. With `others` also blocks that no model here can read."""
+    block: Any
+    if not others:
+        block = Annotated[reduce(or_, kinds), Field(discriminator="type")]
+        return text_or(Annotated[list[block], _MANY])
+    known = {get_args(kind.__annotations__["type"])[0]: kind for kind in kinds}
+    tagged = [Annotated[kind, Tag(name)] for name, kind in {**known, "another": dict[str, Any]}.items()]
+
+    def kind_of(block: object) -> str:
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        source = block.get("source") if isinstance(block, Mapping) else None
+        reads = kind != "document" or (isinstance(source, Mapping) and source.get("type") == "text")
+        return kind if isinstance(kind, str) and kind in known and reads else "another"
+
+    block = Annotated[reduce(or_, tagged), Discriminator(kind_of)]
+    return text_or(Annotated[list[block], _MANY])
+
+
+ResultContent: Any = _blocks(TextBlock, DocumentBlock, others=True) | None
+
+
+@with_config(OPEN)
+class ToolResultBlock(TypedDict):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: NotRequired[ResultContent]
+    is_error: NotRequired[Any]
+    cache_control: NotRequired[Any]
+
+
+UserContent: Any = _blocks(TextBlock, DocumentBlock, ToolResultBlock)
+AssistantContent: Any = _blocks(TextBlock, ThinkingBlock, ToolUseBlock, others=True)
+SystemContent: Any = _blocks(TextBlock, DocumentBlock)
 
 
 @with_config(OPEN)
 class UserParam(TypedDict):
     role: Literal["user"]
-    content: Annotated[Content, _blocks(_TEXT, _DOCUMENT, _RESULT)]
+    content: UserContent
 
 
 @with_config(OPEN)
 class AssistantParam(TypedDict):
     role: Literal["assistant"]
-    content: NotRequired[Annotated[Content, _blocks(_TEXT, _THINKING, _USE)]]
+    content: NotRequired[AssistantContent]
 
 
 @with_config(OPEN)
 class SystemParam(TypedDict):
     role: Literal["system"]
-    content: Annotated[Content, _blocks(_TEXT, _DOCUMENT)]
+    content: SystemContent
 
 
 MessageParam: TypeAlias = Annotated[UserParam | AssistantParam | SystemParam, Field(discriminator="role")]
@@ -159,6 +218,7 @@ class ToolParam(TypedDict):
     type: NotRequired[Literal["custom"] | None]
     description: NotRequired[str | None]
     strict: NotRequired[bool | None]
+    cache_control: NotRequired[Any]
 
 
 def _tool_kind(tool: object) -> str:
@@ -177,7 +237,7 @@ class CountBody(Body):
 
     model: ModelName
     messages: Annotated[list[Annotated[MessageParam, NULL_IS_ABSENT]], Field(min_length=1, max_length=MOST_MESSAGES)]
-    system: Annotated[Content, _blocks(_TEXT, _DOCUMENT)] = ""
+    system: SystemContent = ""
     tools: Annotated[list[AnyTool], Field(max_length=MOST_TOOLS)] = Field(default_factory=list)
     tool_choice: Annotated[ToolChoiceParam, NULL_IS_ABSENT] = Field(
         default_factory=lambda: ToolChoiceParam(type="auto")
@@ -262,8 +322,7 @@ def chat_prompt(body: CountBody) -> TranslatedMessages:
     """The chat prompt of `body`. Raises InvalidRequestError, naming the field."""
     reader = _BlockReader()
     sources: list[str] = []  # the field of each chat message
-    system = "\n".join(_texts(body.system, "system"))
-    if system:
+    if system := _text(body.system):
         reader.messages.append({"role": "system", "content": system_text(system)})
         sources.append("system")
     for index, message in enumerate(body.messages):
@@ -296,8 +355,7 @@ def chat_prompt(body: CountBody) -> TranslatedMessages:
         output=JsonOutput(form["schema"], strict=True) if form else None,
         thinking_budget=body.thinking.get("budget_tokens"),
     )
-    unknown = sorted(set(unknown_fields({name: getattr(body, name) for name in _KNOWN}, _KNOWN)))
-    all_skipped = (*(word(name) for name in body.model_extra or ()), *unknown, *skipped, *reader.skipped)
+    all_skipped = (*body.skipped, *skipped, *reader.skipped)
     return TranslatedMessages(prompt, tuple(dict.fromkeys(all_skipped))[:MOST_WORDS], fields)
 
 
@@ -319,63 +377,53 @@ class _BlockReader:
         self._calls: set[str] = set()
 
     def read(self, message: MessageParam, path: str) -> None:
-        content = message.get("content", "")
+        content: Any = message.get("content", "")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if message["role"] == "assistant":
-            self._assistant(blocks, path)
+            self._assistant(blocks)
         elif message["role"] == "system":
-            text = system_text("\n".join(_texts(content, path)))
-            self.messages.append({"role": "system", "content": text})
+            self.messages.append({"role": "system", "content": system_text(_text(content))})
         else:
             self._user(blocks, path)
 
     def _user(self, blocks: Sequence[Mapping[str, Any]], path: str) -> None:
         """Results of tools become messages of their own, in the order of the blocks."""
-        texts: list[str] = []
-        for index, block in enumerate(blocks):
-            here = f"{path}.{index}"
-            if block.get("type") != "tool_result":
-                texts.append(_text(block, here))
-                continue
-            self._flush(texts)
-            call_id = _member(block, "tool_use_id", here)
-            if call_id not in self._calls:
-                field = f"{here}.tool_use_id"
-                raise InvalidRequestError(f"'{field}': no earlier message has a tool_use {call_id!r}", field)
-            result = self._result(block.get("content") or "", f"{here}.content")
-            if block.get("is_error") is True:
-                result = ERROR + result
-            self.messages.append({"role": "tool", "content": result, "tool_call_id": call_id})
-        self._flush(texts)
+        for results, group in groupby(enumerate(blocks), lambda each: each[1]["type"] == "tool_result"):
+            if results:
+                for index, block in group:
+                    self._result(block, f"{path}.{index}")
+            else:
+                self.messages.append({"role": "user", "content": _text([block for _, block in group])})
 
-    def _result(self, content: Any, path: str) -> str:
+    def _result(self, block: Mapping[str, Any], path: str) -> None:
         """The text of a tool's result, with a note for each block that is not text."""
-        if isinstance(content, list):
-            content = [block if _is_text(block) else self._note(block) for block in content]
-        return "\n".join(_texts(content, path))
+        call_id: str = block["tool_use_id"]
+        content: Any = block.get("content") or ""
+        if call_id not in self._calls:
+            field = f"{path}.tool_use_id"
+            raise InvalidRequestError(f"'{field}': no earlier message has a tool_use {call_id!r}", field)
+        texts = [content] if isinstance(content, str) else []
+        for part in content if not texts else ():
+            text = _block_text(part)
+            if text is None:
+                self.skipped.append(word(part.get("type")))
+                text = left_out(part.get("type"))
+            texts.append(text)
+        text = (ERROR if block.get("is_error") is True else "") + "\n".join(texts)
+        self.messages.append({"role": "tool", "content": text, "tool_call_id": call_id})
 
-    def _note(self, block: object) -> dict[str, str]:
-        kind = block.get("type") if isinstance(block, Mapping) else None
-        self.skipped.append(word(kind))
-        return {"type": "text", "text": left_out(kind)}
-
-    def _flush(self, texts: list[str]) -> None:
-        if texts:
-            self.messages.append({"role": "user", "content": "\n".join(texts)})
-            texts.clear()
-
-    def _assistant(self, blocks: Sequence[Mapping[str, Any]], path: str) -> None:
+    def _assistant(self, blocks: Sequence[Mapping[str, Any]]) -> None:
         texts: list[str] = []
         thoughts: list[str] = []
         calls: list[dict[str, Any]] = []
-        for index, block in enumerate(blocks):
-            kind, here = block.get("type"), f"{path}.{index}"
+        for block in blocks:
+            kind = block.get("type")
             if kind == "text":
-                texts.append(_text(block, here))
+                texts.append(block["text"])
             elif kind == "thinking":
-                thoughts.append(_member(block, "thinking", here))
+                thoughts.append(block["thinking"])
             elif kind == "tool_use":
-                calls.append(self._call(block, here))
+                calls.append(self._call(block))
             else:  # encrypted thoughts, and calls of tools that ran at Anthropic
                 self.skipped.append(word(kind))
         message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts) if texts or not calls else None}
@@ -385,81 +433,34 @@ class _BlockReader:
             message["reasoning_content"] = "\n".join(thoughts)
         self.messages.append(message)
 
-    def _call(self, block: Mapping[str, Any], path: str) -> dict[str, Any]:
-        call_id, name, value = _member(block, "id", path), _member(block, "name", path), block.get("input")
-        if not isinstance(value, Mapping):
-            raise InvalidRequestError(f"'{path}.input' must be an object", f"{path}.input")
-        self._calls.add(call_id)
+    def _call(self, block: Mapping[str, Any]) -> dict[str, Any]:
+        self._calls.add(block["id"])
         try:
-            arguments = orjson.dumps(value).decode()
+            arguments = orjson.dumps(block["input"]).decode()
         except TypeError:  # an integer beyond 64 bits
-            arguments = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-        return chat_call(call_id, name, arguments)
+            arguments = json.dumps(block["input"], ensure_ascii=False, separators=(",", ":"))
+        return chat_call(block["id"], block["name"], arguments)
 
 
-def _texts(content: str | Sequence[Mapping[str, Any]], path: str) -> list[str]:
-    if isinstance(content, str):
-        return [content]
-    if not isinstance(content, list):
-        raise InvalidRequestError(f"'{path}' must be a string or a list of blocks", path)
-    return [_text(block, f"{path}.{index}") for index, block in enumerate(content)]
+def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """The text of blocks, each on a line of its own."""
+    return content if isinstance(content, str) else "\n".join(_block_text(block) or "" for block in content)
 
 
-def _is_text(block: object) -> bool:
-    """Whether `block` is text or a text document, or should be: `_text` then reports what is wrong in it."""
-    if not isinstance(block, Mapping) or block.get("type") != "document":
-        return not isinstance(block, Mapping) or block.get("type") == "text"
+def _block_text(block: Mapping[str, Any]) -> str | None:
+    """The text of a block; None for a kind that has none."""
+    if block.get("type") == "text":
+        return str(block["text"])
     source = block.get("source")
-    return isinstance(source, Mapping) and source.get("type") == "text"
+    if isinstance(source, Mapping) and block.get("type") == "document" and source.get("type") == "text":
+        return str(source["data"])
+    return None
 
 
-def _text(block: object, path: str) -> str:
-    kind = block.get("type") if isinstance(block, Mapping) else None
-    source = block.get("source") if isinstance(block, Mapping) and kind == "document" else None
-    if isinstance(source, Mapping) and source.get("type") == "text":
-        return _member(source, "data", f"{path}.source")
-    if kind != "text" or not isinstance(block, Mapping):
-        raise InvalidRequestError(f"'{path}': {kind!r} is not supported; content is text", f"{path}.type")
-    return _member(block, "text", path)
-
-
-def _member(block: Mapping[str, Any], name: str, path: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequestError(f"'{path}.{name}' must be a string", f"{path}.{name}")
-    return value
-
-
-def _chat_choice(choice: ToolChoiceParam) -> str | Mapping[str, Any]:
+def _chat_choice(choice: ToolChoiceParam) -> Any:
     if choice["type"] == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return "required" if choice["type"] == "any" else choice["type"]
-
-
-def _block_fields(block: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The known fields of a block; None for a kind that is left out whole, or refused."""
-    kind = block.get("type")
-    return _BLOCKS.get(kind) if isinstance(kind, str) else None
-
-
-_BLOCKS: Mapping[str, dict[str, Any]] = {
-    "text": dict.fromkeys(("type", "text", "cache_control", "citations")),
-    "thinking": dict.fromkeys(("type", "thinking", "signature")),
-    "tool_use": dict.fromkeys(("type", "id", "name", "input", "cache_control", "caller")),
-    "tool_result": {
-        **dict.fromkeys(("type", "tool_use_id", "is_error", "cache_control")),
-        "content": _block_fields,
-    },
-    "document": dict.fromkeys(("type", "source", "cache_control")),
-}
-_TOOL = {**known_fields(ToolParam), "cache_control": None}
-_KNOWN = {
-    "system": _block_fields,
-    "messages": {"role": None, "content": _block_fields},
-    "tools": lambda tool: _TOOL if _tool_kind(tool) == "a function" else None,
-    "tool_choice": known_fields(ToolChoiceParam),
-    "output_config": {**known_fields(OutputConfig), "format": known_fields(OutputFormat)},
-}
 
 
 # ---- tools ----
@@ -516,35 +517,39 @@ def _client_tool(kind: str, version: int, tool: Mapping[str, Any], path: str) ->
 
     A client declares it by its type alone. Anthropic's models know its arguments; other models need this schema.
     """
-    if kind == "bash":
-        default, required = "bash", ["command"]
-        about, fields = "Run a command in a bash shell that stays open between calls.", _named("command", "restart")
-    elif kind == "memory":
-        default, required = "memory", ["command"]
-        about = "Keep notes between conversations, in files of the directory /memories. Look there before a task."
-        fields = _commands((*_EDITS, "delete", "rename"), *_OF_EDITS, "insert_text", "old_path", "new_path")
-    else:
-        default, required = "str_replace_based_edit_tool", ["command", "path"]
-        about = "View, create and edit text files."
-        if version >= _NO_UNDO:
-            fields = _commands(_EDITS, *_OF_EDITS, "insert_text")
-        else:
-            fields = _commands((*_EDITS, "undo_edit"), *_OF_EDITS)
-            fields["new_str"] = {"type": "string", "description": "For `str_replace` and `insert`: the new text"}
+    undo = kind == "text_editor" and version < _NO_UNDO
+    default, about, commands, names, required = {
+        "bash": (
+            "bash",
+            "Run a command in a bash shell that stays open between calls.",
+            (),
+            ("command", "restart"),
+            ["command"],
+        ),
+        "memory": (
+            "memory",
+            "Keep notes between conversations, in files of the directory /memories. Look there before a task.",
+            (*_EDITS, "delete", "rename"),
+            (*_OF_EDITS, "insert_text", "old_path", "new_path"),
+            ["command"],
+        ),
+        "text_editor": (
+            "str_replace_based_edit_tool",
+            "View, create and edit text files.",
+            (*_EDITS, "undo_edit") if undo else _EDITS,
+            _OF_EDITS if undo else (*_OF_EDITS, "insert_text"),
+            ["command", "path"],
+        ),
+    }[kind]
     name = tool.get("name", default)
     if not isinstance(name, str):
         raise InvalidRequestError(f"'{path}.name' must be a string", f"{path}.name")
+    command = {"command": {"type": "string", "enum": list(commands)}} if commands else {}
+    fields = {**command, **{each: _FIELDS[each] for each in names}}
+    if undo:
+        fields["new_str"] = {"type": "string", "description": "For `str_replace` and `insert`: the new text"}
     parameters = {"type": "object", "properties": fields, "required": required}
     return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
-
-
-def _named(*names: str) -> dict[str, Any]:
-    return {name: _FIELDS[name] for name in names}
-
-
-def _commands(commands: tuple[str, ...], *names: str) -> dict[str, Any]:
-    """The fields of a tool with several commands."""
-    return {"command": {"type": "string", "enum": list(commands)}, **_named(*names)}
 
 
 # ---- the turn ----
@@ -628,46 +633,30 @@ def signature(thoughts: str) -> str:
 
 # ---- the events ----
 
-DELTAS = {
-    "text": ("text_delta", "text"),
-    "thinking": ("thinking_delta", "thinking"),
-    "tool_use": ("input_json_delta", "partial_json"),
+DELTAS = {  # the type of a delta, and the name of its text
+    "text": b'"text_delta","text"',
+    "reasoning": b'"thinking_delta","thinking"',
+    "call": b'"input_json_delta","partial_json"',
 }
 
 
-@dataclass(slots=True)
-class OpenBlock:
-    """The block that is being written: its events up to the delta itself, and the text of its thoughts."""
-
-    kind: str
-    delta_open: bytes
-    thoughts: str = ""
-
-
-class AnthropicEncoder:
+class AnthropicEncoder(ItemEncoder):
     """Writes one message as events.
 
         message_start (how many tokens the prompt has), ping
           one block after the other:  content_block_start, its deltas, content_block_stop
         message_delta (why it ended, usage), message_stop;  or error
 
-    A block is text, thinking or a call. A call that stops can be run. The parts that are the same in every delta of a
-    block are made once, so that a token costs one JSON string and one join.
+    A block is text, thinking or a call. A call that stops can be run.
     """
 
     def __init__(self, reply_id: str, model: str, most: int) -> None:
+        super().__init__()
         self._message = empty_message(reply_id, model)
         self._most = most
         self._index = 0
-        self._open: OpenBlock | None = None
         self._called = False
         self._started = False
-
-    def opening(self) -> bytes:
-        return b""  # the first event has the prompt's tokens, which are not known yet
-
-    def encode(self, pieces: Iterable[Piece]) -> bytes:
-        return b"".join([self._piece(piece) for piece in pieces])
 
     def silence(self) -> bytes:
         return PING if self._started else COMMENT
@@ -675,66 +664,47 @@ class AnthropicEncoder:
     def failed(self, error: ErrorInfo) -> bytes:
         return b"event: error\ndata: " + anthropic_error(error).body + b"\n\n"
 
-    def _piece(self, piece: Piece) -> bytes:
-        if isinstance(piece, Errored):
-            return self.failed(piece.error)
-        start = b"" if self._started else self._start(piece)
-        if isinstance(piece, TextDelta) and piece.text:
-            return start + self._within("text", {"text": ""}) + self._delta(piece.text)
-        if isinstance(piece, ReasoningDelta) and piece.text:
-            start += self._within("thinking", {"thinking": "", "signature": ""})
-            assert self._open is not None
-            self._open.thoughts += piece.text
-            return start + self._delta(piece.text)
-        if isinstance(piece, ToolCallDelta):
-            return start + self._call(piece)
-        return start + self._completed(piece) if isinstance(piece, Completed) else start
-
-    def _start(self, piece: Piece) -> bytes:
+    def piece(self, piece: Piece) -> bytes:
+        """The first event has the prompt's tokens, which only the first piece has."""
+        if self._started or isinstance(piece, Errored):
+            return super().piece(piece)
         self._started = True
         usage = Usage(piece.prompt, piece.cached) if isinstance(piece, Started) else Usage()
-        return _event("message_start", message={**self._message, "usage": message_usage(usage)}) + PING
+        start = _event("message_start", message={**self._message, "usage": message_usage(usage)}) + PING
+        return start + super().piece(piece)
 
-    def _call(self, piece: ToolCallDelta) -> bytes:
-        events = b""
-        if piece.name is not None:
-            events = self._close() + self._begin("tool_use", {"id": piece.call_id, "name": piece.name, "input": {}})
-        if piece.arguments:
-            events += self._delta(piece.arguments)
-        if piece.closed:
-            self._called = True
-            events += self._close()
-        return events
+    def _begin(self, kind: str) -> bytes:
+        if kind == "text":
+            return self._add(kind, {"type": "text", "text": ""})
+        return self._add(kind, {"type": "thinking", "thinking": "", "signature": ""})
 
-    def _within(self, kind: str, block: dict[str, Any]) -> bytes:
-        """Open a block of this kind unless one is open."""
-        if self._open is not None and self._open.kind == kind:
-            return b""
-        return self._close() + self._begin(kind, block)
+    def _begin_call(self, piece: ToolCallDelta) -> bytes:
+        return self._add("call", {"type": "tool_use", "id": piece.call_id, "name": piece.name, "input": {}})
 
-    def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
-        type_, field = DELTAS[kind]
-        same = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
-        self._open = OpenBlock(kind, same % (self._index, type_.encode(), field.encode()))
-        return _event("content_block_start", index=self._index, content_block={"type": kind, **block})
+    def _add(self, kind: str, block: dict[str, Any]) -> bytes:
+        before = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":%b:'
+        self._open = OpenItem(kind, block, before % (self._index, DELTAS[kind]))
+        return _event("content_block_start", index=self._index, content_block=block)
 
-    def _delta(self, text: str) -> bytes:
+    def _delta(self, text: str, logprobs: Sequence[LogprobText] = ()) -> bytes:
         assert self._open is not None  # a block begins before its deltas
-        return self._open.delta_open + orjson.dumps(text) + b"}}\n\n"
+        if self._open.kind == "reasoning":
+            self._open.texts.append(text)
+        return self._open.before_delta + orjson.dumps(text) + b"}}\n\n"
 
-    def _close(self) -> bytes:
-        """The end of the open block, if there is one."""
+    def _close(self, *, closed: bool = False) -> bytes:
         block, self._open = self._open, None
+        self._called |= closed
         if block is None:
             return b""
         events = b""
-        if block.kind == "thinking":
-            delta = {"type": "signature_delta", "signature": signature(block.thoughts)}
+        if block.kind == "reasoning":
+            delta = {"type": "signature_delta", "signature": signature("".join(block.texts))}
             events = _event("content_block_delta", index=self._index, delta=delta)
         self._index += 1
         return events + _event("content_block_stop", index=self._index - 1)
 
-    def _completed(self, piece: Completed) -> bytes:
+    def completed(self, piece: Completed) -> bytes:
         why = ending(piece.reason, piece.stop, called=self._called, usage=piece.usage, most=self._most)
         end = _event("message_delta", delta=why, usage=message_usage(piece.usage))
         return self._close() + end + _event("message_stop")

@@ -3,20 +3,20 @@
 The fields of each endpoint stand with it. The fields that every endpoint ignores or refuses stand here.
 """
 
-import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Tag, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, PrivateAttr, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
 from holdfast.replicas.errors import InvalidRequestError
 from holdfast.router.protocol.errors import Refusal, RefusedError
 
 Model = TypeVar("Model", bound="Body")
+QueryModel = TypeVar("QueryModel", bound="Query")
 
 CLOSED = ConfigDict(strict=True, extra="forbid")
 OPEN = ConfigDict(strict=True, extra="allow")
@@ -75,30 +75,6 @@ def word(name: object) -> str:
     return name if isinstance(name, str) and WORD.fullmatch(name) else "unknown"
 
 
-def known_fields(kind: Any) -> dict[str, Any]:
-    """The fields of a TypedDict, for `unknown_fields`."""
-    return dict.fromkeys(kind.__annotations__)
-
-
-def unknown_fields(value: object, known: Any, path: str = "") -> Iterator[str]:
-    """The paths, without indices, of the fields in `value` that are not known and not null.
-
-    `known` maps each known field to what is known inside of it: a mapping like itself, a function from an object to its
-    mapping, or None where nothing is checked.
-    """
-    if isinstance(value, list):
-        for each in value:
-            yield from unknown_fields(each, known, path)
-    elif isinstance(value, Mapping):
-        inside = known(value) if callable(known) else known
-        for name, member in value.items() if inside is not None else ():
-            if name not in inside:
-                if member is not None:
-                    yield f"{path}.{word(name)}"
-            elif inside[name] is not None:
-                yield from unknown_fields(member, inside[name], f"{path}.{name}" if path else name)
-
-
 def text_or(many: Any) -> Any:
     """The type of a string or a list `many`. Errors are about the one of them that was sent."""
 
@@ -120,15 +96,32 @@ NULL_IS_ABSENT = BeforeValidator(without_nulls)
 
 
 class Body(BaseModel):
-    """Base of every request body: no coercion (`"1"` is not a number), no unknown fields."""
+    """Base of every request body: no coercion (`"1"` is not a number), no unknown fields at the top.
+
+    `skipped`: the paths, without indices, of unknown fields further in. They change nothing.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    _skipped: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        return self._skipped
 
 
-class Lenient(Body):
-    """An object in which unknown fields change nothing."""
+class Query(BaseModel):
+    """Base of the parameters of a URL. Unknown ones and empty ones change nothing."""
 
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+    model_config = ConfigDict(frozen=True)
+
+
+def read_query(model: type[QueryModel], parameters: Mapping[str, str]) -> QueryModel:
+    """The parameters of a URL. Raises InvalidRequestError that names the parameter."""
+    sent = {name: value for name, value in parameters.items() if value}
+    try:
+        return model.model_validate(sent)
+    except ValidationError as error:
+        raise _translate(model, error.errors(include_url=False), sent) from None
 
 
 def read(model: type[Model], raw: bytes) -> Model:
@@ -200,13 +193,27 @@ def validate(model: type[Model], body: Mapping[str, Any]) -> Model:
             continue
         fields[name] = value
     try:
-        return model.model_validate(fields)
+        return model.model_validate(fields, extra="forbid")
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=False)
-        if any(each["type"] == "int_type" and isinstance(each["input"], float) for each in details):
-            with contextlib.suppress(ValidationError):
-                return model.model_validate(_whole(fields))  # in JSON, 5.0 is an integer too
+    if any(each["type"] == "int_type" and isinstance(each["input"], float) for each in details):
+        fields = _whole(fields)  # in JSON, 5.0 is an integer too
+    try:
+        made = model.model_validate(fields)
+    except ValidationError as error:
         raise _translate(model, error.errors(include_url=False), fields) from None
+    made._skipped = _unknown(details, fields)
+    return made
+
+
+def _unknown(details: Sequence[ErrorDetails], fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """The paths of fields that are not known and not null."""
+    paths = set()
+    for each in details:
+        if each["type"] == "extra_forbidden" and each["input"] is not None:
+            *outer, name = _steps(each["loc"], fields, missing=False)
+            paths.add(".".join([*(step for step in outer if isinstance(step, str)), word(name)]))
+    return tuple(sorted(paths))
 
 
 def _whole(value: Any) -> Any:
@@ -226,12 +233,14 @@ def _require_neutral(name: str, value: object) -> None:
     raise InvalidRequestError(f"'{name}' is not supported{only}", name)
 
 
-def _translate(model: type[Body], details: Sequence[ErrorDetails], fields: Mapping[str, Any]) -> InvalidRequestError:
+def _translate(
+    model: type[BaseModel], details: Sequence[ErrorDetails], fields: Mapping[str, Any]
+) -> InvalidRequestError:
     detail = details[0]
     if detail["type"] == "missing":  # a misspelled field, if there is one, says more
         detail = next((item for item in details if item["type"] == "extra_forbidden"), detail)
     kind = detail["type"]
-    path = _path(detail["loc"], fields, missing=kind == "missing")
+    path = ".".join(map(str, _steps(detail["loc"], fields, missing=kind == "missing")))
     if kind == "extra_forbidden":
         return InvalidRequestError(f"Unrecognized request argument supplied: {path}{_nearest(model, path)}", path)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
@@ -252,26 +261,32 @@ def missing(path: str) -> InvalidRequestError:
     return InvalidRequestError(f"Missing required parameter: '{path}'", path)
 
 
-def _path(location: Sequence[int | str], fields: object, *, missing: bool) -> str:
+def _steps(location: Sequence[int | str], fields: object, *, missing: bool) -> list[int | str]:
     """`location` without the names of union branches, which pydantic puts in and a client never wrote.
 
-    The last step of a `missing` field is not in `fields`.
+    The last step of a `missing` field is not in `fields`. Otherwise only the name of a branch may end a location.
     """
-    parts: list[str] = []
-    here = fields
-    for index, step in enumerate(location):
-        last = index + 1 == len(location)
-        if isinstance(here, dict) and step in here:  # noqa: SIM114 (mypy loses the types in the joint form)
-            here = here[step]
-        elif isinstance(here, list) and isinstance(step, int):
-            here = here[step]
-        elif not (last and missing):
-            continue
-        parts.append(str(step))
-    return ".".join(parts)
+    for end in range(len(location) - missing, 0, -1):
+        steps = _walk(location[:end], fields)
+        if steps is not None:
+            return [*steps, location[-1]] if missing else steps
+    return [location[-1]] if missing else []
 
 
-def _nearest(model: type[Body], path: str) -> str:
+def _walk(location: Sequence[int | str], here: object) -> list[int | str] | None:
+    """The steps of `location` that lead to its last one; None if they do not. A branch may be called like a field."""
+    if not location:
+        return []
+    step, rest = location[0], location[1:]
+    inner: Any = here
+    if step in here if isinstance(here, dict) else isinstance(here, list) and isinstance(step, int):
+        steps = _walk(rest, inner[step])
+        if steps is not None:
+            return [step, *steps]
+    return _walk(rest, here) if rest else None
+
+
+def _nearest(model: type[BaseModel], path: str) -> str:
     if "." in path:
         return ""
     near = [name for name in MAX_TOKENS if path in MAX_TOKENS and name in model.model_fields]

@@ -8,7 +8,7 @@ change nothing: clients send back what they got and add fields of their own.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, NotRequired, TypeAlias, get_args
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeAlias
 
 import orjson
 from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema, with_config
@@ -18,11 +18,8 @@ from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.requests import (
     Answer,
     ChatPrompt,
-    Completed,
-    Errored,
     JsonOutput,
     ModelCard,
-    Piece,
     ReasoningDelta,
     TextDelta,
     ToolCallDelta,
@@ -31,14 +28,10 @@ from holdfast.router.protocol.body import (
     CLOSED,
     MOST_MESSAGES,
     MOST_TOOLS,
-    MOST_WORDS,
     NULL_IS_ABSENT,
     OPEN,
-    known_fields,
-    missing,
     read,
     text_or,
-    unknown_fields,
     word,
 )
 from holdfast.router.protocol.replies import ChunkEncoder, chat_logprobs, closed_choice, whole_reply
@@ -47,7 +40,6 @@ from holdfast.router.protocol.turn import (
     Choices,
     GenerationBody,
     Identifier,
-    ToolChoiceField,
     Turn,
     build_sampling,
     build_turn,
@@ -354,9 +346,41 @@ def _check_parameters(parameters: Mapping[str, Any], path: str) -> None:
 # ---- which tools may be called, and the form of the reply ----
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-EFFORTS: tuple[str, ...] = get_args(Effort)
 Mode: TypeAlias = Literal["auto", "none", "required"]
-_MODES: Mapping[str, Mode] = {"auto": "auto", "none": "none", "required": "required"}
+
+
+@with_config(OPEN)
+class FunctionName(TypedDict):
+    name: str
+
+
+@with_config(OPEN)
+class FunctionChoice(TypedDict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+@with_config(OPEN)
+class AllowedTools(TypedDict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Field(min_length=1)]
+
+
+@with_config(OPEN)
+class AllowedChoice(TypedDict):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def mode_or(named: Any) -> Any:
+    """The type of a `tool_choice`: a mode, or one of the objects `named`, which differ by their field `type`."""
+    return Annotated[
+        Annotated[Mode, Tag("mode")] | Annotated[Annotated[named, Field(discriminator="type")], Tag("named")],
+        Discriminator(lambda value: "mode" if isinstance(value, str) else "named"),
+    ]
+
+
+ToolChoiceField: Any = mode_or(FunctionChoice | AllowedChoice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,42 +431,21 @@ def json_output(form: ResponseFormat) -> JsonOutput | None:
     return JsonOutput(body.get("schema") or {"type": "object"}, bool(body.get("strict")))
 
 
-def tool_choice(value: str | Mapping[str, Any], declared: Sequence[str]) -> ToolChoice:
+def tool_choice(value: Mode | FunctionChoice | AllowedChoice, declared: Sequence[str]) -> ToolChoice:
     """How the tools named `declared` may be called. Raises InvalidRequestError, naming the field."""
     if isinstance(value, str):
-        if value not in _MODES:
-            message = f"'tool_choice': {value!r} is not 'auto', 'none', 'required' or a function"
-            raise InvalidRequestError(message, "tool_choice")
         if value == "required" and not declared:
             raise InvalidRequestError("'tool_choice': 'required' is only allowed with 'tools'", "tool_choice")
-        return ToolChoice(_MODES[value])
-    if value.get("type") == "allowed_tools":
-        return _allowed(value.get("allowed_tools"), declared)
-    return ToolChoice("required", forced=_function_name(value, declared, "tool_choice"))
+        return ToolChoice(value)
+    if value["type"] == "function":
+        return ToolChoice("required", forced=_declared_name(value, declared, "tool_choice"))
+    path, chosen = "tool_choice.allowed_tools.tools", value["allowed_tools"]
+    names = [_declared_name(each, declared, f"{path}.{index}") for index, each in enumerate(chosen["tools"])]
+    return ToolChoice(chosen["mode"], allowed=tuple(dict.fromkeys(names)))
 
 
-def _allowed(value: object, declared: Sequence[str]) -> ToolChoice:
-    path = "tool_choice.allowed_tools"
-    if not isinstance(value, Mapping):
-        raise missing(path)
-    mode, tools = value.get("mode"), value.get("tools")
-    if not isinstance(mode, str) or mode not in ("auto", "required"):
-        raise InvalidRequestError(f"'{path}.mode': {mode!r} is not 'auto' or 'required'", f"{path}.mode")
-    if not isinstance(tools, list) or not tools:
-        raise InvalidRequestError(f"'{path}.tools' must be a list of functions", f"{path}.tools")
-    names = [_function_name(tool, declared, f"{path}.tools.{index}") for index, tool in enumerate(tools)]
-    return ToolChoice(_MODES[mode], allowed=tuple(dict.fromkeys(names)))
-
-
-def _function_name(value: object, declared: Sequence[str], path: str) -> str:
-    """The name in `{"type": "function", "function": {"name": ...}}`, the value of field `path`."""
-    kind = value.get("type") if isinstance(value, Mapping) else value
-    if kind != "function" or not isinstance(value, Mapping):
-        raise InvalidRequestError(f"'{path}.type': {kind!r} is not 'function'", f"{path}.type")
-    field, function = f"{path}.function.name", value.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise missing(field)
-    name: str = function["name"]
+def _declared_name(choice: FunctionChoice, declared: Sequence[str], path: str) -> str:
+    name, field = choice["function"]["name"], f"{path}.function.name"
     if name not in declared:
         raise InvalidRequestError(f"'{field}': no tool is named {name!r}", field)
     return name
@@ -507,9 +510,7 @@ def chat_turn(body: ChatBody, card: ModelCard) -> Turn:
     )
     sampling = build_sampling(body, card, max_tokens, max_field, logprobs)
     turn = build_turn(body, prompt, card, sampling, prefilled=prefilled)
-    unknown = set(unknown_fields({"messages": body.messages, "tools": body.tools}, _KNOWN))
-    skipped = (*sorted(unknown), *turn.skipped)[:MOST_WORDS]
-    turn = replace(turn, prefill_id=body.prefill_id or "", skipped=skipped, thoughts=body.include_reasoning)
+    turn = replace(turn, prefill_id=body.prefill_id or "", thoughts=body.include_reasoning)
     return several(turn, [prompt], body.n) if body.n > 1 else turn
 
 
@@ -519,25 +520,6 @@ def _max_tokens(body: ChatBody) -> tuple[int | None, str]:
     if body.max_tokens not in (None, body.max_completion_tokens):
         raise InvalidRequestError("'max_tokens' and 'max_completion_tokens' contradict each other", "max_tokens")
     return body.max_completion_tokens, "max_completion_tokens"
-
-
-_PART = dict.fromkeys(("type", "text", "refusal"))
-_CALL = {**known_fields(CallMessage), "function": known_fields(FunctionCall)}
-_ROLES = {
-    role: {**known_fields(kind), "content": _PART}
-    for role, kind in {
-        "system": SystemMessage,
-        "developer": SystemMessage,
-        "user": UserMessage,
-        "assistant": AssistantMessage,
-        "tool": ToolMessage,
-    }.items()
-}
-_ROLES["assistant"]["tool_calls"] = _CALL
-_KNOWN = {
-    "messages": lambda message: _ROLES[message["role"]],
-    "tools": {**known_fields(Tool), "function": known_fields(FunctionTool)},
-}
 
 
 # ---- the reply ----
@@ -579,44 +561,30 @@ class ChatEncoder(ChunkEncoder):
     the reasoning is left out.
     """
 
-    def __init__(
-        self,
-        reply_id: str,
-        created: int,
-        model: str,
-        include_usage: bool,
-        event_names: bool = False,
-        index: int = 0,
-        thoughts: bool = True,
-    ) -> None:
-        super().__init__("chat.completion.chunk", reply_id, created, model, include_usage, index)
+    KIND = "chat.completion.chunk"
+    AROUND = (b'"delta":{"content":', b"}")
+    LAST: ClassVar = {"delta": {}}
+
+    def __init__(self, *head: Any, event_names: bool = False, thoughts: bool = True) -> None:
+        super().__init__(*head)
         self._thoughts = thoughts
         self._closed_name = b"event: " + CALL_CLOSED.encode() + b"\n" if event_names else b""
-        self._text_open = self.open + b'"delta":{"content":'
-        self._text_close = b'},"logprobs":null,"finish_reason":null' + self.close
 
     def opening(self) -> bytes:
         return self.chunk(None, None, delta={"role": "assistant", "content": "", "refusal": None})
 
-    def event(self, piece: Piece) -> bytes:
-        if isinstance(piece, TextDelta):
-            if piece.logprobs:
-                return self.chunk(chat_logprobs(piece.logprobs), None, delta={"content": piece.text})
-            return self._text_open + orjson.dumps(piece.text) + self._text_close if piece.text else b""
-        if isinstance(piece, ToolCallDelta):
-            return self._call(piece)
-        if isinstance(piece, ReasoningDelta):
-            return self.chunk(None, None, delta={"reasoning_content": piece.text}) if self._thoughts else b""
-        if isinstance(piece, Completed):
-            return self.chunk(None, piece.reason, delta={}) + self.ending(piece.usage, piece.timing)
-        return self.failed(piece.error) if isinstance(piece, Errored) else b""
+    def scored(self, piece: TextDelta) -> bytes:
+        return self.chunk(chat_logprobs(piece.logprobs), None, delta={"content": piece.text})
 
-    def _call(self, piece: ToolCallDelta) -> bytes:
+    def reasoning(self, piece: ReasoningDelta) -> bytes:
+        return self.chunk(None, None, delta={"reasoning_content": piece.text}) if self._thoughts else b""
+
+    def call(self, piece: ToolCallDelta) -> bytes:
         call: dict[str, Any] = {"index": piece.index, "function": {"arguments": piece.arguments}}
         if piece.name is not None:
             call = {"index": piece.index, **chat_call(piece.call_id, piece.name, piece.arguments)}
         chunk = self.chunk(None, None, delta={"tool_calls": [call]})
         if not piece.closed:
             return chunk
-        closed = self.close_with(holdfast={"tool_call_closed": piece.index})
-        return self._closed_name + chunk.removesuffix(self.close) + closed
+        closed = orjson.dumps({"holdfast": {"tool_call_closed": piece.index}})
+        return self._closed_name + chunk.removesuffix(b"}\n\n") + b"," + closed[1:] + b"\n\n"

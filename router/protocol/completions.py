@@ -1,13 +1,13 @@
 """`/v1/completions`, `/tokenize` and `/detokenize` (in vLLM's shapes): requests in, replies and events out."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import orjson
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from holdfast.replicas.errors import InvalidRequestError
-from holdfast.replicas.requests import Answer, ChatPrompt, Completed, Errored, ModelCard, Piece, RawPrompt, TextDelta
+from holdfast.replicas.requests import Answer, ChatPrompt, ModelCard, RawPrompt, TextDelta
 from holdfast.router.protocol.body import Body, missing, read
 from holdfast.router.protocol.chat import Messages, Tools, check_tools, plain_messages, plain_tools
 from holdfast.router.protocol.replies import ChunkEncoder, TextOffsets, closed_choice, completion_logprobs, whole_reply
@@ -102,20 +102,16 @@ def completion_reply(reply_id: str, created: int, model: str, answer: Answer, ot
 class CompletionEncoder(ChunkEncoder):
     """Writes `text_completion` chunks. Completions have no reasoning and no tool calls."""
 
-    def __init__(self, reply_id: str, created: int, model: str, include_usage: bool = False, index: int = 0) -> None:
-        super().__init__(OBJECT, reply_id, created, model, include_usage, index)
-        self._text_open = self.open + b'"text":'
-        self._text_close = b',"logprobs":null,"finish_reason":null' + self.close
+    KIND = OBJECT
+    AROUND = (b'"text":', b"")
+    LAST: ClassVar = {"text": ""}
+
+    def __init__(self, *head: Any) -> None:
+        super().__init__(*head)
         self._offsets = TextOffsets()
 
-    def event(self, piece: Piece) -> bytes:
-        if isinstance(piece, TextDelta):
-            if piece.logprobs:
-                return self.chunk(completion_logprobs(piece.logprobs, self._offsets), None, text=piece.text)
-            return self._text_open + orjson.dumps(piece.text) + self._text_close if piece.text else b""
-        if isinstance(piece, Completed):
-            return self.chunk(None, piece.reason, text="") + self.ending(piece.usage, piece.timing)
-        return self.failed(piece.error) if isinstance(piece, Errored) else b""
+    def scored(self, piece: TextDelta) -> bytes:
+        return self.chunk(completion_logprobs(piece.logprobs, self._offsets), None, text=piece.text)
 
 
 # ---- /tokenize and /detokenize ----

@@ -12,7 +12,7 @@ from holdfast.replicas.requests import ChatPrompt, ModelCard
 from holdfast.router.protocol.body import Body, read
 from holdfast.router.protocol.chat import Messages, Tools, check_results, check_tools, plain_messages, plain_tools
 from holdfast.router.protocol.kv_hints import check_ranges
-from holdfast.router.protocol.turn import ClaimedIds, Identifier, ModelName, Name, Turn, find_model
+from holdfast.router.protocol.turn import Identifier, ModelName, Name, Turn, find_model
 
 
 class PrefillBody(Body):
@@ -32,15 +32,6 @@ class ExtendBody(Body):
 
     messages: Messages
     keep_s: Annotated[float, Field(gt=0)] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillRequest:
-    model: ModelCard
-    prompt: ChatPrompt
-    ids: ClaimedIds
-    keep_s: float | None
-    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +63,13 @@ class Prefill:
         return ChatPrompt(self.messages, tuple(self.tools), template_kwargs=self.template_kwargs)
 
 
-def read_prefill(raw: bytes, models: Sequence[ModelCard]) -> PrefillRequest:
+def read_prefill(raw: bytes, models: Sequence[ModelCard]) -> tuple[PrefillBody, ChatPrompt]:
     """Raises InvalidRequestError or RefusedError."""
     body = read(PrefillBody, raw)
+    find_model(body.model, models)
     check_tools(body.tools)
-    prompt = ChatPrompt(
-        plain_messages(body.messages), plain_tools(body.tools), template_kwargs=body.chat_template_kwargs
-    )
-    return PrefillRequest(
-        find_model(body.model, models),
-        prompt,
-        ClaimedIds(body.program_id, None, None),
-        body.keep_s,
-        body.cache_salt or "",
-    )
+    messages, tools = plain_messages(body.messages), plain_tools(body.tools)
+    return body, ChatPrompt(messages, tools, template_kwargs=body.chat_template_kwargs)
 
 
 def read_extension(raw: bytes) -> tuple[list[dict[str, Any]], float | None]:

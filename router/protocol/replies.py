@@ -1,14 +1,25 @@
-"""What OpenAI's two completion APIs share in their replies: usage, log probabilities and the outside of a chunk."""
+"""From pieces of a reply to events of a stream, and what OpenAI's two completion APIs share in their replies."""
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isnan
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import orjson
 
 from holdfast.replicas.errors import ErrorInfo
-from holdfast.replicas.requests import Answer, LogprobText, Piece, Timing, Usage
+from holdfast.replicas.requests import (
+    Answer,
+    Completed,
+    Errored,
+    LogprobText,
+    Piece,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
+    Usage,
+)
 from holdfast.router.protocol.errors import api_error
 from holdfast.router.tracing import stages
 
@@ -17,73 +28,157 @@ COMMENT = b": still working\n\n"  # readers of server-sent events skip it
 LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON does not have
 
 
-class Encoder(Protocol):
-    """Turns the pieces of one reply into events, in order."""
+class Encoder:
+    """Turns the pieces of one reply into events, in order. A dialect writes the kinds of pieces that it has."""
 
     def opening(self) -> bytes:
         """The events before the first piece."""
-        ...
-
-    def encode(self, pieces: Iterable[Piece]) -> bytes: ...
-
-    def failed(self, error: ErrorInfo) -> bytes:
-        """The event that ends a reply without an `Errored` piece."""
-        ...
-
-    def silence(self) -> bytes:
-        """What is sent between two events to say that the reply is still being made."""
-        ...
-
-
-class ChunkEncoder:
-    """Base of the encoders of chat completions and completions: everything but the choice inside a chunk.
-
-    `open` + choice + `close` is a chunk. They are made once, so that a token costs one JSON string and one join.
-    """
-
-    def __init__(self, kind: str, reply_id: str, created: int, model: str, include_usage: bool, index: int) -> None:
-        self._head = {"id": reply_id, "object": kind, "created": created, "model": model}
-        self._include_usage = include_usage
-        self._index = index
-        self.open = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":%d,' % index
-        self._close = b'}],"usage":null' if include_usage else b"}]"
-        self.close = self._close + b"}\n\n"
-
-    def opening(self) -> bytes:
         return b""
 
     def encode(self, pieces: Iterable[Piece]) -> bytes:
-        return b"".join([self.event(piece) for piece in pieces])
+        return b"".join([self.piece(piece) for piece in pieces])
 
-    def event(self, piece: Piece) -> bytes:
+    def silence(self) -> bytes:
+        """What is sent between two events to say that the reply is still being made."""
+        return COMMENT
+
+    def piece(self, piece: Piece) -> bytes:
         """The events of one piece."""
+        if isinstance(piece, TextDelta):
+            return self.text(piece)
+        if isinstance(piece, ToolCallDelta):
+            return self.call(piece)
+        if isinstance(piece, ReasoningDelta):
+            return self.reasoning(piece)
+        if isinstance(piece, Completed):
+            return self.completed(piece)
+        return self.failed(piece.error) if isinstance(piece, Errored) else b""
+
+    def text(self, piece: TextDelta) -> bytes:
         raise NotImplementedError
+
+    def reasoning(self, piece: ReasoningDelta) -> bytes:
+        return b""
+
+    def call(self, piece: ToolCallDelta) -> bytes:
+        return b""
+
+    def completed(self, piece: Completed) -> bytes:
+        raise NotImplementedError
+
+    def failed(self, error: ErrorInfo) -> bytes:
+        """The event that ends a reply with an error."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True)
+class OpenItem:
+    """The item that is being written: as it was announced, the bytes before each delta, and the deltas since then."""
+
+    kind: str
+    item: dict[str, Any]
+    before_delta: bytes
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[LogprobText] = field(default_factory=list)
+
+
+class ItemEncoder(Encoder):
+    """Writes a reply as items, one after the other: text, reasoning or a call. A piece of another kind closes an item.
+
+    The parts that are the same in every delta of an item are made once, so that a token costs one JSON string and one
+    join.
+    """
+
+    def __init__(self) -> None:
+        self._open: OpenItem | None = None
+
+    def text(self, piece: TextDelta) -> bytes:
+        if not piece.text and not piece.logprobs:
+            return b""
+        return self._within("text") + self._delta(piece.text, piece.logprobs)
+
+    def reasoning(self, piece: ReasoningDelta) -> bytes:
+        return self._within("reasoning") + self._delta(piece.text) if piece.text else b""
+
+    def call(self, piece: ToolCallDelta) -> bytes:
+        events = b"" if piece.name is None else self._close() + self._begin_call(piece)
+        if piece.arguments:
+            events += self._arguments(piece.arguments)
+        return events + self._close(closed=True) if piece.closed else events
+
+    def _within(self, kind: str) -> bytes:
+        """Open an item of this kind unless one is open."""
+        if self._open is not None and self._open.kind == kind:
+            return b""
+        return self._close() + self._begin(kind)
+
+    def _arguments(self, arguments: str) -> bytes:
+        return self._delta(arguments)
+
+    def _begin(self, kind: str) -> bytes:
+        raise NotImplementedError
+
+    def _begin_call(self, piece: ToolCallDelta) -> bytes:
+        raise NotImplementedError
+
+    def _delta(self, text: str, logprobs: Sequence[LogprobText] = ()) -> bytes:
+        raise NotImplementedError
+
+    def _close(self, *, closed: bool = False) -> bytes:
+        """The end of the open item, if there is one. A call that has not `closed` is incomplete: it must not be run."""
+        raise NotImplementedError
+
+
+class ChunkEncoder(Encoder):
+    """Base of the encoders of chat completions and completions: everything but the choice inside a chunk.
+
+    A chunk of text is the text between two constants, so that a token costs one JSON string and one join.
+    """
+
+    KIND = ""  # the chunk's `object`
+    AROUND = (b"", b"")  # the members of a choice before and after its text
+    LAST: ClassVar[Mapping[str, Any]] = {}  # the members of the last choice
+
+    def __init__(self, reply_id: str, created: int, model: str, include_usage: bool = False, index: int = 0) -> None:
+        self._head = {"id": reply_id, "object": self.KIND, "created": created, "model": model}
+        self._include_usage = include_usage
+        self._index = index
+        self._open = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":%d,' % index
+        self._end = b'}],"usage":null' if include_usage else b"}]"
+        self._close = self._end + b"}\n\n"
+        before, after = self.AROUND
+        self._text_open = self._open + before
+        self._text_close = after + b',"logprobs":null,"finish_reason":null' + self._close
+
+    def text(self, piece: TextDelta) -> bytes:
+        if piece.logprobs:
+            return self.scored(piece)
+        return self._text_open + orjson.dumps(piece.text) + self._text_close if piece.text else b""
+
+    def scored(self, piece: TextDelta) -> bytes:
+        """A chunk of text with log probabilities."""
+        raise NotImplementedError
+
+    def completed(self, piece: Completed) -> bytes:
+        """The last chunk of the choice. The first choice ends last: usage, if asked for, and the end mark follow it."""
+        last = self.chunk(None, piece.reason, **self.LAST)
+        if self._index:
+            return last
+        if not self._include_usage:
+            return last + DONE
+        end = {**self._head, "choices": [], "usage": usage_object(piece.usage)}
+        if times := stages(piece.timing):
+            work = piece.usage.work
+            drafts = {"drafted": work.drafted, "accepted": work.accepted} if work.drafted else {}
+            end["timing"] = {**{f"{name}_ms": milliseconds for name, milliseconds in times.items()}, **drafts}
+        return last + b"data: " + orjson.dumps(end) + b"\n\n" + DONE
 
     def failed(self, error: ErrorInfo) -> bytes:
         return b"data: " + api_error(error).body + b"\n\n"
 
-    def silence(self) -> bytes:
-        return COMMENT
-
     def chunk(self, logprobs: Any, reason: str | None, **choice: Any) -> bytes:
         inside = orjson.dumps({**choice, "logprobs": logprobs, "finish_reason": reason})
-        return self.open + inside[1:-1] + self.close
-
-    def close_with(self, **fields: Any) -> bytes:
-        """`close` of a chunk with more fields."""
-        return self._close + b"," + orjson.dumps(fields)[1:] + b"\n\n"
-
-    def ending(self, usage: Usage, timing: Timing) -> bytes:
-        """The usage chunk, if it was asked for, and the end mark. The first choice ends last and writes them."""
-        if self._index:
-            return b""
-        if not self._include_usage:
-            return DONE
-        last = {**self._head, "choices": [], "usage": usage_object(usage)}
-        if times := stages(timing):
-            drafts = {"drafted": usage.work.drafted, "accepted": usage.work.accepted} if usage.work.drafted else {}
-            last["timing"] = {**{f"{name}_ms": milliseconds for name, milliseconds in times.items()}, **drafts}
-        return b"data: " + orjson.dumps(last) + b"\n\n" + DONE
+        return self._open + inside[1:-1] + self._close
 
 
 def whole_reply(

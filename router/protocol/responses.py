@@ -6,7 +6,7 @@ Items become chat messages, so a conversation has the same prompt in every API. 
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias, Union
 
 import orjson
@@ -17,12 +17,10 @@ from holdfast.replicas.errors import ErrorInfo, ErrorKind, InvalidRequestError
 from holdfast.replicas.requests import (
     ChatPrompt,
     Completed,
-    Errored,
     LogprobText,
     ModelCard,
     Piece,
     ReasoningDelta,
-    Started,
     TextDelta,
     ToolCallDelta,
     Usage,
@@ -34,24 +32,25 @@ from holdfast.router.protocol.body import (
     NULL_IS_ABSENT,
     OPEN,
     Body,
+    Query,
     decode,
-    known_fields,
     missing,
     text_or,
-    unknown_fields,
     validate,
     word,
 )
 from holdfast.router.protocol.chat import (
-    EFFORTS,
+    Effort,
+    FunctionTool,
     JsonObjectFormat,
-    Parameters,
     TextFormat,
+    ToolChoice,
     ToolName,
     chat_call,
     check_tools,
     json_output,
     left_out,
+    mode_or,
     system_text,
     template_arguments,
     tool_choice,
@@ -65,12 +64,11 @@ from holdfast.router.protocol.declared_tools import (
     is_namespace,
 )
 from holdfast.router.protocol.errors import TABLE, FieldNames
-from holdfast.router.protocol.replies import COMMENT, DONE, scored_tokens
+from holdfast.router.protocol.replies import DONE, ItemEncoder, OpenItem, scored_tokens
 from holdfast.router.protocol.turn import (
     FLEX,
     MAX_LOGPROBS,
     GenerationBody,
-    ToolChoiceField,
     Turn,
     build_sampling,
     build_turn,
@@ -89,26 +87,47 @@ SUMMARISE = (
 
 # ---- the request ----
 
-Content: Any = text_or(Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES)])
+
+@with_config(OPEN)
+class Part(TypedDict):
+    """A part of a message or of a tool's output, with the members that clients send back as we sent them."""
+
+    type: NotRequired[Any]
+    text: NotRequired[Any]
+    refusal: NotRequired[Any]
+    annotations: NotRequired[Any]
+    logprobs: NotRequired[Any]
+
+
 _PART = {
     "type": "object",
     "properties": {"type": {"enum": sorted(TEXT_PARTS)}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
-Texts: TypeAlias = Annotated[
-    Content, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]})
+Texts: Any = Annotated[
+    text_or(Annotated[list[Part], Field(max_length=MOST_MESSAGES)]),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}),
 ]
 
 
 @with_config(OPEN)
-class MessageItem(TypedDict):
-    type: NotRequired[Literal["message"]]
-    role: Literal["user", "assistant", "system", "developer"]
-    content: NotRequired[Texts]  # only an assistant may leave it out: see `input_items`
+class StoredItem(TypedDict):
+    """What every item has that clients send back as we sent it."""
+
+    id: NotRequired[Any]
+    status: NotRequired[Any]
 
 
 @with_config(OPEN)
-class FunctionCallItem(TypedDict):
+class MessageItem(StoredItem):
+    type: NotRequired[Literal["message"]]
+    role: Literal["user", "assistant", "system", "developer"]
+    content: NotRequired[Texts]  # only an assistant may leave it out: see `input_items`
+    phase: NotRequired[Any]
+
+
+@with_config(OPEN)
+class FunctionCallItem(StoredItem):
     type: Literal["function_call"]
     call_id: Annotated[str, Field(min_length=1)]
     name: str
@@ -117,7 +136,7 @@ class FunctionCallItem(TypedDict):
 
 
 @with_config(OPEN)
-class CustomCallItem(TypedDict):
+class CustomCallItem(StoredItem):
     type: Literal["custom_tool_call"]
     call_id: Annotated[str, Field(min_length=1)]
     name: str
@@ -126,29 +145,30 @@ class CustomCallItem(TypedDict):
 
 
 @with_config(OPEN)
-class CallOutputItem(TypedDict):
+class CallOutputItem(StoredItem):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Texts
 
 
 @with_config(OPEN)
-class ReasoningItem(TypedDict):
+class ReasoningItem(StoredItem):
     """`encrypted_content` of another server is not read."""
 
     type: Literal["reasoning"]
-    content: NotRequired[list[dict[str, Any]]]
+    content: NotRequired[list[Part]]
     encrypted_content: NotRequired[str]
+    summary: NotRequired[Any]
 
 
 @with_config(OPEN)
-class CompactionItem(TypedDict):
+class CompactionItem(StoredItem):
     type: Literal["compaction", "compaction_summary"]
     encrypted_content: str
 
 
 @with_config(OPEN)
-class TriggerItem(TypedDict):
+class TriggerItem(StoredItem):
     """The last item of a request that asks for a compaction of all items before it."""
 
     type: Literal["compaction_trigger"]
@@ -188,12 +208,8 @@ Input: Any = text_or(Annotated[list[Item], Field(max_length=MOST_MESSAGES)])
 
 
 @with_config(OPEN)
-class FunctionTool(TypedDict):
+class FlatFunctionTool(FunctionTool):
     type: Literal["function"]
-    name: ToolName
-    description: NotRequired[str | None]
-    parameters: NotRequired[Parameters | None]
-    strict: NotRequired[bool | None]
 
 
 @with_config(OPEN)
@@ -218,7 +234,7 @@ def _tool_kind(tool: object) -> str:
 
 
 OneTool: TypeAlias = Annotated[
-    Annotated[FunctionTool, Tag("a function")]
+    Annotated[FlatFunctionTool, Tag("a function")]
     | Annotated[CustomTool, Tag("a custom tool")]
     | Annotated[dict[str, Any], Tag("another")],
     Discriminator(_tool_kind),
@@ -243,8 +259,35 @@ ResponseTool: TypeAlias = Annotated[
 class JsonSchemaFormat(TypedDict):
     type: Literal["json_schema"]
     name: str
+    description: NotRequired[Any]
     schema: NotRequired[dict[str, Any] | None]
     strict: NotRequired[bool | None]
+
+
+@with_config(OPEN)
+class Reasoning(TypedDict):
+    """The chat template gets the `effort`."""
+
+    effort: NotRequired[Effort | None]
+    summary: NotRequired[Any]
+    generate_summary: NotRequired[Any]
+
+
+@with_config(OPEN)
+class NamedChoice(TypedDict):
+    type: Literal["function", "custom"]
+    name: str
+    namespace: NotRequired[str | None]
+
+
+@with_config(OPEN)
+class AllowedChoice(TypedDict):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[dict[str, Any]], Field(min_length=1)]
+
+
+ResponseChoice: Any = mode_or(NamedChoice | AllowedChoice)
 
 
 class TextField(Body):
@@ -257,12 +300,12 @@ class TextField(Body):
 
 
 class ResponsesBody(GenerationBody):
-    """Fields about bills and users are only echoed. The chat template gets the `effort` of `reasoning`."""
+    """Fields about bills and users are only echoed."""
 
     input: Input = Field(default_factory=list)
     instructions: str | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS)] = Field(default_factory=list)
-    tool_choice: ToolChoiceField = "auto"
+    tool_choice: ResponseChoice = "auto"
     parallel_tool_calls: bool = True
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # of built-in tools, of which there are none
@@ -270,7 +313,7 @@ class ResponsesBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     include: list[str] = Field(default_factory=list)
     truncation: Literal["auto", "disabled"] = "disabled"
-    reasoning: dict[str, Any] | None = None
+    reasoning: Reasoning | None = None
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] = Field(
         default_factory=dict
     )
@@ -279,6 +322,16 @@ class ResponsesBody(GenerationBody):
     user: str | None = None
     safety_identifier: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class StoredQuery(Query):
+    stream: Literal["false", "0"] = "false"
+
+
+class ItemsQuery(Query):
+    order: Literal["asc", "desc"] = "desc"
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    after: str | None = None
 
 
 def read_responses(raw: bytes, model: str | None = None) -> ResponsesBody:
@@ -342,33 +395,6 @@ def compacted(items: Sequence[dict[str, Any]], compaction: dict[str, Any]) -> li
     """The items that replace `items`: the users' messages, and the summary of everything."""
     users = [item for item in items if item["type"] == "message" and item.get("role") == "user"]
     return [*users, compaction]
-
-
-_OUTPUT_PART = dict.fromkeys(("type", "text", "refusal", "annotations", "logprobs"))
-
-
-def _of(kind: Any) -> dict[str, Any]:
-    """The known fields of an item: the ones that are read, and the ones that clients send back as we sent them."""
-    known = {**known_fields(kind), **dict.fromkeys(("id", "status"))}
-    return known | {name: _OUTPUT_PART for name in ("content", "output") if name in known}
-
-
-_ITEMS = {name: _of(kind) for name, kind in ITEM_TYPES.items()}
-_ITEMS["message"]["phase"] = _ITEMS["reasoning"]["summary"] = None
-
-
-def _tool_fields(tool: Mapping[str, Any]) -> dict[str, Any] | None:
-    if is_namespace(tool):
-        return {**known_fields(NamespaceTool), "tools": _tool_fields}
-    return known_fields(FunctionTool) if is_function(tool) else known_fields(CustomTool) if is_custom(tool) else None
-
-
-_KNOWN = {
-    "input": lambda item: _ITEMS.get(_item_type(item)),  # None: the whole item is skipped, by its type
-    "tools": _tool_fields,
-    "text": {"format": {**known_fields(JsonSchemaFormat), "description": None}},
-    "reasoning": dict.fromkeys(("effort", "summary", "generate_summary")),
-}
 
 
 # ---- the prompt ----
@@ -557,7 +583,7 @@ def responses_turn(body: ResponsesBody, translated: TranslatedItems, card: Model
     fields = FieldNames(_PREFIXES, [each.field for each in declared.tools], sources, schemas)
     try:
         check_tools(tools)
-        choice = tool_choice(_chat_choice(body.tool_choice, declared), [each.shown for each in declared.tools])
+        choice = _choice(body.tool_choice, declared)
     except InvalidRequestError as error:
         raise fields.error(error) from None
     form: Any = body.text.format
@@ -566,7 +592,7 @@ def responses_turn(body: ResponsesBody, translated: TranslatedItems, card: Model
         tools=tuple(tools),
         tool_choice=choice.mode,
         parallel_tool_calls=body.parallel_tool_calls,
-        template_kwargs=template_arguments(body.chat_template_kwargs, _effort(body)),
+        template_kwargs=template_arguments(body.chat_template_kwargs, (body.reasoning or {}).get("effort")),
         forced_tool=choice.forced,
         allowed_tools=choice.allowed,
         output=json_output({"type": "json_schema", "json_schema": form} if form["type"] == "json_schema" else form),
@@ -574,9 +600,7 @@ def responses_turn(body: ResponsesBody, translated: TranslatedItems, card: Model
     logprobs = body.top_logprobs if body.top_logprobs or LOGPROBS in body.include else None
     sampling = build_sampling(body, card, body.max_output_tokens, "max_output_tokens", logprobs)
     turn = build_turn(body, prompt, card, sampling)
-    parts = {"input": body.input, "tools": body.tools, "text": {"format": form}, "reasoning": body.reasoning}
-    unknown = set(unknown_fields(parts, _KNOWN))
-    skipped = (*declared.skipped, *translated.skipped, *sorted(unknown), *turn.skipped)
+    skipped = (*declared.skipped, *translated.skipped, *turn.skipped)
     return replace(
         turn,
         # The response that it continues names the program itself (`Exchange.program`).
@@ -597,14 +621,6 @@ _PREFIXES: Mapping[str, str] = {
 }
 
 
-def _effort(body: ResponsesBody) -> str | None:
-    effort = (body.reasoning or {}).get("effort")
-    if effort is not None and effort not in EFFORTS:
-        message = f"Invalid value for 'reasoning.effort': {effort!r} is not one of {', '.join(EFFORTS)}"
-        raise InvalidRequestError(message, "reasoning.effort")
-    return effort
-
-
 def compaction_turn(body: ResponsesBody, translated: TranslatedItems, card: ModelCard) -> Turn:
     """The turn in which the model summarises its conversation, without tool calls and in plain text."""
     messages = [*translated.messages, {"role": "user", "content": SUMMARISE}]
@@ -612,37 +628,33 @@ def compaction_turn(body: ResponsesBody, translated: TranslatedItems, card: Mode
     return responses_turn(plain, replace(translated, messages=messages), card)
 
 
-def _chat_choice(choice: str | Mapping[str, Any], tools: DeclaredTools) -> str | Mapping[str, Any]:
-    """`tool_choice` as chat has it. Raises InvalidRequestError for a tool that no model here can call."""
+def _choice(choice: Any, tools: DeclaredTools) -> ToolChoice:
+    """Which tools may be called, by the model's names. Raises InvalidRequestError for one that no model can call."""
     if isinstance(choice, str):
-        return choice
-    kind = choice.get("type")
-    if kind == "allowed_tools":
-        allowed = {"mode": choice.get("mode"), "tools": _allowed(choice.get("tools"), tools)}
-        return {"type": kind, "allowed_tools": allowed}
-    if kind not in ("function", "custom"):
-        raise InvalidRequestError(f"'tool_choice.type': {kind!r} is not supported", "tool_choice.type")
-    [chosen] = tools.chosen(choice, "tool_choice")
-    return _function(chosen)
-
-
-def _allowed(entries: Any, tools: DeclaredTools) -> Any:
-    """The functions that may be called. Tools of other kinds are skipped, unless there are no functions among them."""
-    if not isinstance(entries, list):
-        return entries
-    kinds = ("function", "custom", "namespace")
-    known = [(i, each) for i, each in enumerate(entries) if isinstance(each, Mapping) and each.get("type") in kinds]
-    if not known:
-        return entries
-    shown = [name for index, each in known for name in tools.chosen(each, f"tool_choice.tools.{index}")]
-    return [_function(each) for each in dict.fromkeys(shown)]
-
-
-def _function(name: str) -> Mapping[str, Any]:
-    return {"type": "function", "function": {"name": name}}
+        mode: Any = choice
+        return tool_choice(mode, [each.shown for each in tools.tools])
+    if choice["type"] != "allowed_tools":
+        return ToolChoice("required", forced=tools.chosen(choice, "tool_choice")[0])
+    names = [
+        name
+        for index, each in enumerate(choice["tools"])
+        if each.get("type") in ("function", "custom", "namespace")  # others are skipped
+        for name in tools.chosen(each, f"tool_choice.tools.{index}")
+    ]
+    if not names:
+        raise InvalidRequestError("'tool_choice.tools': no model here can call any of them", "tool_choice.tools")
+    return ToolChoice(choice["mode"], allowed=tuple(dict.fromkeys(names)))
 
 
 # ---- the response object ----
+
+
+_ECHOED = (
+    "instructions max_output_tokens max_tool_calls model parallel_tool_calls previous_response_id prompt_cache_key "
+    "safety_identifier store temperature tool_choice top_logprobs top_p presence_penalty frequency_penalty truncation "
+    "user metadata"
+)
+ECHOED = tuple(_ECHOED.split())  # fields that the response has as the request had them
 
 
 def response_object(body: ResponsesBody, reply_id: str, created: int) -> dict[str, Any]:
@@ -659,30 +671,13 @@ def response_object(body: ResponsesBody, reply_id: str, created: int) -> dict[st
         "background": False,
         "error": None,
         "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": body.max_tool_calls,
-        "model": body.model,
         "output": [],
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "previous_response_id": body.previous_response_id,
-        "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": None, "summary": None, **(body.reasoning or {})},
-        "safety_identifier": body.safety_identifier,
         "service_tier": FLEX if body.service_tier == FLEX else "default",
-        "store": body.store,
-        "temperature": body.temperature,
         "text": {"format": form, "verbosity": body.text.verbosity or "medium"},
-        "tool_choice": body.tool_choice,
         "tools": [_shown_tool(tool) for tool in body.tools],
-        "top_logprobs": body.top_logprobs,
-        "top_p": body.top_p,
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-        "truncation": body.truncation,
+        **{name: getattr(body, name) for name in ECHOED},
         "usage": None,
-        "user": body.user,
-        "metadata": body.metadata,
     }
 
 
@@ -713,26 +708,14 @@ DELTAS = {
 }
 
 
-@dataclass(slots=True)
-class OpenItem:
-    """The item that is being written: `item` as it was added, and its text since then."""
-
-    item: dict[str, Any]
-    delta_open: bytes  # an event up to the delta itself
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[LogprobText] = field(default_factory=list)
-    input: CustomInput | None = None  # reads the text of a custom call
-
-
-class ResponseEncoder:
+class ResponseEncoder(ItemEncoder):
     """Writes one response as events. `response` is the object at this moment, complete after the last event.
 
         response.created, response.in_progress
           one item after the other:  output_item.added, its parts and deltas, output_item.done
         response.completed | response.incomplete | response.failed,  then [DONE]
 
-    Every event has the next `sequence_number`. An item is a message, reasoning or a call. The parts that are the same
-    in every delta of an item are made once, so that a token costs one JSON string and one join.
+    Every event has the next `sequence_number`. An item is a message, reasoning or a call.
 
     `shell` is the object before its first item. `conceal` makes the `encrypted_content` of reasoning, if the client
     asked for it. `tools` give calls the names under which they were declared.
@@ -745,12 +728,13 @@ class ResponseEncoder:
         conceal: Callable[[str], str] | None = None,
         tools: DeclaredTools | None = None,
     ) -> None:
+        super().__init__()
         self.response = shell
         self._unique = unique
         self._conceal = conceal
         self._tools = tools or DeclaredTools()
         self._items: list[dict[str, Any]] = []
-        self._open: OpenItem | None = None
+        self._custom: CustomInput | None = None  # reads the text of the open custom call
         self._sequence = 0
         self._streams = True
 
@@ -762,7 +746,7 @@ class ResponseEncoder:
     def encode(self, pieces: Iterable[Piece]) -> bytes:
         before = self._sequence
         try:
-            return b"".join([self._piece(piece) for piece in pieces])
+            return super().encode(pieces)
         except Exception:
             self._sequence = before  # none of these events is sent; the next one ends the stream
             raise
@@ -788,139 +772,100 @@ class ResponseEncoder:
 
     def failed(self, error: ErrorInfo) -> bytes:
         # An item that was cut off is not in the output: a client must not continue with it.
-        self._end("failed")
-        self.response["error"] = {"code": _code(error.kind), "message": error.message}
-        return self._event("response.failed", response=self.response) + DONE
-
-    def silence(self) -> bytes:
-        return COMMENT
-
-    def _piece(self, piece: Piece) -> bytes:
-        if isinstance(piece, TextDelta):
-            if not piece.text and not piece.logprobs:
-                return b""
-            begun = self._begin("message")
-            return begun + self._delta(piece.text, piece.logprobs)
-        if isinstance(piece, ReasoningDelta):
-            return self._begin("reasoning") + self._delta(piece.text) if piece.text else b""
-        if isinstance(piece, ToolCallDelta):
-            begun = b"" if piece.name is None else self._close() + self._add_call(piece)
-            events = begun + self._arguments(piece.arguments)
-            return events + self._close(closed=True) if piece.closed else events
-        if isinstance(piece, Completed):
-            return self._completed(piece)
-        if isinstance(piece, Started):
-            return b""
-        assert isinstance(piece, Errored)
-        return self.failed(piece.error)
+        return self._end("failed", error={"code": _code(error.kind), "message": error.message})
 
     def _begin(self, kind: str) -> bytes:
-        """Open an item of this kind unless one is open."""
-        if self._open is not None and self._open.item["type"] == kind:
-            return b""
-        closed, index = self._close(), len(self._items)
+        index = len(self._items)
         item: dict[str, Any]
-        part: dict[str, Any]
-        if kind == "message":
-            item = {"id": f"msg_{self._unique}_{index}", "type": kind, "status": "in_progress", "role": "assistant"}
-            item["content"] = []
+        if kind == "text":
+            item = {"id": f"msg_{self._unique}_{index}", "type": "message", "status": "in_progress"}
+            item |= {"role": "assistant", "content": []}
             part = _text_part("")
         else:
-            item = {"id": f"rs_{self._unique}_{index}", "type": kind, "summary": [], "content": []}
+            item = {"id": f"rs_{self._unique}_{index}", "type": "reasoning", "summary": [], "content": []}
             part = {"type": "reasoning_text", "text": ""}
-        added = self._add(item, b'"content_index":0,' + (b'"logprobs":[],' if kind == "message" else b""))
-        return closed + added + self._of_item("response.content_part.added", content_index=0, part=part)
+        added = self._add(kind, item, b'"content_index":0,' + (b'"logprobs":[],' if kind == "text" else b""))
+        return added + self._of_item("response.content_part.added", content_index=0, part=part)
 
-    def _add_call(self, piece: ToolCallDelta) -> bytes:
+    def _begin_call(self, piece: ToolCallDelta) -> bytes:
         tool = self._tools.called(piece.name or "")
-        custom = tool is not None and tool.custom
+        self._custom = CustomInput() if tool is not None and tool.custom else None
         item = {
-            "id": f"{'ctc' if custom else 'fc'}_{self._unique}_{len(self._items)}",
-            "type": "custom_tool_call" if custom else "function_call",
+            "id": f"{'fc' if self._custom is None else 'ctc'}_{self._unique}_{len(self._items)}",
+            "type": "function_call" if self._custom is None else "custom_tool_call",
             "status": "in_progress",
             "call_id": piece.call_id,
             "name": piece.name if tool is None else tool.name,
             **({"namespace": tool.namespace} if tool is not None and tool.namespace else {}),
-            "input" if custom else "arguments": "",
+            "arguments" if self._custom is None else "input": "",
         }
-        added = self._add(item, b"")
-        if custom and self._open is not None:
-            self._open.input = CustomInput()
-        return added
+        return self._add("call", item, b"")
 
     def _arguments(self, arguments: str) -> bytes:
-        opened = self._open
-        text = arguments if opened is None or opened.input is None else opened.input.feed(arguments)
+        text = arguments if self._custom is None else self._custom.feed(arguments)
         return self._delta(text) if text else b""
 
-    def _add(self, item: dict[str, Any], more: bytes) -> bytes:
-        kind, index = DELTAS[item["type"]], len(self._items)
-        same = orjson.dumps({"type": kind, "item_id": item["id"], "output_index": index})[:-1]
-        self._open = OpenItem(item, f"event: {kind}\ndata: ".encode() + same + b"," + more + b'"delta":')
+    def _add(self, kind: str, item: dict[str, Any], more: bytes) -> bytes:
+        event, index = DELTAS[item["type"]], len(self._items)
+        same = orjson.dumps({"type": event, "item_id": item["id"], "output_index": index})[:-1]
+        self._open = OpenItem(kind, item, f"event: {event}\ndata: ".encode() + same + b"," + more + b'"delta":')
         return self._event("response.output_item.added", output_index=index, item=item)
 
-    def _delta(self, text: str, logprobs: tuple[LogprobText, ...] = ()) -> bytes:
+    def _delta(self, text: str, logprobs: Sequence[LogprobText] = ()) -> bytes:
         opened = self._open
         assert opened is not None  # an item begins before its deltas
         opened.texts.append(text)
-        if logprobs:
-            opened.logprobs.extend(logprobs)
+        opened.logprobs.extend(logprobs)
         if not self._streams:
             return b""
         if logprobs:
             scores = scored_tokens(logprobs)
             return self._of_item(DELTAS["message"], content_index=0, delta=text, logprobs=scores)
         self._sequence += 1
-        return b'%b%b,"sequence_number":%d}\n\n' % (opened.delta_open, orjson.dumps(text), self._sequence - 1)
+        return b'%b%b,"sequence_number":%d}\n\n' % (opened.before_delta, orjson.dumps(text), self._sequence - 1)
 
-    def _close(self, status: str = "completed", *, closed: bool = False) -> bytes:
-        """The end of the open item, if there is one. A call that has not `closed` is incomplete: it must not be run."""
+    def _close(self, *, closed: bool = False, cut: bool = False) -> bytes:
         opened = self._open
         if opened is None:
             return b""
-        rest = opened.input.end() if opened.input is not None else ""
-        events = self._delta(rest) if rest else b""
-        item, text, index = opened.item, "".join(opened.texts), len(self._items)
-        if item["type"] == "custom_tool_call":
-            item = {**item, "input": text, "status": "completed" if closed else "incomplete"}
-            events += self._of_item("response.custom_tool_call_input.done", input=text)
-        elif item["type"] == "function_call":
-            item = {**item, "arguments": text, "status": "completed" if closed else "incomplete"}
-            done = {"arguments": text, "name": item["name"]}
-            events = self._of_item("response.function_call_arguments.done", **done)
-        elif item["type"] == "message":
-            part = _text_part(text, opened.logprobs)
-            item = {**item, "status": status, "content": [part]}
-            events = self._of_item("response.output_text.done", content_index=0, text=text, logprobs=part["logprobs"])
-            events += self._of_item("response.content_part.done", content_index=0, part=part)
+        item, events = opened.item, b""
+        if opened.kind == "call":
+            name = "arguments" if self._custom is None else "input"
+            if self._custom is not None and (rest := self._custom.end()):
+                events = self._delta(rest)
+            text = "".join(opened.texts)
+            item = {**item, name: text, "status": "completed" if closed else "incomplete"}
+            called = {"name": item["name"]} if self._custom is None else {}
+            events += self._of_item(DELTAS[item["type"]].replace(".delta", ".done"), **{name: text}, **called)
         else:
-            part = {"type": "reasoning_text", "text": text}
-            item = {**item, "content": [part]}
-            if self._conceal is not None:
-                item["encrypted_content"] = self._conceal(text)
-            events = self._of_item("response.reasoning_text.done", content_index=0, text=text)
+            text = "".join(opened.texts)
+            part: dict[str, Any] = {"type": "reasoning_text", "text": text}
+            done: dict[str, Any] = {"content_index": 0, "text": text}
+            if opened.kind == "text":
+                part = _text_part(text, opened.logprobs)
+                done["logprobs"] = part["logprobs"]
+                item = {**item, "status": "incomplete" if cut else "completed", "content": [part]}
+            else:
+                concealed = {} if self._conceal is None else {"encrypted_content": self._conceal(text)}
+                item = {**item, "content": [part], **concealed}
+            events = self._of_item(DELTAS[item["type"]].replace(".delta", ".done"), **done)
             events += self._of_item("response.content_part.done", content_index=0, part=part)
         self._open = None
         self._items.append(item)
-        return events + self._event("response.output_item.done", output_index=index, item=item)
+        return events + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
-    def _completed(self, piece: Completed) -> bytes:
+    def completed(self, piece: Completed) -> bytes:
         cut = piece.reason == "length"
-        status = "incomplete" if cut else "completed"
         # An empty reply is an empty message: clients read the first item.
-        begun = b"" if self._items or self._open else self._begin("message")
-        events = begun + self._close(status)
-        self._end(status)
-        self.response["usage"] = response_usage(piece.usage)
-        if cut:
-            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
-        else:
-            self.response["completed_at"] = int(time.time())
-        return events + self._event(f"response.{status}", response=self.response) + DONE
+        begun = b"" if self._items or self._open else self._begin("text")
+        events = begun + self._close(cut=cut)
+        end = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {"completed_at": int(time.time())}
+        return events + self._end("incomplete" if cut else "completed", usage=response_usage(piece.usage), **end)
 
-    def _end(self, status: str) -> None:
+    def _end(self, status: str, **fields: Any) -> bytes:
         self._open = None
-        self.response = {**self.response, "status": status, "output": self._items}
+        self.response = {**self.response, "status": status, "output": self._items, **fields}
+        return self._event(f"response.{status}", response=self.response) + DONE
 
     def _of_item(self, kind: str, **fields: Any) -> bytes:
         assert self._open is not None
@@ -942,20 +887,22 @@ class CompactionEncoder(ResponseEncoder):
         self._encrypt = conceal
         self._summary: list[str] = []
 
-    def _piece(self, piece: Piece) -> bytes:
-        if isinstance(piece, TextDelta):
-            self._summary.append(piece.text)
-            return b""
-        if isinstance(piece, ReasoningDelta | ToolCallDelta):
-            return b""
-        return super()._piece(piece)
+    def text(self, piece: TextDelta) -> bytes:
+        self._summary.append(piece.text)
+        return b""
 
-    def _completed(self, piece: Completed) -> bytes:
+    def reasoning(self, piece: ReasoningDelta) -> bytes:
+        return b""
+
+    def call(self, piece: ToolCallDelta) -> bytes:
+        return b""
+
+    def completed(self, piece: Completed) -> bytes:
         summary = self._encrypt("".join(self._summary).strip())
         item = {"id": f"cmp_{self._unique}", "type": "compaction", "encrypted_content": summary}
         self._items.append(item)
         added = self._event("response.output_item.added", output_index=0, item=item)
-        return added + self._event("response.output_item.done", output_index=0, item=item) + super()._completed(piece)
+        return added + self._event("response.output_item.done", output_index=0, item=item) + super().completed(piece)
 
 
 def _text_part(text: str, logprobs: Iterable[LogprobText] = ()) -> dict[str, Any]:

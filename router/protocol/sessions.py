@@ -21,7 +21,7 @@ from holdfast.replicas.requests import (
     SessionState,
     SessionTurn,
 )
-from holdfast.router.protocol.body import Body, decode, read, validate
+from holdfast.router.protocol.body import Body, Query, decode, read, validate
 from holdfast.router.protocol.chat import Messages, Tool, Tools, check_tools, plain_messages, plain_tools
 from holdfast.router.protocol.completions import Logprobs, Text, Tokens
 from holdfast.router.protocol.errors import api_error
@@ -84,6 +84,10 @@ class QuestionBody(Content, QuestionFields):
 
 class ForkBody(Body):
     id: SessionId | None = None
+
+
+class SessionsQuery(Query):
+    limit: Annotated[int, Field(ge=1, le=1000)] = 100
 
 
 def read_open(raw: bytes, models: Sequence[ModelCard], default_id: str) -> Turn:

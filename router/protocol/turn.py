@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import Field, WithJsonSchema
+from pydantic import ConfigDict, Field, WithJsonSchema
 from typing_extensions import TypeAliasType
 
 from holdfast.replicas.errors import InvalidRequestError, too_long
@@ -16,7 +16,7 @@ from holdfast.replicas.kv.tags import Hint
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import ChatPrompt, ModelCard, RawPrompt, SessionTurn
 from holdfast.replicas.types import Priority
-from holdfast.router.protocol.body import NULL_IS_ABSENT, Body, Lenient, text_or, word
+from holdfast.router.protocol.body import MOST_WORDS, NULL_IS_ABSENT, Body, text_or
 from holdfast.router.protocol.errors import CHAT_FIELDS, FieldNames, Refusal, RefusedError
 from holdfast.router.protocol.kv_hints import KvHints, check_ranges, read_hints
 
@@ -46,12 +46,11 @@ _STOP = {"type": "string", "minLength": 1}
 Stops: Any = Annotated[
     text_or(list[str]), WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]})
 ]
-ToolChoiceField: TypeAlias = Annotated[
-    str | dict[str, Any], WithJsonSchema({"anyOf": [{"enum": ["auto", "none", "required"]}, {"type": "object"}]})
-]
 
 
-class StreamOptions(Lenient):
+class StreamOptions(Body):
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
     include_usage: bool = False
     event_names: bool = False  # ours: a chunk that closes a tool call is an event with a name
     include_obfuscation: bool = False  # accepted: chunks are never padded
@@ -217,7 +216,7 @@ def build_turn(
         stream=body.stream,
         include_usage=options is not None and options.include_usage,
         event_names=options is not None and options.event_names,
-        skipped=tuple(f"stream_options.{word(name)}" for name in (options.model_extra if options else None) or ()),
+        skipped=body.skipped[:MOST_WORDS],
         priority=_priority(body.priority, body.service_tier),
         timeout_s=body.timeout,
         fresh_draw=body.fresh_draw,

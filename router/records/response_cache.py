@@ -231,11 +231,6 @@ class ResponseCache:
         if fits:
             self._background.start(_if_available(self._put(query, MADE.pack(made) + value)))
 
-    def drop(self, query: CacheQuery) -> None:
-        """Forget an answer that is of no use, here and in Redis."""
-        self._l1.remove(query.key)
-        self._background.start(_if_available(self._records.delete(query.key)))
-
     async def _put(self, query: CacheQuery, value: bytes) -> None:
         tenant = query.tenant
         limit = tenant.cache.bytes or self._config.cache_tenant_bytes

@@ -25,10 +25,9 @@ ASKED_S = 0.001  # by which a replica has been asked: from then on the router ha
 class TurnStream:
     """A `Source` of events. Call `start` first; `close` gives back what `held` holds and the replica's generator.
 
-    `finish` gets the replica and the whole answer once the call has completed; its client learns of the end after that.
-    `kept` then says what the last events are. `on_whole`, where it is set, gets all events before the client has the
-    last one. `on_left` is called where the client leaves before the end. `encoders` write the answers of a request, one
-    each. `fields` are the names by which errors tell the request's own.
+    `encoders` write the answers of a request, one each. `finish` gets the replica and the whole answer; the client
+    gets the last events after that, as `kept` returns them. `on_whole` gets all events before the client has the last
+    one. `on_left` is called if the client leaves before the end. `fields` are the request's own field names.
     """
 
     def __init__(
@@ -59,10 +58,10 @@ class TurnStream:
         self._sent: list[bytes] = []
 
     async def start(self) -> None:
-        """Wait for the first pieces, and write meanwhile what stands before them.
+        """Wait for the first pieces, and write the opening events meanwhile.
 
-        Raises HoldfastError where the reply is an error from the first piece on: the answer can still be an HTTP error
-        then, and the caller gives everything back.
+        Raises HoldfastError if the reply is an error from the first piece on: it can still become an HTTP error. The
+        caller then gives everything back.
         """
         ahead = asyncio.get_running_loop().call_later(ASKED_S, self._open)
         try:
@@ -149,37 +148,21 @@ class TurnStream:
 async def soon(
     answer: Coroutine[Any, Any, Response], within_s: float, encoder: Callable[[], Encoder]
 ) -> "Response | LateStream":
-    """The result of `answer`, where it is there within so many seconds; else a stream that goes on waiting for it."""
-    loop = asyncio.get_running_loop()
-    settled = loop.create_future()
-
-    def settle() -> None:
-        if not settled.done():
-            settled.set_result(None)
-
-    async def answered() -> Response:
-        try:
-            return await answer
-        finally:
-            settle()  # in this step of the task: whoever waits goes on one turn of the event loop later
-
-    answering = asyncio.create_task(answered())
+    """The result of `answer` if it is there within so many seconds; else a stream that goes on waiting for it."""
+    answering = asyncio.create_task(answer)
     late = LateStream(answering, encoder)
-    timer = loop.call_later(within_s, settle)
     try:
-        await settled
+        await asyncio.wait((answering,), timeout=within_s)
     except BaseException:
         await late.close()
-        answer.close()  # where the task had not begun
         raise
-    finally:
-        timer.cancel()
     return answering.result() if answering.done() else late
 
 
 class LateStream:
-    """A `Source` whose headers are sent before its answer is there. `answering` makes the response, and notices where
-    the client leaves meanwhile. `encoder` writes the error that the answer may be instead.
+    """A `Source` whose headers are sent before its answer is there.
+
+    `answering` makes the response and notices if the client leaves meanwhile. `encoder` writes an error instead.
     """
 
     def __init__(self, answering: asyncio.Task[Response], encoder: Callable[[], Encoder]) -> None:

@@ -12,11 +12,10 @@ from fake_backend import CALL, DONE, HELLO, USAGE, FakeBackend, World
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.replicas.errors import ContextLengthError, ErrorInfo, ErrorKind, OverloadedError, UnavailableError
+from holdfast.replicas.errors import ContextLengthError, OverloadedError, UnavailableError
 from holdfast.replicas.requests import (
     AnswerBuilder,
     Completed,
-    Errored,
     JsonOutput,
     ReasoningDelta,
     TextDelta,
@@ -157,21 +156,6 @@ def test_the_official_client_knows_errors_by_their_class(error, expected):
         assert "prompt is too long" in str(raised.value)
 
 
-def test_a_stream_that_breaks_off_ends_in_one_error():
-    broken = (HELLO[0], (Errored(ErrorInfo(ErrorKind.INTERNAL, "lost")),))
-    world = World(FakeBackend(broken))
-    found = read(post(world, stream=True).content)
-    assert [event["type"] for event in found].count("error") == 1
-    assert found[-1] == {"type": "error", "error": {"type": "api_error", "message": "lost"}}
-    assert "message_stop" not in [event["type"] for event in found]
-    with (
-        world.served() as url,
-        pytest.raises(anthropic.APIStatusError),
-        official(url).messages.stream(**body()) as stream,
-    ):
-        stream.get_final_message()
-
-
 @pytest.mark.parametrize("headers", [{"x-api-key": "secret"}, {"authorization": "Bearer secret"}])
 def test_a_key_comes_in_either_header(headers):
     world = World(tenants=TenantDirectory([Tenant("acme", (hash_key("secret"),))]))
@@ -303,11 +287,6 @@ def test_tools_of_anthropics_types_that_a_client_runs_are_declared():
     assert len(memory["command"]["enum"]) == len(commands)
 
 
-@pytest.mark.parametrize("name", [5, None, "a b"])
-def test_a_client_tool_has_a_name_like_any_other(name):
-    assert "'tools.0.name'" in refused(World(), tools=[{"type": "bash_20250124", "name": name}])
-
-
 def test_fields_nobody_knows_further_in_are_told_and_counted():
     said = [
         {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}, "mood": 1}], "an odd one": 2},
@@ -403,7 +382,7 @@ def test_what_anthropics_clients_may_send_at_the_top_is_taken_and_told(name):
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": ""}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content.0.type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
@@ -411,6 +390,7 @@ def test_what_anthropics_clients_may_send_at_the_top_is_taken_and_told(name):
         ),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "messages.1"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools.0.name"),
+        ({"tools": [{"type": "bash_20250124", "name": "a b"}]}, "tools.0.name"),
         ({"tools": [{"name": "a"}]}, "tools.0.input_schema"),
         ({"tool_choice": {"type": "tool", "name": "nobody"}, "tools": [TOOL]}, "tool_choice.name"),
         ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, "tool_choice.name"),
@@ -427,7 +407,7 @@ def test_what_anthropics_clients_may_send_at_the_top_is_taken_and_told(name):
         ({"output_config": {"effort": "some"}}, "output_config.effort"),
         ({"stop_sequences": [""]}, "stop_sequences.0"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
-        ({"system": [{"type": "image"}]}, "system.0"),
+        ({"system": [{"type": "image"}]}, "system.0.type"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_field(changes, field):
@@ -534,19 +514,6 @@ def test_a_call_is_the_same_in_all_apis_whole_and_streamed(written, told):
     assert "".join(delta["function"]["arguments"] for delta in deltas) == arguments
     response = asked("/v1/responses", input="hi", tools=[{"type": "function", **function}]).json()
     assert [item["arguments"] for item in response["output"]] == [arguments]
-
-
-def test_an_answer_that_cannot_be_encoded_is_not_kept(monkeypatch):
-    world = World()
-
-    def fail(*told):
-        raise TypeError("not JSON")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("holdfast.router.endpoints.formats.message_object", fail)
-        assert post(world).status_code == 500
-    again = post(world)
-    assert (again.status_code, again.headers["x-holdfast-cache"]) == (200, "miss")
 
 
 def test_integers_of_a_call_come_back_exactly():

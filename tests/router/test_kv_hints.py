@@ -10,7 +10,7 @@ from kv_audit import check_cache
 from service_backend import ServiceBackend
 
 from holdfast.replicas.config import EngineConfig, RetentionConfig
-from holdfast.replicas.kv.tags import PRIORITIES, Hint, Label
+from holdfast.replicas.kv.tags import Hint, Label
 from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.kv_hints import MAX_ACTIONS, MAX_DIRECTIVES, MAX_DURATION_S
 
@@ -56,12 +56,6 @@ def test_what_a_directive_says(directive: Any, hint: Hint) -> None:
     answer, (request,) = ask(envelope(action(directive)))
     assert answer.status_code == 200
     assert request.hints == (hint,)
-
-
-def test_the_papers_order_is_that_of_the_tags() -> None:
-    assert sorted(PRIORITIES, key=lambda tag: PRIORITIES[tag]) == [
-        "response", "tool_output", "user_query", "system_prompt", "partial_prefill"
-    ]  # fmt: skip
 
 
 def test_others_actions_are_passed_over_and_tokens_may_be_named_in_a_plain_prompt() -> None:
@@ -166,7 +160,6 @@ ABUSE: dict[str, Any] = {
         action(*[{"start": 3 * n, "end": 3 * n + 7, "priority": 1 + n % 100} for n in range(MAX_DIRECTIVES)])
     ),
     "beyond the end": envelope(action({"start": 10**9, "priority": 100}, {"start": 0, "end": 10**12, "priority": 7})),
-    "all let go": envelope(action({"priority": 0})),
 }
 
 

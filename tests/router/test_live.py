@@ -1,14 +1,11 @@
 """`/v1/live` and the page's files: what is in them, for whom, and how often."""
 
 import json
-import sys
 from pathlib import Path
-from types import FrameType
 
 import httpx
 import pytest
 from fake_backend import CALL, CARD, DONE, HELLO, USAGE, Ends, FakeBackend, World, begun, chat_body
-from live_cost import Busy, Crowd
 
 from holdfast.replicas.requests import Completed
 from holdfast.replicas.retention.latency import Called
@@ -216,44 +213,3 @@ def test_nothing_of_the_page_comes_from_elsewhere() -> None:
         assert "://" not in text, path.name
         assert "innerHTML" not in text, path.name
     assert CARD.name not in (status.FOLDER / "index.html").read_text()
-
-
-def worked(world: World, since: str = "") -> tuple[int, str]:
-    """How many instructions of Python the router executes for an answer, and where that has come to."""
-    counted = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> object:
-        nonlocal counted
-        if "/router/" not in frame.f_code.co_filename or "/tests/" in frame.f_code.co_filename:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        counted += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        answer = world.call("GET", f"{LIVE}?since={since}")
-    finally:
-        sys.settrace(before)
-    told = answer.json()
-    return counted, f"{told['router']}:{told['number']}"
-
-
-def test_an_answer_takes_no_more_work_than_what_is_new_in_it() -> None:
-    """Less than 1 % of a core is what it is to take at 1,000 programs and one page: instructions are counted here,
-    `tools/live_cost.py` says what time they take.
-    """
-    (few, _), (many, _) = worked(World(Crowd(10))), worked(World(Crowd(1000)))
-    assert many == few > 0, "what replicas say of a thousand pins is handed on as it came"
-    quiet, busy = Busy(10), Busy(1000)
-    small, _ = worked(quiet.world)
-    large, since = worked(busy.world)
-    assert large - small < 40 * 990, "some instructions for each turn in flight"
-    busy.end(range(1000))
-    whole, since = worked(busy.world, since)
-    again, since = worked(busy.world, since)
-    assert whole - again < 60 * 1000, "some for each turn that has ended since the last answer"
-    busy.end(range(100))
-    tenth, _ = worked(busy.world, since)
-    assert tenth - again < (whole - again) / 5, "and none for those that had ended before"

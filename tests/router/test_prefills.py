@@ -76,10 +76,6 @@ def test_a_handle_says_what_was_computed_and_for_how_long_it_is_kept():
     assert shown.json() == told
 
 
-def test_a_part_of_it_is_told_as_such():
-    assert post(make("stop")).json()["complete"] is False
-
-
 def test_it_is_no_turn_and_the_next_turn_goes_where_it_was_computed():
     world = make()
     world.backend.script = HELLO

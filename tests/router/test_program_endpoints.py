@@ -66,22 +66,6 @@ def test_a_turn_that_calls_nothing_has_no_interval():
         }
 
 
-def test_turns_at_once_end_a_pause_once():
-    world = make()
-    chat(world)
-    world.now += 1.0
-    begun = [asyncio.run(world.programs.begin("default/p")) for _ in range(3)]
-    assert [turn.pause is None for turn in begun] == [False, True, True]
-
-
-def test_replicas_are_told_how_many_turns_a_program_had_and_when_it_ends():
-    world = make()
-    chat(world)
-    chat(world)
-    chat(world, program_end=True)
-    assert [(r.program_turns, r.program_end) for r in world.backend.requests] == [(0, False), (1, False), (2, True)]
-
-
 def test_replicas_are_told_how_many_turns_led_to_answers():
     world = make()
     for last in (False, False, True, False, True, True):
@@ -310,19 +294,6 @@ def test_a_program_is_over_once_its_client_is_silent(heartbeats):
     assert heartbeats.ended == [("t", "t/gone")]
 
 
-def test_who_takes_a_name_again_is_not_ended_by_what_was_said_before(heartbeats):
-    async def main():
-        router = heartbeats(Words())
-        heartbeats.runs.update({"t/again": RunId("a", 1.0, True), "t/same": RunId("a", 1.0, True)})
-        await router.heard("t", "t/again", 0.1)
-        await router.heard("t", "t/same", 0.1)
-        heartbeats.runs["t/again"] = RunId("a", 2.0, False)
-        await until_one_ended(heartbeats)
-
-    run_virtual(main())
-    assert heartbeats.ended == [("t", "t/same")]
-
-
 def played(monkeypatch: pytest.MonkeyPatch, *calls: tuple[str, str, dict[str, Any]]) -> World:
     """A router that got these calls, a second after each other; then the times of all heartbeats were over."""
     world = make()
@@ -380,18 +351,6 @@ def test_a_client_that_is_heard_of_no_more_ends_the_run_that_it_spoke_of(monkeyp
     """Before the first turn that is the first run, and after an answer the one that the answer ended."""
     world = played(monkeypatch, *calls)
     assert world.backend.ended_programs == [("default", "default/p")] * (ends + calls.count(OVER))
-
-
-def test_what_was_heard_of_a_program_goes_with_it(heartbeats):
-    async def main():
-        store = Words()
-        router = heartbeats(store)
-        await router.heard("t", "t/p", 60.0)
-        assert await store.get("heard/t/p") is not None
-        await router.over("t/p")
-        assert await store.get("heard/t/p") is None
-
-    run_virtual(main())
 
 
 def test_what_another_router_heard_counts(heartbeats):

@@ -272,17 +272,3 @@ def test_an_answer_that_cannot_be_stored_is_kept_nowhere_and_lets_those_who_wait
         assert await answers.find(ask(KEY)) is None
 
     asyncio.run(run())
-
-
-def test_a_dropped_answer_is_gone_here_and_from_the_store():
-    async def run():
-        records = shared_records()
-        answers = cache(records)
-        answers.keep(ask(KEY), ANSWER)
-        await answers.drain()
-        answers.drop(ask(KEY))
-        await answers.drain()
-        assert await answers.find(ask(KEY)) is None
-        assert await records.get(KEY) is None
-
-    asyncio.run(run())

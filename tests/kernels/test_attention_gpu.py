@@ -12,7 +12,7 @@ from holdfast.kernels.attention_plan import Tile, make_plan
 from holdfast.kernels.kv import page_runs
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
-span = st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(2, 9), st.integers(1, 40)))
+span = st.tuples(st.integers(0, 90), st.one_of(st.just(1), st.integers(2, 9), st.integers(1, 40)))
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def short_parts(monkeypatch):
 
 
 # Shrinking would take minutes in the interpreter.
-@settings(max_examples=15, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=10, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
     spans=st.lists(span, min_size=1, max_size=4),
     page_size=st.sampled_from([1, 16, 24, 128]),
@@ -48,9 +48,9 @@ def test_any_mix_of_chunks_is_the_reference(window, softcap, sink, **shape):
     assert relative_error(got, exact) < TOLERANCE[shape["dtype"]]
 
 
-@settings(max_examples=12, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=8, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
-    spans=st.lists(st.tuples(st.integers(0, 150), st.integers(1, 80)), min_size=1, max_size=3),
+    spans=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 50)), min_size=1, max_size=3),
     page_size=st.sampled_from([1, 16, 24, 32]),
     dim=st.sampled_from([16, 24]),
     keys=st.sampled_from([16, 32, 64]),
@@ -92,12 +92,6 @@ def test_prefixes_that_fork_are_shared_on_each_side():
     plan = make_plan(world.q, world.batch, 1, 0)
     assert sorted({tuple(item[3:5]) for item in plan.wide.tolist()}) == [(0, 64), (0, 96)]
     assert relative_error(attend_gpu(world.q, world.kv, 1, world.batch, 0.3, 0, 0.0), world.reference()) < 1e-5
-
-
-def test_the_same_step_twice_has_the_same_bits():
-    world = PagedWorld([(120, 1), (70, 5), (40, 50)], 16, 2, 3, 32, torch.bfloat16, 1, 1)
-    first, second = (attend_gpu(world.q, world.kv, 1, world.batch, 0.3, 0, 0.0) for _ in range(2))
-    assert torch.equal(first, second)
 
 
 def test_a_sequence_is_cut_alike_whatever_else_is_in_the_batch():

@@ -144,21 +144,6 @@ def test_prefixes_in_common_are_read_as_little_as_one_group_to_a_chunk_allows(fo
     assert len(set(work.order[tokens:].tolist())) == len(work.order) - tokens  # none in two groups
 
 
-def test_preambles_that_begin_alike_are_each_read_once():
-    short, long = [0, *range(10, 71)], [0, *range(100, 224)]  # pages of 992 and 2,000 tokens, the first in common
-    batch = batch_over([(1500, 1, short)] * 8 + [(2500, 1, long)] * 8, 16)
-    alone, work = (cells_read(attention_work(batch, 4, 8, cascade=cascade)) for cascade in (False, True))
-    assert alone - work == 7 * (992 // SPLIT + 2000 // SPLIT) * SPLIT
-
-
-def test_chunks_with_a_prefix_in_common_read_it_in_one_piece():
-    spans = [(4 * SPLIT + 7, 1, True), (4 * SPLIT + 300, 5, True), (4 * SPLIT, 1, False)]
-    work = attention_work(paged_batch(spans, 16, 4 * SPLIT), 4, 8)
-    assert work.wide[:, 1].tolist() == [6, 6]
-    assert sorted(work.wide[:, 3:5].tolist()) == [[0, 2 * SPLIT], [2 * SPLIT, 4 * SPLIT]]
-    assert (work.narrow[:, 3] >= 4 * SPLIT)[work.narrow[:, 2] < 2].all()
-
-
 @given(st.integers(0, 300_000), st.sampled_from([1, 8]))
 def test_parts_are_short_where_there_is_little_to_read_and_few_where_there_is_much(start, length):
     work = attention_work(paged_batch([(start, length, False)], 16, 0), 4, 8)
@@ -167,12 +152,6 @@ def test_parts_are_short_where_there_is_little_to_read_and_few_where_there_is_mu
     if start >= 8 * SPLIT:
         assert len(sizes) * 8 >= 64  # programs of 8 KV heads
     assert len(sizes) <= 1 + max(32, (start + length) // (8 * SPLIT))
-
-
-def test_the_longest_blocks_of_a_chunk_are_begun_first():
-    work = attention_work(paged_batch([(0, 3000, False), (700, 900, False)], 16, 0), 4, 8)
-    sizes = work.wide[:, 4] - work.wide[:, 3]
-    assert (np.diff(sizes) <= 0).all()
 
 
 def parts_of_tokens(batch, work):

@@ -152,7 +152,7 @@ def test_experts_are_those_of_transformers(name):
 
 DTYPES = {"pairs": torch.bfloat16, "reals": torch.float32, "bytes": torch.float32, "words": torch.float32}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative to the largest value, or to 0.1
-FIXTURE = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FIXTURE = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")

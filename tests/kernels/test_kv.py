@@ -104,11 +104,6 @@ def test_replacing_tails_equals_building_the_row_anew(writes):
         assert runs == page_runs(np.array(row, dtype=np.int32))
 
 
-def test_neighbouring_pages_are_one_run():
-    runs = page_runs(np.array([3, 4, 5, 9, 10, 2], dtype=np.int32))
-    assert (runs.slots, runs.pages, runs.extent) == ([0, 3, 5], [3, 9, 2], 6)
-
-
 def test_arrays_in_one_copy_keep_their_values():
     arrays = [np.arange(5, dtype=np.int32), np.zeros((0, 6), np.int32), np.ones((3, 7), np.int32)]
     offsets, size = packed(arrays)

@@ -52,7 +52,7 @@ def span(draw):
     )
 
 
-@settings(max_examples=8, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=6, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
     spans=st.lists(span(), min_size=1, max_size=4),
     shape=st.sampled_from(
@@ -74,7 +74,7 @@ def test_any_step_is_float64s(spans, shape, dtype, seed):
 @pytest.mark.parametrize("shape", [SMALL, MAMBA2], ids=lambda shape: shape.rule)
 def test_chunks_of_their_own_size_are_float64s(monkeypatch, shape):
     monkeypatch.undo()
-    close(StateWorld([Span(2, 130, 0, (64, 100))], shape, WINDOW, torch.float32), 1e-5)
+    close(StateWorld([Span(2, 70, 0, (64, 66))], shape, WINDOW, torch.float32), 1e-5)
 
 
 def test_keys_that_are_alike_are_no_trouble():
@@ -111,14 +111,6 @@ def test_what_fills_a_captured_batch_changes_nothing(tokens, shape):
     (out, states), (expected, then) = world.run(call), world.run(world.kernel())
     assert torch.equal(out, expected)
     assert torch.equal(written(states), written(then))
-
-
-def test_a_step_known_to_be_short_is_the_same():
-    world = StateWorld([Span(1, 4, 1), Span(0, 5)], SMALL, WINDOW, torch.float32)
-    assert world.batch.longest == 5
-    known, _ = world.run(gated_delta_gpu)
-    world.batch = replace(world.batch, longest=None)
-    assert torch.equal(known, world.run(gated_delta_gpu)[0])
 
 
 def test_what_does_not_fit_is_refused():

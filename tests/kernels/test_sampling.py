@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from holdfast.kernels.sampling import (
     Filters,
     filter_logits,
-    greedy,
     gumbel_argmax,
     gumbel_argmax_reference,
     gumbel_noise,
@@ -99,10 +98,6 @@ def test_equals_of_the_last_token_kept_stay():
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0]])
     kept = filter_logits(logits, filters_of([(2, 1.0, 0.0)])).isfinite()
     assert kept.tolist() == [[False, True, True, True, False]]
-
-
-def test_greedy_takes_the_first_of_equals():
-    assert greedy(torch.tensor([[0.0, 2.0, 2.0], [5.0, 5.0, 5.0]])).tolist() == [1, 0]
 
 
 def test_log_probabilities_are_log_softmax():

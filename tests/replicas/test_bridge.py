@@ -6,7 +6,6 @@ no event, is never late, and delivers lists no closer than its interval.
 
 import asyncio
 import threading
-from contextlib import aclosing
 from dataclasses import replace
 
 import numpy as np
@@ -173,30 +172,6 @@ async def test_usage_of_an_abandoned_request_is_known():
     await bridge.close()
 
 
-async def test_usage_can_be_asked_before_the_caller_has_left():
-    """The call for usage may arrive before the abort."""
-    engine, runner = make()
-    bridge = Bridge(engine)
-    stream = await begun(bridge, runner)
-    known = asyncio.create_task(bridge.used("a"))
-    await asyncio.sleep(0)
-    await stream.aclose()
-    runner.gate.set()
-    assert (await known).completion >= 1
-    await bridge.close()
-
-
-async def test_a_dying_engine_still_answers_for_usage():
-    engine, runner = make()
-    bridge = Bridge(engine)
-    await (await begun(bridge, runner)).aclose()
-    known = asyncio.create_task(bridge.used("a"))
-    closing = asyncio.create_task(bridge.close())
-    runner.gate.set()
-    assert isinstance(await known, Usage)
-    await closing
-
-
 def test_a_hanging_step_is_noticed():
     now = [0.0]
     engine, runner = make()
@@ -276,22 +251,6 @@ async def test_close_fails_running_requests_and_refuses_new_ones():
     await bridge.close()
 
 
-async def test_a_dead_engine_fails_every_request():
-    engine, _ = make()
-    bridge = Bridge(engine)
-
-    def die(*_):
-        raise RuntimeError("bug")
-
-    engine.step = die
-    events = await collect(bridge, submit("a"))
-    assert isinstance(events[-1], Failed)
-    await bridge.close()
-    assert not bridge.thread.is_alive()
-    with pytest.raises(UnavailableError):
-        await collect(bridge, submit("b"))
-
-
 def test_a_request_arrives_when_it_is_sent_even_during_a_step():
     engine, runner = make()
     times, events, over = [1.0], {}, threading.Event()
@@ -355,35 +314,6 @@ async def test_an_abandoned_request_keeps_its_id_until_the_engine_has_ended_it()
     events = await collect(bridge, command)
     assert [t for e in events if isinstance(e, Tokens) for t in e.tokens] == complete(command.tokens.tolist(), 20)
     assert isinstance(events[-1], Finished)
-    await bridge.close()
-
-
-async def test_a_finished_request_frees_its_id():
-    engine, _ = make()
-    bridge = Bridge(engine)
-    async with aclosing(bridge.run(submit("a"))) as stream:
-        async for events in stream:
-            if isinstance(events[-1], Finished):
-                break
-    assert isinstance((await collect(bridge, submit("a")))[-1], Finished)
-    async with aclosing(bridge.run(submit("a"))) as stream:
-        async for _ in stream:
-            break
-        await collect(bridge, submit("b", 2, 200))  # meanwhile the first has ended, unread
-    assert isinstance((await collect(bridge, submit("a")))[-1], Finished)
-    await bridge.close()
-
-
-async def test_an_id_in_use_is_refused():
-    engine, runner = make()
-    bridge = Bridge(engine)
-    runner.gate.clear()
-    task = asyncio.create_task(collect(bridge, submit("a")))
-    await asyncio.sleep(0)
-    with pytest.raises(InvalidRequestError):
-        await collect(bridge, submit("a"))
-    runner.gate.set()
-    assert isinstance((await task)[-1], Finished)
     await bridge.close()
 
 
@@ -526,14 +456,6 @@ async def test_urgent_tokens_deliver_earlier_ones_as_well(away):
     assert not reader.done()
     box.put([END])
     assert await reader == [token(4), END]
-
-
-async def test_events_put_between_two_takes_are_delivered_when_due():
-    box = Mailbox(asyncio.get_running_loop(), 0.01)
-    box.put([token(1)])
-    first = await box.take()
-    box.put([token(2)])
-    assert first + await box.take() == [token(1), token(2)]
 
 
 async def test_a_cancelled_reader_loses_nothing():

@@ -4,13 +4,11 @@ import numpy as np
 import pytest
 from engine_world import World, words
 from fake_runner import VOCABULARY, complete
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 
 from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.errors import ErrorKind, UnavailableError
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import Abort, Aborted, Failed, Finished, Rejected, Stop, Submit
+from holdfast.replicas.requests import Abort, Aborted, Rejected, Stop, Submit
 
 
 def test_a_request_is_completed_and_its_usage_counted():
@@ -57,16 +55,6 @@ def test_the_next_turn_computes_its_delta_and_at_most_a_page(page_size):
     world.assert_idle()
 
 
-def test_prompt_in_small_chunks_gives_the_same_output():
-    world = World(step_tokens=3)
-    world.submit("a", words(1, 50))
-    world.submit("b", words(2, 31))
-    world.run()
-    world.assert_right("a")
-    world.assert_right("b")
-    assert all(sum(len(c.tokens) for c in plan.chunks if c.draw is None) <= 3 for plan in world.runner.plans)
-
-
 def test_decoding_goes_on_while_another_prompt_is_prefilled():
     world = World(step_tokens=4)
     world.submit("a", words(1, 4), max_tokens=20)
@@ -79,28 +67,6 @@ def test_decoding_goes_on_while_another_prompt_is_prefilled():
     world.run()
     world.assert_right("a")
     world.assert_right("b")
-
-
-def test_preemption_loses_nothing_and_changes_no_output():
-    world = World(cells=64, admission_ceiling=1.0, completion_reserve=1, without=("chunk_deferral",))
-    for i in range(4):
-        world.submit(f"r{i}", words(i, 10), max_tokens=40)
-    world.run()
-    for i in range(4):
-        world.assert_right(f"r{i}")
-    assert world.engine.stats.preemptions > 0
-    world.assert_idle()
-
-
-def test_programs_that_began_earlier_go_first():
-    world = World(max_sequences=1)
-    world.submit("running", words(1, 8), max_tokens=4)
-    world.step()
-    world.submit("young", words(2, 8), began=50.0)
-    world.submit("old", words(3, 8), began=10.0)
-    world.run()
-    scheduled = {name: world.end(name).timing.scheduled for name in ("young", "old")}
-    assert scheduled["old"] < scheduled["young"]
 
 
 def test_a_request_that_says_no_arrival_stands_by_when_it_came_whatever_clock_others_say():
@@ -217,18 +183,6 @@ def test_a_full_queue_refuses_and_a_late_request_is_refused():
     world.assert_idle()
 
 
-def test_a_failed_step_fails_its_requests_only():
-    world = World(max_sequences=1)
-    world.submit("a", words(1, 8))
-    world.submit("b", words(2, 8))
-    world.runner.fail = lambda plan: len(world.runner.plans) == 1
-    world.run()
-    assert isinstance(world.end("a"), Failed)
-    assert world.end("a").error.kind is ErrorKind.INTERNAL
-    world.assert_right("b")
-    world.assert_idle()
-
-
 def test_fail_all_ends_running_and_waiting():
     world = World(max_sequences=1)
     world.submit("a", words(1, 8))
@@ -237,22 +191,6 @@ def test_fail_all_ends_running_and_waiting():
     world.take(world.engine.fail_all(UnavailableError("bye"), world.now))
     assert world.end("a").error.kind is world.end("b").error.kind is ErrorKind.UNAVAILABLE
     world.assert_idle()
-
-
-def test_three_interleaved_agents_keep_their_prefixes():
-    world = World(cells=1024, context_length=256)
-    system = words(0, 24)
-    prompts = {agent: system + words(agent, 10) for agent in (1, 2, 3)}
-    for turn in range(4):
-        for agent, prompt in prompts.items():
-            name = f"{agent}.{turn}"
-            world.submit(name, prompt, max_tokens=4)
-            world.run()
-            world.assert_right(name)
-            if turn:
-                assert world.end(name).usage.cached >= len(prompt) - 12 - world.config.page_size
-            prompts[agent] = prompt + world.out[name] + words(100 * agent + turn, 8)
-    assert world.engine.cache.stats.evicted == 0
 
 
 @pytest.mark.parametrize("step_tokens", [16, 4096])
@@ -311,64 +249,3 @@ def test_speculation_takes_fewer_steps_and_changes_no_output():
         steps[enabled] = world.engine.stats.steps
         assert (world.engine.stats.accepted > 0) is enabled
     assert steps[True] < steps[False] * 0.8
-
-
-def test_scopes_share_nothing():
-    world = World()
-    world.submit("a", words(1, 30), scope="one")
-    world.run()
-    world.submit("b", words(1, 30), scope="two")
-    world.run()
-    world.assert_right("b")
-    assert world.end("b").usage.cached == 0
-
-
-request = st.tuples(
-    st.integers(0, 3),  # which shared prefix
-    st.integers(1, 30),  # tokens of one's own
-    st.integers(1, 30),  # max_tokens
-    st.integers(0, 6),  # steps before the next action
-    st.sampled_from(["finish", "finish", "finish", "abort", "stop"]),
-)
-
-
-@settings(max_examples=60, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
-@given(
-    speculation=st.booleans(),
-    requests=st.lists(request, min_size=1, max_size=12),
-    page_size=st.sampled_from([1, 4, 16]),
-    cells=st.sampled_from([96, 128, 512]),
-    step_tokens=st.sampled_from([1, 7, 64]),
-    failing=st.sets(st.integers(1, 40), max_size=2),
-)
-def test_any_traffic_ends_once_each_and_leaves_nothing_behind(
-    speculation, requests, page_size, cells, step_tokens, failing
-):
-    world = World(
-        cells=cells,
-        page_size=page_size,
-        step_tokens=step_tokens,
-        admission_ceiling=0.9,
-        completion_reserve=2,
-        queue_timeout_s=100_000.0,  # a step takes a second here, and none of these may be refused
-        speculation=DraftConfig(enabled=speculation),
-    )
-    world.runner.fail = lambda plan: len(world.runner.plans) in failing
-    for i, (shared, own, max_tokens, steps, how) in enumerate(requests):
-        name = f"r{i}"
-        world.submit(name, words(shared, 20) + words(1000 + i, own), max_tokens)
-        for _ in range(steps):
-            world.step()
-        if how != "finish":
-            world.take(world.engine.handle(Abort(name) if how == "abort" else Stop(name), world.now))
-    world.run()
-    for name, (prompt, max_tokens) in world.prompts.items():
-        end = world.end(name)
-        expected = complete(prompt, max_tokens)
-        if isinstance(end, Finished):
-            assert world.out[name] == expected[: len(world.out[name])]
-        if isinstance(end, Finished) and end.reason == "length":
-            assert world.out[name] == expected
-        assert not isinstance(end, Rejected)
-    world.assert_idle()
-    assert sum(world.engine.stats.ended.values()) == len(requests)

@@ -69,7 +69,7 @@ def alike(answer: Answer) -> object:
     return answer.text, calls, logprobs, answer.reason, usage, answer.stop, answer.called
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["prompt seed", "no prompt seed"])
+@pytest.fixture(scope="module")
 def run(request: pytest.FixtureRequest) -> Iterator[Callable[[GenerateRequest], None]]:
     """`cut` over two services, whose noise comes from the prompt or from chance."""
     config = replace(CONFIG, prompt_seed=request.param)
@@ -98,6 +98,14 @@ async def cut(here: Service, there: Service, request: GenerateRequest) -> None:
         assert alike(said(whole[:at] + rest)) == alike(said(whole)), at
 
 
-@pytest.mark.parametrize("name", CASES)
+BY_CHANCE = ("noise of the prompt", "logprobs", "calls")  # where noise does not come from the prompt
+
+
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [*((True, name) for name in CASES), *((False, name) for name in BY_CHANCE)],
+    indirect=["run"],
+    scope="module",
+)
 def test_a_reply_goes_on_wherever_it_was_cut(run: Callable[[GenerateRequest], None], name: str) -> None:
     run(CASES[name])

@@ -3,9 +3,6 @@
 import pytest
 from engine_world import World, words
 
-from holdfast.replicas.config import DraftConfig
-from holdfast.replicas.requests import Abort, Failed
-
 LONG = words(1, 60)
 
 
@@ -44,31 +41,6 @@ def test_an_evicted_prompt_comes_back_instead_of_being_computed():
     now = world.engine.occupancy()
     assert now.cells_host > 60
     assert now.reload_cells_per_s == pytest.approx(4 / 0.001)
-
-
-def test_only_the_end_that_was_evicted_comes_back():
-    world = small()
-    world.submit("first", LONG)
-    world.run()
-    evict(world)
-    world.submit("again", LONG)
-    world.run()
-    world.assert_right("again")
-    stats = world.engine.stats
-    assert world.end("again").usage.cached == 59
-    assert 8 <= stats.tokens_reloaded <= 40
-    assert stats.pages_in <= 10
-
-
-def test_without_a_second_tier_it_is_computed_again():
-    world = small(host_cells=0)
-    world.submit("first", LONG)
-    world.run()
-    evict(world)
-    world.submit("again", LONG)
-    world.run()
-    assert world.end("again").usage.cached < 30
-    assert not any(plan.moves for plan in world.runner.plans)
 
 
 def test_a_load_goes_on_beside_others_and_in_pieces():
@@ -126,59 +98,6 @@ def test_copies_that_fail_cost_the_time_to_compute_and_no_request(when):
     world.run()
     world.assert_right("third")
     assert stats.tokens_reloaded > 0, "the tier is used again"
-
-
-def test_a_step_that_fails_leaves_nothing_in_the_second_tier():
-    world = small()
-    world.submit("first", LONG)
-    world.run()
-    world.runner.fail = lambda plan: len(plan.saves) > 0
-    world.submit("other", words(2, 60))
-    world.run()
-    assert isinstance(world.end("other"), Failed)
-    assert world.engine.occupancy().cells_host == 0
-    world.runner.fail = lambda plan: False
-    world.submit("again", LONG)
-    world.run()
-    world.assert_right("again")
-
-
-def test_who_goes_while_cells_come_back_leaves_nothing_behind():
-    world = small(step_tokens=16)
-    world.submit("first", LONG)
-    world.run()
-    evict(world)
-    world.submit("again", LONG)
-    world.step()
-    assert len(world.runner.plans[-1].loads) > 0
-    world.give(Abort("again"))
-    world.check()
-    world.assert_idle()
-    assert len(world.engine.scheduler._running.reloads) == 0
-    world.submit("third", LONG)
-    world.run()
-    world.assert_right("third")
-
-
-def test_a_client_that_leaves_while_its_load_is_in_flight_costs_nobody_else_anything():
-    world = small(cells=160, overlap_steps="on", speculation=DraftConfig(enabled=False))
-    world.submit("first", LONG)
-    world.run()
-    world.submit("other", words(2, 120))
-    world.run()
-    world.submit("long", words(3, 8), 60)
-    for _ in range(4):
-        world.step()
-    cache = world.engine.cache
-    world.submit("again", LONG)
-    while not (world.runner.begun_plans and len(world.runner.begun_plans[-1].loads)):
-        world.step()
-    assert world.engine._pipeline.flying
-    world.give(Abort("again"))
-    world.run()
-    world.assert_right("long")
-    assert world.engine.cache is cache, "the engine did not start anew"
-    world.assert_idle()
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])

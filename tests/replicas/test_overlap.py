@@ -1,7 +1,6 @@
 """Steps that overlap: outputs are those of steps one after the other, and what was planned in vain leaves nothing."""
 
 import numpy as np
-import pytest
 from engine_world import World, words
 from fake_runner import complete
 from hypothesis import given, settings
@@ -11,7 +10,7 @@ from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.radix import RadixTree
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import Abort, Aborted, Failed, Finished, Stop, Submit
+from holdfast.replicas.requests import Abort, Failed, Finished, Stop, Submit
 
 PLAIN = DraftConfig(enabled=False)
 
@@ -109,58 +108,6 @@ def test_without_drafts_for_a_while_steps_overlap_though_speculation_is_on(monke
     world.run()
     world.assert_right("a")
     assert world.runner.most_in_flight == 2
-
-
-@pytest.mark.parametrize("how", [Stop, Abort])
-def test_one_that_ends_in_flight_gets_nothing_more_and_gives_everything_back(how):
-    world = overlapped(page_size=1)
-    world.submit("a", words(1, 9), max_tokens=30)
-    world.submit("b", words(2, 9), max_tokens=30)
-    for _ in range(6):
-        world.step()
-    assert world.engine._pipeline.flying
-    told = list(world.out["a"])
-    world.give(how("a"))
-    assert isinstance(world.end("a"), Finished if how is Stop else Aborted)
-    held = world.engine.occupancy().cells_held
-    world.step()
-    assert world.engine.occupancy().cells_held <= held + 1  # b's own next cell
-    world.submit("c", words(1, 9) + told + [3], max_tokens=9)  # what a left is there, and right
-    world.run()
-    assert world.out["a"] == told
-    for name in "bc":
-        world.assert_right(name)
-    world.assert_idle()
-
-
-def test_a_step_that_fails_in_flight_fails_its_own_requests():
-    world = overlapped()
-    world.submit("a", words(1, 9), max_tokens=30)
-    for _ in range(4):
-        world.step()
-    assert world.engine._pipeline.flying
-    world.runner.fail = lambda plan: len(plan.chunks) == 1  # what is in flight now, and not what begins next
-    world.submit("b", words(2, 9), max_tokens=5)
-    world.step()
-    world.runner.fail = lambda plan: False
-    world.run()
-    assert isinstance(world.end("a"), Failed)
-    world.assert_right("b")
-    world.assert_idle()
-
-
-def test_a_runner_that_cannot_begin_fails_the_step_and_no_other():
-    world = overlapped()
-    world.submit("a", words(1, 9), max_tokens=30)
-    begin = world.runner.begin
-    world.runner.begin = lambda plan: 1 / 0
-    world.step()
-    world.runner.begin = begin
-    world.submit("b", words(1, 9), max_tokens=5)
-    world.run()
-    assert isinstance(world.end("a"), Failed)
-    world.assert_right("b")
-    world.assert_idle()
 
 
 def test_books_that_break_with_a_step_in_flight_are_opened_anew(monkeypatch):

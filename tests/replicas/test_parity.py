@@ -22,20 +22,20 @@ NEW = 20
 
 @cache
 def reference() -> list[tuple[list[int], list[int]]]:
-    """32 prompts of 1 to 700 tokens, and what transformers makes of them. Half are real text, half random ids."""
+    """16 prompts of 1 to 700 tokens, and what transformers makes of them. Half are real text, half random ids."""
     torch.set_num_threads(1)
     loaded = load_runner(EngineConfig(cells=4096, threads=1))
     model = AutoModelForCausalLM.from_pretrained(model_folder("pocket"), dtype=torch.float32).eval()
     rng = np.random.default_rng(0)
     pairs = []
-    for i in range(32):
+    for i in range(16):
         if i % 2:
             words = rng.choice(
-                ["What is", "the weather", "in Paris", "run", "the tests", "{", '"name"', "42", "\n"], 4 + 9 * i
+                ["What is", "the weather", "in Paris", "run", "the tests", "{", '"name"', "42", "\n"], 4 + 18 * i
             )
             prompt = loaded.tokenizer.encode(" ".join(words), add_special_tokens=False)
         else:
-            prompt = rng.integers(0, loaded.vocabulary, 1 + 11 * i).tolist()
+            prompt = rng.integers(0, loaded.vocabulary, 1 + 22 * i).tolist()
         with torch.inference_mode():
             out = model.generate(
                 torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=NEW, do_sample=False
@@ -80,8 +80,6 @@ WAYS = {
     "transformers": ("transformers", 16, {}),
     "chunks of 16": ("own", 16, {"step_tokens": 16}),
     "pages of 1": ("own", 1, {}),
-    "no cache": ("own", 16, {"without": ("prefix_cache",)}),
-    "no speculation": ("own", 16, {"speculation": DraftConfig(enabled=False)}),
 }
 
 
@@ -154,9 +152,9 @@ def test_greedy_equals_transformers_after_a_cache_hit():
     assert all(end.usage.cached > 0 for end in ends)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_speculation_changes_no_output(temperature):
-    prompts = [prompt for prompt, _ in reference()][1::4]
+def test_speculation_changes_no_output():
+    temperature = 0.8
+    prompts = [prompt for prompt, _ in reference()][1::2]
     engine = engine_of("own")
     drafted, _ = generate(engine, prompts, temperature)
     assert engine.stats.accepted > 0
@@ -164,23 +162,11 @@ def test_speculation_changes_no_output(temperature):
     assert drafted == plain
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_a_prompt_is_answered_alike_whatever_else_is_in_the_batch(temperature):
-    prompts = [prompt for prompt, _ in reference()[:12]]
-    alone = [generate(engine_of("own"), [prompt], temperature)[0][0] for prompt in prompts]
-    orders = np.random.default_rng(1)
-    for _ in range(3):
-        order = orders.permutation(len(prompts)).tolist()
-        together, _ = generate(engine_of("own", step_tokens=64), [prompts[i] for i in order], temperature)
-        assert together == [alone[i] for i in order]
-    assert alone != [expected for _, expected in reference()[:12]]  # the noise was there
-
-
 def test_what_comes_back_from_the_host_changes_no_output():
     """A cache for two prompts at a time, and a second tier for all of them."""
     ready = load_runner(EngineConfig(cells=1024, host_cells=16384, threads=1))
     engine = Engine(ready.config, ready.runner, ready.eos, ready.vocabulary)
-    prompts, expected = zip(*reference()[12::2], strict=True)
+    prompts, expected = zip(*reference()[4:], strict=True)
     first, _ = generate(engine, list(prompts))
     again, ends = generate(engine, list(prompts))
     assert first == again == list(expected)

@@ -63,14 +63,6 @@ def test_the_next_turn_is_in_the_same_row_and_computes_its_delta_alone(page_size
     world.assert_idle()
 
 
-def test_off_the_row_is_given_back_and_the_cells_are_found_in_the_tree():
-    world = make(without=("sessions",))
-    turns(world, "p", 3, words(1, 22))
-    assert world.engine.stats.turns_continued == 0
-    assert world.engine.occupancy().rows_parked == 0
-    assert world.engine.stats.prompt_cached > 0
-
-
 def test_the_least_recently_used_program_gives_way():
     world = make()
     prompts = {name: turns(world, name, 1, words(ord(name), 20)) for name in "abcd"}
@@ -99,38 +91,6 @@ def test_parked_programs_stand_in_nobodys_way():
     world.assert_idle()
 
 
-def test_cells_lost_to_others_are_computed_again_in_the_same_row():
-    world = make(cells=256)
-    prompt = turns(world, "p", 1, words(1, 40))
-    world.submit("flood", words(2, 190), max_tokens=20)
-    world.run()
-    turns(world, "p", 2, prompt)
-    world.assert_idle()
-
-
-def test_more_programs_than_rows_to_keep_run_in_transient_rows():
-    world = make(max_sequences=8, session_rows=2)
-    for i in range(8):
-        world.submit(f"r{i}", words(i, 12), program=f"p{i}")
-    world.step()
-    assert world.engine.occupancy().running == 8
-    world.run()
-    for i in range(8):
-        world.assert_right(f"r{i}")
-    assert world.engine.occupancy().rows_parked == 2
-
-
-def test_turns_of_one_program_at_the_same_time_keep_one_row():
-    world = make()
-    for branch in range(3):
-        world.submit(f"b{branch}", words(1, 30) + words(50 + branch, 6), program="p")
-    world.run()
-    for branch in range(3):
-        world.assert_right(f"b{branch}")
-    assert world.engine.occupancy().rows_parked == 1
-    world.assert_idle()
-
-
 def test_programs_of_different_tenants_share_no_row():
     world = make()
     world.submit("mine", words(1, 30), scope="one", program="p")
@@ -154,15 +114,6 @@ def test_a_turn_that_is_cut_short_parks_what_it_computed(how):
     world.run()
     world.assert_right("b")
     assert world.engine.stats.turns_continued == 1
-
-
-def test_a_failed_turn_parks_nothing():
-    world = make()
-    world.submit("a", words(1, 21), program="p")
-    world.runner.fail = lambda plan: True
-    world.run()
-    assert world.engine.occupancy().rows_parked == 0
-    world.assert_idle()
 
 
 def test_thoughts_that_the_template_drops_are_counted_and_the_true_prefix_is_cached():
@@ -201,22 +152,6 @@ def common_prefix_of(world: World, name: str, prompt: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(had, prompt, strict=False)) if a != b), min(len(had), len(prompt)))
 
 
-def test_asking_again_or_branching_is_no_rewriting():
-    world = make()
-    prompt = turns(world, "p", 2, words(1, 30))
-    world.submit("again", prompt[:-7], program="p")
-    world.run()
-    world.submit("first", words(2, 30), program="q")
-    world.run()
-    world.submit("other", words(3, 30), program="q")  # nothing of it is cached: it may be anything
-    world.run()
-    other = world.engine.stats.tokens_rewritten
-    world.submit("back", words(2, 30) + words(4, 9), program="q")  # goes on from the first
-    world.run()
-    assert world.engine.stats.tokens_rewritten == other
-    world.assert_right("back")
-
-
 def test_turns_that_come_back_at_once_wait_for_room_rather_than_take_it_from_each_other():
     """What is cached of a prompt takes room as well, once its request runs and nobody may evict it."""
     world = World(cells=256, admission_ceiling=1.0, retention=RetentionConfig(policy="none"))
@@ -247,29 +182,4 @@ def test_without_the_prefix_cache_a_program_keeps_its_cells_and_nobody_else_find
         assert stats.prompt_cached == cached
     turns(world, "p", 1, prompt)
     assert stats.prompt_cached == cached + known
-    world.assert_idle()
-
-
-def test_without_the_prefix_cache_a_request_of_no_program_leaves_nothing():
-    world = make(without=("prefix_cache",))
-    for _ in range(2):
-        turns(world, "", 1, words(1, 22))
-    assert world.engine.stats.prompt_cached == 0
-    cells = world.engine.occupancy()
-    assert cells.cells_free == cells.cells_total
-
-
-def test_without_rows_and_prefix_cache_nothing_is_kept_between_turns():
-    world = make(without=("prefix_cache", "sessions"))
-    turns(world, "p", 3, words(1, 22))
-    assert world.engine.stats.prompt_cached == world.engine.stats.turns_continued == 0
-    cells = world.engine.occupancy()
-    assert cells.cells_free == cells.cells_total
-
-
-def test_what_a_program_keeps_for_itself_alone_is_evicted_like_anything_else():
-    world = make(without=("prefix_cache",), cells=256, retention=RetentionConfig(policy="none"))
-    for program in "abcdefgh":
-        turns(world, program, 2, words(ord(program), 40))
-    assert world.engine.cache.stats.evicted > 0
     world.assert_idle()

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
-import pytest
 from engine_world import World, words
 from pinning import KEEP
 
@@ -156,9 +155,8 @@ def interleaved(read: Callable[[], object], work: Callable[[], None], rng: rando
         sys.settrace(before)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_concurrent_reads_are_consistent_and_within_bounds(seed: int) -> None:
-    world = Busy(seed)
+def test_concurrent_reads_are_consistent_and_within_bounds() -> None:
+    world = Busy(0)
     collector = EngineCollector(
         SimpleNamespace(  # type: ignore[arg-type]
             engine=world.engine,

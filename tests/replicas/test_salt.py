@@ -40,16 +40,6 @@ def test_only_what_came_with_the_same_salt_is_found(asked):
         seen.add((salt, text))
 
 
-def test_nobody_waits_for_a_prefix_that_has_another_salt():
-    world = World(cells=2048, context_length=512, step_tokens=16)
-    ask(world, "one", words(0, 120), "x")
-    world.step()
-    ask(world, "other", words(0, 120), "y")
-    world.run()
-    assert world.engine.stats.prompt_grouped == 0
-    assert world.end("other").usage.cached == 0
-
-
 def test_the_cells_of_a_salted_program_go_first_when_it_is_over():
     world = World(cells=256, context_length=256)
     ask(world, "over", words(0, 60), "x", program="p")

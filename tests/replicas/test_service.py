@@ -6,15 +6,16 @@ import subprocess
 import sys
 import threading
 import traceback
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
 from cycles import left_in_cycles
 from kv_audit import check_cache
+from serving import serving
 from waiting import PATIENCE_S, until_async
 
-from holdfast.replicas.config import DraftConfig, EngineConfig
+from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorKind
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.reports import exposition
@@ -60,15 +61,6 @@ TOOLS = [
 ]
 
 
-@asynccontextmanager
-async def serving(config: EngineConfig = CONFIG):
-    service = Service.load(config)
-    try:
-        yield service
-    finally:
-        await service.close()
-
-
 def request(name: str, prompt, max_tokens: int = 40, stop: tuple[str, ...] = (), **sampling) -> GenerateRequest:
     if isinstance(prompt, str):
         prompt = RawPrompt(prompt)
@@ -85,7 +77,7 @@ async def streamed(service: Service, command: GenerateRequest) -> tuple[AnswerBu
 
 
 async def test_a_conversation_computes_only_its_new_tokens():
-    async with serving() as service:
+    async with serving(CONFIG) as service:
         messages = [{"role": "user", "content": "What is the weather in Paris?"}]
         known = 0
         for turn in range(6):
@@ -111,18 +103,6 @@ async def test_a_conversation_computes_only_its_new_tokens():
                 ]
             else:
                 messages.append({"role": "user", "content": f"And in {('Rome', 'Oslo', 'Lima')[turn % 3]}?"})
-
-
-async def test_a_stream_equals_the_complete_reply(monkeypatch):
-    monkeypatch.setattr("holdfast.replicas.bridge.STREAM_INTERVAL_S", 0.0)
-    async with serving(replace(CONFIG, speculation=DraftConfig(enabled=False))) as service:
-        prompt = ChatPrompt([{"role": "user", "content": "Find flights from Berlin to Lisbon."}], TOOLS)
-        whole = await service.generate(request("a", prompt))
-        built, batches = await streamed(service, request("b", prompt))
-        answer = built.answer()
-        assert (answer.text, answer.reason) == (whole.text, whole.reason)
-        assert [c.arguments for c in answer.tool_calls] == [c.arguments for c in whole.tool_calls]
-        assert batches > 3
 
 
 def test_a_closed_call_is_sent_at_once_though_steps_share_messages(monkeypatch):
@@ -157,7 +137,7 @@ def test_a_closed_call_is_sent_at_once_though_steps_share_messages(monkeypatch):
 
 
 async def test_a_streamed_reply_begins_with_the_tokens_of_its_prompt():
-    async with serving() as service:
+    async with serving(CONFIG) as service:
         asked = replace(request("a", "The list: 1, 2, 3, 4,", 8), begins=True)
         for again in (False, True):
             pieces = [piece async for batch in service.stream(asked) for piece in batch]
@@ -171,7 +151,7 @@ async def test_a_streamed_reply_begins_with_the_tokens_of_its_prompt():
 
 async def test_a_call_does_not_wait_for_the_end_of_its_reply():
     """Even if one list of events has both the call and the end."""
-    async with serving() as service:
+    async with serving(CONFIG) as service:
         run = service.bridge.run
 
         async def at_once(*told):
@@ -191,7 +171,7 @@ async def test_a_call_does_not_wait_for_the_end_of_its_reply():
 
 
 async def test_32_concurrent_streams_free_everything():
-    async with serving() as service:
+    async with serving(CONFIG) as service:
         replies = await asyncio.gather(
             *(streamed(service, request(f"r{i}", f"Number {i % 16} says", 30, ignore_eos=True)) for i in range(32))
         )
@@ -205,7 +185,7 @@ async def test_32_concurrent_streams_free_everything():
 
 
 async def test_closing_a_stream_aborts_it_within_two_steps():
-    async with serving() as service:
+    async with serving(CONFIG) as service:
         engine, thread = service.engine, service.bridge.thread
         drawn: list[int] = []  # when the engine was told
         send = thread.send
@@ -283,7 +263,7 @@ async def test_shared_preambles_are_cached_for_every_client(tmp_path):
 
 
 async def test_a_stop_string_ends_the_reply_before_it():
-    async with serving() as service:
+    async with serving(CONFIG) as service:
         free = await service.generate(request("a", "The list: 1, 2, 3, 4,", 30, ignore_eos=True))
         stop = free.text[8:11]
         cut = await service.generate(request("b", "The list: 1, 2, 3, 4,", 30, (stop,), ignore_eos=True))
@@ -294,7 +274,7 @@ async def test_a_stop_string_ends_the_reply_before_it():
 
 
 async def test_empty_chat_replies_are_counted():
-    async with serving() as service:
+    async with serving(CONFIG) as service:
         chat = ChatPrompt([{"role": "user", "content": "hello"}])
         told = await service.generate(request("a", chat, 5, ignore_eos=True))
         assert told.text.strip()
@@ -303,34 +283,8 @@ async def test_empty_chat_replies_are_counted():
         assert (cut.text, service.text.stats.empty) == ("", 1)
 
 
-async def test_max_tokens_is_reduced_to_the_room_in_the_context():
-    async with serving(replace(CONFIG, cells=512)) as service:
-        config = service.engine.config
-        context = min(config.context_length, config.cells - config.page_size)
-        asked = request("a", RawPrompt([5] * (context - 10)), config.context_length, ignore_eos=True)
-        fitted = await service.generate(asked)
-        assert (fitted.reason, fitted.usage.completion) == ("length", 10)
-        shorter = await service.generate(request("c", RawPrompt([5] * 20), 3, ignore_eos=True))
-        assert shorter.usage.completion == 3
-
-
-async def test_sampling_depends_on_prompt_and_seed_only():
-    async with serving() as service:
-        hot = {"temperature": 1.5, "ignore_eos": True}
-        alone = await service.generate(request("a", "A story", 20, **hot))
-        crowd = await asyncio.gather(
-            *(service.generate(request(f"c{i}", f"Noise {i}", 20, **hot)) for i in range(7)),
-            service.generate(request("b", "A story", 20, **hot)),
-        )
-        assert crowd[-1].text == alone.text
-        others = await asyncio.gather(
-            *(service.generate(request(f"d{i}", "A story", 20, seed=7 + i, **hot)) for i in range(6))
-        )
-        assert {other.text for other in others} > {others[0].text}  # one seed may draw what another does
-
-
 async def test_logprobs_come_with_the_text_and_count_every_token():
-    async with serving() as service:
+    async with serving(CONFIG) as service:
         answer = await service.generate(request("a", "One two", 12, logprobs=3, ignore_eos=True))
         assert "".join(t.token for t in answer.logprobs) == answer.text
         assert all(len(t.top) == 3 and t.logprob <= 0 for t in answer.logprobs)
@@ -347,7 +301,7 @@ async def test_logprobs_come_with_the_text_and_count_every_token():
     ],
 )
 async def test_an_impossible_request_names_its_field(prompt, max_tokens, kind, field):
-    async with serving() as service:
+    async with serving(CONFIG) as service:
         reply = await service.generate(request("a", prompt, max_tokens))
         assert isinstance(reply, Errored)
         assert (reply.error.kind, reply.error.field) == (kind, field)
@@ -361,8 +315,7 @@ async def test_without_max_tokens_a_reply_fills_the_context():
 
 
 async def test_a_replica_tells_its_metrics_and_load():
-    service = Service.load(CONFIG)
-    try:
+    async with serving(CONFIG) as service:
         async for pieces in service.stream(request("a", "hello", 5, ignore_eos=True)):
             last = pieces[-1]
             assert isinstance(last, TextDelta | Completed)
@@ -372,8 +325,6 @@ async def test_a_replica_tells_its_metrics_and_load():
         )
         assert 'outcome="finished"' in text
         assert service.engine.load().running == 0
-    finally:
-        await service.close()
 
 
 LOADED_SCRIPT = """
@@ -508,7 +459,7 @@ def test_garbage_collection_skips_the_loaded_model(loaded: list[int]) -> None:
 
 def test_the_text_side_shares_nothing_between_salts():
     async def main():
-        async with serving() as service:
+        async with serving(CONFIG) as service:
             prompt = ChatPrompt([{"role": "user", "content": "What is the weather in Oslo?"}], tools=TOOLS)
 
             def known() -> tuple[int, int]:

@@ -1,10 +1,10 @@
 """Text and engine together: the engine learns which tools a reply called, and keeps or drops the cells."""
 
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 from pinning import KEEP
+from serving import serving
 
 from holdfast.loadgen.simulator.policies import RETENTION
 from holdfast.replicas.config import EngineConfig, RetentionConfig
@@ -25,14 +25,8 @@ HELLO = [{"role": "user", "content": "Hello"}]
 ASKS = [{"role": "user", "content": "What is the weather in Oslo?"}]
 
 
-@asynccontextmanager
-async def serving(policy: str = KEEP):
-    retention = RetentionConfig(policy, most_s=600.0)
-    service = Service.load(EngineConfig(cells=8192, threads=1, retention=retention))
-    try:
-        yield service
-    finally:
-        await service.close()
+def keeping(policy: str = KEEP):
+    return serving(EngineConfig(cells=8192, threads=1, retention=RetentionConfig(policy, most_s=600.0)))
 
 
 def turn(name: str, *, forced: bool, ends: bool = False, most: int = 60) -> GenerateRequest:
@@ -49,7 +43,7 @@ async def settled(service: Service) -> tuple[int, int]:
 
 
 async def test_cells_of_a_tool_call_are_kept_until_the_program_ends():
-    async with serving() as service:
+    async with keeping() as service:
         answer = await service.generate(turn("a", forced=True))
         assert answer.called == Called(("get_weather",))
         assert await settled(service) == (1, 1)
@@ -58,7 +52,7 @@ async def test_cells_of_a_tool_call_are_kept_until_the_program_ends():
 
 
 async def test_an_unclosed_call_is_neither_a_call_nor_a_last_turn():
-    async with serving() as service:
+    async with keeping() as service:
         prompt = ChatPrompt(ASKS, (TOOL,), "required")
         answer = await service.generate(GenerateRequest("a", prompt, Sampling(60), ("city",), program_id="p"))
         assert ([call.name for call in answer.tool_calls], answer.reason) == (["get_weather"], "stop")
@@ -67,7 +61,7 @@ async def test_an_unclosed_call_is_neither_a_call_nor_a_last_turn():
 
 @pytest.mark.parametrize(("forced", "ends"), [(False, False), (True, True)])
 async def test_a_last_turn_is_not_kept(forced, ends):
-    async with serving() as service:
+    async with keeping() as service:
         answer = await service.generate(turn("a", forced=forced, ends=ends, most=200))
         assert answer.reason != "length"
         assert answer.called.last
@@ -75,7 +69,7 @@ async def test_a_last_turn_is_not_kept(forced, ends):
 
 
 async def test_the_engine_learns_how_many_turns_an_answer_took():
-    async with serving() as service:
+    async with keeping() as service:
         last = replace(turn("a", forced=False, ends=True), program_turns=7, answered_turns=5)
         await service.generate(last)
         await settled(service)
@@ -83,7 +77,7 @@ async def test_the_engine_learns_how_many_turns_an_answer_took():
 
 
 async def test_the_engine_decides_by_what_the_cluster_knows():
-    async with serving(RETENTION["fixed"]) as service:
+    async with keeping(RETENTION["fixed"]) as service:
         slow = ToolLatency(5, 9999.0)
         service.notice(ToolLatencies(LatencySnapshot(slow, {("", "get_weather"): slow})))
         await service.generate(turn("a", forced=True))
@@ -91,14 +85,7 @@ async def test_the_engine_decides_by_what_the_cluster_knows():
 
 
 async def test_a_truncated_reply_is_no_final_answer():
-    async with serving() as service:
+    async with keeping() as service:
         answer = await service.generate(turn("a", forced=False, most=1))
         assert answer.reason == "length"
         assert answer.called == Called()
-
-
-async def test_notices_after_close_are_ignored():
-    async with serving() as service:
-        await service.close()
-        service.notice(ProgramEnded("", "p"))
-        assert len(service.bridge._live) == 0

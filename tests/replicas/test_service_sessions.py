@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
+from serving import serving
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import (
@@ -76,8 +77,7 @@ class Client:
 
 
 async def test_append_query_fork_and_close():
-    service = Service.load(CONFIG)
-    try:
+    async with serving(CONFIG) as service:
         sessions, stats = Client(service), service.engine.stats
         chat = ChatPrompt([{"role": "user", "content": "Here is a log, line by line."}])
         usage = await sessions.open("s", chat)
@@ -107,13 +107,10 @@ async def test_append_query_fork_and_close():
         now = service.engine.occupancy()
         assert (now.sessions, now.rows_taken, now.cells_held, len(service.bridge._live)) == (0, 0, 0, 0)
         assert service.engine.cache.cells.in_use == 0
-    finally:
-        await service.close()
 
 
 async def test_an_impossible_operation_raises_and_names_its_field():
-    service = Service.load(CONFIG)
-    try:
+    async with serving(CONFIG) as service:
         sessions = Client(service)
         await sessions.open("s", scope="tenant")
         for call, kind, field in (
@@ -140,8 +137,6 @@ async def test_an_impossible_operation_raises_and_names_its_field():
         await sessions.close("t")
         for outcome in await asyncio.gather(*appends, return_exceptions=True):
             assert not isinstance(outcome, Exception) or isinstance(outcome, InvalidRequestError | UnavailableError)
-    finally:
-        await service.close()
 
 
 @pytest.mark.parametrize("kind", [InvalidRequestError, ContextLengthError, OverloadedError, UnavailableError])

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from holdfast.loadgen.simulator.policies import ORDERS
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.errors import ErrorKind, UnavailableError
+from holdfast.replicas.errors import ErrorKind
 from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import Abort, Aborted, Failed, Finished, Rejected, SessionTurn, Stop, Submit
+from holdfast.replicas.requests import Aborted, Finished, Rejected, SessionTurn, Stop, Submit
 from holdfast.replicas.sessions import closed_reply
 
 
@@ -54,17 +54,6 @@ def test_a_query_sees_every_append_before_it_and_computes_its_own_tokens():
     assert world.engine.stats.prompt_computed - before <= 6 + world.config.page_size
 
 
-def test_a_query_sent_while_appends_are_queued_sees_them():
-    world = make(step_tokens=4)
-    world.open("s")
-    world.append("a", "s", words(1, 30))
-    world.append("b", "s", words(2, 30))
-    world.query("q", "s", words(3, 2))
-    world.run()
-    assert world.prompts["q"][0] == words(1, 30) + words(2, 30) + words(3, 2)
-    world.assert_right("q")
-
-
 def test_a_session_goes_on_in_its_row_without_a_copy():
     world = make()
     world.open("s")
@@ -78,19 +67,6 @@ def test_a_session_goes_on_in_its_row_without_a_copy():
     assert not any(plan.copies for plan in world.runner.plans)
     assert all(write.first >= 30 // 4 for plan in world.runner.plans for write in plan.writes)
     assert world.engine.stats.turns_continued == 1
-
-
-def test_a_stopping_engine_fails_running_and_queued_operations():
-    world = make(step_tokens=4)
-    world.open("s")
-    world.append("running", "s", words(1, 40))
-    world.query("queued", "s", words(2, 4))
-    fork = world.fork("s", "child")
-    world.step()
-    world.take(world.engine.fail_all(UnavailableError("bye"), world.now))
-    assert all(isinstance(world.end(name), Failed) for name in ("running", "queued", fork))
-    world.assert_idle()
-    assert world.engine.cache.cells.in_use == 0
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -130,33 +106,6 @@ def test_a_fork_shares_the_history_and_diverges():
     world.assert_right("again")
 
 
-def test_a_fork_of_a_fork_during_an_append_has_the_history_before_it():
-    world = make()
-    world.open("a")
-    world.append("a1", "a", words(1, 42))
-    world.fork("a", "b")  # behind the append
-    early = world.fork("b", "never")
-    assert world.end(early).error.kind is ErrorKind.NO_SESSION
-    world.run()
-    world.append("b1", "b", words(2, 30))
-    world.step()
-    last = world.fork("b", "c")
-    world.append("b2", "b", words(3, 9))
-    world.append("a2", "a", words(4, 9))
-    world.run()
-    assert isinstance(world.end(last), Finished)
-    for name, history in (("c", [1, 2]), ("b", [1, 2, 3]), ("a", [1, 4])):
-        world.query(f"ask {name}", name, words(9, 5), keep=False)
-        world.run()
-        world.assert_right(f"ask {name}")
-        sizes = {1: 42, 2: 30, 3: 9, 4: 9}
-        told = [token for seed in history for token in words(seed, sizes[seed])]
-        assert world.prompts[f"ask {name}"][0] == told + words(9, 5)
-    for name in "abc":
-        world.close(name)
-    world.assert_idle()
-
-
 def test_a_sessions_cells_survive_cache_pressure_and_are_freed_on_close():
     world = make(cells=256, context_length=128)
     world.open("s")
@@ -189,37 +138,6 @@ def test_close_aborts_running_and_queued_operations():
     assert all(isinstance(world.end(name), Aborted) for name in ("running", "queued", fork))
     world.assert_idle()
     assert not world.engine.busy
-
-
-@pytest.mark.parametrize("which", ["running", "queued"])
-def test_an_aborted_operation_leaves_the_history_unchanged(which):
-    world = make(step_tokens=4)
-    world.open("s")
-    world.append("known", "s", words(1, 21))
-    world.run()
-    world.append("running", "s", words(2, 40))
-    world.append("queued", "s", words(3, 40))
-    world.step()
-    world.give(Abort(which))
-    world.query("q", "s", words(4, 3))
-    world.run()
-    world.assert_right("q")
-    other = words(3, 40) if which == "running" else words(2, 40)
-    assert world.prompts["q"][0] == words(1, 21) + other + words(4, 3)
-
-
-def test_a_failed_step_leaves_the_history_unchanged():
-    world = make()
-    world.open("s")
-    world.append("known", "s", words(1, 21))
-    world.run()
-    world.runner.fail = lambda plan: any(len(chunk.tokens) > 30 for chunk in plan.chunks)
-    world.append("bad", "s", words(2, 40))
-    world.query("q", "s", words(4, 3))
-    world.run()
-    assert isinstance(world.end("bad"), Failed)
-    assert world.prompts["q"][0] == words(1, 21) + words(4, 3)
-    world.assert_right("q")
 
 
 def test_an_impossible_operation_names_its_field():
@@ -359,20 +277,6 @@ def test_decoding_continues_during_a_long_append(monkeypatch):
         assert len(chunks) == 1 or all(len(chunk.tokens) <= 8 for chunk in chunks)
     world.run()
     world.assert_right("a")
-
-
-@pytest.mark.parametrize("switches", [{"without": ("sessions",)}, {"without": ("prefix_cache",)}])
-def test_switches_change_no_answer(switches):
-    world = make(**switches)
-    world.open("s")
-    world.append("a", "s", words(1, 30))
-    world.query("q", "s", words(2, 5), keep=True)
-    world.query("r", "s", words(3, 5), keep=False)
-    world.run()
-    world.assert_right("q")
-    world.assert_right("r")
-    world.close("s")
-    world.assert_idle()
 
 
 def test_without_the_prefix_cache_a_session_keeps_its_history_and_a_fork_computes_it_again():

@@ -16,6 +16,7 @@ from pathlib import Path
 from engine_world import World, words
 from fake_runner import complete
 from kv_audit import check_cache
+from serving import serving
 
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.plan import Sampling
@@ -183,8 +184,7 @@ async def test_the_service_under_clients_that_leave_gives_everything_back():
                     return "left"
         return "nothing"
 
-    service = Service.load(config)
-    try:
+    async with serving(config) as service:
         outcomes = await asyncio.gather(*(client(service, i) for i in range(40)))
         assert set(outcomes) <= {"Completed", "Errored", "left"}
         assert outcomes.count("Completed") > 0
@@ -198,5 +198,3 @@ async def test_the_service_under_clients_that_leave_gives_everything_back():
             0,
         )
         check_cache(service.engine.cache)
-    finally:
-        await service.close()

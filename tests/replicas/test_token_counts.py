@@ -135,37 +135,3 @@ def test_a_step_with_penalties_does_no_more_work_after_many_tokens():
     assert engine.stats.completion > 1000
     early, late = min(work[:20]), min(work[20:])
     assert late <= 1.1 * early
-
-
-class Listing(FakeRunner):
-    """Keeps what each draw has counted of what was said, and of all there is."""
-
-    def __init__(self, *args: int) -> None:
-        super().__init__(*args)
-        self.counted: list[tuple[dict[int, int], dict[int, int]]] = []
-
-    def _draw(self, chunk):
-        if chunk.draw is not None:
-            counted = [next(each.after(())) for each in (chunk.draw.counts, chunk.draw.seen)]
-            self.counted.append(tuple(dict(zip(*map(np.ndarray.tolist, each), strict=True)) for each in counted))
-        return super()._draw(chunk)
-
-
-def test_what_was_counted_is_not_read_again():
-    """Overwritten history changes no count, as it would whichever way somebody counted it anew."""
-    config = EngineConfig(
-        cells=1024, page_size=16, max_sequences=2, session_rows=0, context_length=512,
-        speculation=DraftConfig(enabled=False),
-    )  # fmt: skip
-    runner = Listing(64, 16, 2)
-    engine = Engine(config, runner, frozenset(), VOCABULARY)
-    prompt = np.arange(1, 9, dtype=np.int32)
-    engine.handle(Submit("r", tokens=prompt, sampling=Sampling(60, presence_penalty=0.5, repetition_penalty=1.2)), 0.0)
-    sequence, said = engine.live["r"], []
-    for step in range(50):
-        engine.step(float(step))
-        expected = Counter(said), Counter([*prompt.tolist(), *said])
-        assert runner.counted[-1] == expected
-        said.append(int(sequence.tokens[-1]))
-        sequence.buffer[: sequence.length - 1] = VOCABULARY - 1  # all that was counted; the last token is not yet
-    assert len(runner.counted) == 50

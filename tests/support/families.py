@@ -134,14 +134,23 @@ def save(config: tf.PreTrainedConfig, folder: Path, shards: bool = False) -> tor
     nested = config.get_text_config() is not config
     kind = tf.AutoModelForImageTextToText if nested else tf.AutoModelForCausalLM
     model = kind.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() >= 2 or name.endswith("bias"):
-                weight.normal_(std=0.25)
-            else:
-                weight.add_(torch.randn_like(weight) * 0.1)
-        for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "layer_scalar")):
-                buffer.add_(torch.randn_like(buffer) * 0.3)
+    spread(model)
     model.save_pretrained(folder, max_shard_size="20KB" if shards else "1GB")
     return model
+
+
+@torch.no_grad()
+def spread(model: torch.nn.Module) -> None:
+    """Give a model random weights each of which matters."""
+    for name, weight in model.named_parameters():
+        if name.endswith("conv1d.weight"):
+            weight.normal_(std=0.5)
+        elif name.endswith("mixer.dt_bias"):
+            weight.zero_()  # time steps that transformers does not clamp
+        elif weight.dim() >= 2 or name.endswith("bias"):
+            weight.normal_(std=0.25)
+        else:
+            weight.add_(torch.randn_like(weight) * 0.1)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("correction_bias", "layer_scalar")):
+            buffer.add_(torch.randn_like(buffer) * 0.3)

@@ -3,7 +3,6 @@
 And an engine over our own: plain, as on a GPU, with graphs that are none.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from tempfile import TemporaryDirectory
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 import transformers as tf
 from kv_audit import check_cache
+from tiny_models import replayed
 
 from holdfast.replicas.config import DraftConfig, EngineConfig, least_window_cells
 from holdfast.replicas.engine import Engine
@@ -100,11 +100,6 @@ def transformers_decoder(pages: int, page_size: int, dtype: torch.dtype) -> tupl
     kv.data.fill_(torch.nan)
     module = tf.AutoModelForCausalLM.from_pretrained(_checkpoint(None).name, dtype=dtype, attn_implementation=ATTENTION)
     return AnyModel(module.eval(), kv), kv
-
-
-def replayed(call: Callable[[], None]) -> Callable[[], None]:
-    """What stands for a captured graph: the call itself, over the same buffers."""
-    return call
 
 
 class TinyEngine:

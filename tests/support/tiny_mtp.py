@@ -8,15 +8,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, TypeAlias
 
-import numpy as np
-import tokenizers
 import torch
 import transformers as tf
+from families import spread
 from safetensors.torch import load_file, save_file
+from tiny_models import VOCABULARY, add_tokenizer, greedy, words
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-VOCABULARY = 97
 Family: TypeAlias = Literal["qwen3_5", "qwen3_next", "glm4_moe"]
 _FOLDERS = TemporaryDirectory(prefix="tiny-mtp")
 _SIZES = {
@@ -63,23 +62,7 @@ _NAMES = {  # of the layer's parts in the checkpoints, by those in transformers
 }
 
 
-def words(seed: int, n: int) -> tuple[int, ...]:
-    return tuple(np.random.default_rng(seed).integers(0, VOCABULARY, n).tolist())
-
-
 PROMPTS = [words(50 + i, 11 + 3 * i) for i in range(4)]
-
-
-def _spread(model: torch.nn.Module) -> None:
-    """Random weights each of which matters."""
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith("conv1d.weight"):
-                weight.normal_(std=0.5)
-            elif weight.dim() >= 2:
-                weight.normal_(std=0.25)
-            else:
-                weight.add_(torch.randn_like(weight) * 0.1)
 
 
 class TinyMtp:
@@ -93,9 +76,9 @@ class TinyMtp:
         if getattr(config, "layer_types", None):
             config.mtp_layer_types = ["full_attention"]
         self.model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        _spread(self.model)
+        spread(self.model)
         self.layer = MtpModel(self.model, 1).eval()
-        _spread(self.layer.layers)
+        spread(self.layer.layers)
         self._config = config.get_mtp_config()
         if learned:
             self._learn()
@@ -104,8 +87,7 @@ class TinyMtp:
         file = self.folder / "model.safetensors"
         names = _NAMES["behind" if family == "glm4_moe" else "mtp"]
         save_file(load_file(file) | dict(self._stored(names)), file, {"format": "pt"})
-        core = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="0"))
-        tf.PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(self.folder)
+        add_tokenizer(self.folder)
 
     def _stored(self, names: dict[str, str]):
         """The layer's tensors as checkpoints have them: those of each expert by themselves."""
@@ -136,13 +118,7 @@ class TinyMtp:
         return int(self.logits(tokens)[-1].argmax())
 
     def _learn(self) -> None:
-        texts = []
-        for prompt in PROMPTS:
-            ids = torch.tensor([prompt])
-            out = self.model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, eos_token_id=None
-            )
-            texts.append(tuple(out[0].tolist()))
+        texts = [(*prompt, *greedy(self.model, prompt, 24)) for prompt in PROMPTS]
         self.layer.layers.requires_grad_(True)
         optimizer = torch.optim.Adam(self.layer.layers.parameters(), lr=1e-2)
         for _ in range(40):

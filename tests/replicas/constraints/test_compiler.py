@@ -94,15 +94,6 @@ def test_a_refusal_is_remembered_and_names_the_field_of_each_request(hermes: Com
     assert hermes.compiled == 2
 
 
-def test_what_fails_by_accident_is_tried_again(hermes: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    rule = asks(output=JsonOutput(GOOD))
-    with monkeypatch.context() as patch:
-        patch.setattr(Vocabulary, "compile", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            hermes.matcher(rule)
-    assert not hermes.matcher(rule).failed
-
-
 class BlockedBy:
     """Compiling begins, and goes on once it is released."""
 
@@ -193,21 +184,6 @@ def test_what_only_people_read_is_no_part_of_a_grammar(hermes: Compiler) -> None
     assert hermes.compiled == 2
 
 
-def test_a_schema_of_any_depth_is_followed_or_refused(hermes: Compiler) -> None:
-    """One that is nested deeper than anybody reads it is left to the library."""
-    for depth in (20, 60):
-        schema: dict[str, Any] = {"type": "string", "maxLength": 3}
-        call = '"a"'
-        for _ in range(depth):
-            schema = {"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False}
-            call = f'{{"a": {call}}}'
-        rule = asks(tools=[tool("f", schema)])
-        guard = hermes.matcher(rule)
-        text = f'<tool_call>\n{{"name": "f", "arguments": {call}}}\n</tool_call>'
-        ids, wrong = hermes.vocabulary.encode(text), hermes.vocabulary.encode(text.replace('"a"}', '"abcd"}'))
-        assert (guard.accepts(ids), guard.accepts(wrong) < len(wrong)) == (len(ids), True)
-
-
 def test_a_grammar_whose_lexer_is_used_up_is_compiled_again(hermes: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replies share a lexer, which grows with them. One that has reached its limit fails no later request."""
     monkeypatch.setitem(LIMITS, "max_lexer_states", 120)
@@ -225,15 +201,6 @@ def test_a_grammar_whose_lexer_is_used_up_is_compiled_again(hermes: Compiler, mo
         again = second.calls if isinstance(second, CallGuard) else second
         assert again.accepts(ids) == len(ids)
     assert hermes.compiled == 4
-
-
-def test_matchers_of_one_grammar_are_independent(hermes: Compiler) -> None:
-    rule = asks(tools=[tool("f")], tool_choice="required")
-    one, other = hermes.matcher(rule), hermes.matcher(rule)
-    first = other.forced()
-    one.advance(first[:1])
-    assert one.forced() == first[1:]
-    assert other.forced() == first
 
 
 MALFORMED = [
@@ -312,18 +279,6 @@ def test_an_error_says_where_a_strict_pattern_is_and_what_is_wrong_with_it(
     assert (error.field, error.message.rpartition(": ")[2]) == (field, why)
 
 
-def test_an_error_shows_the_beginning_of_a_pattern(hermes: Compiler) -> None:
-    for pattern, why in (("b" * 60 + "(?=x)", "read: look-around"), (r"\bfoo" + "b" * 60, "followed: lookarounds")):
-        schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
-        error = refused(hermes, output=JsonOutput(schema, strict=True))
-        assert f"at 'properties.a': the pattern {pattern[:40]!r} cannot be {why}" in error.message, error.message
-        assert "b" * 41 not in error.message
-    coder = Compiler(lambda: hermes.vocabulary, ToolFormat.QWEN3_CODER, 2)
-    long = {"type": "object", "properties": {"a": {"type": "string", "pattern": "a" * 60}}}
-    error = refused(coder, tools=[tool("f", long, strict=True)])
-    assert f"argument 'a': the pattern {'a' * 40!r} of a text cannot be followed in tags" in error.message
-
-
 @pytest.mark.parametrize(
     ("part", "why"),
     [
@@ -356,20 +311,6 @@ def test_a_malformed_schema_is_refused_at_its_place_by_whoever_asks_for_it(
     assert matcher.loose, "nobody has asked for it"
 
 
-def test_const_and_enum_both_hold(hermes: Compiler) -> None:
-    schema = {"type": "object", "properties": {"a": {"const": 1, "enum": ["b", 1.0, 2]}}, "required": ["a"]}
-    for fields, frame in (
-        ({"output": JsonOutput(schema)}, "%s"),
-        ({"tools": [tool("f", schema)]}, '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'),
-    ):
-        rule = asks(**fields)
-        matcher = hermes.matcher(rule)
-        held = matcher.calls if isinstance(matcher, CallGuard) else matcher
-        for text, right in (("1.0", True), ("2", False), ('"b"', False)):
-            ids = hermes.vocabulary.encode(frame % f'{{"a": {text}}}')
-            assert (held.accepts(ids) == len(ids)) is right, text
-
-
 def test_tools_that_are_too_large_together_name_a_field(hermes: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where one of them could not be followed anyway, and any object was taken for it."""
     compile = Vocabulary.compile
@@ -397,15 +338,6 @@ def test_python_calls_need_properties_that_are_names(qwen_like: Any) -> None:
     optional = asks(tools=[tool("f", {**dashed, "required": []}, strict=True)])
     assert optional is not None
     assert not pythonic.matcher(optional).failed
-
-
-@pytest.mark.parametrize("part", [{"properties": ["a"]}, {"properties": None}, {"required": 5}, {"required": [["a"]]}])
-def test_python_calls_of_a_malformed_schema_are_refused_or_follow_any_object(qwen_like: Any, part: Any) -> None:
-    pythonic = Compiler(lambda: Vocabulary(qwen_like, frozenset(), frozenset({2})), ToolFormat.PYTHONIC, 2)
-    tools = [tool("f", {"type": "object", **part}, strict=True)]
-    assert refused(pythonic, tools=tools).field == "tools.0.function.parameters"
-    loose = asks(tools=[tool("f", {"type": "object", **part})], tool_choice="required")
-    assert not pythonic.matcher(loose).failed
 
 
 def test_without_the_library_only_requests_that_need_it_fail(hermes: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,24 +410,6 @@ def test_those_who_ask_for_one_grammar_take_one_thread(slow: Slow) -> None:
 
     slow.runs(scenario)
     assert slow.compiler.compiled == 3
-
-
-def test_a_tenant_has_two_threads_at_most(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "_SLOW_S", PATIENT)
-
-    async def scenario(slow: Slow) -> None:
-        threads = CompilerThreads()
-        own = [asyncio.create_task(slow.run(threads, f"slow {number}", "a")) for number in range(5)]
-        for _ in range(2):
-            await begun(slow)
-        for number in range(3):
-            assert not (await slow.run(threads, f"other {number}", "b")).failed
-        assert not slow.begun.acquire(blocking=False)
-        slow.release.set()
-        await asyncio.gather(*own)
-
-    slow.runs(scenario)
-    assert slow.compiler.compiled == 8
 
 
 def test_tenants_with_grammars_that_are_never_ready_hold_up_no_others(

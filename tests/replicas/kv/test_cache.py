@@ -39,19 +39,6 @@ def _run(cache: KVCache, tokens: TokenIds, now: float = 0.0, scope: str = "", la
     return holding.n_cached
 
 
-def test_next_turn_aliases_all_of_the_last_one() -> None:
-    cache = KVCache(16, 4)
-    turn = _count(0, 8)
-    first = _begin(cache, turn)
-    pages = first.pages.tolist()
-    cache.finish(first, turn, 8, now=1.0)
-    acquired = cache.acquire("", _count(0, 11), now=2.0)
-    assert acquired.holding.n_cached == 8
-    assert acquired.holding.pages.tolist() == pages, "the same pages, nothing copied"
-    assert acquired.copies == ()
-    assert len(acquired.holding.own) == 0
-
-
 def test_a_row_that_was_handed_out_stays_as_it_was() -> None:
     """So the row of a long alias can go to the device as it is, while its sequence grows and ends."""
     cache = KVCache(64, 4)
@@ -68,44 +55,6 @@ def test_a_row_that_was_handed_out_stays_as_it_was() -> None:
         _run(cache, _count(500, 60), now)
         for pages, before in seen:
             assert pages.tolist() == before
-
-
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_one_missing_page_costs_a_long_history_one_page(page_size: int) -> None:
-    cache = KVCache(14_400 // page_size, page_size)
-    history = _count(0, 14_401)
-    _run(cache, history[:-1])
-    other = cache.acquire("", _count(20_000, 50), now=1.0).holding
-    for n in (1, 2, 3):
-        assert cache.grow(other, n * page_size) is not None
-        assert cache.peek("", history) == 14_400 - n * page_size
-    assert cache.stats.evicted == 3 * page_size
-    check_cache(cache)
-
-
-def test_a_history_that_has_lost_its_end_is_next_to_lose_more() -> None:
-    cache = KVCache(12, 4)
-    texts = [_count(start, 16) for start in (0, 100, 200)]
-    for now, text in enumerate(texts):
-        _run(cache, text, now=float(now))
-    other = cache.acquire("", _count(300, 40), now=9.0).holding
-    found = []
-    for n in range(4, 28, 4):
-        assert cache.grow(other, n) is not None
-        found.append([cache.peek("", np.append(text, 0)) for text in texts])
-    assert found == [[12, 16, 16], [8, 16, 16], [4, 16, 16], [0, 16, 16], [0, 12, 16], [0, 8, 16]]
-    check_cache(cache)
-
-
-def test_row_outgrows_its_first_buffer() -> None:
-    cache = KVCache(200, 1)
-    holding = _begin(cache, _ids(1))
-    first = int(holding.pages[0])
-    for n in range(2, 150):
-        assert cache.grow(holding, n) is not None
-    assert len(set(holding.pages.tolist())) == 149
-    assert holding.pages[0] == first
-    check_cache(cache)
 
 
 def test_twins_that_finish_leave_one_copy() -> None:
@@ -159,29 +108,6 @@ def test_more_computed_than_there_are_cells_is_refused() -> None:
     check_cache(cache)
 
 
-def _converse(cache: KVCache, turns: int) -> list[list[int]]:
-    """Three agents with one system prompt of 32 tokens take turns of 10; returns the cached tokens of each turn."""
-    system = _count(0, 32)
-    histories = [np.append(system, 1000 * agent) for agent in (1, 2, 3)]
-    found: list[list[int]] = [[], [], []]
-    for turn in range(turns):
-        for agent, history in enumerate(histories):
-            found[agent].append(_run(cache, history, now=float(3 * turn + agent)))
-            histories[agent] = np.concatenate([history, _count(1000 * (agent + 1) + 10 * turn + 1, 10)])
-    return found
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_with_room_for_two_of_three_the_shared_system_prompt_survives(page_size: int) -> None:
-    # The system prompt and six turns are about 92 cells an agent, 60 of them its own.
-    cache = KVCache((32 + 2 * 64) // page_size, page_size)
-    found = _converse(cache, turns=6)
-    assert cache.stats.evicted > 0
-    later = [n for cached in found for n in cached][1:]
-    assert min(n for n in later if n) >= 32
-    assert all(n >= 32 for cached in found for n in cached[1:])
-
-
 def test_who_continues_writes_on_in_the_last_page_without_a_copy() -> None:
     cache = KVCache(16, 4)
     turn = _count(0, 10)
@@ -197,55 +123,6 @@ def test_who_continues_writes_on_in_the_last_page_without_a_copy() -> None:
     check_cache(cache)
     cache.finish(holding, _count(0, 13), 10, now=3.0)
     assert cache.peek("", _count(0, 13)) == 10
-    check_cache(cache)
-
-
-def test_a_last_page_that_somebody_else_holds_or_goes_on_from_is_copied() -> None:
-    for hold in ("pin", "acquire", "child"):
-        cache = KVCache(16, 4)
-        _run(cache, _count(0, 10))
-        if hold == "pin":
-            assert cache.pin("", _count(0, 10), now=1.0).length == 10
-        elif hold == "acquire":
-            cache.acquire("", _count(0, 12), now=1.0)
-        else:
-            _run(cache, _count(0, 14))
-        acquired = cache.acquire("", _ids(*range(10), 99), now=2.0, continues=True)
-        assert acquired.holding.n_cached == 10
-        assert [copy.cells for copy in acquired.copies] == [2]
-        check_cache(cache)
-
-
-def test_what_is_pinned_stays_until_it_is_given_back() -> None:
-    cache = KVCache(4, 4)
-    _run(cache, _count(0, 7))
-    pin = cache.pin("", _count(0, 9), now=1.0)
-    assert pin.length == 7
-    holding = cache.acquire("", _count(50, 12), now=2.0).holding
-    assert cache.grow(holding, 12) is None
-    cache.unpin(pin)
-    with pytest.raises(EngineError):
-        cache.unpin(pin)
-    assert cache.grow(holding, 12) is not None
-    assert cache.peek("", _count(0, 9)) == 4, "a page was missing"
-    assert cache.grow(holding, 16) is not None
-    assert cache.peek("", _count(0, 9)) == 0
-
-
-def test_what_soft_pins_alone_keep_is_in_use_but_not_active() -> None:
-    cache = KVCache(16, 4)
-    _run(cache, _count(0, 12))
-    soft = cache.pin("", _count(0, 8), 1.0, soft=True)
-    assert (cache.cells.available, cache.cells.in_use, cache.cells.active) == (56, 8, 0)
-    reader = cache.acquire("", _count(0, 5), 2.0).holding
-    assert (cache.cells.in_use, cache.cells.active) == (8, 4)
-    firm = cache.pin("", _count(0, 12), 3.0)
-    assert (cache.cells.in_use, cache.cells.active, cache.cells.soft_pinned) == (12, 12, 8)
-    cache.drop(reader)
-    cache.unpin(firm)
-    assert (cache.cells.in_use, cache.cells.active) == (8, 0)
-    cache.unpin(soft)
-    assert (cache.cells.available, cache.cells.in_use, cache.cells.active) == (64, 0, 0)
     check_cache(cache)
 
 

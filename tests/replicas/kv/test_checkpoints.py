@@ -13,7 +13,6 @@ from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.cache import Holding, KVCache
 from holdfast.replicas.kv.states import StateSlots
 from holdfast.replicas.kv.tensors import CellShape
-from holdfast.replicas.types import window_pages
 
 SIZE, WINDOW = 4, 20
 NO_DRAFTS = DraftConfig(enabled=False)
@@ -62,12 +61,6 @@ def test_a_program_continues_from_the_state_at_the_end_of_its_reply() -> None:
     assert chunk.state.source != chunk.state.target, "the checkpoint stays for others"
 
 
-def test_a_prefix_shorter_than_the_window_is_all_pages() -> None:
-    the = world("windows")
-    turn(the, "a", words(1, 12), program="p", most=0)
-    assert turn(the, "b", words(1, 12) + words(2, 5), program="p") == 12
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_without_the_last_reply_computes_that_reply_alone(kind: str) -> None:
     """The history of a thinking model has no thoughts, so the next turn leaves the old one near the prompt's end."""
@@ -97,66 +90,6 @@ def test_programs_that_wait_together_compute_their_prefix_once(kind: str) -> Non
     assert sorted(the.end(str(i)).usage.cached for i in range(8)) == [0] + [64] * 7
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_forks_and_background_prefills_are_continued_where_they_end(kind: str) -> None:
-    the = world(kind, max_sequences=6, session_rows=3)
-    the.open("s")
-    the.append("a", "s", words(1, 42))
-    the.ahead("w", words(5, 41), "p", "h")
-    the.run()
-    the.fork("s", "t")
-    the.query("b", "s", words(2, 10), 4)
-    the.query("c", "t", words(3, 10), 4)
-    the.submit("d", words(5, 41) + words(6, 9), 4, program="p")
-    the.run()
-    for name, cached in zip("bcd", (42, 42, 41), strict=True):
-        the.assert_right(name)
-        assert the.end(name).usage.cached == cached
-
-
-@pytest.mark.parametrize("overlap", ["off", "on"])
-@pytest.mark.parametrize(("kind", "drafts"), [("windows", True), ("states", True), ("states", False)])
-def test_replies_are_right_where_checkpoints_do_not_fit(kind: str, drafts: bool, overlap: str) -> None:
-    """64 programs take turns, with room for the checkpoints of a few. Prompts are shorter than a chunk."""
-    room = 3 if kind == "windows" else 16
-    settings = {"max_sequences": 8, "cells": 8192, "overlap_steps": overlap}
-    the = world(kind, room, speculation=DraftConfig(enabled=drafts), **settings)
-    texts = {i: words(i, 30) for i in range(64)}
-    for round_ in range(3):
-        for i in texts:
-            the.submit(f"{i}.{round_}", texts[i], 6, program=f"p{i}")
-        the.run()
-        for i in texts:
-            the.assert_right(f"{i}.{round_}")
-            texts[i] = texts[i] + the.out[f"{i}.{round_}"] + words(100 * round_ + i, 12)
-    assert the.engine.stats.checkpoints_evicted > 64
-    if kind == "windows":
-        assert the.engine.stats.preemptions == 0, "a sequence begins only if it has all window pages that it may need"
-    else:
-        states = the.engine.cache.states
-        assert states.slots.free + len(states.checkpoints) == states.slots.total
-
-
-def test_evicted_windows_come_back_from_the_host() -> None:
-    the = world("windows", 2, cells=256, host_cells=4096, session_rows=2)
-    first = words(1, 90)
-    turn(the, "a", first, program="p")
-    for i in range(8):
-        turn(the, f"x{i}", words(10 + i, 90))
-    assert turn(the, "b", first + the.out["a"] + words(2, 9), program="p") > 80
-    assert the.engine.stats.tokens_reloaded > 0
-
-
-def test_a_failed_step_leaves_no_checkpoint() -> None:
-    the = world("states", overlap_steps="on", speculation=NO_DRAFTS)
-    the.submit("a", words(1, 30), 12, program="p")
-    the.step()
-    the.runner.fail = lambda plan: True
-    the.run()
-    the.runner.fail = lambda plan: False
-    assert turn(the, "b", words(1, 30) + words(2, 5), program="p") in (0, 20)
-
-
 # ---- window pages ----
 
 
@@ -168,13 +101,6 @@ def sequence(cache: KVCache, tokens: np.ndarray, chunk: int, most: int) -> Holdi
         assert holding.window.held <= most
         cache.computed(holding, end)
     return holding
-
-
-def test_a_sequence_owns_its_window_and_its_chunk() -> None:
-    cache = KVCache(300, SIZE, window=(WINDOW, 40))
-    holding = sequence(cache, np.arange(1000, dtype=np.int32), chunk=32, most=(WINDOW + 32) // SIZE + 1)
-    assert holding.window.held <= WINDOW // SIZE + 1 < window_pages(WINDOW, SIZE)
-    assert cache.windows.pool.used == holding.window.held
 
 
 def test_checkpoints_share_pages_and_the_next_turn_shares_them_too() -> None:
@@ -230,14 +156,6 @@ def test_the_state_that_is_cheapest_to_compute_again_is_evicted_first() -> None:
     checkpoint(cache, words(5, 20), 5)  # takes the slot of the one with 10 tokens
     found = [cache.peek("", np.asarray([*words(seed, n), 1], np.int32)) for seed, n in ((1, 100), (2, 10), (3, 60))]
     assert found == [100, 0, 60]
-
-
-def test_a_long_state_is_evicted_in_the_end() -> None:
-    cache = KVCache(400, SIZE, state_slots=4)
-    checkpoint(cache, words(1, 100), 1)
-    for seed in range(2, 30):
-        checkpoint(cache, words(seed, 20), seed)
-    assert cache.peek("", np.asarray([*words(1, 100), 1], np.int32)) == 0
 
 
 def test_a_slot_is_released_once() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 from kv_audit import check_cache
 
-from holdfast.replicas.kv.cache import KVCache, Reloads, ReloadSpeed
+from holdfast.replicas.kv.cache import KVCache, Reloads
 from holdfast.replicas.kv.host import HostTier
 
 SIZE = 4
@@ -63,25 +63,6 @@ def test_a_text_that_leaves_page_by_page_is_found_whole_was_copied_once_and_stay
     assert copied == [40] + [0] * 39
 
 
-def test_of_what_is_kept_longest_ends_go_first_and_no_more_than_is_needed():
-    cache, host, _ = world(pages=10, host_pages=10)
-    first, second = np.arange(32, dtype=np.int32), np.arange(100, 112, dtype=np.int32)
-    run(cache, first)
-    run(cache, second)
-    run(cache, np.arange(200, 236, dtype=np.int32))
-    assert found(host, second) == 12
-    assert found(host, first) == 28, "7 of its 8 pages: there are 10"
-    check_cache(cache)
-
-
-def test_tenants_do_not_find_each_others():
-    cache, host, _ = world(pages=2, host_pages=20)
-    run(cache, np.arange(8, dtype=np.int32), "a")
-    run(cache, np.arange(100, 108, dtype=np.int32), "b")
-    assert found(host, np.arange(8, dtype=np.int32), "a") == 8
-    assert found(host, np.arange(8, dtype=np.int32), "b") == 0
-
-
 def test_the_oldest_makes_room_and_what_is_pinned_stays():
     cache, host, _ = world(pages=2, host_pages=4)
     texts = [np.arange(i, i + 8, dtype=np.int32) for i in (0, 100, 200, 300)]
@@ -92,15 +73,6 @@ def test_the_oldest_makes_room_and_what_is_pinned_stays():
     run(cache, texts[3])
     assert [found(host, text) for text in texts] == [8, 0, 8, 0]
     host.unpin(pin)
-    check_cache(cache)
-
-
-def test_of_a_path_larger_than_the_tier_the_beginning_is_kept():
-    cache, host, reloads = world(pages=6, host_pages=3)
-    run(cache, np.arange(24, dtype=np.int32))
-    run(cache, np.arange(100, 104, dtype=np.int32))
-    assert found(host, np.arange(24, dtype=np.int32)) == 12
-    assert len(reloads.saves()) == 3
     check_cache(cache)
 
 
@@ -131,12 +103,3 @@ def test_books_that_break_off_are_begun_anew_and_the_device_goes_on():
     run(cache, np.arange(200, 208, dtype=np.int32))
     assert found(host, np.arange(100, 108, dtype=np.int32)) == 8
     check_cache(cache)
-
-
-def test_the_speed_is_a_moving_average():
-    speed = ReloadSpeed()
-    assert speed.cells_per_s == 0.0
-    assert speed.measured(0, 1.0) is speed
-    speed = speed.measured(100, 1.0)
-    assert speed.cells_per_s == 100.0
-    assert 0.01 < speed.measured(100, 2.0).cell_s < 0.02

@@ -120,46 +120,6 @@ LimitsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=
 TestLimitsLaw = LimitsMachine.TestCase
 
 
-def _fill(cache: KVCache, tenant: str, seed: int, n: int, now: float) -> None:
-    tokens = np.arange(seed, seed + n, dtype=np.int32)
-    holding = cache.acquire(tenant, tokens, now).holding
-    assert cache.grow(holding, n) is not None
-    cache.finish(holding, tokens, n, now)
-
-
-def test_at_its_ceiling_a_tenant_evicts_its_own_though_others_are_older():
-    cache = KVCache(10, 1)
-    cache.limit("a", CellLimits(ceiling=0.4), 0.0)
-    _fill(cache, "b", 100, 5, 1.0)
-    _fill(cache, "a", 200, 4, 2.0)
-    _fill(cache, "a", 300, 3, 3.0)
-    assert cache.tree.tenants.used == {"a": 4, "b": 5}
-    assert cache.peek("b", np.arange(100, 106, dtype=np.int32)) == 5
-
-
-def test_others_evict_each_other_and_not_a_floor_though_it_is_older():
-    cache = KVCache(10, 1)
-    cache.limit("a", CellLimits(floor=0.4), 0.0)
-    _fill(cache, "a", 100, 5, 1.0)
-    _fill(cache, "b", 200, 5, 2.0)
-    _fill(cache, "c", 300, 4, 3.0)
-    assert cache.tree.tenants.used == {"a": 4, "b": 2, "c": 4}
-
-
-def test_a_floor_that_is_not_used_is_lent_as_cache_and_not_to_what_runs():
-    cache = KVCache(10, 1)
-    cache.limit("a", CellLimits(floor=0.4), 0.0)
-    _fill(cache, "b", 100, 6, 1.0)
-    _fill(cache, "b", 200, 4, 2.0)
-    assert cache.tree.tenants.used == {"b": 10}
-    tokens = np.arange(300, 310, dtype=np.int32)
-    holding = cache.acquire("b", tokens, 3.0).holding
-    assert cache.grow(holding, 7) is None
-    assert cache.grow(holding, 6) is not None
-    _fill(cache, "a", 400, 4, 4.0)
-    assert cache.tree.tenants.used["a"] == 4
-
-
 def test_limits_that_make_no_sense_are_refused_by_name():
 
     for given, field in (

@@ -9,35 +9,6 @@ from holdfast.replicas.kv import pages
 from holdfast.replicas.kv.pages import PagePool
 
 
-def test_alloc_hands_out_distinct_pages_all_or_nothing() -> None:
-    pool = PagePool(4, page_size=16)
-    first = pool.alloc(3)
-    assert first is not None
-    assert len(set(first.tolist())) == 3
-    assert pool.alloc(2) is None
-    assert (pool.free, pool.used) == (1, 3)
-    last = pool.alloc(1)
-    assert last is not None
-    assert {*first.tolist(), *last.tolist()} == {0, 1, 2, 3}
-    assert pool.alloc(0) is not None
-
-
-def test_page_with_two_owners_is_freed_by_the_second_release() -> None:
-    pool = PagePool(4, page_size=1)
-    pages = pool.alloc(3)
-    assert pages is not None
-    pool.retain(pages[:1])
-    assert pool.release(pages) == 2
-    assert pool.owners[pages].tolist() == [1, 0, 0]
-    assert pool.release(pages[:1]) == 1
-    assert pool.free == 4
-
-
-def test_pages_for_rounds_up() -> None:
-    pool = PagePool(1, page_size=16)
-    assert [pool.pages_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
-
-
 def test_sequences_that_grow_by_turns_stay_runs_of_neighbours() -> None:
     pool = PagePool(64, page_size=16)
     rows = [pool.alloc(4) for _ in range(4)]

@@ -1,14 +1,11 @@
-"""The radix tree by itself: walking, splitting, leasing, evicting; pages of four cells unless said otherwise.
-
-At the end: the order of eviction, on nodes built by hand.
-"""
+"""The radix tree by itself: walking, splitting, leasing, evicting; pages of four cells unless said otherwise."""
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.kv.pages import PagePool
-from holdfast.replicas.kv.radix import EvictionQueue, Node, Prefix, RadixTree
+from holdfast.replicas.kv.radix import Node, Prefix, RadixTree
 from holdfast.replicas.kv.tags import PLAIN, Label
 from holdfast.replicas.types import TokenIds, common_prefix
 
@@ -88,81 +85,6 @@ def test_a_node_keeps_its_tokens_though_whoever_brought_them_writes_others() -> 
     assert (grove.known(_ids(1, 2, 3, 4, 5, 6)), grove.known(text)) == (6, 0)
 
 
-def test_split_inside_a_page_shares_that_page() -> None:
-    grove = _Grove()
-    lower = grove.put(_ids(1, 2, 3, 4, 5, 6))
-    pages = lower.pages.tolist()
-    upper = grove.tree.node_at(Prefix(lower, 5))
-    assert (upper.tokens.tolist(), upper.pages.tolist(), upper.owned) == ([1, 2, 3, 4, 5], pages, 2)
-    assert (lower.tokens.tolist(), lower.pages.tolist(), lower.owned) == ([6], pages[1:], 0)
-    assert grove.pool.owners[pages].tolist() == [1, 2]
-    # A third part in the same page.
-    grove.tree.node_at(Prefix(upper, 4))
-    assert (upper.tokens.tolist(), upper.pages.tolist(), upper.owned) == ([5], pages[1:], 1)
-    assert grove.tree.pages == 2
-
-
-def test_halves_of_a_split_keep_tag_priority_and_leases() -> None:
-    grove = _Grove()
-    lower = grove.put(_ids(1, 2, 3, 4), label=Label("system", 2))
-    grove.tree.lease(lower, now=5.0)
-    upper = grove.tree.node_at(Prefix(lower, 2))
-    assert (upper.tag, upper.priority, upper.leases, upper.touched) == ("system", 2, 1, 5.0)
-    grove.tree.release(lower)
-    assert (upper.leases, lower.leases) == (0, 0)
-
-
-def test_first_child_replaces_the_last_page_that_it_holds_a_fuller_copy_of() -> None:
-    grove = _Grove()
-    upper = grove.put(_ids(1, 2, 3, 4, 5, 6))
-    lower = grove.put(_ids(1, 2, 3, 4, 5, 6, 7, 8, 9))
-    assert (upper.pages[1], lower.owned) == (lower.pages[0], 1)
-    assert (grove.tree.pages, grove.pool.used) == (3, 3)
-    grove.tree.evict(99)
-    assert (grove.tree.pages, grove.pool.used) == (2, 2)
-
-
-def test_lease_protects_the_whole_path_and_counts_what_is_left() -> None:
-    grove = _Grove()
-    upper = grove.put(_ids(1, 2, 3, 4))
-    lower = grove.put(_ids(1, 2, 3, 4, 5))
-    grove.put(_ids(1, 2, 3, 4, 6))
-    assert grove.tree.evictable == 3
-    grove.tree.lease(lower, now=9.0)
-    assert grove.tree.evictable == 1
-    assert grove.tree.evict(99) == 1
-    assert grove.tree.evict(99) is None
-    grove.tree.lease(upper, now=9.0)
-    grove.tree.release(lower)
-    assert grove.tree.evictable == 1
-    assert grove.tree.evict(99) == 1
-    assert grove.tree.evict(99) is None
-    grove.tree.release(upper)
-    assert grove.tree.evict(99) == 1
-
-
-def test_evicting_half_of_a_cut_page_frees_nothing_yet() -> None:
-    grove = _Grove()
-    lower = grove.put(_ids(1, 2, 3))
-    upper = grove.tree.node_at(Prefix(lower, 2))
-    grove.use(upper)
-    assert grove.tree.evictable == 1
-    assert [grove.tree.evict(99), grove.tree.evict(99)] == [0, 1]
-
-
-def test_higher_tier_stays_and_keeps_the_path_to_it() -> None:
-    grove = _Grove()
-    grove.put(_ids(1, 2))
-    grove.put(_ids(1, 2, 3), label=Label(priority=1))
-    grove.put(_ids(5))
-    grove.tree.evict(99)
-    assert (grove.known(_ids(5)), grove.known(_ids(1, 2, 3))) == (0, 3)
-    grove.tree.evict(99)
-    assert grove.known(_ids(1, 2, 3)) == 2
-    grove.tree.evict(99)
-    assert grove.known(_ids(1, 2, 3)) == 0
-
-
 def test_a_leaf_is_shortened_from_its_end_and_keeps_its_place() -> None:
     grove = _Grove()
     old = grove.put(np.arange(18, dtype=np.int32))
@@ -175,18 +97,6 @@ def test_a_leaf_is_shortened_from_its_end_and_keeps_its_place() -> None:
     assert [grove.tree.evict(1) for _ in range(4)] == [1, 1, 1, 1]
     assert grove.tree.evict(1) is None
     assert grove.tree.nodes == 0
-
-
-def test_a_leaf_that_begins_inside_a_page_is_shortened_to_whole_pages() -> None:
-    grove = _Grove()
-    upper = grove.put(_ids(1, 2, 3, 4, 5, 6))
-    text = _ids(*range(1, 14))
-    lower = grove.put(text)  # pages of slots 1, 2, 3, the first of them the upper node's as well
-    assert (lower.start, len(lower.pages), lower.owned) == (6, 3, 2)
-    assert grove.tree.evict(1) == 1
-    assert grove.known(text) == 12
-    assert grove.tree.evict(1) == 1
-    assert (grove.known(text), upper.children) == (6, {})
 
 
 def test_what_was_cut_off_a_long_leaf_is_not_held_on_to() -> None:
@@ -227,54 +137,3 @@ def test_cells_are_evicted_from_the_ends_of_the_paths_used_longest_ago(steps: li
         assert grove.tree.pages == grove.pool.used == len(used)
         for text in (step for step in steps if isinstance(step, tuple)):
             assert grove.known(_ids(*text)) == max((n for n in range(1, len(text) + 1) if text[:n] in used), default=0)
-
-
-# ---- the order of eviction ----
-
-
-def _node(priority: int = 0, parent: Node | None = None) -> Node:
-    empty = np.empty(0, dtype=np.int32)
-    node = Node(empty, 0, empty, owned=0, parent=parent, priority=priority)
-    if parent is not None:
-        parent.children[len(parent.children)] = node
-    return node
-
-
-def _pop(queue: EvictionQueue) -> Node | None:
-    node = queue.head()
-    if node is not None:
-        queue.discard(node)
-    return node
-
-
-def _cut(queue: EvictionQueue, node: Node | None) -> Node | None:
-    """What the tree does with a node that is evicted."""
-    if node is not None and node.parent is not None:
-        node.parent.children.clear()
-        queue.lost_last_child(node.parent)
-    return node
-
-
-def test_parent_follows_its_child_and_waits_for_one_in_a_higher_tier() -> None:
-    parent, other = _node(), _node()
-    child = _node(priority=1, parent=parent)
-    queue = EvictionQueue(most=32)
-    for node in (child, parent, other):
-        queue.append(node)
-    assert _pop(queue) is other, "the parent is older, but no leaf"
-    queue.append(other)
-    assert _cut(queue, _pop(queue)) is other
-    assert _cut(queue, _pop(queue)) is child
-    assert _cut(queue, _pop(queue)) is parent
-
-
-def test_parent_passed_over_goes_first_once_it_is_a_leaf() -> None:
-    parent, other = _node(), _node()
-    child = _node(priority=1, parent=parent)
-    queue = EvictionQueue(most=32)
-    for node in (child, parent, other):
-        queue.append(node)
-    assert _pop(queue) is other
-    assert _cut(queue, _pop(queue)) is child
-    queue.append(other)
-    assert _pop(queue) is parent

@@ -1,18 +1,15 @@
 """What tokens are, by role and by hint; and what follows for who is evicted: order, shares, learning, letting go."""
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kv_audit import check_cache
 
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.kv.tags import (
-    AHEAD,
     OTHER,
     PLAIN,
     RELEASED,
@@ -107,14 +104,6 @@ def test_pieces_cover_what_is_saved_and_are_cut_between_pages(
     assert sum(labels.tokens(end).values()) == end
 
 
-def test_roles_decide_and_a_hint_without_a_tag_keeps_the_roles() -> None:
-    labels = labels_of(["system", "user", "tool"], [0, 8, 12], 20, [Hint("messages", Label(priority=50), 1, 3)])
-    assert [labels.at(p).tag for p in (0, 8, 12, 20)] == [SYSTEM, "user_query", "tool_output", "response"]
-    assert [labels.at(p).priority for p in (0, 8, 12, 20)] == [80, 50, 50, 0]
-    assert labels.tokens(14) == {SYSTEM: 8, "user_query": 4, "tool_output": 2}
-    assert UNLABELLED.tokens(5) == {OTHER: 5}
-
-
 # ---- what is evicted ----
 
 
@@ -191,19 +180,6 @@ def test_a_tenant_takes_no_more_of_the_others_than_its_share() -> None:
     assert sum(found) >= 64, "half of the cells go by age"
 
 
-def test_the_latest_use_says_what_it_is_worth_and_work_ahead_counts_until_then() -> None:
-    cache = KVCache(24, SIZE)
-    tokens = ids(0, 16)
-    run(cache, tokens, only(Label(AHEAD, 100)), "p", 0.0)
-    assert cache.tree.queue.raised == 4
-    run(cache, np.append(tokens, 99), labels_of(["user"], [0], 17), "p", 1.0)
-    assert cache.tree.queue.raised == 0
-    run(cache, np.append(tokens, 98), labels_of(["user"], [0], 17, [Hint("tokens", HIGH)]), "p", 2.0)
-    assert cache.tree.queue.raised == 5
-    run(cache, np.append(tokens, 97), UNLABELLED, "q", 3.0)
-    assert cache.tree.queue.raised == 5, "who says nothing changes nothing"
-
-
 def test_what_an_ended_program_alone_had_goes_first() -> None:
     cache = KVCache(24, SIZE)
     shared = ids(0, 16)
@@ -238,11 +214,3 @@ def test_evicted_cells_are_counted_by_tag() -> None:
     run(cache, ids(100, 16), UNLABELLED, "q", 1.0)
     run(cache, ids(200, 32), UNLABELLED, "r", 2.0)
     assert evicted == {"tool_output": 16, OTHER: 16}
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_the_share_may_be_nothing_or_all(share: float) -> None:
-    cache = KVCache(8, SIZE, share=share)
-    for n in range(6):
-        run(cache, ids(100 * n, 16), only(replace(HIGH, lasts=5.0)), "p", float(n))
-    assert cache.tree.queue.raised == (8 if share else 0)

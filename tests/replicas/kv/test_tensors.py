@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from holdfast.replicas.config import ModelShape
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.kv.pages import NO_MOVES, PageMoves
+from holdfast.replicas.kv.pages import PageMoves
 from holdfast.replicas.kv.tensors import CellShape, HostPages, KVTensors
 
 SHAPE = CellShape(layers=3, kv_heads=2, head_dim=8)
@@ -39,21 +39,6 @@ def test_in_int8_a_cell_has_bytes_and_scales():
     assert kv.data.untyped_storage().nbytes() == 2 * 4 * kv.cell_bytes
     told = ModelShape(100, "bfloat16", SHAPE.values, 100, SHAPE.head_dim)
     assert [told.cell_bytes(number) for number in (1, 2)] == [kv.cell_bytes, SHAPE.values * 2]
-
-
-def test_a_run_of_pages_is_unbroken_for_a_head_on_a_cpu():
-    kv = KVTensors(SHAPE, pages=5, page_size=4, dtype=torch.float32)
-    assert kv.data[0, 0, 1:4, :, 1].is_contiguous()
-
-
-def test_store_and_copy_reach_the_cells():
-    kv = KVTensors(SHAPE, pages=3, page_size=4, dtype=torch.float32)
-    k, v = torch.randn(2, 2, 8), torch.randn(2, 2, 8)
-    kv.store(1, k, v, torch.tensor([4, 6]))
-    kv.copy_page(1, 2, 3)
-    assert torch.equal(kv.data[1, 0, 2, 0], k[0])
-    assert torch.equal(kv.data[1, 1, 2, 2], v[1])
-    assert not kv.data[0].any()
 
 
 def test_too_much_memory_is_a_setting_error():
@@ -106,21 +91,6 @@ def test_what_comes_back_is_what_left(pages, staged_pages, int8):
     assert not any(kv.data[:, :, page].any() for page in others)
 
 
-@pytest.mark.parametrize("staged_pages", [1, 64])
-def test_pages_go_out_and_others_come_into_their_place_in_one_step(staged_pages):
-    kv, tier = tiers(staged_pages)
-    first, second = checksum(kv, 3), checksum(kv, 4)
-    tier.save(moves([3], [7]))
-    tier.wait()
-    tier.save(moves([4], [8]))
-    tier.load(moves([4], [7]))
-    assert tier.wait().ok
-    assert checksum(kv, 4) == first
-    tier.load(moves([0], [8]))
-    tier.wait()
-    assert checksum(kv, 0) == second
-
-
 @pytest.mark.parametrize("wrong", [moves([1], [99]), moves([99], [1])])
 def test_a_copy_that_fails_is_told_and_logged_and_the_next_step_goes_on(wrong, caplog):
     kv, tier = tiers()
@@ -139,16 +109,6 @@ def test_a_copy_that_fails_is_told_and_logged_and_the_next_step_goes_on(wrong, c
     assert tier.wait().ok
     assert checksum(kv, 5) == before
     assert caplog.text == ""
-
-
-@pytest.mark.parametrize("way", ["save", "load"])
-def test_a_device_without_memory_is_told_and_logged(way, caplog):
-    _, tier = tiers()
-    tier._side = Inline(torch.OutOfMemoryError("CUDA out of memory"))
-    getattr(tier, way)(moves([1, 2], [3, 4]))
-    assert not tier.wait().ok
-    assert "copying 2 pages of KV" in caplog.text
-    assert "CUDA out of memory" in caplog.text
 
 
 class Inline:
@@ -275,13 +235,6 @@ def test_unless_told_otherwise_little_is_staged():
     with Allocated() as once:
         tier = HostPages(kv, 64)
     assert once.bytes - tier.data.nbytes <= 32 << 20
-
-
-def test_a_step_without_moves_takes_no_time():
-    _, tier = tiers()
-    tier.save(NO_MOVES)
-    tier.load(NO_MOVES)
-    assert tier.wait().load_s == 0.0
 
 
 def test_copies_take_one_thread_and_leave_the_others_as_they_were() -> None:

@@ -61,8 +61,7 @@ def test_logits_are_transformers_own(name, tmp_path):
     assert torch.equal(paged.argmax(-1), plain.argmax(-1))
 
 
-ON_A_GPU = ("llama", "llama3 rope", "mistral", "qwen2 windows", "qwen3", "bias", "qwen3 moe", "gpt-oss", "gemma 3")
-ON_A_GPU += ("gemma 4", "glm 4", "laguna", "muse glimmer", "minimax m2")
+ON_A_GPU = ("llama", "qwen2 windows", "gpt-oss", "gemma 4", "glm 4", "laguna")
 
 
 @pytest.mark.parametrize("name", ON_A_GPU)
@@ -79,8 +78,7 @@ def test_logits_by_the_gpu_kernels_are_transformers_own(name, tmp_path):
     assert torch.equal(paged.argmax(-1), plain.argmax(-1))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", [Decoder, GpuDecoder])
+@pytest.mark.parametrize(("kind", "dtype"), [(Decoder, torch.bfloat16), (GpuDecoder, torch.float16)])
 def test_sixteen_bits_stay_close(kind, dtype, tmp_path):
     config = CONFIGS["llama"]
     model = save(config, tmp_path)
@@ -148,17 +146,6 @@ def test_one_file_goes_before_an_index_as_with_transformers(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     ours, plain = loaded_logits(tmp_path, config)
     assert torch.allclose(ours, plain, atol=2e-4, rtol=0)
-
-
-@pytest.mark.parametrize("text", ["{}", "[]", '{"weight_map": 3}', "{"])
-def test_an_index_without_files_is_an_error(text, tmp_path):
-    config = CONFIGS["llama"]
-    save(config, tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ConfigError) as raised:
-        Decoder.load(str(tmp_path), config, kv_of(config), 64)
-    assert raised.value.field == "model"
 
 
 def test_layers_that_predict_further_tokens_are_not_read(tmp_path):

@@ -5,7 +5,7 @@ import torch
 from tiny_decoder import decoder
 
 from holdfast.kernels.linear import GatedMatrix, Matrix, Route
-from holdfast.replicas.model.decoder_gpu import GpuDecoder, Product, choose_products, one_order
+from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_products, one_order
 
 
 def clock(*seconds):
@@ -37,39 +37,6 @@ def test_each_size_takes_the_faster_way_in_each_number_of_rows(monkeypatch):
     assert tall == [*range(2, 9)]
 
 
-def test_matrices_of_a_size_are_timed_behind_each_other(monkeypatch):
-    from holdfast.replicas.model import decoder_gpu
-
-    calls = []
-    monkeypatch.setattr(decoder_gpu, "streamed", lambda x, w: calls.append(w) or x @ w.T)
-    alike = [Matrix(torch.randn(24, 16), leave=True) for _ in range(10)]
-    timed = choose_products(alike, clock(*[8.0, 12.0, 4.0] * 3))
-    assert [(each.ours_s, each.tall_s, each.torchs_s) for each in timed] == [(1.0, 1.5, 0.5)] * 3
-    assert [w is each.plain for w, each in zip(calls[:8], alike, strict=False)] == [True] * 8
-    assert len(calls) == 3 * 8
-
-
-@pytest.mark.parametrize("fastest", [0, 1, 2])
-def test_the_decoder_computes_the_same_either_way(fastest):
-    model, _ = decoder(GpuDecoder, 8, 16)
-    x = torch.randn(3, 16)
-    before = [matrix(x[:, :1].expand(3, matrix.plain.shape[1])) for matrix in (model.blocks[0].op.qkv, model._head)]
-    timed = [0]
-
-    def seconds(call):
-        call()
-        timed[0] += 1
-        return 1.0 if (timed[0] - 1) % 3 == fastest else 2.0
-
-    choose_products(model.matrices, seconds)
-    after = [
-        matrix(x[:, :1].expand(3, matrix.plain.shape[1]).contiguous())
-        for matrix in (model.blocks[0].op.qkv, model._head)
-    ]
-    for one, other in zip(before, after, strict=True):
-        assert torch.allclose(one, other, atol=1e-4)
-
-
 def test_what_computes_something_else_is_not_chosen_however_fast_it_is(monkeypatch, caplog):
     from holdfast.replicas.model import decoder_gpu
 
@@ -82,12 +49,6 @@ def test_what_computes_something_else_is_not_chosen_however_fast_it_is(monkeypat
     assert not any(
         rows in (*matrix.route.streamed, *matrix.route.tall) for matrix in model.matrices for rows in range(20)
     )
-
-
-def test_a_tie_is_left_to_torch():
-    assert not Product(1, 1, 1, 1.0, 1.0, 1.01).ours_is_faster
-    assert Product(1, 1, 1, 1.0, 2.0, 1.1).ours_is_faster
-    assert Product(1, 1, 1, 2.0, 1.0, 1.1).ours_is_faster
 
 
 def whole(*shape):
@@ -123,13 +84,3 @@ def test_an_order_that_cannot_be_had_is_said(monkeypatch):
     monkeypatch.setattr(decoder_gpu, "linear", off_for(range(150, 161)))
     with pytest.raises(RuntimeError, match="torch sums 160 rows with 24 x 16"):
         one_order([Matrix(torch.randn(24, 16), leave=True)], 160)
-
-
-def test_more_rows_than_are_tried_one_by_one_are_filled_up_to_what_was_tried(monkeypatch):
-    from holdfast.replicas.model import decoder_gpu
-
-    monkeypatch.setattr(torch, "randn", lambda *shape, device=None: whole(*shape))
-    monkeypatch.setattr(decoder_gpu, "_EACH", 130)
-    monkeypatch.setattr(decoder_gpu, "_SOME", 10)
-    (route,) = one_order([Matrix(torch.randn(24, 16), leave=True)], 145).values()
-    assert route == Route(frozenset(), filled=dict.fromkeys(range(131, 140), 140) | dict.fromkeys(range(141, 146), 150))

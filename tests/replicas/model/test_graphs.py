@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_decoder import ROOM, decoder, prompt, replayed
+from tiny_decoder import ROOM, decoder, prompt
+from tiny_models import replayed
 
 from holdfast.replicas.model.decoder import AttentionShape, PageTable, build_batch, lay_out, plan_attention
 from holdfast.replicas.model.decoder_gpu import GpuDecoder

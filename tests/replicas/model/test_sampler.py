@@ -85,26 +85,6 @@ def test_a_drafted_position_draws_what_it_would_have_drawn_alone():
     assert wrong.tokens == tuple(one_by_one[:2])
 
 
-def test_seed_and_position_change_the_draw():
-    sampling = Sampling(temperature=1.0)
-    flat = torch.zeros(50, VOCABULARY)
-    by_seed = {d.tokens for d in sample(flat, [chunk_of(sampling, seed=i) for i in range(50)])}
-    by_position = {d.tokens for d in sample(flat, [chunk_of(sampling, start=i) for i in range(50)])}
-    assert len(by_seed) > 15
-    assert len(by_position) > 15
-
-
-def test_penalties_count_history_and_the_drafts_before_a_row():
-    sampling = Sampling(frequency_penalty=2.0, presence_penalty=1.0)
-    logits = torch.zeros(2, VOCABULARY)
-    logits[:, 6], logits[:, 7], logits[:, 8] = 6.0, 3.5, 3.0
-    # Row 0: token 6 was seen once: 6 - 3 = 3 < 3.5. Row 1: the draft 7 was seen as well: 3.5 - 3 < 3.
-    (drawn,) = sample(logits, [chunk_of(sampling, tokens=(6, 7), drafts=1, history=[6])])
-    assert drawn.tokens == (7, 6)
-    (drawn,) = sample(logits, [chunk_of(sampling, tokens=(6, 7), drafts=1, history=[6, 6])])
-    assert drawn.tokens == (7, 8)
-
-
 amounts = st.one_of(st.just(0.0), st.floats(-2, 2, width=32))
 asked = st.tuples(
     amounts,
@@ -133,11 +113,6 @@ def test_bias_and_penalties_are_to_the_bit_those_of_counting_anew(requests, dtyp
             row[token] += np.float32(-sampling.presence_penalty - sampling.frequency_penalty * times)
     assert np.array_equal(adjusted(logits, group_rows(chunks, VOCABULARY)).numpy(), expected)
     assert torch.equal(logits, before)
-
-
-def test_bias_moves_and_foreign_ids_are_ignored():
-    (drawn,) = sample(likely(3), [chunk_of(Sampling(logit_bias={9: 100.0, 3: -100.0, 4000: 100.0}))])
-    assert drawn.tokens == (9,)
 
 
 def test_the_repetition_penalty_is_of_prompt_reply_and_the_drafts_before_a_row():
@@ -240,25 +215,6 @@ def test_a_mask_is_the_same_as_masked_logits(sampling):
         assert [d.tokens for d in got] == [d.tokens for d in sample(masked, plain)]
         assert all(d.tokens[0] in tokens for d, tokens in zip(got, allowed, strict=True))
         assert torch.equal(logits, before)
-
-
-def test_log_probabilities_are_of_the_raw_logits():
-    logits = logits_of(1)
-    (drawn,) = sample(logits, [constrained(Sampling(logprobs=3), [[7]])])
-    assert drawn.tokens == (7,)
-    raw = logits.log_softmax(-1)[0]
-    assert drawn.logprobs[0].logprob == pytest.approx(raw[7].item(), abs=1e-5)
-    assert [token for token, _ in drawn.logprobs[0].top] == raw.topk(3).indices.tolist()
-
-
-def test_rows_beside_a_constrained_one_are_as_they_were():
-    logits = logits_of(4)
-    settings = [Sampling(), Sampling(temperature=1.0), Sampling(), Sampling(temperature=0.5, top_p=0.8)]
-    plain = [constrained(s, position=10 + i) for i, s in enumerate(settings)]
-    mixed = [*plain[:2], constrained(settings[2], [[9]], position=12), plain[3]]
-    alone, together = sample(logits, plain), sample(logits, mixed)
-    assert together[2].tokens == (9,)
-    assert [*together[:2], together[3]] == [*alone[:2], alone[3]]
 
 
 def test_every_drafted_row_has_its_mask():

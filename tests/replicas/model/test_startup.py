@@ -7,7 +7,8 @@ import torch
 import transformers as tf
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_decoder import ROOM, TinyEngine, decoder, load, replayed
+from tiny_decoder import ROOM, TinyEngine, decoder, load
+from tiny_models import replayed
 
 from holdfast.kernels.linear_state import LinearShape, LinearStates
 from holdfast.replicas.config import DraftConfig, EngineConfig, ModelShape, WindowShape, split_memory
@@ -41,17 +42,6 @@ def test_bfloat16_must_be_clearly_faster(slower, chosen, monkeypatch):
     monkeypatch.setattr(startup, "variant_for", lambda _: "pairs_avx2")
     monkeypatch.setattr(startup, "_seconds", lambda _o, _i, dtype: slower if dtype == torch.float32 else 1.0)
     assert startup.faster_dtype(LARGE, "bfloat16") == chosen
-
-
-def test_without_our_kernels_nothing_is_measured(monkeypatch):
-    monkeypatch.setattr(startup, "variant_for", lambda _: None)
-    monkeypatch.setattr(startup, "_seconds", lambda *_: pytest.fail("measured"))
-    assert startup.faster_dtype(LARGE, "bfloat16") == "float32"
-
-
-def test_the_measurement_itself(monkeypatch):
-    monkeypatch.setattr(startup, "_MATRICES_BYTES", 1 << 20)
-    assert startup._seconds(1024, 1024, torch.float32) > 0
 
 
 GIB = 2**30

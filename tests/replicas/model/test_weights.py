@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
 import transformers as tf
+from tiny_models import VOCABULARY, add_tokenizer, greedy, words
 
 from holdfast.kernels import attention, layer, linear, native
 from holdfast.replicas.config import EngineConfig
@@ -22,12 +22,6 @@ from holdfast.replicas.model.folder import model_folder
 from holdfast.replicas.model.startup import load_runner
 from holdfast.replicas.model.weights import eos_ids, load_tokenizer, sampling_defaults
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
-
-
-def add_tokenizer(folder, size):
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(size)}, unk_token="0"))
-    tf.PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(folder)
-
 
 SMALL = {
     "vocab_size": 97,
@@ -52,16 +46,13 @@ def save(config, folder):
         if "sinks" in name:
             weight.data.normal_(std=2.0)
     model.save_pretrained(folder)
-    add_tokenizer(folder, 97)
+    add_tokenizer(folder)
 
 
 @pytest.fixture
-def folder(tiny, tmp_path):
+def folder(tmp_path):
     """A saved tiny Llama with a tokenizer and two end-of-sequence ids."""
-    model = tiny.model("llama")
-    model.set_attn_implementation("eager")
-    model.save_pretrained(tmp_path / "tiny-llama")
-    add_tokenizer(tmp_path / "tiny-llama", tiny.vocabulary)
+    save(tf.LlamaConfig(**SMALL | {"num_hidden_layers": 2, "max_position_embeddings": 512}), tmp_path / "tiny-llama")
     settings = tmp_path / "tiny-llama" / "generation_config.json"
     settings.write_text(json.dumps({"eos_token_id": [2, 96]}))
     return tmp_path / "tiny-llama"
@@ -82,18 +73,22 @@ def refusal(folder, **settings):
     return caught.value
 
 
-def test_a_loaded_runner_answers_like_the_model(tiny, folder):
+def assert_answers_like_transformers(loaded, folder):
+    """The first token after a prompt is the one of transformers."""
+    chunk = Chunk(2, 0, np.array(words(0, 20), np.int32), Draw(Sampling(), 0))
+    (drawn,) = loaded.runner.begin(StepPlan((chunk,), (RowWrite(2, 0, np.array([7, 3], np.int32)),))).land().drawn
+    model = tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    assert list(drawn.tokens) == greedy(model.eval(), words(0, 20), 1)
+
+
+def test_a_loaded_runner_answers_like_the_model(folder):
     loaded = load_runner(config_of(folder))
     assert loaded.eos == {2, 96}
-    assert loaded.vocabulary == tiny.vocabulary == len(loaded.tokenizer)
+    assert loaded.vocabulary == VOCABULARY == len(loaded.tokenizer)
     config = loaded.config
     assert (config.served_name, config.device, config.dtype) == ("tiny-llama", "cpu", "float32")
     assert (config.context_length, config.cells, config.threads) == (512, 512, 1)
-    prompt = tiny.prompt(20)
-    pages = np.array([7, 3], dtype=np.int32)
-    chunk = Chunk(2, 0, np.array(prompt, dtype=np.int32), Draw(Sampling(), 0))
-    (drawn,) = loaded.runner.begin(StepPlan((chunk,), (RowWrite(2, 0, pages),))).land().drawn
-    assert drawn.tokens == tiny.reference("llama", prompt, 1)
+    assert_answers_like_transformers(loaded, folder)
 
 
 @pytest.fixture
@@ -148,12 +143,10 @@ def test_bfloat16_is_loaded_on_request(folder):
 
 
 @pytest.mark.parametrize("decoder", ["own", "transformers"])
-def test_kv_in_int8_is_loaded_on_request(tiny, folder, decoder):
+def test_kv_in_int8_is_loaded_on_request(folder, decoder):
     loaded = load_runner(config_of(folder, kv_dtype="int8", decoder=decoder))
     assert (loaded.runner.kv.data.dtype, loaded.runner.kv.dtype) == (torch.int8, torch.float32)
-    chunk = Chunk(2, 0, np.array(tiny.prompt(20), np.int32), Draw(Sampling(), 0))
-    (drawn,) = loaded.runner.begin(StepPlan((chunk,), (RowWrite(2, 0, np.array([7, 3], np.int32)),))).land().drawn
-    assert drawn.tokens == tiny.reference("llama", tiny.prompt(20), 1)
+    assert_answers_like_transformers(loaded, folder)
 
 
 def test_shape_is_read_from_the_configuration(folder):
@@ -192,22 +185,6 @@ def test_a_cached_hub_name_is_its_snapshot_and_runs_on_our_decoder(folder, tmp_p
     loaded = load_runner(EngineConfig(model="holdfast-tests/tiny", threads=1, cells=512))
     assert isinstance(loaded.runner.model, Decoder)
     assert loaded.config.served_name == "holdfast-tests/tiny"
-
-
-def test_a_folder_without_a_configuration_is_refused(tmp_path):
-    (tmp_path / "notes.txt").touch()
-    error = refusal(tmp_path)
-    assert (error.field, "no config.json" in error.message) == ("model", True)
-
-
-def test_damaged_or_missing_files_are_refused(folder):
-    weights = folder / "model.safetensors"
-    whole = weights.read_bytes()
-    for content in (whole[: len(whole) // 2], b"", None):
-        weights.unlink() if content is None else weights.write_bytes(content)
-        assert refusal(folder).field == "model"
-    (folder / "config.json").write_text("{")
-    assert refusal(folder).field == "model"
 
 
 def test_a_checkpoints_own_code_is_never_run(folder, tmp_path):
@@ -259,11 +236,6 @@ def test_generation_settings_that_say_nothing_of_the_end_are_refused(folder, tex
     (folder / "generation_config.json").write_text(text)
     error = refusal(folder)
     assert (error.field, "generation_config" in error.message or "eos_token_id" in error.message) == ("model", True)
-
-
-def test_weights_that_are_not_all_there_are_refused(folder):
-    edit_config(folder, num_hidden_layers=3)
-    assert "lack" in refusal(folder).message
 
 
 def test_a_missing_tokenizer_is_refused(folder):

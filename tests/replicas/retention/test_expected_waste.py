@@ -187,13 +187,6 @@ def test_two_kinds_under_one_name_are_told_apart_by_how_long_a_pause_lasts():
     assert ttl(shell, others=60_000) > 40.0, "with 61 s to lose it is worth the slow ones as well"
 
 
-def test_a_tool_that_nobody_knows_is_taken_for_all_of_them():
-    everybody = tool([40.0] * 1000)
-    assert ttl(ToolLatency(), others=9_000, overall=everybody) == ttl(everybody, others=9_000)
-    assert ttl(tool([0.3] * 3), others=9_000, overall=everybody) == 0.0, "three calls say nothing yet"
-    assert ttl(tool([0.3] * 100), others=9_000, overall=everybody) > 0.3
-
-
 @pytest.mark.parametrize("policy", ["expected_waste", "infercept"])
 def test_who_comes_back_meanwhile_waits_too_and_infercept_does_not_know(policy):
     """A second to compute it again, in which 3,000 of the 5,000 cells are asked for that are kept for others."""
@@ -242,23 +235,6 @@ def test_trust_comes_with_samples():
     assert shares[-1] > 0.99
 
 
-def test_new_statistics_are_looked_at():
-    book, policy = LatencyBook(), ExpectedWaste()
-    conditions, found = Conditions(others=9_000, restore=COST), []
-    for seconds in (0.3, 40.0):
-        for _ in range(2000):
-            book.record("acme", "shell", seconds)
-        found.append(policy.ttl(PAUSE, book.snapshot(), conditions))
-    assert found[0] > 0.3
-    assert found[1] == 0.0
-
-
-@given(durations)
-def test_where_all_are_over_a_life_table_is_their_distribution(seconds):
-    found = life_table(seconds)
-    assert found == pytest.approx([sum(each > age for each in seconds) / len(seconds) for age in AGES])
-
-
 @given(durations, st.lists(st.floats(0.0, 5000.0), max_size=60))
 def test_a_life_table_falls_and_who_lasts_makes_pauses_longer(seconds, lasting):
     found = life_table(seconds, lasting)
@@ -268,23 +244,3 @@ def test_a_life_table_falls_and_who_lasts_makes_pauses_longer(seconds, lasting):
     assert (found <= 1.0).all()
     if min(lasting, default=0.0) >= max(seconds):
         assert (found >= life_table(seconds) - 1e-9).all()
-
-
-def test_pauses_that_are_not_over_are_no_secret():
-    """Seen for ten minutes, a tool of which half the calls take an hour looks quick by those that came back alone."""
-    rng, now = np.random.default_rng(1), 600.0
-    drawn = [(began, 1.0 if rng.random() < 0.5 else 3600.0) for began in np.linspace(0.0, now, 200)]
-    pauses, back = Pauses(), LatencyBook()
-    for began, seconds in drawn:
-        pause = pauses.began("acme", "shell", began)
-        if began + seconds <= now:
-            pause.end(began + seconds, returned=True)
-            back.record("acme", "shell", seconds)
-    assert life_tables([SurvivalCounts.of((overall := back.snapshot().overall).recent, overall.count)])[0, -1] == 0.0
-    known = life_tables([pauses.known(("acme", "shell"), now)])[0]
-    assert known[int(np.searchsorted(AGES, 10.0))] == pytest.approx(0.5, abs=0.1)
-    conditions = Conditions(others=59_000, restore=COST)  # a minute to lose
-    policy = ExpectedWaste()
-    blind = policy.ttl(PAUSE, back.snapshot(), conditions)
-    seen = policy.ttl(PAUSE, back.snapshot(), replace(conditions, local=partial(pauses.known, now=now)))
-    assert seen < 2.0 < blind

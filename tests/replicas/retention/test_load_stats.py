@@ -28,14 +28,6 @@ def test_a_polynomial_is_found_again():
         assert fit.cost.seconds(n) == pytest.approx(true.seconds(n), rel=0.02)
 
 
-def test_noise_makes_no_coefficient_negative():
-    fit, rng = PrefillFit(), np.random.default_rng(1)
-    for _ in range(200):
-        fit.measured(prefill(0, int(rng.integers(1, 64))), float(rng.uniform(0.001, 0.1)))
-    assert min(fit.cost.a, fit.cost.b, fit.cost.c) >= 0.0
-    assert fit.cost.seconds(64) > 0
-
-
 def test_few_steps_say_too_little_and_steps_without_a_clock_nothing():
     fit = PrefillFit()
     for _ in range(50):
@@ -102,12 +94,6 @@ def test_steps_that_only_decode_say_nothing():
     assert learned.conditions().restore.seconds(40) > 0.5
 
 
-def test_cells_are_had_again_the_cheaper_way():
-    cost = RestoreCost(b=1e-3, c=0.1, reload=5e-4)
-    assert cost.seconds(1000) == 0.5
-    assert cost.seconds(0) == 0.0
-
-
 def test_the_queue_delay_is_averaged_over_a_window():
     learned = LoadStats()
     assert learned.conditions().wait_s == 0.0
@@ -123,21 +109,6 @@ def test_how_fast_programs_come_back_is_counted_over_the_latest():
         learned.returned(1_000_000 if i < 200 else 50, float(i))
     assert learned.conditions(now=400.0).returning == pytest.approx(50.0)
     assert learned.conditions(now=400.0 + 128.0).returning == pytest.approx(25.0), "nobody came since"
-
-
-def test_a_host_tier_is_part_of_the_conditions():
-    learned = LoadStats()
-    learned.reload = 1e-5
-    assert learned.conditions().restore.reload == 1e-5
-
-
-def test_programs_of_one_length_are_predicted_by_their_turns():
-    turns = Turns()
-    assert (turns.eta, turns.mean) == (1.0, 1.0)
-    for _ in range(5):
-        turns.ended(8)
-    assert turns.eta == pytest.approx(1.0)
-    assert turns.mean == 8.0
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.config import RetentionConfig
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot, ToolLatency
+from holdfast.replicas.retention.latency import LatencySnapshot, ToolLatency
 from holdfast.replicas.retention.policy import Conditions, Continuum, Pause, RestoreCost, best_time, retention_policy
 
 PAUSE = Pause("acme", "grep", cells=1000, turn=1)
@@ -28,17 +28,6 @@ def ttl(policy: str, latency: LatencySnapshot = NOTHING, pause: Pause = PAUSE, c
 
 def test_none_keeps_nothing():
     assert ttl("none", known(0.1), conditions=Conditions(wait_s=100.0, restore=COST)) == 0.0
-
-
-def test_the_best_time_is_where_the_gain_is_largest():
-    tool = ToolLatency(4, 0.0, 0.0, (0.5, 1.0, 1.5, 8.0))
-    # gains at a benefit of 4: 1 - 0.5, 2 - 1, 3 - 1.5, 4 - 8
-    assert best_time(tool, 4.0) == 1.5
-    assert best_time(tool, 40.0) == 8.0
-    assert best_time(tool, 1.9) == 0.0, "no duration is worth it"
-    assert best_time(ToolLatency(2, 0.0, 0.0, (1.0, 3.0)), 4.0) == 1.0, "both gain 1: the smallest of equals"
-    assert best_time(ToolLatency(), 99.0) == 0.0
-    assert best_time(ToolLatency(2, 0.0, 0.0, (1.0, 1.0)), 1.5) == 1.0, "equal durations count together"
 
 
 def test_continuum_weighs_what_is_saved_against_what_it_holds():
@@ -79,13 +68,6 @@ def test_settings_that_make_no_sense_are_refused_by_name():
         with pytest.raises(ConfigError) as caught:
             RetentionConfig(**{name: value})
         assert caught.value.field == name
-
-
-def test_policies_read_what_a_book_has_recorded():
-    book = LatencyBook()
-    for _ in range(120):
-        book.record("acme", "grep", 0.25)
-    assert ttl("continuum", book.snapshot(), conditions=Conditions(wait_s=10.0)) == 0.25
 
 
 @given(

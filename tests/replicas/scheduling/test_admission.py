@@ -121,21 +121,3 @@ def test_what_a_pin_keeps_is_occupied_by_those_who_read_it(policy: str, own: boo
     assert most <= 512
     assert together == (2 if own else 3)  # 204 cells each; 260 and then 80 each
     assert world.engine.stats.preemptions == 0
-
-
-def test_no_pin_is_dropped_where_all_of_them_would_not_be_enough() -> None:
-    world = World(
-        cells=1024, context_length=1000, max_sequences=20, page_size=4, completion_reserve=16,
-        admission_ceiling=1.0, step_tokens=1000, retention=KEEPS,
-    )  # fmt: skip
-    world.engine.scheduler._high_water = int(0.8 * 1024)
-    for i in range(3):
-        paused(world, 100 + i, words(i, 20))
-    world.submit("wide", talkative(840, 40), 40, began=1.0)
-    world.step()
-    assert world.engine.cache.cells.in_use - 72 >= 0.8 * 1024
-    world.submit("next", words(900, 8), 4, began=2.0)
-    world.step()
-    assert world.engine.stats.chunks_deferred == 1
-    assert len(world.engine.scheduler.retention.pins) == 3
-    world.run()

@@ -5,7 +5,7 @@ import pytest
 from engine_world import World, words
 from pinning import KEEP
 
-from holdfast.replicas.config import DraftConfig, RetentionConfig
+from holdfast.replicas.config import RetentionConfig
 from holdfast.replicas.errors import ErrorKind
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Kind, ProgramKey
@@ -20,7 +20,6 @@ from holdfast.replicas.requests import (
     Submit,
     TurnEnded,
 )
-from holdfast.replicas.retention.policy import RestoreCost
 from holdfast.replicas.scheduling import scheduler
 
 
@@ -130,15 +129,6 @@ def test_nobody_waits_for_it_so_it_makes_no_replica_look_busy():
     assert (now.tokens_waiting, now.tokens_ahead) == (0, 0)
 
 
-def test_another_branch_of_its_program_leaves_it_alone():
-    world = make()
-    world.ahead("ahead", words(1, 80), "p", "h")
-    world.step()
-    world.submit("turn", words(2, 30), program="p")
-    world.run()
-    assert world.end("ahead").reason == "length"
-
-
 def test_beside_those_that_decode_it_has_one_narrow_chunk_and_beside_a_prompt_none():
     world = make(step_tokens=16)
     texts = {"a": words(1, 40), "b": words(2, 40), "decodes": words(3, 10), "prompt": words(4, 64)}
@@ -162,18 +152,6 @@ def test_beside_those_that_decode_it_has_one_narrow_chunk_and_beside_a_prompt_no
     assert not any(ahead and others for ahead, others in steps)
 
 
-def test_beside_those_that_decode_it_makes_a_step_no_longer_than_prompts_may():
-    world = make(step_ms=3000.0, speculation=DraftConfig(enabled=False))
-    world.engine._load._prefill.cost = RestoreCost(b=1.0)  # a token a second
-    for i, name in enumerate("ab"):
-        world.ahead(name, words(i, 40), f"program {name}", name)
-    world.submit("decodes", words(3, 10), 60)
-    world.run()
-    beside = [plan.chunks for plan in world.runner.plans if any(chunk.draw for chunk in plan.chunks)]
-    assert max(sum(len(chunk.tokens) for chunk in chunks) for chunks in beside[1:]) == 1 + 3
-    world.assert_right("decodes")
-
-
 def test_nothing_gives_way_to_it_and_it_ends_with_what_it_has():
     world = make(cells=128, context_length=128, retention=RetentionConfig(KEEP, most_s=50.0), admission_ceiling=1.0)
     world.submit("turn", words(1, 60), 4, program="q")
@@ -184,17 +162,6 @@ def test_nothing_gives_way_to_it_and_it_ends_with_what_it_has():
     assert world.end("ahead").reason == "stop"
     assert ProgramKey("", "q") in pins(world)
     assert world.engine.stats.pins_given_way == 0
-
-
-def test_cells_that_others_need_are_taken_from_it():
-    world = make(cells=192, context_length=192, admission_ceiling=1.0)
-    world.ahead("ahead", words(1, 100), "p", "h")
-    for _ in range(11):
-        world.step()
-    world.submit("turn", words(2, 120), 30)
-    world.run()
-    world.assert_right("turn")
-    assert isinstance(world.end("ahead"), Finished)
 
 
 def test_a_handle_keeps_it_until_its_time_is_over_or_it_is_released():
@@ -230,34 +197,6 @@ def test_one_handle_for_two_prompts_keeps_them_and_lets_go_of_both(first):
     world.assert_idle()
 
 
-def test_thousands_of_handles_take_no_more_than_there_is(monkeypatch):
-    """Of one tenant and for ever; the books of cells, rows and pins are even with all of them, and with none."""
-    monkeypatch.setattr(scheduler, "BACKGROUND_CHUNK", 512)
-    world = make(max_sequences=32)
-    names = [f"h{n}" for n in range(2500)]
-
-    def engine_runs() -> None:
-        while world.engine.busy:
-            world.now += 0.01
-            world.take(world.engine.step(world.now, lambda: world.now))
-
-    for begin in range(0, len(names), 100):
-        for n in range(begin, begin + 100):
-            prompt = [1 + n % 49, 1 + n // 49 % 49, 1 + n // 2401, 7]
-            world.ahead(names[n], prompt, f"p{n}", names[n], keep_s=1e9)
-        engine_runs()
-        world.check()
-    assert {type(world.end(name)) for name in names} == {Finished}
-    assert 0 < len(pins(world)) <= world.config.cells // world.config.page_size
-    world.submit("turn", words(9, 40), 8, program="another", ends=True)
-    world.run()
-    world.assert_right("turn")
-    for name in names:
-        world.take(world.engine.handle(HandleReleased("", name), world.now))
-    assert pins(world) == []
-    world.assert_idle()
-
-
 def test_a_handle_released_while_it_is_computed_ends_it():
     world = make()
     world.ahead("ahead", words(1, 80), "p", "h")
@@ -282,18 +221,6 @@ def test_the_end_of_a_program_ends_it_and_what_was_kept_is_wasted():
     assert world.engine.stats.ahead_wasted == world.engine.stats.ahead_computed == 48
 
 
-def test_nobody_waits_for_it_to_share_its_beginning():
-    world = make(page_size=4)
-    text = words(1, 120)
-    world.ahead("ahead", text, "p", "h")
-    world.step()
-    world.submit("other", text, 4, program="q")
-    for _ in range(6):
-        world.step()
-    world.assert_right("other")
-    assert not world.ends["ahead"]
-
-
 @pytest.mark.parametrize("session", ["", "s"])
 def test_it_draws_nothing_and_is_no_operation(session):
     world = make()
@@ -314,18 +241,3 @@ def test_it_draws_nothing_and_is_no_operation(session):
     end = world.end("bad")
     assert isinstance(end, Rejected)
     assert (end.error.kind, end.error.field) == (ErrorKind.INVALID, "background")
-
-
-def test_one_handle_of_two_programs_is_released_for_both():
-    world = make()
-    world.ahead("of p", words(1, 60), "p", "h")
-    world.ahead("of q", words(2, 60), "q", "h")
-    world.step()
-    world.submit("turn", [*words(1, 60), 5], program="p")
-    assert world.end("of p").reason == "stop"
-    assert not world.ends["of q"]
-    world.give(HandleReleased("", "h"))
-    assert isinstance(world.end("of q"), Aborted)
-    world.run()
-    world.assert_right("turn")
-    world.assert_idle()

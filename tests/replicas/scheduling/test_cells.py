@@ -23,25 +23,6 @@ def test_a_prompt_that_is_larger_than_its_tenants_ceiling_is_refused():
     small.assert_right("b")
 
 
-def test_a_reply_is_at_most_as_long_as_its_tenants_ceiling_leaves_room_for():
-    small = world()
-    small.submit("a", words(1, 30), 90, scope="a", cells=CellLimits(ceiling=0.25))
-    small.submit("b", words(1, 30), 90, scope="b")
-    small.run()
-    assert (len(small.out["a"]), len(small.out["b"])) == (30, 90)
-
-
-def test_so_is_one_that_others_floors_leave_no_room_for():
-    small = world()
-    small.submit("a", words(1, 10), 2, scope="a", cells=CellLimits(floor=0.5))
-    small.submit("b", words(2, 127), 8, scope="b")
-    assert isinstance(small.end("b"), Rejected)
-    small.submit("c", words(2, 100), 8, scope="b")
-    small.run()
-    small.assert_right("a")
-    small.assert_right("c")
-
-
 def test_who_waits_at_its_ceiling_holds_up_nobody_else():
     small = world(max_sequences=8)
     for name in "abc":

@@ -1,6 +1,5 @@
 """Classes: batch takes what interactive requests leave, gives way within one step, loses no work, and never starves."""
 
-import pytest
 from engine_world import World, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,22 +19,6 @@ def ask(
 
 def running(world: World) -> set[str]:
     return {sequence.request_id for sequence in world.engine.scheduler._running}
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("overlap", ["off", "on"])
-def test_batch_gives_its_rows_up_within_one_step(order, overlap):
-    world = World(order=order, max_sequences=2, overlap_steps=overlap)
-    for i in range(2):
-        ask(world, f"batch{i}", words(i, 8), 40, batch=True)
-    for _ in range(5):
-        world.step()
-    assert running(world) == {"batch0", "batch1"}
-    ask(world, "now", words(9, 8), 4, scope="b")
-    world.step()
-    assert "now" in running(world)
-    assert world.engine.stats.yielded == 1, "and one row was enough"
-    world.run()
 
 
 def test_batch_gives_its_cells_up_within_one_step():

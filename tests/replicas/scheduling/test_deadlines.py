@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ErrorKind
 from holdfast.replicas.requests import Abort, Aborted, Finished, Rejected
-from holdfast.replicas.stats import Mean
 from holdfast.replicas.types import RANKS, Priority
 
 BATCH, INTERACTIVE = Priority.BATCH, Priority.INTERACTIVE
@@ -76,19 +75,6 @@ def test_who_cannot_have_its_answer_in_time_is_refused_at_once_and_told_when_to_
     assert world.engine.stats.not_begun["refused"] == 1
 
 
-def test_the_beginning_of_an_answer_is_there_sooner_than_all_of_it():
-    world = busy()
-    forecast = world.engine.scheduler.admission.forecast
-    first_s, whole_s = (forecast.serving_s(4, begins) for begins in (True, False))
-    assert first_s < whole_s
-    within_s = (world.engine.occupancy().waiting + 1) * forecast.gap_s + (first_s + whole_s) / 2
-    for i, begins in enumerate((False, True)):
-        world.submit(f"r{i}", words(60 + i, 8), 4, within_s=within_s, begins=begins)
-    assert world.ends["r0"]
-    assert not world.ends["r1"]
-    world.run()
-
-
 def test_a_program_that_goes_on_is_not_behind_those_that_came_after_it():
     world = busy()
     gap_s = world.engine.scheduler.admission.forecast.gap_s
@@ -100,27 +86,6 @@ def test_a_program_that_goes_on_is_not_behind_those_that_came_after_it():
     assert kind(world.end("theirs")) is ErrorKind.DEADLINE
     world.run()
     world.assert_right("mine")
-
-
-def test_with_nobody_before_it_a_request_is_tried_however_little_time_it_gives():
-    world = busy()
-    world.run()
-    world.submit("alone", words(50, 8), 4, within_s=0.1)
-    assert not world.ends["alone"]
-
-
-def test_a_queue_full_of_tokens_refuses_but_an_empty_one_takes_anything(monkeypatch):
-    monkeypatch.setattr(EngineConfig, "max_waiting_tokens", 20)
-    world = World(max_sequences=1, cells=4096)
-    world.submit("runs", words(0, 8), 20)
-    world.step()
-    world.submit("long", words(1, 30))
-    world.submit("short", words(2, 1))
-    assert not world.ends["long"]
-    assert kind(world.end("short")) is ErrorKind.OVERLOADED
-    world.run()
-    world.assert_right("long")
-    assert world.engine.stats.not_begun["full"] == 1
 
 
 @pytest.mark.parametrize(("requests", "tokens"), [(3, 1000), (100, 24)])
@@ -145,20 +110,6 @@ def test_in_a_full_queue_the_last_of_the_lowest_class_gives_way(requests, tokens
     assert world.engine.stats.not_begun["gave_way"] == 2
     assert world.engine.stats.not_begun["full"] == 2
     world.assert_idle()
-
-
-def test_no_more_give_way_than_have_to(monkeypatch):
-    monkeypatch.setattr(EngineConfig, "max_waiting_tokens", 24)
-    world = World(max_sequences=1, cells=4096)
-    world.submit("runs", words(0, 8), 20)
-    world.step()
-    for name, n in (("long", 16), ("short", 4)):
-        world.submit(name, words(n, n), priority=BATCH)
-    world.submit("one", words(1, 12), priority=INTERACTIVE)  # the last one's place alone is too small for it
-    assert kind(world.end("long")) is ErrorKind.OVERLOADED
-    world.run()
-    for name in ("runs", "one", "short"):
-        world.assert_right(name)
 
 
 @settings(max_examples=60, deadline=None)
@@ -207,17 +158,6 @@ def test_clients_that_do_not_wait_teach_as_well():
     forecast = world.engine.scheduler.admission.forecast
     assert forecast.gap_s > 4.0
     assert forecast.serving_s(100, False) > 4.0
-
-
-def test_a_mean_of_the_latest():
-    mean = Mean()
-    for i in range(8):
-        assert mean.value == 0.0
-        mean.add(float(i % 2) * 2)
-    assert 0.9 < mean.value < 1.1
-    for _ in range(300):
-        mean.add(5.0)
-    assert mean.value == pytest.approx(5.0, rel=0.01)
 
 
 ARRIVALS = st.lists(

@@ -1,15 +1,12 @@
 """Drafts beside steps: the drafter knows what has been drawn, and reads and remembers while a step runs."""
 
-import numpy as np
 import pytest
 from engine_world import World, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.plan import Sampling
-from holdfast.replicas.programs import Sequence, Status
-from holdfast.replicas.requests import Abort, Stop, Submit
-from holdfast.replicas.scheduling.batch import StepBuilder
+from holdfast.replicas.programs import Status
+from holdfast.replicas.requests import Abort, Stop
 from holdfast.replicas.speculation import drafter
 
 request = st.tuples(st.integers(0, 5), st.integers(1, 40), st.integers(0, 20), st.integers(0, 6))
@@ -75,22 +72,3 @@ def test_a_broken_drafter_costs_drafts_alone(broken, monkeypatch):
     world.run()
     world.assert_right("after")
     assert world.end("after").usage.work.drafted > 0
-
-
-@given(st.lists(st.integers(0, 3), max_size=12), st.floats(0, 1))
-def test_draws_are_kept_by_the_number_of_drafts(numbers, presence):
-    sampling = Sampling(max_tokens=32, presence_penalty=presence)
-    sequence = Sequence.of(
-        Submit("r", tokens=np.arange(5, dtype=np.int32), sampling=sampling), 0, 0.0, frozenset(), seed=3
-    )
-    sequence.move(Status.RUNNING)
-    sequence.row, sequence.n_computed = 0, sequence.length - 1
-    builder = StepBuilder()
-    for n in numbers:
-        builder.compute(sequence, 1, np.arange(n, dtype=np.int32))
-    for n, chunk in zip(numbers, builder.chunks, strict=True):
-        assert chunk.draw is not None
-        assert (chunk.draw.drafts, chunk.draw.seed, chunk.draw.sampling) == (n, 3, sampling)
-        assert (chunk.draw.counts is not None) == (presence > 0)
-        assert chunk.tokens[1:].tolist() == list(range(n))
-    assert len({id(chunk.draw) for chunk in builder.chunks}) == (len(numbers) if presence else len(set(numbers)))

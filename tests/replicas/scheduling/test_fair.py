@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import numpy as np
 import pytest
 from engine_world import World, words
 from hypothesis import given, settings
@@ -10,11 +9,7 @@ from hypothesis import strategies as st
 from pinning import KEEP
 
 from holdfast.replicas.config import DraftConfig, RetentionConfig
-from holdfast.replicas.plan import Chunk, Sampling
-from holdfast.replicas.programs import Sequence
-from holdfast.replicas.requests import Submit, TurnEnded
-from holdfast.replicas.scheduling.queue import FairOrder
-from holdfast.replicas.types import Priority
+from holdfast.replicas.requests import TurnEnded
 
 
 def one_row() -> World:
@@ -52,29 +47,6 @@ def test_who_waits_is_served_by_weight(weight, expected):
     flood(world, "a", 40)
     flood(world, "b", 40, weight)
     assert served(world, 20)["b"] == pytest.approx(expected, abs=1)
-
-
-def test_who_comes_later_does_not_wait_for_a_backlog():
-    world = one_row()
-    flood(world, "a", 30)
-    served(world, 2)
-    flood(world, "b", 1)
-    assert served(world, 2)["b"] == 1
-
-
-def test_rows_that_come_free_together_go_to_both():
-    world = World(order="fair", max_sequences=8, cells=4096, without=("grouped_prefill",), admission_ceiling=1.0)
-    world.step_s = 0.5
-    flood(world, "a", 16, tokens=40)
-    flood(world, "b", 16, tokens=40)
-    apart = []
-    while world.engine.busy:
-        world.step()
-        waiting = {sequence.submit.scope for sequence in world.engine.scheduler.admission}
-        running = Counter(sequence.submit.scope for sequence in world.engine.scheduler._running)
-        if waiting == {"a", "b"}:
-            apart.append(abs(running["a"] - running["b"]))
-    assert max(apart) <= 3
 
 
 def test_what_is_kept_for_a_tenant_that_had_more_gives_way():
@@ -132,35 +104,6 @@ def test_a_program_that_opens_ten_flows_has_one_turn():
     assert finished(world)[:5] == ["first", "fork0", "other0", "other1", "other2"]
 
 
-def test_the_tenant_served_longest_ago_is_forgotten_as_if_it_had_been_away():
-    order = FairOrder(tenants=2)
-    one = {tenant: waiting(tenant) for tenant in "abc"}
-    chunks = (Chunk(0, 0, np.zeros(1, np.int32)),)
-    for tenant in "abc":
-        order.arrive(one[tenant])
-        order.serve((one[tenant],), chunks, {"a": 5.0, "b": 3.0, "c": 4.0}[tenant])
-    assert order.first((one["b"], one["c"])) is one["b"]
-    assert order.first((one["a"], one["c"])) is one["a"], "it is counted as the least of those who waited"
-
-
-def waiting(tenant: str) -> Sequence:
-    return Sequence.of(
-        Submit(tenant, tokens=np.zeros(1, np.int32), sampling=Sampling(1), scope=tenant), 0, 0.0, frozenset(), 0
-    )
-
-
-def test_who_comes_next_is_decided_when_a_row_is_free_and_not_before():
-    world = one_row()
-    world.submit("b warm", words(1, 4), 5, scope="b", weight=0.25)
-    world.run()
-    world.submit("a long", words(2, 4), 40, scope="a")
-    world.step()
-    world.submit("a next", words(3, 4), 5, scope="a")
-    world.submit("b next", words(4, 4), 5, scope="b", weight=0.25)
-    world.run()
-    assert finished(world) == ["b warm", "a long", "b next", "a next"], "a has had more than b by then"
-
-
 def test_a_program_that_began_long_ago_does_not_outrank_another_tenants():
     """Whoever keeps a program going for ever has its own share, and no more."""
     world = one_row()
@@ -170,11 +113,3 @@ def test_a_program_that_began_long_ago_does_not_outrank_another_tenants():
     world.run()
     ends = [name[0] for name in finished(world)]
     assert all(abs(ends[:n].count("a") - ends[:n].count("b")) <= 1 for n in range(len(ends)))
-
-
-def test_what_other_replicas_are_told_of_tenants_is_bounded():
-    order = FairOrder(tenants=2)
-    chunks = (Chunk(0, 0, np.zeros(1, np.int32)),)
-    for tenant in "abcdef":
-        order.serve((waiting(tenant),), chunks, 1.0, {Priority.INTERACTIVE: 1})
-    assert order.contended == dict.fromkeys([f"interactive/{tenant}" for tenant in "cdef"], 1.0)

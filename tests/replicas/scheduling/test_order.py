@@ -1,42 +1,8 @@
 """The policies of order, one by one, and in an engine that serves one request at a time."""
 
-from itertools import count
-
-import numpy as np
-import pytest
 from engine_world import World, words
 
 from holdfast.loadgen.simulator.policies import ORDERS as COMPARED
-from holdfast.replicas.config import ORDERS
-from holdfast.replicas.plan import Sampling
-from holdfast.replicas.programs import Sequence
-from holdfast.replicas.requests import Submit
-from holdfast.replicas.scheduling.queue import request_order
-
-_numbers = count()
-
-
-def request(arrived: float, began: float = 0.0, program: str = "", pinned: bool = False) -> Sequence:
-    submit = Submit(
-        "r", tokens=np.asarray([1], np.int32), sampling=Sampling(1), program_id=program, program_arrival=began
-    )
-    made = Sequence.of(submit, next(_numbers), arrived, frozenset(), 0)
-    made.pinned = pinned
-    return made
-
-
-def first(name: str, *requests: Sequence) -> int:
-    """Which of the requests a policy takes first."""
-    order = request_order(name)
-    return min(range(len(requests)), key=lambda i: order.waiting(requests[i]))
-
-
-@pytest.mark.parametrize("name", [*ORDERS, *COMPARED.values()])
-def test_a_pin_says_nothing_among_the_running(name):
-    order, one = request_order(name), request(1.0)
-    before = order.key(one)
-    one.pinned = True
-    assert order.key(one) == before
 
 
 def _served(order: str) -> list[str]:

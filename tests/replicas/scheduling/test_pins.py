@@ -176,13 +176,3 @@ def test_pins_that_come_and_go_leave_nothing_behind():
     assert [len(each) for each in (book.pins._due, book.pins._ranked, book.pins._lapsing)] == [0, 0, 0]
     assert book.pins.expired(3e9) == []
     assert book.pins.cells == 0
-
-
-def test_a_program_whose_turn_waits_is_looked_at_again():
-    book = Book()
-    for i in range(10):
-        book.add(str(i), float(i), 1.0)
-        book.program(str(i)).waiting.append(book.turn(str(i)))
-    assert book.pins.expired(2.0) == []
-    book.program("3").waiting.clear()
-    assert book.pins.expired(2.0) == [book.program("3").pin]

@@ -6,13 +6,11 @@ import pytest
 from engine_world import World, talkative, words
 from pinning import KEEP
 
-from holdfast.loadgen.simulator.policies import RETENTION
 from holdfast.replicas.config import DraftConfig, RetentionConfig
 from holdfast.replicas.requests import Abort, ProgramEnded, ToolLatencies, TurnEnded
 from holdfast.replicas.retention.latency import AGES, LatencySnapshot, ToolLatency
 from holdfast.replicas.retention.policy import RestoreCost
 from holdfast.replicas.scheduling import pins as pins_module
-from holdfast.replicas.types import CellLimits
 
 
 def make(
@@ -73,20 +71,6 @@ def flood(world: World, n: int = 200, began: float = 99.0) -> str:
     return name
 
 
-def test_an_engine_says_when_what_it_keeps_has_to_be_looked_at_again():
-    world = make(ttl=20.0)
-    assert world.engine.due is None
-    turn(world, "p", words(1, 20))
-    began = world.engine.due
-    assert began is not None
-    assert began - 20.0 <= world.now < began
-    world.engine.step(began - 1e-6)
-    assert pinned(world) == {"p"}
-    world.engine.step(began)
-    assert pinned(world) == set()
-    assert world.engine.due is None
-
-
 def test_a_turn_is_kept_until_it_is_known_what_it_called_and_then_for_its_time():
     world = make()
     world.submit("a", words(1, 40), 4, program="p")
@@ -94,12 +78,14 @@ def test_a_turn_is_kept_until_it_is_known_what_it_called_and_then_for_its_time()
     assert pinned(world) == {"p"}, "nobody has said yet what it called"
     ended(world, "a", "p")
     finished = world.end("a").timing.finished
+    assert world.engine.due == finished + 20.0, "the engine says when it has to look again"
     world.now = finished + 19.5
     world.idle()
     assert pinned(world) == {"p"}
     world.now = finished + 20.0
     world.idle()
     assert pinned(world) == set()
+    assert world.engine.due is None
     assert world.engine.cache.cells.in_use == 0
     assert world.engine.stats.pins == world.engine.stats.pins_expired == 1
 
@@ -144,23 +130,6 @@ def test_the_last_turn_leaves_nothing(end):
     assert world.engine.cache.cells.in_use == 0
 
 
-@pytest.mark.parametrize("flag", [False, True])
-def test_the_last_turn_lets_go_of_what_another_branch_left(flag):
-    world = make(cells=512)
-    shared = words(1, 40)
-    world.submit("a", shared + words(2, 4), 2, began=1.0, program="p", turns=1)
-    world.submit("b", shared + words(3, 4), 20, began=1.0, program="p", turns=1, ends=flag)
-    while not world.ends["a"]:
-        world.step()
-    ended(world, "a", "p", number=2)
-    if flag:
-        world.run()  # without the flag its own pin would take the place of the other
-    assert pinned(world) == {"p"}
-    ended(world, "b", "p", tools=(), number=2, last=True)
-    assert pinned(world) == set()
-    world.run()
-
-
 def test_turns_are_counted_anew_after_each_answer():
     world = make("continuum")
     for question in range(3):
@@ -170,41 +139,6 @@ def test_turns_are_counted_anew_after_each_answer():
     learned = world.engine._load.turns
     assert (learned.programs, learned.mean) == (3, 5.0)
     assert learned.eta == pytest.approx(1.0)
-
-
-def test_a_program_that_ends_after_answers_counts_the_turns_since():
-    world = make()
-    world.submit("a", words(1, 20), 4, program="p", turns=11, answered=9)
-    world.run()
-    world.give(ProgramEnded("", "p"))
-    assert world.engine._load.turns.mean == 3.0
-
-
-def test_a_program_is_kept_longer_at_the_beginning_of_each_way_to_an_answer():
-    world = make(RETENTION["bernstein"])
-    world.give(TurnEnded("x", "", "x", (), True, 8))  # eight turns are what is usual
-    kept = {}
-    for program, turns, answered in (("first", 0, 0), ("again", 8, 8), ("late", 7, 0)):
-        world.submit(program, words(ord(program[0]), 20), 4, program=program, turns=turns, answered=answered)
-        world.run()
-        world.give(TurnEnded(program, "", program, ("ls",), False, turns + 1, answered))
-        (held,) = [held for held in world.engine.scheduler.retention.pins if held.program.key.name == program]
-        kept[program] = held.deadline - held.since
-    assert kept["first"] == pytest.approx(kept["again"])
-    assert kept["late"] < kept["first"]
-
-
-def test_idle_sessions_wait_for_nobody():
-    world = make("infercept", cells=1024)
-    engine = world.engine
-    engine._load._prefill.cost = RestoreCost(b=0.01)
-    world.open("s")
-    world.append("h", "s", words(9, 200))
-    world.run()
-    turn(world, "p", words(1, 40))
-    (held,) = engine.scheduler.retention.pins
-    # Nothing runs: InferCept's rule keeps its cells for as long as it takes to compute them.
-    assert held.deadline - held.since == pytest.approx(0.01 * held.pin.length)
 
 
 def two_that_pause() -> World:
@@ -286,16 +220,6 @@ def test_under_expected_waste_who_is_away_is_told_by_what_turns_wait_that_have_n
     assert away == {"early": inf, "late": inf, "brief": 0.0}
 
 
-def test_under_expected_waste_a_pause_is_looked_at_again_when_somebody_is_short():
-    world = two_that_pause()
-    world.engine._load._prefill.cost = RestoreCost(c=500.0)  # by now everything takes much longer
-    pins = world.engine.scheduler.retention.pins
-    pins.lapses(pause_of(world, "late"), world.now + 9.0)
-    flood(world, 100, began=0.5)
-    world.run()
-    assert pinned(world) == {"early"}, "it is worth the wait now, for longer than the other"
-
-
 def all_give_way(away: float = inf) -> World:
     """Both lose their cells to a program that came before them; `late` is away for long `away` seconds from now on."""
     world = two_that_pause()
@@ -342,32 +266,6 @@ def test_under_expected_waste_who_has_its_cells_goes_first_unless_a_tier_restore
     assert goes_first(world) is first
 
 
-@pytest.mark.parametrize(("reload", "first"), [(None, True), (0.01, False)])
-def test_a_turn_that_waits_while_its_cells_give_way_stands_where_it_stood(monkeypatch, reload, first):
-    world = two_that_pause()
-    scheduler = world.engine.scheduler
-    world.engine._load.reload = reload
-    world.now += 40.0
-    with monkeypatch.context() as held_up:
-        held_up.setattr(scheduler.admission, "admit", lambda builder, now: None)
-        world.submit("again", words(2, 80), 4, began=2.0, program="late", turns=1)
-        world.engine.step(world.now)
-    (waits,) = scheduler.admission
-    assert waits.pinned is first
-    while scheduler.retention.drop_next(to=None):
-        pass
-    assert (pinned(world), waits.pinned) == (set(), first)
-    world.run()
-    world.assert_right("again")
-
-
-@pytest.mark.parametrize("over", [True, False])
-def test_a_program_that_is_over_needs_no_place(over):
-    world = all_give_way()
-    world.give(ProgramEnded("", "late" if over else "other"))
-    assert places(world) == ({"early"} if over else {"early", "late"})
-
-
 def test_a_replica_knows_its_pauses_from_their_beginning():
     world = make("expected_waste")
     pauses = world.engine._load.pauses
@@ -386,27 +284,6 @@ def test_a_replica_knows_its_pauses_from_their_beginning():
     assert found.by_age.tolist() == [by_age(7.0), by_age(at - since["q"])], "nobody waits for it any more"
     ended(world, "again", "p", number=2, last=True)
     assert pauses.known(None, world.now).by_age.tolist() == found.by_age.tolist()
-
-
-def test_a_notice_that_comes_late_changes_nothing():
-    world = make()
-    text = turn(world, "p", words(1, 20))
-    world.submit("b", text + words(2, 4), 4, program="p", turns=1)
-    world.run()
-    ended(world, "nobody", "p", number=1, last=True)
-    assert pinned(world) == {"p"}
-    world.give(ProgramEnded("", "unknown"))
-    world.give(ToolLatencies(LatencySnapshot(ToolLatency(1, 1.0))))
-    assert pinned(world) == {"p"}
-
-
-def test_the_snapshot_decides():
-    world = make(RETENTION["fixed"])
-    slow = ToolLatency(9, 30.0)
-    world.give(ToolLatencies(LatencySnapshot(slow, {("", "pytest"): slow})))
-    turn(world, "p", words(1, 20), tools=("pytest",))
-    turn(world, "q", words(2, 20), tools=("ls",))
-    assert pinned(world) == {"q"}
 
 
 def test_a_pin_outlives_its_deadline_while_its_next_turn_waits():
@@ -444,17 +321,6 @@ def test_programs_that_arrived_later_give_way_the_last_one_first():
     assert world.engine.stats.pins_given_way == 1
 
 
-def test_nobody_waits_for_pins_alone():
-    world = make()
-    for i, program in enumerate("abc"):
-        turn(world, program, words(i, 50), began=1.0 + i)
-    late = flood(world, 180)
-    world.step()
-    assert pinned(world) == {"a"}
-    world.run()
-    world.assert_right(late)
-
-
 def test_its_own_cells_do_not_give_way_to_a_turn():
     world = make()
     texts = {program: turn(world, program, words(ord(program), 70), began=ord(program)) for program in "abc"}
@@ -481,39 +347,6 @@ def test_a_tenant_keeps_no_more_than_its_share():
     for i, program in enumerate("abc"):
         turn(world, program, words(i, 50), began=1.0 + i, scope="one")
     assert pinned(world) == {"a", "other"}
-
-
-def test_a_prefix_that_programs_share_is_counted_once():
-    world = make()
-    preamble = words(1, 80)
-    for i, program in enumerate("abcd"):
-        turn(world, program, preamble + words(10 + i, 8), began=1.0 + i)
-    assert pinned(world) == set("abcd")
-    assert world.engine.occupancy().cells_pinned <= 80 + 4 * 16
-
-
-def test_branches_of_a_program_keep_the_one_that_ended_last():
-    world = make()
-    for branch in range(3):
-        world.submit(f"b{branch}", words(1, 30) + words(50 + branch, 6), program="p")
-    world.run()
-    for branch in range(3):
-        world.assert_right(f"b{branch}")
-    assert len(world.engine.scheduler.retention.pins) == 1
-    world.check()
-
-
-def test_a_pinned_turn_comes_before_programs_that_began_earlier():
-    retention = RetentionConfig(KEEP, most_s=50.0)
-    world = World(cells=512, max_sequences=2, session_rows=1, retention=retention)
-    text = turn(world, "late", words(1, 20), began=9.0)
-    world.submit("runs", words(3, 8), 12, began=0.1)
-    world.submit("also", words(4, 8), 12, began=0.2)
-    world.step()
-    world.submit("early", words(5, 8), 4, began=1.0)
-    world.submit("next", text + words(2, 4), 4, program="late", began=9.0, turns=1)
-    world.run()
-    assert world.end("next").timing.scheduled < world.end("early").timing.scheduled
 
 
 def test_the_row_of_a_pinned_program_goes_last():
@@ -599,36 +432,6 @@ def test_a_pin_whose_cells_others_keep_as_well_does_not_give_way():
     world.run()
     world.assert_right(comes)
     assert world.engine.stats.pins_given_way == 1
-
-
-def test_no_pin_gives_way_to_a_request_that_finds_no_row():
-    world = make(without=("sessions",))
-    turn(world, "p", words(1, 150), began=50.0)
-    for i in range(3):
-        world.submit(f"runs{i}", talkative(2 + i, 20), 20, began=0.1)
-    world.step()
-    assert world.engine.occupancy().running == 3, "the other rows are for programs"
-    world.submit("waits", words(9, 60), 4, began=1.0)
-    world.step()
-    assert pinned(world) == {"p"}
-    world.run()
-    world.assert_right("waits")
-
-
-def test_a_tenants_pins_do_not_give_way_where_others_floors_leave_no_room():
-    world = make(cells=320)
-    world.submit("floor", words(5, 8), 1, scope="b", cells=CellLimits(floor=0.5))
-    world.run()
-    turn(world, "p", words(1, 60), began=9.0, scope="a")
-    world.submit("runs", talkative(40, 60), 60, scope="a", began=0.1, cells=CellLimits(ceiling=0.45))
-    world.step()
-    waits = "waits"
-    world.submit(waits, words(7, 100), 4, scope="a", began=1.0, cells=CellLimits(ceiling=0.45))
-    world.step()
-    assert world.engine.occupancy().waiting == 1
-    assert pinned(world) == {"p"}
-    world.run()
-    world.assert_right(waits)
 
 
 def test_beyond_its_share_a_tenant_loses_a_pin_that_makes_room_and_not_the_latest_that_makes_none():

@@ -2,33 +2,15 @@
 
 import math
 
-import numpy as np
 from engine_world import World, words
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.plan import Sampling
-from holdfast.replicas.programs import Sequence, Status
-from holdfast.replicas.requests import Submit
 from holdfast.replicas.retention.policy import RestoreCost
-from holdfast.replicas.scheduling.admission import Budget, find_leader
 from holdfast.replicas.scheduling.scheduler import chunk_sizes, tokens_within
 
 CONFIG = EngineConfig(cells=1000, step_tokens=4096, admission_ceiling=0.5, completion_reserve=100)
-
-
-def sequence(prompt: list[int], max_tokens: int = 10, scope: str = "", computed: int = 0) -> Sequence:
-    made = Sequence.of(
-        Submit("x", tokens=np.asarray(prompt, np.int32), sampling=Sampling(max_tokens), scope=scope),
-        0,
-        0.0,
-        frozenset(),
-        0,
-    )
-    made.move(Status.RUNNING)
-    made.n_computed, made.cache_scope = computed, scope
-    return made
 
 
 def begun(pending: list[int]) -> list[tuple[int, int]]:
@@ -100,17 +82,6 @@ def test_chunks_are_foretold_to_take_no_longer_than_they_may(prefilling, seconds
             assert sum(taken) + more >= seconds * (1 - 1e-6)
 
 
-def test_a_chunk_that_would_mostly_read_old_cells_is_left_to_a_later_step():
-    """Reading 100,000 cells takes 1 s, reading 1,000 takes 0.01 s, and each token 0.01 s."""
-    cost = RestoreCost(b=0.01, read=1e-5)
-    old, young, new = (100_000, 900), (1_000, 900), (0, 40)
-    narrow = [False] * 2
-    assert chunk_sizes([new, old], narrow, 1024, 4096, 2.0, cost) == [40, 0]
-    assert chunk_sizes([new, old], narrow, 1024, 4096, 4.0, cost) == [40, 259]
-    assert chunk_sizes([new, young], narrow, 1024, 4096, 2.0, cost) == [40, 158]
-    assert chunk_sizes([old, new], narrow, 1024, 4096, 2.0, cost) == [59, 40]
-
-
 @settings(max_examples=25)
 @given(st.lists(st.integers(2, 90), min_size=2, max_size=6), st.sampled_from([1.0, 40.0, 200.0]), st.integers(1, 3))
 def test_prompts_make_a_step_no_longer_than_they_may(prompts, step_ms, pace):
@@ -167,48 +138,6 @@ def test_a_short_prompt_waits_for_two_steps_of_a_long_one_that_began_before_it()
     world.run()
     longest = max(sum(len(chunk.tokens) for chunk in plan.chunks) for plan in world.runner.plans[begun:])
     assert 150 <= longest <= 220
-
-
-def test_admission_counts_the_prompt_beyond_the_cache_and_a_bounded_completion():
-    budget = Budget.of(CONFIG)
-    assert budget.need(sequence([1] * 50, 20), n_cached=30) == 40
-    assert budget.need(sequence([1] * 50, 5000), n_cached=0) == 150
-    assert budget.admits(committed=400, need=100, alone=False)
-    assert not budget.admits(committed=400, need=101, alone=False)
-    assert budget.admits(committed=400, need=900, alone=True)
-
-
-def test_the_leader_is_the_prefill_that_shares_most():
-    mine = sequence([1, 2, 3, 4, 5, 6, 7, 8])
-    some, most = sequence([1, 2, 3, 4, 9]), sequence([1, 2, 3, 4, 5, 6, 9])
-    other_scope = sequence([1, 2, 3, 4, 5, 6, 7, 8], scope="other")
-    following = find_leader(mine, [some, most, other_scope], n_cached=0, least=2)
-    assert (following.leader, following.shared, following.gain) == (most, 6, 6)
-    assert not following.over
-    most.n_computed = 6
-    assert following.over
-
-
-def test_nobody_leads_for_too_little_or_for_what_is_cached():
-    mine = sequence([1, 2, 3, 4, 5, 6, 7, 8])
-    leader = sequence([1, 2, 3, 4, 5, 6, 9])
-    assert find_leader(mine, [leader], n_cached=5, least=2) is None
-    assert find_leader(mine, [sequence([1, 2, 3, 4, 5, 6, 9], computed=6)], n_cached=0, least=2) is None
-
-
-def test_the_last_token_is_never_shared():
-    twin = sequence([1, 2, 3, 4])
-    assert find_leader(sequence([1, 2, 3, 4]), [twin], n_cached=0, least=1).shared == 3
-
-
-def test_prompts_that_come_together_are_answered_in_order_and_do_not_wait_for_the_last():
-    world = World(cells=2048, max_sequences=8, step_tokens=64, context_length=256, admission_ceiling=1.0)
-    for i in range(8):
-        world.submit(f"r{i}", words(i, 128), 2, program=f"p{i}", began=1.0 + i)
-    world.run()
-    first = [world.end(f"r{i}").timing.first_token for i in range(8)]
-    assert first == sorted(first)
-    assert sum(first) < 0.75 * 8 * max(first)
 
 
 @settings(max_examples=30)

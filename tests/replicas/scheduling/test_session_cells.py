@@ -58,19 +58,6 @@ def test_what_a_query_may_draw_counts_until_it_has_ended():
     assert isinstance(world.end("late"), Finished)
 
 
-def test_operations_that_end_in_one_step_leave_room_for_the_next_ones():
-    world = make(admission_ceiling=0.5)
-    for session in "st":
-        world.open(session)
-        world.append(f"first {session}", session, words(ord(session), 48))
-        world.append(f"second {session}", session, words(ord(session) + 2, 16))
-    world.run()
-    ended = {world.end(f"first {session}").timing.finished for session in "st"}
-    assert len(ended) == 1
-    assert all(isinstance(world.end(f"second {session}"), Finished) for session in "st")
-    assert world.engine.scheduler.rows.session_cells == 128
-
-
 def test_a_history_that_forks_share_is_counted_once_while_they_are_asked():
     world = make(cells=1024, context_length=512, admission_ceiling=0.5)
     world.open("parent")

@@ -3,7 +3,6 @@
 from itertools import count
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +10,7 @@ from holdfast.loadgen.simulator.policies import Plas
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.programs import Sequence
 from holdfast.replicas.requests import SessionTurn, Submit
-from holdfast.replicas.scheduling.queue import ArrivalOrder, ProgramOrder, WaitingQueue
+from holdfast.replicas.scheduling.queue import ProgramOrder, WaitingQueue
 
 _numbers = count()
 
@@ -40,52 +39,8 @@ def waiting(
 
 
 def _place(sequence: Sequence) -> tuple[float, ...]:
-    return (not sequence.pinned, sequence.submit.program_arrival, sequence.arrived, sequence.number)
-
-
-def drain(queue: WaitingQueue) -> list[str]:
-    names = []
-    while (head := queue.head()) is not None:
-        names.append(head.request_id)
-        queue.remove(head)
-    return names
-
-
-def test_preempted_then_program_then_arrival():
-    queue = WaitingQueue(ProgramOrder())
-    for sequence in (
-        waiting("young", 1.0, 9.0),
-        waiting("old second", 3.0, 5.0),
-        waiting("old first", 2.0, 5.0),
-        waiting("preempted", 4.0, 20.0, True),
-    ):
-        queue.push(sequence)
-    assert drain(queue) == ["preempted", "old first", "old second", "young"]
-
-
-def test_the_tokens_that_wait_are_counted_once():
-    """Whatever is done to a sequence meanwhile: a new place, set aside and put back, removed, timed out."""
-    queue = WaitingQueue(ProgramOrder())
-    sequences = [waiting(f"r{i}", float(i), length=10 + i) for i in range(5)]
-    for sequence in sequences:
-        queue.push(sequence)
-    assert queue.tokens == 10 + 11 + 12 + 13 + 14
-    queue.reorder(sequences[3])
-    queue.put_back(queue.set_aside())
-    assert queue.tokens == 60
-    queue.remove(sequences[1])
-    assert queue.tokens == 49
-    queue.expired(before=3.0)
-    assert queue.tokens == 13 + 14
-    drain(queue)
-    assert queue.tokens == 0
-
-
-def test_request_order_ignores_programs():
-    queue = WaitingQueue(ArrivalOrder())
-    queue.push(waiting("second", 2.0, 1.0))
-    queue.push(waiting("first", 1.0, 9.0))
-    assert drain(queue) == ["first", "second"]
+    request = sequence.submit
+    return (not sequence.preempted, not sequence.pinned, request.program_arrival, sequence.arrived, sequence.number)
 
 
 def test_expiry_spares_the_young_the_preempted_and_the_gone():
@@ -96,33 +51,6 @@ def test_expiry_spares_the_young_the_preempted_and_the_gone():
     queue.remove(gone)
     assert [s.request_id for s in queue.expired(before=3.0)] == ["late"]
     assert sorted(s.request_id for s in queue) == ["preempted", "young"]
-
-
-def test_an_operation_of_a_session_waits_from_the_first_step_that_finds_it():
-    queue = WaitingQueue(ProgramOrder())
-    queue.push(waiting("request", 1.0))
-    queue.push(waiting("operation", 1.0, session="s"))
-    queue.promote(5.0)
-    queue.promote(6.0)
-    assert [s.request_id for s in queue.expired(before=4.0)] == ["request"]
-    assert [s.request_id for s in queue.expired(before=5.0)] == []
-    assert [s.request_id for s in queue.expired(before=5.5)] == ["operation"]
-
-
-def test_a_sequence_that_is_set_aside_is_no_head_but_still_waits():
-    queue = WaitingQueue(ProgramOrder())
-    first, second = waiting("first", 1.0), waiting("second", 2.0)
-    queue.push(first)
-    queue.push(second)
-    assert queue.set_aside() is first
-    assert queue.head() is second
-    assert len(queue) == 2
-    queue.put_back(first)
-    assert drain(queue) == ["first", "second"]
-    queue.put_back(first)  # removed meanwhile
-    assert queue.head() is None
-    with pytest.raises(IndexError):
-        queue.set_aside()
 
 
 def test_who_was_passed_over_too_long_comes_first_and_only_once():
@@ -181,7 +109,7 @@ def test_any_use_agrees_with_a_sorted_list(operations):
             sequence.pinned = not sequence.pinned
             queue.reorder(sequence)
         elif what == "push":
-            sequence = waiting(f"r{n}", n, float(value))
+            sequence = waiting(f"r{n}", n, float(value), preempted=value == 9, length=1 + value)
             n += 1
             queue.push(sequence)
             model.append(sequence)
@@ -199,19 +127,8 @@ def test_any_use_agrees_with_a_sorted_list(operations):
         expected = min(present, key=_place, default=None)
         assert queue.head() is expected
         assert len(queue) == len(model)
+        assert queue.tokens == sum(sequence.length for sequence in model)
         assert set(queue) == set(model)
-
-
-def test_who_has_ended_is_let_go_though_somebody_came_before():
-    queue = WaitingQueue(ProgramOrder())
-    queue.push(waiting("late", began=1e6))
-    for i in range(100):
-        queue.push(sequence := waiting(f"r{i}", arrived=float(i), session="s" if i % 2 else ""))
-        assert queue.head() is sequence
-        queue.remove(sequence)
-    assert len(queue._since) == len(queue._lines) == 1
-    assert not queue._unseen
-    assert [sequence.request_id for sequence in queue.expired(before=1.0)] == ["late"]
 
 
 def test_who_has_left_from_behind_another_is_let_go():

@@ -46,24 +46,12 @@ def test_lengths_keep_to_the_offers_and_to_the_rows_of_a_step(
 
 
 @settings(deadline=None)
-@given(st.integers(0, 16), share, share, costs)
-def test_better_drafts_are_never_shorter(most: int, one: float, other: float, cost: StepCost) -> None:
-    low, high = sorted((one, other))
-    assert lengths_of([(low, most)], cost) <= lengths_of([(high, most)], cost)
-
-
-@settings(deadline=None)
 @given(st.integers(0, 16), st.integers(1, 50), share, st.sampled_from([LINEAR, DEAR]))
 def test_a_sequence_drafts_no_more_beside_others_like_it(
     most: int, decoding: int, acceptance: float, cost: StepCost
 ) -> None:
     fewer, more = (sum(lengths_of([(acceptance, most)] * n, cost)) / n for n in (decoding, decoding + 1))
     assert more <= fewer + 1  # one draft may go to one of them and not to the other
-
-
-def test_the_likelier_drafts_come_first() -> None:
-    few, many = lengths_of([(0.1, 16), (0.9, 16)], LINEAR)
-    assert few < many
 
 
 def test_drafts_are_verified_as_far_as_they_pay() -> None:
@@ -75,11 +63,6 @@ def test_drafts_are_verified_as_far_as_they_pay() -> None:
 
 def test_time_that_every_step_takes_makes_drafts_cheaper() -> None:
     assert lengths_of([(0.95, 16)], DEAR, extra_s=1000.0) == [16]
-
-
-@pytest.mark.parametrize(("decoding", "drafts"), [(1, 16), (100, 156), (250, 6), (256, 0), (300, 0)])
-def test_no_draft_goes_beyond_the_widest_step(decoding: int, drafts: int) -> None:
-    assert sum(lengths_of([(1.0, 16)] * decoding, FREE)) == drafts
 
 
 def test_cost_is_a_line_between_and_beyond_the_measured_widths() -> None:

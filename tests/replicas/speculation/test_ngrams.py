@@ -1,11 +1,10 @@
 """The index of a sequence's n-grams: it finds what a search through all positions finds."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.replicas.speculation.ngrams import CANDIDATES, GAP, WINDOW, NGramIndex, Occurrence, common_prefix
+from holdfast.replicas.speculation.ngrams import CANDIDATES, GAP, WINDOW, NGramIndex, Occurrence
 
 SHORT = CANDIDATES  # so long that no chain is cut off
 tokens_of = st.lists(st.integers(0, 3), max_size=SHORT)
@@ -86,33 +85,3 @@ def test_a_long_match_is_preferred_to_a_late_one_and_measured_to_the_window() ->
     match = index.longest(index_of(phrase).window())
     assert match.length == WINDOW
     assert index.after(match, 1).tolist() == [7]
-
-
-def test_large_ids_and_a_long_prompt() -> None:
-    tokens = np.arange(40_000, dtype=np.int32) * 50_000
-    index = NGramIndex(tokens)
-    index.extend(tokens[30_000:30_010].tolist())
-    match = index.longest(index.window())
-    assert match.length == 10
-    assert index.after(match, 3).tolist() == tokens[30_010:30_013].tolist()
-    assert index.nbytes < 40 * len(index)
-
-
-def test_it_says_when_it_is_crowded() -> None:
-    index = index_of([])
-    index.extend(list(range(2000)))
-    assert index.crowded
-    assert not NGramIndex(index.tokens(), capacity=2 * len(index)).crowded
-
-
-@pytest.mark.parametrize("token", [0, 2**31 - 1, GAP])
-def test_any_id_can_be_held(token: int) -> None:
-    index = index_of([])
-    index.extend([token])
-    assert index.tokens().tolist() == [token]
-
-
-def test_a_common_prefix_is_as_long_as_both_texts_at_most() -> None:
-    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
-    assert common_prefix([1, 2, 3], [1]) == 1
-    assert common_prefix([], [1]) == 0

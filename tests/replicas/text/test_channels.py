@@ -1,23 +1,19 @@
 """Replies in channels: reasoning, content and calls are told apart, however the reply is cut, and prose stays prose."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from call_grammars import allowed
 from call_texts import chunked, collected, parser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.constraints.guidance import CallGuard
-from holdfast.replicas.errors import InvalidRequestError
 from holdfast.replicas.plan import Sampling, TokenLogprobs
 from holdfast.replicas.requests import (
     ChatPrompt,
     GenerateRequest,
-    JsonOutput,
     ReasoningDelta,
     TextDelta,
     ToolCallDelta,
@@ -88,20 +84,6 @@ def test_white_space_before_the_first_message_is_markup(space: str) -> None:
     for text in (f"{THOUGHT}{NEXT}{FINAL}", FINAL, f"{THOUGHT}{NEXT}{CALL}", CALL, addressed):
         assert read(space + text) == read(space + text, *(space + text)) == read(text)
     assert read(f"{space}Hello") == read("", *space, *"Hello") == ("", f"{space}Hello")
-
-
-def test_a_header_in_a_text_begins_a_message_and_half_a_header_none() -> None:
-    assert read(f"{THOUGHT}{NEXT}{FINAL}") == ("We call commentary to=functions.f.", "It rains.")
-    assert read(f"I look.{FINAL}") == ("", "I look.\n\nIt rains.")
-    assert read("Write <|channel|> for it, then <|end|> or <|start|>.") == (
-        "",
-        "Write <|channel|> for it, then <|end|> or <|start|>.",
-    )
-    assert read("Hello") == ("", "Hello")
-    assert read(CALL) == ("", CALL)
-    assert read(f" to=functions.f<|channel|>commentary json<|message|>{{}}{NEXT}{FINAL}")[1].endswith("{}It rains.")
-    strings = CALL.replace("Oslo", f'\\"{NEXT}{FINAL}')
-    assert read(strings) == ("", strings), "in the strings of a call nothing begins"
 
 
 # What others that read this format take as well, in our words: headers as models write them when they forget a part.
@@ -245,47 +227,3 @@ def test_a_call_is_guarded_wherever_its_address_stands(side: TextSide, header: s
     ):
         ids = ids_of(side, thought + begins + arguments)
         assert (guard.accepts(ids) == len(ids)) is fits, begins
-
-
-def test_a_forced_call_and_json_may_be_thought_about_and_are_then_the_only_thing(side: TextSide) -> None:
-    required = ChatPrompt(ASK, TOOLS, "required")
-    answer = ChatPrompt(
-        ASK, output=JsonOutput({"type": "object", "properties": {"a": {"type": "integer"}}}, strict=True)
-    )
-    for prompt, good, bad in (
-        (required, '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"city": "Oslo"}', FINAL),
-        (
-            replace(required, forced_tool="f"),
-            '<|channel|>commentary to=functions.f<|message|>{"city": ""}',
-            "It rains.",
-        ),
-        (answer, '<|channel|>final<|message|>{"a": 1}', FINAL),
-    ):
-        for thought in ("", THOUGHT + NEXT):
-            for text, fits in ((good, True), (bad, False)):
-                matcher = side.constraints(prompt).matcher
-                assert matcher is not None
-                ids = ids_of(side, thought + text)
-                assert (matcher.accepts(ids) == len(ids)) is fits, thought + text
-                if fits:
-                    matcher.advance(ids)
-                    assert set(allowed(matcher)) <= side.eos
-    ask = GenerateRequest("r", answer, Sampling())
-    assert told(side, ask, f'{THOUGHT}{NEXT}<|channel|>final<|message|>{{"a": 1}}')[1] == '{"a": 1}'
-
-
-def test_what_was_thought_is_given_back_by_the_templates_own_name(side: TextSide) -> None:
-    called = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Oslo"}'}}]
-    turn = {"role": "assistant", "content": None, "reasoning_content": "Look it up.", "tool_calls": called}
-    result = {"role": "tool", "tool_call_id": "1", "content": "rain"}
-    text = side.renderer.render(ChatPrompt([*ASK, turn, result], TOOLS)).text
-    assert f"<|start|>assistant<|channel|>analysis<|message|>Look it up.<|end|>{NEXT} to=functions.f<|channel|>" in text
-    assert text.endswith(
-        '<|start|>functions.f to=assistant<|channel|>commentary<|message|>"rain"<|end|><|start|>assistant'
-    )
-    both = side.renderer.render(ChatPrompt([*ASK, {**turn, "content": "I look."}, result], TOOLS)).text
-    assert "<|message|>Look it up.\n\nI look.<|end|>" in both
-    with pytest.raises(InvalidRequestError, match="content and thinking"):
-        side.renderer.render(
-            ChatPrompt([*ASK, {**turn, "content": "I look.", "thinking": "a", "reasoning_content": None}, result])
-        )

@@ -71,28 +71,6 @@ def test_a_reply_that_is_to_go_on_does_not_end_with_its_calls(side: TextSide) ->
     assert going.finish("length") == ([], "tool_calls")
 
 
-def test_a_reply_cut_by_length_says_so(side: TextSide) -> None:
-    ask = request()
-    reply = side.reply(ask, side.encode(ask.prompt))
-    reply.feed(ids_of(side, CALL[:-20]))
-    assert reply.finish("length")[1] == "length"
-    plain = side.reply(ask, side.encode(ask.prompt))
-    plain.feed(ids_of(side, "the weather is"))
-    assert plain.finish("stop") == ([], "stop")
-
-
-@pytest.mark.parametrize("stop", [(), ("Paris",)])
-def test_a_call_that_does_not_close_is_no_reason_to_end(side: TextSide, stop: tuple[str, ...]) -> None:
-    ask = request(stop=stop)
-    reply = side.reply(ask, side.encode(ask.prompt))
-    deltas = reply.feed(ids_of(side, CALL.partition("}")[0] + "<|im_end|>"))
-    assert [delta.name for delta in deltas if isinstance(delta, ToolCallDelta)] == ["get_weather"]
-    assert (reply.finish("stop")[1], reply.calls, reply.unfinished) == ("stop", (), True)
-    whole = side.reply(ask, side.encode(ask.prompt))
-    whole.feed(ids_of(side, CALL.replace("Paris", "Oslo") + CALL[:50]))
-    assert (whole.finish("stop")[1], whole.calls, whole.unfinished) == ("stop", ("get_weather",), True)
-
-
 def test_only_allowed_tools_are_called_and_the_prompt_shows_all(side: TextSide) -> None:
     every = ChatPrompt([ASK], TOOLS)
     some = replace(every, allowed_tools=("search",))
@@ -207,16 +185,6 @@ def test_log_probabilities_are_those_of_tokens_that_begin_before_the_stop(
     assert [-entry.logprob for delta in deltas for entry in delta.logprobs] == expected
 
 
-def test_a_token_held_for_a_stop_string_has_no_log_probability(side: TextSide) -> None:
-    """Its text may have been held when an earlier token's came out."""
-    ask = request(prompt=RawPrompt("the"), stop=("no",))
-    letters = [side.tokenizer.convert_tokens_to_ids(char) for char in "nno"]
-    reply = side.reply(ask, side.encode(ask.prompt))
-    deltas = [d for token in letters for d in reply.feed([token], [TokenLogprobs(token, -1.0)])]
-    deltas += reply.finish("stop")[0]
-    assert [(delta.text, len(delta.logprobs)) for delta in deltas] == [("n", 1)]
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_pieces_add_up_whatever_the_steps_bring(qwen_like: Any, data: st.DataObject) -> None:
@@ -290,34 +258,10 @@ def test_of_a_character_that_is_cut_nothing_is_shown(tokenizers: list[Any], text
     assert len(side.pieces.text(ids).strip()) - len(shown) in (0, 1)
 
 
-def test_the_next_turn_goes_on_from_the_remembered_one(side: TextSide) -> None:
-    ask = request()
-    first = side.encode(ask.prompt)
-    reply = side.reply(ask, first)
-    generated = [side.tokenizer.convert_tokens_to_ids(char) for char in "been"] + ids_of(side, f"\n{CALL}<|im_end|>")
-    reply.feed(generated)
-    reply.finish("stop")
-    reply.remember()
-    call = {"id": "c", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
-    messages = [
-        ASK,
-        {"role": "assistant", "content": "been", "tool_calls": [call]},
-        {"role": "tool", "content": "rain"},
-    ]
-    before = side.cache.tokenized
-    second = side.encode(ChatPrompt(messages, TOOLS))
-    assert second.tokens[: len(first.tokens) + len(generated)].tolist() == [*first.tokens.tolist(), *generated]
-    assert side.cache.tokenized - before == len(second.text or "") - (second.text or "").index(
-        "<|im_end|>\n<|im_start|>user\n<tool_response>"
-    )
-
-
 @pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("count", [70, 300])
-def test_programs_that_come_in_turn_tokenize_what_is_new_and_keep_their_ids(
-    qwen_like: Any, count: int, named: bool
-) -> None:
+def test_programs_that_come_in_turn_tokenize_what_is_new_and_keep_their_ids(qwen_like: Any, named: bool) -> None:
     """As many as the cells hold: the cache has room for all of them, whether requests name their program or not."""
+    count = 70
     config = EngineConfig(cells=512 * count)
     side = TextSide(qwen_like, config)
     spelled = [qwen_like.convert_tokens_to_ids(char) for char in "been"]  # not how the tokenizer would cut it
@@ -359,16 +303,6 @@ def test_a_bad_plain_prompt_names_the_prompt(side: TextSide, content: Any) -> No
     with pytest.raises(InvalidRequestError) as caught:
         side.encode(RawPrompt(content))
     assert caught.value.field == "prompt"
-
-
-def test_special_markers_of_the_format_are_seen_only_with_tools(llama3_like: Any) -> None:
-    side = TextSide(llama3_like, EngineConfig())
-    assert side.tool_format is ToolFormat.LLAMA3
-    ids = ids_of(side, '<|python_tag|>{"name": "search", "parameters": {}}<|eot_id|>')
-    with_tools = side.reply(request(), side.encode(ChatPrompt([ASK])))
-    assert [delta.name for delta in with_tools.feed(ids) if isinstance(delta, ToolCallDelta)] == ["search"]
-    ask = request(prompt=ChatPrompt([ASK]))
-    assert said(side.reply(ask, side.encode(ask.prompt)).feed(ids)) == '{"name": "search", "parameters": {}}'
 
 
 def test_a_tokenizer_without_its_fast_file_is_refused() -> None:

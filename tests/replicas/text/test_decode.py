@@ -60,16 +60,6 @@ def test_a_stream_that_continues_a_prompt_keeps_its_first_space(llama2_like: Any
     assert StreamDecoder(pieces, continues=True).feed(ids) == " the weather"
 
 
-def test_an_emoji_waits_for_its_last_byte_and_flushes_when_cut() -> None:
-    tokenizer = Tokenizer(models.BPE({"ð": 0, "Ł": 1, "ĺ": 2, "Ģ": 3}, []))
-    tokenizer.decoder = decoders.ByteLevel()
-    pieces = Pieces(tokenizer)
-    whole, cut = StreamDecoder(pieces), StreamDecoder(pieces)
-    assert [whole.feed([token]) for token in range(4)] == ["", "", "", "😀"]
-    assert cut.feed([0, 1]) == ""
-    assert cut.flush() == "\ufffd"
-
-
 @pytest.mark.parametrize("sizes", [[], [1] * 20, [3, 2, 4]])
 def test_a_decoder_without_bytes_goes_through_the_library(sizes: list[int]) -> None:
     words = {"he": 0, "##llo": 1, "world": 2, "!": 3}
@@ -78,10 +68,6 @@ def test_a_decoder_without_bytes_goes_through_the_library(sizes: list[int]) -> N
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
     ids = [0, 1, 2, 0, 1, 3]
     assert "".join(streamed(Pieces(tokenizer), ids, sizes)) == tokenizer.decode(ids) == "hello world hello !"
-
-
-def test_an_unknown_id_leaves_no_text(qwen_like: Any) -> None:
-    assert StreamDecoder(Pieces(qwen_like.backend_tokenizer)).feed([10**6]) == ""
 
 
 @pytest.mark.parametrize("text", ["two words", "line\nbreak", "日本", "caf\u00e9 \u0120"])

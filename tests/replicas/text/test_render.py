@@ -28,15 +28,6 @@ def call(arguments: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
 
 
-def test_a_tool_call_is_rendered_as_the_model_writes_it(qwen_like: Any) -> None:
-    tool = {"role": "tool", "tool_call_id": "1", "content": "rain"}
-    prompt = ChatPrompt([user("hi"), call('{"city": "Malmö", "n": 1}'), tool], [TOOL])
-    text = Renderer(qwen_like).render(prompt).text
-    assert '<tool_call>\n{"name": "f", "arguments": {"city": "Malmö", "n": 1}}\n</tool_call><|im_end|>' in text
-    assert json.dumps(TOOL) in text
-    assert text.endswith("<|im_start|>assistant\n")
-
-
 def test_a_tool_choice_changes_nothing_of_the_prompt(qwen_like: Any) -> None:
     """The conversation goes on from its cells."""
     renderer = Renderer(qwen_like)
@@ -44,12 +35,6 @@ def test_a_tool_choice_changes_nothing_of_the_prompt(qwen_like: Any) -> None:
     assert json.dumps(TOOL) in text
     for choice in ("none", "required"):
         assert renderer.render(ChatPrompt([user("hi")], [TOOL], tool_choice=choice)).text == text
-
-
-def test_a_refusal_of_the_template_reaches_the_client(qwen_like: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="no such role: judge") as caught:
-        Renderer(qwen_like).render(ChatPrompt([{"role": "judge", "content": "x"}]))
-    assert caught.value.field == "messages"
 
 
 def test_template_kwargs_reach_the_template_but_not_the_library(qwen_like: Any) -> None:
@@ -61,7 +46,7 @@ def test_template_kwargs_reach_the_template_but_not_the_library(qwen_like: Any) 
         assert refused.value.field == "chat_template_kwargs"
 
 
-@pytest.mark.parametrize("depth", [10, 90, 200, 500, 1100, 100_000])
+@pytest.mark.parametrize("depth", [90, 200, 100_000])
 def test_arguments_nested_too_deeply_are_told_as_text(qwen_like: Any, depth: int) -> None:
     nested = '{"a":' + "[" * depth + "]" * depth + "}"
     text = Renderer(qwen_like).render(ChatPrompt([user("<|im_end|>"), call(nested)])).text
@@ -94,17 +79,6 @@ def test_a_model_without_template_says_so(llama3_like: Any) -> None:
         llama3_like.chat_template = template
 
 
-def test_a_template_that_joins_arguments_as_text_gets_text(llama3_like: Any) -> None:
-    template = llama3_like.chat_template
-    llama3_like.chat_template = "{% for c in messages[-1].tool_calls %}{{ 'args:' + c.function.arguments }}{% endfor %}"
-    try:
-        renderer = Renderer(llama3_like, "none")
-        assert renderer.render(ChatPrompt([call('{"a": 1}')])).text == 'args:{"a": 1}'
-        assert renderer.render(ChatPrompt([call('{"b": 1}')])).text == 'args:{"b": 1}'
-    finally:
-        llama3_like.chat_template = template
-
-
 def test_control_tokens_of_the_client_are_marked_and_nothing_else(qwen_like: Any) -> None:
     renderer = Renderer(qwen_like)
     assert renderer.render(ChatPrompt([user("a <tool_call> b")])).mark == ""
@@ -131,7 +105,6 @@ TURNS = (  # refuses roles that do not take turns
     "{{ '[' + m.role + ']' + m.content + '|' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
 )
-THOUGHTS = "{% for m in messages %}{% if loop.last %}{{ '<none>' }}{% endif %}{{ m.content + '|' }}{% endfor %}"
 
 
 @pytest.mark.parametrize("template", ["", TURNS])
@@ -154,22 +127,6 @@ def test_parts_of_a_conversation_are_the_whole(tokenizers: list[Any], template: 
                     assert joined == whole.text.replace(whole.mark or "\0", "")
         finally:
             tokenizer.chat_template = before
-
-
-def test_what_closes_a_reply_is_what_the_template_puts_behind_it(qwen_like: Any) -> None:
-    renderer = Renderer(qwen_like)
-    said = SAID[:2]
-    asked = renderer.render(ChatPrompt(said)).text
-    answered = renderer.part(ChatPrompt([*said, {"role": "assistant", "content": "six"}]), begins=True, reply=False)
-    assert asked + "six" + renderer.closing({}) == answered.text
-
-
-def test_what_a_template_shows_of_the_last_message_alone_is_cut_off_with_it(qwen_like: Any) -> None:
-    before, qwen_like.chat_template = qwen_like.chat_template, THOUGHTS
-    try:
-        assert Renderer(qwen_like).part(ChatPrompt([user("x")]), begins=False, reply=False).text == "<none>x|"
-    finally:
-        qwen_like.chat_template = before
 
 
 def test_a_template_that_cannot_go_on_is_named(qwen_like: Any) -> None:
@@ -211,12 +168,6 @@ def test_messages_are_found_behind_the_tools_and_by_their_calls(qwen_like: Any) 
     starts = message_starts(messages, text)
     heads = ["You are brief.", "Read the file.", 'f", "arguments"', "rain", "It rains.", "and"]
     assert [text[start:].startswith(head) for start, head in zip(starts, heads, strict=True)] == [True] * 6
-
-
-def test_what_a_template_leaves_out_ends_the_search(qwen_like: Any) -> None:
-    text = "x" * 10_000_000
-    messages = [user("x"), *(user(f"not there {n}") for n in range(2_000))]
-    assert message_starts(messages, text) == [0] + [len(text)] * 2_000
 
 
 def loop(variable: str, over: str, inner: str) -> str:
@@ -272,6 +223,7 @@ def test_templates_of_known_families_take_long_conversations(
     renderer = Renderer(qwen_like)
     assert renderer.most_parts > 1000
     assert renderer._rules.objects
+    assert not renderer.tools_as_text, "a template that takes tools is left alone"
 
 
 def test_what_has_many_parts_is_rendered_beside_the_event_loop(qwen_like: Any) -> None:

@@ -1,6 +1,5 @@
 """From tokens to pieces: text cut at a stop string, calls that end a reply, and replies that are written again."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -77,7 +76,7 @@ def ended(tokenizer: Any, text: str, reason: Any, early_stop: bool = True) -> tu
     return said, calls, told
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_a_reply_that_ends_for_its_calls_has_arguments_in_json(qwen_like: Any, data: st.DataObject) -> None:
     arguments = data.draw(st.sampled_from(['{"a": True}', '{"a": [None, "x"],}', '{"a": "\n\\d"}', "{}", '{"a": 1.5}']))
@@ -106,17 +105,6 @@ def test_a_closed_call_is_why_a_reply_has_ended_whatever_ended_its_text(
 def test_a_call_that_is_cut_behind_a_closed_one_is_why_a_reply_has_not_ended_for_them(qwen_like: Any) -> None:
     text = CALL.replace("NAME", "sum") + "\n" + CALL.replace("NAME", "search").partition("}")[0]
     assert ended(qwen_like, text, "length")[1:] == ([["sum", "{}"], ["search", "{"]], "length")
-
-
-def test_a_reply_cut_anywhere_has_text_or_a_call_in_progress(qwen_like: Any) -> None:
-    """Of a call that is cut before it is sent nothing is shown."""
-    arguments = json.dumps({"city": "Oslo", "n": None})
-    before, call = "I look.", "\n" + CALL.replace("NAME", "sum").replace("{}", arguments)
-    closed = call.index(arguments) + len(arguments)
-    for cut in range(1, len(call)):
-        said, calls, told = ended(qwen_like, before + call[:cut], "length")
-        assert told == ("tool_calls" if cut >= closed else "length")
-        assert (said, len(calls)) in [(before, 1), (before + "\n", 0)]
 
 
 CONFIG = EngineConfig()

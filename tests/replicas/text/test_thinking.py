@@ -1,6 +1,5 @@
 """What a model thinks before its answer: told apart from content and calls, however the reply is cut."""
 
-import json
 from copy import copy
 from typing import Any
 
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.config import EngineConfig
-from holdfast.replicas.plan import Sampling, TokenLogprobs
+from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import (
     AnswerBuilder,
     ChatPrompt,
@@ -150,19 +149,6 @@ def test_markers_that_the_vocabulary_calls_special_are_seen(qwen_like: Any) -> N
     assert read(side, request(), "<think>Hm.</think>Hello.")[:2] == ("Hm.", "Hello.")
 
 
-def test_log_probabilities_are_those_of_the_content(side: TextSide) -> None:
-    ask = request()
-    thought = side.tokenizer.encode("<think>the weather in Paris</think>", add_special_tokens=False)
-    content = side.tokenizer.encode("the weather is", add_special_tokens=False)
-    for begin, expected in ((thought, content), ([], content), (thought[:-1], [])):
-        ids = [*begin, *(content if begin != thought[:-1] else [])]
-        reply = side.reply(ask, side.encode(ask.prompt))
-        deltas = [d for token in ids for d in reply.feed([token], [TokenLogprobs(token, -float(token))])]
-        tail, _ = reply.finish("stop")
-        sent = [-entry.logprob for d in [*deltas, *tail] if isinstance(d, TextDelta) for entry in d.logprobs]
-        assert sent == expected
-
-
 def test_an_undeclared_bare_call_after_thinking_is_written_again_from_its_place(qwen_like: Any) -> None:
     side = TextSide(thinking(qwen_like), EngineConfig(), "llama3")
     ask = request()
@@ -210,14 +196,6 @@ def test_a_cut_at_any_character_gives_the_same_split(text: str, inside: bool) ->
     body = text.lstrip().removeprefix("<think>") if begun else ""
     assert reasoning == body.partition("</think>")[0].strip()
     assert content == (body.partition("</think>")[2].lstrip() if begun else text)
-
-
-@settings(max_examples=50, deadline=None)
-@given(TEXTS, st.booleans())
-def test_any_chunking_gives_the_same_reasoning_content_and_calls(qwen_like: Any, text: str, inside: bool) -> None:
-    side = TextSide(thinking(qwen_like), EngineConfig())
-    ask = request("<think>" if inside else "", stop=("STOP",))
-    assert read(side, ask, text, 1) == read(side, ask, text, 3) == read(side, ask, text, 1000)
 
 
 PARTS = ["<think>", "</think>", "\n", " ", "so", "é日👩", "STOP", "<tool_call>", "<", '{"a": 1e999}', '"\\\\ud83d"']
@@ -271,39 +249,6 @@ CONTENT = [
     ({"output": JsonOutput({"type": "object", "properties": {"a": {"type": "integer"}}})}, '{"a": 1}', '{"a": "x"}'),
 ]
 """What a request asks for, a reply of it, and one that is none."""
-
-
-@pytest.mark.parametrize(("start", "begin"), [("", "<think>"), ("<think>\n", "")])
-@pytest.mark.parametrize(("options", "good", "bad"), CONTENT)
-def test_a_reply_whose_form_is_given_thinks_before_it(
-    side: TextSide, options: dict[str, Any], good: str, bad: str, start: str, begin: str
-) -> None:
-    """The prompt has opened the block, or the model does."""
-    tools = [] if "output" in options else TOOLS
-    ask = request(prompt=ChatPrompt(ASK, tools, template_kwargs={"start": start} if start else {}, **options))
-    thought = f"{begin}Or {CALL} it? </think>"
-    matcher = matcher_of(side, ask)
-    before, right, wrong = (drawn(side, text) for text in (thought, good, bad))
-    assert matcher.accepts(before + right) == len(before + right)
-    assert len(before) < matcher.accepts(before + wrong) < len(before + wrong)
-    matcher.advance(before + right)
-    assert not matcher.failed
-    reasoning, content, calls, _, _ = read(side, ask, thought + good + "<|im_end|>")
-    assert (reasoning, content or calls) == (f"Or {CALL} it?", good if "output" in options else ["f"])
-
-
-@pytest.mark.parametrize(("options", "good", "bad"), CONTENT)
-def test_a_reply_whose_form_is_given_need_not_think(
-    side: TextSide, options: dict[str, Any], good: str, bad: str
-) -> None:
-    tools = [] if "output" in options else TOOLS
-    for kwargs in ({}, {"start": "<think>\n\n</think>\n\n"}):
-        ask = request(prompt=ChatPrompt(ASK, tools, template_kwargs=kwargs, **options))
-        matcher = matcher_of(side, ask)
-        assert matcher.accepts(drawn(side, good)) == len(drawn(side, good))
-        assert matcher.accepts(drawn(side, bad)) < len(drawn(side, bad))
-        assert matcher.accepts(drawn(side, "Or so")) == 0
-        assert (matcher.accepts(drawn(side, "<think>")) == 1) is (not kwargs)
 
 
 @pytest.mark.parametrize("start", ["", "<think>"])
@@ -399,11 +344,3 @@ def test_masks_of_drafts_are_those_after_the_tokens_were_drawn(side: TextSide, s
             ahead.advance([token])
         assert rows[0][fitting[begin] // 32] >> fitting[begin] % 32 & 1
         matcher.advance([fitting[begin]])
-
-
-def test_a_call_after_thinking_reads_as_json(side: TextSide) -> None:
-    ask = request()
-    reply = side.reply(ask, side.encode(ask.prompt))
-    text = '<think>x</think>\n<tool_call>\n{"name": "f", "arguments": {"a": "x\ny"}}\n</tool_call>'
-    deltas = reply.feed(drawn(side, text))
-    assert json.loads("".join(d.arguments for d in deltas if isinstance(d, ToolCallDelta))) == {"a": "x\ny"}

@@ -117,22 +117,6 @@ def test_only_the_delta_is_tokenized(qwen_like: Any) -> None:
     assert cache.tokenized == len(first) + len(second) - first.index("<|im_start|>assistant")
 
 
-def test_a_finished_turn_goes_on_from_the_ids_as_generated(qwen_like: Any) -> None:
-    cache = TokenCache(qwen_like)
-    prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    ids = cache.encode(prompt)
-    spelled = [qwen_like.convert_tokens_to_ids(char) for char in "weather"]  # not how the tokenizer would cut it
-    assert spelled != qwen_like.encode("weather", add_special_tokens=False)
-    generated = [*ids.tolist(), *spelled]
-    cache.remember(prompt + "weather", np.array(generated, np.int32))
-    rest = "<|im_end|>\n<|im_start|>user\nthanks<|im_end|>\n"
-    expected = generated + qwen_like.encode(rest, add_special_tokens=False)
-    assert cache.encode(prompt + "weather" + rest).tolist() == expected
-    assert cache.encode(prompt + "weather" + rest, scope="other").tolist() != expected
-    other = prompt + "weathering"  # the turn is no beginning of this one: its last word goes on
-    assert cache.encode(other).tolist() == qwen_like.encode(other, add_special_tokens=False)
-
-
 def test_a_turn_may_hold_ids_beyond_the_vocabulary(qwen_like: Any) -> None:
     """A model's rows for tokens are often more than the tokenizer has: one of the others may be drawn."""
     cache = TokenCache(qwen_like)
@@ -151,18 +135,6 @@ def test_generated_text_that_looks_like_an_added_token_is_no_place_to_cut(qwen_l
     cache.remember(prompt + "<tool_call><think>", np.array(ids, np.int32))
     text = prompt + "<tool_call><think> more"
     assert cache.encode(text).tolist() == qwen_like.encode(text, add_special_tokens=False)
-
-
-def test_the_oldest_entry_makes_room(qwen_like: Any) -> None:
-    cache = TokenCache(qwen_like, 2000)
-    texts = [f"<|im_start|>{word} the{'.' * 100}<|im_end|>" for word in ("a", "b", "c")]
-    for text in texts:
-        cache.encode(text)
-    cache.encode(texts[2])
-    assert cache.reused == len(texts[2])
-    before = cache.reused
-    cache.encode(texts[0])
-    assert cache.reused == before
 
 
 def test_a_text_that_is_too_large_pushes_nothing_out(qwen_like: Any) -> None:

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.requests import TextDelta, ToolCall, ToolCallDelta
 from holdfast.replicas.text.calls.formats import TAGS, ToolFormat
-from holdfast.replicas.text.calls.tracker import DEEPEST, GRACE
+from holdfast.replicas.text.calls.tracker import GRACE
 
 WEATHER = '{"city": "Oslo", "days": [1, {"a": "}]{"}]}'
 
@@ -224,12 +224,6 @@ def test_what_is_no_call_comes_out_as_it_was(format: ToolFormat, text: str) -> N
     assert read(format, text) == (text, [])
 
 
-def test_text_before_a_call_keeps_all_but_the_line_end_of_the_markup() -> None:
-    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    assert read(ToolFormat.HERMES, f"I look.\n\n{call}") == ("I look.\n", [["f", "{}"]])
-    assert read(ToolFormat.HERMES, f"\n\n{call}\n") == ("", [["f", "{}"]])
-
-
 def test_prose_after_a_call_asks_for_the_end_and_is_dropped() -> None:
     reader = parser(ToolFormat.HERMES)
     reader.feed('<tool_call>{"name": "f", "arguments": {}}</tool_call>')
@@ -287,27 +281,6 @@ def test_arguments_are_an_object_the_text_of_one_or_none(arguments: str) -> None
         assert read(ToolFormat.HERMES, text.replace(arguments, none)) == ("", [["f", "{}"]])
 
 
-CONTROL = [
-    '"arguments": {"a": "x\ny\tz\x01\\\n"}',
-    '"arguments": {\n\t"a\n": ["\r\n"]}',
-    '"arguments": "{\\"a\\": \\"x\ny\\", \n\\"b\\": 1}"',
-]
-
-
-@pytest.mark.parametrize("member", CONTROL)
-def test_control_characters_in_strings_of_arguments_are_escaped(member: str) -> None:
-    written = json.loads(f"{{{member}}}".replace("\\\n", "\\\\\n"), strict=False)["arguments"]
-    expected = json.loads(written, strict=False) if isinstance(written, str) else written
-    for text in (f'{{"name": "f", {member}}}', f'{{{member}, "name": "f"}}'):
-        for size in (1, 1000):
-            chunks = [f"<tool_call>{text}</tool_call>"[at : at + size] for at in range(0, len(text) + 23, size)]
-            ((_, arguments),) = collected(chunks, reader := parser(ToolFormat.HERMES))[1]
-            assert json.loads(arguments) == expected
-            assert reader.calls[0].arguments == arguments
-    undeclared = f'<tool_call>{{"name": "rm", {member}}}</tool_call>'
-    assert read(ToolFormat.HERMES, undeclared) == (undeclared, [])
-
-
 def test_an_undeclared_call_may_be_asked_for_again() -> None:
     asked: list[tuple[int, int]] = []
 
@@ -347,21 +320,6 @@ def test_without_declared_tools_everything_is_text(format: ToolFormat, text: str
     assert read(format, text, declared_names=frozenset()) == (text, [])
 
 
-def test_deep_nesting_and_long_numbers_do_not_raise() -> None:
-    deep = "[" * 5000
-    text = f'<tool_call>{{"name": "f", "arguments": {{"a": {deep}'
-    within = DEEPEST - 1  # lists in the object
-    told = f'{{"a": {"[" * within}"{"[" * (5000 - within)}'
-    assert read(ToolFormat.HERMES, text) == ("", [["f", told]])
-    assert read(ToolFormat.PYTHONIC, f"[f(a={deep}{']' * 5000})]")[1] == []
-    for arguments in (deep + "]" * 5000, "1" * 5000):
-        text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
-        assert read(ToolFormat.HERMES, text) == (text, [])
-    inside = json.dumps(f'{{"a": {deep}{"]" * 5000}}}')
-    ((_, arguments),) = read(ToolFormat.HERMES, f'<tool_call>{{"name": "f", "arguments": {inside}}}</tool_call>')[1]
-    assert arguments == f'{told}{"]" * (5000 - within)}"{"]" * within}}}'
-
-
 SECTIONS = {
     ToolFormat.DEEPSEEK_V3: ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     ToolFormat.DEEPSEEK_V31: ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
@@ -374,6 +332,7 @@ SECTIONS = {
 
 
 @pytest.mark.parametrize("format", SECTIONS)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from(sorted(NAMES)), ARGUMENTS), min_size=1, max_size=3), st.booleans(), st.data())
 def test_calls_are_read_without_the_markers_of_their_section(
     format: ToolFormat, calls: list[Any], closed: bool, data: st.DataObject

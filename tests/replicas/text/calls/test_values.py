@@ -75,34 +75,6 @@ def test_a_value_in_a_tag_is_the_same_however_it_is_cut(text: str, kinds: Kinds,
 
 
 @pytest.mark.parametrize(
-    ("kinds", "text"),
-    [
-        ({"string", "null"}, "words and words"),
-        ({"string", "null"}, "no words and words"),
-        ({"string", "null"}, '{"a": 1}'),
-        ({"string", "null"}, '"quoted" words'),
-        ({"string", "integer", "null"}, "12 words and words"),
-        ({"string", "object"}, "{words and words}"),
-        ({"string", "array", "boolean"}, "\n [1, words and words"),
-    ],
-)
-def test_a_text_goes_out_from_the_first_character_on_that_no_other_value_has(kinds: set[str], text: str) -> None:
-    value = TagValue(frozenset(kinds))
-    told = [value.feed(char) for char in text]
-    sent = [at for at, piece in enumerate(told) if piece]
-    assert sent == list(range(sent[0], len(text)))
-    assert sent[0] <= max(text.find("w"), text.find('"') + 1, 3)
-    assert value.end() == '"'
-
-
-@pytest.mark.parametrize("number", ["1e400", "-1e400", "1.5E+999", "7" * 400])
-def test_a_number_beyond_a_double_is_told_as_text(number: str) -> None:
-    assert read(f"[f(n={number}, deep=[{{'é': {number}}}])]") == [
-        ("f", f'{{"n": "{number}", "deep": [{{"é": "{number}"}}]}}'),
-    ]
-
-
-@pytest.mark.parametrize(
     "arguments",
     ["a==1", "a<=1", "a:=1", "a=b=1", "1", "in", "a-b=1", "*a", "**{'a': 1}", "a=1j",
      "a=b''", "a=...", "a=1_0e400", "a=in", "a=not 1", "=1", "a="],

@@ -1,22 +1,23 @@
-"""gpt-oss' format through the whole engine: a model that was never trained, with the special tokens and a template."""
+"""Formats that the shipped model does not write, through the whole engine.
+
+A model that was never trained draws them, with the special tokens and the template of the family.
+"""
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import transformers
-from chat_templates import HARMONY
+from chat_templates import HARMONY, TEMPLATES
 from jsonschema import Draft202012Validator
+from serving import serving
 
 from holdfast.loadgen.bench.calls import is_whole, random_model
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import Answer, ChatPrompt, GenerateRequest, JsonOutput
-from holdfast.replicas.service import Service
 
 MARKS = [f"<|{word}|>" for word in ("start", "end", "message", "channel", "constrain", "return", "call")]
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Paris?"}]
@@ -24,36 +25,27 @@ ASK: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in
 DAYS = {"type": "object", "properties": {"days": {"type": "integer", "maximum": 9}}, "required": ["days"]}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": DAYS}} for name in ("get_weather", "f")]
 SCHEMA = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
+BUDGET = 6
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("harmony") / "model"
+def untrained(folder: Path, marks: list[str], template: str, end: str = "") -> EngineConfig:
     random_model(folder, 1536)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
-    tokenizer.eos_token, tokenizer.chat_template = "<|return|>", HARMONY
+    tokenizer.add_special_tokens({"additional_special_tokens": [mark for mark in marks if mark.startswith("<|")]})
+    tokenizer.add_tokens([mark for mark in marks if not mark.startswith("<|")])
+    tokenizer.eos_token, tokenizer.chat_template = end or tokenizer.eos_token, template
     tokenizer.save_pretrained(folder)
-    return folder
+    return EngineConfig(model=str(folder), cells=8192, threads=1)
 
 
-@asynccontextmanager
-async def serving(model: Path) -> Any:
-    service = Service.load(EngineConfig(model=str(model), cells=8192, threads=1))
-    try:
-        yield service
-    finally:
-        await service.close()
-
-
-async def test_whatever_is_drawn_calls_and_json_are_whole_and_nothing_is_markup(model: Path) -> None:
+async def test_whatever_harmony_draws_calls_and_json_are_whole_and_nothing_is_markup(tmp_path: Path) -> None:
     prompts = {
         "required": ChatPrompt(ASK, TOOLS, "required"),
         "auto": ChatPrompt(ASK, TOOLS),
         "json": ChatPrompt(ASK, output=JsonOutput(SCHEMA, strict=True)),
         "plain": ChatPrompt(ASK),
     }
-    async with serving(model) as service:
+    async with serving(untrained(tmp_path / "model", MARKS, HARMONY, "<|return|>")) as service:
         requests = [
             GenerateRequest(f"{kind}.{seed}", prompt, Sampling(96, temperature=float(seed > 0), seed=seed))
             for kind, prompt in prompts.items()
@@ -84,3 +76,28 @@ async def test_whatever_is_drawn_calls_and_json_are_whole_and_nothing_is_markup(
         going_on = replace(prompts["auto"], messages=[*ASK, turn, result])
         reply = await service.generate(GenerateRequest("next", going_on, Sampling(8)))
         assert isinstance(reply, Answer)
+
+
+async def test_a_reply_thinks_as_long_as_it_may_and_goes_on(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    prompts = [
+        ChatPrompt(ASK, thinking_budget=BUDGET),
+        ChatPrompt(ASK, [tool], thinking_budget=BUDGET),
+        ChatPrompt(ASK, [tool], "required", thinking_budget=BUDGET),
+        ChatPrompt(ASK, thinking_budget=0),
+        ChatPrompt(ASK),
+    ]
+    requests = [
+        GenerateRequest(f"{number}.{seed}", prompt, Sampling(48, temperature=1.0, seed=seed))
+        for number, prompt in enumerate(prompts)
+        for seed in range(3)
+    ]
+    async with serving(untrained(tmp_path, ["<think>", "</think>"], TEMPLATES["Qwen 3.8"][1])) as service:
+        answers = await asyncio.gather(*map(service.generate, requests))
+    assert all(isinstance(answer, Answer) for answer in answers)
+    thought = [answer.usage.reasoning for answer in answers]
+    assert thought[:9] == [BUDGET + 1] * 9, "and the token that ends the block"
+    assert thought[9:12] == [1] * 3
+    assert all(tokens > BUDGET + 1 for tokens in thought[12:])
+    assert all(answer.text for answer in answers[:3])
+    assert all(answer.tool_calls for answer in answers[6:9])

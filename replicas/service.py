@@ -43,7 +43,7 @@ from holdfast.replicas.errors import (
     error_of,
 )
 from holdfast.replicas.kv.pages import SHARED
-from holdfast.replicas.kv.tags import AHEAD, PRIORITIES, SYSTEM_ROLES, Label, Labels, labels_of
+from holdfast.replicas.kv.tags import AHEAD, PRIORITIES, SYSTEM_ROLES, Hint, Label, Labels, labels_of
 from holdfast.replicas.model.progress import Tell
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
 from holdfast.replicas.plan import Sampling, TokenLogprobs, prompt_seed
@@ -685,15 +685,14 @@ def _sampling(request: GenerateRequest, engine: Engine, eos: frozenset[int]) -> 
 
 def _labels(request: GenerateRequest, encoded: Encoded) -> Labels:
     """Cache priorities of a prompt's tokens: from the request's hints, else from the roles of its messages."""
-    prompt, ahead = request.prompt, request.background
+    prompt, ahead, starts, hints = request.prompt, request.background, encoded.starts, request.hints
     roles = [message["role"] for message in prompt.messages] if isinstance(prompt, ChatPrompt) else []
-    if ahead is None:
-        return labels_of(roles[: len(encoded.starts)], encoded.starts, len(encoded.tokens), request.hints)
-    # A prefill stands above everything else until the client uses it.
-    system = [role for role in roles[: len(encoded.starts)] if role in SYSTEM_ROLES]
-    label = Label(AHEAD, PRIORITIES[AHEAD], ahead.keep_s)
-    length = encoded.starts[len(system)] if len(system) < len(encoded.starts) else 0
-    return labels_of(system, encoded.starts[: len(system)], length, rest=label)
+    roles = roles[: len(starts)]
+    if ahead is not None:  # what no hint names stands above everything else until the client uses it
+        system = sum(role in SYSTEM_ROLES for role in roles)
+        begin = starts[system] if system < len(starts) else 0
+        hints = (Hint("tokens", Label(AHEAD, PRIORITIES[AHEAD], ahead.keep_s), begin), *hints)
+    return labels_of(roles, starts, len(encoded.tokens), hints)
 
 
 def _errored(request: GenerateRequest, error: ErrorInfo, used: Usage = NOTHING_USED) -> Errored:

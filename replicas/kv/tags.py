@@ -122,19 +122,16 @@ class Hint:
     end: int | None = None
 
 
-def labels_of(
-    roles: Sequence[str], starts: Sequence[int], length: int, hints: Sequence[Hint] = (), rest: Label | None = None
-) -> Labels:
+def labels_of(roles: Sequence[str], starts: Sequence[int], length: int, hints: Sequence[Hint] = ()) -> Labels:
     """The labels of a prompt of `length` tokens whose message `i`, of `roles[i]`, begins at token `starts[i]`.
 
-    Without a hint the role decides; of overlapping hints the later one counts. `rest`: the label of the reply.
+    Without a hint the role decides; of overlapping hints the later one counts.
     """
     starts = [0, *starts[1:]] if starts else []
     ends = [*starts[1:], length]
     parts = [_BY_ROLE.get(role, PLAIN) for role in roles] or [PLAIN]
-    answer = _RESPONSE if rest is None else rest
     if not hints:
-        return _joined(ends, parts, answer)
+        return _joined(ends, parts, _RESPONSE)
     spans = []
     for hint in hints:
         if hint.where == "reply":
@@ -150,7 +147,7 @@ def labels_of(
     chosen = []
     for before in (0, *borders):  # the last one is that of what comes behind
         place = bisect_right(ends, before)
-        role = parts[place] if before < length and place < len(parts) else answer if before >= length else PLAIN
+        role = parts[place] if before < length and place < len(parts) else _RESPONSE if before >= length else PLAIN
         chosen.append(role)
     points = [0, *borders]
     for begins, past, label in spans:

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError, OverloadedError, UnavailableError
+from holdfast.replicas.kv.tags import Hint
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import Errored, GenerateRequest, PartialPrefill, Usage
 from holdfast.replicas.types import salted
@@ -26,7 +27,14 @@ from holdfast.router.config import RouterConfig
 from holdfast.router.entry import Call, Cost, Entry, Outcome, estimate, json_response, retry_of
 from holdfast.router.protocol.body import deleted_reply
 from holdfast.router.protocol.errors import Refusal, RefusedError, ReplyError
-from holdfast.router.protocol.prefills import Prefill, check_extension, prefill_reply, read_extension, read_prefill
+from holdfast.router.protocol.prefills import (
+    Prefill,
+    check_extension,
+    plain_hints,
+    prefill_reply,
+    read_extension,
+    read_prefill,
+)
 from holdfast.router.protocol.turn import ClaimedIds
 from holdfast.router.records import (
     ProgramTable,
@@ -127,6 +135,7 @@ class PrefillEndpoints:
                 keep_s=self._keep_s(body.keep_s),
                 created=int(time.time()),
                 cache_salt=salt,
+                kv_hints=plain_hints(body.kv_hints),
             )
             return await self._compute(call, prefill)
 
@@ -135,14 +144,17 @@ class PrefillEndpoints:
         async with self._admitted(request) as call:
             tenant = call.tenant
             known = await self._find(request, tenant)
-            messages, seconds = await self._entry.read(request, read_extension)
-            keep_s = None if seconds is None else self._keep_s(seconds)
+            more = await self._entry.read(request, read_extension)
+            keep_s = None if more.keep_s is None else self._keep_s(more.keep_s)
 
             async def longer() -> Prefill:
                 before = await self._stored.find(tenant.name, known.id, ttl_s=keep_s or known.keep_s)
-                check_extension(before, messages)
+                check_extension(before, more.messages)
                 return replace(
-                    before, messages=[*before.messages, *messages], keep_s=before.keep_s if keep_s is None else keep_s
+                    before,
+                    messages=[*before.messages, *more.messages],
+                    keep_s=before.keep_s if keep_s is None else keep_s,
+                    kv_hints=before.kv_hints if more.kv_hints is None else more.kv_hints,
                 )
 
             # Results of tools that ran at once come at once. In one router each waits for the one before it; what
@@ -184,13 +196,13 @@ class PrefillEndpoints:
         self, call: Call, prefill: Prefill, again: Callable[[], Awaitable[Prefill]] | None = None
     ) -> Response:
         """Compute a prefill and keep it; `again` makes it anew of the one that is kept by then."""
-        tenant = call.tenant
+        tenant, hints = call.tenant, prefill.hints
         call.asks(prefill.model, program=prefill.program, retry=retry_of(call.request))
         await call.charge(estimate(self._config.prices, 1, prompt_tokens(prefill.prompt), 0))
         while True:
             request_id = f"{prefill.id}/{secrets.token_hex(4)}"
             call.sent(partial(self._drawn, request_id))
-            routed = await self._generate(call.request, tenant, prefill, request_id)
+            routed = await self._generate(call.request, tenant, prefill, hints, request_id)
             call.headers.replica = call.facts.replica = routed.replica_id or "none"
             if isinstance(routed.reply, Errored):
                 raise ReplyError(routed.reply.error, routed.reply.usage)
@@ -208,6 +220,7 @@ class PrefillEndpoints:
                 if await self._stored.keep(tenant.name, done) or again is None:
                     break
                 prefill = await again()
+                hints = prefill.hints
             except (
                 OverloadedError,
                 RefusedError,
@@ -224,7 +237,9 @@ class PrefillEndpoints:
         usage = await self._backend.drawn(request_id)
         return usage or Usage(), usage is not None
 
-    async def _generate(self, request: Request, tenant: Tenant, prefill: Prefill, request_id: str) -> Routed:
+    async def _generate(
+        self, request: Request, tenant: Tenant, prefill: Prefill, hints: tuple[Hint, ...], request_id: str
+    ) -> Routed:
         """Have it computed, where its program is or its beginning stands. Raises ClientGoneError."""
         known = await self._programs.look(prefill.program)
         sent = conversation(salted(prefill.model, prefill.cache_salt), prefill.prompt)
@@ -242,6 +257,7 @@ class PrefillEndpoints:
             cache_salt=prefill.cache_salt,
             prefixes=(prefix,) if prefix else (),
             background=PartialPrefill(prefill.id, prefill.keep_s),
+            hints=hints,
         )
         last = prefill.replica or (known.last_replica if known is not None else None)
         prefixes = () if last else command.prefixes

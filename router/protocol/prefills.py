@@ -8,10 +8,11 @@ import orjson
 from pydantic import Field
 
 from holdfast.replicas.errors import InvalidRequestError
+from holdfast.replicas.kv.tags import Hint
 from holdfast.replicas.requests import ChatPrompt, ModelCard
 from holdfast.router.protocol.body import Body, read
 from holdfast.router.protocol.chat import Messages, Tools, check_results, check_tools, plain_messages, plain_tools
-from holdfast.router.protocol.kv_hints import check_ranges
+from holdfast.router.protocol.kv_hints import KvHints, check_ranges, read_hints
 from holdfast.router.protocol.turn import Identifier, ModelName, Name, Turn, find_model
 
 
@@ -25,13 +26,24 @@ class PrefillBody(Body):
     program_id: Identifier | None = None
     cache_salt: Name | None = None
     keep_s: Annotated[float, Field(gt=0)] | None = None
+    kv_hints: KvHints | None = None
 
 
 class ExtendBody(Body):
-    """`messages` follow those of the prefill."""
+    """`messages` follow those of the prefill. `kv_hints` replace the prefill's, and name messages of both."""
 
     messages: Messages
+    kv_hints: KvHints | None = None
     keep_s: Annotated[float, Field(gt=0)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """What a request adds to a prefill; None: as it was."""
+
+    messages: list[dict[str, Any]]
+    keep_s: float | None
+    kv_hints: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +68,19 @@ class Prefill:
     cached: int = 0
     complete: bool = False
     cache_salt: str = ""
+    kv_hints: dict[str, Any] | None = None  # as the client sent them
     version: str = ""
 
     @property
     def prompt(self) -> ChatPrompt:
         return ChatPrompt(self.messages, tuple(self.tools), template_kwargs=self.template_kwargs)
+
+    @property
+    def hints(self) -> tuple[Hint, ...]:
+        """Raises InvalidRequestError, naming the field."""
+        hints = read_hints(None if self.kv_hints is None else KvHints(**self.kv_hints))
+        check_ranges(hints, len(self.messages))
+        return hints
 
 
 def read_prefill(raw: bytes, models: Sequence[ModelCard]) -> tuple[PrefillBody, ChatPrompt]:
@@ -72,13 +92,14 @@ def read_prefill(raw: bytes, models: Sequence[ModelCard]) -> tuple[PrefillBody, 
     return body, ChatPrompt(messages, tools, template_kwargs=body.chat_template_kwargs)
 
 
-def read_extension(raw: bytes) -> tuple[list[dict[str, Any]], float | None]:
-    """The messages that a request adds to a prefill, and for how many seconds it wants them kept.
-
-    Raises InvalidRequestError. `check_extension` checks whether they answer calls.
-    """
+def read_extension(raw: bytes) -> Extension:
+    """Raises InvalidRequestError. `check_extension` checks whether its messages answer calls."""
     body = read(ExtendBody, raw)
-    return plain_messages(body.messages, go_on=True), body.keep_s
+    return Extension(plain_messages(body.messages, go_on=True), body.keep_s, plain_hints(body.kv_hints))
+
+
+def plain_hints(hints: KvHints | None) -> dict[str, Any] | None:
+    return None if hints is None else hints.model_dump()
 
 
 def check_extension(prefill: Prefill, messages: Sequence[Mapping[str, Any]]) -> None:

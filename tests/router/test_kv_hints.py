@@ -208,3 +208,40 @@ def test_no_hint_changes_an_answer_or_breaks_the_books() -> None:
             assert by_tag["user_query"] > 0
             assert engine.stats.hits_by_tag["system_prompt"] > off.stats.hits_by_tag["system_prompt"] == 0
             assert raised > 0
+
+
+@pytest.mark.parametrize("hints", [None, envelope(action({"messages": [0, 2], "priority": 90, "duration": 600}))])
+def test_a_prefill_tags_what_is_cached_anew_between_two_turns(hints: Any) -> None:
+    """What it names outlives others that were used later; without hints only the handle's own time protects it."""
+
+    def messages(number: int) -> Any:
+        return [
+            {"role": "system", "content": f"{number}. " + "Be brief. " * 20},
+            {"role": "user", "content": f"{number}: is it raining in Oslo today? " * 3},
+        ]
+
+    async def run() -> Any:
+        backend = ServiceBackend(SMALL)
+        world = World(backend, config=RouterConfig(response_cache=False))
+        transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60.0) as client:
+
+            async def post(path: str, number: int, **more: Any) -> Any:
+                body = chat_body(messages=messages(number), program_id=f"p{number}", **more)
+                answer = await client.post(path, json=body)
+                assert answer.status_code == 200, answer.text
+                return answer.json()
+
+            chat = "/v1/chat/completions"
+            await post(chat, 0, max_tokens=8)
+            await post("/v1/prefills", 0, keep_s=0.001, kv_hints=hints)
+            for number in range(1, 13):
+                await post(chat, number, max_tokens=8)
+            usage = (await post(chat, 0, max_tokens=8))["usage"]
+        await backend.service.close()
+        check_cache(backend.service.engine.cache)
+        return usage
+
+    usage = asyncio.run(run())
+    kept = usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"]
+    assert kept > 0.9 if hints else kept < 0.5

@@ -14,6 +14,7 @@ from service_backend import ServiceBackend
 
 from holdfast.replicas.config import EngineConfig, RetentionConfig
 from holdfast.replicas.errors import ErrorInfo, ErrorKind
+from holdfast.replicas.kv.tags import Hint, Label
 from holdfast.replicas.requests import Completed, Errored, Usage
 from holdfast.router.backend import ANYWHERE
 from holdfast.router.config import RouterConfig
@@ -141,6 +142,31 @@ def test_results_that_come_at_once_are_all_in_it():
 
     asyncio.run(both())
     assert world.backend.requests[-1].prompt.messages[len(CALLED) :] == [result("Oslo"), result("Rome")]
+
+
+def hinted(*directives: Any) -> dict[str, Any]:
+    action = {"action_id": "a", "action_type": "kv.retain", "action_version": "1.0"}
+    return {
+        "protocol_version": "0.1",
+        "message_id": "m",
+        "actions": [action | {"payload": {"directives": list(directives)}}],
+    }
+
+
+def test_kv_hints_are_those_of_turns_and_an_extension_may_replace_them():
+    world = make()
+    made = post(world, kv_hints=hinted({"messages": [0, 1], "tag": "user_query", "duration": 7.5})).json()
+    at = f"/v1/prefills/{made['id']}/extend"
+    post(world, at)
+    post(world, at, messages=[result("Rome")], kv_hints=hinted({"messages": [2, 4], "priority": 7}))
+    first, second, third = world.backend.requests
+    assert first.hints == second.hints == (Hint("messages", Label("user_query", 40, 7.5), 0, 1),)
+    assert third.hints == (Hint("messages", Label(priority=7), 2, 4),)
+    more = {"messages": [{"role": "user", "content": "And?"}], "kv_hints": hinted({"messages": [0, 6], "priority": 7})}
+    for path, body in (("/v1/prefills", {"kv_hints": hinted({"messages": [0, 3], "priority": 7})}), (at, more)):
+        refused = post(world, path, **body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kv_hints")
+    assert len(world.backend.requests) == 3
 
 
 class Meeting(FakeBackend):
@@ -296,6 +322,7 @@ def test_one_of_another_tenant_is_not_found():
         ({"tools": [{"type": "function"}]}, "tools.0.function"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
         ({"max_tokens": 3}, "max_tokens"),
+        ({"kv_hints": 5}, "kv_hints"),
     ],
 )
 def test_bad_input_names_its_field(changes, field):

@@ -180,6 +180,17 @@ def test_a_tenant_takes_no_more_of_the_others_than_its_share() -> None:
     assert sum(found) >= 64, "half of the cells go by age"
 
 
+def test_a_hint_for_a_part_of_what_is_cached_counts_for_that_part_alone() -> None:
+    cache = KVCache(24, SIZE)
+    tokens = ids(0, 16)
+    run(cache, tokens, UNLABELLED, "p", 0.0)
+    part = labels_of(["user"], [0], 17, [Hint("tokens", HIGH, SIZE, 2 * SIZE)])
+    run(cache, np.append(tokens, 99), part, "p", 1.0)
+    assert cache.tree.queue.raised == 1
+    run(cache, ids(1000, 88), UNLABELLED, "q", 2.0)
+    assert cache.peek("", np.append(tokens, 1)) == 2 * SIZE, "it and what stands before it"
+
+
 def test_what_an_ended_program_alone_had_goes_first() -> None:
     cache = KVCache(24, SIZE)
     shared = ids(0, 16)

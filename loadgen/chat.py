@@ -7,33 +7,188 @@ is leaner yet, for requests one at a time.
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType, SimpleNamespace, TracebackType
 from typing import Any
 
 import aiohttp
 import orjson
 
-from holdfast.loadgen.conversation import Said
-from holdfast.loadgen.sse import EventLines, Gathered, MalformedError, ReportedError, from_header
+from holdfast.loadgen.conversation import Said, WrittenCall
 from holdfast.replicas.errors import UnavailableError
 
 PATH = "/v1/chat/completions"
 IDLE_S = 4.0
 """How long a connection is kept for the next request: less than a server keeps it (uvicorn: 5 s), so that none is sent
 on a connection that is being closed."""
-
-
+DONE = "[DONE]"
+_CUT = frozenset(("length", "content_filter"))
+"""Finish reasons of a reply whose last call may be incomplete."""
+_FIELDS = frozenset(("data", "event", "id", "retry", ""))
 _SHOWN = 300  # characters of an error answer
-Heard = Callable[[Gathered], None]
 _NONE: Mapping[str, str] = MappingProxyType({})
 
 
-def _nothing(answer: Gathered) -> None:
-    """Nobody listens."""
+# ---- what a stream says ----
+
+
+class MalformedError(ValueError):
+    """The answer is not a stream of OpenAI chunks."""
+
+
+class ReportedError(RuntimeError):
+    """The server said in its stream that the request failed."""
+
+
+@dataclass(slots=True)
+class EventLines:
+    """Bytes in, the data of whole server-sent events out."""
+
+    _rest: bytes = b""
+    _data: list[str] = field(default_factory=list)
+
+    def feed(self, piece: bytes) -> list[str]:
+        """The data of every event that ``piece`` completes. Raises MalformedError."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        events = []
+        for line in lines:
+            if line := line.removesuffix(b"\r"):
+                self._take(line)
+            elif self._data:
+                events.append("\n".join(self._data))
+                self._data = []
+        return events
+
+    def _take(self, line: bytes) -> None:
+        try:
+            name, _, value = line.decode().partition(":")
+        except UnicodeDecodeError as error:
+            raise MalformedError(f"not UTF-8: {line[:80]!r}") from error
+        if name not in _FIELDS:
+            raise MalformedError(f"not a field of an event: {line[:80]!r}")
+        if name == "data":
+            self._data.append(value.removeprefix(" "))
+
+
+class Kind(StrEnum):
+    """What a piece of an answer is."""
+
+    TEXT = "text"
+    REASONING = "reasoning"
+    CALL = "call"  # a part of a call
+    CLOSED = "closed"  # a call is complete; the piece is its index
+
+
+Piece = tuple[Kind, Any]
+_TOKENS = (Kind.TEXT, Kind.CALL)
+
+
+@dataclass(slots=True)
+class Gathered:
+    """The answer so far. Stages are seconds by the server's own word, None where it says nothing."""
+
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: dict[int, list[str]] = field(default_factory=dict)  # index: id, name, then pieces of the arguments
+    reason: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int | None = None  # None: the server does not say
+    output_tokens: int = 0
+    done: bool = False
+    queue: float | None = None  # from the engine's receipt to the first scheduling
+    prefill: float | None = None  # from there to the first token
+    decode: float | None = None  # from there to the last
+    drafted: int = 0  # draft tokens
+    accepted: int = 0  # accepted draft tokens
+    closed: list[int] = field(default_factory=list)  # complete calls, in the order in which they closed
+    marked: bool = False  # the server marks closed calls itself: it is Holdfast
+
+    def take(self, data: str) -> list[Piece]:
+        """Add one event's data; the pieces that it brought. Raises MalformedError, ReportedError."""
+        if data == DONE:
+            self.done = True
+            return []
+        try:
+            chunk = orjson.loads(data)
+            if chunk.get("error"):
+                raise ReportedError(json.dumps(chunk["error"])[:_SHOWN])
+            self._usage(chunk.get("usage"))
+            if timing := chunk.get("timing"):
+                self.queue, self.prefill, self.decode = (
+                    _seconds(timing.get(f"{stage}_ms")) for stage in ("queue", "prefill", "decode")
+                )
+                self.drafted, self.accepted = (int(timing.get(name) or 0) for name in ("drafted", "accepted"))
+            pieces = [piece for choice in chunk.get("choices") or () for piece in self._choice(choice)]
+            if (mark := (chunk.get("holdfast") or {}).get("tool_call_closed")) is not None:
+                pieces += self._close((int(mark),))
+        except (ValueError, TypeError, AttributeError, LookupError) as error:
+            raise MalformedError(f"not a chunk: {data[:80]!r}") from error
+        return pieces
+
+    @property
+    def said(self) -> Said:
+        """The answer so far."""
+        return Said("".join(self.text), tuple(self.call(index) for index in sorted(self.calls)))
+
+    def call(self, index: int) -> WrittenCall:
+        """One call so far."""
+        call_id, name, *arguments = self.calls[index]
+        return WrittenCall(call_id, name, "".join(arguments))
+
+    def _choice(self, choice: dict[str, Any]) -> Iterator[Piece]:
+        delta = choice.get("delta") or {}
+        self.reason = choice.get("finish_reason") or self.reason
+        for kind, name, texts in (
+            (Kind.REASONING, "reasoning_content", self.reasoning),
+            (Kind.TEXT, "content", self.text),
+        ):
+            if delta.get(name):
+                texts.append(str(delta[name]))
+                yield kind, texts[-1]
+        for call in delta.get("tool_calls") or ():
+            index = int(call.get("index", 0))
+            if index not in self.calls and not self.marked:
+                # A server without marks: a call is complete when the next one begins, if its arguments are JSON.
+                before = [each for each in self.calls if each < index and self.call(each).parsed is not None]
+                yield from self._close(before)
+            known = self.calls.setdefault(index, ["", ""])
+            function = call.get("function") or {}
+            known[0] = known[0] or str(call.get("id") or "")
+            known[1] = known[1] or str(function.get("name") or "")
+            known.append(str(function.get("arguments") or ""))
+            yield Kind.CALL, known[-1]
+        if self.reason and self.reason not in _CUT and not self.marked:
+            yield from self._close(self.calls)
+
+    def _close(self, indexes: Any) -> Iterator[Piece]:
+        for index in indexes:
+            if index in self.calls and index not in self.closed:
+                self.closed.append(index)
+                yield Kind.CLOSED, index
+
+    def _usage(self, usage: dict[str, Any] | None) -> None:
+        if usage:
+            self.prompt_tokens = int(usage["prompt_tokens"])
+            self.output_tokens = int(usage.get("completion_tokens") or 0)
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            self.cached_tokens = self.cached_tokens if cached is None else int(cached)
+
+
+Heard = Callable[[Gathered, list[Piece]], None]
+
+
+def _seconds(milliseconds: object) -> float | None:
+    if not isinstance(milliseconds, int | float) or isinstance(milliseconds, bool):
+        return None
+    return round(milliseconds / 1e3, 6) if 0 <= milliseconds < math.inf else None
+
+
+# ---- requests ----
 
 
 class Failure(StrEnum):
@@ -47,15 +202,15 @@ class Failure(StrEnum):
     MALFORMED = "malformed"  # not HTTP, or not server-sent events of OpenAI chunks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Exchange:
-    """One request and its answer. Times are seconds of the clock that the client was given."""
+    """One request and its answer. Times are seconds of `time.perf_counter`."""
 
     started: float
-    first_byte: float | None
-    first_token: float | None
-    ended: float
-    answer: Gathered
+    first_byte: float | None = None
+    first_token: float | None = None
+    ended: float = 0.0
+    answer: Gathered = field(default_factory=Gathered)
     failure: Failure | None = None
     detail: str = ""
     cache: str = ""  # the server's word about its response cache
@@ -93,10 +248,17 @@ class ChatClient:
 
     async def get(self, path: str) -> Any:
         """The JSON at ``path``. Raises UnavailableError."""
-        status, told = await self.call("GET", path)
-        if status != 200 or isinstance(told, str):
-            raise UnavailableError(f"{self._url}{path}: {status} {told}")
-        return told
+        status, content = await self.call("GET", path)
+        if status != 200 or isinstance(content, str):
+            raise UnavailableError(f"{self._url}{path}: {status} {content}")
+        return content
+
+    async def model(self) -> str:
+        """The first model that the server names. Raises UnavailableError."""
+        try:
+            return str((await self.get("/v1/models"))["data"][0]["id"])
+        except (LookupError, TypeError) as error:
+            raise UnavailableError(f"{self._url} names no model at /v1/models; give --model") from error
 
     async def call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, headers: Mapping[str, str] = _NONE
@@ -111,78 +273,76 @@ class ChatClient:
                 asyncio.timeout(self._timeout_s),
                 self._http.request(method, self._url + path, data=content, headers=headers) as response,
             ):
-                told = await response.read()
+                reply = await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise UnavailableError(f"{method} {self._url}{path}: {error!r}") from error
         try:
-            return response.status, orjson.loads(told)
+            return response.status, orjson.loads(reply)
         except ValueError:
-            return response.status, told.decode(errors="replace")[:_SHOWN]
+            return response.status, reply.decode(errors="replace")[:_SHOWN]
 
-    async def send(self, content: bytes, headers: Mapping[str, str], heard: Heard = _nothing) -> Exchange:
+    async def send(self, content: bytes, headers: Mapping[str, str], heard: Heard | None = None) -> Exchange:
         """Send a chat completion, the bytes that `streamed` made of it, and read its stream to the end.
 
-        `heard` gets the answer so far after each event, and must not raise. Raises nothing that the server could cause.
+        `heard` gets the answer so far and its new pieces after each event, and must not raise. Raises nothing that the
+        server could cause.
         """
-        watch = _Watch(time.perf_counter(), heard)
-        failure, detail = None, ""
+        exchange, connection = Exchange(time.perf_counter()), SimpleNamespace(reused=False)
         try:
             async with asyncio.timeout(self._timeout_s):
                 while True:
                     try:
-                        failure, detail = await self._read(content, headers, watch)
+                        await self._read(content, headers, exchange, heard, connection)
                         break
                     except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                        if not watch.reused or watch.answered:
+                        if not connection.reused:
                             raise
                         # llama.cpp closes a connection after each stream without saying so: ours was on its way then.
         except TimeoutError:
-            failure, detail = Failure.TIMEOUT, f"after {self._timeout_s:g} s"
+            exchange.failure, exchange.detail = Failure.TIMEOUT, f"after {self._timeout_s:g} s"
         except aiohttp.ClientConnectorError as error:
-            failure, detail = Failure.CONNECT, str(error)
+            exchange.failure, exchange.detail = Failure.CONNECT, str(error)
         except (aiohttp.ClientResponseError, MalformedError) as error:
-            failure, detail = Failure.MALFORMED, str(error)
+            exchange.failure, exchange.detail = Failure.MALFORMED, str(error)
         except (aiohttp.ClientError, OSError) as error:
-            failure, detail = Failure.CUT, repr(error)
+            exchange.failure, exchange.detail = Failure.CUT, repr(error)
         except ReportedError as error:
-            failure, detail = Failure.REPORTED, str(error)
-        ended = time.perf_counter()
-        return Exchange(
-            watch.started,
-            watch.first_byte,
-            watch.first_token,
-            ended,
-            watch.answer,
-            failure,
-            detail,
-            watch.cache,
-            watch.replica,
-        )
+            exchange.failure, exchange.detail = Failure.REPORTED, str(error)
+        exchange.ended = time.perf_counter()
+        return exchange
 
-    async def _read(self, content: bytes, headers: Mapping[str, str], watch: _Watch) -> tuple[Failure | None, str]:
-        watch.reused = False
+    async def _read(
+        self,
+        content: bytes,
+        headers: Mapping[str, str],
+        exchange: Exchange,
+        heard: Heard | None,
+        connection: SimpleNamespace,
+    ) -> None:
+        connection.reused, answer, lines = False, exchange.answer, EventLines()
         async with self._http.post(
-            self._url + PATH, data=content, headers=headers, allow_redirects=False, trace_request_ctx=watch
+            self._url + PATH, data=content, headers=headers, allow_redirects=False, trace_request_ctx=connection
         ) as response:
-            watch.answered = True
-            watch.cache = response.headers.get("x-holdfast-cache", "")
-            watch.answer.marked = bool(watch.cache)
-            watch.replica = response.headers.get("x-holdfast-replica", "")
-            watch.answer.timing = from_header(response.headers.get("server-timing", ""))
+            connection.reused = False  # from here on, nothing is sent again
+            exchange.cache = response.headers.get("x-holdfast-cache", "")
+            exchange.replica = response.headers.get("x-holdfast-replica", "")
+            answer.marked = bool(exchange.cache)
             if response.status != 200:
-                return Failure.HTTP, await _error(response)
-            lines = EventLines()
+                body = await response.content.read(_SHOWN)
+                exchange.failure = Failure.HTTP
+                exchange.detail = f"{response.status} {body.decode(errors='replace')}"
+                return
             async for piece in response.content.iter_any():
-                watch.piece(lines, piece)
-        if not watch.answer.done:
-            return Failure.CUT, "the stream ended before [DONE]"
-        return None, ""
-
-
-async def _error(response: aiohttp.ClientResponse) -> str:
-    """The status and the beginning of an error answer."""
-    body = await response.content.read(_SHOWN)
-    return f"{response.status} {body.decode(errors='replace')}"
+                now = time.perf_counter()
+                exchange.first_byte = exchange.first_byte or now
+                for data in lines.feed(piece):
+                    pieces = answer.take(data)
+                    if exchange.first_token is None and any(kind in _TOKENS for kind, _ in pieces):
+                        exchange.first_token = now
+                    if heard is not None:
+                        heard(answer, pieces)
+        if not answer.done:
+            exchange.failure, exchange.detail = Failure.CUT, "the stream ended before [DONE]"
 
 
 def streamed(body: Mapping[str, Any]) -> bytes:
@@ -196,38 +356,12 @@ def encode(body: Mapping[str, Any]) -> bytes:
 
 
 def _marking_reuse() -> aiohttp.TraceConfig:
-    """Marks a request's `_Watch` when the request uses an existing connection."""
+    """Marks what a request passes along when the request uses an existing connection."""
 
     async def reused(session: aiohttp.ClientSession, context: Any, about: Any) -> None:
-        if isinstance(context.trace_request_ctx, _Watch):
+        if context.trace_request_ctx is not None:
             context.trace_request_ctx.reused = True
 
     tracing = aiohttp.TraceConfig()
     tracing.on_connection_reuseconn.append(reused)
     return tracing
-
-
-class _Watch:
-    """The progress of one request, with times."""
-
-    __slots__ = ("answer", "answered", "cache", "first_byte", "first_token", "heard", "replica", "reused", "started")
-
-    def __init__(self, started: float, heard: Heard) -> None:
-        self.started = started
-        self.heard = heard
-        self.first_byte: float | None = None
-        self.first_token: float | None = None
-        self.answer = Gathered()
-        self.cache = ""
-        self.replica = ""
-        self.reused = False  # the connection: another request was on it before
-        self.answered = False  # with headers at least
-
-    def piece(self, lines: EventLines, piece: bytes) -> None:
-        now = time.perf_counter()
-        if self.first_byte is None:
-            self.first_byte = now
-        for data in lines.feed(piece):
-            if self.answer.take(data) and self.first_token is None:
-                self.first_token = now
-            self.heard(self.answer)

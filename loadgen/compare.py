@@ -1,4 +1,7 @@
-"""`holdfast bench compare`: servers side by side in one run. Plans the requests, sends them, and writes the files."""
+"""`holdfast bench compare` and `replay`: servers side by side in one run, by workloads or a trace.
+
+Plans the requests, sends them, and writes the files.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import gc
 import json
 import os
 import platform
+import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,31 +21,32 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.loadgen import rows as row_files
-from holdfast.loadgen.chat import ChatClient
-from holdfast.loadgen.conversation import Answers, Manner
+from holdfast.loadgen.chat import ChatClient, encode
+from holdfast.loadgen.conversation import Forcing, Manner, first
 from holdfast.loadgen.measure import FEW
-from holdfast.loadgen.options import Options
+from holdfast.loadgen.options import MAX_TOKENS, Options, Replay, above_zero
+from holdfast.loadgen.program import Program, from_zero
 from holdfast.loadgen.progress import LoopLag, bar, uncollected
-from holdfast.loadgen.report.page import check_plotting, read_ablation, write_report
-from holdfast.loadgen.runner import Part, Runner, Server, reported
+from holdfast.loadgen.report.page import check_plotting, write_report
+from holdfast.loadgen.runner import Part, Runner, Server
 from holdfast.loadgen.summary import Summary, summarize
 from holdfast.loadgen.table import check_writable, print_report
-from holdfast.loadgen.traces import formats
-from holdfast.loadgen.traces.formats import Format
+from holdfast.loadgen.traces import formats, mooncake
+from holdfast.loadgen.traces.lengths import Wording, worded
 from holdfast.loadgen.traces.recording import recorded
 from holdfast.loadgen.workloads.catalog import LOADED_BY, describe, drawings
-from holdfast.loadgen.workloads.drawing import Draw, warm_up
-from holdfast.loadgen.workloads.script import Load, Sizes
+from holdfast.loadgen.workloads.drawing import Draw, poisson, warm_up
+from holdfast.loadgen.workloads.script import Load, Round, Sizes
 from holdfast.replicas.errors import ConfigError, UnavailableError
 
-WARM_UP = "warm-up"
-FORMAT = 1  # of the file; raised when readers have to change
+WARM_UP, REPLAY = "warm-up", "replay"
+FORMAT = 2  # of the file; raised when readers have to change
 INTERRUPTED = 130
 
 
 def plan(options: Options) -> list[Part]:
     """Every repetition of every workload at every load, drawn, the warm-up first: the same for the same options."""
-    manner = Manner(Answers.RECORDED if options.forced else Answers.LIVE, max_tokens=options.max_tokens)
+    manner = Manner(options.forced, max_tokens=options.max_tokens)
     parts = [Part(WARM_UP, number, warm_up(options.seed, number), manner) for number in range(options.warm_up)]
     for workload in options.workloads:
         for load, sizes in _loads(workload, options):
@@ -114,7 +119,6 @@ def main(options: Options, more: Sequence[Part] = ()) -> int:
             check_writable(path, name)
     if options.html_file is not None:
         check_plotting()
-    ablation = read_ablation(options.ablation) if options.ablation else []
     planned: list[Part] = [*plan(options), *more]
     _check_tenants(options, planned)
     runner, about = Runner((), dict(options.tenant_keys)), _About()
@@ -126,22 +130,38 @@ def main(options: Options, more: Sequence[Part] = ()) -> int:
         status = INTERRUPTED
     except Exception:
         if runner.rows:
-            _tell(options, planned, runner, _content(options, about, planned, runner, ablation, complete=False))
+            _tell(options, planned, runner, about, complete=False)
         raise
-    _tell(options, planned, runner, _content(options, about, planned, runner, ablation, complete=status == 0))
+    _tell(options, planned, runner, about, complete=status == 0)
     answering = {row.server for row in runner.rows if row.ok}
     return status or int(any(row.server not in answering for row in runner.rows))
 
 
-def _tell(options: Options, planned: Sequence[Part], runner: Runner, content: dict[str, Any]) -> None:
+def _tell(options: Options, planned: Sequence[Part], runner: Runner, about: _About, complete: bool) -> None:
     """Write and print the results: the rows before anything that could fail."""
+    drawn = about_of(planned)
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "complete": complete,
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "options": options.as_json,
+        "machine": {"platform": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()},
+        "servers": about.servers,
+        "workloads": drawn,
+        "planned": measured_of(planned),
+        "generator": about.overhead,
+        "summaries": [],
+        "programs": [asdict(job) for job in row_files.group(runner.rows)],
+        "rows": row_files.to_json(runner.rows),
+    }
     _write(options.json_file, content)
     summaries = summarize(runner.rows, options.seed, content["planned"])
     content["summaries"] = [asdict(summary) for summary in summaries]
     _write(options.json_file, content)
     if options.record is not None:
-        formats.write(recorded(runner.observed), options.record, Format.MOONCAKE)
-    print_report(summaries, about_of(planned), notes(options, summaries, content["generator"], content["complete"]))
+        mooncake.write(recorded(runner.observed), options.record)
+    print_report(summaries, drawn, notes(options, summaries, content["generator"], complete))
     if options.html_file and runner.rows:
         write_report(content, options.html_file)
 
@@ -182,7 +202,7 @@ async def _measure(options: Options, planned: Sequence[Part], runner: Runner, ab
         servers = []
         for name, url in options.servers:
             client = await stack.enter_async_context(ChatClient(url, options.timeout_s, options.api_key))
-            servers.append(Server(name, client, options.model or await _model(client, name)))
+            servers.append(Server(name, client, options.model or await client.model()))
             about.servers.append({"name": name, "url": url, "model": servers[-1].model, **await _version(client)})
         runner.servers = servers
         total = len(servers) * sum(part.requests for part in planned)
@@ -194,7 +214,7 @@ async def _measure(options: Options, planned: Sequence[Part], runner: Runner, ab
 
             runner.sent = sent
             for part in planned:
-                shown.about(f"{reported(part.workload, load=part.load)} {part.repetition + 1}")
+                shown.about(f"{part.reported()} {part.repetition + 1}")
                 gc.collect()
                 async with about.lag.watching():
                     await runner.send(part)
@@ -207,13 +227,6 @@ def _counting(about: _About) -> Iterator[None]:
         yield
     finally:
         about.busy_s, about.wall_s = time.process_time() - busy, time.perf_counter() - wall
-
-
-async def _model(client: ChatClient, name: str) -> str:
-    try:
-        return str((await client.get("/v1/models"))["data"][0]["id"])
-    except (LookupError, TypeError) as error:
-        raise UnavailableError(f"{name} names no model at /v1/models; give --model") from error
 
 
 async def _version(client: ChatClient) -> dict[str, str]:
@@ -236,23 +249,63 @@ def _write(path: Path | None, content: dict[str, Any]) -> None:
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _content(
-    options: Options, about: _About, planned: Sequence[Part], runner: Runner, ablation: list[Any], complete: bool
-) -> dict[str, Any]:
-    """The content of the file, without the figures."""
-    return {
-        "format": FORMAT,
-        "complete": complete,
-        "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
-        "options": options.as_json,
-        "machine": {"platform": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()},
-        "servers": about.servers,
-        "workloads": about_of(planned),
-        "planned": measured_of(planned),
-        "generator": about.overhead,
-        "summaries": [],
-        "programs": [asdict(job) for job in row_files.group(runner.rows)],
-        "rows": row_files.to_json(runner.rows),
-        "ablation": ablation,
-    }
+# ---- replay ----
+
+
+def replay(wanted: Replay, options: Options) -> int:
+    """Send the programs of a trace; the exit status. Raises ConfigError."""
+    return main(replace(options, trace=_told(wanted)), replayed(wanted, options.seed, options.repetitions))
+
+
+def replayed(wanted: Replay, seed: int, repetitions: int) -> list[Part]:
+    """Every repetition of the trace. Raises ConfigError."""
+    if wanted.forcing not in set(Forcing):
+        raise ConfigError(f"forcing is one of {', '.join(Forcing)}, not {wanted.forcing!r}", "forcing")
+    limit = None if wanted.forced_lengths else MAX_TOKENS
+    forced, forcing = wanted.forced_lengths, Forcing(wanted.forcing)
+    manner = Manner(wanted.recorded_answers, forced, forcing, wanted.max_tokens or limit, wanted.speed)
+    programs = from_zero(formats.read(wanted.trace, formats.named(wanted.format)).programs)
+    if not programs:
+        raise ConfigError("the trace has no program", "trace")
+    if wanted.rate is not None:
+        above_zero("rate", wanted)
+        if any(turn.at_ms is not None for program in programs for turn in program.turns):
+            raise ConfigError("the trace says when programs arrived; --speed makes that faster", "rate")
+    parts = []
+    for repetition in range(repetitions):
+        wording = Wording(seed, repetition, scale=wanted.scale)
+        for program in programs:
+            first(worded(program, wording), manner)
+            _check_sendable(program)
+        due = tuple((program.arrival_ms or 0.0) / 1e3 / wanted.speed for program in programs)
+        if wanted.rate is not None:
+            rng = random.Random(f"{seed}/{REPLAY}/{repetition}/arrivals")
+            due = poisson(rng, len(programs), wanted.rate)
+        lanes = tuple((place,) * len(program.turns) for place, program in enumerate(programs))
+        round_ = Round(programs, (lanes,), due=due, session=f"{seed}/{repetition}")
+        when = f"arriving over {max(due):.0f} s" if max(due) else "all at once"
+        about = f"{len(programs)} programs, {sum(map(len, lanes))} requests, {when}"
+        parts.append(Part(REPLAY, repetition, round_, manner, wording=wording, about=about))
+    return parts
+
+
+def _told(wanted: Replay) -> str:
+    """How a trace is sent and whose answers are in the histories, for the reader of the report."""
+    tokens = wanted.max_tokens or (None if wanted.forced_lengths else MAX_TOKENS)
+    limit = "" if tokens is None else f" and max_tokens {tokens}"
+    lengths = ", answers of the recorded lengths" if wanted.forced_lengths else ""
+    whose = "the trace's" if wanted.recorded_answers else "each server's own"
+    when = f"{wanted.speed:g} times its speed" if wanted.rate is None else f"{wanted.rate:g} programs a second"
+    return (
+        f"temperature 0{limit} where the trace has none{lengths}; "
+        f"histories are of {wanted.trace.name} at {when}, {whose} answers"
+    )
+
+
+def _check_sendable(program: Program) -> None:
+    """Raises ConfigError for what no request can hold: half a surrogate pair, or an integer beyond 64 bits."""
+    for index, turn in enumerate(program.turns):
+        try:
+            encode({"": [program.id, turn.prompt, turn.output.history, turn.tools, turn.sampling]})
+        except TypeError as error:
+            raise ConfigError(f"program {program.id!r}, turn {index}: cannot be sent: {error}", "trace") from error

@@ -68,20 +68,6 @@ class Said:
         return bool(self.text or self.calls) and all(call.parsed is not None for call in self.calls)
 
 
-class Answers(StrEnum):
-    """Which answers go into the history of the requests that follow."""
-
-    LIVE = "live"  # the model's, as they come
-    RECORDED = "recorded"  # the trace's, so that every server gets the recorded prompts
-
-
-class Lengths(StrEnum):
-    """How long answers get."""
-
-    FREE = "free"  # as long as the model likes, within the limits of the trace
-    FORCED = "forced"  # as long as they were
-
-
 class Forcing(StrEnum):
     """The fields by which a server is made to answer with a number of tokens."""
 
@@ -92,13 +78,17 @@ class Forcing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How a program is sent. ``max_tokens``: the limit of turns whose length and limit are unknown."""
+    """How a program is sent. ``max_tokens``: the limit of turns whose length and limit are unknown.
 
-    answers: Answers = Answers.LIVE
-    lengths: Lengths = Lengths.FREE
+    ``recorded``: the program's answers go into the history, so that every server gets the recorded prompts; else the
+    model's, as they come. ``forced``: answers get as long as they were. ``speed`` divides recorded pauses.
+    """
+
+    recorded: bool = False
+    forced: bool = False
     forcing: Forcing = Forcing.HOLDFAST
     max_tokens: int | None = None
-    speed: float = 1.0  # recorded pauses are divided by it
+    speed: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.speed > 0:
@@ -121,7 +111,7 @@ class Request:
     @property
     def body(self) -> Json:
         """The request's body, except for model, stream and the program's id, which are the client's."""
-        turn, forced = self.turn, self.manner.lengths is Lengths.FORCED
+        turn, forced = self.turn, self.manner.forced
         fixed = {"ignore_eos", "min_tokens", *LIMITS} if forced else set()
         body: Json = {"messages": list(self.messages)}
         body |= {"tools": list(turn.tools)} if turn.tools else {}
@@ -157,10 +147,10 @@ def first(program: Program, manner: Manner) -> Request:
     for index, turn in enumerate(program.turns):
         if isinstance(turn.prompt, Sized):
             raise ConfigError(f"program {program.id!r}, turn {index}: the prompt is a length, not yet a text", "prompt")
-        if manner.lengths is Lengths.FORCED and not (turn.output.tokens or manner.max_tokens):
+        if manner.forced and not (turn.output.tokens or manner.max_tokens):
             why = "the trace has no length of the answer; max-tokens is for such turns"
             raise ConfigError(f"program {program.id!r}, turn {index}: {why}", "tokens")
-    if manner.answers is Answers.RECORDED:
+    if manner.recorded:
         for _ in prompts(program):  # raises where an answer is missing
             pass
     return Request(program, manner, 0, _messages(program.turns[0]))
@@ -170,12 +160,12 @@ def following(request: Request, answer: Json | None) -> Request | None:
     """The request after this one, None after the last. ``answer`` is the assistant's message, None where it failed.
 
     The recorded results of tools are put under the ids of the model's calls, in order. An answer that failed, or whose
-    calls the recorded results do not fit, gives way to the recorded one; where there is none it keeps as many calls as
-    there are results, and further results go in as the user's words. A scripted program follows the answer instead.
+    calls the recorded results do not fit, gives way to the recorded one; where there is none it keeps its text, and the
+    results go in as the user's words. A scripted program follows the answer instead.
     """
     program, index, recorded = request.program, request.index + 1, request.turn.output.history
     usable = answer is not None and _usable(answer)
-    if program.scripted and request.manner.answers is Answers.LIVE and answer is not None and usable:
+    if program.scripted and not request.manner.recorded and answer is not None and usable:
         index, added = _followed(request, answer)
     elif index == len(program.turns):
         return None
@@ -193,14 +183,14 @@ def following(request: Request, answer: Json | None) -> Request | None:
 
 def _added(request: Request, answer: Json | None, usable: bool, new: Messages, recorded: Json | None) -> Messages:
     """What a recorded program adds to the history: an answer and the messages after it."""
-    if request.manner.answers is Answers.RECORDED and recorded is not None:
+    if request.manner.recorded and recorded is not None:
         return (recorded, *new)
     results = sum(message["role"] == "tool" for message in new)
     if answer is not None and usable and len(_calls(answer)) == results:
         return (answer, *_under(new, recorded, answer))
     if recorded is not None:
         return (recorded, *new)
-    return _cut(answer if usable else None, new)
+    return _spoken(answer if usable else None, new)
 
 
 def _followed(request: Request, answer: Json) -> tuple[int, Messages]:
@@ -265,22 +255,11 @@ def _under(new: Messages, recorded: Json | None, answer: Json) -> Messages:
     )
 
 
-def _cut(answer: Json | None, new: Messages) -> Messages:
-    """An answer with as many calls as ``new`` has results, and the results that have a call."""
-    results = [message for message in new if message["role"] == "tool"]
-    calls = _calls(answer or {})[: len(results)]
-    said: Json = {"role": "assistant", "content": (answer or {}).get("content") or (None if calls else "")}
-    said |= {"tool_calls": calls} if calls else {}
-    placed: list[Json] = []
-    under = iter(calls)
-    for message in new:
-        call = next(under, None) if message["role"] == "tool" else None
-        if call is not None:
-            message = {**message, "tool_call_id": call["id"]}
-        elif message["role"] == "tool":
-            message = {"role": "user", "content": message["content"]}
-        placed.append(message)
-    return (said, *placed)
+def _spoken(answer: Json | None, new: Messages) -> Messages:
+    """The text of an answer, and ``new`` with the results of tools as words of the user: it has no calls for them."""
+    text = (answer or {}).get("content") or ""
+    words = ({"role": "user", "content": each["content"]} if each["role"] == "tool" else each for each in new)
+    return ({"role": "assistant", "content": text}, *words)
 
 
 def fits(said: Said, declared: tuple[Json, ...]) -> bool:

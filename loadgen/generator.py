@@ -12,47 +12,23 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
-from math import inf
 
 import numpy as np
 
 from holdfast.loadgen.chat import ChatClient
 from holdfast.loadgen.conversation import Manner
+from holdfast.loadgen.options import Generated
 from holdfast.loadgen.progress import LoopLag, bar, uncollected
 from holdfast.loadgen.rows import Row
 from holdfast.loadgen.runner import Part, Runner, Server
-from holdfast.loadgen.stub import Delays
 from holdfast.loadgen.workloads import tools
 from holdfast.loadgen.workloads.drawing import Draw, agent_script, poisson
 from holdfast.loadgen.workloads.script import Round, at_once
-from holdfast.replicas.errors import ConfigError, UnavailableError
+from holdfast.replicas.errors import UnavailableError
 
 QUANTILES = (50, 90, 99, 100)
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """The load: so many requests a second for so long, and how the stub answers. Raises ConfigError."""
-
-    rate: float = 500.0
-    seconds: float = 10.0
-    delays: Delays = field(default_factory=lambda: Delays(0.05, 0.01, 4))
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        least = {"rate": self.rate, "seconds": self.seconds, "tokens": self.delays.tokens}
-        for name, value in least.items():
-            if not 0 < value < inf:
-                raise ConfigError(f"{name} must be a number more than 0", name)
-        for name, value in {"first": self.delays.first_s, "token": self.delays.token_s}.items():
-            if not 0 <= value < inf:
-                raise ConfigError(f"{name} must be a number, 0 or more", name)
-
-    @property
-    def requests(self) -> int:
-        return max(2, round(self.rate * self.seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +41,15 @@ class Measured:
     lag: LoopLag
 
     @property
-    def good(self) -> list[Row]:
-        return [row for row in self.rows if row.ok]
-
-    @property
     def late(self) -> list[float]:
         """Of each request: how much later than due it was sent."""
         return [row.started - (row.due or 0.0) for row in self.rows]
 
     @property
     def beyond(self) -> list[float]:
-        """Of each request: how much longer it took than the stub took to answer it."""
-        return [row.ended - row.started - (row.prefill or 0.0) - (row.decode or 0.0) for row in self.good]
+        """Of each request that succeeded: how much longer it took than the stub took to answer it."""
+        good = [row for row in self.rows if row.ok]
+        return [row.ended - row.started - (row.prefill or 0.0) - (row.decode or 0.0) for row in good]
 
     @property
     def pace(self) -> float:
@@ -91,40 +64,46 @@ class Measured:
         return max(accumulate(step for _, step in ends))
 
 
-def main(load: Load) -> int:
+def main(load: Generated) -> int:
     """Measure and print; the exit status."""
-    for line in report(load, measure(load)):
-        print(line)
+    print("\n".join(report(load, measure(load))))
     return 0
 
 
-def measure(load: Load) -> Measured:
+def measure(load: Generated) -> Measured:
     """Send a load to a new stub. Raises UnavailableError where that does not start."""
-    with stub(load.delays) as url:
+    with stub(load) as url:
         return asyncio.run(_send(load, url))
 
 
-def report(load: Load, result: Measured) -> list[str]:
+def report(load: Generated, result: Measured) -> list[str]:
     """The lines that are printed."""
-    n, delays = len(result.rows), load.delays
+    n, good = len(result.rows), sum(row.ok for row in result.rows)
     heads = "".join(f"{'most' if percent == 100 else f'p{percent}':>9}" for percent in QUANTILES)
-    return [
-        f"{n} requests, {load.rate:g} a second (Poisson); the stub answers with {delays.tokens} tokens, the first "
-        f"after {delays.first_s * 1e3:g} ms; up to {result.at_once} at once, {n - len(result.good)} failed",
+    lines = [
+        f"{n} requests, {load.rate:g} a second (Poisson); the stub answers with {load.tokens} tokens, the first "
+        f"after {load.first_s * 1e3:g} ms; up to {result.at_once} at once, {n - good} failed",
         f"{'milliseconds':<42}{heads}",
-        _line("sent later than due", result.late),
-        _line("measured beyond what the stub took", result.beyond),
-        _line("event loop late", result.lag.ticks),
+    ]
+    for name, seconds in (
+        ("sent later than due", result.late),
+        ("measured beyond what the stub took", result.beyond),
+        ("event loop late", result.lag.ticks),
+    ):
+        values = np.percentile(seconds, QUANTILES) * 1e3 if seconds else [float("nan")] * len(QUANTILES)
+        lines.append(f"{name:<42}" + "".join(f"{value:9.2f}" for value in values))
+    return [
+        *lines,
         f"sending took {result.pace:.3f} times as long as the schedule, whose mean gap is {1e3 / load.rate:.2f} ms",
         f"the generator took {result.cpu / result.wall:.1%} of one core, {result.cpu / n * 1e3:.2f} ms of it a request",
     ]
 
 
 @contextmanager
-def stub(delays: Delays) -> Iterator[str]:
+def stub(load: Generated) -> Iterator[str]:
     """The address of a stub in a process of its own. Raises UnavailableError."""
-    delay_words = (f"{delays.first_s}", f"{delays.token_s}", f"{delays.tokens}")
-    words = [sys.executable, "-m", "holdfast.loadgen.stub", *delay_words]
+    delays = (f"{load.first_s}", f"{load.token_s}", f"{load.tokens}")
+    words = [sys.executable, "-m", "holdfast.loadgen.stub", *delays]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -137,18 +116,16 @@ def stub(delays: Delays) -> Iterator[str]:
             process.stdin.close()  # it serves until then
 
 
-def drawn(load: Load) -> Round:
+def drawn(load: Generated) -> Round:
     """Programs of one turn with coding tools, which arrive by a Poisson process."""
-    draw = Draw(load.seed, "generator", 0)
-    count = load.requests
+    draw, count = Draw(load.seed, "generator", 0), load.requests
     scripts = tuple(agent_script(draw, f"job{i}", "a coding agent", tools.CODING, 1, 1) for i in range(count))
     return draw.round(scripts, at_once(count, 1), poisson(draw.rng("arrivals"), count, load.rate))
 
 
-async def _send(load: Load, url: str) -> Measured:
+async def _send(load: Generated, url: str) -> Measured:
     async with ChatClient(url, 60.0) as client:
-        runner, lag = Runner([Server("stub", client, "stub")]), LoopLag()
-        round_ = drawn(load)
+        runner, lag, round_ = Runner([Server("stub", client, "stub")]), LoopLag(), drawn(load)
         with uncollected(), bar("requests", load.requests) as shown:
             runner.sent = shown.advance
             async with lag.watching():
@@ -156,8 +133,3 @@ async def _send(load: Load, url: str) -> Measured:
                 await runner.send(Part("generator", 0, round_, Manner(max_tokens=128)))
                 cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
         return Measured(runner.rows, cpu, wall, lag)
-
-
-def _line(name: str, seconds: list[float]) -> str:
-    values = np.percentile(seconds, QUANTILES) * 1e3 if seconds else [float("nan")] * len(QUANTILES)
-    return f"{name:<42}" + "".join(f"{value:9.2f}" for value in values)

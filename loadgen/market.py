@@ -18,14 +18,13 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from holdfast.loadgen.chat import PATH, ChatClient
+from holdfast.loadgen.options import Market
 from holdfast.loadgen.runner import sleep_until
 from holdfast.loadgen.table import print_table
-from holdfast.replicas.errors import ConfigError
 
 SESSIONS = "/v1/sessions"
 SYSTEM = {"role": "system", "content": "You watch prices. Answer with a few words."}
@@ -34,30 +33,6 @@ HEADS = (
     "server", "way", "feeds", "lines a second", "tokens", "question ms p50", "p99", "cached", "standing ms p50",
     "up to date", "outdated s", "append ms p50", "p99", "failed",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Each of `rates` with each of `lines` that a context begins with, for `seconds`. `feeds`: contexts at once."""
-
-    servers: tuple[tuple[str, str], ...] = ()
-    rates: tuple[float, ...] = (1.0, 4.0)
-    lines: tuple[int, ...] = (50, 200)
-    feeds: int = 1
-    seconds: float = 20.0
-    every_s: float = 2.0
-    max_tokens: int = 16
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.servers:
-            raise ConfigError("name at least one server as NAME=URL", "server")
-        for name in ("rates", "lines"):
-            if not all(value > 0 for value in getattr(self, name)):
-                raise ConfigError(f"{name} must be above 0", name)
-        for name in ("feeds", "seconds", "every_s", "max_tokens"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name.replace('_', '-')} must be above 0", name.removesuffix("_s"))
 
 
 @dataclass(slots=True)
@@ -230,7 +205,7 @@ async def _opened(way: Whole) -> AsyncIterator[bool]:
         await way.close()
 
 
-async def watch(way: Whole, feed: Feed, options: Options, rate: float, begin_s: float) -> None:
+async def watch(way: Whole, feed: Feed, options: Market, rate: float, begin_s: float) -> None:
     """One feed from its opening to its close: lines arrive, questions are asked, the standing answer is read.
 
     `begin_s`: so long after the others it begins, so that not all ask at the same moment.
@@ -254,7 +229,7 @@ async def watch(way: Whole, feed: Feed, options: Options, rate: float, begin_s: 
         await asyncio.gather(lines(), questions())
 
 
-async def measure(options: Options) -> list[Measured]:
+async def measure(options: Market) -> list[Measured]:
     """Every rate and length, and for each the servers' ways in turn. Raises UnavailableError."""
     results = list[Measured]()
     for rate in options.rates:
@@ -271,7 +246,7 @@ async def measure(options: Options) -> list[Measured]:
 
 
 async def _run(
-    way: type[Whole], client: ChatClient, model: str, options: Options, lines: int, measured: Measured
+    way: type[Whole], client: ChatClient, model: str, options: Market, lines: int, measured: Measured
 ) -> None:
     watches = []
     for number in range(options.feeds):
@@ -282,10 +257,10 @@ async def _run(
     await asyncio.gather(*watches)
 
 
-def main(options: Options, json_file: Path | None) -> int:
+def main(options: Market) -> int:
     """Print the table. Raises UnavailableError for a server that does not answer."""
     results = asyncio.run(measure(options))
     print_table("questions about arriving data", HEADS, [each.row for each in results], left=2)
-    if json_file is not None:
-        json_file.write_text(json.dumps([asdict(each) for each in results]), encoding="utf-8")
+    if options.json_file is not None:
+        options.json_file.write_text(json.dumps([asdict(each) for each in results]), encoding="utf-8")
     return 0

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from holdfast.loadgen.chat import ChatClient
 from holdfast.loadgen.measure import Estimate, estimate, median, ratio
+from holdfast.loadgen.options import Orchestrated
 from holdfast.loadgen.orchestrator import Orchestrator, Run
 from holdfast.loadgen.progress import bar
 from holdfast.loadgen.serving import serving
 from holdfast.loadgen.toolbox import Toolbox
 from holdfast.loadgen.workloads.words import KINDS, filler
-from holdfast.replicas.errors import ConfigError
 
 ENGINE: Mapping[str, Any] = {"threads": 1, "kv_memory": 0.1, "speculation": {"enabled": False}}
 SHORTEST_S, LONGEST_S = 0.05, 0.3  # that a tool takes
@@ -35,20 +35,6 @@ class Way(Enum):
     DISPATCH = (True, False)
     SPLIT = (False, True)
     BOTH = (True, True)
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Rounds of runs, calls that each question asks for, words that each tool returns. Raises ConfigError."""
-
-    rounds: int = 30
-    calls: int = 3
-    words: int = 100
-
-    def __post_init__(self) -> None:
-        for name, least in (("rounds", 1), ("calls", 1), ("words", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}", name)
 
 
 @dataclass(slots=True)
@@ -73,10 +59,10 @@ class Rounds:
             self.ahead += run.ahead
 
 
-def main(model: str, sizes: Sizes) -> int:
+def main(options: Orchestrated) -> int:
     """Measure and print; the exit status."""
-    with serving(model, ENGINE) as url:
-        result = asyncio.run(measured(url, sizes))
+    with serving(options.model, ENGINE) as url:
+        result = asyncio.run(measured(url, options))
     print("\n".join(report(result)))
     return 0 if result.calls else 1
 
@@ -97,34 +83,31 @@ def report(result: Rounds) -> list[str]:
     return lines
 
 
-async def measured(url: str, sizes: Sizes) -> Rounds:
+async def measured(url: str, options: Orchestrated) -> Rounds:
     """Rounds of runs on the server at `url`."""
     result, rng, ways = Rounds(), random.Random(0), list(Way)
+    fields, uncached = {"temperature": 0, "max_tokens": 256}, {"cache-control": "no-cache"}
     async with ChatClient(url, 120.0) as client:
-        model = (await client.get("/v1/models"))["data"][0]["id"]
-        with bar("rounds", _WARM + sizes.rounds) as shown:
-            for number in range(-_WARM, sizes.rounds):
-                tools, question = _drawn(rng, sizes)
+        model = await client.model()
+        with bar("rounds", _WARM + options.rounds) as shown:
+            for number in range(-_WARM, options.rounds):
+                tools, question = _drawn(rng, options)
                 runs = {}
                 for way in (*ways[number % len(ways) :], *ways[: number % len(ways)]):
-                    runs[way] = await _run(client, model, tools, way, f"{number} {way.name}", question)
+                    dispatch, split = way.value
+                    agent = Orchestrator(client, model, tools, fields, uncached, dispatch=dispatch, split=split)
+                    name = f"Run {number} {way.name}. You are a travel agent. Call tools when they help; then answer."
+                    messages = [{"role": "system", "content": name}, {"role": "user", "content": question}]
+                    runs[way] = await agent.run(messages)
                 if number >= 0:
                     result.add(runs)
                 shown.advance()
     return result
 
 
-async def _run(client: ChatClient, model: str, tools: Toolbox, way: Way, name: str, question: str) -> Run:
-    dispatch, split = way.value
-    fields, uncached = {"temperature": 0, "max_tokens": 256}, {"cache-control": "no-cache"}
-    agent = Orchestrator(client, model, tools, fields, uncached, dispatch=dispatch, split=split)
-    system = f"Run {name}. You are a travel agent. Call tools when they help; then answer."
-    return await agent.run([{"role": "system", "content": system}, {"role": "user", "content": question}])
-
-
-def _drawn(rng: random.Random, sizes: Sizes) -> tuple[Toolbox, str]:
+def _drawn(rng: random.Random, options: Orchestrated) -> tuple[Toolbox, str]:
     """A tool that takes its own time for each city, and a question that asks for several."""
-    cities = [str(KINDS["city"](rng)) for _ in range(sizes.calls)]
+    cities = [str(KINDS["city"](rng)) for _ in range(options.calls)]
     seconds = {city: rng.uniform(SHORTEST_S, LONGEST_S) for city in cities}
     tools = Toolbox()
 
@@ -132,14 +115,10 @@ def _drawn(rng: random.Random, sizes: Sizes) -> tuple[Toolbox, str]:
     async def get_weather(city: str) -> str:
         """Get the current weather for a city."""
         await asyncio.sleep(seconds.get(city, LONGEST_S))
-        return f'{{"temperature": {len(city)}}}\n{filler(city, sizes.words)}'
+        return f'{{"temperature": {len(city)}}}\n{filler(city, options.words)}'
 
-    return tools, _sentence([f"check the weather in {city}" for city in cities])
-
-
-def _sentence(parts: Sequence[str]) -> str:
-    text = " and ".join(parts)
-    return f"{text[0].upper()}{text[1:]}."
+    text = " and ".join(f"check the weather in {city}" for city in cities)
+    return tools, f"{text[0].upper()}{text[1:]}."
 
 
 def _shown(value: Estimate | None, scale: float, digits: int) -> str:

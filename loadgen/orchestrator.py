@@ -24,10 +24,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import quote
 
-from holdfast.loadgen.chat import ChatClient, Exchange, streamed
+from holdfast.loadgen.chat import ChatClient, Exchange, Gathered, Kind, Piece, streamed
 from holdfast.loadgen.conversation import Said, WrittenCall, assistant
 from holdfast.loadgen.program import Json
-from holdfast.loadgen.sse import Gathered
 from holdfast.loadgen.toolbox import Outcome, Toolbox
 from holdfast.replicas.errors import ConfigError, UnavailableError
 
@@ -171,8 +170,8 @@ class _Running:
         self._headers = {"x-session-id": program_id, **agent.headers}
         self._tools = agent.tools.declared
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._ahead: _Ahead | None = None  # in a pause
-        self._taken = 0  # prefills
+        self._ahead: _Ahead | None = None  # of a pause
+        self._pauses: list[_Ahead] = []
         self._exchanges: list[Exchange] = []
         self._outcomes: list[Outcome] = []
 
@@ -185,8 +184,8 @@ class _Running:
             await self._pause(said.calls, tools)
         self._over = self._over or self._keep
         reason = "max_turns" if said.calls else self._exchanges[-1].answer.reason
-        turns, outcomes = tuple(self._exchanges), tuple(self._outcomes)
-        return Run(self._id, said.text, reason, tuple(self._messages), turns, outcomes, self._taken)
+        turns, outcomes, ahead = tuple(self._exchanges), tuple(self._outcomes), sum(each.taken for each in self._pauses)
+        return Run(self._id, said.text, reason, tuple(self._messages), turns, outcomes, ahead)
 
     async def close(self) -> None:
         """End the tasks of the run, and its program on the server."""
@@ -228,25 +227,36 @@ class _Running:
         body = self._request() | dict(agent.fields)
         if last and self._holdfast and not self._keep:
             body["program_end"] = True
-        listener = _Listener(self._id, len(self._exchanges), agent.tell)
-        if agent.dispatch and not last:
-            listener.begin = self._run_tool
-        try:
-            exchange = await agent.client.send(streamed(body), self._headers, listener.heard)
-        finally:
-            self._holdfast = self._holdfast or listener.marked
+        tools: dict[int, asyncio.Task[Outcome]] = {}
+
+        def heard(answer: Gathered, pieces: list[Piece]) -> None:
+            self._holdfast = self._holdfast or answer.marked
+            for kind, piece in pieces:
+                if kind is Kind.TEXT:
+                    agent.tell(TextHeard(self._id, piece))
+                elif kind is Kind.CLOSED:
+                    call = self._call(answer, piece)
+                    if agent.dispatch and not last:
+                        tools[piece] = self._run_tool(call)
+                    agent.tell(CallClosed(self._id, call))
+
+        exchange = await agent.client.send(streamed(body), self._headers, heard)
+        calls = {index: self._call(exchange.answer, index) for index in sorted(exchange.answer.closed)}
         self._exchanges.append(exchange)
         if exchange.failure:
             raise TurnFailedError(exchange)
         if self._holdfast and len(self._exchanges) == 1 and agent.heartbeat_s and not self._keep:
             self._begin(self._beat(), "a heartbeat")
         self._over = "program_end" in body
-        calls = listener.calls(exchange.answer)
         said = Said("".join(exchange.answer.text), tuple(calls.values()))
         self._messages.append(self._message(said, "".join(exchange.answer.reasoning)))
-        if last:
-            return said, []
-        return said, [listener.tools.get(index) or self._run_tool(call) for index, call in calls.items()]
+        return said, [] if last else [tools.get(index) or self._run_tool(call) for index, call in calls.items()]
+
+    def _call(self, answer: Gathered, index: int) -> WrittenCall:
+        """A call, with defaults for fields that the server has left out."""
+        call = answer.call(index)
+        call_id = call.call_id or f"call_{len(self._exchanges)}_{index}"
+        return replace(call, call_id=call_id, arguments=call.arguments or "{}")
 
     def _request(self) -> Json:
         """The fields that every request for the next turn has: the known part of its prompt."""
@@ -281,54 +291,15 @@ class _Running:
         if "chat_template_kwargs" in self._agent.fields:
             about["chat_template_kwargs"] = self._agent.fields["chat_template_kwargs"]
         self._ahead = ahead = _Ahead(self._agent, about)
+        self._pauses.append(ahead)
         for tool in tools:
             if self._agent.split and self._agent.split_after_s > 0:
                 await asyncio.wait([tool], timeout=self._agent.split_after_s)
             if self._agent.split and not tool.done() and ahead.want(self._request()):
-                self._begin(self._send(ahead), "a prefill")
+                self._begin(ahead.send(), "a prefill")
             outcome = await tool
             self._outcomes.append(outcome)
             self._messages.append(outcome.message)
-
-    async def _send(self, ahead: _Ahead) -> None:
-        self._taken += await ahead.send()
-
-
-@dataclass(slots=True)
-class _Listener:
-    """Follows one answer: calls the callbacks, and starts the tools of calls that close if `begin` is given."""
-
-    program_id: str
-    turn: int
-    tell: Callable[[StreamEvent], None]
-    begin: Callable[[WrittenCall], asyncio.Task[Outcome]] | None = None
-    tools: dict[int, asyncio.Task[Outcome]] = field(default_factory=dict)
-    marked: bool = False
-    _texts: int = 0
-    _closed: int = 0
-
-    def heard(self, answer: Gathered) -> None:
-        """After each event."""
-        self.marked = answer.marked
-        for text in answer.text[self._texts :]:
-            self.tell(TextHeard(self.program_id, text))
-        self._texts = len(answer.text)
-        for index in answer.closed[self._closed :]:
-            call = self._call(answer, index)
-            if self.begin is not None:
-                self.tools[index] = self.begin(call)
-            self.tell(CallClosed(self.program_id, call))
-        self._closed = len(answer.closed)
-
-    def calls(self, answer: Gathered) -> dict[int, WrittenCall]:
-        """The calls that have closed, in their order."""
-        return {index: self._call(answer, index) for index in sorted(answer.closed)}
-
-    def _call(self, answer: Gathered, index: int) -> WrittenCall:
-        """A call, with defaults for fields that the server has left out."""
-        call = answer.call(index)
-        call_id = call.call_id or f"call_{self.turn}_{index}"
-        return replace(call, call_id=call_id, arguments=call.arguments or "{}")
 
 
 class _Ahead:
@@ -339,6 +310,7 @@ class _Ahead:
 
     def __init__(self, agent: Orchestrator, about: Json) -> None:
         self.handle = ""
+        self.taken = 0  # requests that the server accepted
         self._agent = agent
         self._about = about
         self._wanted: Json | None = None
@@ -351,18 +323,16 @@ class _Ahead:
         idle, self._sending = not self._sending, True
         return idle
 
-    async def send(self) -> int:
-        """Send until nothing more is wanted; returns how many requests the server accepted."""
-        taken = 0
+    async def send(self) -> None:
+        """Send until nothing more is wanted."""
         try:
             while self._wanted is not None and self._agent.split:
                 request, self._wanted = self._wanted, None
-                taken += await self._post(request)
+                self.taken += await self._post(request)
         except UnavailableError as error:
             log.info("a prefill failed: %s", error)
         finally:
             self._sending = False
-        return taken
 
     async def _post(self, request: Json) -> bool:
         messages, more = request["messages"], len(self._sent)

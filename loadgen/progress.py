@@ -15,13 +15,10 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
-    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.text import Text
 
 from holdfast.loadgen.measure import percentile
 
@@ -34,22 +31,13 @@ class Bar:
     about: Callable[[str], None]  # what is being done now
 
 
-class _Rate(ProgressColumn):
-    """So many a second, of late."""
-
-    def render(self, task: Task) -> Text:
-        return Text("" if task.speed is None else f"{task.speed:.2f}/s")
-
-
 @contextmanager
 def bar(about: str, total: int) -> Iterator[Bar]:
     """A bar until ``total`` are done, or the block is left."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Drawing it costs processor time beside the servers: twice a second will do.
     console = Console(stderr=True)
-    with Progress(
-        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, refresh_per_second=2
-    ) as progress:
+    with Progress(*columns, TimeRemainingColumn(), console=console, refresh_per_second=2) as progress:
         task = progress.add_task(about, total=total)
         yield Bar(lambda: progress.advance(task), lambda text: progress.update(task, description=text))
 

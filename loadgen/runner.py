@@ -12,10 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 from urllib.parse import quote
 
 from holdfast.loadgen.chat import ChatClient, Exchange, streamed
-from holdfast.loadgen.conversation import Answers, Manner, Request, assistant, digest, first, fits, following
+from holdfast.loadgen.conversation import Manner, Request, assistant, digest, first, fits, following
 from holdfast.loadgen.program import Output
 from holdfast.loadgen.rows import Row
 from holdfast.loadgen.traces.lengths import Wording, worded
@@ -74,19 +76,25 @@ class Part:
     @property
     def requests(self) -> int:
         """Requests to one server, those that are not measured included."""
-        return sum(len(lane) for wave in (*self.round.fill, *self.round.waves) for lane in wave)
+        return _counts((*self.round.fill, *self.round.waves)).total()
 
     @property
     def measured(self) -> Mapping[str, int]:
         """The measured requests to one server, by the workload's name in their rows."""
-        names = [reported(self.workload, program.tenant, self.load) for program in self.round.programs]
-        return Counter(names[place] for wave in self.round.waves for lane in wave for place in lane)
+        found = Counter[str]()
+        for place, count in _counts(self.round.waves).items():
+            found[self.reported(self.round.programs[place].tenant)] += count
+        return found
+
+    def reported(self, tenant: str = "", *, loaded: bool = True) -> str:
+        """The name under which the figures of a tenant's programs are reported."""
+        load = self.load.name if self.load is not None and loaded else ""
+        return " ".join(part for part in (self.workload, tenant.partition("-")[0], load) if part)
 
 
-def reported(workload: str, tenant: str = "", load: Load | None = None) -> str:
-    """The name under which a program's figures are reported."""
-    kind = tenant.partition("-")[0]
-    return " ".join(part for part in (workload, kind, load.name if load else "") if part)
+def _counts(waves: Sequence[Wave]) -> Counter[int]:
+    """How many turns of each program these waves send, in their order."""
+    return Counter(place for wave in waves for lane in wave for place in lane)
 
 
 @dataclass(slots=True)
@@ -105,25 +113,15 @@ class Runner:
     async def send(self, part: Part) -> None:
         """Send one part to every server."""
         for waves, measured in ((part.round.fill, False), (part.round.waves, True)):
-            await self._pass(part, waves, measured)
-
-    async def _pass(self, part: Part, waves: Sequence[Wave], measured: bool) -> None:
-        counts = Counter(place for wave in waves for lane in wave for place in lane)
-        talks = {server.name: _Talks(part, counts) for server in self.servers}
-        last: Server | None = None  # the first server waits too: others may have been busy a moment ago
-        for number, wave in enumerate(waves):
-            for place in range(len(self.servers)):
-                server = self.servers[(number + part.repetition + place) % len(self.servers)]
-                if server is not last and len(self.servers) > 1:
-                    await asyncio.sleep(self.pause_s)
-                last = server
-                began = time.perf_counter()
-                due: list[float | None] = [began + s for s in part.round.due] or [None] * len(wave)
-                lanes = [
-                    _Sending(self, part, server, number, measured, talks[server.name], began, lane, at).run
-                    for lane, at in zip(wave, due, strict=True)
-                ]
-                await start_each(due, lanes)
+            passes = {server.name: _Pass(self, part, server, measured, _counts(waves)) for server in self.servers}
+            last: Server | None = None  # the first server waits too: others may have been busy a moment ago
+            for number, wave in enumerate(waves):
+                for place in range(len(self.servers)):
+                    server = self.servers[(number + part.repetition + place) % len(self.servers)]
+                    if server is not last and len(self.servers) > 1:
+                        await asyncio.sleep(self.pause_s)
+                    last = server
+                    await passes[server.name].send(number, wave)
 
     def headers(self, session: str, tenant: str) -> dict[str, str]:
         """Of a request beside the client's own: its program, and the tenant's key."""
@@ -134,93 +132,74 @@ class Runner:
         """Add the row of a request."""
         self.rows.append(row)
 
-    def since(self, moment: float | None) -> float | None:
-        """Seconds since the run began; None for None."""
-        return None if moment is None else round(moment - self.began, 6)
 
-
-class _Talks:
-    """The next request of every program of a part on one server. `counts`: how many each is to have."""
-
-    def __init__(self, part: Part, counts: Mapping[int, int]) -> None:
-        self._part = part
-        self.counts = counts
-        self._next: dict[int, Request | None] = {}
-        self._turns: Counter[int] = Counter()
-
-    def next(self, place: int) -> tuple[int, Request]:
-        """The number of a program's next turn, and its request."""
-        if place not in self._next:
-            part, program = self._part, self._part.round.programs[place]
-            program = program if part.wording is None else worded(program, part.wording)
-            manner = replace(part.manner, answers=Answers.RECORDED) if part.round.forced else part.manner
-            self._next[place] = first(program, manner)
-        request = self._next[place]
-        assert request is not None  # a program has as many turns as are sent
-        return self._turns[place], request
-
-    def answered(self, place: int, request: Request, exchange: Exchange) -> None:
-        said = exchange.said
-        self._next[place] = following(request, None if said is None else assistant(said))
-        self._turns[place] += 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Sending:
-    """One lane of one wave on one server. `due`: when it begins; None: at once."""
+@dataclass(slots=True)
+class _Pass:
+    """The waves of a part on one server. `counts`: how many turns each program is to have."""
 
     runner: Runner
     part: Part
     server: Server
-    wave: int
     measured: bool
-    talks: _Talks
-    began: float
-    lane: Lane
-    due: float | None
+    counts: Mapping[int, int]
+    _next: dict[int, Request | None] = field(default_factory=dict)
+    _turns: Counter[int] = field(default_factory=Counter)
 
-    async def run(self) -> None:
-        due, ended_ms = self.due, 0.0
-        for at, place in enumerate(self.lane):
-            turn, request = self.talks.next(place)
+    async def send(self, number: int, wave: Wave) -> None:
+        """Send one wave."""
+        began = time.perf_counter()
+        due: list[float | None] = [began + s for s in self.part.round.due] or [None] * len(wave)
+        lanes = [partial(self._lane, number, began, lane, at) for lane, at in zip(wave, due, strict=True)]
+        await start_each(due, lanes)
+
+    def _first(self, place: int) -> Request:
+        part, program = self.part, self.part.round.programs[place]
+        program = program if part.wording is None else worded(program, part.wording)
+        return first(program, replace(part.manner, recorded=True) if part.round.forced else part.manner)
+
+    async def _lane(self, wave: int, began: float, lane: Lane, due: float | None) -> None:
+        """Send the turns of a lane, each when the one before is answered. `due`: when it begins; None: at once."""
+        runner, ended_ms = self.runner, 0.0
+        for at, place in enumerate(lane):
+            request = self._next[place] if place in self._next else self._first(place)
+            assert request is not None  # a program has as many turns as are sent
             if at:  # the tools of the turn before
                 due_ms = request.due_ms(ended_ms)
-                due = self.began + due_ms / 1e3 if due_ms > ended_ms else None
+                due = began + due_ms / 1e3 if due_ms > ended_ms else None
             await sleep_until(due, LEAD_S)
-            program, model = request.program, self.server.model
-            body = {"model": model, "temperature": 0, **request.body}
+            program, turn = request.program, self._turns[place]
+            body = {"model": self.server.model, "temperature": 0, **request.body}
             content, prompt = streamed(body), digest(request.messages, request.turn.tools)
-            headers = self.runner.headers(quote(f"{self.part.round.session}-{program.id}"), program.tenant)
+            headers = runner.headers(quote(f"{self.part.round.session}-{program.id}"), program.tenant)
             await sleep_until(due)
             exchange = await self.server.client.send(content, headers)
-            self.talks.answered(place, request, exchange)
-            ended_ms = (exchange.ended - self.began) * 1e3
+            said, ended_ms = exchange.said, (exchange.ended - began) * 1e3
+            self._next[place] = following(request, None if said is None else assistant(said))
+            self._turns[place] += 1
             if self.measured:
-                self.runner.keep(self._row(request, turn, self.talks.counts[place], prompt, due, exchange))
-                if self.runner.record:
-                    name = f"{reported(self.part.workload, load=self.part.load)}/{self.part.repetition}/{program.id}"
-                    sent_ms = _ms(exchange.started - self.runner.began)
-                    self.runner.observed.append(
-                        Observed(name, turn, sent_ms, body, output_of(exchange), program.tenant)
-                    )
-            self.runner.sent()
+                sent = {"wave": wave, "turn": turn, "turns": self.counts[place], "prompt": prompt}
+                runner.keep(self._row(request, exchange, due=self._since(due), **sent))
+                if runner.record:
+                    name = f"{self.part.reported()}/{self.part.repetition}/{program.id}"
+                    sent_ms = _ms(exchange.started - runner.began)
+                    observed = Observed(name, turn, sent_ms or 0.0, body, output_of(exchange), program.tenant)
+                    runner.observed.append(observed)
+            runner.sent()
 
-    def _row(self, request: Request, turn: int, turns: int, prompt: str, due: float | None, exchange: Exchange) -> Row:
-        part, answer, said, since = self.part, exchange.answer, exchange.answer.said, self.runner.since
-        program, started, ended = request.program, since(exchange.started), since(exchange.ended)
-        assert started is not None
-        assert ended is not None
+    def _since(self, moment: float | None) -> float | None:
+        return None if moment is None else round(moment - self.runner.began, 6)
+
+    def _row(self, request: Request, exchange: Exchange, **sent: Any) -> Row:
+        part, answer, said, tenant = self.part, exchange.answer, exchange.answer.said, request.program.tenant
         return Row(
             server=self.server.name,
-            workload=reported(part.workload, program.tenant, part.load),
+            workload=part.reported(tenant),
             repetition=part.repetition,
-            wave=self.wave,
-            program=program.id,
-            turn=turn,
-            started=started,
-            first_byte=since(exchange.first_byte),
-            first_token=since(exchange.first_token),
-            ended=ended,
+            program=request.program.id,
+            started=self._since(exchange.started) or 0.0,
+            first_byte=self._since(exchange.first_byte),
+            first_token=self._since(exchange.first_token),
+            ended=self._since(exchange.ended) or 0.0,
             prompt_tokens=answer.prompt_tokens,
             cached_tokens=answer.cached_tokens,
             output_tokens=answer.output_tokens,
@@ -228,25 +207,22 @@ class _Sending:
             calls=len(said.calls),
             fits=fits(said, request.turn.tools),
             as_scripted=request.is_answered_by(exchange.said),
-            prompt=prompt,
             answer=said.plain,
             failure=exchange.failure or "",
             detail=exchange.detail,
             cache=exchange.cache,
-            queue=answer.timing.queue,
-            prefill=answer.timing.prefill,
-            decode=answer.timing.decode,
-            due=since(due),
-            swept=reported(part.workload, program.tenant) if part.load else "",
+            queue=answer.queue,
+            prefill=answer.prefill,
+            decode=answer.decode,
+            swept=part.reported(tenant, loaded=False) if part.load else "",
             load=part.load,
-            turns=turns,
+            **sent,
         )
 
 
 def output_of(exchange: Exchange) -> Output:
     """What a trace keeps of an answer."""
-    answer, timing, said = exchange.answer, exchange.answer.timing, exchange.said
-    first_token = exchange.first_token
+    answer, said, first_token = exchange.answer, exchange.said, exchange.first_token
     return Output(
         answer=assistant(said) if said is not None and said.usable else None,
         prompt_tokens=answer.prompt_tokens or None,
@@ -256,11 +232,11 @@ def output_of(exchange: Exchange) -> Output:
         failure=exchange.failure,
         first_token_ms=None if first_token is None else _ms(first_token - exchange.started),
         latency_ms=_ms(exchange.ended - exchange.started),
-        queue_ms=None if timing.queue is None else _ms(timing.queue),
-        prefill_ms=None if timing.prefill is None else _ms(timing.prefill),
-        decode_ms=None if timing.decode is None else _ms(timing.decode),
+        queue_ms=_ms(answer.queue),
+        prefill_ms=_ms(answer.prefill),
+        decode_ms=_ms(answer.decode),
     )
 
 
-def _ms(seconds: float) -> float:
-    return round(seconds * 1e3, 3)
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.loadgen.client import Client
-from holdfast.loadgen.peers import Peer
 from holdfast.replicas.errors import UnavailableError
 
 HOLDFAST = ("-m", "holdfast.cluster.cli")
@@ -54,15 +53,15 @@ def serving(
 
 
 @contextmanager
-def serving_peer(command: Callable[[int], Peer], log: Path) -> Iterator[str]:
-    """The address of a new peer, started by the ``command`` for a port; its output goes to ``log``.
+def serving_peer(command: Callable[[int], Sequence[str]], log: Path) -> Iterator[str]:
+    """The address of a new peer, started by the words of the ``command`` for a port; its output goes to ``log``.
 
     The peer ends with the block. Raises UnavailableError where it ends before it is ready.
     """
     port = _free_port()
-    url, words = f"http://127.0.0.1:{port}", command(port).words
+    url = f"http://127.0.0.1:{port}"
     with log.open("w", encoding="utf-8") as said:
-        peer = subprocess.Popen(words, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        peer = subprocess.Popen(command(port), stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             while not _healthy(url):
                 if peer.poll() is not None:

@@ -9,27 +9,17 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from dataclasses import dataclass
 
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"done "},"finish_reason":null}]}\n\n'
 _MODELS = b'{"data":[{"id":"stub"}]}'
 
 
-@dataclass(frozen=True, slots=True)
-class Delays:
-    """Seconds from a request to its first token, from each to the next, and how many there are."""
-
-    first_s: float
-    token_s: float
-    tokens: int
-
-
 class Connection(asyncio.Protocol):
-    """One client's requests, each answered after its delays, whatever its body."""
+    """One client's requests: the first token comes after ``first_s``, each further one after ``token_s``."""
 
-    def __init__(self, delays: Delays) -> None:
-        self._delays = delays
+    def __init__(self, first_s: float, token_s: float, tokens: int) -> None:
+        self._first_s, self._token_s, self._tokens = first_s, token_s, tokens
         self._rest = b""
         self._received = self._first = 0.0
         self._written = 0
@@ -49,16 +39,16 @@ class Connection(asyncio.Protocol):
         if head.startswith(b"GET"):
             self._write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(_MODELS), _MODELS))
         else:
-            asyncio.get_running_loop().call_later(self._delays.first_s, self._token)
+            asyncio.get_running_loop().call_later(self._first_s, self._token)
 
     def _token(self) -> None:
         now = time.perf_counter()
         opening = b"" if self._written else _HEAD
         self._first = self._first if self._written else now
         self._written += 1
-        if self._written < self._delays.tokens:
+        if self._written < self._tokens:
             self._write(opening + _chunk(_TOKEN))
-            asyncio.get_running_loop().call_later(self._delays.token_s, self._token)
+            asyncio.get_running_loop().call_later(self._token_s, self._token)
         else:
             self._write(opening + _chunk(_TOKEN + self._end(now)) + b"0\r\n\r\n")
 
@@ -66,7 +56,7 @@ class Connection(asyncio.Protocol):
         """Counts, and how long the answer really took: a timer may fire late."""
         stages = (1e3 * (self._first - self._received), 1e3 * (now - self._first))
         timing = b'"timing":{"queue_ms":0,"prefill_ms":%.3f,"decode_ms":%.3f}' % stages
-        usage = b'"usage":{"prompt_tokens":100,"completion_tokens":%d}' % self._delays.tokens
+        usage = b'"usage":{"prompt_tokens":100,"completion_tokens":%d}' % self._tokens
         return b'data: {"choices":[],%s,%s}\n\ndata: [DONE]\n\n' % (usage, timing)
 
     def _write(self, data: bytes) -> None:
@@ -87,14 +77,14 @@ def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
-async def serve(delays: Delays) -> None:
+async def serve(first_s: float, token_s: float, tokens: int) -> None:
     """Serve on a port of its own, which is printed, until standard input ends."""
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(delays), "127.0.0.1", 0, backlog=4096)
+    server = await loop.create_server(lambda: Connection(first_s, token_s, tokens), "127.0.0.1", 0, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
     async with server:
         await loop.run_in_executor(None, sys.stdin.read)
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(Delays(float(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))))
+    asyncio.run(serve(float(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])))

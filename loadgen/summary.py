@@ -9,13 +9,37 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from holdfast.loadgen.measure import Estimate, estimate, mean, median, percentile, ratio
-from holdfast.loadgen.rows import Row, group, tool_times
+from holdfast.loadgen.rows import Job, Row, group, tool_times
 
 T = TypeVar("T")
+Estimates = dict[str, Estimate | None]
+SAMPLES = (4, 16, 64, 256)
+DEPTHS = 4  # turns with figures of their own; the last stands for all after it
+STATISTICS = {"mean": mean, "p50": median, "p90": percentile(90), "p99": percentile(99)}
+ALL = tuple(STATISTICS)
+
+OF_ROWS: dict[str, tuple[Callable[[Row], float | None], tuple[str, ...]]] = {
+    "latency": (lambda row: row.latency, ALL),
+    "ttft": (lambda row: row.ttft, ALL),
+    "per token": (lambda row: row.per_token, ("p50",)),
+}
+OF_JOBS: dict[str, tuple[Callable[[Job], float | None], tuple[str, ...]]] = {
+    "turns": (lambda job: float(job.turns), ("mean",)),
+    "job": (lambda job: job.seconds, ALL),
+    "last first token": (lambda job: job.last_first_token, ALL),
+    "tool": (lambda job: job.tool, ("mean",)),
+    "bubble": (lambda job: job.bubble, ("mean",)),
+    "prefill": (lambda job: job.prefill, ("mean",)),
+    "decode": (lambda job: job.decode, ("mean",)),
+    "tool share": (lambda job: job.tool / job.last_first_token if job.last_first_token else None, ("p50",)),
+}
+"""Figures of requests and of programs by name, each with its statistics: `latency p50`, `job mean` and so on."""
+OF_REPETITIONS = ("wall", "tokens per s", "programs per s")
+"""Means over repetitions. The time is in seconds, as all times are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,39 +73,21 @@ class Summary:
     server: str
     requests: int
     failures: dict[str, int]  # by kind
-    latency: dict[str, Estimate | None]  # mean, p50, p90, p99; seconds
-    ttft: dict[str, Estimate | None]
-    per_token: Estimate | None  # median seconds of latency for each output token
-    wall: Estimate | None  # mean over repetitions, seconds
-    tokens_per_s: Estimate | None  # mean over repetitions
+    figures: Estimates
+    ratios: Estimates  # of the figures, over the first server's
+    late: Estimate | None  # p99 of the generator's lateness, seconds; None without a schedule
+    programs: int
     output_tokens: int
     prompt_tokens: tuple[int, int]  # shortest and longest prompt
     cached_share: float | None  # of prompt tokens
     cold_cached_share: float | None  # of each repetition's least cached first prompt: near 0 on a new server
+    cached_by_turn: tuple[float | None, ...]  # of programs' first turns, second, and so on
     call_share: float  # requests answered with calls
     fitting_share: float | None  # of those: all calls fit their schemas
     scripted_share: float  # requests answered with the script's calls
     cache_hits: int  # answered from a response cache
-    late: Estimate | None  # p99 of the generator's lateness, seconds; None without a schedule
-    ratios: dict[str, Estimate | None]  # over the first server
     agreement: Agreement | None  # with the first server; None for itself
-    programs: int = 0
-    turns: Estimate | None = None  # mean of a program
-    job: dict[str, Estimate | None] = field(default_factory=dict)  # completion time of a program: mean, p50, p90, p99
-    last_first_token: dict[str, Estimate | None] = field(default_factory=dict)  # of its last answer, since it began
-    tool: Estimate | None = None  # mean seconds of tools in a program
-    bubble: Estimate | None = None  # mean seconds in which it had a request there that nobody worked on
-    prefill: Estimate | None = None  # mean seconds, as those of decoding a part of the time to the last first token
-    decode: Estimate | None = None
-    programs_per_s: Estimate | None = None  # mean over repetitions
-    tool_share: Estimate | None = None  # median, of the time to a program's last first token
-    cached_by_turn: tuple[float | None, ...] = ()  # of prompt tokens, of programs' first turns, second, and so on
-    tools: tuple[ToolTimes, ...] = ()  # those that ran most first
-
-
-SAMPLES = (4, 16, 64, 256)
-DEPTHS = 4  # turns with figures of their own; the last stands for all after it
-_STATISTICS = {"mean": mean, "p50": median, "p90": percentile(90), "p99": percentile(99)}
+    tools: tuple[ToolTimes, ...]  # those that ran most first
 
 
 def summarize(rows: Sequence[Row], seed: int, planned: Mapping[str, Sequence[int]] | None = None) -> list[Summary]:
@@ -95,10 +101,9 @@ def summarize(rows: Sequence[Row], seed: int, planned: Mapping[str, Sequence[int
         mine = [row for row in rows if row.workload == workload]
         servers = list(dict.fromkeys(row.server for row in mine))
         by_server = {server: [row for row in mine if row.server == server] for server in servers}
-        first = by_server[servers[0]]
         counts = (planned or {}).get(workload)
         requests = _most(mine) if counts is None else dict(enumerate(counts))
-        summaries += [_summary(by_server[server], first, requests, seed) for server in servers]
+        summaries += [_summary(by_server[server], by_server[servers[0]], requests, seed) for server in servers]
     return summaries
 
 
@@ -127,77 +132,83 @@ def _most(rows: Sequence[Row]) -> dict[int, int]:
 
 
 def _summary(rows: Sequence[Row], first: Sequence[Row], requests: Mapping[int, int], seed: int) -> Summary:
-    good = [row for row in rows if row.ok]
-    wall, speed = walls(rows, requests), _speeds(rows, requests)
-    programs = group(rows)
-    done = Counter(program.repetition for program in programs)
+    good, programs = [row for row in rows if row.ok], group(rows)
     calling = [row for row in good if row.calls]
     prompts = [row.prompt_tokens for row in good]
+    mine, theirs = _by_repetition(rows, programs, requests), _by_repetition(first, group(first), requests)
+    figures, ratios = Estimates(), Estimates()
+    for name in OF_REPETITIONS:
+        both = [repetition for repetition in mine[name] if repetition in theirs[name]]
+        figures[name] = estimate(list(mine[name].values()), mean, seed)
+        ratios[name] = ratio([mine[name][each] for each in both], [theirs[name][each] for each in both], mean, seed)
+    base_rows, base_jobs = {row.key: row for row in first if row.ok}, {job.key: job for job in group(first)}
+    row_pairs = [(row, base_rows[row.key]) for row in good if row.key in base_rows]
+    job_pairs = [(job, base_jobs[job.key]) for job in programs if job.key in base_jobs]
+    _estimate(figures, ratios, OF_ROWS, good, row_pairs, seed)
+    _estimate(figures, ratios, OF_JOBS, programs, job_pairs, seed)
     return Summary(
         workload=rows[0].workload,
         server=rows[0].server,
         requests=len(rows),
         failures=dict(Counter(row.failure for row in rows if not row.ok)),
-        latency=_spread([row.latency for row in good], seed),
-        ttft=_spread(_known(good, lambda row: row.ttft), seed),
-        per_token=estimate(_known(good, lambda row: row.per_token), median, seed),
-        wall=estimate(list(wall.values()), mean, seed),
-        tokens_per_s=estimate(list(speed.values()), mean, seed),
+        figures=figures,
+        ratios=ratios,
+        late=estimate([row.started - row.due for row in rows if row.due is not None], percentile(99), seed),
+        programs=len(programs),
         output_tokens=sum(row.output_tokens for row in good),
         prompt_tokens=(min(prompts, default=0), max(prompts, default=0)),
         cached_share=_cached(good),
         cold_cached_share=_cached(_coldest(good)),
+        cached_by_turn=tuple(_cached([row for row in good if min(row.turn, DEPTHS - 1) == n]) for n in range(DEPTHS)),
         call_share=len(calling) / max(len(good), 1),
         fitting_share=sum(row.fits for row in calling) / len(calling) if calling else None,
         scripted_share=sum(row.as_scripted for row in good) / max(len(good), 1),
         cache_hits=sum(row.cache == "hit" for row in good),
-        late=estimate([row.started - row.due for row in rows if row.due is not None], percentile(99), seed),
-        ratios=_ratios(rows, first, requests, seed),
-        agreement=None if rows is first else _agreement(good, first),
-        programs=len(programs),
-        turns=estimate([float(program.turns) for program in programs], mean, seed),
-        job=_spread([program.seconds for program in programs], seed),
-        last_first_token=_spread(_known(programs, lambda program: program.last_first_token), seed),
-        tool=estimate([program.tool for program in programs], mean, seed),
-        bubble=estimate(_known(programs, lambda program: program.bubble), mean, seed),
-        prefill=estimate(_known(programs, lambda program: program.prefill), mean, seed),
-        decode=estimate(_known(programs, lambda program: program.decode), mean, seed),
-        programs_per_s=estimate([done[repetition] / s for repetition, s in wall.items() if s > 0], mean, seed),
-        tool_share=estimate([p.tool / p.last_first_token for p in programs if p.last_first_token], median, seed),
-        cached_by_turn=tuple(_cached([row for row in good if min(row.turn, DEPTHS - 1) == n]) for n in range(DEPTHS)),
-        tools=_tools(rows, seed),
+        agreement=None if rows is first else _agreement(row_pairs),
+        tools=tuple(
+            ToolTimes(
+                tools,
+                len(times),
+                estimate(times, mean, seed),
+                estimate(times, median, seed),
+                estimate(times, percentile(99), seed),
+                tuple(estimate(times[:n], mean, seed) if n <= len(times) else None for n in SAMPLES),
+            )
+            for tools, times in sorted(tool_times(rows).items(), key=lambda item: -len(item[1]))
+        ),
     )
 
 
-def _tools(rows: Sequence[Row], seed: int) -> tuple[ToolTimes, ...]:
-    return tuple(
-        ToolTimes(
-            tools,
-            len(times),
-            estimate(times, mean, seed),
-            estimate(times, median, seed),
-            estimate(times, percentile(99), seed),
-            tuple(estimate(times[:n], mean, seed) if n <= len(times) else None for n in SAMPLES),
-        )
-        for tools, times in sorted(tool_times(rows).items(), key=lambda item: -len(item[1]))
-    )
+def _estimate(
+    figures: Estimates,
+    ratios: Estimates,
+    table: Mapping[str, tuple[Callable[[T], float | None], tuple[str, ...]]],
+    these: Sequence[T],
+    pairs: Sequence[tuple[T, T]],
+    seed: int,
+) -> None:
+    """Add the figures of a table, of what is known, and their ratios, of pairs in which both are known."""
+    for name, (value, statistics) in table.items():
+        known = [found for each in these if (found := value(each)) is not None]
+        both = [(mine, base) for a, b in pairs if (mine := value(a)) is not None and (base := value(b)) is not None]
+        over, under = [mine for mine, _ in both], [base for _, base in both]
+        for each in statistics:
+            figures[f"{name} {each}"] = estimate(known, STATISTICS[each], seed)
+            ratios[f"{name} {each}"] = ratio(over, under, STATISTICS[each], seed)
 
 
-def _known(these: Sequence[T], value: Callable[[T], float | None]) -> list[float]:
-    return [known for each in these if (known := value(each)) is not None]
-
-
-def _spread(values: Sequence[float], seed: int) -> dict[str, Estimate | None]:
-    return {name: estimate(values, statistic, seed) for name, statistic in _STATISTICS.items()}
-
-
-def _speeds(rows: Sequence[Row], requests: Mapping[int, int]) -> dict[int, float]:
-    """Output tokens per second of each whole repetition, if the server counts tokens."""
-    tokens: Counter[int] = Counter()
+def _by_repetition(
+    rows: Sequence[Row], programs: Sequence[Job], requests: Mapping[int, int]
+) -> dict[str, dict[int, float]]:
+    """Figures of each whole repetition; tokens per second if the server counts tokens."""
+    wall, tokens = walls(rows, requests), Counter[int]()
     for row in rows:
         tokens[row.repetition] += row.output_tokens
-    lengths = walls(rows, requests).items()
-    return {repetition: tokens[repetition] / wall for repetition, wall in lengths if wall > 0 and tokens[repetition]}
+    done = Counter(program.repetition for program in programs)
+    speed = {each: tokens[each] / seconds for each, seconds in wall.items() if seconds > 0 and tokens[each]}
+    return dict(
+        zip(OF_REPETITIONS, (wall, speed, {each: done[each] / s for each, s in wall.items() if s > 0}), strict=True)
+    )
 
 
 def _cached(rows: Sequence[Row]) -> float | None:
@@ -212,38 +223,6 @@ def _coldest(rows: Sequence[Row]) -> list[Row]:
     return list({row.repetition: row for row in sorted(first, key=lambda row: -(row.cached_tokens or 0))}.values())
 
 
-def _ratios(
-    rows: Sequence[Row], first: Sequence[Row], requests: Mapping[int, int], seed: int
-) -> dict[str, Estimate | None]:
-    """This server's figures over the first server's."""
-    theirs = {row.key: row for row in first if row.ok}
-    pairs = [(row, theirs[row.key]) for row in rows if row.ok and row.key in theirs]
-    ratios = {f"latency {name}": _ratio(pairs, lambda row: row.latency, name, seed) for name in _STATISTICS}
-    for name in ("p50", "p99"):
-        ratios[f"ttft {name}"] = _ratio(pairs, lambda row: row.ttft, name, seed)
-    ratios["per token p50"] = _ratio(pairs, lambda row: row.per_token, "p50", seed)
-    jobs = {program.key: program for program in group(first)}
-    both = [(program, jobs[program.key]) for program in group(rows) if program.key in jobs]
-    for name in _STATISTICS:
-        ratios[f"job {name}"] = _ratio(both, lambda program: program.seconds, name, seed)
-    ratios["last first token p50"] = _ratio(both, lambda program: program.last_first_token, "p50", seed)
-    for name, figure in (("wall", walls), ("tokens per s", _speeds)):
-        mine, base = figure(rows, requests), figure(first, requests)
-        shared = [repetition for repetition in mine if repetition in base]
-        ratios[name] = ratio([mine[r] for r in shared], [base[r] for r in shared], mean, seed)
-    return ratios
-
-
-def _ratio(
-    pairs: Sequence[tuple[T, T]], value: Callable[[T], float | None], statistic: str, seed: int
-) -> Estimate | None:
-    """Over the pairs in which both values are known, the second of each as the denominator."""
-    known = [(mine, base) for a, b in pairs if (mine := value(a)) is not None and (base := value(b)) is not None]
-    return ratio([mine for mine, _ in known], [base for _, base in known], _STATISTICS[statistic], seed)
-
-
-def _agreement(good: Sequence[Row], first: Sequence[Row]) -> Agreement:
-    theirs = {row.key: row for row in first if row.ok}
-    both = [(row, theirs[row.key]) for row in good if row.key in theirs]
-    same = [(row, other) for row, other in both if row.prompt == other.prompt]
-    return Agreement(len(both), len(same), sum(row.answer == other.answer for row, other in same))
+def _agreement(pairs: Sequence[tuple[Row, Row]]) -> Agreement:
+    same = [(row, other) for row, other in pairs if row.prompt == other.prompt]
+    return Agreement(len(pairs), len(same), sum(row.answer == other.answer for row, other in same))

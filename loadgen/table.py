@@ -38,100 +38,7 @@ def check_writable(path: Path, field_name: str) -> None:
         raise ConfigError(f"cannot write {path}: {error}", field_name) from error
 
 
-def print_report(summaries: Sequence[Summary], drawn: Mapping[str, str], notes: Sequence[str]) -> None:
-    """The tables of each workload, then the notes."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
-    for workload in dict.fromkeys(summary.workload for summary in summaries):
-        mine = [summary for summary in summaries if summary.workload == workload]
-        titles = (f"{workload}: {drawn.get(workload, '')}", f"{workload}: whole programs")
-        for title, layout in zip(titles, layouts(mine), strict=False):
-            shown = table(title, layout, mine)
-            if workload == "repeats":
-                shown.caption = "exact repeats: an answer may come from a response cache, which is no inference"
-            console.print(shown)
-        if lines := tool_lines(mine):
-            print_table(f"{workload}: tools", TOOL_HEADS, lines, left=2)
-    for note in notes:
-        console.print(note, markup=False, highlight=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """One figure of a server; `ratio` is the name of its ratio to the first server's in `Summary.ratios`."""
-
-    head: str
-    figure: Callable[[Summary], str]
-    ratio: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The columns of a table."""
-
-    columns: tuple[Column, ...]
-
-    @property
-    def heads(self) -> tuple[str, ...]:
-        return tuple(column.head for column in self.columns)
-
-    def figures(self, summary: Summary) -> list[str]:
-        """A server's cells: the figure, and below it its interval or a remark."""
-        return [column.figure(summary) for column in self.columns]
-
-    def ratios(self, summary: Summary) -> list[str]:
-        """A server's cells over the first server's."""
-        return [cell(summary.ratios[column.ratio], unit="x") if column.ratio else "" for column in self.columns]
-
-
-def layouts(summaries: Sequence[Summary]) -> list[Layout]:
-    """The tables of one workload: of its requests, and of its programs where these have several turns."""
-    return [REQUESTS, PROGRAMS] if has_programs(summaries) else [REQUESTS]
-
-
-def table(title: str, layout: Layout, summaries: Sequence[Summary]) -> Table:
-    """One workload: each server, and under each but the first its ratios to the first."""
-    first = summaries[0]
-    # Names of servers are text, in which rich would look for markup.
-    shown = Table(title=Text(title, "table.title"), title_justify="left", caption_justify="left", box=SIMPLE)
-    shown.add_column("server", no_wrap=True)
-    for head in layout.heads:
-        shown.add_column(head, justify="right", overflow="fold")
-    for summary in summaries:
-        shown.add_row(Text(summary.server), *layout.figures(summary), end_section=summary is first)
-        if summary is not first:
-            shown.add_row(Text(f"/ {first.server}"), *layout.ratios(summary), style="bold", end_section=True)
-    return shown
-
-
-def tool_lines(summaries: Sequence[Summary]) -> list[list[str]]:
-    """A line of `TOOL_HEADS` for each set of tools that ran."""
-    return [
-        [summary.server, each.tools, f"{each.runs}", *map(cell, (each.mean, each.p50, each.p99, *each.after))]
-        for summary in summaries
-        for each in summary.tools
-    ]
-
-
-TOOL_HEADS = ("server", "tools", "runs", "mean s", "p50", "p99", *(f"mean of the first {n}" for n in SAMPLES))
-
-
-def _requests(summary: Summary) -> str:
-    failed = sum(summary.failures.values())
-    return f"{summary.requests}" + (f"\n{failed} failed" if failed else "")
-
-
-def _agreement(summary: Summary) -> str:
-    agreement = summary.agreement
-    if agreement is None:
-        return ""
-    return f"{agreement.same_answer} of {agreement.same_prompt}\n({agreement.asked} asked)"
-
-
-def has_programs(summaries: Sequence[Summary]) -> bool:
-    """Whether some programs have several turns."""
-    return any(summary.turns is not None and summary.turns.value > 1 for summary in summaries)
+# ---- cells ----
 
 
 def cell(estimate: Estimate | None, scale: float = 1, unit: str = "") -> str:
@@ -154,36 +61,127 @@ def share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
-REQUESTS = Layout((
+def _requests(summary: Summary) -> str:
+    failed = sum(summary.failures.values())
+    return f"{summary.requests}" + (f"\n{failed} failed" if failed else "")
+
+
+def _agreement(summary: Summary) -> str:
+    agreement = summary.agreement
+    if agreement is None:
+        return ""
+    return f"{agreement.same_answer} of {agreement.same_prompt}\n({agreement.asked} asked)"
+
+
+def _turns(summary: Summary) -> str:
+    turns = summary.figures["turns mean"]
+    return "-" if turns is None else brief(turns.value)
+
+
+# ---- tables of a comparison ----
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One figure of a server: its name in `Summary.figures`, or a text; whether its ratio to the first is shown."""
+
+    head: str
+    figure: str | Callable[[Summary], str]
+    scale: float = 1.0
+    ratio: bool = True
+
+    def of(self, summary: Summary) -> str:
+        """The figure, and below it its interval or a remark."""
+        name = self.figure
+        return cell(summary.figures[name], self.scale) if isinstance(name, str) else name(summary)
+
+    def over(self, summary: Summary) -> str:
+        """The ratio to the first server's figure."""
+        return cell(summary.ratios[self.figure], unit="x") if self.ratio and isinstance(self.figure, str) else ""
+
+
+REQUESTS = (
     Column("requests", _requests),
-    Column("ms p50", lambda s: cell(s.latency["p50"], 1e3), "latency p50"),
-    Column("ms p90", lambda s: cell(s.latency["p90"], 1e3), "latency p90"),
-    Column("ms p99", lambda s: cell(s.latency["p99"], 1e3), "latency p99"),
-    Column("1st token", lambda s: cell(s.ttft["p50"], 1e3), "ttft p50"),
-    Column("1st p99", lambda s: cell(s.ttft["p99"], 1e3), "ttft p99"),
-    Column("ms/token", lambda s: cell(s.per_token, 1e3), "per token p50"),
-    Column("wall s", lambda s: cell(s.wall), "wall"),
-    Column("tokens/s", lambda s: cell(s.tokens_per_s), "tokens per s"),
-    Column("cached", lambda s: share(s.cached_share)),
-    Column("calls", lambda s: share(s.call_share)),
-    Column("valid", lambda s: share(s.fitting_share)),
-    Column("scripted", lambda s: share(s.scripted_share)),
+    Column("ms p50", "latency p50", 1e3),
+    Column("ms p90", "latency p90", 1e3),
+    Column("ms p99", "latency p99", 1e3),
+    Column("1st token", "ttft p50", 1e3),
+    Column("1st p99", "ttft p99", 1e3),
+    Column("ms/token", "per token p50", 1e3),
+    Column("wall s", "wall"),
+    Column("tokens/s", "tokens per s"),
+    Column("cached", lambda summary: share(summary.cached_share)),
+    Column("calls", lambda summary: share(summary.call_share)),
+    Column("valid", lambda summary: share(summary.fitting_share)),
+    Column("scripted", lambda summary: share(summary.scripted_share)),
     Column("same answer", _agreement),
-))  # fmt: skip
-PROGRAMS = Layout((
-    Column("programs", lambda s: f"{s.programs}"),
-    Column("turns", lambda s: "-" if s.turns is None else brief(s.turns.value)),
-    Column("job s mean", lambda s: cell(s.job["mean"]), "job mean"),
-    Column("job s p50", lambda s: cell(s.job["p50"]), "job p50"),
-    Column("job s p90", lambda s: cell(s.job["p90"]), "job p90"),
-    Column("job s p99", lambda s: cell(s.job["p99"]), "job p99"),
-    Column("FTR s p50", lambda s: cell(s.last_first_token["p50"]), "last first token p50"),
-    Column("p90", lambda s: cell(s.last_first_token["p90"])),
-    Column("tools / FTR", lambda s: cell(s.tool_share)),
-    Column("tools s", lambda s: cell(s.tool)),
-    Column("bubble s", lambda s: cell(s.bubble)),
-    Column("prefill s", lambda s: cell(s.prefill)),
-    Column("decode s", lambda s: cell(s.decode)),
-    Column("programs/s", lambda s: cell(s.programs_per_s)),
-    Column("cached, turn 1, 2, 3, later", lambda s: " ".join(map(share, s.cached_by_turn))),
-))  # fmt: skip
+)
+PROGRAMS = (
+    Column("programs", lambda summary: f"{summary.programs}"),
+    Column("turns", _turns),
+    Column("job s mean", "job mean"),
+    Column("job s p50", "job p50"),
+    Column("job s p90", "job p90"),
+    Column("job s p99", "job p99"),
+    Column("FTR s p50", "last first token p50"),
+    Column("p90", "last first token p90", ratio=False),
+    Column("tools / FTR", "tool share p50", ratio=False),
+    Column("tools s", "tool mean", ratio=False),
+    Column("bubble s", "bubble mean", ratio=False),
+    Column("prefill s", "prefill mean", ratio=False),
+    Column("decode s", "decode mean", ratio=False),
+    Column("programs/s", "programs per s", ratio=False),
+    Column("cached, turn 1, 2, 3, later", lambda summary: " ".join(map(share, summary.cached_by_turn))),
+)
+TOOL_HEADS = ("server", "tools", "runs", "mean s", "p50", "p99", *(f"mean of the first {n}" for n in SAMPLES))
+
+
+def layouts(summaries: Sequence[Summary]) -> list[tuple[Column, ...]]:
+    """The tables of one workload: of its requests, and of its programs where some have several turns."""
+    turns = [summary.figures["turns mean"] for summary in summaries]
+    return [REQUESTS, PROGRAMS] if any(each is not None and each.value > 1 for each in turns) else [REQUESTS]
+
+
+def lines(summaries: Sequence[Summary], columns: Sequence[Column]) -> list[tuple[str, list[str]]]:
+    """Name and cells of each server, and under each but the first those of its ratios to the first."""
+    found, first = [], summaries[0]
+    for summary in summaries:
+        found.append((summary.server, [column.of(summary) for column in columns]))
+        if summary is not first:
+            found.append((f"/ {first.server}", [column.over(summary) for column in columns]))
+    return found
+
+
+def tool_lines(summaries: Sequence[Summary]) -> list[list[str]]:
+    """A line of `TOOL_HEADS` for each set of tools that ran."""
+    return [
+        [summary.server, each.tools, f"{each.runs}", *map(cell, (each.mean, each.p50, each.p99, *each.after))]
+        for summary in summaries
+        for each in summary.tools
+    ]
+
+
+def print_report(summaries: Sequence[Summary], drawn: Mapping[str, str], notes: Sequence[str]) -> None:
+    """The tables of each workload, then the notes."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    for workload in dict.fromkeys(summary.workload for summary in summaries):
+        mine = [summary for summary in summaries if summary.workload == workload]
+        titles = (f"{workload}: {drawn.get(workload, '')}", f"{workload}: whole programs")
+        for title, columns in zip(titles, layouts(mine), strict=False):
+            # Names of servers are text, in which rich would look for markup.
+            shown = Table(title=Text(title, "table.title"), title_justify="left", caption_justify="left", box=SIMPLE)
+            shown.add_column("server", no_wrap=True)
+            for column in columns:
+                shown.add_column(column.head, justify="right", overflow="fold")
+            for number, (name, cells) in enumerate(lines(mine, columns)):
+                ratio = number > 0 and number % 2 == 0
+                shown.add_row(Text(name), *cells, style="bold" if ratio else None, end_section=ratio or not number)
+            if workload == "repeats":
+                shown.caption = "exact repeats: an answer may come from a response cache, which is no inference"
+            console.print(shown)
+        if tools := tool_lines(mine):
+            print_table(f"{workload}: tools", TOOL_HEADS, tools, left=2)
+    for note in notes:
+        console.print(note, markup=False, highlight=False)

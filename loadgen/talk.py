@@ -19,18 +19,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.loadgen.chat import ChatClient, Exchange, streamed
+from holdfast.loadgen.chat import ChatClient, Exchange, Gathered, Kind, Piece, streamed
 from holdfast.loadgen.conversation import Said, WrittenCall, assistant
 from holdfast.loadgen.program import Json
-from holdfast.loadgen.sse import Gathered
 from holdfast.replicas.errors import ConfigError, HoldfastError, UnavailableError
-
-Read = Callable[[str], str]  # returns a line for a prompt; raises EOFError at the end
 
 TIMEOUT_S = 600.0
 FAILED = 1  # exit status of a pipe of which a turn had no answer
 NEW = "/new"
 HINT = f"{NEW} begins a new conversation, Ctrl-D leaves"
+_STYLES = {Kind.TEXT: "", Kind.REASONING: "dim italic"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +65,19 @@ def run(url: str, key: str, options: ChatOptions) -> int:
         import readline  # noqa: F401  (so that a line can be edited)
     console = Console(highlight=False, soft_wrap=True)
     with asyncio.Runner() as runner:
-        talk = runner.run(_begin(url, key, options, console))
+        client = runner.run(_client(url, key))
         try:
-            return _loop(talk, runner, input if interactive else lambda prompt: input(), interactive)
+            talk = Talk(client, console, options, runner.run(_model(client, url, options.model)))
+            try:
+                return _loop(talk, runner, input if interactive else lambda prompt: input(), interactive)
+            finally:
+                runner.run(talk.end())
         finally:
-            runner.run(talk.close())
+            runner.run(client.__aexit__(None, None, None))
 
 
-async def _begin(url: str, key: str, options: ChatOptions, console: Console) -> Talk:
-    client = ChatClient(url.rstrip("/"), TIMEOUT_S, key)
-    try:
-        return Talk(client, console, options, await _model(client, url, options.model))
-    except BaseException:
-        await client.__aexit__(None, None, None)
-        raise
+async def _client(url: str, key: str) -> ChatClient:
+    return ChatClient(url.rstrip("/"), TIMEOUT_S, key)
 
 
 async def _model(client: ChatClient, url: str, wanted: str) -> str:
@@ -97,14 +94,17 @@ async def _model(client: ChatClient, url: str, wanted: str) -> str:
     return wanted or str(body["data"][0]["id"])
 
 
-def _loop(talk: Talk, runner: asyncio.Runner, read: Read, interactive: bool) -> int:
+def _loop(talk: Talk, runner: asyncio.Runner, read: Callable[[str], str], interactive: bool) -> int:
+    """Turn after turn. `read` returns a line for a prompt, and raises EOFError at the end."""
     if interactive:
         talk.say(f"{talk.model}, program {talk.program}. {HINT}\n", "dim")
     while True:
         try:
             text = read("\nyou> ").strip()
             if text == NEW:
-                runner.run(talk.restart())
+                runner.run(talk.end())
+                talk.start("")
+                talk.say(f"program {talk.program}\n", "dim")
             elif text:
                 talk.hear(text)
                 while calls := runner.run(talk.turn()):
@@ -129,19 +129,23 @@ class Talk:
     messages: list[Json] = field(default_factory=list)
     program: str = ""
     _before: int = field(default=0, init=False)  # messages before the user's last one, which stay if its answer fails
+    _asked: float = field(default=0.0, init=False)
+    _wrote: bool = field(default=False, init=False)  # the line has text on it
 
     def __post_init__(self) -> None:
-        self._start(self.options.program)
+        self.start(self.options.program)
 
-    async def restart(self) -> None:
-        """Forget everything, also on the server, and begin again under another name."""
-        await self._end_program()
-        self._start("")
-        self.say(f"program {self.program}\n", "dim")
+    def start(self, program: str) -> None:
+        """Begin again with nothing said, under this name or a new one."""
+        self.messages = [{"role": "system", "content": self.options.system}] if self.options.system else []
+        self._before = len(self.messages)
+        self.program = program or f"chat-{secrets.token_hex(3)}"
 
-    async def close(self) -> None:
-        await self._end_program()
-        await self.client.__aexit__(None, None, None)
+    async def end(self) -> None:
+        """Let the server drop the program's state; it does so by itself later if this fails."""
+        if any(each["role"] == "assistant" for each in self.messages):
+            with suppress(UnavailableError):
+                await self.client.call("DELETE", f"/v1/programs/{self.program}")
 
     def hear(self, text: str) -> None:
         """Take a message of the user."""
@@ -154,11 +158,12 @@ class Talk:
         A call that was cut off is shown, but is no part of the conversation. Raises UnavailableError: then the user's
         message and all after it is forgotten.
         """
-        options, shown = self.options, _Shown(self)
+        options = self.options
         body: Json = {"model": self.model, "messages": self.messages, "program_id": self.program}
         body |= {"temperature": options.temperature, "max_tokens": options.max_tokens}
         body |= {"tools": list(options.tools)} if options.tools else {}
-        exchange = await self.client.send(streamed(body), {}, shown.more)
+        self._asked, self._wrote = time.perf_counter(), False
+        exchange = await self.client.send(streamed(body), {}, self._show)
         if exchange.failure:
             del self.messages[self._before :]
             raise UnavailableError(f"{exchange.failure}: {exchange.detail}")
@@ -166,13 +171,27 @@ class Talk:
         calls = tuple(answer.call(index) for index in sorted(answer.closed))
         message = assistant(Said(answer.said.text, calls))
         self.messages.append(message if calls else {**message, "content": answer.said.text})
-        if shown.wrote:
+        if self._wrote:
             self.say("\n")
         for index in sorted(answer.calls.keys() - answer.closed):
             call = answer.call(index)
             self.say(f"{call.name} {call.arguments} (cut off)\n", "red")
         self.note(f"{cost(exchange)}\n")
         return list(calls)
+
+    def _show(self, answer: Gathered, pieces: list[Piece]) -> None:
+        """Show what is new in an answer."""
+        for kind, piece in pieces:
+            if kind in _STYLES:
+                self.say(piece, _STYLES[kind])
+                self._wrote = True
+            elif kind is Kind.CLOSED:
+                call, after = answer.call(piece), time.perf_counter() - self._asked
+                line = "\n" if self._wrote else ""
+                self.say(f"{line}{call.name} {call.arguments}", "magenta")
+                self.note(f"  closed after {after:.2f} s")
+                self.say("\n")
+                self._wrote = False
 
     def say(self, text: str, style: str = "") -> None:
         """Show text as it is: a model's text is neither markup nor a command to the terminal."""
@@ -184,44 +203,6 @@ class Talk:
         """Show text to people only."""
         if self.console.is_terminal:
             self.say(text, "dim")
-
-    def _start(self, program: str) -> None:
-        self.messages = [{"role": "system", "content": self.options.system}] if self.options.system else []
-        self._before = len(self.messages)
-        self.program = program or f"chat-{secrets.token_hex(3)}"
-
-    async def _end_program(self) -> None:
-        """Let the server drop the program's state; it does so by itself later if this fails."""
-        if any(each["role"] == "assistant" for each in self.messages):
-            with suppress(UnavailableError):
-                await self.client.call("DELETE", f"/v1/programs/{self.program}")
-
-
-class _Shown:
-    """How much of an incoming answer has been shown."""
-
-    def __init__(self, talk: Talk) -> None:
-        self._talk = talk
-        self._began = time.perf_counter()
-        self._thoughts = self._texts = self._calls = 0
-        self.wrote = False  # the line has text on it
-
-    def more(self, answer: Gathered) -> None:
-        """Show what is new."""
-        pieces = [(text, "dim italic") for text in answer.reasoning[self._thoughts :]]
-        pieces += [(text, "") for text in answer.text[self._texts :]]
-        for text, style in pieces:
-            self._talk.say(text, style)
-            self.wrote = True
-        self._thoughts, self._texts = len(answer.reasoning), len(answer.text)
-        for index in answer.closed[self._calls :]:
-            call, after = answer.call(index), time.perf_counter() - self._began
-            line = "\n" if self.wrote else ""
-            self._talk.say(f"{line}{call.name} {call.arguments}", "magenta")
-            self._talk.note(f"  closed after {after:.2f} s")
-            self._talk.say("\n")
-            self.wrote = False
-        self._calls = len(answer.closed)
 
 
 def cost(exchange: Exchange) -> str:

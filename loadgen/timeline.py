@@ -42,10 +42,6 @@ class Span:
 class Track:
     """One program on one server."""
 
-    server: str
-    workload: str
-    repetition: int
-    program: str
     rows: tuple[Row, ...]
     spans: tuple[Span, ...]
 
@@ -53,14 +49,14 @@ class Track:
 def tracks(rows: Iterable[Row]) -> list[Track]:
     """A track for each program on each server, in the order in which the rows name them."""
     tracks_ = []
-    for (server, (workload, repetition, program)), turns in by_program(rows).items():
+    for turns in by_program(rows).values():
         spans: list[Span] = []
         for number, row in enumerate(turns):
             spans += _turn(row)
             gap = tool_gap(row, turns[number + 1]) if number + 1 < len(turns) else 0.0
             if gap > 0:
                 spans.append(Span(Phase.TOOL, row.ended, row.ended + gap, row))
-        tracks_.append(Track(server, workload, repetition, program, tuple(turns), tuple(spans)))
+        tracks_.append(Track(tuple(turns), tuple(spans)))
     return tracks_
 
 
@@ -85,16 +81,23 @@ def trace(rows: Sequence[Row]) -> dict[str, Any]:
 
     A turn is a slice, its phases lie within it, tools between turns. Times are microseconds since the run began.
     """
-    events: list[dict[str, Any]] = []
     servers = list(dict.fromkeys(row.server for row in rows))
-    for process, server in enumerate(servers, 1):
-        events.append(_name("process_name", process, 0, server))
+    events = [_name("process_name", process, 0, server) for process, server in enumerate(servers, 1)]
     for thread, track in enumerate(tracks(rows), 1):
-        process = servers.index(track.server) + 1
-        events.append(_name("thread_name", process, thread, f"{track.workload} {track.repetition} {track.program}"))
-        events += [_slice(f"turn {row.turn}", row.began, row.ended, process, thread, row) for row in track.rows]
-        events += [_slice(span.phase, span.begin, span.end, process, thread, span.row) for span in track.spans]
+        first = track.rows[0]
+        process = servers.index(first.server) + 1
+        events.append(_name("thread_name", process, thread, f"{first.workload} {first.repetition} {first.program}"))
+        slices = [(f"turn {row.turn}", row.began, row.ended, row) for row in track.rows]
+        slices += [(span.phase, span.begin, span.end, span.row) for span in track.spans]
+        for name, begin, end, row in slices:
+            start, stop = round(begin * 1e6), round(end * 1e6)
+            about = {field: getattr(row, field) for field in _SHOWN}
+            event = {"ph": "X", "name": name, "ts": start, "dur": stop - start, "pid": process, "tid": thread}
+            events.append(event | {"args": about})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+_SHOWN = ("workload", "repetition", "turn", "prompt_tokens", "cached_tokens", "output_tokens", "failure")
 
 
 def _turn(row: Row) -> list[Span]:
@@ -106,16 +109,11 @@ def _turn(row: Row) -> list[Span]:
     else:
         decode = row.ended - row.decode
         prefill = decode - row.prefill
-        ends = [
-            (Phase.OUTSIDE, prefill - row.queue),
-            (Phase.QUEUE, prefill),
-            (Phase.PREFILL, decode),
-            (Phase.DECODE, row.ended),
-        ]
+        ends = [(Phase.OUTSIDE, prefill - row.queue), (Phase.QUEUE, prefill)]
+        ends += [(Phase.PREFILL, decode), (Phase.DECODE, row.ended)]
     spans, begin = [], row.began
     for phase, end in ends:
-        # Two clocks measured this, so a stage might begin before the request.
-        end = max(begin, end)
+        end = max(begin, end)  # two clocks measured this, so a stage might begin before the request
         if end > begin:
             spans.append(Span(phase, begin, end, row))
         begin = end
@@ -124,17 +122,3 @@ def _turn(row: Row) -> list[Span]:
 
 def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
-
-
-def _slice(name: str, begin: float, end: float, process: int, thread: int, row: Row) -> dict[str, Any]:
-    start, stop = round(begin * 1e6), round(end * 1e6)
-    about = {
-        "workload": row.workload,
-        "repetition": row.repetition,
-        "turn": row.turn,
-        "prompt_tokens": row.prompt_tokens,
-        "cached_tokens": row.cached_tokens,
-        "output_tokens": row.output_tokens,
-        "failure": row.failure,
-    }
-    return {"ph": "X", "name": name, "ts": start, "dur": stop - start, "pid": process, "tid": thread, "args": about}

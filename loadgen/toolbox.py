@@ -22,13 +22,14 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar, get_type_hints, overload
+from functools import wraps
+from typing import Any, TypeVar, overload
 
 import pydantic
 from pydantic.json_schema import GenerateJsonSchema
-from pydantic_core import to_json
+from pydantic_core import ArgsKwargs, to_json
 
 from holdfast.loadgen.conversation import WrittenCall
 from holdfast.loadgen.program import Json
@@ -62,30 +63,19 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that a model may call.
+    """A function that a model may call; `schema` is the tool as an OpenAI client declares it.
 
     A try that raises, or takes `timeout_s`, is repeated up to `retries` times, after `backoff_s` and then twice as long
     each time. A function that is not async runs on a thread, which cannot be ended: it goes on after a timeout.
     """
 
     name: str
-    about: str
+    schema: Json
     function: Callable[..., Any]
-    arguments: type[pydantic.BaseModel]
+    arguments: pydantic.TypeAdapter[dict[str, Any]]
     timeout_s: float = TIMEOUT_S
     retries: int = 0
     backoff_s: float = 0.1
-
-    @property
-    def schema(self) -> Json:
-        """The tool as an OpenAI client declares it."""
-        parameters = self.arguments.model_json_schema(schema_generator=_Untitled)
-        del parameters["title"]
-        parameters.setdefault("required", [])
-        return {
-            "type": "function",
-            "function": {"name": self.name, "description": self.about, "parameters": parameters},
-        }
 
     @property
     def longest_s(self) -> float:
@@ -98,10 +88,9 @@ class Tool:
         if (arguments := call.parsed) is None:
             return _failed(call, f"the arguments are not a JSON object: {call.arguments[:_SHOWN]}", 0, started)
         try:
-            values = self.arguments.model_validate(arguments)
+            fields = self.arguments.validate_python(ArgsKwargs((), arguments))
         except pydantic.ValidationError as error:
             return _failed(call, _reasons(error), 0, started)
-        fields = {(of.alias or name): getattr(values, name) for name, of in self.arguments.model_fields.items()}
         for tries in range(1, self.retries + 2):
             try:
                 async with asyncio.timeout(self.timeout_s):
@@ -120,7 +109,7 @@ class Tool:
                 await asyncio.sleep(self.backoff_s * 2.0 ** (tries - 1))
         return _failed(call, wrong, self.retries + 1, started)
 
-    async def _called(self, fields: Mapping[str, Any]) -> Any:
+    async def _called(self, fields: dict[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self.function):
             return await self.function(**fields)
         result = await asyncio.to_thread(self.function, **fields)
@@ -137,33 +126,16 @@ class Toolbox:
     def tool(self, function: Function, /) -> Function: ...
 
     @overload
-    def tool(
-        self,
-        /,
-        *,
-        name: str = ...,
-        timeout_s: float = ...,
-        retries: int = ...,
-        backoff_s: float = ...,
-    ) -> Callable[[Function], Function]: ...
+    def tool(self, /, *, name: str = ..., **limits: float) -> Callable[[Function], Function]: ...
 
-    def tool(
-        self,
-        function: Callable[..., Any] | None = None,
-        /,
-        *,
-        name: str = "",
-        timeout_s: float = TIMEOUT_S,
-        retries: int = 0,
-        backoff_s: float = 0.1,
-    ) -> Any:
-        """Add a function; a decorator, with or without arguments.
+    def tool(self, function: Callable[..., Any] | None = None, /, *, name: str = "", **limits: Any) -> Any:
+        """Add a function; a decorator, with or without `timeout_s`, `retries` and `backoff_s`.
 
         Raises ConfigError for a name that is taken or invalid, and for parameters that have no JSON schema.
         """
 
         def add(plain: Function) -> Function:
-            self.add(tool_of(plain, name=name, timeout_s=timeout_s, retries=retries, backoff_s=backoff_s))
+            self.add(tool_of(plain, name=name, **limits))
             return plain
 
         return add if function is None else add(function)
@@ -200,25 +172,26 @@ def tool_of(function: Callable[..., Any], *, name: str = "", **limits: Any) -> T
     for limit, least in (("timeout_s", 1e-9), ("retries", 0), ("backoff_s", 0)):
         if limits.get(limit, least) < least:
             raise ConfigError(f"{limit} of {name!r} is too small", limit)
-    about, parameters = _documented(inspect.getdoc(function) or "")
-    hints = get_type_hints(function, include_extras=True)
-    fields: dict[str, Any] = {}
-    for at, each in enumerate(inspect.signature(function).parameters.values()):
+    for each in inspect.signature(function).parameters.values():
         if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
             raise ConfigError(f"{name!r} has a parameter {each.name!r} that cannot be given by name", each.name)
-        kind = hints.get(each.name, Any)
-        if text := parameters.get(each.name):
-            kind = Annotated[kind, pydantic.Field(description=text)]
-        default = ... if each.default is each.empty else each.default
-        # Fields have numbers and parameters are aliases: a parameter's name may be one that pydantic reserves.
-        fields[f"p{at}"] = (kind, pydantic.Field(default, alias=each.name))
+
+    @wraps(function)
+    def arguments(**fields: Any) -> dict[str, Any]:
+        return fields
+
     try:
-        arguments = pydantic.create_model(name, __config__=pydantic.ConfigDict(extra="forbid"), **fields)
-        tool = Tool(name, about, function, arguments, **limits)
-        assert tool.schema  # every parameter can be declared
+        adapter: pydantic.TypeAdapter[dict[str, Any]] = pydantic.TypeAdapter(arguments)  # type: ignore[arg-type]
+        parameters = {"required": [], **adapter.json_schema(schema_generator=_Untitled)}
     except (pydantic.errors.PydanticUserError, pydantic.errors.PydanticUndefinedAnnotation) as error:
         raise ConfigError(f"the parameters of {name!r} have no JSON schema: {error}", name) from error
-    return tool
+    about, texts = _documented(inspect.getdoc(function) or "")
+    properties = parameters.setdefault("properties", {})
+    for parameter, declared in properties.items():
+        declared.pop("title", None)
+        declared |= {"description": texts[parameter]} if texts.get(parameter) else {}
+    schema = {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
+    return Tool(name, schema, function, adapter, **limits)
 
 
 class _Untitled(GenerateJsonSchema):
@@ -230,9 +203,8 @@ class _Untitled(GenerateJsonSchema):
 
 def _documented(text: str) -> tuple[str, dict[str, str]]:
     """The text of a docstring before its first section, and that of each parameter under `Args:`."""
-    about, _, rest = re.sub(r"(?m)^(Returns|Raises|Yields|Examples?|Notes?):.*\Z", "", text, flags=re.DOTALL).partition(
-        "Args:\n"
-    )
+    text = re.sub(r"(?m)^(Returns|Raises|Yields|Examples?|Notes?):.*\Z", "", text, flags=re.DOTALL)
+    about, _, rest = text.partition("Args:\n")
     parameters: dict[str, str] = {}
     last = ""
     for line in inspect.cleandoc(rest).splitlines():

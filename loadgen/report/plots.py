@@ -1,13 +1,18 @@
-"""The report's pictures as inline SVG, drawn by matplotlib. What they show is of `series` and `summary`.
+"""The report's pictures as inline SVG, drawn by matplotlib.
 
 Text stays text and takes the page's colour, the ground is left transparent: one picture for a light and a dark page.
 """
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -16,32 +21,137 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from holdfast.loadgen.measure import Estimate
-from holdfast.loadgen.report.palette import PHASES
-from holdfast.loadgen.report.series import Lane, Value, by_turn, cumulative
-from holdfast.loadgen.report.style import INK, LINES, MARKS, STYLE, WIDTH, colour, legend, svg
 from holdfast.loadgen.rows import Row
 from holdfast.loadgen.summary import Summary
-from holdfast.loadgen.timeline import Phase
+from holdfast.loadgen.timeline import Phase, Span, tracks, wave_shifts
 
-Figured = Callable[[Summary], Estimate | None]
+# Each colour is read on a white and on a dark page, so a picture needs to be drawn only once.
+SERVERS = ("#2f7fd1", "#d0651c", "#23946a", "#9a62d0", "#c74a78", "#84802a", "#0f8f9c")
+PHASES = {
+    Phase.OUTSIDE: "#878e98",
+    Phase.QUEUE: "#d0651c",
+    Phase.PREFILL: "#2f7fd1",
+    Phase.WAIT: "#94762c",
+    Phase.DECODE: "#23946a",
+    Phase.TOOL: "#9a62d0",
+    Phase.FAILED: "#d64545",
+}
+INK = "#010203"  # stands for the page's own colour until the picture is text
+WIDTH = 9.6  # inches; a picture is scaled to the page
+STYLE: dict[Any, Any] = {
+    "text.parse_math": False,  # names are no formulas
+    "svg.fonttype": "none",
+    "svg.hashsalt": "holdfast",
+    "font.size": 9.5,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": INK,
+    "grid.alpha": 0.16,
+    "grid.linewidth": 0.6,
+    "figure.facecolor": "none",
+    "legend.frameon": False,
+}
+LINES = ("-", "--", "-.", ":")
+MARKS = ("o", "s", "^", "D", "v", "P", "X")
+
+Value = Callable[[Row], float | None]
 MEASURES: tuple[tuple[str, Value], ...] = (
     ("latency", lambda row: row.latency),
     ("time to first token", lambda row: row.ttft),
 )
-AGAINST_LOAD: tuple[tuple[str, tuple[Figured, ...]], ...] = (
-    ("latency (s)", (lambda told: told.latency["p50"], lambda told: told.latency["p99"])),
-    ("time to first token (s)", (lambda told: told.ttft["p50"], lambda told: told.ttft["p99"])),
-    ("job completion (s, mean)", (lambda told: told.job["mean"], lambda told: told.job["p99"])),
-    ("output tokens a second", (lambda told: told.tokens_per_s,)),
+AGAINST_LOAD = (
+    ("latency (s)", ("latency p50", "latency p99")),
+    ("time to first token (s)", ("ttft p50", "ttft p99")),
+    ("job completion (s, mean)", ("job mean", "job p99")),
+    ("output tokens a second", ("tokens per s",)),
 )
 MOST_TICKS = 4  # of a panel of the overview, which is as wide as some five of their labels
 RATIOS = ("latency p50", "latency p99", "ttft p50", "job mean", "wall")
 
 
+# ---- figures and their style ----
+
+
+def colour(place: int) -> str:
+    """Of the server, or policy, at this place."""
+    return SERVERS[place % len(SERVERS)]
+
+
+def legend(figure: Figure, axes: Axes) -> None:
+    """One legend above all panels, from the first of them."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=6)
+
+
+def svg(figure: Figure, ink: str = "currentColor") -> str:
+    """The picture; `ink` is the colour of its text: the page's own, where the picture is a part of it."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = file.getvalue()
+    return text[text.index("<svg") :].replace(INK, ink)
+
+
+def _servers(each: Sequence[Row] | Sequence[Summary]) -> list[str]:
+    return list(dict.fromkeys(one.server for one in each))
+
+
+# ---- the numbers behind them ----
+
+
+def by_turn(rows: Iterable[Row], value: Value) -> dict[int, tuple[float, float, float]]:
+    """The 10th, 50th and 90th percentile of the requests that succeeded, by their turn from 1."""
+    found: defaultdict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        known = value(row)
+        if row.ok and known is not None:
+            found[row.turn + 1].append(known)
+    return {turn: tuple(np.percentile(found[turn], (10, 50, 90)).tolist()) for turn in sorted(found)}
+
+
+def cumulative(rows: Iterable[Row], value: Value) -> tuple[list[float], list[float]]:
+    """The empirical distribution of ``value``: sorted values, and the share of requests at or below each."""
+    values = sorted(known for row in rows if row.ok and (known := value(row)) is not None)
+    return values, [(number + 1) / len(values) for number in range(len(values))]
+
+
+def loads(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
+    """Of each sweep, by its workload's name: the load at which each of its workloads was sent, in rising order."""
+    found: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        if row.load is not None:
+            found[row.swept][row.workload] = row.load.value
+    return {name: dict(sorted(values.items(), key=lambda item: item[1])) for name, values in found.items()}
+
+
+def lanes(rows: Sequence[Row], most: int) -> list[tuple[str, list[Span]]]:
+    """The first ``most`` programs of one server's repetition with their spans, its waves put one after another."""
+    shifts = wave_shifts(rows)
+    found = sorted(tracks(rows), key=lambda track: track.rows[0].began)[:most]
+    return [
+        (track.rows[0].program, [
+            replace(span, begin=span.begin - shifts[span.row.wave], end=span.end - shifts[span.row.wave])
+            for span in track.spans
+        ])
+        for track in found
+    ]  # fmt: skip
+
+
+# ---- pictures ----
+
+
 def overview(summaries: Sequence[Summary]) -> str | None:
     """Ratios over the first server, of every workload, with their intervals; None where one server is alone."""
-    others = list(dict.fromkeys(told.server for told in summaries if told.agreement is not None))
-    workloads = list(dict.fromkeys(told.workload for told in summaries))
+    others = list(dict.fromkeys(each.server for each in summaries if each.agreement is not None))
+    workloads = list(dict.fromkeys(each.workload for each in summaries))
     if not others:
         return None
     with rc_context(STYLE):
@@ -53,7 +163,7 @@ def overview(summaries: Sequence[Summary]) -> str | None:
             axes.axvline(1, color=INK, linewidth=0.8)
             axes.set_title(name)
             axes.grid(True)
-        _ratio_axis(panels[0])
+        ratio_axis(panels[0])
         panels[0].set_yticks(range(len(workloads)), workloads)
         panels[0].set_ylim(len(workloads) - 0.5, -0.5)
         legend(figure, panels[0])
@@ -70,9 +180,10 @@ def against_turn(rows: Sequence[Row]) -> str | None:
         for axes, (name, value) in zip(panels, MEASURES, strict=True):
             for place, server in enumerate(_servers(rows)):
                 found = by_turn((row for row in rows if row.server == server), value)
-                axes.fill_between(found.turns, found.low, found.high, color=colour(place), alpha=0.18, linewidth=0)
-                mark, line = MARKS[place % len(MARKS)], LINES[place % len(LINES)]
-                axes.plot(found.turns, found.middle, line + mark, color=colour(place), label=server, markersize=3.5)
+                low, middle, high = zip(*found.values(), strict=True) if found else ((), (), ())
+                axes.fill_between(list(found), low, high, color=colour(place), alpha=0.18, linewidth=0)
+                style = LINES[place % len(LINES)] + MARKS[place % len(MARKS)]
+                axes.plot(list(found), middle, style, color=colour(place), label=server, markersize=3.5)
             axes.set(title=f"{name} (s)", xlabel="turn", ylim=(0, None))
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.grid(True)
@@ -88,16 +199,20 @@ def against_load(summaries: Sequence[Summary], loads: Mapping[str, float], unit:
         panels = figure.subplots(2, 2, sharex=True).flat
         for axes, (name, curves) in zip(panels, AGAINST_LOAD, strict=True):
             for server in servers:
-                told = {summary.workload: summary for summary in summaries if summary.server == server}
-                mine = [(load, told[workload]) for workload, load in loads.items() if workload in told]
+                mine = {summary.workload: summary for summary in summaries if summary.server == server}
+                known = [(load, mine[workload]) for workload, load in loads.items() if workload in mine]
                 for tail, of in enumerate(curves):
-                    points = [(load, found) for load, summary in mine if (found := of(summary)) is not None]
+                    points = [(load, value) for load, summary in known if (value := summary.figures[of]) is not None]
                     _load_curve(axes, points, servers.index(server), server, tail=tail > 0)
             axes.set(title=name, ylim=(0, 1.08 * axes.get_ylim()[1]))
             axes.grid(True)
         for axes in figure.axes[2:]:
             axes.set_xlabel(f"programs {unit}")
-        _load_axis(figure.axes[0], sorted(loads.values()))
+        ticks = sorted(loads.values())
+        if len(ticks) > 2 and ticks[-1] >= 4 * ticks[0]:  # they are doubled rather than added to
+            figure.axes[0].set_xscale("log", base=2)
+        figure.axes[0].set_xticks(ticks, [f"{load:g}" for load in ticks])
+        figure.axes[0].xaxis.set_minor_locator(NullLocator())
         handles, labels = figure.axes[0].get_legend_handles_labels()
         handles += [Line2D([], [], color=INK), Line2D([], [], color=INK, linestyle="--")]
         figure.legend(handles, [*labels, "median or mean", "p99"], loc="outside upper left", ncols=8)
@@ -118,7 +233,9 @@ def distributions(rows: Sequence[Row]) -> str:
                 axes.step(seconds, share, line, where="post", color=colour(place), label=server)
             if seen and max(seen) > 30 * min(seen) > 0:
                 axes.set_xscale("log")
-                _log_ticks(axes, LogLocator(10, subs=(1, 2, 5)), "")
+                axes.xaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+                axes.xaxis.set_minor_locator(NullLocator())
+                axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             else:
                 axes.set_xlim(0, None)
             axes.set(title=f"{name} (s)", ylim=(0, 1.02))
@@ -129,22 +246,22 @@ def distributions(rows: Sequence[Row]) -> str:
         return svg(figure)
 
 
-def gantt(servers: Mapping[str, Sequence[Lane]]) -> str:
+def gantt(servers: Mapping[str, Sequence[tuple[str, Sequence[Span]]]]) -> str:
     """What each program was doing, a panel for each server, over the seconds of the server's own repetition."""
-    lengths = [max(len(lanes), 1) for lanes in servers.values()]
+    lengths = [max(len(programs), 1) for programs in servers.values()]
     with rc_context(STYLE):
         figure = Figure((WIDTH, 0.9 + sum(0.26 * length + 0.45 for length in lengths)), layout="constrained")
         panels = figure.subplots(len(servers), 1, sharex=True, squeeze=False, height_ratios=lengths)[:, 0]
         seen: set[Phase] = set()
-        for axes, (server, lanes) in zip(panels, servers.items(), strict=True):
-            for place, lane in enumerate(lanes):
-                seen |= {bar.phase for bar in lane.bars}
+        for axes, (server, programs) in zip(panels, servers.items(), strict=True):
+            for place, (_, spans) in enumerate(programs):
+                seen |= {span.phase for span in spans}
                 for phase in PHASES:
-                    spans = [(bar.begin, bar.length) for bar in lane.bars if bar.phase is phase]
-                    axes.broken_barh(spans, (place - 0.36, 0.72), facecolor=PHASES[phase], linewidth=0)
+                    bars = [(span.begin, span.end - span.begin) for span in spans if span.phase is phase]
+                    axes.broken_barh(bars, (place - 0.36, 0.72), facecolor=PHASES[phase], linewidth=0)
             axes.set_title(server)
-            axes.set_yticks(range(len(lanes)), [lane.program for lane in lanes])
-            axes.set_ylim(len(lanes) - 0.4, -0.6)
+            axes.set_yticks(range(len(programs)), [program for program, _ in programs])
+            axes.set_ylim(len(programs) - 0.4, -0.6)
             axes.tick_params(axis="y", length=0)
             axes.grid(True, axis="x")
         panels[-1].set_xlabel("seconds")
@@ -165,56 +282,31 @@ def _load_curve(axes: Axes, points: Sequence[tuple[float, Estimate]], place: int
         axes.fill_between(loads, low, high, color=shade, alpha=0.18, linewidth=0)
 
 
-def _load_axis(axes: Axes, loads: Sequence[float]) -> None:
-    """Ticks at the loads themselves; logarithmic where they are doubled rather than added to."""
-    if len(loads) > 2 and loads[-1] >= 4 * loads[0]:
-        axes.set_xscale("log", base=2)
-    axes.set_xticks(loads, [f"{load:g}" for load in loads])
-    axes.xaxis.set_minor_locator(NullLocator())
-
-
 def _ratio_points(
     axes: Axes, name: str, server: str, workloads: Sequence[str], summaries: Sequence[Summary], offset: float
 ) -> None:
-    place = _servers(summaries).index(server)
-    points = []
-    for told in summaries:
-        estimate = told.ratios.get(name)
-        if told.server == server and estimate is not None:
-            points.append((workloads.index(told.workload) + offset, estimate.value, *estimate.ends))
+    place, points = _servers(summaries).index(server), []
+    for each in summaries:
+        estimate = each.ratios.get(name)
+        if each.server == server and estimate is not None:
+            points.append((workloads.index(each.workload) + offset, estimate.value, *estimate.ends))
     if points:
         heights, values, lows, highs = zip(*points, strict=True)
         axes.hlines(heights, lows, highs, color=colour(place), linewidth=1.6)
         axes.plot(values, heights, MARKS[place % len(MARKS)], color=colour(place), label=server, markersize=5)
 
 
-def _ratio_axis(axes: Axes) -> None:
+def ratio_axis(axes: Axes) -> None:
+    """Ticks at powers of two, 1 among them: few enough that their labels stand side by side.
+
+    Small ratios are labelled as fractions, which are shorter than their decimals.
+    """
     axes.set_xscale("log", base=2)
     low, high = axes.get_xlim()
     low, high = min(low, 0.45), max(high, 2.2)
     axes.set_xlim(low, high)
-    ticks = ratio_ticks(low, high)
-    axes.set_xticks(ticks, [_ratio(tick) for tick in ticks])
-    axes.xaxis.set_minor_locator(NullLocator())
-
-
-def ratio_ticks(low: float, high: float) -> list[float]:
-    """Powers of two from ``low`` to ``high``, 1 among them: few enough that their labels stand side by side."""
     first, last = math.ceil(math.log2(low)), math.floor(math.log2(high))
     step = max(1, math.ceil((last - first) / (MOST_TICKS - 1)))
-    return [2.0**power for power in range(first + -first % step, last + 1, step)]
-
-
-def _ratio(value: float) -> str:
-    """`4×`, `0.5×`, `1/16×`: small ones as fractions, which are shorter than their decimals."""
-    return f"{value:g}×" if value >= 0.5 else f"1/{1 / value:g}×"
-
-
-def _log_ticks(axes: Axes, locator: LogLocator, unit: str) -> None:
-    axes.xaxis.set_major_locator(locator)
+    ticks = [2.0**power for power in range(first + -first % step, last + 1, step)]
+    axes.set_xticks(ticks, [f"{tick:g}×" if tick >= 0.5 else f"1/{1 / tick:g}×" for tick in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}{unit}"))
-
-
-def _servers(told: Sequence[Row] | Sequence[Summary]) -> list[str]:
-    return list(dict.fromkeys(each.server for each in told))

@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from holdfast.loadgen.cli import Commands, add_flags, counts, numbers
+from holdfast.loadgen.cli import Commands
+from holdfast.loadgen.flags import add_flags, counts, numbers
 
 Options = dict[str, dict[str, Any]]  # of `add_argument`, by flag
 

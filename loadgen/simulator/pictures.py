@@ -10,7 +10,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from holdfast.loadgen.measure import Estimate
-from holdfast.loadgen.report.style import LINES, MARKS, STYLE, WIDTH, colour, legend, svg
+from holdfast.loadgen.report.plots import LINES, MARKS, STYLE, WIDTH, colour, legend, svg
 from holdfast.loadgen.simulator.scenarios import Row, summary
 
 INK = "#7d858f"  # a file has no page to take its colour from; this is read on white and on black

@@ -1,6 +1,9 @@
 """JSON objects read field by field: every getter checks a type, every error names file, place and field.
 
 A field that is null counts as absent. An entry remembers which fields were read, so that the others can be counted.
+
+Data without a field in the standard formats goes into one object beside their fields, `holdfast`, that other readers
+ignore: of a program its tenant and closing messages, of a turn its output, limit and whether its prompt is whole.
 """
 
 from __future__ import annotations
@@ -8,13 +11,15 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from holdfast.loadgen.program import Json, Program
+from holdfast.loadgen.program import Json, Output, Program, Turn
 from holdfast.replicas.errors import ConfigError
+
+KEY = "holdfast"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,42 +76,34 @@ class Entry:
         self._read.add(name)
         return self.data.get(name)
 
-    def text(self, name: str) -> str | None:
+    def _checked(self, name: str, fits: Callable[[Any], bool], why: str) -> Any:
         value = self.raw(name)
-        if value is not None and not isinstance(value, str):
-            raise self.error(name, "must be a string")
+        if value is not None and not fits(value):
+            raise self.error(name, why)
         return value
 
+    def text(self, name: str) -> str | None:
+        """A string."""
+        return self._checked(name, lambda value: isinstance(value, str), "must be a string")  # type: ignore[no-any-return]
+
     def flag(self, name: str) -> bool:
-        value = self.raw(name)
-        if value is not None and not isinstance(value, bool):
-            raise self.error(name, "must be true or false")
-        return bool(value)
+        """True or false; absent is false."""
+        return bool(self._checked(name, lambda value: isinstance(value, bool), "must be true or false"))
 
     def number(self, name: str) -> float | None:
         """A finite number that is not negative."""
-        value = self.raw(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise self.error(name, "must be a number, 0 or more")
-        return value
+        return self._checked(name, _is_number, "must be a number, 0 or more")  # type: ignore[no-any-return]
 
     def count(self, name: str) -> int | None:
         """A whole number that is not negative."""
-        value = self.raw(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise self.error(name, "must be a whole number, 0 or more")
-        return value
+        why = "must be a whole number, 0 or more"
+        return self._checked(name, lambda value: _is_whole(value) and value >= 0, why)  # type: ignore[no-any-return]
 
     def counts(self, name: str) -> tuple[int, ...] | None:
         """A list of whole numbers."""
-        value = self.raw(name)
-        if value is None:
-            return None
-        if not isinstance(value, list) or any(isinstance(item, bool) or not isinstance(item, int) for item in value):
-            raise self.error(name, "must be a list of whole numbers")
-        return tuple(value)
+        why = "must be a list of whole numbers"
+        value = self._checked(name, lambda value: isinstance(value, list) and all(map(_is_whole, value)), why)
+        return None if value is None else tuple(value)
 
     def inner(self, name: str) -> Entry | None:
         """The object in field ``name``, to be read field by field."""
@@ -124,10 +121,7 @@ class Entry:
 
     def object(self, name: str) -> Json | None:
         """The object in field ``name`` as it stands."""
-        value = self.raw(name)
-        if value is not None and not isinstance(value, dict):
-            raise self.error(name, "must be an object")
-        return value
+        return self._checked(name, lambda value: isinstance(value, dict), "must be an object")  # type: ignore[no-any-return]
 
     def objects(self, name: str) -> tuple[Json, ...] | None:
         """A list of objects as they stand."""
@@ -148,12 +142,18 @@ class Entry:
         return sum((entry.unread() for entry in self._inner), Counter(".".join([*kept, name]) for name in left))
 
     def _items(self, name: str) -> list[Entry] | None:
-        value = self.raw(name)
+        value = self._checked(name, lambda value: isinstance(value, list), "must be a list")
         if value is None:
             return None
-        if not isinstance(value, list):
-            raise self.error(name, "must be a list")
         return [Entry(item, self.place, _path(self.prefix, f"{name}.{number}")) for number, item in enumerate(value)]
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def required(entry: Entry, name: str) -> str:
@@ -199,6 +199,62 @@ def _check_message(message: Entry) -> None:
 
 def _path(prefix: str, name: str) -> str:
     return f"{prefix}.{name}".strip(".")
+
+
+# ---- what the standard formats have no field for ----
+
+
+def of_program(program: Program) -> Json:
+    """Tenant and closing messages, where there are any."""
+    data: Json = {"tenant": program.tenant} if program.tenant else {}
+    return data | ({"closing": list(program.closing)} if program.closing else {})
+
+
+def of_turn(turn: Turn, output_length: int | None) -> Json:
+    """The data of a turn beyond the format's own ``output_length``."""
+    output = {field.name: getattr(turn.output, field.name) for field in fields(Output)}
+    output = {name: value for name, value in output.items() if value is not None}
+    data: Json = {"whole": True} if turn.whole else {}
+    if turn.max_tokens is not None:
+        data["max_tokens"] = turn.max_tokens
+    if data or output != ({} if output_length is None else {"tokens": output_length}):
+        data["output"] = output
+    return data
+
+
+def program_in(entry: Entry | None) -> tuple[str, tuple[Json, ...]]:
+    """Tenant and closing messages."""
+    return ("", ()) if entry is None else (entry.text("tenant") or "", entry.messages("closing") or ())
+
+
+def turn_in(entry: Entry, extension: Entry | None) -> Json:
+    """The fields of a turn that both of aiperf's formats have: limit, moment, pause, and output."""
+    length = entry.count("output_length")
+    inner = None if extension is None else extension.inner("output")
+    output = Output(tokens=length)
+    if inner is not None:
+        values: Json = {name: answer_in(inner, name) for name in ("answer", "kept")}
+        values |= {name: inner.text(name) for name in ("reason", "failure")}
+        values |= {name: inner.count(name) for name in ("prompt_tokens", "cached_tokens", "tokens")}
+        values |= {each.name: inner.number(each.name) for each in fields(Output) if each.name.endswith("_ms")}
+        output = Output(**values)
+    limit = None if extension is None else extension.count("max_tokens")
+    at_ms, delay_ms = entry.number("timestamp"), entry.number("delay")
+    return {"max_tokens": limit, "at_ms": at_ms, "delay_ms": delay_ms, "output": output}
+
+
+def extra_in(entry: Entry) -> tuple[Json, tuple[Json, ...]]:
+    """aiperf's `extra`, which it merges into the request: sampling fields, and tools that stand among them."""
+    extra = entry.inner("extra")
+    if extra is None:
+        return {}, ()
+    if "messages" in extra.data:
+        raise extra.error("messages", "would replace the conversation")
+    tools = extra.objects("tools") or ()
+    return {name: extra.raw(name) for name in extra.data if name != "tools"}, tools
+
+
+# ---- files ----
 
 
 def lines(path: Path) -> Iterator[Entry]:

@@ -27,7 +27,7 @@ WORDS = tuple(_COMMON.split())
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """How lengths become texts: ``words_per_token`` of the served model, ``scale`` for a smaller context than recorded.
+    """How lengths become texts, a word a token; ``scale`` is for a smaller context than recorded.
 
     The chat template's own tokens come on top of the recorded length. No repetition's prompts begin as another's do:
     texts are drawn anew, and from the second one on prompts that the trace has in full open with a session.
@@ -38,7 +38,6 @@ class Wording:
     repetition: int = 0
     block: int = BLOCK
     scale: float = 1.0
-    words_per_token: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 < self.scale < inf:
@@ -46,7 +45,7 @@ class Wording:
 
     def words(self, tokens: int) -> int:
         """How many words a prompt of that many tokens has, one at least."""
-        return max(1, round(tokens * self.scale * self.words_per_token))
+        return max(1, round(tokens * self.scale))
 
     def text(self, sized: Sized, about: str) -> str:
         """A text of that length; what no block covers is drawn for ``about``, shared with nothing."""

@@ -16,8 +16,19 @@ from itertools import chain
 from pathlib import Path
 
 from holdfast.loadgen.program import Json, Messages, Program, Sized, Turn, continued, prompts
-from holdfast.loadgen.traces import carried
-from holdfast.loadgen.traces.entries import Entry, Reading, distinct, lines, write_lines
+from holdfast.loadgen.traces.entries import (
+    KEY,
+    Entry,
+    Reading,
+    distinct,
+    extra_in,
+    lines,
+    of_program,
+    of_turn,
+    program_in,
+    turn_in,
+    write_lines,
+)
 from holdfast.replicas.errors import ConfigError
 
 NAME = "mooncake_trace"
@@ -57,13 +68,9 @@ def read(path: Path) -> Reading:
     return Reading(programs, read, left_out)
 
 
-def write(programs: Iterable[Program], path: Path, live: bool = False) -> None:
-    """One line a turn: with its whole prompt, or with ``live`` what is new in it.
-
-    Raises ConfigError for what that cannot carry: a whole prompt or a turn that adds nothing where ``live``, an
-    answer that the trace does not have where not.
-    """
-    write_lines(path, (row for program in distinct(programs) for row in _rows(program, live)))
+def write(programs: Iterable[Program], path: Path) -> None:
+    """One line a turn, with its whole prompt. Raises ConfigError for an answer that the trace does not have."""
+    write_lines(path, (row for program in distinct(programs) for row in _rows(program)))
 
 
 def _line(entry: Entry, left_out: Counter[str]) -> _Line:
@@ -77,20 +84,12 @@ def _line(entry: Entry, left_out: Counter[str]) -> _Line:
     tools = source.objects("tools")
     if payload is None and (tools == () or (tools and kind == "input")):
         raise source.error("tools", "must not be empty, and needs messages")
-    sampling, over = carried.extra_in(entry)
+    sampling, over = extra_in(entry)
     tools = over or tools
     if payload is not None:
         sampling = _fields(payload, left_out) | sampling
-    extension = entry.inner(carried.KEY)
-    turn = Turn(
-        prompt=prompt,
-        tools=tools or (),
-        sampling=sampling,
-        max_tokens=None if extension is None else extension.count("max_tokens"),
-        at_ms=entry.number("timestamp"),
-        delay_ms=entry.number("delay"),
-        output=carried.output_in(extension, entry.count("output_length")),
-    )
+    extension = entry.inner(KEY)
+    turn = Turn(prompt=prompt, tools=tools or (), sampling=sampling, **turn_in(entry, extension))
     whole = extension.flag("whole") if extension is not None and extension.data.get("output") is not None else None
     return _Line(turn, kind, whole, tools is not None, entry, extension)
 
@@ -142,51 +141,37 @@ def _program(name: str, found: list[_Line]) -> Program:
                     raise line.entry.error("messages", "do not continue the turn before")
             whole = now
         turns.append(turn)
-    tenant, closing = carried.program_in(found[0].extension)
+    tenant, closing = program_in(found[0].extension)
     return Program(name, tuple(turns), tenant, closing)
 
 
-def _rows(program: Program, live: bool) -> Iterator[Json]:
+def _rows(program: Program) -> Iterator[Json]:
     sized = [isinstance(turn.prompt, Sized) for turn in program.turns]
     if any(sized) and not all(sized):
         raise ConfigError(f"program {program.id!r}: {NAME} cannot mix lengths and messages", "prompt")
-    full = None if live or any(sized) else prompts(program)
+    whole = iter(()) if any(sized) else prompts(program)
     for index, turn in enumerate(program.turns):
-        before = program.turns[index - 1] if index else None
-        yield _row(program, index, turn, before, None if full is None else next(full))
+        row: Json = {"session_id": program.id}
+        row |= {} if turn.at_ms is None else {"timestamp": turn.at_ms}
+        row |= {} if turn.delay_ms is None else {"delay": turn.delay_ms}
+        if why := _unfit(turn, first=not index):
+            raise ConfigError(f"program {program.id!r}, turn {index}: {NAME} cannot carry {why}", "turns")
+        if isinstance(turn.prompt, Sized):
+            row |= {"input_length": turn.prompt.tokens}
+            row |= {} if turn.prompt.blocks is None else {"hash_ids": list(turn.prompt.blocks)}
+        else:
+            row |= {"assistant_responses": "recorded", "messages": list(next(whole))}
+        row |= {"tools": list(turn.tools)} if turn.tools else {}
+        # The recorded length, or else the limit; none for 0, which aiperf refuses.
+        length = (turn.output.tokens if turn.output.tokens is not None else turn.max_tokens) or None
+        row |= {} if length is None else {"output_length": length}
+        row |= {"extra": turn.sampling} if turn.sampling else {}
+        extension = of_turn(turn, length) | (of_program(program) if index == 0 else {})
+        yield row | ({KEY: extension} if extension else {})
 
 
-def _row(program: Program, index: int, turn: Turn, before: Turn | None, whole: Messages | None) -> Json:
-    row: Json = {"session_id": program.id}
-    row |= {} if turn.at_ms is None else {"timestamp": turn.at_ms}
-    row |= {} if turn.delay_ms is None else {"delay": turn.delay_ms}
-    live = whole is None
-    why = _unfit(turn, before, live)
-    if why:
-        raise ConfigError(f"program {program.id!r}, turn {index}: {NAME} cannot carry {why}", "turns")
-    if isinstance(turn.prompt, Sized):
-        row |= {"input_length": turn.prompt.tokens}
-        row |= {} if turn.prompt.blocks is None else {"hash_ids": list(turn.prompt.blocks)}
-    else:
-        row |= {"assistant_responses": "live" if live else "recorded"}
-        row |= {"messages": list(turn.prompt if whole is None else whole)}
-    if turn.tools and not (live and before is not None and before.tools == turn.tools):
-        row["tools"] = list(turn.tools)
-    length = carried.output_length(turn)
-    row |= {} if length is None else {"output_length": length}
-    row |= {"extra": turn.sampling} if turn.sampling else {}
-    told = carried.of_turn(turn, length) | (carried.of_program(program) if index == 0 else {})
-    return row | ({carried.KEY: told} if told else {})
-
-
-def _unfit(turn: Turn, before: Turn | None, live: bool) -> str:
+def _unfit(turn: Turn, *, first: bool) -> str:
     """The part of a turn that this format cannot carry; "": it carries all."""
     if isinstance(turn.prompt, Sized):
         return "tools without messages" if turn.tools else "a whole prompt of which it has the length" * turn.whole
-    if live and turn.whole:
-        return "a whole prompt among live turns: write it with recorded answers"
-    if live and not turn.prompt:
-        return "a turn that adds no message: write it with recorded answers"
-    if not live and (before is None or turn.whole) and not turn.prompt:
-        return "a prompt without messages"
-    return "live turns that have no tools any more" if live and before and before.tools and not turn.tools else ""
+    return "a prompt without messages" if (first or turn.whole) and not turn.prompt else ""

@@ -1,4 +1,8 @@
-"""Every workload by its name on the command line."""
+"""Every workload by its name on the command line.
+
+A new workload is a function of `Draw` and `Sizes` that returns a `Round`, in a file of its own beside `papers`, and a
+line in `WORKLOADS`. A workload that arrives at a rate, or sends so many at once, also has a line in `LOADED_BY`.
+"""
 
 from __future__ import annotations
 

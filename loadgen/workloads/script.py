@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 from math import inf
 
+from holdfast.loadgen.flags import option
 from holdfast.loadgen.program import Json, Output, Program, Turn
 from holdfast.loadgen.workloads.words import filler
 from holdfast.replicas.errors import ConfigError
@@ -135,20 +136,22 @@ class Round:
 class Sizes:
     """Sizes of the workloads. Raises ConfigError for sizes below 1 (words: 0), and for factors that are not above 0."""
 
-    webapp_turns: int = 35
-    webapp_words: int = 0  # that its tools add to their results, in all
-    programs: int = 8  # at once, in `concurrency`
-    burst: int = 8  # requests at once, in `burst`
-    bursts: int = 5  # one after another
-    chain: int = 3  # calls that one message of the user asks for at most
-    jobs: int = 20  # programs that arrive by a schedule; in `tenants`, of each quiet tenant
-    rate: float = 0.2  # of those, a second
-    turns_times: int = 1  # multiplies the turns of `swe`, `mixed` and `bfcl`
-    tool_times: float = 1.0  # multiplies the seconds of their tools
-    prompt_tokens: int = 1000  # words that tools add to a program of these; a prompt of `sutradhara`
-    scale: float = 0.01  # of the lengths of `coding`: prompts of 195,000 tokens become 1,950
-    quiet: int = 3  # tenants beside the noisy one
-    noise: int = 8  # multiplies programs and rate of the noisy tenant
+    webapp_turns: int = option("requests of webapp", 35)
+    webapp_words: int = option("words that webapp's tools add to their results, in all", 0)
+    programs: int = option("programs at once in concurrency", 8)
+    burst: int = option("requests at once in burst", 8)
+    bursts: int = option("bursts one after another", 5)
+    chain: int = option("calls that a user message asks for", 3)
+    jobs: int = option("programs that arrive by a schedule; in tenants, of each quiet tenant", 20)
+    rate: float = option("programs a second that arrive by a schedule", 0.2)
+    turns_times: int = option("multiply the turns of swe, mixed and bfcl", 1)
+    tool_times: float = option("multiply the seconds of their tools", 1.0)
+    prompt_tokens: int = option(
+        "words of sutradhara's prompts, and words that the tools of swe, mixed and bfcl return", 1000
+    )
+    scale: float = option("multiply the lengths of coding, whose prompts have 195,000 tokens", 0.01)
+    quiet: int = option("tenants beside the noisy one", 3)
+    noise: int = option("load of the noisy tenant, in quiet ones", 8)
 
     def __post_init__(self) -> None:
         above = "rate", "scale", "tool_times"

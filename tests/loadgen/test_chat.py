@@ -1,17 +1,142 @@
-"""The measured client against a server with known delays, and against servers that fail in every way."""
+"""The measured client: streams cut anywhere, a server with known delays, and servers that fail in every way."""
 
 import asyncio
+import json
 import threading
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from fake_backend import World, chat_body
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from stub_server import DONE, Answer, Asked, call, chunk, models, stub_server, usage
 
-from holdfast.loadgen.chat import ChatClient, Exchange, Failure, streamed
+from holdfast.loadgen.chat import (
+    ChatClient,
+    EventLines,
+    Exchange,
+    Failure,
+    Gathered,
+    Kind,
+    MalformedError,
+    ReportedError,
+    streamed,
+)
+from holdfast.loadgen.conversation import Said, WrittenCall
 from holdfast.replicas.errors import UnavailableError
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 GOOD = ((0.0, chunk({"content": "hello"}) + usage(3, 1, 2) + DONE),)
+
+
+STREAM = (
+    b": hello\r\n\r\n"
+    + chunk({"role": "assistant", "content": ""})
+    + chunk({"reasoning_content": "hm"})
+    + chunk({"content": "Grüße, "}).replace(b"\n", b"\r\n")
+    + chunk({"content": "then"})
+    + chunk({"tool_calls": [{"index": 0, "id": "a", "function": {"name": "f", "arguments": ""}}]})
+    + chunk({"tool_calls": [{"index": 1, "id": "b", "function": {"name": "g", "arguments": "{}"}}]})
+    + chunk({"tool_calls": [{"index": 0, "function": {"arguments": '{"x":'}}]})
+    + chunk({"tool_calls": [{"index": 0, "function": {"arguments": " 1}"}}]})
+    + usage(30, 20, 9)
+    + chunk(None, timing={"queue_ms": 1.5, "prefill_ms": 20, "decode_ms": 300})
+    + DONE
+)
+
+
+def gather(pieces: list[bytes]) -> Gathered:
+    lines, gathered = EventLines(), Gathered()
+    for piece in pieces:
+        for data in lines.feed(piece):
+            gathered.take(data)
+    return gathered
+
+
+# ---- streams ----
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, len(STREAM)), max_size=40))
+def test_a_stream_cut_anywhere_gives_the_same_answer(cuts: list[int]) -> None:
+    ends = [0, *sorted(cuts), len(STREAM)]
+    answer = gather([STREAM[a:b] for a, b in pairwise(ends)])
+    assert answer.done
+    assert answer.said == Said("Grüße, then", (WrittenCall("a", "f", '{"x": 1}'), WrittenCall("b", "g", "{}")))
+    assert (answer.reasoning, answer.closed) == (["hm"], [])  # without a finish reason no call has closed
+    assert (answer.prompt_tokens, answer.cached_tokens, answer.output_tokens) == (30, 20, 9)
+    assert (answer.queue, answer.prefill, answer.decode) == (0.0015, 0.02, 0.3)
+
+
+def test_unknown_counts_and_stages_are_none() -> None:
+    assert gather([usage(30, 0, 9)]).cached_tokens == 0
+    for timing in ({}, {"queue_ms": float("nan"), "prefill_ms": -1, "decode_ms": "soon"}):
+        answer = gather([usage(30, None, 9) + chunk(None, timing=timing).replace(b"NaN", b"null")])
+        assert (answer.cached_tokens, answer.queue, answer.prefill, answer.decode) == (None,) * 4
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [b"data: {\n\n", b"data: 7\n\n", b"data: [1]\n\n", b"<html>\n\n", b"data: \xff\n\n", b'data: {"choices": 3}\n\n'],
+)
+def test_anything_but_a_stream_of_chunks_is_malformed(stream: bytes) -> None:
+    with pytest.raises(MalformedError):
+        gather([stream])
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=300))
+def test_no_bytes_raise_anything_else(noise: bytes) -> None:
+    try:
+        gather([noise])
+    except (MalformedError, ReportedError):
+        return
+
+
+CALLS = [("f", '{"x": 1}'), ("g", "{}"), ("h", '{"y": "}"}')]
+
+
+def events_of(calls: list[tuple[str, str]], cut: int, reason: str, *, marks: bool = False) -> list[bytes]:
+    """Events of calls one after the other, arguments in two pieces, and of the answer's end."""
+    events = []
+    for index, (name, arguments) in enumerate(calls):
+        events.append(chunk({"tool_calls": [{"index": index, "id": name, "function": {"name": name}}]}))
+        pieces = (arguments[:cut], arguments[cut:])
+        events += [chunk({"tool_calls": [{"index": index, "function": {"arguments": each}}]}) for each in pieces]
+        if marks:
+            events[-1] = events[-1].replace(b"data: {", b'data: {"holdfast": {"tool_call_closed": %d}, ' % index)
+    end = json.dumps({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]}).encode()
+    return [*events, b"data: " + end + b"\n\n", DONE]
+
+
+def closed_after(events: list[bytes], *, marked: bool) -> list[int]:
+    """The number of closed calls after each event."""
+    answer, counts = Gathered(marked=marked), [0]
+    for event in events:
+        pieces = answer.take(event.decode().removeprefix("data: ").strip())
+        counts.append(counts[-1] + sum(kind is Kind.CLOSED for kind, _ in pieces))
+    assert len(answer.closed) == counts[-1]
+    return counts[1:]
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.booleans())
+def test_a_call_closes_at_its_mark_or_else_when_the_next_one_begins(cut: int, n: int, marks: bool) -> None:
+    counts = closed_after(events_of(CALLS[:n], cut, "tool_calls", marks=marks), marked=marks)
+    assert counts == [index + (marks and piece == 2) for index in range(n) for piece in range(3)] + [n, n]
+
+
+def test_a_call_that_is_cut_or_goes_on_has_not_closed() -> None:
+    for reason in ("length", "content_filter"):
+        assert closed_after(events_of(CALLS, 1, reason), marked=False)[-1] == 2
+    unmarked = [*events_of(CALLS[:1], 1, "stop")[:-2], *events_of(CALLS, 1, "stop", marks=True)[3:]]
+    assert closed_after(unmarked, marked=True)[-1] == 2
+    one, two = events_of(CALLS[:2], 4, "tool_calls")[:3], events_of(CALLS[:2], 4, "tool_calls")[3:]
+    late = one.pop()  # the first call's arguments end after the second one has begun
+    assert closed_after([*one, two[0], late, *two[1:]], marked=False) == [0, 0, 0, 0, 0, 0, 2, 2]
+
+
+# ---- requests ----
 
 
 def ask(answer: Answer, times: int = 1, timeout_s: float = 20.0) -> tuple[list[Exchange], list[Asked]]:
@@ -131,6 +256,17 @@ def test_a_server_that_hangs_is_left_when_its_time_is_up(pieces: tuple[tuple[flo
     assert (exchange.first_token is not None) == bool(pieces)
 
 
+def test_our_server_reports_its_stages() -> None:
+    async def both(url: str) -> list[Gathered]:
+        async with ChatClient(url, 20.0) as client:
+            return [(await client.send(streamed(chat_body()), {})).answer for _ in range(2)]
+
+    with World().served() as url:
+        computed, cached = asyncio.run(both(url))
+    assert (computed.queue, computed.prefill, computed.decode) == (0.125, 0.125, 0.25)
+    assert cached.queue is None  # from the response cache: no engine worked for it
+
+
 def test_no_server_is_a_failure_to_connect() -> None:
     async def nobody() -> Exchange:
         async with ChatClient("http://127.0.0.1:1", 5.0) as client:
@@ -141,25 +277,22 @@ def test_no_server_is_a_failure_to_connect() -> None:
     assert asyncio.run(nobody()).failure == Failure.CONNECT
 
 
-def test_who_is_refused_is_told_the_servers_words() -> None:
-    async def refused(url: str) -> None:
-        async with ChatClient(url, 5.0) as client:
-            with pytest.raises(UnavailableError, match="/v1/models: 401 Give your key"):
-                await client.get("/v1/models")
-
-    with stub_server(lambda asked: Answer.of(b"Give your key", status=401)) as stub:
-        asyncio.run(refused(stub.url))
-
-
 def test_the_key_goes_with_every_request() -> None:
     async def both(url: str) -> None:
         async with ChatClient(url, 5.0, "secret") as client:
-            await client.get("/v1/models")
+            assert await client.model() == "m"
             await client.send(streamed(BODY), {"x-session-id": "s"})
+            with pytest.raises(UnavailableError, match="/v1/else: 401 Give your key"):
+                await client.get("/v1/else")
 
-    with stub_server(lambda asked: models() if asked.method == "GET" else Answer(GOOD)) as stub:
+    def answer(asked: Asked) -> Answer:
+        if asked.path == "/v1/else":
+            return Answer.of(b"Give your key", status=401)
+        return models() if asked.method == "GET" else Answer(GOOD)
+
+    with stub_server(answer) as stub:
         asyncio.run(both(stub.url))
-    assert [asked.headers["authorization"] for asked in stub.asked] == ["Bearer secret"] * 2
+    assert [asked.headers["authorization"] for asked in stub.asked] == ["Bearer secret"] * 3
     assert stub.asked[1].headers["x-session-id"] == "s"
     assert stub.asked[1].body["stream_options"] == {"include_usage": True}
 

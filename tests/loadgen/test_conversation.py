@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.loadgen.conversation import Answers, Manner, Request, Said, WrittenCall, assistant, digest, first, fits
+from holdfast.loadgen.conversation import Manner, Request, Said, WrittenCall, assistant, digest, first, fits
 from holdfast.loadgen.conversation import following as _following
 from holdfast.loadgen.program import Json
 from holdfast.loadgen.workloads import tools
@@ -99,7 +99,7 @@ def test_a_failed_or_broken_answer_is_replaced_by_the_scripts(said: Said | None)
 
 
 def test_forced_histories_are_the_same_whatever_was_said() -> None:
-    obedient = stubborn = first(PROGRAM, Manner(Answers.RECORDED))
+    obedient = stubborn = first(PROGRAM, Manner(recorded=True))
     for _ in range(9):
         obedient, stubborn = obeyed(obedient), following(stubborn, Said("no"))
     assert obedient.body == stubborn.body

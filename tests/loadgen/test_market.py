@@ -9,7 +9,8 @@ from fake_backend import World
 from service_backend import ServiceBackend
 
 from holdfast.cluster import cli
-from holdfast.loadgen.market import Options, measure
+from holdfast.loadgen.market import measure
+from holdfast.loadgen.options import Market
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError
 
@@ -44,7 +45,7 @@ def test_an_answer_that_has_seen_every_line_is_up_to_date() -> None:
     backend = ServiceBackend(EngineConfig(cells=16384, threads=1, context_length=4096, max_sequences=8, session_rows=2))
     try:
         with World(backend).served() as url:
-            options = Options((("a", url),), rates=(0.25,), lines=(5,), seconds=6.0, every_s=3.0, max_tokens=2)
+            options = Market((("a", url),), rates=(0.25,), lines=(5,), seconds=6.0, every_s=3.0, max_tokens=2)
             session, whole = asyncio.run(measure(options))
     finally:
         backend.stop()
@@ -57,5 +58,5 @@ def test_an_answer_that_has_seen_every_line_is_up_to_date() -> None:
 def test_options_that_measure_nothing_are_refused(options: dict[str, object], field: str) -> None:
     servers = () if not options else (("a", "http://127.0.0.1:1"),)
     with pytest.raises(ConfigError) as error:
-        Options(servers=servers, **options)  # type: ignore[arg-type]
+        Market(servers=servers, **options)  # type: ignore[arg-type]
     assert error.value.field == field

@@ -28,12 +28,6 @@ def test_a_server_that_takes_k_times_as_long_each_time_has_that_ratio_without_do
     assert (found.value, found.low, found.high) == pytest.approx((k, k, k))
 
 
-def test_a_wider_sample_has_a_wider_interval() -> None:
-    narrow = estimate([9.0, 10.0, 11.0] * 9, mean, 0)
-    wide = estimate([1.0, 10.0, 19.0] * 9, mean, 0)
-    assert wide.high - wide.low > 5 * (narrow.high - narrow.low)
-
-
 def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
     rng = np.random.default_rng(1)
     samples = [rng.normal(10, 3, 40).tolist() for _ in range(200)]
@@ -42,7 +36,7 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
 
 
 def test_one_observation_has_no_interval_and_none_has_no_estimate() -> None:
-    assert estimate([3.0], mean, 0).low is None
+    assert (estimate([3.0], mean, 0).low, estimate([3.0], mean, 0).ends) == (None, (3.0, 3.0))
     assert estimate([], mean, 0) is None
     assert ratio([], [], mean, 0) is None
     assert ratio([1.0], [0.0], mean, 0) is None
@@ -61,8 +55,3 @@ def test_of_a_few_observations_the_range_is_told() -> None:
 def test_the_range_of_a_ratio_is_that_of_its_pairs() -> None:
     found = ratio([2.0, 9.0, 4.0], [2.0, 3.0, 5.0], mean, 0)
     assert (found.value, found.low, found.high) == pytest.approx((1.5, 0.8, 3.0))
-
-
-def test_an_estimate_without_an_interval_ends_at_its_figure() -> None:
-    assert estimate([3.0], mean, 0).ends == (3.0, 3.0)
-    assert estimate([3.0, 4.0], mean, 0).ends == (3.0, 4.0)

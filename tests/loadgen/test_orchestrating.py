@@ -5,14 +5,15 @@ import asyncio
 import pytest
 from service_backend import engine_served
 
-from holdfast.loadgen.orchestrating import Rounds, Sizes, Way, measured, report
+from holdfast.loadgen.options import Orchestrated
+from holdfast.loadgen.orchestrating import Rounds, Way, measured, report
 from holdfast.loadgen.orchestrator import Run
 from holdfast.replicas.errors import ConfigError
 
 
 def test_a_round_is_of_runs_that_called_the_same() -> None:
     with engine_served() as address:
-        found = asyncio.run(measured(address, Sizes(1, 2, 0)))
+        found = asyncio.run(measured(address, Orchestrated(rounds=1, calls=2, words=0)))
     assert found.calls == [2]
     for way in Way:
         assert 0 < found.first[way][0] < found.whole[way][0]
@@ -33,5 +34,5 @@ def test_ratios_are_to_what_takes_neither_way() -> None:
 def test_sizes_that_make_no_sense_are_refused_by_name() -> None:
     for name in ("rounds", "calls", "words"):
         with pytest.raises(ConfigError) as refused:
-            Sizes(**{name: -1})
+            Orchestrated(**{name: -1})
         assert refused.value.field == name

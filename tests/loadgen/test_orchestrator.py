@@ -19,9 +19,8 @@ from stub_server import DONE as END
 from stub_server import Answer, Asked, chunk, stub_server
 from waiting import go_by, run_virtual
 
-from holdfast.loadgen.chat import ChatClient, Exchange, Failure, Heard
+from holdfast.loadgen.chat import ChatClient, Exchange, Failure, Gathered, Heard
 from holdfast.loadgen.orchestrator import CallClosed, Orchestrator, Run, TextHeard, TurnFailedError
-from holdfast.loadgen.sse import Gathered
 from holdfast.loadgen.toolbox import Toolbox
 from holdfast.loadgen.workloads.words import filler
 from holdfast.replicas.errors import ConfigError, UnavailableError
@@ -70,7 +69,7 @@ class FakeClient:
     async def prefill(self, path: str, body: Any) -> tuple[int, Any]:
         return 404, None
 
-    async def send(self, content: bytes, headers: Mapping[str, str], heard: Heard = lambda answer: None) -> Exchange:
+    async def send(self, content: bytes, headers: Mapping[str, str], heard: Heard) -> Exchange:
         self.sent.append(json.loads(content))
         self.headers.append(headers)
         answer, failure = Gathered(marked=self.holdfast), None
@@ -78,8 +77,7 @@ class FakeClient:
             if isinstance(event, Failure):
                 failure = event
             elif isinstance(event, str):
-                answer.take(event)
-                heard(answer)
+                heard(answer, answer.take(event))
             else:
                 await event()
         return Exchange(0.0, 1.0, 1.0, 2.0, answer, failure)
@@ -176,13 +174,16 @@ def test_callbacks_hear_text_and_calls_and_hurt_nobody() -> None:
     assert run.text == "done"
 
 
-def test_a_call_that_is_cut_is_not_run() -> None:
+def test_a_call_that_is_cut_is_not_run_and_an_empty_answer_ends_the_run() -> None:
     events = call_events(2)
     cut = [*events[:2], json.dumps({"choices": [{"delta": {}, "finish_reason": "length"}]}), "[DONE]"]
     client = FakeClient(cut, TEXT)
     run = finished(agent(client, number).run("go"))
     assert [outcome.content for outcome in run.outcomes] == ["0"]
     assert [call["id"] for call in client.sent[1]["messages"][1]["tool_calls"]] == ["c0"]
+    nothing = [json.dumps({"choices": [{"delta": {}, "finish_reason": "length"}]}), "[DONE]"]
+    run = finished(agent(FakeClient(nothing), number).run("go"))
+    assert (run.text, run.reason, run.messages[-1]) == ("", "length", {"role": "assistant", "content": ""})
 
 
 def test_a_call_without_id_or_arguments_that_can_be_read_has_a_result() -> None:
@@ -194,12 +195,6 @@ def test_a_call_without_id_or_arguments_that_can_be_read_has_a_result() -> None:
     assert said["tool_calls"][0]["function"] == {"name": "work", "arguments": "{}"}
     assert result["tool_call_id"] == said["tool_calls"][0]["id"] != ""
     assert "{oops" in result["content"]
-
-
-def test_an_answer_of_nothing_can_be_gone_on_from() -> None:
-    nothing = [json.dumps({"choices": [{"delta": {}, "finish_reason": "length"}]}), "[DONE]"]
-    run = finished(agent(FakeClient(nothing), number).run("go"))
-    assert (run.text, run.reason, run.messages[-1]) == ("", "length", {"role": "assistant", "content": ""})
 
 
 def test_what_a_model_thought_goes_back_to_holdfast_only() -> None:
@@ -288,32 +283,6 @@ def test_what_goes_ahead_is_the_beginning_of_the_next_turn_however_tools_come_ba
         assert len(ahead) > len(before)  # with the answer and its calls
         assert asked[: len(ahead)] == ahead
     assert run.ahead <= len(client.calls)
-
-
-def test_results_go_ahead_in_order_as_they_come() -> None:
-    """The first call's result is sent while the second's tool runs; the last one's with the turn itself."""
-    extended = asyncio.Event()
-
-    class Told(TakesPrefills):
-        async def prefill(self, path: str, body: Any) -> tuple[int, Any]:
-            answer = await super().prefill(path, body)
-            if path.endswith("/extend"):
-                extended.set()
-            return answer
-
-    async def work(number: int) -> str:
-        if number == 1:
-            await extended.wait()
-        else:
-            await until(lambda: bool(client.handles))
-        return f"result {number}"
-
-    client = Told(marked(call_events(2)), TEXT)
-    assert finished(agent(client, work).run("go", "p")).ahead == 2
-    first, second = (body for method, _, body in client.calls if method == "POST")
-    assert [message["role"] for message in first["messages"]] == ["user", "assistant"]
-    assert first["keep_s"] > 60
-    assert second == {"messages": [{"role": "tool", "tool_call_id": "c0", "content": "result 0"}]}
 
 
 def test_a_server_that_knows_no_prefills_is_asked_once() -> None:

@@ -4,8 +4,7 @@ import pytest
 from stub_server import Answer, Asked, stub_server
 
 from holdfast.loadgen.client import Client
-from holdfast.loadgen.overhead import STREAMED, Samples, main, report
-from holdfast.replicas.errors import ConfigError
+from holdfast.loadgen.overhead import STREAMED, report
 
 
 def echo(asked: Asked) -> Answer:
@@ -24,24 +23,18 @@ def test_the_client_reads_answers_events_and_errors() -> None:
             client.get("/elsewhere")
 
 
-def test_nothing_is_started_to_measure_no_request() -> None:
-    with pytest.raises(ConfigError, match="requests"):
-        main("no such model", 0)
-
-
 def test_the_report_is_of_medians_and_their_differences() -> None:
     further = STREAMED - 1
-    samples = Samples(
-        bare=[1.0, 2.0, 90.0],
-        served=[4.0, 6.0, 90.0],
-        hit=[1.0, 3.0, 90.0],
-        bare_stream=[10.0 + further * 1.0],
-        bare_short=[10.0],
-        served_stream=[20.0 + further * 1.25],
-        served_short=[20.0],
-    )
-    lines = {line.name: line for line in report(samples)}
-    assert lines["added to a request"].value == 4.0
-    assert lines["added to a streamed token"].value == pytest.approx(0.25)
-    assert str(lines["added to a request"]).endswith("met")
-    assert str(lines["response-cache hit, end to end"]).endswith("MISSED")
+    samples = {
+        "bare": [1.0, 2.0, 90.0],
+        "served": [4.0, 6.0, 90.0],
+        "hit": [1.0, 3.0, 90.0],
+        f"bare {STREAMED}": [10.0 + further * 1.0],
+        "bare 1": [10.0],
+        f"served {STREAMED}": [20.0 + further * 1.25],
+        "served 1": [20.0],
+    }
+    lines = {line[:46].strip(): line[46:].split() for line in report(samples)}
+    assert lines["added to a request"] == ["4.000", "ms", "target", "5", "met"]
+    assert lines["added to a streamed token"] == ["0.250", "ms", "target", "0.4", "met"]
+    assert lines["response-cache hit, end to end"][-1] == "MISSED"

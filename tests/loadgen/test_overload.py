@@ -7,10 +7,11 @@ from fake_backend import HELLO, FakeBackend, World
 from waiting import work
 
 from holdfast.loadgen.chat import ChatClient
-from holdfast.loadgen.overload import Crowd, Options, measure, show
+from holdfast.loadgen.options import Overload
+from holdfast.loadgen.overload import Crowd, measure, show
 from holdfast.replicas.errors import DeadlineError, OverloadedError
 
-QUICK = Options(loads=(1.0, 2.0), seconds=0.2, warm_s=0.1, sequences=2, words=3)
+QUICK = Overload(loads=(1.0, 2.0), seconds=1.0, warm_s=0.2, sequences=2, words=3)
 
 
 class Refusing(FakeBackend):
@@ -28,21 +29,20 @@ class Refusing(FakeBackend):
 def test_what_becomes_of_every_request_is_told(capsys):
     with World(Refusing()).served() as url:
         rows = asyncio.run(measure(QUICK, url))
-    assert [(load, told) for load, told, _ in rows] == [(1.0, True), (1.0, False), (2.0, True), (2.0, False)]
-    for _, told, found in rows:
-        assert set(found.ends) == ({"refused"} if told else {"in time"})
-        assert len(found.refused_s) == (found.ends.total() if told else 0)
-    rows.append((3.0, True, rows[1][2]))
+    assert [(each.load, each.told) for each in rows] == [(1.0, True), (1.0, False), (2.0, True), (2.0, False)]
+    for found in rows:
+        assert set(found.ends) == ({"refused"} if found.told else {"in time"})
+        assert len(found.refused_s) == (found.ends.total() if found.told else 0)
     show(QUICK, rows)
     printed = capsys.readouterr().out
     assert "capacity:" in printed
     assert "100.0%" in printed
-    assert all(found.lag.ticks for _, _, found in rows), "beside what the server took stands how late the clients were"
+    assert all(found.lag.ticks for found in rows), "beside what the server took stands how late the clients were"
 
 
 def test_clients_leave_when_their_time_is_over():
     backend = FakeBackend()
-    quick = Options(loads=(1.0,), seconds=0.2, warm_s=0.1, sequences=1, words=3, deadline_s=0.1)
+    quick = Overload(loads=(1.0,), seconds=0.2, warm_s=0.1, sequences=1, words=3, deadline_s=0.1)
     with World(backend).served() as url:
 
         async def scenario():

@@ -1,19 +1,24 @@
-"""How peers are started."""
+"""Peers: their commands, and groups of servers that are started, compared and ended."""
 
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from stub_server import DONE, Answer, Asked, chunk, models, stub_server, usage
 
 from holdfast.cluster.cli import main as holdfast
-from holdfast.loadgen import llama_server, peers
-from holdfast.loadgen.peers import Wanted
-from holdfast.replicas.errors import ConfigError
+from holdfast.loadgen import llama_server, peers, serving
+from holdfast.loadgen.options import Peers, Wanted, parse_variant
+from holdfast.loadgen.peers import peer_of, ratios
+from holdfast.replicas.errors import ConfigError, UnavailableError
 
 
 def test_the_printed_line_can_be_pasted(capsys: pytest.CaptureFixture) -> None:
@@ -34,18 +39,18 @@ def test_the_printed_line_can_be_pasted(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_as_it_comes_a_peer_has_no_drafts_and_on_a_gpu_no_cpu_settings() -> None:
-    assert "ngram" not in " ".join(peers.vllm(Wanted("m")).words)
-    assert "cpu" not in " ".join(peers.vllm(Wanted("m", gpu=True)).words).lower()
-    assert "--continuous-batching" in peers.transformers(Wanted("m")).command
+    assert "ngram" not in " ".join(peers.vllm(Wanted("vllm", "m")).words)
+    assert "cpu" not in " ".join(peers.vllm(Wanted("vllm", "m", gpu=True)).words).lower()
+    assert "--continuous-batching" in peers.transformers(Wanted("transformers", "m")).command
     with pytest.raises(ConfigError, match="no n-gram"):
-        peers.transformers(Wanted("m", ngram=True))
+        peers.transformers(Wanted("transformers", "m", ngram=True))
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_transformers_batches_no_linear_attention(nested: bool, tmp_path: Path) -> None:
     text = {"layer_types": ["linear_attention", "full_attention"]}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": text} if nested else text))
-    assert "--continuous-batching" not in peers.transformers(Wanted(str(tmp_path))).command
+    assert "--continuous-batching" not in peers.transformers(Wanted("transformers", str(tmp_path))).command
 
 
 def test_llama_cpp_takes_a_gguf_file_and_its_own_server(capsys: pytest.CaptureFixture) -> None:
@@ -55,9 +60,9 @@ def test_llama_cpp_takes_a_gguf_file_and_its_own_server(capsys: pytest.CaptureFi
     assert words[words.index("--model") + 1] == "/m/pocket.gguf"
     assert {"--ngram", "--slots"} < set(words)
     assert "--gpu" not in words
-    assert "--gpu" in peers.llama_cpp(Wanted("m.gguf", gpu=True)).words
+    assert "--gpu" in peers.llama_cpp(Wanted("llama.cpp", "m.gguf", gpu=True)).words
     with pytest.raises(ConfigError, match=r"gguf_file MODEL --out"):
-        peers.llama_cpp(Wanted("/m/pocket"))
+        peers.llama_cpp(Wanted("llama.cpp", "/m/pocket"))
 
 
 def wheel() -> SimpleNamespace:
@@ -91,18 +96,146 @@ def test_its_server_needs_nothing_of_holdfast() -> None:
 def test_what_a_peer_cannot_be_told_is_refused() -> None:
     for why, given in (("own context", {"context": 99}), ("parser of tool calls", {"tool_parser": "hermes"})):
         with pytest.raises(ConfigError, match=why):
-            peers.transformers(Wanted("m", **given))
+            peers.transformers(Wanted("transformers", "m", **given))
     with pytest.raises(ConfigError, match="by itself"):
-        peers.llama_cpp(Wanted("m.gguf", tool_parser="hermes"))
+        peers.llama_cpp(Wanted("llama.cpp", "m.gguf", tool_parser="hermes"))
     with pytest.raises(ConfigError, match="context"):
-        Wanted("m", context=0)
+        Wanted("vllm", "m", context=0)
 
 
 def test_what_is_not_there_is_said() -> None:
     with pytest.raises(ConfigError, match="unknown peer"):
-        peers.main("sglang", Wanted("m"), start=False)
+        peers.serve(Wanted("sglang", "m"))
     with pytest.raises(ConfigError, match="installed there"):
-        peers.main("vllm", Wanted("m", venv=Path("/nowhere")), start=True)
-    missing = peers.Peer((sys.executable,), module="no_such_module")
-    assert not peers._installed(missing)
-    assert peers._installed(peers.Peer((sys.executable,), module="json"))
+        peers.serve(Wanted("vllm", "m", venv=Path("/nowhere"), start=True))
+    assert not peers.Peer((sys.executable,), module="no_such_module").installed
+    assert peers.Peer((sys.executable,), module="json").installed
+
+
+# ---- side by side ----
+
+ANSWERING = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Healthy(BaseHTTPRequestHandler):
+    asked = 0
+    def do_GET(self):
+        Healthy.asked += 1
+        self.send_response(200 if self.path == "/health" and Healthy.asked > 1 else 503)
+        self.send_header("content-length", "0")
+        self.end_headers()
+print("here", flush=True)
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
+"""
+
+
+def test_a_name_says_which_peer_of_which_file_with_what(tmp_path: Path) -> None:
+    files = {"gguf": "m.gguf", "gguf_q8_0": "m8.gguf", "venvs": {"llama.cpp": Path("/l"), "vllm": Path("/v")}}
+    asked = Peers("/m", tmp_path, **files)
+    assert {"/v/bin/vllm", "/m", "7"} < set(peer_of(asked, "vllm", 7).words)
+    assert "--speculative-config" not in peer_of(asked, "vllm", 7).words
+    assert "--speculative-config" in peer_of(asked, "vllm-ngram", 7).words
+    assert {"/l/bin/python", "m.gguf", "--ngram"} < set(peer_of(asked, "llama.cpp-ngram", 7).words)
+    assert "m8.gguf" in peer_of(asked, "llama.cpp-q8_0", 7).words
+    assert "--ngram" not in peer_of(asked, "llama.cpp-q8_0", 7).words
+
+
+def test_a_peer_may_be_compared_with_options_of_its_own(tmp_path: Path) -> None:
+    variants = dict(parse_variant(text) for text in ("small=vllm --blocks 64", "drafts=vllm-ngram -x 'a b'"))
+    asked = Peers("/m", tmp_path, (("holdfast", "small", "drafts"),), variants=variants)
+    assert peer_of(asked, "small", 7).words == (*peer_of(asked, "vllm", 7).words, "--blocks", "64")
+    assert peer_of(asked, "drafts", 7).words == (*peer_of(asked, "vllm-ngram", 7).words, "-x", "a b")
+
+
+def test_what_cannot_be_compared_is_refused_before_a_server_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    line = ["bench", "peers", "--model", "m", "--folder", str(tmp_path)]
+    for more, why in (
+        (["--group", "vllm,holdfast"], "begins with Holdfast"),
+        (["--group", "holdfast,vlm"], "unknown server 'vlm'"),
+        (["--group", "holdfast,vllm,vllm"], "same name"),
+        (["--group", "holdfast,llama.cpp"], "GGUF"),
+        (["--group", "holdfast,vllm", "--workload", "burts"], "nearest: burst"),
+        (["--group", "holdfast,vllm", "--engine", "int8={"], "not NAME=JSON"),
+        (["--group", "holdfast,vllm", "--peer", "vllm"], "not NAME=PEER OPTIONS"),
+        (["--group", "holdfast,small", "--peer", "small=vlm --blocks 64"], "unknown server 'small'"),
+    ):
+        assert holdfast([*line, *more]) != 0
+        assert why in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_groups_servers_are_compared_and_end_before_the_next_groups_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    told: list[str] = []
+
+    @contextmanager
+    def started(name: str) -> Iterator[str]:
+        told.append(f"{name} starts")
+        with stub_server(model) as stub:
+            yield stub.url
+        told.append(f"{name} ends")
+
+    monkeypatch.setattr(peers, "serving", lambda model, engine: started(f"{model} {engine}"))
+    monkeypatch.setattr(peers, "serving_peer", lambda command, log: started(log.stem))
+    line = ["bench", "peers", "--model", "m", "--folder", str(tmp_path), "--pause", "0", "--repetitions", "1"]
+    line += ["--workload", "bugfix", "--engine", 'holdfast={"threads": 1}']
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert holdfast([*line, "--group", "holdfast,vllm", "--group", "holdfast,vllm-ngram"]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    ours = "m {'threads': 1}"
+    of_groups = [
+        [f"{ours} starts", f"{peer} starts", f"{peer} ends", f"{ours} ends"] for peer in ("0-vllm", "1-vllm-ngram")
+    ]
+    assert told == [*of_groups[0], *of_groups[1]]
+    *_, first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("| bugfix | vllm | holdfast | ")
+    assert second.startswith("| bugfix | vllm-ngram | holdfast | ")
+    assert {path.name for path in tmp_path.iterdir()} == {"0.json", "1.json"}
+
+
+def model(asked: Asked) -> Answer:
+    """Says a word to everybody."""
+    if asked.method == "GET":
+        return models() if asked.path == "/v1/models" else Answer.of(b"{}", 404)
+    return Answer.of(chunk({"content": "yes"}) + usage(9, 0, 1) + DONE)
+
+
+def test_each_ratio_is_over_the_first_server_of_its_run() -> None:
+    def summary(server: str, value: float) -> dict:
+        names = ("job mean", "latency p50", "latency p99", "ttft p99", "per token p50", "wall")
+        told = {name: {"value": value, "low": value / 2, "high": None} for name in names}
+        told["latency p50"] = {"value": value, "low": 1.0, "high": 3.0}
+        return {"workload": "burst", "server": server, "ratios": told | {"tokens per s": None}}
+
+    runs = [
+        {"servers": [{"name": first}], "summaries": [summary(first, 1.0), summary(peer, value)]}
+        for first, peer, value in (("holdfast", "vllm", 2.0), ("int8", "llama.cpp", 1.5))
+    ]
+    _, _, *lines = ratios(runs)
+    assert lines == [
+        "| burst | vllm | holdfast | 2.00 | 2.00 (1.00-3.00) | 2.00 | 2.00 | 2.00 | 2.00 | - |",
+        "| burst | llama.cpp | int8 | 1.50 | 1.50 (1.00-3.00) | 1.50 | 1.50 | 1.50 | 1.50 | - |",
+    ]
+
+
+def test_a_peer_is_there_when_it_says_so_and_gone_with_the_block(tmp_path: Path) -> None:
+    def command(port: int) -> list[str]:
+        return [sys.executable, "-c", ANSWERING, str(port)]
+
+    with serving.serving_peer(command, tmp_path / "peer.log") as url:
+        assert serving._healthy(url)
+    assert not serving._healthy(url)
+    assert (tmp_path / "peer.log").read_text().startswith("here")
+
+
+def test_a_peer_that_ends_at_once_is_told_of_with_its_log(tmp_path: Path) -> None:
+    ends = [sys.executable, "-c", "print('no such model')"]
+    began = serving.serving_peer(lambda port: ends, tmp_path / "vllm.log")
+    with pytest.raises(UnavailableError, match=r"vllm did not start; see .*vllm.log"), began:
+        pass
+    assert (tmp_path / "vllm.log").read_text() == "no such model\n"

@@ -10,8 +10,8 @@ from stub_server import call as tool_call
 
 from holdfast.cluster.cli import main as holdfast
 from holdfast.loadgen import compare
-from holdfast.loadgen.options import Options
-from holdfast.loadgen.replaying import Replay
+from holdfast.loadgen.compare import replayed
+from holdfast.loadgen.options import Options, Replay
 from holdfast.loadgen.rows import from_json
 from holdfast.loadgen.workloads.script import Sizes
 from holdfast.replicas.errors import ConfigError
@@ -66,7 +66,7 @@ def test_a_failed_answer_does_not_stop_a_replay(tmp_path: Path) -> None:
     failing = [Answer.of(b"{}", 500), Answer.of(b"data: {oops\n\n")]
     with stub_server(lambda asked: failing.pop() if asked.method == "POST" and failing else caller(asked)) as stub:
         options = Options((("b", stub.url),), (), 1, warm_up=0, json_file=out, trace="told")
-        assert compare.main(options, Replay(trace, speed=50).parts(0, 1)) == 0
+        assert compare.main(options, replayed(Replay(trace, speed=50), 0, 1)) == 0
     summary = json.loads(out.read_text())["summaries"][0]
     assert summary["failures"] == {"http": 1, "malformed": 1}
     assert summary["requests"] == 6
@@ -76,8 +76,8 @@ def test_a_trace_is_converted_and_what_was_read_is_said(tmp_path: Path, capsys: 
     log, trace = tmp_path / "log.jsonl", tmp_path / "trace.jsonl"
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     log.write_text(json.dumps({"messages": messages}) + "\n")
-    words = f"bench trace-convert {log} {trace} --from openai --to"
-    assert holdfast([*words.split(), "mooncake_trace"]) == 0
+    words = f"bench trace-convert {log} {trace} --from"
+    assert holdfast([*words.split(), "openai"]) == 0
     assert "1 programs, 1 turns, 1 answers" in capsys.readouterr().out
     assert json.loads(trace.read_text())["messages"] == messages[:1]
     assert holdfast([*words.split(), "csv"]) == 2
@@ -88,7 +88,7 @@ def test_what_cannot_be_recorded_or_replayed_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one --server"):
         Options((("a", "http://h"), ("b", "http://h")), record=tmp_path / "x")
     with pytest.raises(ConfigError, match="forcing"):
-        Replay(tmp_path / "x", forcing="no").manner  # noqa: B018
+        replayed(Replay(tmp_path / "x", forcing="no"), 0, 1)
 
 
 def test_tools_take_their_time_from_the_end_of_an_answer_to_the_next_request(tmp_path: Path) -> None:
@@ -112,29 +112,16 @@ def test_tools_take_their_time_from_the_end_of_an_answer_to_the_next_request(tmp
             assert after.due <= after.started
 
 
-def test_tenants_are_sent_with_keys_of_their_own_and_reported_apart(tmp_path: Path) -> None:
-    key, out = tmp_path / "key", tmp_path / "out.json"
-    key.write_text("hf-noisy\n")
-    with stub_server(caller) as stub:
-        words = f"bench compare --server a={stub.url} --workload tenants --repetitions 1 --warm-up 0 --jobs 1 --rate 50"
-        words += f" --quiet 2 --noise 3 --json {out} --tenant-key-file noisy={key}"
-        assert holdfast(words.split()) == 0
-        keys = [asked.headers.get("authorization") for asked in stub.asked if asked.method == "POST"]
-    assert sorted(keys, key=str) == ["Bearer hf-noisy"] * 18 + [None] * 12
-    content = json.loads(out.read_text())
-    assert (
-        {row["workload"] for row in content["rows"]} == set(content["workloads"]) == {"tenants noisy", "tenants quiet"}
-    )
-    assert "hf-noisy" not in out.read_text()
-
-
-def test_a_replay_sends_each_tenants_programs_with_its_key(tmp_path: Path) -> None:
+def test_each_tenants_programs_are_sent_with_its_key_and_reported_apart(tmp_path: Path) -> None:
     trace, key, out = tmp_path / "run.jsonl", tmp_path / "key", tmp_path / "out.json"
     key.write_text("hf-noisy\n")
     sizes = Sizes(jobs=1, rate=50.0, quiet=1, noise=2)
     with stub_server(caller) as stub:
-        options = Options((("a", stub.url),), ("tenants",), 1, sizes=sizes, warm_up=0, record=trace)
+        keys = (("noisy", "hf-noisy"),)
+        options = Options((("a", stub.url),), ("tenants",), 1, sizes=sizes, warm_up=0, record=trace, tenant_keys=keys)
         assert compare.main(options) == 0
+        keys = [asked.headers.get("authorization") for asked in stub.asked if asked.method == "POST"]
+        assert sorted(keys, key=str) == ["Bearer hf-noisy"] * 12 + [None] * 6
         stub.asked.clear()
         words = f"bench replay {trace} --server a={stub.url} --warm-up 0 --speed 50 --json {out} --tenant-key-file"
         assert holdfast([*words.split(), f"noisy={key}"]) == 0
@@ -142,6 +129,7 @@ def test_a_replay_sends_each_tenants_programs_with_its_key(tmp_path: Path) -> No
         assert holdfast([*words.split(), f"loud={key}"]) == 2
     assert sorted(keys, key=str) == ["Bearer hf-noisy"] * 12 + [None] * 6
     content = json.loads(out.read_text())
+    assert "hf-noisy" not in out.read_text()
     assert content["planned"] == {"replay noisy": [12], "replay quiet": [6]}
     told = {each["workload"]: (each["programs"], each["requests"]) for each in content["summaries"]}
     assert told == {"replay noisy": (2, 12), "replay quiet": (1, 6)}
@@ -202,17 +190,17 @@ def test_no_repetition_finds_the_one_before_it_cached(tmp_path: Path) -> None:
 
 def test_programs_without_times_arrive_at_a_rate(tmp_path: Path) -> None:
     trace = log(tmp_path / "log.jsonl", count=3)
-    made = [Replay(trace, "openai", rate=2.0, speed=speed).parts(0, 2) for speed in (1, 1, 5)]
+    made = [replayed(Replay(trace, "openai", rate=2.0, speed=speed), 0, 2) for speed in (1, 1, 5)]
     moments = [[moment for part in parts for moment in part.round.due] for parts in made]
     assert moments[0] == moments[1] == pytest.approx(moments[2])
     assert len(set(moments[0])) == 6
     assert moments[0][:3] == sorted(moments[0][:3])
-    assert "all at once" in Replay(trace, "openai").parts(0, 1)[0].about
+    assert "all at once" in replayed(Replay(trace, "openai"), 0, 1)[0].about
     with pytest.raises(ConfigError, match="rate must"):
-        Replay(trace, "openai", rate=float("nan")).parts(0, 1)
+        replayed(Replay(trace, "openai", rate=float("nan")), 0, 1)
     trace.write_text('{"text_input": "hi", "timestamp": 3}\n')
     with pytest.raises(ConfigError, match="the trace says when"):
-        Replay(trace, rate=1.0).parts(0, 1)
+        replayed(Replay(trace, rate=1.0), 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -223,4 +211,4 @@ def test_what_no_request_can_hold_is_refused_before_anything_is_sent(tmp_path: P
     trace = tmp_path / "trace.jsonl"
     trace.write_text(f'{{"session_id": "s", {wrong}}}\n')
     with pytest.raises(ConfigError, match="program 's', turn 0: cannot be sent"):
-        Replay(trace).parts(0, 1)
+        replayed(Replay(trace), 0, 1)

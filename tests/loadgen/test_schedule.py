@@ -60,13 +60,6 @@ def test_an_error_is_raised_as_it_is_and_ends_the_others(monkeypatch: pytest.Mon
     assert 0 in ended
 
 
-def test_a_moment_that_is_past_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
-    for due, end in ((None, 100.0), (99.0, 100.0), (101.0, 101.0), (104.0, 103.5)):
-        asyncio.run(schedule.sleep_until(due, 0.5 if due == 104.0 else 0.0))
-        assert clock.now == end
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_collector_is_as_before_when_the_measuring_is_over(frozen: bool) -> None:
     gc.unfreeze()

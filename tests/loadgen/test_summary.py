@@ -1,4 +1,4 @@
-"""From rows to figures: what they are of, and what they must not depend on."""
+"""From rows to figures and tables: what the figures are of, and what they must not depend on."""
 
 import random
 from dataclasses import replace
@@ -8,10 +8,9 @@ from bench_rows import row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.loadgen import rows as row_files
 from holdfast.loadgen.rows import Row
 from holdfast.loadgen.summary import summarize, walls
-from holdfast.replicas.errors import ConfigError
+from holdfast.loadgen.table import print_report
 
 
 def turns(server: str, latencies: list[float], **more) -> list[Row]:
@@ -32,12 +31,13 @@ def test_ratios_are_of_pairs_and_no_order_of_rows_changes_a_figure(
     for ratio in (second.ratios[name] for name in names):
         assert ratio.value == pytest.approx(k)
     assert second.ratios["tokens per s"].value == pytest.approx(1 / k)
-    assert first.latency["p50"].low <= first.latency["p50"].value <= first.latency["p50"].high
+    median = first.figures["latency p50"]
+    assert median.low <= median.value <= median.high
     rest = rows[1:]
     rng.shuffle(rest)
-    again = {(told.server): told for told in summarize(rows[:1] + rest, 0)}
-    assert again["b"].latency["p50"].value == second.latency["p50"].value
-    assert again["b"].wall.value == pytest.approx(second.wall.value)
+    again = {each.server: each for each in summarize(rows[:1] + rest, 0)}
+    assert again["b"].figures["latency p50"].value == second.figures["latency p50"].value
+    assert again["b"].figures["wall"].value == pytest.approx(second.figures["wall"].value)
 
 
 def test_a_wave_lasts_from_its_first_request_to_its_last_answer() -> None:
@@ -46,23 +46,17 @@ def test_a_wave_lasts_from_its_first_request_to_its_last_answer() -> None:
     assert walls(rows, {0: 4}) == walls(rows, {}) == {}
 
 
-def test_failures_are_counted_by_kind_and_are_in_no_figure() -> None:
+def test_failures_are_counted_by_kind_and_enter_no_figure() -> None:
     rows = turns("a", [1.0, 1.0, 1.0]) + turns("b", [1.0, 1.0])
     rows += [row("b", 20.0, 300.0, turn=2, wave=2, failure="timeout")]
     first, second = summarize(rows, 0)
     assert second.failures == {"timeout": 1}
-    assert second.latency["p99"].value == 1.0
-    assert second.ratios["latency p99"].value == 1.0
-    assert (first.wall.value, second.wall, second.ratios["wall"]) == (3.0, None, None)
-
-
-def test_an_unfinished_repetition_is_in_no_wall() -> None:
-    whole = [row(turn=0, repetition=0), row(turn=1, wave=1, repetition=0)]
-    (told,) = summarize([*whole, row(repetition=1, latency=9.0)], 0, {"w": [2, 2]})
-    assert told.wall.value == 2.0
-    assert told.latency["p99"].value > 8
-    (told,) = summarize(whole, 0, {"w": [3]})
-    assert (told.wall, told.tokens_per_s, told.programs_per_s) == (None, None, None)
+    assert second.figures["latency p99"].value == second.ratios["latency p99"].value == 1.0
+    assert (first.figures["wall"].value, second.figures["wall"], second.ratios["wall"]) == (3.0, None, None)
+    rows = [row(program="p"), row(program="q"), row(program="q", started=1.0, turn=1, failure="cut")]
+    rows += [row("b", program="p", latency=3.0), row("b", program="q", latency=9.0)]
+    first, second = summarize(rows, 0)
+    assert (first.programs, second.programs, second.ratios["job mean"].value) == (1, 2, 3.0)
 
 
 @pytest.mark.parametrize("planned", [None, {"w": [2, 3, 1]}])
@@ -74,19 +68,21 @@ def test_a_repetition_is_whole_with_its_own_number_of_requests(planned: dict[str
         for turn in range(count)
     ]
     first, second = summarize(rows, 0, planned)
-    assert (first.wall.value, first.wall.low, first.wall.high) == (2.0, 1.0, 3.0)
-    assert (second.tokens_per_s.value, second.ratios["wall"].low, second.ratios["wall"].high) == (5.0, 2.0, 2.0)
+    wall, ratio = first.figures["wall"], second.ratios["wall"]
+    assert (wall.value, wall.low, wall.high) == (2.0, 1.0, 3.0)
+    assert (second.figures["tokens per s"].value, ratio.low, ratio.high) == (5.0, 2.0, 2.0)
     rows.remove(rows[-2])  # of the second repetition under b
-    assert summarize(rows, 0, planned)[1].wall.value == 3.0
+    assert summarize(rows, 0, planned)[1].figures["wall"].value == 3.0
+    (cut,) = summarize(turns("a", [1.0, 1.0]), 0, {"w": [3]})
+    assert all(cut.figures[name] is None for name in ("wall", "tokens per s", "programs per s"))
 
 
 def test_answers_are_compared_where_the_prompts_were_the_same() -> None:
-    rows = turns("a", [1.0] * 3)
     others = turns("b", [1.0] * 3)
     others[1] = replace(others[1], answer={"text": "other"})
     others[2] = replace(others[2], answer={"text": "other"}, prompt="diverged")
-    told = summarize(rows + others, 0)[1].agreement
-    assert (told.asked, told.same_prompt, told.same_answer) == (3, 2, 1)
+    agreement = summarize(turns("a", [1.0] * 3) + others, 0)[1].agreement
+    assert (agreement.asked, agreement.same_prompt, agreement.same_answer) == (3, 2, 1)
 
 
 def test_shares_are_of_tokens_and_of_requests() -> None:
@@ -95,22 +91,38 @@ def test_shares_are_of_tokens_and_of_requests() -> None:
         row(prompt_tokens=300, cached_tokens=200, turn=1, wave=1, calls=1, fits=False),
         row(prompt_tokens=900, cached_tokens=None, turn=2, wave=2, as_scripted=False, cache="hit"),
     ]
-    (told,) = summarize(rows, 0)
-    assert told.cached_share == 0.5
-    assert told.cold_cached_share == 0.0
-    assert told.cached_by_turn == (0.0, pytest.approx(2 / 3), None, None)
-    assert (told.call_share, told.fitting_share, told.scripted_share) == pytest.approx((2 / 3, 1 / 2, 2 / 3))
-    assert (told.cache_hits, told.prompt_tokens, told.output_tokens) == (1, (100, 900), 30)
+    (summary,) = summarize(rows, 0)
+    assert (summary.cached_share, summary.cold_cached_share) == (0.5, 0.0)
+    assert summary.cached_by_turn == (0.0, pytest.approx(2 / 3), None, None)
+    shares = (summary.call_share, summary.fitting_share, summary.scripted_share)
+    assert shares == pytest.approx((2 / 3, 1 / 2, 2 / 3))
+    assert (summary.cache_hits, summary.prompt_tokens, summary.output_tokens) == (1, (100, 900), 30)
 
 
-def test_rows_come_back_from_json_as_they_were() -> None:
-    rows = [row(), row(failure="cut", first_token=None, detail="x")]
-    assert row_files.from_json(row_files.to_json(rows)) == rows
-    with pytest.raises(ConfigError, match="not rows"):
-        row_files.from_json([{"server": "a"}])
+def test_tools_are_told_by_their_set_and_by_how_their_mean_settles() -> None:
+    rows, now = [], 0.0
+    for number in range(17):
+        calls = [["b", {}], ["a", {}]] if number % 2 else [["c", {}]]
+        rows.append(row(started=now, turn=number, calls=len(calls), answer={"text": "", "calls": calls}))
+        now += 1.0 + (1.0 + number % 4 if number % 2 else 0.5)
+    (summary,) = summarize(rows, 0)
+    assert [(each.tools, each.runs, each.mean.value) for each in summary.tools] == [("c", 8, 0.5), ("a,b", 8, 3.0)]
+    assert [each and each.value for each in summary.tools[1].after] == [3.0, None, None, None]
+    assert (summary.tools[1].after[0].low, summary.tools[1].after[0].high) == (2.0, 4.0)
 
 
-def test_a_server_that_counts_no_tokens_has_no_speed_rather_than_none_at_all() -> None:
-    (told,) = summarize(turns("a", [1.0, 2.0], output_tokens=0), 0)
-    assert (told.tokens_per_s, told.per_token) == (None, None)
-    assert told.wall is not None
+def test_a_server_that_counts_no_tokens_has_no_speed() -> None:
+    (summary,) = summarize(turns("a", [1.0, 2.0], output_tokens=0), 0)
+    assert (summary.figures["tokens per s"], summary.figures["per token p50"]) == (None, None)
+    assert summary.figures["wall"] is not None
+
+
+def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture) -> None:
+    names = ("vllm[red]", "a[/b]", ":smile:")
+    rows = [row(name, turn=turn, started=float(turn)) for name in names for turn in range(2)]
+    print_report(summarize(rows, 0), {"w": "[cpu] only"}, ())
+    printed = capsys.readouterr().out
+    assert "w: [cpu] only" in printed
+    for name in names:
+        assert printed.count(f"  {name} ") == 2
+    assert printed.count(f"/ {names[0]}") == 4

@@ -156,15 +156,12 @@ def test_without_a_server_or_a_key_it_says_so() -> None:
     assert (failed.returncode, failed.stdout.count("500")) == (1, 1)
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "[{}]", '{"function": 1}', '{"function": {"name": ""}}'])
-def test_a_file_that_has_no_tools_is_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "tools.json").write_text(text)
-    with pytest.raises(ConfigError):
-        read_tools(tmp_path / "tools.json")
-
-
-def test_tools_are_read_with_and_without_their_outside(tmp_path: Path) -> None:
-    whole = {"type": "function", "function": TOOL}
-    for told in (TOOL, whole, [TOOL], [whole]):
-        (tmp_path / "tools.json").write_text(json.dumps(told))
-        assert read_tools(tmp_path / "tools.json") == (whole,)
+def test_tools_are_read_with_and_without_their_outside_and_else_refused(tmp_path: Path) -> None:
+    whole, file = {"type": "function", "function": TOOL}, tmp_path / "tools.json"
+    for content in (TOOL, whole, [TOOL], [whole]):
+        file.write_text(json.dumps(content))
+        assert read_tools(file) == (whole,)
+    for text in ("{", "[1]", "[{}]", '{"function": 1}', '{"function": {"name": ""}}'):
+        file.write_text(text)
+        with pytest.raises(ConfigError):
+            read_tools(file)

@@ -118,25 +118,9 @@ PROMPTS = st.lists(MESSAGES, max_size=3).map(tuple)
 SOME = st.lists(MESSAGES, min_size=1, max_size=3).map(tuple)
 
 RECORDED = traces(turns(SOME, ASSISTANT), turns(PROMPTS, ASSISTANT) | turns(SOME, ASSISTANT, whole=st.just(True)))
-LIVE = traces(
-    turns(SOME, st.none() | ASSISTANT, tools=TOOL_LISTS),
-    turns(SOME, st.none() | ASSISTANT, tools=TOOL_LISTS),
-)
 SIZED = turns(
     st.builds(Sized, st.integers(0, 9999), st.none() | st.lists(st.integers(0, 99), max_size=3).map(tuple)),
     st.none() | ASSISTANT,
     tools=st.just(()),
 )
 LENGTHS = traces(SIZED, SIZED)
-
-ONE_TEXT = st.builds(
-    lambda role, content: ({"role": role, "content": content},),
-    st.sampled_from(["user", "assistant", "developer"]),
-    TEXTS.filter(bool)
-    | st.lists(TEXTS, min_size=2, max_size=3).map(lambda t: [{"type": "text", "text": x} for x in t]),
-)
-OPENED = st.builds(lambda system, texts: (user(system) | {"role": "system"}, *texts), TEXTS.filter(bool), ONE_TEXT)
-SPOKEN = traces(
-    turns(ONE_TEXT | OPENED, st.none() | ASSISTANT, delay_ms=st.none()),
-    turns(ONE_TEXT, st.none() | ASSISTANT, at_ms=st.just(0) | st.none()),
-)

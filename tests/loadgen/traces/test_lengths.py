@@ -36,8 +36,8 @@ def test_prompts_share_their_common_blocks_and_nothing_long_beyond(
 @FEW
 @given(tokens=st.integers(0, 3000), blocks=st.none() | BLOCKS, scale=st.sampled_from([0.01, 0.5, 1]))
 def test_a_prompt_has_the_recorded_length(tokens: int, blocks: tuple[int, ...] | None, scale: float) -> None:
-    text = Wording(scale=scale, words_per_token=0.75).text(Sized(tokens, blocks), "a")
-    assert len(text.split()) == max(1, round(tokens * scale * 0.75))
+    text = Wording(scale=scale).text(Sized(tokens, blocks), "a")
+    assert len(text.split()) == max(1, round(tokens * scale))
 
 
 def test_a_worded_program_is_one_of_messages_and_the_same_every_time() -> None:

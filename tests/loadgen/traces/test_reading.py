@@ -7,8 +7,9 @@ import pytest
 from trace_samples import TOOL, result, says, user
 
 from holdfast.loadgen.program import Json, Output, Program, Sized, Turn, from_zero
-from holdfast.loadgen.traces.formats import Format, convert, read, write
-from holdfast.loadgen.traces.logs import BASH
+from holdfast.loadgen.traces import mooncake
+from holdfast.loadgen.traces.formats import Format, read
+from holdfast.loadgen.traces.logs import BASH, read_tools
 from holdfast.replicas.errors import ConfigError
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -115,35 +116,18 @@ def test_trajectories_of_a_folder(tmp_path: Path) -> None:
     assert [message["role"] for message in blocks.closing] == ["user"]
 
 
+CALLED = '{"messages":[{"role":"assistant","tool_calls":[%s]}]}'
 WRONG = [
     (Format.MOONCAKE, "{", "line 2: not JSON"),
     (Format.MOONCAKE, "[]", "line 2: must be an object"),
     (Format.MOONCAKE, "{}", "line 2: must have exactly one of messages"),
     (Format.MOONCAKE, '{"messages":[{"content":"a"}]}', "line 2, field 'messages.0.role'"),
     (Format.MOONCAKE, '{"messages":[]}', "line 2, field 'messages'"),
-    (Format.MOONCAKE, '{"messages":[{"role":"user"}]}', "line 2, field 'messages.0.content'"),
     (Format.MOONCAKE, '{"messages":[{"role":"user","content":{}}]}', "field 'messages.0.content'"),
     (Format.MOONCAKE, '{"messages":[{"role":"tool","content":"3"}]}', "field 'messages.0.tool_call_id'"),
-    (
-        Format.MOONCAKE,
-        '{"messages":[{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"f"}}]}]}',
-        "field 'messages.0.tool_calls.0.function.arguments'",
-    ),
-    (
-        Format.MOONCAKE,
-        '{"messages":[{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"{}"}}]}]}',
-        "field 'messages.0.tool_calls.0.id'",
-    ),
-    (
-        Format.MOONCAKE,
-        '{"messages":[{"role":"assistant","tool_calls":[{"id":"a"}]}]}',
-        "field 'messages.0.tool_calls.0.function'",
-    ),
-    (
-        Format.MOONCAKE,
-        '{"text_input":"a","holdfast":{"output":{"answer":{"role":"assistant","tool_calls":[{"id":"a"}]}}}}',
-        "field 'holdfast.output.answer.tool_calls.0.function'",
-    ),
+    (Format.MOONCAKE, CALLED % '{"id":"a","function":{"name":"f"}}', "'messages.0.tool_calls.0.function.arguments'"),
+    (Format.MOONCAKE, CALLED % '{"function":{"name":"f","arguments":"{}"}}', "'messages.0.tool_calls.0.id'"),
+    (Format.MOONCAKE, CALLED % '{"id":"a"}', "'messages.0.tool_calls.0.function'"),
     (Format.MOONCAKE, '{"input_length":-1}', "line 2, field 'input_length'"),
     (Format.MOONCAKE, '{"input_length":3,"hash_ids":[0.5]}', "field 'hash_ids'"),
     (Format.MOONCAKE, '{"text_input":"a","hash_ids":[1]}', "field 'hash_ids': needs input_length"),
@@ -152,18 +136,11 @@ WRONG = [
     (Format.MOONCAKE, '{"text_input":"a","timestamp":true}', "field 'timestamp'"),
     (Format.MOONCAKE, '{"text_input":"a","extra":{"messages":[]}}', "field 'extra.messages'"),
     (Format.MOONCAKE, '{"text_input":"a","assistant_responses":"live"}', "field 'assistant_responses'"),
-    (
-        Format.MOONCAKE,
-        '{"messages":[{"role":"user","content":"a"}],"message_mode":"both"}',
-        "field 'assistant_responses'",
-    ),
+    (Format.MOONCAKE, '{"text_input":"a","message_mode":"both"}', "field 'assistant_responses'"),
     (Format.MOONCAKE, '{"payload":{"prompt":"a"}}', "field 'payload.messages'"),
-    (
-        Format.MOONCAKE,
-        '{"session_id":"s","messages":[{"role":"user","content":"a"}],"message_mode":"delta"}',
-        "of another kind",
-    ),
+    (Format.MOONCAKE, '{"session_id":"s","text_input":"a"}', "of another kind"),
     (Format.MOONCAKE, '{"text_input":"a","holdfast":{"output":{"tokens":"9"}}}', "field 'holdfast.output.tokens'"),
+    (Format.MOONCAKE, '{"text_input":"a","holdfast":{"output":{"answer":{"role":"a"}}}}', "'holdfast.output.answer'"),
     (Format.MULTI_TURN, '{"session_id":"s"}', "line 2, field 'turns'"),
     (Format.MULTI_TURN, '{"turns":[{"text":"a"},{"text":"b","image":"x"}]}', "field 'turns.1.image'"),
     (Format.MULTI_TURN, '{"turns":[{"text":"a","timestamp":1,"delay":2}]}', "field 'turns.0.delay'"),
@@ -172,14 +149,9 @@ WRONG = [
     (Format.MULTI_TURN, '{"turns":[{"texts":[1]}]}', "field 'turns.0.texts'"),
     (Format.OPENAI, '{"messages":[{"role":"user","content":"a"}]}', "field 'messages': the assistant says nothing"),
     (Format.OPENAI, '{"messages":[{"role":"bot","content":"a"}]}', "field 'messages.0.role'"),
-    (Format.OPENAI, '{"messages":[{"role":"tool","content":"a"}]}', "field 'messages.0.tool_call_id'"),
     (Format.OPENAI, '{"messages":[{"role":"assistant"}]}', "field 'messages.0.content'"),
     (Format.OPENAI, '{"messages":[{"role":"user","content":[{"type":"image_url"}]}]}', "'messages.0.content.0.type'"),
-    (
-        Format.OPENAI,
-        '{"messages":[{"role":"assistant","tool_calls":[{"id":"a","function":{"name":"f","arguments":1}}]}]}',
-        "field 'messages.0.tool_calls.0.function.arguments'",
-    ),
+    (Format.OPENAI, CALLED % '{"id":"a","function":{"name":"f","arguments":1}}', "0.function.arguments'"),
 ]
 GOOD = {
     Format.MOONCAKE: '{"session_id":"s","messages":[{"role":"user","content":"a"}]}',
@@ -217,7 +189,7 @@ def test_errors_in_whole_documents(tmp_path: Path, form: Format, content: object
 
 
 @pytest.mark.parametrize("form", list(Format))
-def test_missing_and_empty_files(tmp_path: Path, form: Format) -> None:
+def test_missing_and_empty_files_are_errors(tmp_path: Path, form: Format) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         read(tmp_path / "none", form)
     (tmp_path / "empty").write_text("", encoding="utf-8")
@@ -225,16 +197,9 @@ def test_missing_and_empty_files(tmp_path: Path, form: Format) -> None:
         read(tmp_path / "empty", form)
 
 
-def test_convert_reads_one_format_and_writes_another(tmp_path: Path) -> None:
-    reading = convert(SAMPLES / "conversations.json", Format.VLLM, tmp_path / "t.jsonl", Format.MULTI_TURN)
-    assert reading.turns == 4
-    assert read(tmp_path / "t.jsonl", Format.MULTI_TURN).programs == reading.programs
-    with pytest.raises(ConfigError, match="only read"):
-        write(reading.programs, tmp_path / "t", Format.VLLM)
-    with pytest.raises(ConfigError, match="live goes with"):
-        write(reading.programs, tmp_path / "t", Format.MULTI_TURN, live=True)
+def test_tools_are_for_logs_only() -> None:
     with pytest.raises(ConfigError, match="tools go with"):
-        read(tmp_path / "t.jsonl", Format.MULTI_TURN, tools=(TOOL,))
+        read(SAMPLES / "texts.jsonl", Format.MULTI_TURN, tools=(TOOL,))
 
 
 def test_a_trace_can_begin_at_zero() -> None:
@@ -247,7 +212,8 @@ def test_a_trace_can_begin_at_zero() -> None:
 @needs_traces
 def test_real_conversations_survive_the_way_through_mooncake(tmp_path: Path) -> None:
     log, tools = SHARED / "airline_agent.jsonl", SHARED / "airline_tools.json"
-    reading = convert(log, Format.OPENAI, tmp_path / "t.jsonl", Format.MOONCAKE, tools)
+    reading = read(log, Format.OPENAI, read_tools(tools))
+    mooncake.write(reading.programs, tmp_path / "t.jsonl")
     assert (reading.records, reading.turns) == (50, 702)
     assert sum(len(program.closing) for program in reading.programs) == 50
     assert not reading.left_out
@@ -256,7 +222,8 @@ def test_real_conversations_survive_the_way_through_mooncake(tmp_path: Path) -> 
 
 @needs_traces
 def test_the_production_trace(tmp_path: Path) -> None:
-    reading = convert(SHARED / "mooncake_conversation.jsonl", Format.MOONCAKE, tmp_path / "t.jsonl", Format.MOONCAKE)
+    reading = read(SHARED / "mooncake_conversation.jsonl", Format.MOONCAKE)
+    mooncake.write(reading.programs, tmp_path / "t.jsonl")
     assert (len(reading.programs), reading.turns) == (12031, 12031)
     assert not reading.left_out
     assert read(tmp_path / "t.jsonl", Format.MOONCAKE).programs == reading.programs

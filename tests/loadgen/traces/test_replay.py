@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from trace_samples import RECORDED, TOOL, calls, parcel_program, result, says, user
 
-from holdfast.loadgen.conversation import Answers, Forcing, Lengths, Manner, Request, first, following
+from holdfast.loadgen.conversation import Forcing, Manner, Request, first, following
 from holdfast.loadgen.program import Json, Output, Program, Sized, Turn, prompts
 from holdfast.loadgen.traces.logs import read_openai, read_tools
 from holdfast.loadgen.traces.recording import Observed, recorded
@@ -18,7 +18,7 @@ from holdfast.router.protocol.chat import ChatBody, plain_messages
 
 FEW = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 SHARED = Path(__file__).parents[4] / "shared" / "traces"
-AS_RECORDED = Manner(answers=Answers.RECORDED)
+AS_RECORDED = Manner(recorded=True)
 
 
 def asks(program: Program, manner: Manner, answers: list[Json | None]) -> list[Request]:
@@ -74,14 +74,6 @@ def test_the_pause_between_turns_is_the_time_of_the_tools() -> None:
         recorded([one, two, two])
 
 
-def test_a_scripted_answer_in_the_history_is_kept_beside_the_models() -> None:
-    bodies: list[Json] = [{"messages": [user("a")]}, {"messages": [user("a"), says("scripted"), user("c")]}]
-    found = [Observed("p", at, at, body, Output(says("model's"))) for at, body in enumerate(bodies)]
-    (program,) = recorded(found)
-    assert program.turns[0].output == Output(says("model's"), kept=says("scripted"))
-    assert [ask.messages for ask in asks(program, AS_RECORDED, [None, None])] == [tuple(b["messages"]) for b in bodies]
-
-
 def test_live_answers_go_into_the_history_with_their_own_ids() -> None:
     live = calls("live-9")
     _, second, third = asks(parcel_program(), Manner(), [live, says("Three."), None])
@@ -131,14 +123,13 @@ def test_without_recorded_answers_a_server_can_still_take_the_history(answer: Js
 def test_lengths_are_forced_by_the_fields_of_the_server(forcing: Forcing, fields: Json) -> None:
     program = parcel_program()
     turn = replace(program.turns[0], sampling={"temperature": 0, "max_completion_tokens": 3, "min_tokens": 1})
-    ask = first(replace(program, turns=(turn,)), Manner(lengths=Lengths.FORCED, forcing=forcing))
+    ask = first(replace(program, turns=(turn,)), Manner(forced=True, forcing=forcing))
     assert ask.body == {"messages": list(turn.prompt), "tools": [TOOL], "temperature": 0, **fields}  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("lengths", list(Lengths))
-@pytest.mark.parametrize("answers", list(Answers))
-def test_our_server_accepts_every_request(lengths: Lengths, answers: Answers) -> None:
-    for ask in asks(parcel_program(), Manner(answers, lengths), [calls("x"), says("3"), None]):
+@pytest.mark.parametrize("manner", [Manner(), Manner(recorded=True), Manner(forced=True)])
+def test_our_server_accepts_every_request(manner: Manner) -> None:
+    for ask in asks(parcel_program(), manner, [calls("x"), says("3"), None]):
         validate(ChatBody, json.loads(json.dumps(ask.body | {"model": "m", "stream": True})))
 
 
@@ -153,13 +144,13 @@ def test_our_server_accepts_real_conversations() -> None:
 
 def test_limits_of_a_free_replay() -> None:
     program = parcel_program()
-    made = asks(program, Manner(answers=Answers.RECORDED, max_tokens=99), [None] * 3)
+    made = asks(program, Manner(recorded=True, max_tokens=99), [None] * 3)
     assert [ask.body["max_tokens"] for ask in made] == [64, 99, 99]
     assert "max_tokens" not in asks(program, AS_RECORDED, [None] * 3)[1].body
 
 
 def test_when_requests_are_due() -> None:
-    started, told, last = asks(parcel_program(), Manner(answers=Answers.RECORDED, speed=2), [None] * 3)
+    started, told, last = asks(parcel_program(), Manner(recorded=True, speed=2), [None] * 3)
     assert (started.due_ms(), told.due_ms(100.0), last.due_ms(200.0)) == (6.25, 245.0, 950.0)
     fixed = Program("p", (Turn((user("a"),)), Turn((user("b"),), at_ms=80)))
     begun, scheduled = asks(fixed, Manner(), [says("x"), None])
@@ -170,7 +161,7 @@ def test_when_requests_are_due() -> None:
     ("turns", "manner", "why"),
     [
         ((Turn((user("a"),)), Turn(Sized(3))), Manner(), "turn 1: the prompt is a length"),
-        ((Turn((user("a"),)),), Manner(lengths=Lengths.FORCED), "turn 0: the trace has no length"),
+        ((Turn((user("a"),)),), Manner(forced=True), "turn 0: the trace has no length"),
         ((Turn((user("a"),)), Turn((user("b"),))), AS_RECORDED, "turn 0: the trace has no answer"),
     ],
 )

@@ -51,12 +51,9 @@ def test_what_is_drawn_apart_has_other_sessions_and_the_same_programs() -> None:
         assert system(mine)[:20] != system(theirs)[:20]
 
 
-def test_no_two_tenants_open_their_prompts_alike() -> None:
+def test_no_two_tenants_workloads_or_programs_share_a_session() -> None:
     starts = {(program.tenant, system(program)[:20]) for program in drawn("tenants").programs}
     assert len(starts) == len({start for _, start in starts}) == 1 + Sizes().quiet
-
-
-def test_no_two_workloads_and_no_two_programs_share_a_session() -> None:
     rounds = [drawn(name) for name in NAMED]
     sessions = [f"{round_.session}-{program.id}" for round_ in rounds for program in round_.programs]
     assert len(set(sessions)) == len(sessions)

@@ -98,7 +98,8 @@ class Ingress:
         # A key may have been revoked since the deployment: the file counts as it is now, or this router does not start.
         found = settings.tenants if tenants_file is None else await asyncio.to_thread(tenants_in, tenants_file)
         self._tokens = IdentityTokens(config.oidc) if config.oidc.issuer else None
-        tenants = TenantDirectory(found, exposed, config.hosts, config.cors_origins, self._tokens)
+        read_token = None if self._tokens is None else self._tokens.read
+        tenants = TenantDirectory(found, exposed, config.hosts, config.cors_origins, read_token)
         # Every model's, whatever the format of the other records: who there is, what they may use, what they have used.
         shared = replace(redis, namespace=f"{settings.redis.namespace}/accounts")
         self._books = Records(shared, timeout_s, retry_s, observe)
@@ -106,7 +107,7 @@ class Ingress:
         if info is not None and info.memory_limit and (crowded := config.crowded(info.memory_limit)):
             log.warning("%s", crowded)
         router = self._metrics.router
-        self._usage = UsageBooks(config, Quotas(self._books, settings.server.routers), self._books)
+        self._usage = UsageBooks(config, Quotas(self._books, settings.server.routers))
         self._audit = Audit(self._books, config.audit_records, router)
         self._kept = TenantStore(self._books, tenants, config.audit_records)
         await self._kept.start()

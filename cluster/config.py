@@ -133,12 +133,12 @@ def apply(settings: Settings, overrides: Overrides) -> Settings:
 
 def check_tenants(settings: Settings) -> None:
     """Raises ConfigError for tenants that clash, and for a server open to others without any key."""
-    tokens = IdentityTokens(settings.router.oidc) if settings.router.oidc.issuer else None
+    read_token = IdentityTokens(settings.router.oidc).read if settings.router.oidc.issuer else None
     if settings.tenants and settings.server.tenants_file:
         message = f"tenants stand in {settings.server.tenants_file}, and nowhere else"
         raise ConfigError(message, "server.tenants_file")
     elsewhere = settings.router.admin_key_hashes or settings.server.tenants_file
-    known = TenantDirectory(settings.tenants, tokens=tokens).has_keys or elsewhere
+    known = TenantDirectory(settings.tenants, read_token=read_token).has_keys or elsewhere
     if not known and not settings.server.local:
         message = f"listening on {settings.server.host} needs 'tenants' with API keys (see `holdfast key`)"
         raise ConfigError(message, "server.host")

@@ -92,13 +92,18 @@ def add(commands: Commands[argparse.ArgumentParser]) -> None:
     names = "list | add | limit | cache | cells | purge | rotate | remove | usage | audit"
     kinds = command.add_subparsers(metavar=names, required=True)
 
-    def kind(run: Callable[[argparse.Namespace], int], text: str, tenant: bool = True) -> argparse.ArgumentParser:
+    def kind(run: Callable[[argparse.Namespace], None], text: str, tenant: bool = True) -> argparse.ArgumentParser:
         made = kinds.add_parser(run.__name__.strip("_"), help=text, description=text)
         made.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)")
         made.add_argument("--admin-key-file", type=Path, help="file with the key (or HOLDFAST_ADMIN_KEY)")
         if tenant:
             made.add_argument("tenant")
-        made.set_defaults(run=run)
+
+        def done(options: argparse.Namespace) -> int:
+            run(options)
+            return 0
+
+        made.set_defaults(run=done)
         return made
 
     listed = kind(_list, "List tenants: limits, and keys with their scopes, expiry and last use.", tenant=False)
@@ -144,12 +149,11 @@ def _add_key(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return command
 
 
-def _list(options: argparse.Namespace) -> int:
-    with _client(options) as client:
-        answer = _ask(client, "GET", TENANTS)
+def _list(options: argparse.Namespace) -> None:
+    answer = _ask(options, "GET", TENANTS)
     if options.json:
         print(answer.text)
-        return 0
+        return
     rows = []
     for tenant in answer.json()["tenants"]:
         head = [tenant["name"], tenant["source"], f"{tenant['weight']:g}", _limits_of(tenant, "\n") or "none"]
@@ -158,75 +162,62 @@ def _list(options: argparse.Namespace) -> int:
             rows.append([*head, *about])
             head = [""] * 4
     _print_table(("tenant", "from", "weight", "limits", "key", "for", "expires", "last used"), rows)
-    return 0
 
 
-def _add(options: argparse.Namespace) -> int:
+def _add(options: argparse.Namespace) -> None:
     body = {"name": options.tenant, **_weight(options), "key": _key(options)}
     if options.limit:
         body["limits"] = _limits(options.limit)
-    with _client(options) as client:
-        _show_key(_ask(client, "POST", TENANTS, body).json())
-    return 0
+    _show_key(_ask(options, "POST", TENANTS, body).json())
 
 
-def _limit(options: argparse.Namespace) -> int:
+def _limit(options: argparse.Namespace) -> None:
     print(_limits_of(_patch(options, {**_weight(options), "limits": _limits(options.limit)}), " ") or "no limits")
-    return 0
 
 
-def _cache(options: argparse.Namespace) -> int:
+def _cache(options: argparse.Namespace) -> None:
     ttl_s = None if options.age is None else _seconds(options.age)
     rules = _patch(options, {"cache": {"enabled": not options.off, "ttl_s": ttl_s, "bytes": options.size}})["cache"]
     if not rules["enabled"]:
         print("off")
-        return 0
+        return
     age = "as for all" if rules["ttl_s"] is None else f"{rules['ttl_s']:g} s"
     size = "as for all" if rules["bytes"] is None else f"{rules['bytes']:,} bytes"
     print(f"on; age {age}; size {size}")
-    return 0
 
 
-def _cells(options: argparse.Namespace) -> int:
+def _cells(options: argparse.Namespace) -> None:
     body = {"cells": {"floor": options.floor, "ceiling": options.ceiling, "pinned": options.pinned}}
     print(" ".join(f"{name}={value:g}" for name, value in _patch(options, body)["cells"].items()))
-    return 0
 
 
-def _purge(options: argparse.Namespace) -> int:
-    with _client(options) as client:
-        _ask(client, "DELETE", f"{TENANTS}/{options.tenant}/cache")
+def _purge(options: argparse.Namespace) -> None:
+    _ask(options, "DELETE", f"{TENANTS}/{options.tenant}/cache")
     print(f"purged {options.tenant}")
-    return 0
 
 
-def _rotate(options: argparse.Namespace) -> int:
+def _rotate(options: argparse.Namespace) -> None:
     body = _key(options)
     if options.retire_in:
         body["retire_in_s"] = _seconds(options.retire_in)
-    with _client(options) as client:
-        _show_key(_ask(client, "POST", f"{TENANTS}/{options.tenant}/keys", body).json())
-    return 0
+    _show_key(_ask(options, "POST", f"{TENANTS}/{options.tenant}/keys", body).json())
 
 
-def _remove(options: argparse.Namespace) -> int:
-    with _client(options) as client:
-        _ask(client, "DELETE", f"{TENANTS}/{options.tenant}" + (f"/keys/{options.key}" if options.key else ""))
+def _remove(options: argparse.Namespace) -> None:
+    _ask(options, "DELETE", f"{TENANTS}/{options.tenant}" + (f"/keys/{options.key}" if options.key else ""))
     print(f"removed {options.key or options.tenant}")
-    return 0
 
 
-def _usage(options: argparse.Namespace) -> int:
+def _usage(options: argparse.Namespace) -> None:
     query = {**({"tenant": options.tenant} if options.tenant else {}), "days": str(options.days)}
-    with _client(options) as client:
-        if options.records:
-            for text in _records(client, options):
-                print(text, end="")
-            return 0
-        answer = _ask(client, "GET", "/v1/admin/usage", query=query)
+    if options.records:
+        for text in _records(options):
+            print(text, end="")
+        return
+    answer = _ask(options, "GET", "/v1/admin/usage", query=query)
     if options.json:
         print(answer.text)
-        return 0
+        return
     names = ("requests", "input", "cached", "output", "drafted", "units")
     rows = [
         [tenant["tenant"], row["period"], *(f"{row[name]:,}" for name in names)]
@@ -235,16 +226,13 @@ def _usage(options: argparse.Namespace) -> int:
         if row["requests"]
     ]
     _print_table(("tenant", "period", *names), rows, right=names)
-    return 0
 
 
-def _audit(options: argparse.Namespace) -> int:
-    with _client(options) as client:
-        print(_ask(client, "GET", "/v1/admin/audit", query={"limit": str(options.limit)}).text, end="")
-    return 0
+def _audit(options: argparse.Namespace) -> None:
+    print(_ask(options, "GET", "/v1/admin/audit", query={"limit": str(options.limit)}).text, end="")
 
 
-def _records(client: httpx.Client, options: argparse.Namespace) -> Iterator[str]:
+def _records(options: argparse.Namespace) -> Iterator[str]:
     """Page after page."""
     import orjson
 
@@ -255,7 +243,7 @@ def _records(client: httpx.Client, options: argparse.Namespace) -> Iterator[str]
     query = {"tenant": options.tenant, "from": options.begin, "to": options.end, "limit": str(PAGE)}
     query = {key: value for key, value in query.items() if value}
     while True:
-        text = _ask(client, "GET", "/v1/admin/usage/records", query=query).text
+        text = _ask(options, "GET", "/v1/admin/usage/records", query=query).text
         rows = [orjson.loads(line) for line in text.splitlines()]
         yield as_csv(rows, head=False) if options.records == "csv" else as_json_lines(rows).decode()
         if len(rows) < PAGE:
@@ -266,28 +254,22 @@ def _records(client: httpx.Client, options: argparse.Namespace) -> Iterator[str]
 # ---- parts ----
 
 
-def _client(options: argparse.Namespace) -> httpx.Client:
-    import httpx
-
-    from holdfast.cluster.status import key_from
-
-    key = key_from(options.admin_key_file, environment.admin_key())
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    return httpx.Client(base_url=options.url, headers=headers, timeout=30.0, trust_env=False)
-
-
 def _ask(
-    client: httpx.Client, method: str, path: str, body: Any = None, query: Mapping[str, str] | None = None
+    options: argparse.Namespace, method: str, path: str, body: Any = None, query: Mapping[str, str] | None = None
 ) -> httpx.Response:
     """The answer. Raises UnavailableError if nobody answers, InvalidRequestError with what the server says."""
     import httpx
 
-    from holdfast.cluster.status import error_message
+    from holdfast.cluster.status import error_message, key_from
 
+    key = key_from(options.admin_key_file, environment.admin_key())
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        answer = client.request(method, path, params=query, **({} if body is None else {"json": body}))
+        with httpx.Client(headers=headers, timeout=30.0, trust_env=False) as client:
+            sent = {} if body is None else {"json": body}
+            answer = client.request(method, f"{options.url.rstrip('/')}{path}", params=query, **sent)
     except httpx.HTTPError as error:
-        text = f"no server answers at {client.base_url} ({error}); `--url` names another one"
+        text = f"no server answers at {options.url} ({error}); `--url` names another one"
         raise UnavailableError(text) from error
     if answer.status_code == 200:
         return answer
@@ -296,8 +278,7 @@ def _ask(
 
 
 def _patch(options: argparse.Namespace, body: Mapping[str, Any]) -> dict[str, Any]:
-    with _client(options) as client:
-        tenant: dict[str, Any] = _ask(client, "PATCH", f"{TENANTS}/{options.tenant}", body).json()
+    tenant: dict[str, Any] = _ask(options, "PATCH", f"{TENANTS}/{options.tenant}", body).json()
     return tenant
 
 

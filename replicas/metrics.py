@@ -34,7 +34,8 @@ class Metric:
     advice: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()  # of a histogram
-    source: str = ""  # of a replica's metric: the attribute of `Reading` with its value, by label if it has one
+    source: str = ""  # of a replica's metric: the attribute of `Reading` with its value, by label if it has one; of a
+    # histogram of the router: the name of its buckets
 
 
 # Blocks of: name{label} (unit) = source, and a paragraph: help > advice
@@ -358,22 +359,23 @@ class Reading:
         return dict(value) if isinstance(value, Mapping) else value  # a copy: the engine's thread may add keys
 
 
-def _parsed(block: str) -> Metric:
-    head, *text = block.splitlines()
-    found = re.fullmatch(r"(?P<name>\w+)(\{(?P<label>\w+)\})?( \((?P<unit>.+)\))? = (?P<source>[\w.]+)", head)
-    assert found is not None, head
-    name, label = found["name"], found["label"]
-    help_text, _, advice = " ".join(text).partition(" > ")
-    buckets = STEP_SECONDS if found["source"] == "stats.step_times" else ()
-    kind = MetricKind.HISTOGRAM if buckets else MetricKind.COUNTER if name.endswith("_total") else MetricKind.GAUGE
-    labels = (label,) if label else ()
-    return Metric(f"holdfast_{name}", kind, found["unit"] or "", help_text, advice, labels, buckets, found["source"])
+def read_table(table: str, buckets: Mapping[str, tuple[float, ...]]) -> Mapping[str, tuple[Metric, ...]]:
+    """The metrics of a table, by its headings. What stands behind a histogram's `=` is a key of `buckets`."""
+
+    def metric(block: str) -> Metric:
+        head, *text = block.splitlines()
+        match = re.fullmatch(r"(\w+)(?:\{([\w,]+)\})?(?: \((.+?)\))?(?: = ([\w.]+))?", head)
+        assert match is not None, head
+        name, labels, unit, source = (each or "" for each in match.groups())
+        help_text, _, advice = " ".join(text).partition(" > ")
+        bounds = buckets.get(source, ())
+        kind = MetricKind.HISTOGRAM if bounds else MetricKind.COUNTER if name.endswith("_total") else MetricKind.GAUGE
+        owners = tuple(labels.split(",")) if labels else ()
+        return Metric(f"holdfast_{name}", kind, unit, help_text, advice, owners, bounds, source)
+
+    groups = (section.strip().split("\n\n") for section in re.split(r"^# ", table, flags=re.MULTILINE)[1:])
+    return {title: tuple(map(metric, blocks)) for title, *blocks in groups}
 
 
-def _group(section: str) -> tuple[str, tuple[Metric, ...]]:
-    title, *blocks = section.strip().split("\n\n")
-    return title, tuple(map(_parsed, blocks))
-
-
-GROUPS: Mapping[str, tuple[Metric, ...]] = dict(map(_group, re.split(r"^# ", _TABLE, flags=re.MULTILINE)[1:]))
+GROUPS = read_table(_TABLE, {"stats.step_times": STEP_SECONDS})
 ALL = tuple(each for group in GROUPS.values() for each in group)

@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from holdfast.replicas.errors import HoldfastError, InvalidRequestError, UnavailableError
-from holdfast.router import metric_list as listed
 from holdfast.router.backend import Backend
 from holdfast.router.config import RouterConfig
 from holdfast.router.endpoints import (
@@ -55,6 +54,7 @@ from holdfast.router.entry import (
     Entry,
     Handler,
     KeptAnswers,
+    Quotas,
     RouterMetrics,
     TenantStore,
     TurnLog,
@@ -124,12 +124,13 @@ def create_app(
     """The application around `backend`. The caller closes the arguments."""
     config = config or RouterConfig()
     latencies = latencies or ToolLatencies(records)
-    metrics.watch(listed.DEGRADED, lambda: float(cache.degraded))
+    metrics.watch("store_degraded", lambda: float(records.degraded))
     watch_cache(metrics, cache)
-    if tenant_store is not None:
-        tenant_store.watch_purges(cache.purged)
-    audit = audit or Audit()
-    entry = Entry(tenants, metrics, config, drain, books, audit, turns)
+    tenant_store = tenant_store or TenantStore(records, tenants)
+    tenant_store.watch_purges(cache.purged)
+    books = books or UsageBooks(config, Quotas(records))
+    audit = audit or Audit(records)
+    entry = Entry(tenants, metrics, config, books, audit, drain, turns)
     homes = SessionHomes(backend, programs, SessionHistories(records, config), metrics)
     answers = KeptAnswers(records, config)
     serving = Turns(backend, entry, programs, cache, config, latencies, homes, answers)
@@ -142,7 +143,7 @@ def create_app(
     sessions = SessionEndpoints(backend, entry, programs, serving, homes)
     api = ApiDocument()
     small = SmallEndpoints(backend, entry, api)
-    status = ClusterStatus(backend, tenants, programs, entry, lambda: cache.degraded)
+    status = ClusterStatus(backend, tenants, programs, entry, lambda: records.degraded)
     usage = UsageEndpoints(entry)
     admin = AdminEndpoints(tenants, tenant_store, audit, entry, config)
     exposition = MetricsEndpoints(backend, tenants, metrics, peers)

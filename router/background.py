@@ -21,6 +21,15 @@ async def forever(work: Callable[[], Awaitable[object]], every_s: float, what: s
         await asyncio.sleep(every_s)
 
 
+async def stop(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel the tasks, and wait until they have ended. None: one that has never begun."""
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    if running:
+        await asyncio.wait(running)
+
+
 class Background:
     """Runs coroutines beside the requests. At most `limit` of them run that nobody waits for; more are dropped."""
 
@@ -33,19 +42,23 @@ class Background:
         if len(self._tasks) >= self._limit:
             work.close()
             return False
-        self._run(work)
+        self.run(work)
         return True
 
     async def finish(self, work: Coroutine[Any, Any, object]) -> None:
         """Wait for `work`. It goes on to its end even if the caller is cancelled."""
-        await asyncio.shield(self._run(work))
+        await asyncio.shield(self.run(work))
 
-    async def drain(self) -> None:
-        """Wait for everything that was started."""
+    async def drain(self, timeout_s: float | None = None) -> tuple[asyncio.Task[object], ...]:
+        """Wait for everything that was started, or for so long. Returns what still runs."""
         while self._tasks:
-            await asyncio.wait(tuple(self._tasks))
+            await asyncio.wait(tuple(self._tasks), timeout=timeout_s)
+            if timeout_s is not None:
+                break
+        return tuple(self._tasks)
 
-    def _run(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
+    def run(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
+        """Run `work` whatever runs already."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
 
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.types import CellLimits, Priority
@@ -27,7 +26,7 @@ def hash_key(key: str) -> str:
 
 
 class Scope(StrEnum):
-    """What a key is for."""
+    """The purpose of a key."""
 
     INFER = "infer"  # everything that serves programs
     USAGE = "usage"  # its tenant's usage
@@ -206,12 +205,9 @@ class Caller:
         return found
 
 
-class Tokens(Protocol):
-    """Checks texts that are no API keys: an identity provider's tokens (`oidc`)."""
-
-    def read(self, token: str) -> tuple[str, str, tuple[Scope, ...]] | None:
-        """The tenant's name, the subject and its scopes; None for a text that is no token. Raises RefusedError."""
-        ...
+ReadToken = Callable[[str], tuple[str, str, tuple[Scope, ...]] | None]
+"""The tenant's name, the subject and its scopes of an identity provider's token (`oidc`); None for a text that is none.
+Raises RefusedError."""
 
 
 class TenantDirectory:
@@ -231,13 +227,13 @@ class TenantDirectory:
         exposed: bool = False,
         hosts: Sequence[str] = (),
         origins: Sequence[str] = (),
-        tokens: Tokens | None = None,
+        read_token: ReadToken | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._exposed = exposed
         self._origins = frozenset(origins)
         self._hosts = frozenset(name.lower() for name in hosts)
-        self._tokens = tokens
+        self._read_token = read_token
         self._clock = clock
         self._listeners: list[Callable[[Sequence[Tenant]], None]] = []
         self._added: Sequence[Tenant] = ()
@@ -259,7 +255,7 @@ class TenantDirectory:
         if len(tenants) < len(configured):
             raise ConfigError("two tenants have the same name", "tenants")
         by_key = _by_key(configured)
-        if configured and not by_key and not added and self._tokens is None:
+        if configured and not by_key and not added and self._read_token is None:
             raise ConfigError("there are tenants, but none has an API key", "tenants")
         for tenant in added:
             known = tenants.get(tenant.name)
@@ -281,7 +277,7 @@ class TenantDirectory:
 
     @property
     def has_keys(self) -> bool:
-        return bool(self._by_key) or self._tokens is not None
+        return bool(self._by_key) or self._read_token is not None
 
     def named(self, name: str) -> Tenant | None:
         return self._by_name.get(name)
@@ -313,7 +309,7 @@ class TenantDirectory:
             raise RefusedError(Refusal.FORBIDDEN, message)
 
     def _by_token(self, key: str) -> Principal:
-        read = self._tokens.read(key) if self._tokens is not None else None
+        read = self._read_token(key) if self._read_token is not None else None
         if read is None:
             raise RefusedError(Refusal.UNAUTHENTICATED, "Incorrect API key provided")
         name, who, scopes = read

@@ -67,6 +67,9 @@ class NoBooks:
     async def script(self, source: str, keys: Sequence[str], arguments: Sequence[str | bytes | float]) -> list[Any]:
         return [[] for _ in arguments] if source == SUMS else []
 
+    async def try_script(self, *_: object) -> None:
+        return None
+
 
 class Talker(FakeBackend):
     """Replies with something of everything."""
@@ -276,7 +279,7 @@ def main() -> int:
     backend = ServiceBackend(TINY) if options.engine else Talker()
     began, found = time.monotonic(), Found()
     with (
-        World(backend, books=UsageBooks(RouterConfig(), Quotas(), NoBooks())).served() as address,
+        World(backend, books=UsageBooks(RouterConfig(), Quotas(NoBooks()))).served() as address,
         suppress(KeyboardInterrupt),
     ):  # which ends it with what there is
         fuzz(address, options.cases, found)

@@ -45,7 +45,6 @@ from holdfast.router.entry import (
     Quotas,
     UsageBooks,
     UsageRecord,
-    cost_of,
     priced,
 )
 from holdfast.router.records import Records, RedisAddress
@@ -102,7 +101,7 @@ CONFIG = RouterConfig()
 
 def books_of(url: str, routers: int) -> tuple[UsageBooks, Records]:
     store = Records(RedisAddress(url, namespace=SPACE), 5.0)
-    return UsageBooks(CONFIG, Quotas(store, routers), store), store
+    return UsageBooks(CONFIG, Quotas(store, routers)), store
 
 
 def need_of(prompt: int, output: int) -> Cost:
@@ -113,7 +112,7 @@ def ended(id_: str, tenant: str, prompt: int, cached: int, output: int, program:
     """The end of a call that has completed."""
     at = time.time()
     record = UsageRecord(id_, at, tenant, "", "pocket", program, "chat", "completed", prompt, cached, output, output)
-    return CallEnd(tenant, id_, record, cost_of(CONFIG.prices, record), at, program=program, program_ended=over)
+    return CallEnd(record, program_ended=over)
 
 
 async def route(url: str, number: int, routers: int, n: int, seconds: float, seed: int) -> list[list[object]]:
@@ -270,7 +269,7 @@ async def report(url: str, told: list[list[list[Any]]], n: int) -> None:
         mine.got += [] if got is None else [got]
         mine.wrongly += 0 if greedy else refused[i]
     store = Records(RedisAddress(url, namespace=SPACE), 5.0)
-    books, equal = UsageBooks(CONFIG, Quotas(), store), 0
+    books, equal = UsageBooks(CONFIG, Quotas(store)), 0
     days = sorted({time.strftime("%Y-%m-%d", time.gmtime(event[3])) for each in events.values() for event in each})
     for i, each in events.items():
         sums = await books.sums(f"t{i}", days)

@@ -126,14 +126,13 @@ class Tally:
 
     __slots__ = ("_ascending", "_latency", "_recent", "_squares", "count", "mean")
 
-    def __init__(self, count: int = 0, mean: float = 0.0, squares: float = 0.0, recent: Sequence[float] = ()) -> None:
-        """Continues from another process's figures; `recent` in the order in which they came."""
-        self.count = count
-        self.mean = mean
-        self._squares = squares
-        self._recent: deque[float] = deque(recent)
-        self._ascending = sorted(recent)  # the same, so that a snapshot sorts nothing
-        self._latency: ToolLatency | None = None if count else UNKNOWN  # None: it has changed
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = 0.0
+        self._squares = 0.0
+        self._recent: deque[float] = deque()
+        self._ascending: list[float] = []  # the same, so that a snapshot sorts nothing
+        self._latency: ToolLatency | None = UNKNOWN  # None: it has changed
 
     def add(self, seconds: float) -> None:
         if len(self._recent) == RECENT:
@@ -188,13 +187,6 @@ class LatencyBook:
             if tools:
                 key = tenant, tools
                 self._tools.keep(key, self._tools.get(key) or Tally()).add(seconds)
-
-    def put(self, key: ToolKey | None, tally: Tally) -> None:
-        """Continue from another process's statistics of a set of tools; None: of all."""
-        if key is None:
-            self._overall = tally
-        else:
-            self._tools.keep(key, tally)
 
     def snapshot(self) -> LatencySnapshot:
         return LatencySnapshot(self._overall.latency(), {key: tally.latency() for key, tally in self._tools.items()})

@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from holdfast.replicas.errors import ConfigError, InvalidRequestError, UnavailableError
+from holdfast.replicas.errors import ConfigError, InvalidRequestError
 from holdfast.router.config import RouterConfig
 from holdfast.router.entry import (
     Audit,
@@ -39,8 +39,6 @@ from holdfast.router.protocol.admin import (
 from holdfast.router.protocol.body import read, read_query
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.tenants import ApiKey, Scope, Tenant, TenantDirectory, expect_floors, hash_key, key_of, make_key
-
-T = TypeVar("T")
 
 
 class UsageEndpoints:
@@ -71,7 +69,7 @@ class AdminEndpoints:
     def __init__(
         self,
         directory: TenantDirectory,
-        tenants: TenantStore | None,
+        tenants: TenantStore,
         audit: Audit,
         entry: Entry,
         config: RouterConfig,
@@ -91,11 +89,11 @@ class AdminEndpoints:
     async def tenants(self, request: Request) -> Response:
         """All tenants, with limits and keys; no hashes."""
         self._authorize(request)
-        used = await self._tenants.last_used() if self._tenants is not None else {}
+        used = await self._tenants.last_used()
         configured = {tenant.name: tenant for tenant in self._directory.configured}
         rows = []
         for tenant in self._directory.tenants:
-            made = await self._made(tenant.name)
+            made, _ = await self._tenants.find(tenant.name)
             own = configured.get(tenant.name)
             keys = [_key_row(tenant.name, key, "configuration", used) for key in (own.all_keys if own else ())]
             keys += [_key_row(tenant.name, key, "redis", used) for key in (made.all_keys if made else ())]
@@ -106,8 +104,7 @@ class AdminEndpoints:
         """A new tenant with its first key, which is shown here and never again."""
         who = self._authorize(request)
         body = await self._entry.read(request, partial(read, TenantBody))
-        store = _required(self._tenants)
-        _, before = await store.find(body.name)
+        _, before = await self._tenants.find(body.name)
         if before or self._directory.named(body.name) is not None:
             raise RefusedError(Refusal.TENANT_EXISTS, f"There is a tenant '{body.name}' already", "name")
         made = changed(Tenant(body.name), body)
@@ -145,15 +142,15 @@ class AdminEndpoints:
         name = request.path_params["name"]
         if self._directory.named(name) is None and name not in {tenant.name for tenant in self._directory.tenants}:
             raise _unknown(name)
-        await _required(self._tenants).purge(name, self._audit.entry("cache purged", who, name))
+        await self._tenants.purge(name, self._audit.entry("cache purged", who, name))
         return json_response(orjson.dumps({"id": name, "object": "tenant.cache.deleted", "deleted": True}))
 
     async def add_key(self, request: Request) -> Response:
         """Add a key. With `retire_in_s` the other keys that were made here expire then: a rotation."""
         who = self._authorize(request)
         body = await self._entry.read(request, read_key)
-        name, store = request.path_params["name"], _required(self._tenants)
-        found, before = await store.find(name)
+        name = request.path_params["name"]
+        found, before = await self._tenants.find(name)
         tenant = found or self._directory.named(name)
         if tenant is None:
             raise _unknown(name)
@@ -206,8 +203,6 @@ class AdminEndpoints:
         query = read_query(RowsQuery, request.query_params)
         await self._audit.flush()
         found = await self._audit.read(query.begin_of(), query.end, query.limit)
-        if found is None:
-            raise UnavailableError("Redis does not answer; the audit log cannot be read now")
         return Response(as_json_lines({"place": place, **entry} for place, entry in found), media_type=JSON_LINES)
 
     # ---- parts ----
@@ -226,18 +221,15 @@ class AdminEndpoints:
         raise RefusedError(refusal, "This needs one of the keys of 'router.admin_key_hashes'")
 
     async def _known(self, name: str) -> tuple[Tenant, bytes]:
-        found, before = await _required(self._tenants).find(name)
+        found, before = await self._tenants.find(name)
         if found is None:
             if self._directory.named(name) is not None:
                 raise InvalidRequestError(f"Tenant '{name}' is in the configuration: change it there", "name")
             raise _unknown(name)
         return found, before
 
-    async def _made(self, name: str) -> Tenant | None:
-        return (await self._tenants.find(name))[0] if self._tenants is not None else None
-
     async def _put(self, name: str, before: bytes, after: Tenant | None, entry: bytes) -> None:
-        if not await _required(self._tenants).change(name, before, after, entry):
+        if not await self._tenants.change(name, before, after, entry):
             raise RefusedError(Refusal.CHANGED, f"Tenant '{name}' has changed meanwhile: read it again")
 
     def _expect_floors(self, changed: Tenant) -> None:
@@ -296,9 +288,3 @@ def _with_key(tenant: Tenant, key: str, api_key: ApiKey) -> Response:
 
 def _unknown(name: str) -> RefusedError:
     return RefusedError(Refusal.NO_TENANT, f"There is no tenant '{name}'", "name")
-
-
-def _required(store: T | None) -> T:
-    if store is None:
-        raise UnavailableError("This needs Redis, and this router has none")
-    return store

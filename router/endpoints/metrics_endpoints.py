@@ -12,7 +12,6 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from holdfast.router import metric_list as listed
 from holdfast.router.backend import Backend
 from holdfast.router.dispatch import QueueStats
 from holdfast.router.entry import Merged, RouterMetrics, caller, json_response
@@ -104,21 +103,23 @@ def _text(text: str) -> Response:
 def watch_cache(metrics: RouterMetrics, cache: ResponseCache) -> None:
     """Show what this process keeps of answers, and who waits for an answer that is being computed."""
     flights = cache.flights
-    metrics.watch(listed.CACHE_BYTES, lambda: float(cache.weight))
-    metrics.watch(listed.FLIGHTS_WAITING, lambda: float(flights.waiting))
-    metrics.watch(listed.FLIGHTS_BROKEN, lambda: {("left",): float(flights.left), ("failed",): float(flights.failed)})
+    metrics.watch("response_cache_bytes", lambda: float(cache.weight))
+    metrics.watch("response_cache_waiting", lambda: float(flights.waiting))
+    metrics.watch(
+        "response_cache_released_total", lambda: {("left",): float(flights.left), ("failed",): float(flights.failed)}
+    )
 
 
 def watch_line(metrics: RouterMetrics, read: Callable[[], QueueStats]) -> None:
-    metrics.watch(listed.LINE, lambda: read().waiting)
-    metrics.watch(listed.LINE_TOKENS, lambda: read().tokens)
-    metrics.watch(listed.LINE_WAITS, lambda: _by_aim(read().home_waits, read().waits))
-    metrics.watch(listed.LINE_SECONDS, lambda: _by_aim(read().home_wait_s, read().wait_s))
-    metrics.watch(listed.PLACED, lambda: {(each.value,): float(read().placed.get(each, 0)) for each in Reason})
-    metrics.watch(listed.BALANCE, lambda: read().balance)
-    metrics.watch(listed.REPLICAS, lambda: read().replicas)
-    metrics.watch(listed.REPLICAS_JOINED, lambda: read().joined)
-    metrics.watch(listed.REPLICAS_LOST, lambda: read().lost)
+    metrics.watch("requests_in_line", lambda: read().waiting)
+    metrics.watch("tokens_in_line", lambda: read().tokens)
+    metrics.watch("line_waits_total", lambda: _by_aim(read().home_waits, read().waits))
+    metrics.watch("line_wait_seconds_total", lambda: _by_aim(read().home_wait_s, read().wait_s))
+    metrics.watch("placements_total", lambda: {(each.value,): float(read().placed.get(each, 0)) for each in Reason})
+    metrics.watch("replica_balance", lambda: read().balance)
+    metrics.watch("replicas", lambda: read().replicas)
+    metrics.watch("replicas_joined_total", lambda: read().joined)
+    metrics.watch("replicas_lost_total", lambda: read().lost)
 
 
 def _by_aim(home: float, both: float) -> Mapping[tuple[str, ...], float]:
@@ -141,9 +142,9 @@ def watch_redis(metrics: RouterMetrics, store: Informed) -> None:
     def told(field: str) -> Callable[[], Mapping[tuple[str, ...], float]]:
         return lambda: {} if last[0] is None else {(): float(getattr(last[0], field))}
 
-    metrics.watch(listed.REDIS_UP, lambda: float(last[0] is not None), ask)
-    metrics.watch(listed.REDIS_MEMORY, told("memory"))
-    metrics.watch(listed.REDIS_LIMIT, told("memory_limit"))
-    metrics.watch(listed.REDIS_CLIENTS, told("clients"))
-    metrics.watch(listed.REDIS_KEYS, told("keys"))
-    metrics.watch(listed.REDIS_EVICTED, told("evicted"))
+    metrics.watch("redis_up", lambda: float(last[0] is not None), ask)
+    metrics.watch("redis_memory_bytes", told("memory"))
+    metrics.watch("redis_memory_limit_bytes", told("memory_limit"))
+    metrics.watch("redis_clients", told("clients"))
+    metrics.watch("redis_keys", told("keys"))
+    metrics.watch("redis_evicted_keys_total", told("evicted"))

@@ -42,12 +42,12 @@ from holdfast.router.entry import (
 from holdfast.router.protocol.errors import ReplyError
 from holdfast.router.protocol.turn import Choice, Turn
 from holdfast.router.records import (
+    AnswerLeader,
     Begun,
     CachedAnswer,
     CacheQuery,
     CacheResult,
     Conversation,
-    Leader,
     ProgramTable,
     ResponseCache,
     ToolLatencies,
@@ -112,7 +112,7 @@ class Generation:
     fresh_draw: bool
     named: NamedRequest | None  # by an `Idempotency-Key`
     begun: Begun = field(init=False)  # once it is a turn of its program
-    leader: Leader | None = None  # other requests may wait for its answer
+    leader: AnswerLeader | None = None  # other requests may wait for its answer
 
     @property
     def turn(self) -> Turn:
@@ -298,8 +298,8 @@ class Turns:
 
     # ---- from the response cache ----
 
-    async def _look_up(self, generation: Generation, held: ExitStack) -> CachedAnswer | Leader | None:
-        """The answer from the cache, or of a request that computes it just now. A Leader where other requests may wait
+    async def _look_up(self, generation: Generation, held: ExitStack) -> CachedAnswer | AnswerLeader | None:
+        """The answer from the cache, or of a request that computes it just now. A leader where other requests may wait
         for this one's answer; it is `held`, so that they learn of any end.
         """
         query, result = generation.cache_query, None
@@ -309,8 +309,8 @@ class Turns:
                 async with self._entry.drain.bounded():
                     return await until_disconnect(generation.call.request.receive, work)
 
-            def adopt(leader: Leader) -> None:
-                held.push(leader)
+            def adopt(leader: AnswerLeader) -> None:
+                held.push(leader.__exit__)
 
             result = await self._cache.seek(query, wait, adopt)
         if query is None or query.fresh:

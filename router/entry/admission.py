@@ -17,14 +17,13 @@ from typing import Self, TypeVar
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 
 from holdfast.replicas.errors import OverloadedError, UnavailableError
-from holdfast.router import metric_list as listed
 from holdfast.router.config import WARM_UP_HEADER, RouterConfig
 from holdfast.router.entry.audit import Audit
 from holdfast.router.entry.call import NOBODY, Call
 from holdfast.router.entry.http import answer_headers, caller, content_digest, route_of
 from holdfast.router.entry.long_bodies import LongBodies
 from holdfast.router.entry.metrics import RouterMetrics
-from holdfast.router.entry.quotas import LIMITS, Cost, Quotas
+from holdfast.router.entry.quotas import LIMITS, Cost
 from holdfast.router.entry.turn_log import TurnLog
 from holdfast.router.entry.usage import UsageBooks
 from holdfast.router.protocol.body import check_values
@@ -50,20 +49,20 @@ class Entry:
         tenants: TenantDirectory,
         metrics: RouterMetrics,
         config: RouterConfig,
+        books: UsageBooks,
+        audit: Audit,
         drain: Drain | None = None,
-        books: UsageBooks | None = None,
-        audit: Audit | None = None,
         turns: TurnLog | None = None,
     ) -> None:
         self.drain = drain or Drain()
-        self.books = books or UsageBooks(config, Quotas())
+        self.books = books
         self.turns = turns or TurnLog()
         self.metrics = metrics
         self._tenants = tenants
         self._config = config
         self._places = Shares(config.max_in_flight)
         self._bodies = Shares(config.body_memory)
-        self._audit = audit or Audit()
+        self._audit = audit
         self.long_bodies = LongBodies()
         self._proxies = config.networks()
         for tell in (self._places.share, self._bodies.share, self.books.quotas.keep):
@@ -96,7 +95,7 @@ class Entry:
         """The call of a request that has just come. The server's own first request is counted nowhere."""
         own = self.warms_up(request)
         metrics, turns = (RouterMetrics.unseen(), TurnLog()) if own else (self.metrics, self.turns)
-        return Call(request, endpoint, metrics, turns, self.books, self._config.prices)
+        return Call(request, endpoint, metrics, turns, self.books)
 
     @contextmanager
     def admitted(self, call: Call) -> Iterator[None]:
@@ -116,7 +115,7 @@ class Entry:
         return WARM_UP_HEADER in request.headers and not self._tenants.has_keys
 
     def authenticate(self, request: HTTPConnection, scope: Scope = Scope.INFER) -> Principal:
-        """Who calls. Raises RefusedError (401; 403 also for a key without this scope) or ClientGoneError."""
+        """Who calls. Raises RefusedError: 401; 403 also for a key without this scope."""
         who = caller(request)
         try:
             principal = self._tenants.authenticate(who)
@@ -178,14 +177,14 @@ class Entry:
         def refused() -> Samples:
             return _summed(((metrics.tenant(name), limit), n) for (name, limit), n in quotas.refusals.items())
 
-        metrics.watch(listed.TENANT_IN_FLIGHT, in_flight)
-        metrics.watch(listed.TENANT_LIMIT, allowed)
-        metrics.watch(listed.QUOTA_USED, used)
-        metrics.watch(listed.QUOTA_REFUSED, refused)
-        metrics.watch(listed.QUOTA_LOCAL, lambda: float(quotas.local))
-        metrics.watch(listed.QUOTA_ROUTERS, lambda: float(quotas.routers))
-        metrics.watch(listed.USAGE_RECORDS, lambda: {(each,): float(n) for each, n in books.booked.items()})
-        metrics.watch(listed.USAGE_WAITING, lambda: float(books.waiting))
+        metrics.watch("tenant_requests_in_flight", in_flight)
+        metrics.watch("tenant_limit", allowed)
+        metrics.watch("tenant_quota_used", used)
+        metrics.watch("tenant_quota_refusals_total", refused)
+        metrics.watch("quota_local", lambda: float(quotas.local))
+        metrics.watch("quota_routers", lambda: float(quotas.routers))
+        metrics.watch("usage_records_total", lambda: {(each,): float(n) for each, n in books.booked.items()})
+        metrics.watch("usage_records_waiting", lambda: float(books.waiting))
 
 
 def _summed(samples: Iterable[tuple[tuple[str, ...], float]]) -> Samples:

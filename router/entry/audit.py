@@ -10,13 +10,12 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
 
 from holdfast.replicas import logs
-from holdfast.router.background import forever
+from holdfast.router.background import forever, stop
 from holdfast.router.records import Records
 
 log = logging.getLogger(__name__)
@@ -40,19 +39,12 @@ return rows
 
 
 class Audit:
-    """`store` None: only the log has it."""
+    """Writes and reads both streams. Call `start` on the event loop, and `close` at the end."""
 
-    def __init__(
-        self,
-        store: Records | None = None,
-        most: int = 10000,
-        router: str = "router",
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, store: Records, most: int = 10000, router: str = "router") -> None:
         self._store = store
         self._most = most
         self._router = router
-        self._clock = clock
         self._refused: Counter[tuple[str, str, str]] = Counter()
         self._waiting: list[bytes] = []
         self._task: asyncio.Task[None] | None = None
@@ -62,15 +54,13 @@ class Audit:
         self._task = asyncio.get_running_loop().create_task(forever(self.flush, FLUSH_S, "writing the audit log"))
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        await stop(self._task)
         await self.flush()
 
     def entry(self, act: str, who: str, tenant: str = "", **more: object) -> bytes:
         """An entry of the stream, which is logged, too. `who`: the id of the key of an administrator."""
         where = {"tenant": tenant, "router": self._router}
-        values = {"at": round(self._clock(), 3), "act": act, "who": who, **where, **more}
+        values = {"at": round(time.time(), 3), "act": act, "who": who, **where, **more}
         log.info("audit: %s", act, extra=logs.fields(**{name: value for name, value in values.items() if name != "at"}))
         return orjson.dumps(values)
 
@@ -90,19 +80,11 @@ class Audit:
         if not self._waiting:
             return
         entries, self._waiting = self._waiting, []
-        if self._store is None:
-            return
         if await self._store.try_script(TELL, [REFUSALS], [self._most, *entries]) is None:
             self._waiting = [*entries, *self._waiting][-self._most :]
 
-    async def read(self, begin: str, end: str, most: int) -> list[tuple[str, dict[str, Any]]] | None:
-        """At most `most` acts and as many refusals, the latest first, each with its place. None: Redis is away."""
-        if self._store is None:
-            return []
-        rows = await self._store.try_script(READ, [STREAM, REFUSALS], [begin, end, most])
-        return None if rows is None else _entries(rows)
-
-
-def _entries(streams: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:
-    entries = [(place.decode(), orjson.loads(values[1])) for stream in streams for place, values in stream]
-    return sorted(entries, key=lambda entry: tuple(map(int, entry[0].split("-"))), reverse=True)
+    async def read(self, begin: str, end: str, most: int) -> list[tuple[str, dict[str, Any]]]:
+        """At most `most` acts and as many refusals, the latest first, each with its place. Raises UnavailableError."""
+        streams = await self._store.script(READ, [STREAM, REFUSALS], [begin, end, most])
+        entries = [(place.decode(), orjson.loads(values[1])) for stream in streams for place, values in stream]
+        return sorted(entries, key=lambda entry: tuple(map(int, entry[0].split("-"))), reverse=True)

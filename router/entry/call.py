@@ -28,7 +28,7 @@ from holdfast.router.entry.http import answer_headers
 from holdfast.router.entry.metrics import Outcome, RouterMetrics, outcome_of
 from holdfast.router.entry.quotas import Cost
 from holdfast.router.entry.turn_log import TurnFacts, TurnLog
-from holdfast.router.entry.usage import CallEnd, UsageBooks, UsageRecord, cost_of, priced
+from holdfast.router.entry.usage import CallEnd, UsageBooks, UsageRecord, priced
 from holdfast.router.protocol.errors import ClientGoneError, ReplyError, reason
 from holdfast.router.records import Run, ToolGap
 from holdfast.router.tenants import Principal, Tenant
@@ -48,7 +48,7 @@ class Call:
     """One request. Its end counts once; what happens afterwards is not counted."""
 
     def __init__(
-        self, request: Request, endpoint: str, metrics: RouterMetrics, turns: TurnLog, books: UsageBooks, prices: Prices
+        self, request: Request, endpoint: str, metrics: RouterMetrics, turns: TurnLog, books: UsageBooks
     ) -> None:
         self.request = request
         self.headers = answer_headers(request)
@@ -62,13 +62,12 @@ class Call:
         self._metrics = metrics
         self._turns = turns
         self._books = books
-        self._prices = prices
         self._began = metrics.clock()
         self._follows = False  # its program was paused before
         self._over = False  # its program has ended
         self._ask_drawn: AskDrawn | None = None
         self._repeats: Usage | None = None  # of an answer from the response cache
-        self._booked: Task[None] | None = None
+        self._booked: Task[object] | None = None
         self._span: Span | None = None
         self._asked: Span | None = None
         if turns.spans is not None:
@@ -85,7 +84,7 @@ class Call:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether it computes what a later request has. It is no turn of a program."""
+        """Whether it computes a prompt for a later request. Such a call is no turn of a program."""
         return self.facts.endpoint == "prefill"
 
     @property
@@ -144,8 +143,8 @@ class Call:
         return replace(command, trace=self._asked.carrier)
 
     def sent(self, ask_drawn: AskDrawn) -> None:
-        """From now on a replica may work for it. If it is cut off, `ask_drawn` asks what was done for it: the usage,
-        and whether all replicas answered.
+        """From now on a replica may work for it. If the call is cut off, `ask_drawn` returns its usage, and whether all
+        replicas answered.
         """
         self._ask_drawn = ask_drawn
 
@@ -219,7 +218,7 @@ class Call:
             self._metrics.tokens.labels(*self._who, kind).inc(n)
 
     def end(self, outcome: Outcome, usage: Usage | None = None) -> None:
-        """It has ended. `usage` None: nobody has told what was used; where a replica has worked, it is asked."""
+        """The call has ended. `usage` None: the usage is not known; a replica that worked for the call is asked."""
         if self.outcome is not None:
             return
         self.outcome, facts = outcome, self.facts
@@ -247,7 +246,7 @@ class Call:
                 await shield(self._booked)
 
     async def _count(self, ask_drawn: AskDrawn, seconds: float) -> None:
-        """Ask what was done for a request that was cut off, and book it. Its tenant pays where its client has left."""
+        """Ask replicas for the usage of a request that was cut off, and book it. Its tenant pays if its client left."""
         usage, whole = Usage(), False
         try:
             usage, whole = await ask_drawn()
@@ -264,24 +263,11 @@ class Call:
 
     def _book(self, usage: Usage, seconds: float) -> None:
         assert self.outcome is not None
-        facts, record, at = self.facts, None, self._books.quotas.clock()
-        if facts.model and not self.free and (self.outcome is not Outcome.REJECTED or usage.work != NO_WORK):
-            record = _record(self, self.outcome, usage, seconds, at)
-        if record is None and self.id not in self._books.quotas.reserved:
-            return
-        limited = self.tenant.limits.max_programs is not None
-        self._booked = self._books.book(
-            CallEnd(
-                tenant=self.tenant.name,
-                id=self.id,
-                record=record,
-                used=Cost() if record is None else cost_of(self._prices, record),
-                at=at,
-                retry=facts.retry,
-                program=_name(facts.program) if limited else "",
-                program_ended=self._over,
-            )
-        )
+        worked = self.outcome is not Outcome.REJECTED or usage.work != NO_WORK
+        kept = bool(self.facts.model) and not self.free and worked
+        if kept or self.id in self._books.quotas.reserved:
+            record = _record(self, self.outcome, usage, seconds, self._books.quotas.clock())
+            self._booked = self._books.book(CallEnd(record, kept, self.facts.retry, self._over))
 
     def _end_spans(self, span: Span, outcome: Outcome) -> None:
         facts = self.facts
@@ -308,7 +294,7 @@ def _record(call: Call, outcome: Outcome, usage: Usage, seconds: float, at: floa
         tenant=call.tenant.name,
         key=call.principal.key_id,
         model=facts.model,
-        program=_name(facts.program),
+        program=facts.program.partition("/")[2],
         endpoint=facts.endpoint,
         outcome=outcome.value,
         input=prompt,
@@ -350,11 +336,6 @@ def estimate(prices: Prices, answers: int, input_tokens: int, output_tokens: int
     """What a request is expected to need: all of its prompt uncached, and all that it may generate."""
     units = round(priced(prices, input_tokens, 0, output_tokens))
     return Cost(answers, input_tokens, input_tokens, output_tokens, units)
-
-
-def _name(program: str) -> str:
-    """A program's key without its tenant."""
-    return program.partition("/")[2]
 
 
 def _carrier(request: Request) -> Carrier:

@@ -3,14 +3,11 @@
 Endpoints are plain functions from request to response, so that nothing is parsed or serialised twice.
 """
 
-import asyncio
-import contextlib
 import hashlib
 import logging
 import re
 import secrets
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -21,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.replicas.errors import EngineError, HoldfastError
-from holdfast.router.entry.quotas import QuotaError, RateLimitStatus, anthropic_headers, openai_headers
+from holdfast.router.entry.quotas import QuotaError, RateLimitStatus, rate_limit_headers
 from holdfast.router.protocol.errors import ClientGoneError, anthropic_error, api_error
 from holdfast.router.tenants import Caller
 
@@ -35,15 +32,12 @@ Handler = Callable[[Request], Awaitable[Response]]
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 MESSAGES = "/v1/messages/"  # the beginning of the paths of Anthropic's API
 STATE = "holdfast"  # where a request's scope keeps its AnswerHeaders
-GONE = "holdfast.gone"  # and whether its client is known to have left
 CONTENT = "holdfast.content"  # and the hash of its path and body
 ROUTE = "holdfast.route"  # and the template of its path
 IDEMPOTENCY = "idempotency-key"  # a client's name for a request and its retries
 DELIVERY = "x-holdfast-delivery"  # the proxy's name for a request, which it sends again where a router was lost
 CLIENT_GONE = 499  # nobody reads it; proxies log it
-LEAVING_S = 0.5  # within which a server reports that a socket had no peer any more when it was accepted
 VERSION = metadata.version("holdfast")  # once: each call reads files
-READ_AHEAD = 64  # messages of a body that may come before that report
 
 
 @dataclass(slots=True)
@@ -82,7 +76,7 @@ class AnswerHeaders:
         if self.tools_as_text:
             pairs.append((b"x-holdfast-tools", b"system-prompt"))
         if (status := self.rate_limit) is not None:
-            pairs += anthropic_headers(status, time.time()) if self.anthropic else openai_headers(status)
+            pairs += rate_limit_headers(status, anthropic=self.anthropic, now=time.time())
         return pairs
 
 
@@ -113,9 +107,7 @@ def answer_headers(request: Request) -> AnswerHeaders:
 
 
 def caller(request: HTTPConnection) -> Caller:
-    """Who calls, for authentication. Raises ClientGoneError where the client has left."""
-    if request.scope.get(GONE):
-        raise ClientGoneError
+    """Who calls, for authentication."""
     client, server = request.scope.get("client"), request.scope.get("server")
     authorization, key = request.headers.get("authorization"), request.headers.get("x-api-key")
     return Caller(
@@ -144,7 +136,7 @@ def retry_of(request: Request, name: str = DELIVERY) -> str:
 
 
 def content_digest(request: Request) -> "Hash | None":
-    """The hash that whoever reads the body updates, for `retry_of`; None where nobody gave the request a name."""
+    """The hash for `retry_of`, which the reader of the body updates; None for a request without a name."""
     if IDEMPOTENCY not in request.headers and DELIVERY not in request.headers:
         return None
     digest: Hash = hashlib.sha256(f"{request.method} {request.url.path}\n".encode())
@@ -174,8 +166,7 @@ def supervised(handler: Handler, path: str = "") -> Handler:
         request.scope[ROUTE] = path
         anthropic = answer_headers(request).anthropic
         try:
-            known = request if request.client is not None else await _look_for_client(request)
-            return await handler(known)
+            return await handler(request)
         except HoldfastError as error:
             if isinstance(error, QuotaError):
                 answer_headers(request).rate_limit = error.status
@@ -186,25 +177,6 @@ def supervised(handler: Handler, path: str = "") -> Handler:
             return error_response(internal_error(error, answer_headers(request).request_id), anthropic=anthropic)
 
     return answer
-
-
-async def _look_for_client(request: Request) -> Request:
-    """A request without a peer, as if nothing of it had been read. `GONE` is in its scope where its client has left.
-
-    A socket that its client has reset has no peer, but its request can still be read before the server reports the end.
-    A client without an address may also stay.
-    """
-    ahead: deque[Message] = deque()
-
-    async def receive() -> Message:
-        return ahead.popleft() if ahead else await request.receive()
-
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LEAVING_S):
-            while len(ahead) < READ_AHEAD and not request.scope.get(GONE):
-                ahead.append(await request.receive())
-                request.scope[GONE] = ahead[-1]["type"] == "http.disconnect"
-    return Request(request.scope, receive)
 
 
 def internal_error(error: Exception, request_id: str) -> EngineError:

@@ -18,7 +18,7 @@ from prometheus_client.samples import Sample
 
 from holdfast.replicas.errors import ErrorKind, HoldfastError
 from holdfast.replicas.metrics import Metric, MetricKind, process_usage
-from holdfast.router import metric_list as listed
+from holdfast.router.metric_list import METRICS
 from holdfast.router.protocol.errors import ClientGoneError, Refusal, api_error, reason
 
 OTHER = "other"  # the tenant whose series are those of all that have none of their own
@@ -61,37 +61,37 @@ class RouterMetrics:
         self.router = router
         self._named: frozenset[str] | None = None
         self._refreshed: list[Refresh] = []
-        self.requests = self._counter(listed.REQUESTS)
-        self.errors = self._counter(listed.ERRORS)
+        self.requests = self._counter("requests_total")
+        self.errors = self._counter("request_errors_total")
         self.errors.labels("", UNKNOWN)
-        self.in_flight = Gauge(listed.IN_FLIGHT.name, listed.IN_FLIGHT.help, registry=registry)
-        self.first_token = self._histogram(listed.FIRST_TOKEN)
-        self.per_token = self._histogram(listed.PER_TOKEN)
-        self.turn = self._histogram(listed.TURN)
-        self.queue = self._histogram(listed.QUEUE)
-        self.program = self._histogram(listed.PROGRAM)
-        self.ftr = self._histogram(listed.FTR)
-        self.program_turns = self._histogram(listed.PROGRAM_TURNS)
-        self.tool = self._histogram(listed.TOOL)
-        self.bubble = self._histogram(listed.BUBBLE)
-        self.tokens = self._counter(listed.TENANT_TOKENS)
-        self.cache = self._counter(listed.CACHE)
-        self.skips = self._counter(listed.SKIPPED)
-        self.session_moves = self._counter(listed.SESSION_MOVES)
-        self.store = self._counter(listed.STORE_OPERATIONS)
-        self.store_seconds = self._histogram(listed.STORE_SECONDS_TAKEN)
-        self.watch(listed.CPU, lambda: process_usage().cpu_s)
-        self.watch(listed.MEMORY, lambda: process_usage().memory)
-        self.watch(listed.STARTED, lambda: process_usage().started)
+        self.in_flight = self._gauge("requests_in_flight")
+        self.first_token = self._histogram("time_to_first_token_seconds")
+        self.per_token = self._histogram("time_per_output_token_seconds")
+        self.turn = self._histogram("turn_seconds")
+        self.queue = self._histogram("queue_seconds")
+        self.program = self._histogram("program_seconds")
+        self.ftr = self._histogram("first_token_rendered_seconds")
+        self.program_turns = self._histogram("program_turns")
+        self.tool = self._histogram("tool_seconds")
+        self.bubble = self._histogram("bubble_seconds")
+        self.tokens = self._counter("tenant_tokens_total")
+        self.cache = self._counter("response_cache_lookups_total")
+        self.skips = self._counter("request_fields_skipped_total")
+        self.session_moves = self._counter("session_moves_total")
+        self.store = self._counter("store_operations_total")
+        self.store_seconds = self._histogram("store_operation_seconds")
+        self.watch("router_cpu_seconds_total", lambda: process_usage().cpu_s)
+        self.watch("router_memory_bytes", lambda: process_usage().memory)
+        self.watch("router_start_time_seconds", lambda: process_usage().started)
 
     @classmethod
     def unseen(cls) -> Self:
         """Metrics that nobody reads."""
         return cls(CollectorRegistry())
 
-    def watch(self, metric: Metric, read: Read, refresh: Refresh | None = None) -> None:
-        """Show a value that stands elsewhere; `refresh` is awaited before it is read."""
-        self.registry.register(Watched(metric, read))
+    def watch(self, name: str, read: Read, refresh: Refresh | None = None) -> None:
+        """Show a value that stands elsewhere; `refresh` is awaited before it is read. `name`: as in `metric_list`."""
+        self.registry.register(Watched(METRICS[name], read))
         if refresh is not None:
             self._refreshed.append(refresh)
 
@@ -121,10 +121,15 @@ class RouterMetrics:
             await refresh()
         return own_exposition(self.registry, {"router": self.router})
 
-    def _counter(self, metric: Metric) -> Counter:
+    def _counter(self, name: str) -> Counter:
+        metric = METRICS[name]
         return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
 
-    def _histogram(self, metric: Metric) -> Histogram:
+    def _gauge(self, name: str) -> Gauge:
+        return Gauge(METRICS[name].name, METRICS[name].help, registry=self.registry)
+
+    def _histogram(self, name: str) -> Histogram:
+        metric = METRICS[name]
         return Histogram(metric.name, metric.help, metric.labels, buckets=metric.buckets, registry=self.registry)
 
 

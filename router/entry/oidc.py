@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from holdfast.replicas.errors import ConfigError
-from holdfast.router.background import forever
+from holdfast.router.background import forever, stop
 from holdfast.router.config import Oidc
 from holdfast.router.protocol.errors import Refusal, RefusedError
 from holdfast.router.tenants import SCOPES, Scope
@@ -53,9 +53,7 @@ class IdentityTokens:
         self._task = asyncio.get_running_loop().create_task(refreshing)
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        await stop(self._task)
 
     def read(self, token: str) -> tuple[str, str, tuple[Scope, ...]] | None:
         """The tenant that it names, its subject and its scopes; None for a text that is no JWT.

@@ -39,16 +39,7 @@ BUDGETS = ("units_per_day", "units_per_month")
 LIMITS = (*RATES, "max_concurrent", "max_programs", *BUDGETS)  # in the order in which the scripts know them
 PERIOD_S: Mapping[str, float] = {**dict.fromkeys(RATES, 60.0), "units_per_day": 86400.0, "units_per_month": 2592000.0}
 
-WHAT: Mapping[str, str] = {
-    "requests_per_minute": "requests per minute",
-    "input_tokens_per_minute": "input tokens per minute",
-    "uncached_tokens_per_minute": "uncached input tokens per minute",
-    "output_tokens_per_minute": "output tokens per minute",
-    "max_concurrent": "requests at once",
-    "max_programs": "programs at once",
-    "units_per_day": "units per day",
-    "units_per_month": "units per month",
-}
+WORDS: Mapping[str, str] = {"max_concurrent": "requests at once", "max_programs": "programs at once"}  # in errors
 
 # Shared by the scripts of this file and of `usage`. KEYS: the window, the ids of leases by expiry, what each lease
 # holds, programs by expiry, and the sums (periods by expiry; also the prefix of the sums' own keys).
@@ -203,7 +194,7 @@ return {}
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a call needs, or has used. `units` are in parts, `UNITS` of which are one."""
+    """The need or the usage of a call. `units` count parts: `UNITS` of them are one unit."""
 
     answers: int = 1
     input: int = 0
@@ -231,15 +222,15 @@ class RateLimitStatus:
 
 
 class QuotaError(RefusedError):
-    """One of a tenant's limits is reached: `limit`."""
+    """One of a tenant's limits is reached: `limit`. The call may be retried when `status` is reset."""
 
-    def __init__(self, tenant: str, limit: str, allowed: float, status: RateLimitStatus, retry_after_s: float) -> None:
+    def __init__(self, tenant: str, limit: str, status: RateLimitStatus) -> None:
         refusal = Refusal.OVER_BUDGET if limit in BUDGETS else Refusal.RATE_LIMITED
-        message = f"Tenant '{tenant}' is limited to {allowed:g} {WHAT[limit]}"
-        super().__init__(refusal, message, retry_after_s=retry_after_s)
+        words = f"{getattr(status.limits, limit):g} {WORDS.get(limit, limit.replace('_', ' '))}"
+        super().__init__(refusal, f"Tenant '{tenant}' is limited to {words}", retry_after_s=status.reset_s)
         self.limit = limit
         self.status = status
-        self._arguments = (tenant, limit, allowed, status, retry_after_s)
+        self._arguments = (tenant, limit, status)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._arguments
@@ -258,7 +249,7 @@ def periods(at: float) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class Reservation:
-    """What a call that runs has reserved. `local`: by this router's buckets, while Redis was away."""
+    """The reservation of a running call. `local`: in this router's buckets, because Redis was away."""
 
     tenant: str
     cost: Cost
@@ -279,12 +270,12 @@ class _Bucket:
 
 @dataclass(slots=True)
 class Quotas:
-    """Checks the limits of all tenants. `store` None: this process is alone, and its token buckets limit.
+    """Checks the limits of all tenants. `routers` share the limits while Redis is away.
 
-    `now_ms` replaces Redis' clock in tests. `routers` share the limits while Redis is away.
+    `now_ms` replaces Redis' clock in tests.
     """
 
-    store: Records | None = None
+    store: Records
     routers: int = 1
     clock: Callable[[], float] = time.time
     now_ms: Callable[[], int] | None = None
@@ -296,11 +287,11 @@ class Quotas:
 
     @property
     def local(self) -> bool:
-        """Whether this router limits by its own buckets although it should share the limits."""
-        return self.store is not None and self.store.degraded
+        """Whether this router limits by its own buckets, because Redis is away."""
+        return self.store.degraded
 
     def keep(self, tenants: Sequence[Tenant]) -> None:
-        """From now on these are the tenants; what is known of others is forgotten."""
+        """Replace the tenants, and forget the state of all others."""
         names = {tenant.name for tenant in tenants}
         for known in (self._refused, self.status):
             for name in [name for name in known if name not in names]:
@@ -317,18 +308,15 @@ class Quotas:
             self._refused.pop(tenant.name, None)
             return
         self.refusals[tenant.name, error.limit] += 1
-        allowed, status = getattr(tenant.limits, error.limit), replace(error.status, reset_s=left)
-        raise QuotaError(tenant.name, error.limit, allowed, status, left)
+        raise QuotaError(tenant.name, error.limit, replace(error.status, reset_s=left))
 
     async def admit(self, tenant: Tenant, id_: str, cost: Cost, program: str = "", *, lease: bool) -> RateLimitStatus:
         """Admit a call, and with `lease` reserve its cost until it is settled. Admitted again, it only adds its
         program. Raises QuotaError.
         """
         try:
-            answer = None
-            if self.store is not None and not self.store.degraded:
-                arguments = self._arguments(tenant, id_, cost, program, lease)
-                answer = await self.store.try_script(ADMIT, quota_keys(tenant.name), arguments)
+            arguments = self._arguments(tenant, id_, cost, program, lease)
+            answer = await self.store.try_script(ADMIT, quota_keys(tenant.name), arguments)
             status = self._admit_locally(tenant, id_, cost, lease) if answer is None else _admitted(tenant, answer)
         except QuotaError as error:
             self.refusals[tenant.name, error.limit] += 1
@@ -360,8 +348,7 @@ class Quotas:
         for id_, reservation in self.reserved.items():
             by_tenant.setdefault(reservation.tenant, []).append(id_)
         for tenant, ids in by_tenant.items():
-            if self.store is not None and not self.store.degraded:
-                await self.store.try_script(RENEW, quota_keys(tenant), [self.redis_now(), LEASE_S * 1000, *ids])
+            await self.store.try_script(RENEW, quota_keys(tenant), [self.redis_now(), LEASE_S * 1000, *ids])
 
     def redis_now(self) -> int | str:
         """The first argument of each script: "" for Redis' own clock."""
@@ -381,7 +368,6 @@ class Quotas:
         if id_ in self.reserved:
             return self.status.get(tenant.name) or RateLimitStatus(tenant.limits, dict.fromkeys(LIMITS, 0.0))
         now = time.monotonic() if self.now_ms is None else self.now_ms() / 1000
-        share = 1.0 / self.routers if self.store is not None else 1.0
         at_once = sum(each.cost.answers for each in self.reserved.values() if each.tenant == tenant.name)
         used, taken = {**dict.fromkeys(LIMITS, 0.0), "max_concurrent": float(at_once)}, []
         refused: tuple[str, float] | None = None
@@ -391,7 +377,7 @@ class Quotas:
             if limit is None:
                 continue
             unit = UNITS if name in BUDGETS else 1
-            capacity = max(1.0, limit * share) * unit
+            capacity = max(1.0, limit / self.routers) * unit
             bucket = self._buckets.setdefault((tenant.name, name), _Bucket(capacity, now))
             bucket.refill(capacity, PERIOD_S[name], now)
             need = min(need, capacity)
@@ -400,59 +386,51 @@ class Quotas:
             if need and bucket.level < need - 1e-9:
                 refused = refused or (name, (need - bucket.level) * PERIOD_S[name] / capacity)
         most = tenant.limits.max_concurrent
-        if lease and most is not None and at_once + cost.answers > max(1.0, most * share):
+        if lease and most is not None and at_once + cost.answers > max(1.0, most / self.routers):
             refused = refused or ("max_concurrent", AGAIN_MS / 1000)
         if refused is not None:
             name, wait_s = refused
-            status = RateLimitStatus(tenant.limits, used, wait_s)
-            raise QuotaError(tenant.name, name, getattr(tenant.limits, name), status, wait_s)
+            raise QuotaError(tenant.name, name, RateLimitStatus(tenant.limits, used, wait_s))
         for bucket, need in taken:
             bucket.level -= need
         return RateLimitStatus(tenant.limits, used)
 
 
 def _admitted(tenant: Tenant, answer: Sequence[Any]) -> RateLimitStatus:
-    """What an answer of `ADMIT` says. Raises QuotaError."""
+    """The status in an answer of `ADMIT`. Raises QuotaError."""
     refused, wait_ms, *values = (int(each) for each in answer)
     used = {name: n / UNITS if name in BUDGETS else float(n) for name, n in zip(LIMITS, values, strict=True)}
-    if not refused:
-        return RateLimitStatus(tenant.limits, used)
-    name, wait_s = LIMITS[refused - 1], wait_ms / 1000
-    raise QuotaError(
-        tenant.name, name, getattr(tenant.limits, name), RateLimitStatus(tenant.limits, used, wait_s), wait_s
-    )
+    if refused:
+        raise QuotaError(tenant.name, LIMITS[refused - 1], RateLimitStatus(tenant.limits, used, wait_ms / 1000))
+    return RateLimitStatus(tenant.limits, used)
 
 
 # ---- headers ----
 
 TOKENS = ("input_tokens_per_minute", "uncached_tokens_per_minute", "output_tokens_per_minute")
-# Anthropic counts no cached tokens as input; where those that are not cached have no limit, all count.
-ANTHROPIC = (
-    ("requests", ("requests_per_minute",)),
-    ("input-tokens", ("uncached_tokens_per_minute", "input_tokens_per_minute")),
-    ("output-tokens", ("output_tokens_per_minute",)),
-)
+# The first that is limited counts. Anthropic counts no cached tokens as input; without a limit of these, all count.
+KINDS: Mapping[str, Sequence[str]] = {
+    "requests": ("requests_per_minute",),
+    "input-tokens": ("uncached_tokens_per_minute", "input_tokens_per_minute"),
+    "output-tokens": ("output_tokens_per_minute",),
+}
 
 
-def openai_headers(status: RateLimitStatus) -> Iterator[tuple[bytes, bytes]]:
-    """`x-ratelimit-*`. Of several token limits, the one with the least left is told."""
+def rate_limit_headers(status: RateLimitStatus, *, anthropic: bool, now: float) -> Iterator[tuple[bytes, bytes]]:
+    """`x-ratelimit-*`, or `anthropic-ratelimit-*`. `tokens` is the limit of tokens with the least left."""
     reset = duration(status.reset_s)
-    for kind, name in (("requests", _limited(status, ("requests_per_minute",))), ("tokens", _scarcest(status))):
-        if name:
-            yield f"x-ratelimit-limit-{kind}".encode(), _text(getattr(status.limits, name))
-            yield f"x-ratelimit-remaining-{kind}".encode(), _text(status.left(name))
-            yield f"x-ratelimit-reset-{kind}".encode(), reset.encode()
-
-
-def anthropic_headers(status: RateLimitStatus, now: float) -> Iterator[tuple[bytes, bytes]]:
-    """`anthropic-ratelimit-*`. `tokens` is the limit with the least left."""
-    reset = (datetime.fromtimestamp(now, UTC) + timedelta(seconds=status.reset_s)).strftime("%Y-%m-%dT%H:%M:%SZ")
-    limited = [(kind, _limited(status, names)) for kind, names in ANTHROPIC]
-    for kind, name in (*limited, ("tokens", _scarcest(status))):
-        if name:
-            yield f"anthropic-ratelimit-{kind}-limit".encode(), _text(getattr(status.limits, name))
-            yield f"anthropic-ratelimit-{kind}-remaining".encode(), _text(status.left(name))
-            yield f"anthropic-ratelimit-{kind}-reset".encode(), reset.encode()
+    if anthropic:
+        reset = (datetime.fromtimestamp(now, UTC) + timedelta(seconds=status.reset_s)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    limits = {name: value for name in LIMITS if (value := getattr(status.limits, name)) is not None}
+    kinds = [(kind, names) for kind, names in KINDS.items() if anthropic or kind == "requests"]
+    kinds.append(("tokens", sorted(TOKENS, key=lambda name: status.left(name) / limits[name] if name in limits else 2)))
+    for kind, names in kinds:
+        name = next((each for each in names if each in limits), None)
+        if name is None:
+            continue
+        for part, value in (("limit", int(limits[name])), ("remaining", status.left(name)), ("reset", reset)):
+            header = f"anthropic-ratelimit-{kind}-{part}" if anthropic else f"x-ratelimit-{part}-{kind}"
+            yield header.encode(), str(value).encode()
 
 
 def duration(seconds: float) -> str:
@@ -462,16 +440,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return (f"{hours}h" if hours else "") + (f"{minutes}m" if hours or minutes else "") + f"{rest}s"
-
-
-def _limited(status: RateLimitStatus, names: tuple[str, ...]) -> str:
-    return next((name for name in names if getattr(status.limits, name) is not None), "")
-
-
-def _scarcest(status: RateLimitStatus) -> str:
-    names = [name for name in TOKENS if getattr(status.limits, name) is not None]
-    return min(names, key=lambda name: status.left(name) / getattr(status.limits, name), default="")
-
-
-def _text(value: float) -> bytes:
-    return str(int(value)).encode()

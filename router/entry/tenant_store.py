@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 
@@ -22,7 +22,7 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from holdfast.replicas.errors import ConfigError
-from holdfast.router.background import forever
+from holdfast.router.background import forever, stop
 from holdfast.router.entry.audit import STREAM
 from holdfast.router.records import Argument, Records
 from holdfast.router.tenants import Tenant, TenantDirectory
@@ -34,8 +34,13 @@ ROUNDS = 5  # of looking, for one that stores when keys were used
 TENANTS, VERSION, USED, PURGES = "tenants", "tenants/version", "keys/used", "tenants/purges"
 _TENANT = TypeAdapter(Tenant)
 
-LOOK = "return {redis.call('GET', KEYS[1]) or '0'}"
-LOAD = "return {redis.call('GET', KEYS[2]) or '0', redis.call('HGETALL', KEYS[1]), redis.call('HGETALL', KEYS[3])}"
+# KEYS: the records by name, their version, the purges by name. ARGV: the version that the router has. Returns the
+# version, and the records and purges where it is another one.
+LOAD = """
+local version = redis.call('GET', KEYS[2]) or '0'
+if version == ARGV[1] then return {version} end
+return {version, redis.call('HGETALL', KEYS[1]), redis.call('HGETALL', KEYS[3])}
+"""
 # KEYS: the records by name, their version, the purges by name. ARGV: a version, how many records there are, their names
 # and texts, and those of purges. Returns whether they were stored: Redis had no later version.
 RESTORE = """
@@ -88,9 +93,7 @@ class TenantStore:
         self._task = asyncio.get_running_loop().create_task(forever(self._watch, LOOK_S, "looking for tenants"))
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        await stop(self._task)
         await self._store_used()
 
     async def find(self, name: str) -> tuple[Tenant | None, bytes]:
@@ -106,17 +109,17 @@ class TenantStore:
         text = b"" if after is None else orjson.dumps(asdict(after))
         arguments: list[Argument] = [name, before, text, self._most_audit, entry]
         (version,) = await self._records.script(CHANGE, [TENANTS, VERSION, STREAM], arguments)
-        await self._load()
+        await self._look()
         return int(version) > 0
 
     async def purge(self, name: str, entry: bytes) -> None:
-        """The cached answers of a tenant are not found any more: by this router now, by the others soon.
+        """Hide the cached answers of a tenant: from this router now, from the others soon.
 
         Raises UnavailableError.
         """
         arguments: list[Argument] = [name, secrets.token_hex(4), self._most_audit, entry]
         await self._records.script(PURGE, [PURGES, VERSION, STREAM], arguments)
-        await self._load()
+        await self._look()
 
     def watch_purges(self, watch: Callable[[Mapping[str, str]], None]) -> None:
         """Call `watch` with each tenant's latest purge, a word that no other one has: now, and after each purge."""
@@ -136,12 +139,12 @@ class TenantStore:
             await self._store_used()
 
     async def _look(self) -> None:
-        reply = await self._records.try_script(LOOK, [VERSION], [])
-        if reply is None or reply[0] == self._version:
-            return
-        if int(reply[0]) < int(self._version):
+        reply = await self._records.try_script(LOAD, [TENANTS, VERSION, PURGES], [self._version])
+        if reply is not None and int(reply[0]) < int(self._version):
             await self._restore()
-        await self._load()
+            reply = await self._records.try_script(LOAD, [TENANTS, VERSION, PURGES], [self._version])
+        if reply is not None and len(reply) > 1 and int(reply[0]) >= int(self._version):
+            self._take(*reply)
 
     async def _restore(self) -> None:
         """Redis has lost what it had. Of several routers that know, the one with the latest version wins."""
@@ -153,11 +156,8 @@ class TenantStore:
             log.warning("Redis has lost the tenants that were made: %d of them are put back", len(self._tenants))
             self._used.clear()  # when keys were used is lost, too
 
-    async def _load(self) -> None:
-        reply = await self._records.try_script(LOAD, [TENANTS, VERSION, PURGES], [])
-        if reply is None or int(reply[0]) < int(self._version):
-            return  # Redis is away, or has lost what it had: the next look sees that
-        version, tenants, purges = reply
+    def _take(self, version: bytes, tenants: Sequence[bytes], purges: Sequence[bytes]) -> None:
+        """Go by these tenants and purges from now on."""
         self._tenants = dict(zip(tenants[::2], tenants[1::2], strict=True))
         try:
             self._directory.add([_TENANT.validate_json(text) for text in self._tenants.values()])

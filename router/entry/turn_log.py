@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from math import inf
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from holdfast.replicas.requests import Usage
 from holdfast.router.entry.metrics import Outcome
@@ -51,9 +51,6 @@ ENDED = (
     *("program", "request", "arrived", "ended", "outcome", "replica", "tools", "queue_s", "prefill_s", "decode_s"),
     *("prompt", "cached", "drawn", "drafted", "accepted"),
 )
-EndedRow: TypeAlias = tuple[
-    str, str, float, float, str, str, str, float, float, float, int, int, int, int, int
-]  # as `ENDED` says
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,7 @@ class EndedTurn:
 
     number: int
     tenant: str
-    row: EndedRow
+    row: tuple[str | float, ...]  # the values of `ENDED`
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""What was used: one record of each request, and sums of them by day and month. In Redis, apart for each tenant.
+"""Usage: one record of each request, and sums by day and month. Each tenant has its own keys in Redis.
 
 A record is booked once, by the request's id, however often it is sent; the same script settles the call's reservation
 (`quotas`) and adds it to the sums. So records, sums and budgets agree. Two requests cost nothing once they have been
@@ -24,11 +24,10 @@ from typing import Any
 
 import orjson
 
-from holdfast.replicas.errors import UnavailableError
-from holdfast.router.background import forever
+from holdfast.router.background import Background, forever, stop
 from holdfast.router.config import Prices, RouterConfig
 from holdfast.router.entry.quotas import PROGRAM_S, STATE, UNITS, Cost, Quotas, periods, quota_keys
-from holdfast.router.records import Argument, Records
+from holdfast.router.records import Argument
 
 log = logging.getLogger(__name__)
 
@@ -151,38 +150,29 @@ COLUMNS = ("place", *(each.name for each in fields(UsageRecord)), "units", "agai
 
 @dataclass(slots=True)
 class CallEnd:
-    """The end of a call, on its way to Redis. `record` None: there is nothing to book, only to settle."""
+    """The end of a call, on its way to Redis. `kept` False: nothing is booked, and its reservation is given back."""
 
-    tenant: str
-    id: str
-    record: UsageRecord | None
-    used: Cost
-    at: float  # when it ended, seconds since the epoch
+    record: UsageRecord
+    kept: bool = True
     retry: str = ""  # what the tries of one request have in common
-    program: str = ""  # that counts against `max_programs`
     program_ended: bool = False
     sent: float | None = None  # when it was sent first, on the monotonic clock
 
-    @property
-    def answered(self) -> bool:
-        return self.record is not None and self.record.outcome in ("completed", "cached")
-
 
 class UsageBooks:
-    """Books what was used, and reads it. `store` None: nothing is kept, records are only counted.
-
-    Call `start` on the event loop where there is a store, and `close` at the end.
+    """Books what was used, and reads it, in the Redis of the quotas. Call `start` on the event loop, and `close` at the
+    end.
     """
 
-    def __init__(self, config: RouterConfig, quotas: Quotas, store: Records | None = None) -> None:
+    def __init__(self, config: RouterConfig, quotas: Quotas) -> None:
         self._config = config
         self.quotas = quotas
-        self._store = store
+        self._store = quotas.store
         self._waiting: deque[CallEnd] = deque()
         self._listed: set[str] = set()  # tenants that Redis knows to have records
         self.booked: Counter[str] = Counter({"booked": 0, "again": 0, "lost": 0, "uncounted": 0})
-        self._counting: set[asyncio.Task[None]] = set()
-        self._booking: set[asyncio.Task[None]] = set()
+        self._counting = Background()
+        self._booking = Background()
         self._beats: list[asyncio.Task[None]] = []
 
     @property
@@ -200,20 +190,11 @@ class UsageBooks:
         """Book what is left, if Redis is there. Replicas have `COUNTING_S` to say what they did for calls that were cut
         off; a record that lacks it is counted as `uncounted`.
         """
-        for beat in self._beats:
-            beat.cancel()
-        if self._beats:
-            await asyncio.wait(self._beats)
-        if self._counting:
-            await asyncio.wait(self._counting, timeout=COUNTING_S)
-        for task in self._counting:
-            task.cancel()  # it is booked without what is not known
-        if self._counting:
-            await asyncio.wait(tuple(self._counting))
-        if self._booking:
-            await asyncio.wait(self._booking, timeout=BOOKING_S)
+        await stop(*self._beats)
+        await stop(*await self._counting.drain(COUNTING_S))  # these are booked without what is not known
+        booking = await self._booking.drain(BOOKING_S)
         await self.catch_up()
-        lost = len(self._booking) + sum(end.record is not None for end in self._waiting)
+        lost = len(booking) + sum(end.kept for end in self._waiting)
         self.booked["lost"] += lost
         if lost or self.booked["uncounted"]:
             uncounted = self.booked["uncounted"]
@@ -223,20 +204,20 @@ class UsageBooks:
 
     def count(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work`, which asks replicas what they did for a call that was cut off, and then books it."""
-        _run(work, self._counting)
+        self._counting.run(work)
 
     def uncounted(self) -> None:
-        """What was done for a call could not be learnt: its record lacks it."""
+        """The usage of a call could not be learnt: its record lacks it."""
         self.booked["uncounted"] += 1
 
-    def book(self, end: CallEnd) -> asyncio.Task[None]:
+    def book(self, end: CallEnd) -> asyncio.Task[object]:
         """Book the end of a call. The task ends when Redis has it, or is known to be away."""
-        self.quotas.settle(end.id, end.used)
-        return _run(self._book_or_wait(end), self._booking)
+        self.quotas.settle(end.record.id, self._used(end))
+        return self._booking.run(self._book_or_wait(end))
 
     async def catch_up(self) -> None:
         """Book what waits, in order."""
-        while self._waiting and self._store is not None and not self._store.degraded:
+        while self._waiting and not self._store.degraded:
             end, booked = self._waiting.popleft(), False
             try:
                 booked = await self._book(end)
@@ -251,46 +232,46 @@ class UsageBooks:
             return
         self._waiting.append(end)
         if len(self._waiting) > MOST_WAITING:
-            self.booked["lost"] += self._waiting.popleft().record is not None
+            self.booked["lost"] += self._waiting.popleft().kept
 
     async def _book(self, end: CallEnd) -> bool:
         """False where Redis is away."""
-        booked = end.record is not None
-        if self._store is None:
-            self.booked["booked"] += booked
-            return True
-        now = time.monotonic()
+        now, tenant = time.monotonic(), end.record.tenant
         if end.sent is not None and now - end.sent >= SEEN_S:  # it may have been booked, and its id be forgotten
-            self.booked["lost"] += booked
+            self.booked["lost"] += end.kept
             return True
         if self._store.degraded:
             return False
         end.sent = end.sent or now
         try:
-            answer = await self._store.try_script(BOOK, usage_keys(end.tenant), self._arguments(end))
+            answer = await self._store.try_script(BOOK, usage_keys(tenant), self._arguments(end))
         except Exception:  # another try would fail as well
             log.exception("a record of usage could not be booked")
-            self.booked["lost"] += booked
+            self.booked["lost"] += end.kept
             return True
         if answer is None:
             return False
-        if booked:
+        if end.kept:
             self.booked["booked" if int(answer[0]) == 1 else "again"] += 1
-            if int(answer[0]) == 1 and (int(answer[1]) == 1 or end.tenant not in self._listed):
+            if int(answer[0]) == 1 and (int(answer[1]) == 1 or tenant not in self._listed):
                 with suppress(Exception):  # the record is booked, and the next one of this tenant tries again
-                    if await self._store.try_script(ADD_MEMBER, [LISTED], [end.tenant]) is not None:
-                        self._listed.add(end.tenant)
+                    if await self._store.try_script(ADD_MEMBER, [LISTED], [tenant]) is not None:
+                        self._listed.add(tenant)
         return True
 
     def _arguments(self, end: CallEnd) -> list[Argument]:
         config, record = self._config, end.record
-        head: list[Argument] = [self.quotas.redis_now(), end.id, end.retry, int(end.answered)]
-        head += [*end.used.rates, end.used.units, end.program, int(end.program_ended), int(PROGRAM_S * 1000)]
-        head += [config.usage_records, int(SEEN_S * 1000), int(config.usage_days * 86_400_000), *periods(end.at)]
-        if record is None:
+        used, answered = self._used(end), end.kept and record.outcome in ("completed", "cached")
+        head: list[Argument] = [self.quotas.redis_now(), record.id, end.retry, int(answered)]
+        head += [*used.rates, used.units, record.program, int(end.program_ended), int(PROGRAM_S * 1000)]
+        head += [config.usage_records, int(SEEN_S * 1000), int(config.usage_days * 86_400_000), *periods(record.at)]
+        if not end.kept:
             return [*head, "", ""]
         counts = (1, record.input, record.cached, record.output, record.drawn, record.drafted)
         return [*head, record.outcome, orjson.dumps(record), int(record.worked), *counts]
+
+    def _used(self, end: CallEnd) -> Cost:
+        return cost_of(self._config.prices, end.record) if end.kept else Cost()
 
     # ---- reading ----
 
@@ -298,26 +279,21 @@ class UsageBooks:
         """A tenant's records between two places of its stream, the oldest first. Raises UnavailableError, as all that
         reads does while Redis is away.
         """
-        rows = await self._read(READ, usage_keys(tenant)[5], [begin, end, most])
+        rows = await self._store.script(READ, usage_keys(tenant)[5:6], [begin, end, most])
         return [{"place": place, **row} for place, row in _record_rows(rows)]
 
     async def tenants(self) -> list[str]:
         """The tenants that have records, also those that have been removed."""
-        return [name.decode() for name in await self._read(MEMBERS, LISTED, [])]
+        return [name.decode() for name in await self._store.script(MEMBERS, [LISTED], [])]
 
     async def sums(self, tenant: str, of: Sequence[str]) -> list[dict[str, Any]]:
         """Of days (`2026-11-23`) and months (`2026-11`)."""
-        rows = await self._read(SUMS, quota_keys(tenant)[4], of)
+        rows = await self._store.script(SUMS, quota_keys(tenant)[4:5], of)
         return [_sums_row(period, each) for period, each in zip(of, rows, strict=True)]
-
-    async def _read(self, source: str, key: str, arguments: Sequence[Argument]) -> list[Any]:
-        if self._store is None:
-            raise UnavailableError("This needs Redis, and this router has none")
-        return await self._store.script(source, [key], arguments)
 
 
 def cost_of(prices: Prices, record: UsageRecord) -> Cost:
-    """What a request counts against its tenant's limits, and costs. Failures of the server cost nothing."""
+    """The cost of a request, which counts against its tenant's limits. Failures of the server cost nothing."""
     if record.outcome in ("failed", "rejected"):
         return Cost()
     uncached = record.input - record.cached
@@ -353,18 +329,6 @@ def as_csv(rows: Iterable[Mapping[str, Any]], head: bool = True) -> str:
 
 def as_json_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
     return b"".join(orjson.dumps(row) + b"\n" for row in rows)
-
-
-def _run(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
-    def ended(task: asyncio.Task[None]) -> None:
-        tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("booking usage failed", exc_info=error)
-
-    task = asyncio.get_running_loop().create_task(work)
-    tasks.add(task)
-    task.add_done_callback(ended)
-    return task
 
 
 def _record_rows(answer: Iterable[Sequence[Any]]) -> Iterator[tuple[str, dict[str, Any]]]:

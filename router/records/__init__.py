@@ -28,68 +28,9 @@ from holdfast.router.records.identity import (
 )
 from holdfast.router.records.lru import SHARE, Lru
 from holdfast.router.records.programs import Begun, Program, ProgramTable, Run, ToolGap
-from holdfast.router.records.response_cache import CachedAnswer, CacheQuery, CacheResult, Leader, ResponseCache
+from holdfast.router.records.response_cache import AnswerLeader, CachedAnswer, CacheQuery, CacheResult, ResponseCache
 from holdfast.router.records.round_trips import RoundTrips
 from holdfast.router.records.session_histories import Home, SavedSession, SessionHistories, SessionRecord
 from holdfast.router.records.store import Argument, PutResult, Records, RedisAddress, RedisInfo
 from holdfast.router.records.stored_responses import StoredResponse, StoredResponses, StoredTurn
 from holdfast.router.records.tool_latency import Reader, ToolLatencies
-
-__all__ = [
-    "FRESH_DRAW",
-    "MAX_LENGTH",
-    "PRIORITY",
-    "SHARE",
-    "Argument",
-    "Begun",
-    "CacheQuery",
-    "CacheResult",
-    "CachedAnswer",
-    "Conversation",
-    "Home",
-    "Leader",
-    "Lru",
-    "Program",
-    "ProgramTable",
-    "PutResult",
-    "Reader",
-    "Records",
-    "RedisAddress",
-    "RedisInfo",
-    "ResponseCache",
-    "RoundTrips",
-    "Run",
-    "SavedSession",
-    "SessionHistories",
-    "SessionRecord",
-    "StoredResponse",
-    "StoredResponses",
-    "StoredTurn",
-    "ToolGap",
-    "ToolLatencies",
-    "commands",
-    "conversation",
-    "fresh_draw_named",
-    "generate",
-    "hint",
-    "histories",
-    "ids",
-    "mark_of",
-    "named_program",
-    "neighbour",
-    "parent_named",
-    "pieces_of",
-    "placed_by",
-    "priority_named",
-    "program_named",
-    "prompt_tokens",
-    "repeated",
-    "session_program",
-    "shared_prefix",
-    "shown_program",
-    "stream",
-    "total",
-    "unnamed_program",
-    "varied",
-    "within_named",
-]

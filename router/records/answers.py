@@ -1,4 +1,4 @@
-"""Answers: several to one request, a whole answer as pieces, and its form in the store.
+"""Answers: several to one request, and a whole answer as pieces.
 
 Of several answers the first is the turn of its program, with which the client goes on; the others are nobody's turn.
 Pieces to answer: `replicas/requests.py`.
@@ -10,10 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from hashlib import blake2b
-from math import inf, isnan, nan
 from typing import Any
-
-import orjson
 
 from holdfast.replicas.errors import HoldfastError
 from holdfast.replicas.plan import Sampling
@@ -23,23 +20,17 @@ from holdfast.replicas.requests import (
     Completed,
     Errored,
     GenerateRequest,
-    LogprobText,
     Piece,
     ReasoningDelta,
     Started,
     TextDelta,
-    Timing,
-    ToolCall,
     ToolCallDelta,
     Usage,
     Work,
 )
-from holdfast.replicas.retention.latency import Called
 from holdfast.router.backend import Backend, Batch, Routed, RoutingHint
 from holdfast.router.protocol.errors import ReplyError
 from holdfast.router.protocol.turn import Choice
-
-NONE = "none"  # stands for an absent log probability
 
 
 def pieces_of(answer: Answer) -> tuple[Piece, ...]:
@@ -71,53 +62,6 @@ def _call_id(before: str, name: str) -> str:
     """An id in the form of `before`: with a prefix, or nine letters and digits, which is all that Mistral takes."""
     digest = blake2b(name.encode(), digest_size=12).hexdigest()
     return f"call_{digest}" if before.startswith("call_") else digest[:9]
-
-
-def encode_answer(answer: Answer) -> bytes:
-    """`answer` in JSON, without its timing."""
-    usage = answer.usage
-    return orjson.dumps(
-        {
-            "text": answer.text,
-            "tool_calls": [[call.call_id, call.name, call.arguments, call.closed] for call in answer.tool_calls],
-            "logprobs": [_pack(token) for token in answer.logprobs],
-            "reason": answer.reason,
-            "usage": [usage.prompt, usage.cached, usage.completion, usage.reasoning],
-            "called": [answer.called.tools, answer.called.last],
-            "reasoning": answer.reasoning,
-            "stop": answer.stop,
-        }
-    )
-
-
-def decode_answer(value: bytes) -> Answer:
-    """The answer in `value`. Raises ValueError for anything that `encode_answer` did not write."""
-    try:
-        read = orjson.loads(value)
-        return Answer(
-            text=read["text"],
-            tool_calls=tuple(ToolCall(*call) for call in read["tool_calls"]),
-            logprobs=tuple(_unpack(token) for token in read["logprobs"]),
-            reason=read["reason"],
-            usage=Usage(*read["usage"]),
-            timing=Timing(arrived=0.0),
-            called=Called(tuple(read["called"][0]), read["called"][1]),
-            reasoning=read["reasoning"],
-            stop=read["stop"],
-        )
-    except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"not an answer: {error}") from None
-
-
-def _pack(token: LogprobText) -> list[Any]:
-    logprob = NONE if isnan(token.logprob) else token.logprob
-    return [token.token, token.bytes.hex(), logprob, [_pack(other) for other in token.top]]
-
-
-def _unpack(packed: list[Any]) -> LogprobText:
-    token, raw, logprob, top = packed
-    value = -inf if logprob is None else nan if logprob == NONE else logprob  # JSON has no infinity
-    return LogprobText(token, bytes.fromhex(raw), value, tuple(_unpack(other) for other in top))
 
 
 # ---- several answers ----

@@ -198,7 +198,7 @@ def _length(message: Mapping[str, Any]) -> int:
 
 
 def _canonical(message: Mapping[str, Any]) -> list[object]:
-    """What of a message stays the same when a client sends it again. Many clients leave thoughts out."""
+    """The parts of a message that stay the same when a client sends it again. Many clients omit reasoning."""
     calls = [
         (call["id"], call["function"]["name"], call["function"]["arguments"])
         for call in message.get("tool_calls") or ()

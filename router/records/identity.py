@@ -1,4 +1,4 @@
-"""What a request says of itself: its program, parent, placement, priority and deadline.
+"""What the headers and ids of a request say: its program, parent, placement, priority and deadline.
 
 A request that names no program may continue a known conversation: see `conversations`.
 """

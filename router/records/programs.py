@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from pydantic import TypeAdapter
+
 from holdfast.replicas.errors import UnavailableError
 from holdfast.router.records.conversations import Conversation, Standing
 from holdfast.router.records.identity import unnamed_program
@@ -43,8 +45,8 @@ class Program:
     """
 
     life: str
-    arrival: float
     seen: float
+    arrival: float = 0.0
     turns: int = 0
     answered_turns: int = 0
     came: int = 0
@@ -54,23 +56,14 @@ class Program:
     tools: str = ""
     root: str = ""
 
-    @classmethod
-    def of(cls, reply: Sequence[bytes]) -> Program:
+    @staticmethod
+    def of(reply: Sequence[bytes]) -> Program:
         """From the reply to `HGETALL`."""
-        fields = {name.decode(): value.decode() for name, value in zip(reply[::2], reply[1::2], strict=True)}
-        return cls(
-            life=fields["life"],
-            arrival=float(fields.get("arrival", 0)),
-            seen=float(fields["seen"]),
-            turns=int(fields.get("turns", 0)),
-            answered_turns=int(fields.get("answered_turns", 0)),
-            came=int(fields.get("came", 0)),
-            run_turns=int(fields.get("run_turns", 0)),
-            last_replica=fields.get("last_replica"),
-            paused=float(fields["paused"]) if "paused" in fields else None,
-            tools=fields.get("tools", ""),
-            root=fields.get("root", ""),
-        )
+        fields = zip(reply[::2], reply[1::2], strict=True)
+        return _PROGRAM.validate_python({name.decode(): value.decode() for name, value in fields})
+
+
+_PROGRAM = TypeAdapter(Program)
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +424,7 @@ def _tenant(key: str) -> str:
 
 
 def program_name(key: str) -> str:
-    """What a program is called within its tenant."""
+    """A program's name within its tenant."""
     return key.partition("/")[2]
 
 

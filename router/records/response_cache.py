@@ -9,37 +9,36 @@ kept whatever the sampling is. What does not decide the answer (streaming, progr
 Redis is away each router goes by what it had.
 """
 
+import asyncio
 import hashlib
 import logging
 import math
 import re
-import struct
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import StrEnum
-from typing import Any, TypeAlias, TypeVar
+from enum import Enum, StrEnum
+from types import TracebackType
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import orjson
+from pydantic import ConfigDict, TypeAdapter
 
 from holdfast.replicas.errors import UnavailableError
 from holdfast.replicas.requests import Answer, Timing, Work
 from holdfast.router.background import Background
 from holdfast.router.config import RouterConfig
+from holdfast.router.protocol.errors import ClientGoneError
 from holdfast.router.protocol.turn import Turn
-from holdfast.router.records.answers import decode_answer, encode_answer
 from holdfast.router.records.lru import Lru
-from holdfast.router.records.single_flight import Leader as LeaderOf
-from holdfast.router.records.single_flight import SingleFlight, Unresolved
 from holdfast.router.records.store import PutResult, Records
 from holdfast.router.tenants import Tenant
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-FORMAT = 5  # of stored answers; part of every key
-MADE = struct.Struct(">d")  # before each stored answer: when it was computed, seconds since the epoch
+FORMAT = 6  # of stored answers; part of every key
 MAX_AGE = re.compile(r"max-age\s*=\s*\"?(\d{1,9})\"?")
 
 
@@ -63,9 +62,7 @@ class CachedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CacheQuery:
-    """What a request wants of the cache: an answer that is no older than `max_age_s`; `fresh`: none, but to store its
-    own.
-    """
+    """A request's look-up: an answer no older than `max_age_s` will do. `fresh`: none will, and its own is stored."""
 
     key: str
     tenant: Tenant
@@ -74,15 +71,96 @@ class CacheQuery:
 
 
 @dataclass(frozen=True, slots=True)
-class L1Entry:
-    """An answer in this router, and when it was computed, in seconds since the epoch."""
+class CacheEntry:
+    """An answer as it is kept, and when it was computed, in seconds since the epoch."""
 
+    __pydantic_config__ = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", ser_json_inf_nan="strings")
     answer: Answer
     made: float
 
 
-Leader: TypeAlias = LeaderOf[CachedAnswer]
+STORED = TypeAdapter(CacheEntry)
+
+
+# ---- single flight ----
+
+
+class Unresolved(Enum):
+    """How a leader ended without a result."""
+
+    FAILED = "failed"
+    LEFT = "left"
+
+
+class SingleFlight(Generic[T]):
+    """Of several requests for one answer in this router, one computes it and the others wait for it. One event loop.
+
+    A request whose leader left tries again: the first that does leads, and the others follow it. So work for a client
+    ends with its client, and no tenant pays for another one. When a leader fails, each follower computes for itself:
+    they would fail alike, and one after the other they would wait long for it.
+    """
+
+    def __init__(self) -> None:
+        self.leaders: dict[str, Leader[T]] = {}
+        self.waiting = 0
+        self.left = 0  # leaders that left while others waited
+        self.failed = 0  # followers whose leader failed
+
+    def lead(self, key: str) -> "Leader[T] | None":
+        """The caller computes it; None: another request does, and `follow` waits for that."""
+        if key in self.leaders:
+            return None
+        leader = self.leaders[key] = Leader(self, key)
+        return leader
+
+    async def follow(self, key: str) -> T | Unresolved:
+        """The result of the request that leads now."""
+        leader = self.leaders[key]
+        self.waiting += 1
+        leader.followers += 1
+        try:
+            return await asyncio.shield(leader.result)
+        finally:
+            self.waiting -= 1
+            leader.followers -= 1
+
+
+class Leader(Generic[T]):
+    """A request that computes for others. The first `end` counts.
+
+    At the exit of an `ExitStack` it leaves with a client that is gone, and fails with any other end.
+    """
+
+    def __init__(self, flights: SingleFlight[T], key: str) -> None:
+        self._flights = flights
+        self._key = key
+        self.result: asyncio.Future[T | Unresolved] = asyncio.get_running_loop().create_future()
+        self.followers = 0
+
+    def end(self, result: T | Unresolved) -> None:
+        if self.result.done():
+            return
+        flights = self._flights
+        del flights.leaders[self._key]
+        flights.left += result is Unresolved.LEFT and self.followers > 0
+        flights.failed += self.followers if result is Unresolved.FAILED else 0
+        self.result.set_result(result)
+
+    def leave(self) -> None:
+        self.end(Unresolved.LEFT)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        gone = isinstance(error, ClientGoneError | asyncio.CancelledError)
+        self.end(Unresolved.LEFT if gone else Unresolved.FAILED)
+
+
+AnswerLeader: TypeAlias = Leader[CachedAnswer]
 Wait: TypeAlias = Callable[[Coroutine[Any, Any, CachedAnswer | Unresolved]], Awaitable[CachedAnswer | Unresolved]]
+
+
+# ---- the cache ----
 
 
 class ResponseCache:
@@ -104,15 +182,10 @@ class ResponseCache:
         self._fingerprint = fingerprint
         self._clock = clock
         self._now = now
-        self._l1: Lru[L1Entry] = Lru(config.cache_entries, config.cache_memory, config.cache_share)
+        self._l1: Lru[CacheEntry] = Lru(config.cache_entries, config.cache_memory, config.cache_share)
         self._background = Background()
         self._purges: dict[str, str] | None = None
         self.flights: SingleFlight[CachedAnswer] = SingleFlight()
-
-    @property
-    def degraded(self) -> bool:
-        """Whether Redis is away."""
-        return self._records.degraded
 
     @property
     def weight(self) -> int:
@@ -165,11 +238,18 @@ class ResponseCache:
         record = None
         with suppress(UnavailableError):
             record = await self._records.get(query.key)
-        return None if record is None else self._parsed(query, record.value)
+        if record is None:
+            return None
+        try:
+            entry = STORED.validate_json(record.value)
+        except ValueError:  # written by another version: as good as absent
+            return None
+        self._remember(query, entry, len(record.value))
+        return self._aged(query, entry)
 
     async def seek(
-        self, query: CacheQuery, wait: Wait, adopt: Callable[[Leader], None]
-    ) -> CachedAnswer | Leader | None:
+        self, query: CacheQuery, wait: Wait, adopt: Callable[[AnswerLeader], None]
+    ) -> CachedAnswer | AnswerLeader | None:
         """The answer that is stored, or that another request computes.
 
         A Leader where the caller is to compute it for all, and says with `keep` or otherwise how that ended; `adopt` is
@@ -189,47 +269,38 @@ class ResponseCache:
         cached = await self.find(query)
         if cached is None:
             return leader
-        leader.resolve(cached)
+        leader.end(cached)
         return cached
 
     def _find_l1(self, query: CacheQuery) -> CachedAnswer | None:
         entry = None if query.fresh else self._l1.get(query.key, self._clock())
-        if entry is None:
-            return None
+        return None if entry is None else self._aged(query, entry)
+
+    def _aged(self, query: CacheQuery, entry: CacheEntry) -> CachedAnswer | None:
         age_s = max(0.0, self._now() - entry.made)
         return CachedAnswer(entry.answer, age_s) if age_s <= query.max_age_s else None
 
-    def _parsed(self, query: CacheQuery, value: bytes) -> CachedAnswer | None:
-        try:
-            (made,) = MADE.unpack_from(value)
-            answer = decode_answer(value[MADE.size :])
-        except (ValueError, struct.error):  # written by another version: as good as absent
-            return None
-        age_s = max(0.0, self._now() - made)
-        repeat = self._remember(query, answer, made, len(value))
-        return CachedAnswer(repeat, age_s) if age_s <= query.max_age_s else None
-
     # ---- storing ----
 
-    def keep(self, query: CacheQuery, answer: Answer, leader: Leader | None = None) -> None:
+    def keep(self, query: CacheQuery, answer: Answer, leader: AnswerLeader | None = None) -> None:
         """Remember a complete answer and give it to the followers of `leader`. Redis gets it in the background.
 
         An answer that is too long is not remembered. One that cannot be stored is not given to others either.
         """
-        made = self._now()
+        entry = CacheEntry(_repeat(answer), self._now())
         try:
-            value = encode_answer(answer)
-        except (TypeError, ValueError):  # half a surrogate pair, say
+            value = STORED.dump_json(entry, exclude_defaults=True)
+        except ValueError:  # half a surrogate pair, say
             log.warning("an answer cannot be stored; it is computed again for each request", exc_info=True)
             if leader is not None:
-                leader.fail()
+                leader.end(Unresolved.FAILED)
             return
         fits = len(value) <= self._config.cache_answer_bytes
-        repeat = self._remember(query, answer, made, len(value)) if fits else _repeat(answer)
         if leader is not None:
-            leader.resolve(CachedAnswer(repeat, joined=True))
+            leader.end(CachedAnswer(entry.answer, joined=True))
         if fits:
-            self._background.start(_if_available(self._put(query, MADE.pack(made) + value)))
+            self._remember(query, entry, len(value))
+            self._background.start(_if_available(self._put(query, value)))
 
     async def _put(self, query: CacheQuery, value: bytes) -> None:
         tenant = query.tenant
@@ -237,12 +308,10 @@ class ResponseCache:
         if await self._records.put(query.key, value, self._ttl_s(tenant), limit) is PutResult.FULL:
             await self._records.delete(query.key)  # the answer that this one replaces
 
-    def _remember(self, query: CacheQuery, answer: Answer, made: float, size: int) -> Answer:
-        repeat, tenant = _repeat(answer), query.tenant
-        left_s = self._ttl_s(tenant) - max(0.0, self._now() - made)
-        deadline = self._clock() + left_s
-        self._l1.put(query.key, L1Entry(repeat, made), deadline, size, tenant.name, tenant.cache.bytes)
-        return repeat
+    def _remember(self, query: CacheQuery, entry: CacheEntry, size: int) -> None:
+        tenant = query.tenant
+        deadline = self._clock() + self._ttl_s(tenant) - max(0.0, self._now() - entry.made)
+        self._l1.put(query.key, entry, deadline, size, tenant.name, tenant.cache.bytes)
 
     def _ttl_s(self, tenant: Tenant) -> float:
         return tenant.cache.ttl_s or self._config.cache_ttl_s
@@ -250,7 +319,7 @@ class ResponseCache:
     # ---- purging ----
 
     def purged(self, purges: Mapping[str, str]) -> None:
-        """Each tenant's latest purge, by a word that no other one has: what was stored before is not found any more."""
+        """Each tenant's latest purge, a word that no other purge has: answers stored before it are not found."""
         before, self._purges = self._purges, dict(purges)
         if before is None:  # this router has just begun
             return

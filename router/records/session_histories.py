@@ -12,11 +12,13 @@ from hashlib import sha256
 from typing import Any
 
 import orjson
+from pydantic import TypeAdapter
 
-from holdfast.replicas.plan import Sampling
-from holdfast.replicas.requests import LOGGED_OPERATIONS, TOKEN, ChatPrompt, History, OpRecord, Question, RawPrompt
+from holdfast.replicas.requests import LOGGED_OPERATIONS, TOKEN, History, OpRecord, Question
 from holdfast.router.config import RouterConfig
 from holdfast.router.records.store import ABSENT, UNBOUNDED, PutResult, Record, Records
+
+_QUESTIONS = TypeAdapter(tuple[Question, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class SessionRecord:
 
     @property
     def next_life(self) -> str:
-        """The session's life after a move from here: the same, whoever moves it."""
+        """The session's life after a move from here: the same whichever router moves it."""
         return sha256(self.version.encode()).hexdigest()[:16]
 
 
@@ -154,25 +156,11 @@ def _saved(record: SessionRecord, parts: tuple[bytes, ...]) -> SavedSession:
         tokens += added
         appends = head["appends"]
         done += [OpRecord(*each) for each in head.get("done", ())]
-        questions += tuple(map(_question, head.get("questions", ())))
+        questions += _QUESTIONS.validate_python(head.get("questions", ()))
     if len(tokens) != record.tokens * TOKEN:
         raise ValueError("a part is missing")
     history = History(record.home.life, 0, bytes(tokens), appends, tuple(done[-LOGGED_OPERATIONS:]))
     return SavedSession(record, history, questions)
-
-
-def _question(fields: dict[str, Any]) -> Question:
-    prompt, sampling = fields["prompt"], fields["sampling"]
-    chosen = Sampling(
-        **{
-            **sampling,
-            "logit_bias": {int(token): bias for token, bias in sampling["logit_bias"].items()},
-            "stop_token_ids": frozenset(sampling["stop_token_ids"]),
-            "ends": frozenset(sampling["ends"]),
-        }
-    )
-    request = ChatPrompt(**prompt) if "messages" in prompt else RawPrompt(**prompt)
-    return Question(fields["question_id"], request, chosen, tuple(fields["stop"]))
 
 
 def _key(tenant: str, session_id: str) -> str:

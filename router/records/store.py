@@ -178,7 +178,7 @@ class PasswordFile(CredentialProvider):
 
 @dataclass(frozen=True, slots=True)
 class RedisInfo:
-    """What a Redis server reports: memory in bytes (a limit of 0: none), keys of all databases, keys it evicted."""
+    """The report of a Redis server: memory in bytes (a limit of 0: none), keys of all databases, evicted keys."""
 
     memory: int
     memory_limit: int
@@ -188,7 +188,7 @@ class RedisInfo:
 
     @classmethod
     def of(cls, reply: Mapping[str, Any]) -> "RedisInfo":
-        """From the reply to `INFO`. What a server leaves out is 0."""
+        """From the reply to `INFO`. A missing field is 0."""
         databases = [row for name, row in reply.items() if name.startswith("db") and isinstance(row, Mapping)]
         return cls(
             memory=int(reply.get("used_memory", 0)),

@@ -35,7 +35,7 @@ return {redis.call('GETEX', KEYS[1], 'PX', ARGV[2])}
 
 @dataclass(frozen=True, slots=True)
 class StoredTurn:
-    """What a conversation has of a response: the items of its request and its own, and the key of its `program`.
+    """A response as conversations use it: the items of its request, its own, and the key of its `program`.
 
     `chain` has the ids before it, the oldest first.
     """
@@ -53,7 +53,7 @@ class StoredTurn:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response, and what a conversation that goes on with it has of it."""
+    """A response, and its part in a conversation that continues it."""
 
     response: dict[str, Any]
     turn: StoredTurn

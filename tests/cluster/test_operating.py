@@ -112,7 +112,7 @@ async def records(redis: RedisServer) -> list[dict[str, Any]]:
     """What is in the books of the only tenant."""
     store = Records(RedisAddress(redis.url, namespace="holdfast/accounts"), 60.0)
     try:
-        return await UsageBooks(RouterConfig(), Quotas(), store).records("default", "-", "+", 1000)
+        return await UsageBooks(RouterConfig(), Quotas(store)).records("default", "-", "+", 1000)
     finally:
         await store.close()
 

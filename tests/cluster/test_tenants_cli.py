@@ -36,7 +36,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         store = Records(RedisAddress(redis.url), 5.0)
         config = RouterConfig(admin_key_hashes=(hash_key("admin"),))
         directory = TenantDirectory(exposed=True)
-        tenants, books = TenantStore(store, directory), UsageBooks(config, Quotas(store), store)
+        tenants, books = TenantStore(store, directory), UsageBooks(config, Quotas(store))
         await tenants.start()
         world = World(
             FakeBackend(),

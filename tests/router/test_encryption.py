@@ -15,6 +15,8 @@ from holdfast.router.records.store import Encryption, Records, RedisAddress
 from holdfast.router.records.stored_responses import ITEM_KEY, AnotherTenantsError, ItemEncryption
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
 
+pytestmark = pytest.mark.anyio
+
 
 def key_file(folder, *keys):
     path = folder / "keys"
@@ -102,40 +104,37 @@ def test_a_content_of_a_key_file_from_before_tenants_were_named_is_read(tmp_path
     assert shown(world) == ["Earlier thoughts."]
 
 
-def test_routers_share_a_key_and_give_it_back_to_a_redis_that_lost_it(server: RedisServer):
-    async def run():
-        def router():
-            records = Records(RedisAddress(server.url), 60.0, retry_s=0.01)
-            return records, ItemEncryption(records, "")
+async def test_routers_share_a_key_and_give_it_back_to_a_redis_that_lost_it(server: RedisServer):
+    def router():
+        records = Records(RedisAddress(server.url), 60.0, retry_s=0.01)
+        return records, ItemEncryption(records, "")
 
-        (one_records, one), (two_records, two) = router(), router()
-        await asyncio.gather(one.prepare(), two.prepare())
-        item = one.encrypt("acme", "text")
-        assert two.decrypt("acme", item) == "text"
-        with pytest.raises(AnotherTenantsError):
-            two.decrypt("other", item)
-        server.client().flushall()
-        await two.prepare()
-        three_records, three = router()
-        await three.prepare()
-        assert three.decrypt("acme", item) == "text"
-        assert server.client().pttl(f"holdfast/{ITEM_KEY}") > 0
+    (one_records, one), (two_records, two) = router(), router()
+    await asyncio.gather(one.prepare(), two.prepare())
+    item = one.encrypt("acme", "text")
+    assert two.decrypt("acme", item) == "text"
+    with pytest.raises(AnotherTenantsError):
+        two.decrypt("other", item)
+    server.client().flushall()
+    await two.prepare()
+    three_records, three = router()
+    await three.prepare()
+    assert three.decrypt("acme", item) == "text"
+    assert server.client().pttl(f"holdfast/{ITEM_KEY}") > 0
 
-        # While Redis is away a router goes on with the key that it knows, a new one with one of its own.
-        server.kill()
-        four_records, four = router()
-        for each in (one, four):
-            await each.prepare()
-            assert each.decrypt("acme", each.encrypt("acme", "text")) == "text"
-        alone = four.encrypt("acme", "alone")
-        server.start()
-        for records in (one_records, four_records):
-            await until_async(lambda records=records: not records.degraded)
-        await one.prepare()
-        await four.prepare()
-        assert four.decrypt("acme", one.encrypt("acme", "text")) == "text"
-        assert four.decrypt("acme", alone) == "alone"
-        for records in (one_records, two_records, three_records, four_records):
-            await records.close()
-
-    asyncio.run(run())
+    # While Redis is away a router goes on with the key that it knows, a new one with one of its own.
+    server.kill()
+    four_records, four = router()
+    for each in (one, four):
+        await each.prepare()
+        assert each.decrypt("acme", each.encrypt("acme", "text")) == "text"
+    alone = four.encrypt("acme", "alone")
+    server.start()
+    for records in (one_records, four_records):
+        await until_async(lambda records=records: not records.degraded)
+    await one.prepare()
+    await four.prepare()
+    assert four.decrypt("acme", one.encrypt("acme", "text")) == "text"
+    assert four.decrypt("acme", alone) == "alone"
+    for records in (one_records, two_records, three_records, four_records):
+        await records.close()

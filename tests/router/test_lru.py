@@ -50,14 +50,6 @@ def test_behaves_like_a_plain_list(operations, entries, weight):
         assert lru.weight == sum(item[3] for item in naive.items) <= weight
 
 
-def test_a_value_is_gone_at_its_deadline():
-    lru = Lru(4)
-    lru.put("a", 1, deadline=10.0)
-    assert lru.get("a", 9.9) == 1
-    assert lru.get("a", 10.0) is None
-    assert len(lru) == 0
-
-
 def test_a_full_map_takes_from_whoever_has_more_than_a_share():
     lru = Lru(1000, 100, share=0.5)
     for number in range(3):

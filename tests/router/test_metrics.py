@@ -10,7 +10,6 @@ from holdfast.replicas.requests import Timing, Usage
 from holdfast.replicas.types import Origin
 from holdfast.router.config import WARM_UP_HEADER
 from holdfast.router.entry.metrics import OTHER, Merged, Outcome, RouterMetrics, outcome_of
-from holdfast.router.metric_list import LINE
 from holdfast.router.protocol.errors import ClientGoneError, Refusal, RefusedError, ReplyError
 from holdfast.router.records.programs import Run, ToolGap
 from holdfast.router.tenants import Tenant, TenantDirectory, hash_key
@@ -202,7 +201,7 @@ def test_what_stands_elsewhere_is_asked_for_before_it_is_read():
     async def ask():
         asked.append(len(asked) + 5)
 
-    timed.metrics.watch(LINE, lambda: asked[-1] if asked else 0, ask)
+    timed.metrics.watch("requests_in_line", lambda: asked[-1] if asked else 0, ask)
     text = asyncio.run(timed.metrics.exposition())
     assert samples(text)["holdfast_requests_in_line", (("router", "router"),)] == 5
 

@@ -25,7 +25,9 @@ def provider():
 def directory(provider):
     tokens = IdentityTokens(Oidc(ISSUER, AUDIENCE, provider.keys_url))
     asyncio.run(tokens.refresh())
-    return TenantDirectory([Tenant("acme"), Tenant("other", (hash_key("key"),))], exposed=True, tokens=tokens), tokens
+    return TenantDirectory(
+        [Tenant("acme"), Tenant("other", (hash_key("key"),))], exposed=True, read_token=tokens.read
+    ), tokens
 
 
 def come(directory, key):

@@ -146,7 +146,7 @@ def test_no_case_that_is_made_of_it_finds_a_fault() -> None:
     pytest.importorskip("schemathesis")
     from api_fuzz import NoBooks, Talker, fuzz
 
-    with World(Talker(), books=UsageBooks(RouterConfig(), Quotas(), NoBooks())).served() as address:
+    with World(Talker(), books=UsageBooks(RouterConfig(), Quotas(NoBooks()))).served() as address:
         found = fuzz(address, 60)
     assert not found.faults, next(iter(found.faults.values()))
     assert found.share > 0.5, found.told()

@@ -13,6 +13,8 @@ from holdfast.router.records.conversations import REPLIES, conversation, mark_of
 from holdfast.router.records.programs import PROGRAMS_AT_PLACE, Begun, ProgramTable
 from holdfast.router.records.store import Records, RedisAddress
 
+pytestmark = pytest.mark.anyio
+
 DAY = 86400.0
 TASK = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "fix the bug"})
 TOOLS = ({"type": "function", "function": {"name": "ls"}},)
@@ -50,6 +52,12 @@ class Routers:
         return await redis.keys(f"{self.records[0].namespace}/{pattern}")
 
 
+@pytest.fixture
+async def routers():
+    async with Routers() as routers:
+        yield routers
+
+
 async def asked(table, prompt, reply=True, tenant="acme"):
     begun = await table.begin_conversation(tenant, conversation("pocket", prompt))
     said, answer = answered()
@@ -80,103 +88,79 @@ async def turn(table: ProgramTable, key: str, replica="r1", tools="", over=False
     return begun
 
 
-def with_routers(scenario, *arguments, **settings):
-    async def run():
-        async with Routers(*arguments, **settings) as routers:
-            await scenario(routers)
-
-    asyncio.run(run())
-
-
 # ---- programs with names ----
 
 
-def test_turns_that_alternate_between_routers_are_all_counted_and_each_finds_the_last_replica():
-    async def scenario(routers):
-        one, two = routers.tables
-        seen = []
-        for i in range(8):
-            begun = await turn((one, two)[i % 2], "acme/p", f"r{i}", "ls")
-            seen.append((begun.program.turns, begun.program.last_replica, begun.program.arrival))
-        arrival = seen[0][2]
-        assert seen == [(i, f"r{i - 1}" if i else None, arrival) for i in range(8)]
-
-    with_routers(scenario)
+async def test_turns_that_alternate_between_routers_are_all_counted_and_each_finds_the_last_replica(routers):
+    one, two = routers.tables
+    seen = []
+    for i in range(8):
+        begun = await turn((one, two)[i % 2], "acme/p", f"r{i}", "ls")
+        seen.append((begun.program.turns, begun.program.last_replica, begun.program.arrival))
+    arrival = seen[0][2]
+    assert seen == [(i, f"r{i - 1}" if i else None, arrival) for i in range(8)]
 
 
-def test_a_turn_that_ends_after_the_next_has_come_begins_no_pause_and_still_counts():
-    async def scenario(routers):
-        one, two = routers.tables
-        first = await one.begin("acme/p")
-        second = await two.begin("acme/p")
-        await two.end(second, "r2", "ls")
-        await one.end(first, "r1", "sed")
-        third = await one.begin("acme/p")
-        assert third.pause is not None
-        assert third.pause.tools == "ls"
-        assert (third.program.turns, third.program.last_replica) == (2, "r2")
-
-    with_routers(scenario)
+async def test_a_turn_that_ends_after_the_next_has_come_begins_no_pause_and_still_counts(routers):
+    one, two = routers.tables
+    first = await one.begin("acme/p")
+    second = await two.begin("acme/p")
+    await two.end(second, "r2", "ls")
+    await one.end(first, "r1", "sed")
+    third = await one.begin("acme/p")
+    assert third.pause is not None
+    assert third.pause.tools == "ls"
+    assert (third.program.turns, third.program.last_replica) == (2, "r2")
 
 
-def test_what_one_router_forgets_no_other_remembers_and_no_late_end_brings_back():
-    async def scenario(routers):
-        one, two = routers.tables
-        await turn(one, "acme/p", "r1", "ls")
-        running = await one.begin("acme/p")
-        assert await two.forget("acme/p")
-        await one.end(running, "r1", "ls")
-        assert not await one.forget("acme/p")
-        assert not await two.forget("acme/never seen")
-        again = await one.begin("acme/p")
-        assert (again.program.turns, again.program.last_replica, again.pause) == (0, None, None)
-        assert again.program.arrival > running.program.arrival
-        await one.end(running, "r1", "ls")  # of its earlier life
-        assert (await two.begin("acme/p")).program.turns == 0
-
-    with_routers(scenario)
+async def test_what_one_router_forgets_no_other_remembers_and_no_late_end_brings_back(routers):
+    one, two = routers.tables
+    await turn(one, "acme/p", "r1", "ls")
+    running = await one.begin("acme/p")
+    assert await two.forget("acme/p")
+    await one.end(running, "r1", "ls")
+    assert not await one.forget("acme/p")
+    assert not await two.forget("acme/never seen")
+    again = await one.begin("acme/p")
+    assert (again.program.turns, again.program.last_replica, again.pause) == (0, None, None)
+    assert again.program.arrival > running.program.arrival
+    await one.end(running, "r1", "ls")  # of its earlier life
+    assert (await two.begin("acme/p")).program.turns == 0
 
 
-def test_runs_end_with_answers_and_each_has_an_arrival_of_its_own():
-    async def scenario(routers):
-        one, two = routers.tables
-        first = await turn(one, "acme/p", tools="ls")
-        second = await two.begin("acme/p")
-        run = await two.end(second, "r1", over=True)
-        assert run is not None
-        assert run.turns == 2
-        third = await one.begin("acme/p")
-        assert first.program.arrival == second.program.arrival < third.program.arrival
-        assert (third.program.turns, third.program.answered_turns) == (2, 2)
-
-    with_routers(scenario)
+async def test_runs_end_with_answers_and_each_has_an_arrival_of_its_own(routers):
+    one, two = routers.tables
+    first = await turn(one, "acme/p", tools="ls")
+    second = await two.begin("acme/p")
+    run = await two.end(second, "r1", over=True)
+    assert run is not None
+    assert run.turns == 2
+    third = await one.begin("acme/p")
+    assert first.program.arrival == second.program.arrival < third.program.arrival
+    assert (third.program.turns, third.program.answered_turns) == (2, 2)
 
 
-def test_work_ahead_says_where_the_next_turn_is_best_served_and_counts_as_none():
-    async def scenario(routers):
-        one, two = routers.tables
-        assert await two.look("acme/p") is None
-        await one.placed("acme/p", "r1")  # before its first turn
-        begun = await two.begin("acme/p")
-        assert (begun.program.last_replica, begun.program.turns, begun.program.run_turns) == ("r1", 0, 1)
-        await two.end(begun, "r2", "ls")
-        await one.placed("acme/p", "r3")
-        seen = await two.look("acme/p")
-        assert (seen.last_replica, seen.turns, seen.tools) == ("r3", 1, "ls")
-        again = await one.begin("acme/p")
-        assert (again.pause.tools, again.program.last_replica) == ("ls", "r3")
-        assert await two.forget("acme/p")
-        assert await one.look("acme/p") is None
-        await one.placed("acme/p", "r4")
-        assert (await two.look("acme/p")).last_replica == "r4"
-
-    with_routers(scenario)
+async def test_work_ahead_says_where_the_next_turn_is_best_served_and_counts_as_none(routers):
+    one, two = routers.tables
+    assert await two.look("acme/p") is None
+    await one.placed("acme/p", "r1")  # before its first turn
+    begun = await two.begin("acme/p")
+    assert (begun.program.last_replica, begun.program.turns, begun.program.run_turns) == ("r1", 0, 1)
+    await two.end(begun, "r2", "ls")
+    await one.placed("acme/p", "r3")
+    seen = await two.look("acme/p")
+    assert (seen.last_replica, seen.turns, seen.tools) == ("r3", 1, "ls")
+    again = await one.begin("acme/p")
+    assert (again.pause.tools, again.program.last_replica) == ("ls", "r3")
+    assert await two.forget("acme/p")
+    assert await one.look("acme/p") is None
+    await one.placed("acme/p", "r4")
+    assert (await two.look("acme/p")).last_replica == "r4"
 
 
-def test_a_pause_is_measured_once_and_by_redis_clock():
+async def test_a_pause_is_measured_once_and_by_redis_clock():
     now = [100.0]
-
-    async def scenario(routers):
+    async with Routers(clock=lambda: now[0]) as routers:
         one, two = routers.tables
         begun = await one.begin("acme/p")
         now[0] += 1.0
@@ -187,13 +171,10 @@ def test_a_pause_is_measured_once_and_by_redis_clock():
         assert (pause.tools, pause.seconds) == ("grep,sed", 2.0)
         assert both[0].program.arrival == 100.0
 
-    with_routers(scenario, clock=lambda: now[0])
 
-
-def test_a_program_that_rested_long_begins_a_new_run_and_ends_no_pause():
+async def test_a_program_that_rested_long_begins_a_new_run_and_ends_no_pause():
     now = [100.0]
-
-    async def scenario(routers):
+    async with Routers(clock=lambda: now[0]) as routers:
         one, _ = routers.tables
         await turn(one, "acme/p", tools="ls")
         now[0] += 3601.0
@@ -201,177 +182,128 @@ def test_a_program_that_rested_long_begins_a_new_run_and_ends_no_pause():
         program = begun.program
         assert (begun.pause, program.arrival, program.run_turns, program.answered_turns) == (None, 3701.0, 1, 1)
 
-    with_routers(scenario, clock=lambda: now[0])
+
+async def test_a_program_is_forgotten_a_while_after_its_last_turn(routers):
+    await turn(routers.tables[0], "acme/p")
+    (key,) = await routers.keys("program/*/*")
+    assert DAY - 60 < await routers.records[0]._redis.ttl(key) <= DAY
 
 
-def test_a_tenant_that_invents_names_without_end_pushes_out_its_own_oldest_ones():
-    async def scenario(routers):
-        table, _ = routers.tables
-        await turn(table, "quiet/p")
-        for i in range(30):
-            await turn(table, f"noisy/{i}")
-            await turn(table, "noisy/used")
-        left = {name.rpartition(b"/")[2] for name in await routers.keys("program/{noisy}/*")}
-        assert left == {b"used", *(str(i).encode() for i in range(23, 30))}
-        assert (await table.begin("noisy/used")).program.turns == 30
-        assert (await table.begin("quiet/p")).program.turns == 1
-        assert (await table.begin("noisy/0")).program.turns == 0
-
-    with_routers(scenario, most=8)
-
-
-def test_a_program_is_forgotten_a_while_after_its_last_turn():
-    async def scenario(routers):
-        await turn(routers.tables[0], "acme/p")
-        (key,) = await routers.keys("program/*/*")
-        assert DAY - 60 < await routers.records[0]._redis.ttl(key) <= DAY
-
-    with_routers(scenario)
-
-
-def test_a_sub_agent_counts_for_the_program_at_the_top():
-    async def scenario(table):
-        await table.begin("acme/top")
-        child = await table.begin("acme/child", parent="acme/top")
-        grandchild = await table.begin("acme/grandchild", parent="acme/child")
-        orphan = await table.begin("acme/orphan", parent="acme/never seen")
-        own = await table.begin("acme/own", parent="acme/own")
-        late = await table.begin("acme/top", parent="acme/orphan")
-        roots = [each.root for each in (child, grandchild, orphan, own, late)]
-        assert roots == ["acme/top", "acme/top", "acme/never seen", "acme/own", "acme/top"]
-        assert (await table.begin("acme/child")).root == "acme/top", "its later turns need not say so"
-
-    for records in (shared_records(), records_away()):
-        asyncio.run(scenario(ProgramTable(records)))
+@pytest.mark.parametrize("records", [shared_records, records_away])
+async def test_a_sub_agent_counts_for_the_program_at_the_top(records):
+    table = ProgramTable(records())
+    await table.begin("acme/top")
+    child = await table.begin("acme/child", parent="acme/top")
+    grandchild = await table.begin("acme/grandchild", parent="acme/child")
+    orphan = await table.begin("acme/orphan", parent="acme/never seen")
+    own = await table.begin("acme/own", parent="acme/own")
+    late = await table.begin("acme/top", parent="acme/orphan")
+    roots = [each.root for each in (child, grandchild, orphan, own, late)]
+    assert roots == ["acme/top", "acme/top", "acme/never seen", "acme/own", "acme/top"]
+    assert (await table.begin("acme/child")).root == "acme/top", "its later turns need not say so"
 
 
 # ---- programs that are found by what they sent ----
 
 
-def test_a_conversation_that_goes_on_stays_one_program():
-    async def scenario(routers):
-        messages, seen = list(TASK), []
-        for _ in range(6):
-            key, turns, said = await routers.ask(*messages)
-            seen.append((key, turns))
-            messages += [{**said, "reasoning_content": "thoughts"}, result(said)]
-            if len(seen) > 2:
-                messages += [{"role": "user", "content": "go on"}]
-                messages[2] = {name: value for name, value in messages[2].items() if name != "reasoning_content"}
-        assert seen == [(seen[0][0], i) for i in range(6)]
-
-    with_routers(scenario)
+async def test_a_conversation_that_goes_on_stays_one_program(routers):
+    messages, seen = list(TASK), []
+    for _ in range(6):
+        key, turns, said = await routers.ask(*messages)
+        seen.append((key, turns))
+        messages += [{**said, "reasoning_content": "thoughts"}, result(said)]
+        if len(seen) > 2:
+            messages += [{"role": "user", "content": "go on"}]
+            messages[2] = {name: value for name, value in messages[2].items() if name != "reasoning_content"}
+    assert seen == [(seen[0][0], i) for i in range(6)]
 
 
-def test_two_runs_of_one_task_are_two_programs_and_each_goes_on_as_itself():
-    async def scenario(routers):
-        runs = [await routers.ask(*TASK) for _ in range(5)]
-        assert len({key for key, _, _ in runs}) == 5
-        for key, _, said in (runs[3], runs[0], runs[4], runs[2], runs[1]):
-            then, turns, _ = await routers.ask(*TASK, said, result(said))
-            assert (then, turns) == (key, 1)
-
-    with_routers(scenario)
+async def test_two_runs_of_one_task_are_two_programs_and_each_goes_on_as_itself(routers):
+    runs = [await routers.ask(*TASK) for _ in range(5)]
+    assert len({key for key, _, _ in runs}) == 5
+    for key, _, said in (runs[3], runs[0], runs[4], runs[2], runs[1]):
+        then, turns, _ = await routers.ask(*TASK, said, result(said))
+        assert (then, turns) == (key, 1)
 
 
-def test_a_branch_is_its_own():
-    async def scenario(routers):
-        key, _, said = await routers.ask(*TASK)
-        then, _, more = await routers.ask(*TASK, said, result(said))
-        assert then == key
-        branch, turns, _ = await routers.ask(*TASK, said, result(said, "others"))
-        assert branch != key
-        assert turns == 0
-        other, _, _ = await routers.ask(*TASK, answered()[0], result(answered()[0]))
-        assert other not in (key, branch)
-        assert (await routers.ask(*TASK, said, result(said), more, result(more)))[0] == key
-
-    with_routers(scenario)
+async def test_a_branch_is_its_own(routers):
+    key, _, said = await routers.ask(*TASK)
+    then, _, more = await routers.ask(*TASK, said, result(said))
+    assert then == key
+    branch, turns, _ = await routers.ask(*TASK, said, result(said, "others"))
+    assert branch != key
+    assert turns == 0
+    other, _, _ = await routers.ask(*TASK, answered()[0], result(answered()[0]))
+    assert other not in (key, branch)
+    assert (await routers.ask(*TASK, said, result(said), more, result(more)))[0] == key
 
 
-def test_a_branch_does_not_take_over_another_run_that_stands_at_the_same_place():
-    async def scenario(routers):
-        key, _, said = await routers.ask(*TASK)
-        await routers.ask(*TASK, said, result(said))
-        other, _, waits = await routers.ask(*TASK)
-        branch, _, _ = await routers.ask(*TASK, said, result(said, "others"))
-        assert len({key, other, branch}) == 3
-        assert (await routers.ask(*TASK, waits, result(waits)))[0] == other
-
-    with_routers(scenario)
+async def test_a_branch_does_not_take_over_another_run_that_stands_at_the_same_place(routers):
+    key, _, said = await routers.ask(*TASK)
+    await routers.ask(*TASK, said, result(said))
+    other, _, waits = await routers.ask(*TASK)
+    branch, _, _ = await routers.ask(*TASK, said, result(said, "others"))
+    assert len({key, other, branch}) == 3
+    assert (await routers.ask(*TASK, waits, result(waits)))[0] == other
 
 
-def test_a_turn_that_had_no_reply_may_be_sent_again_and_a_first_one_is_another_run():
-    async def scenario(routers):
-        key, _, said = await routers.ask(*TASK)
-        follow_up = (*TASK, said, result(said))
-        assert (await routers.ask(*follow_up, reply=False))[0] == key
-        assert (await routers.ask(*follow_up))[0] == key
-        assert (await routers.ask(*follow_up))[0] != key, "it had its reply"
-        assert (await routers.ask(*TASK, reply=False))[0] != (await routers.ask(*TASK))[0]
-
-    with_routers(scenario)
+async def test_a_turn_that_had_no_reply_may_be_sent_again_and_a_first_one_is_another_run(routers):
+    key, _, said = await routers.ask(*TASK)
+    follow_up = (*TASK, said, result(said))
+    assert (await routers.ask(*follow_up, reply=False))[0] == key
+    assert (await routers.ask(*follow_up))[0] == key
+    assert (await routers.ask(*follow_up))[0] != key, "it had its reply"
+    assert (await routers.ask(*TASK, reply=False))[0] != (await routers.ask(*TASK))[0]
 
 
-def test_tenants_models_and_tools_do_not_meet():
-    async def scenario(routers):
-        _, _, said = await routers.ask(*TASK)
-        more = (*TASK, said, result(said))
-        _, turns, _ = await routers.ask(*more, tenant="other")
-        assert turns == 0
-        _, turns, _ = await routers.ask(prompt=ChatPrompt(more))
-        assert turns == 0
-        assert conversation("one", ChatPrompt(more)).head != conversation("two", ChatPrompt(more)).head
-
-    with_routers(scenario)
+async def test_tenants_models_and_tools_do_not_meet(routers):
+    _, _, said = await routers.ask(*TASK)
+    more = (*TASK, said, result(said))
+    _, turns, _ = await routers.ask(*more, tenant="other")
+    assert turns == 0
+    _, turns, _ = await routers.ask(prompt=ChatPrompt(more))
+    assert turns == 0
+    assert conversation("one", ChatPrompt(more)).head != conversation("two", ChatPrompt(more)).head
 
 
-def test_of_two_requests_that_find_one_program_one_goes_on_with_it():
-    async def scenario(routers):
+async def test_of_two_requests_that_find_one_program_one_goes_on_with_it():
+    async with Routers(8) as routers:
         key, _, said = await routers.ask(*TASK)
         asked = (routers.ask(*TASK, said, result(said, f"result {i}")) for i in range(8))
         keys = [found for found, _, _ in await asyncio.gather(*asked)]
         assert keys.count(key) == 1
         assert len(set(keys)) == 8
 
-    with_routers(scenario, 8)
+
+async def test_a_plain_prompt_that_grows_stays_one_program(routers):
+    for text in ("x" * 300, "short: ", tuple(range(300)), (1, 2)):
+        more = (*text, 5, 6) if isinstance(text, tuple) else text + " and more"
+        key, _, _ = await routers.ask(prompt=RawPrompt(text))
+        again, _, _ = await routers.ask(prompt=RawPrompt(text))
+        assert again != key
+        then, turns, _ = await routers.ask(prompt=RawPrompt(more))
+        assert then in (key, again)
+        assert turns == 1
+        last = 4 if isinstance(text, tuple) else "y"
+        other = (*text[:-1], last, *more[-2:]) if isinstance(text, tuple) else text[:-1] + last + more[-9:]
+        if len(text) > 256:  # else it begins otherwise
+            assert (await routers.ask(prompt=RawPrompt(other)))[1] == 0
 
 
-def test_a_plain_prompt_that_grows_stays_one_program():
-    async def scenario(routers):
-        for text in ("x" * 300, "short: ", tuple(range(300)), (1, 2)):
-            more = (*text, 5, 6) if isinstance(text, tuple) else text + " and more"
-            key, _, _ = await routers.ask(prompt=RawPrompt(text))
-            again, _, _ = await routers.ask(prompt=RawPrompt(text))
-            assert again != key
-            then, turns, _ = await routers.ask(prompt=RawPrompt(more))
-            assert then in (key, again)
-            assert turns == 1
-            last = 4 if isinstance(text, tuple) else "y"
-            other = (*text[:-1], last, *more[-2:]) if isinstance(text, tuple) else text[:-1] + last + more[-9:]
-            if len(text) > 256:  # else it begins otherwise
-                assert (await routers.ask(prompt=RawPrompt(other)))[1] == 0
-
-    with_routers(scenario)
-
-
-def test_what_is_kept_and_looked_at_is_bounded():
-    async def scenario(routers):
-        for _ in range(PROGRAMS_AT_PLACE + 9):
-            last, _, said = await routers.ask(*TASK)
-        (key,) = await routers.keys("places/*/*")
-        redis = routers.records[0]._redis
-        assert await redis.hlen(key) == PROGRAMS_AT_PLACE
-        assert 0 < await redis.pttl(key) <= DAY * 1000
-        assert (await routers.ask(*TASK, said, result(said)))[0] == last, "the latest are kept"
-
-    with_routers(scenario, 1)
+async def test_what_is_kept_and_looked_at_is_bounded(routers):
+    for _ in range(PROGRAMS_AT_PLACE + 9):
+        last, _, said = await routers.ask(*TASK)
+    (key,) = await routers.keys("places/*/*")
+    redis = routers.records[0]._redis
+    assert await redis.hlen(key) == PROGRAMS_AT_PLACE
+    assert 0 < await redis.pttl(key) <= DAY * 1000
+    assert (await routers.ask(*TASK, said, result(said)))[0] == last, "the latest are kept"
     long = [*TASK, *(each for _ in range(99) for each in ({"role": "assistant", "content": "a"}, TASK[1]))]
     assert len(conversation("pocket", ChatPrompt(long)).places) == REPLIES + 1
 
 
-def test_a_tenant_that_begins_without_end_pushes_out_its_own():
-    async def scenario(routers):
+async def test_a_tenant_that_begins_without_end_pushes_out_its_own():
+    async with Routers(2, most=20) as routers:
         key, _, said = await routers.ask(*TASK, tenant="quiet")
         own, _, kept = await routers.ask(*TASK, {"role": "user", "content": "first"}, tenant="noisy")
         for i in range(60):
@@ -384,12 +316,11 @@ def test_a_tenant_that_begins_without_end_pushes_out_its_own():
         assert len(names) <= 2 * 20
         assert (await routers.ask(*TASK, said, result(said), tenant="quiet"))[:2] == (key, 1)
 
-    with_routers(scenario, 2, most=20)
-
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_turn_takes_two_trips_to_redis_and_one_more_where_another_router_had_the_last(n):
-    async def scenario(routers):
+async def test_a_turn_takes_two_trips_to_redis_and_one_more_where_another_router_had_the_last(n):
+    async with Routers(n) as routers:
+
         async def trips(work):
             before = routers.trips
             result = await work
@@ -402,68 +333,57 @@ def test_a_turn_takes_two_trips_to_redis_and_one_more_where_another_router_had_t
         taken, _ = await trips(turn(routers.tables[0], "acme/named"))
         assert taken == 2
 
-    with_routers(scenario, n)
-
 
 # ---- while Redis is away ----
 
 
-def test_a_router_goes_by_what_it_remembers():
-    async def scenario():
-        table = ProgramTable(records_away())
-        begun = await turn(table, "acme/p", "r1", "ls")
-        assert not begun.shared
-        again = await table.begin("acme/p")
-        assert (again.program.last_replica, again.pause) == ("r1", None)
-        await table.placed("acme/p", "r2")
-        assert (await table.look("acme/p")).last_replica == "r2"
-        assert await table.look("acme/q") is None
-        key, _, said = await asked(table, ChatPrompt(TASK, TOOLS))
-        more = [*TASK, said, result(said)]
-        assert await table.look_conversation("acme", conversation("pocket", ChatPrompt(more, TOOLS))) == key
-        assert (await asked(table, ChatPrompt(more, TOOLS)))[0] == key
-        assert (await asked(table, ChatPrompt(TASK, TOOLS)))[0] != key
-        with pytest.raises(UnavailableError):
-            await table.forget("acme/p")
-
-    asyncio.run(scenario())
+async def test_a_router_goes_by_what_it_remembers():
+    table = ProgramTable(records_away())
+    begun = await turn(table, "acme/p", "r1", "ls")
+    assert not begun.shared
+    again = await table.begin("acme/p")
+    assert (again.program.last_replica, again.pause) == ("r1", None)
+    await table.placed("acme/p", "r2")
+    assert (await table.look("acme/p")).last_replica == "r2"
+    assert await table.look("acme/q") is None
+    key, _, said = await asked(table, ChatPrompt(TASK, TOOLS))
+    more = [*TASK, said, result(said)]
+    assert await table.look_conversation("acme", conversation("pocket", ChatPrompt(more, TOOLS))) == key
+    assert (await asked(table, ChatPrompt(more, TOOLS)))[0] == key
+    assert (await asked(table, ChatPrompt(TASK, TOOLS)))[0] != key
+    with pytest.raises(UnavailableError):
+        await table.forget("acme/p")
 
 
-def test_a_turn_that_redis_has_lost_or_never_had_goes_where_this_router_remembers(server):
-    async def scenario():
-        records = Records(RedisAddress(server.url), PATIENT, 0.01)
-        table = ProgramTable(records)
-        await turn(table, "acme/p", "r1")
-        server.kill()
-        away = await table.begin("acme/p")
-        assert (away.program.last_replica, away.shared) == ("r1", False)
-        server.start()
-        await until_async(lambda: not records.degraded)
-        await table.end(away, "r2", "ls")  # Redis has come back empty, and there is nothing to count
-        begun = await table.begin("acme/p")
-        assert (begun.program.turns, begun.program.last_replica, begun.shared) == (0, "r2", True)
-        await records.close()
-
-    asyncio.run(scenario())
+async def test_a_turn_that_redis_has_lost_or_never_had_goes_where_this_router_remembers(server):
+    records = Records(RedisAddress(server.url), PATIENT, 0.01)
+    table = ProgramTable(records)
+    await turn(table, "acme/p", "r1")
+    server.kill()
+    away = await table.begin("acme/p")
+    assert (away.program.last_replica, away.shared) == ("r1", False)
+    server.start()
+    await until_async(lambda: not records.degraded)
+    await table.end(away, "r2", "ls")  # Redis has come back empty, and there is nothing to count
+    begun = await table.begin("acme/p")
+    assert (begun.program.turns, begun.program.last_replica, begun.shared) == (0, "r2", True)
+    await records.close()
 
 
-def test_a_turn_that_began_without_redis_and_ends_with_it_is_counted(server):
-    async def scenario():
-        records = Records(RedisAddress(server.url), PATIENT, 0.01)
-        table = ProgramTable(records)
-        await turn(table, "acme/p", "r1", "ls")
-        with server.client() as client:
-            kept = {key: client.dump(key) for key in client.scan_iter()}
-        server.kill()
-        away = await table.begin("acme/p")
-        server.start()
-        with server.client() as client:
-            for key, value in kept.items():
-                client.restore(key, 0, value)
-        await until_async(lambda: not records.degraded)
-        await table.end(away, "r2", "sed")
-        begun = await table.begin("acme/p")
-        assert (begun.program.turns, begun.program.last_replica, begun.pause.tools) == (2, "r2", "sed")
-        await records.close()
-
-    asyncio.run(scenario())
+async def test_a_turn_that_began_without_redis_and_ends_with_it_is_counted(server):
+    records = Records(RedisAddress(server.url), PATIENT, 0.01)
+    table = ProgramTable(records)
+    await turn(table, "acme/p", "r1", "ls")
+    with server.client() as client:
+        kept = {key: client.dump(key) for key in client.scan_iter()}
+    server.kill()
+    away = await table.begin("acme/p")
+    server.start()
+    with server.client() as client:
+        for key, value in kept.items():
+            client.restore(key, 0, value)
+    await until_async(lambda: not records.degraded)
+    await table.end(away, "r2", "sed")
+    begun = await table.begin("acme/p")
+    assert (begun.program.turns, begun.program.last_replica, begun.pause.tools) == (2, "r2", "sed")
+    await records.close()

@@ -1,6 +1,5 @@
 """While Redis is away, what only Redis may know is answered with 503: clients take 400 and 404 for final."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,6 +10,8 @@ from redis_server import RedisServer, records_away
 from waiting import until_async
 
 from holdfast.router.records.store import Records, RedisAddress
+
+pytestmark = pytest.mark.anyio
 
 PATIENT = 60.0  # seconds that an operation may take on a slow machine
 PREFILL = {"model": "pocket", "messages": [{"role": "user", "content": "hello"}]}
@@ -90,29 +91,26 @@ def test_what_could_not_be_stored_is_refused(path: str, body: Any) -> None:
     assert int(answer.headers["retry-after"]) >= 1
 
 
-def test_a_chain_and_a_prefill_go_on_once_redis_is_back(server: RedisServer) -> None:
-    async def run() -> None:
-        records = Records(RedisAddress(server.url), PATIENT, retry_s=0.01)
-        world = World(FakeBackend(), records=records)
-        transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            first = (await client.post("/v1/responses", json=RESPONSE)).json()
-            made = (await client.post("/v1/prefills", json=PREFILL)).json()
-            calls: list[Callable[[], Awaitable[httpx.Response]]] = [
-                lambda: client.post("/v1/responses", json={**RESPONSE, "previous_response_id": first["id"]}),
-                lambda: client.get(f"/v1/responses/{first['id']}"),
-                lambda: client.get(f"/v1/prefills/{made['id']}"),
-                lambda: client.post("/v1/chat/completions", json=chat_body(prefill_id=made["id"])),
-            ]
-            kept = server.client().dump(f"holdfast/records/responses/default/{first['id']}")
-            handle = server.client().dump(f"holdfast/records/prefills/default/{made['id']}")
-            server.kill()
-            assert [(await call()).status_code for call in calls] == [503] * 4
-            server.start()
-            server.client().restore(f"holdfast/records/responses/default/{first['id']}", 0, kept)
-            server.client().restore(f"holdfast/records/prefills/default/{made['id']}", 0, handle)
-            await until_async(lambda: not records.degraded)
-            assert [(await call()).status_code for call in calls] == [200] * 4
-        await records.close()
-
-    asyncio.run(run())
+async def test_a_chain_and_a_prefill_go_on_once_redis_is_back(server: RedisServer) -> None:
+    records = Records(RedisAddress(server.url), PATIENT, retry_s=0.01)
+    world = World(FakeBackend(), records=records)
+    transport = httpx.ASGITransport(world.app, client=("127.0.0.1", 50000))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        first = (await client.post("/v1/responses", json=RESPONSE)).json()
+        made = (await client.post("/v1/prefills", json=PREFILL)).json()
+        calls: list[Callable[[], Awaitable[httpx.Response]]] = [
+            lambda: client.post("/v1/responses", json={**RESPONSE, "previous_response_id": first["id"]}),
+            lambda: client.get(f"/v1/responses/{first['id']}"),
+            lambda: client.get(f"/v1/prefills/{made['id']}"),
+            lambda: client.post("/v1/chat/completions", json=chat_body(prefill_id=made["id"])),
+        ]
+        kept = server.client().dump(f"holdfast/records/responses/default/{first['id']}")
+        handle = server.client().dump(f"holdfast/records/prefills/default/{made['id']}")
+        server.kill()
+        assert [(await call()).status_code for call in calls] == [503] * 4
+        server.start()
+        server.client().restore(f"holdfast/records/responses/default/{first['id']}", 0, kept)
+        server.client().restore(f"holdfast/records/prefills/default/{made['id']}", 0, handle)
+        await until_async(lambda: not records.degraded)
+        assert [(await call()).status_code for call in calls] == [200] * 4
+    await records.close()

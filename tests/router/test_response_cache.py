@@ -10,12 +10,20 @@ from holdfast.replicas.requests import Answer, Timing
 from holdfast.router.protocol.body import validate
 from holdfast.router.protocol.chat import ChatBody, chat_turn
 from holdfast.router.protocol.completions import CompletionBody, completion_turn
-from holdfast.router.records.answers import encode_answer
-from holdfast.router.records.response_cache import MADE, CachedAnswer, CacheQuery, ResponseCache
-from holdfast.router.records.single_flight import Unresolved
+from holdfast.router.records.response_cache import (
+    STORED,
+    CachedAnswer,
+    CacheEntry,
+    CacheQuery,
+    ResponseCache,
+    Unresolved,
+)
 from holdfast.router.tenants import Tenant, TenantCache
 
+pytestmark = pytest.mark.anyio
+
 ANSWER = Answer("hello", (), (), "stop", USAGE, Timing(0.0))
+REPEAT = replace(ANSWER, usage=replace(USAGE, cached=USAGE.prompt))  # as other requests get it
 TOOL = {
     "type": "function",
     "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}},
@@ -97,33 +105,14 @@ def test_text_and_token_prompts_and_chats_do_not_meet():
     assert len(keys | {chat_key()}) == 3
 
 
-def test_a_repeat_counts_its_whole_prompt_as_cached():
-    async def scenario():
-        records = shared_records()
-        one, two = cache(records), cache(records)
-        assert await one.find(ask(KEY)) is None
-        one.keep(ask(KEY), ANSWER)
-        near = await one.find(ask(KEY))
-        await one.drain()
-        assert (
-            near == await two.find(ask(KEY)) == CachedAnswer(replace(ANSWER, usage=replace(USAGE, cached=USAGE.prompt)))
-        )
-
-    asyncio.run(scenario())
-
-
-def test_a_long_answer_and_foreign_bytes_are_misses():
-    async def scenario():
-        records = shared_records()
-        small = cache(records, cache_answer_bytes=10)
-        small.keep(ask(KEY), ANSWER)
-        await small.drain()
-        assert await small.find(ask(KEY)) is None
-        for value in (b"not an answer", b"short"):
-            await records.put(KEY, value, 60.0)
-            assert await small.find(ask(KEY)) is None
-
-    asyncio.run(scenario())
+async def test_a_repeat_counts_its_whole_prompt_as_cached():
+    records = shared_records()
+    one, two = cache(records), cache(records)
+    assert await one.find(ask(KEY)) is None
+    one.keep(ask(KEY), ANSWER)
+    near = await one.find(ask(KEY))
+    await one.drain()
+    assert near == await two.find(ask(KEY)) == CachedAnswer(REPEAT)
 
 
 TURN = chat_turn(validate(ChatBody, BASE), CARD)
@@ -158,117 +147,81 @@ def test_who_goes_past_the_cache(header, tenant, on):
     assert cache(response_cache=on).query(tenant, TURN, header) is None
 
 
-def test_an_answer_has_one_age_wherever_it_lies():
+async def test_an_answer_has_one_age_wherever_it_lies():
     """Nothing older than its tenant's age, or than a request will have, is given: near as far."""
 
-    async def scenario():
-        now = [1000.0]
-        records = shared_records()
-        one, two = (cache(records, now=lambda: now[0]) for _ in range(2))
-        short = Tenant("acme", cache=TenantCache(ttl_s=30.0))
-        one.keep(one.query(ACME, TURN, None), ANSWER)
-        await one.drain()
-        now[0] += 20.0
-        for each in (one, two, two):  # the second look of `two` is near
-            assert (await each.find(each.query(ACME, TURN, "max-age=20"))).age_s == 20.0
-            assert await each.find(each.query(ACME, TURN, "max-age=19")) is None
-            assert await each.find(each.query(ACME, TURN, "no-cache")) is None
-            assert (await each.find(each.query(short, TURN, None))).age_s == 20.0
-        now[0] += 11.0
-        for each in (one, two):
-            assert await each.find(each.query(short, TURN, None)) is None
-            assert (await each.find(each.query(ACME, TURN, None))).age_s == 31.0
-
-    asyncio.run(scenario())
+    now = [1000.0]
+    records = shared_records()
+    one, two = (cache(records, now=lambda: now[0]) for _ in range(2))
+    short = Tenant("acme", cache=TenantCache(ttl_s=30.0))
+    one.keep(one.query(ACME, TURN, None), ANSWER)
+    await one.drain()
+    now[0] += 20.0
+    for each in (one, two, two):  # the second look of `two` is near
+        assert (await each.find(each.query(ACME, TURN, "max-age=20"))).age_s == 20.0
+        assert await each.find(each.query(ACME, TURN, "max-age=19")) is None
+        assert await each.find(each.query(ACME, TURN, "no-cache")) is None
+        assert (await each.find(each.query(short, TURN, None))).age_s == 20.0
+    now[0] += 11.0
+    for each in (one, two):
+        assert await each.find(each.query(short, TURN, None)) is None
+        assert (await each.find(each.query(ACME, TURN, None))).age_s == 31.0
 
 
-def test_a_tenant_keeps_no_more_than_its_size():
-    async def scenario():
-        size = len(encode_answer(ANSWER))
-        kept = cache(records_away())
-        small = Tenant("small", cache=TenantCache(bytes=3 * size))
-        for i in range(9):
-            kept.keep(ask(f"cache/small/{i}", tenant=small), ANSWER)
-            kept.keep(ask(f"cache/acme/{i}"), ANSWER)
-        found = [i for i in range(9) if await kept.find(ask(f"cache/small/{i}", tenant=small))]
-        assert found == [6, 7, 8]
-        assert all([await kept.find(ask(f"cache/acme/{i}")) for i in range(9)])
-        assert kept.weight == 12 * size
-        await kept.drain()
-
-    asyncio.run(scenario())
+async def test_a_tenant_keeps_no_more_than_its_size():
+    size = len(STORED.dump_json(CacheEntry(REPEAT, 1000.0), exclude_defaults=True))
+    kept = cache(records_away())
+    small = Tenant("small", cache=TenantCache(bytes=3 * size))
+    for i in range(9):
+        kept.keep(ask(f"cache/small/{i}", tenant=small), ANSWER)
+        kept.keep(ask(f"cache/acme/{i}"), ANSWER)
+    found = [i for i in range(9) if await kept.find(ask(f"cache/small/{i}", tenant=small))]
+    assert found == [6, 7, 8]
+    assert all([await kept.find(ask(f"cache/acme/{i}")) for i in range(9)])
+    assert kept.weight == 12 * size
+    await kept.drain()
 
 
-def test_what_is_purged_is_found_nowhere_and_others_keep_theirs():
-    async def scenario():
-        records, other = shared_records(), Tenant("other")
-        one, two = cache(records), cache(records)
-        for each in (one, two):
-            each.purged({"acme": "first"})  # from before it began
-        for tenant in (ACME, other):
-            one.keep(one.query(tenant, TURN, None), ANSWER)
-        await one.drain()
-        late = two.query(ACME, TURN, None)  # it asks before its router has heard of the purge
-        assert await two.find(late)
-        one.purged({"acme": "second"})
-        await one.drain()
-        assert await records.get(late.key) is None
-        for each in (one, two):
-            each.purged({"acme": "second"})
-            assert await each.find(each.query(ACME, TURN, None)) is None
-            assert await each.find(each.query(other, TURN, None))
-        two.keep(late, ANSWER)
-        await two.drain()
-        assert await one.find(one.query(ACME, TURN, None)) is None
-
-    asyncio.run(scenario())
+async def test_what_is_purged_is_found_nowhere_and_others_keep_theirs():
+    records, other = shared_records(), Tenant("other")
+    one, two = cache(records), cache(records)
+    for each in (one, two):
+        each.purged({"acme": "first"})  # from before it began
+    for tenant in (ACME, other):
+        one.keep(one.query(tenant, TURN, None), ANSWER)
+    await one.drain()
+    late = two.query(ACME, TURN, None)  # it asks before its router has heard of the purge
+    assert await two.find(late)
+    one.purged({"acme": "second"})
+    await one.drain()
+    assert await records.get(late.key) is None
+    for each in (one, two):
+        each.purged({"acme": "second"})
+        assert await each.find(each.query(ACME, TURN, None)) is None
+        assert await each.find(each.query(other, TURN, None))
+    two.keep(late, ANSWER)
+    await two.drain()
+    assert await one.find(one.query(ACME, TURN, None)) is None
 
 
-def test_a_tenants_flood_leaves_another_its_answers():
-    async def scenario():
-        kept = cache(records_away(), cache_entries=16)
-        quiet, noisy = Tenant("quiet"), Tenant("noisy")
-        kept.keep(ask("cache/quiet/0", tenant=quiet), ANSWER)
-        for i in range(200):
-            kept.keep(ask(f"cache/noisy/{i}", tenant=noisy), ANSWER)
-        await kept.drain()
-        assert await kept.find(ask("cache/quiet/0")) is not None
-        assert await kept.find(ask("cache/noisy/0")) is None
-        assert await kept.find(ask("cache/noisy/199")) is not None
-
-    asyncio.run(scenario())
-
-
-WHOLE = orjson.loads(encode_answer(ANSWER))
-
-
-@pytest.mark.parametrize(
-    "stored",
-    [b"", b"no answer", b"[]", b"{}"]
-    + [orjson.dumps(WHOLE | changed) for changed in ({"called": []}, {"usage": 1}, {"tool_calls": [3]})],
-)
-def test_what_cannot_be_read_is_as_good_as_absent(stored):
-    async def run():
-        records = shared_records()
-        await records.put(KEY, MADE.pack(999.0) + stored, 60.0)
+async def test_what_cannot_be_read_is_as_good_as_absent():
+    records, whole = shared_records(), orjson.loads(STORED.dump_json(CacheEntry(ANSWER, 999.0)))
+    wrong = [{}, [], {**whole, "answer": {**whole["answer"], "usage": 1}}, {**whole, "made": "soon"}]
+    for stored in (b"", b"no answer", *map(orjson.dumps, wrong)):
+        await records.put(KEY, stored, 60.0)
         answers = cache(records)
         assert await answers.find(ask(KEY)) is None
-        answers.keep(ask(KEY), ANSWER)
-        await answers.drain()
-        assert (await cache(records).find(ask(KEY))).answer.text == "hello"
-
-    asyncio.run(run())
+    answers.keep(ask(KEY), ANSWER)
+    await answers.drain()
+    assert (await cache(records).find(ask(KEY))).answer.text == "hello"
 
 
-def test_an_answer_that_cannot_be_stored_is_kept_nowhere_and_lets_those_who_wait_compute():
-    async def run():
-        answers, half = cache(), replace(ANSWER, text="half a pair: \ud83d")
-        leader = answers.flights.lead(KEY)
-        waits = asyncio.ensure_future(answers.flights.follow(KEY))
-        await asyncio.sleep(0)
-        answers.keep(ask(KEY), half, leader)
-        assert await waits is Unresolved.FAILED
-        await answers.drain()
-        assert await answers.find(ask(KEY)) is None
-
-    asyncio.run(run())
+async def test_an_answer_that_cannot_be_stored_is_kept_nowhere_and_lets_those_who_wait_compute():
+    answers, half = cache(), replace(ANSWER, text="half a pair: \ud83d")
+    leader = answers.flights.lead(KEY)
+    waits = asyncio.ensure_future(answers.flights.follow(KEY))
+    await asyncio.sleep(0)
+    answers.keep(ask(KEY), half, leader)
+    assert await waits is Unresolved.FAILED
+    await answers.drain()
+    assert await answers.find(ask(KEY)) is None

@@ -1,4 +1,3 @@
-import sys
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,7 @@ from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.types import CellLimits
 from holdfast.router.config import RouterConfig
 from holdfast.router.protocol.errors import Refusal, RefusedError
-from holdfast.router.tenants import ApiKey, Caller, Tenant, TenantDirectory, TenantLimits, hash_key
+from holdfast.router.tenants import Caller, Tenant, TenantDirectory, TenantLimits, hash_key
 
 ACME = Tenant("acme", (hash_key("key-a"), hash_key("key-b")))
 OPS = Tenant("ops", (hash_key("key-ops"),), operator=True)
@@ -30,23 +29,33 @@ def test_any_of_a_tenants_keys_names_it(header):
 
 
 @pytest.mark.parametrize(
-    "header", [None, "", "Bearer", "Bearer ", "Basic key-a", "key-a", "Bearer key-c", "Bearer Key-a"]
+    "header",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        "Basic key-a",
+        "key-a",
+        "Bearer key-c",
+        "Bearer Key-a",
+        f"Bearer {hash_key('key-a')}",
+    ],
 )
 def test_a_missing_or_unknown_key_is_refused(header):
     assert refusal(TenantDirectory([ACME]), come(header)) is Refusal.UNAUTHENTICATED
 
 
-def test_the_configured_hash_is_no_key():
-    assert refusal(TenantDirectory([ACME]), come(f"Bearer {ACME.key_hashes[0]}")) is Refusal.UNAUTHENTICATED
-
-
-@pytest.mark.parametrize("peer", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"])
-def test_without_keys_loopback_is_the_default_tenant(peer):
-    assert TenantDirectory().authenticate(come(peer=peer)).tenant.name == "default"
-
-
-def test_a_connection_from_an_address_to_itself_is_local():
-    assert TenantDirectory().authenticate(come(peer="10.0.0.5", server="10.0.0.5")).tenant.name == "default"
+@pytest.mark.parametrize(
+    "caller",
+    [
+        *(come(peer=peer) for peer in ("127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1")),
+        come(peer="10.0.0.5", server="10.0.0.5"),
+        come(forwarded="127.0.0.1, ::1"),
+    ],
+)
+def test_without_keys_a_caller_on_this_machine_is_the_default_tenant(caller):
+    assert TenantDirectory().authenticate(caller).tenant.name == "default"
 
 
 @pytest.mark.parametrize(
@@ -65,10 +74,6 @@ def test_a_connection_from_an_address_to_itself_is_local():
 )
 def test_without_keys_nobody_else_is_served(caller):
     assert refusal(TenantDirectory(), caller) is Refusal.FORBIDDEN
-
-
-def test_a_forwarded_loopback_address_is_local():
-    assert TenantDirectory().authenticate(come(forwarded="127.0.0.1, ::1")).tenant.name == "default"
 
 
 def test_without_keys_an_exposed_server_serves_nobody_and_says_what_to_configure():
@@ -116,50 +121,6 @@ def test_configurations_that_make_no_sense(make):
 
 def test_hash_key_is_plain_sha256():
     assert hash_key("abc") == "sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-
-
-class Counted(str):
-    """A hash that counts how often it is compared."""
-
-    compared = 0
-
-    def __eq__(self, other):
-        Counted.compared += 1
-        return str.__eq__(self, other)
-
-    __hash__ = str.__hash__
-
-
-def test_a_look_up_does_not_grow_with_the_keys():
-    """Of 20,000, half of them made while the cluster runs: as many lines of Python, and no more comparisons."""
-
-    def work(n):
-        tenants = [Tenant(f"t{i}", keys=(ApiKey("key", Counted(hash_key(f"key-{i}"))),)) for i in range(n)]
-        directory = TenantDirectory(tenants[: n // 2])
-        directory.add(tenants[n // 2 :])
-        lines, found = 0, []
-
-        def trace(frame, event, argument):
-            nonlocal lines
-            lines += event == "line"
-            return trace
-
-        Counted.compared = 0
-        before = sys.gettrace()
-        for key in ("key-0", f"key-{n - 1}", "wrong"):
-            sys.settrace(trace)
-            try:
-                found.append(directory.authenticate(come(f"Bearer {key}")).tenant.name)
-            except RefusedError:
-                found.append(None)
-            finally:
-                sys.settrace(before)
-        assert found == ["t0", f"t{n - 1}", None]
-        return lines, Counted.compared
-
-    few, many = work(10), work(20_000)
-    assert many[0] == few[0]
-    assert many[1] <= 3
 
 
 @pytest.mark.parametrize(

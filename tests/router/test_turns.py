@@ -1,13 +1,10 @@
 """What the cache keeps of a program's last turn, for programs that go on."""
 
 import pytest
-from fake_backend import DONE, FakeBackend, World
+from fake_backend import DONE, Ends, FakeBackend, World
 
 from holdfast.replicas.requests import Completed, TextDelta, ToolCallDelta
 from holdfast.replicas.retention.latency import Called
-from holdfast.router.config import RouterConfig
-from holdfast.router.entry.quotas import Quotas
-from holdfast.router.entry.usage import UsageBooks
 
 TEXT = (TextDelta("Here you are."),)
 CALL = (ToolCallDelta(0, "call_1", "ls", "{}"),)
@@ -38,7 +35,7 @@ def test_a_cached_answer_ends_a_program_only_where_it_is_whole_and_calls_nothing
 
 
 def test_an_answer_that_cannot_be_written_is_a_failure_and_not_kept(monkeypatch):
-    world = World(books=UsageBooks(RouterConfig(), Quotas()))
+    world = World(books=Ends())
 
     def broken(*_):
         raise TypeError("no JSON")
@@ -47,5 +44,5 @@ def test_an_answer_that_cannot_be_written_is_a_failure_and_not_kept(monkeypatch)
         patch.setattr("holdfast.router.endpoints.formats.chat_reply", broken)
         assert world.chat().status_code == 500
     assert world.outcomes() == {"failed": 1}
-    assert world.books.booked["booked"] == 1
+    assert [end.record.outcome for end in world.books.ends] == ["failed"]
     assert world.chat().headers["x-holdfast-cache"] == "miss"

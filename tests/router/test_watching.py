@@ -1,5 +1,6 @@
 import asyncio
 
+from fake_backend import Ends, NoRedis
 from prometheus_client import CollectorRegistry
 from redis_server import RedisServer
 
@@ -7,6 +8,7 @@ from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.dispatch_queue import QueueStats
 from holdfast.router.endpoints.metrics_endpoints import watch_line, watch_redis
 from holdfast.router.entry.admission import Entry
+from holdfast.router.entry.audit import Audit
 from holdfast.router.entry.metrics import RouterMetrics
 from holdfast.router.placement import Reason
 from holdfast.router.records.store import Records, RedisAddress, RedisInfo
@@ -49,7 +51,7 @@ def test_tenants_that_come_later_have_series_and_limits():
         return Tenant(name, (hash_key(name),), limits=TenantLimits(**limits))
 
     metrics, directory = RouterMetrics(CollectorRegistry()), TenantDirectory([tenant("a")])
-    entry = Entry(directory, metrics, RouterConfig(metrics_tenants=2))
+    entry = Entry(directory, metrics, RouterConfig(metrics_tenants=2), Ends(), Audit(NoRedis()))
     assert metrics.tenant("b") == "other"
     directory.replace([tenant("a"), tenant("b", max_concurrent=3)])
     assert metrics.tenant("b") == "b"

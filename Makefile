@@ -13,7 +13,7 @@ OPTIONS := $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) \
            $(if $(REPLICAS),--replicas $(REPLICAS)) $(if $(ROUTERS),--routers $(ROUTERS)) $(if $(CONFIG),--config $(CONFIG))
 INSTALL := $(BIN)/python install.py
 
-.PHONY: serve test lint format types check chart clients docs pictures fuzz models options clean
+.PHONY: serve test images lint format types check chart clients docs pictures fuzz options clean
 
 serve: $(STAMP)
 	@exec $(BIN)/holdfast serve $(OPTIONS)
@@ -21,6 +21,10 @@ serve: $(STAMP)
 # Three at a time, each file whole in one of them: much of a test of a cluster is waiting.
 test: $(STAMP_DEV)
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+# What the images of docker/ install can be resolved by pip. Asks a package index: some minutes.
+images: $(STAMP_DEV)
+	HOLDFAST_TEST_INDEX=1 $(BIN)/pytest tests/helm/test_images.py
 
 lint: $(STAMP_DEV)
 	$(BIN)/ruff check .
@@ -57,12 +61,6 @@ options: $(STAMP_DEV)
 	mkdir -p build
 	$(BIN)/holdfast config options > build/options.md
 	mv build/options.md docs/options.md
-
-# The page of models, from the families that our decoder knows.
-models: $(STAMP_DEV)
-	mkdir -p build
-	$(BIN)/holdfast models > build/models.md
-	mv build/models.md docs/models.md
 
 # What is made for and from the chart: dashboards, rules and the tables of docs/metrics.md; the schema of its values, its
 # README, and the rendered objects that reviews look at.

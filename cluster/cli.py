@@ -296,7 +296,7 @@ def _sizing(options: argparse.Namespace) -> int:
 def _models(options: argparse.Namespace) -> int:
     from holdfast.cluster import models_page
 
-    for text in map(models_page.runs_on, options.model) if options.model else [models_page.page()]:
+    for text in map(models_page.runs_on, options.model) if options.model else [models_page.families()]:
         _say(text)
     return 0
 

@@ -134,7 +134,7 @@ def test_the_dependencies_are_the_projects() -> None:
 
 
 @pytest.mark.skipif(
-    not os.environ.get("HOLDFAST_TEST_INDEX"), reason="asks a package index: asked for by HOLDFAST_TEST_INDEX=1"
+    not os.environ.get("HOLDFAST_TEST_INDEX"), reason="`make images` asks a package index: HOLDFAST_TEST_INDEX=1"
 )
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_an_image_installs_can_be_resolved(variant: str, tmp_path: Path) -> None:

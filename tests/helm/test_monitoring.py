@@ -1,23 +1,11 @@
 """Dashboards and rules as the chart brings them: unchanged, allowed by the schema, links where they are told."""
 
-import json
-
-from helm_chart import CHART, render
+from helm_chart import render
 from kubernetes_schemas import problems
 
-from helm.build.dashboards import BOARDS
 from helm.build.rules import ALERTS
 
 ON = ("monitoring.rules.enabled=true", "monitoring.dashboards.enabled=true")
-
-
-def test_dashboards_arrive_as_they_are() -> None:
-    maps = {each["metadata"]["name"]: each for each in render("", ON) if each["kind"] == "ConfigMap"}
-    for board in BOARDS:
-        found = maps[f"demo-holdfast-dashboard-{board.name}"]
-        file = f"{board.name}.json"
-        assert json.loads(found["data"][file]) == json.loads((CHART / "files" / "dashboards" / file).read_text())
-        assert problems(found) == []
 
 
 def test_alerts_link_to_the_runbook_that_is_named() -> None:
@@ -56,8 +44,3 @@ def test_numbers_of_an_alert_may_be_others() -> None:
     assert after["HoldfastNoReplica"]["for"] == "3m"
     changed = {name for name in before if before[name] != after[name]}
     assert changed == {"HoldfastFirstTokenSlow", "HoldfastMetricsMissing", "HoldfastNoReplica"}
-
-
-def test_braces_of_prometheus_are_left_alone() -> None:
-    rules = [each for each in render("", ON) if each["kind"] == "PrometheusRule"]
-    assert "{{ $labels.model }}" in json.dumps(rules)

@@ -85,6 +85,18 @@ REPLICA = Variable("replica", "Replica", "holdfast_cell_capacity", "replica")
 TENANT = Variable("tenant", "Tenant", "holdfast_tenant_requests_in_flight", "tenant")
 
 
+def graph(
+    title: str,
+    about: str,
+    unit: Unit,
+    *queries: Query,
+    kind: Kind = Kind.LINES,
+    width: int = 8,
+    gpu: bool = False,
+) -> Panel:
+    return Panel(title, about, unit, queries, kind, width, gpu=gpu)
+
+
 def number(title: str, about: str, unit: Unit, expression: str, bad: float | None = None) -> Panel:
     return Panel(title, about, unit, (Query(expression, ""),), Kind.NUMBER, width=4, height=4, bad=bad)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from helm.build.dashboards.board import JOB, MODEL, REPLICA, Board, Chosen, Kind, Panel, Query, Row, Unit
+from helm.build.dashboards.board import JOB, MODEL, REPLICA, Board, Chosen, Kind, Panel, Query, Row, Unit, graph
 
 WHO = Chosen((JOB, MODEL, REPLICA))
 LINES = Chosen((JOB,))  # for metrics of routers
@@ -11,32 +11,27 @@ EACH = "{{replica}}"
 
 def each(title: str, about: str, unit: Unit, expression: str) -> Panel:
     """One line a replica."""
-    return Panel(title, about, unit, (Query(expression, EACH),))
+    return graph(title, about, unit, Query(expression, EACH))
 
 
 def rates(title: str, about: str, *counters: tuple[str, str], kind: Kind = Kind.LINES) -> Panel:
     """Counters of all replicas together, by what they are called in the legend."""
     queries = tuple(Query(WHO.rate(f"holdfast_{name}_total"), legend) for name, legend in counters)
-    return Panel(title, about, Unit.RATE, queries, kind)
+    return graph(title, about, Unit.RATE, *queries, kind=kind)
 
 
 CELLS = Row(
     "Cells",
     (
-        Panel(
+        graph(
             "Cells by state",
             "Free ones near 0 are as they should be: the tree keeps what may be asked for again.",
             Unit.PLAIN,
-            (
-                Query(WHO.total("holdfast_cells", state="held"), "held by sequences"),
-                Query(WHO.total("holdfast_cells_pinned"), "in the tree, pinned"),
-                Query(
-                    f"{WHO.total('holdfast_cells', state='tree')} - {WHO.total('holdfast_cells_pinned')}",
-                    "in the tree",
-                ),
-                Query(WHO.total("holdfast_cells", state="free"), "free"),
-            ),
-            Kind.STACKED,
+            Query(WHO.total("holdfast_cells", state="held"), "held by sequences"),
+            Query(WHO.total("holdfast_cells_pinned"), "in the tree, pinned"),
+            Query(f"{WHO.total('holdfast_cells', state='tree')} - {WHO.total('holdfast_cells_pinned')}", "in the tree"),
+            Query(WHO.total("holdfast_cells", state="free"), "free"),
+            kind=Kind.STACKED,
         ),
         each(
             "Held by sequences",
@@ -44,27 +39,25 @@ CELLS = Row(
             Unit.SHARE,
             WHO.share("holdfast_cells", "holdfast_cell_capacity", "replica", state="held"),
         ),
-        Panel(
+        graph(
             "State slots and window pages",
             "Of models with linear layers or sliding windows. Few checkpoints: prefixes are computed again.",
             Unit.PLAIN,
-            tuple(
+            *tuple(
                 Query(WHO.total("holdfast_state_slots", state=state), name)
                 for state, name in (("running", "running"), ("checkpoint", "checkpoints"), ("free", "free"))
             ),
-            Kind.STACKED,
+            kind=Kind.STACKED,
         ),
         *(
             replace(panel, width=6)
             for panel in (
-                Panel(
+                graph(
                     "Host tier",
                     "Evicted cells that can still come back.",
                     Unit.PLAIN,
-                    (
-                        Query(WHO.total("holdfast_host_cells"), "in use"),
-                        Query(WHO.total("holdfast_host_cell_capacity"), "room"),
-                    ),
+                    Query(WHO.total("holdfast_host_cells"), "in use"),
+                    Query(WHO.total("holdfast_host_cell_capacity"), "room"),
                 ),
                 rates(
                     "Between the tiers",
@@ -82,11 +75,11 @@ CELLS = Row(
                     ("tokens_recomputed", "tokens recomputed"),
                     ("prefill_chunks_deferred", "chunks deferred"),
                 ),
-                Panel(
+                graph(
                     "Reload speed",
                     "Cells a second from host memory lately; 0: none has come back.",
                     Unit.RATE,
-                    (Query(WHO.most("holdfast_reload_cells_per_second", "replica"), EACH),),
+                    Query(WHO.most("holdfast_reload_cells_per_second", "replica"), EACH),
                 ),
             )
         ),
@@ -96,24 +89,22 @@ CELLS = Row(
 STEPS = Row(
     "Steps",
     (
-        Panel(
+        graph(
             "Step time",
             "A long tail beside a short middle: prefill chunks that decoders wait for.",
             Unit.SECONDS,
-            WHO.quantiles("holdfast_step_duration_seconds"),
+            *WHO.quantiles("holdfast_step_duration_seconds"),
         ),
-        Panel(
+        graph(
             "Where a step's time goes",
             "Share of each part. Schedule and commit are the host's.",
             Unit.SHARE,
-            (
-                Query(
-                    f"{WHO.rate('holdfast_step_seconds_total', 'phase')}"
-                    f" / on () group_left () {WHO.rate('holdfast_step_seconds_total')}",
-                    "{{phase}}",
-                ),
+            Query(
+                f"{WHO.rate('holdfast_step_seconds_total', 'phase')}"
+                f" / on () group_left () {WHO.rate('holdfast_step_seconds_total')}",
+                "{{phase}}",
             ),
-            Kind.STACKED,
+            kind=Kind.STACKED,
         ),
         each(
             "Steps a second",
@@ -128,52 +119,44 @@ STEPS = Row(
             f"{WHO.rate('holdfast_completion_tokens_total', 'replica')}"
             f" / {WHO.rate('holdfast_engine_steps_total', 'replica')}",
         ),
-        Panel(
+        graph(
             "Batch",
             "Waiting with free cells and rows: look at admission_ceiling.",
             Unit.PLAIN,
-            (
-                Query(WHO.total("holdfast_sequences_running"), "running"),
-                Query(WHO.total("holdfast_sequences_waiting"), "waiting"),
-                Query(WHO.total("holdfast_sequence_rows_taken"), "rows taken"),
-                Query(WHO.total("holdfast_sequence_rows_parked"), "rows parked"),
-                Query(WHO.total("holdfast_sessions"), "sessions"),
-            ),
+            Query(WHO.total("holdfast_sequences_running"), "running"),
+            Query(WHO.total("holdfast_sequences_waiting"), "waiting"),
+            Query(WHO.total("holdfast_sequence_rows_taken"), "rows taken"),
+            Query(WHO.total("holdfast_sequence_rows_parked"), "rows parked"),
+            Query(WHO.total("holdfast_sessions"), "sessions"),
         ),
-        Panel(
+        graph(
             "The queue",
             "Tokens that wait, in replicas and in routers' lines; and how long one request waits behind another.",
             Unit.PLAIN,
-            (
-                Query(WHO.total("holdfast_tokens_waiting"), "tokens in replicas"),
-                Query(LINES.total("holdfast_tokens_in_line"), "tokens in lines"),
-                Query(WHO.most("holdfast_start_gap_seconds", "replica"), "seconds to the next start, {{replica}}"),
-            ),
+            Query(WHO.total("holdfast_tokens_waiting"), "tokens in replicas"),
+            Query(LINES.total("holdfast_tokens_in_line"), "tokens in lines"),
+            Query(WHO.most("holdfast_start_gap_seconds", "replica"), "seconds to the next start, {{replica}}"),
         ),
-        Panel(
+        graph(
             "Not begun",
             "foreseen is how an overload is to look; many dropped or refused: forecasts are too late.",
             Unit.PER_SECOND,
-            (Query(WHO.rate("holdfast_requests_not_begun_total", "reason"), "{{reason}}"),),
-            Kind.STACKED,
+            Query(WHO.rate("holdfast_requests_not_begun_total", "reason"), "{{reason}}"),
+            kind=Kind.STACKED,
         ),
-        Panel(
+        graph(
             "Requests by terminal event",
             "Failed ones, and steps that failed, are ours to explain.",
             Unit.PER_SECOND,
-            (
-                Query(WHO.rate("holdfast_engine_requests_total", "outcome"), "{{outcome}}"),
-                Query(WHO.rate("holdfast_engine_steps_failed_total"), "steps failed"),
-            ),
+            Query(WHO.rate("holdfast_engine_requests_total", "outcome"), "{{outcome}}"),
+            Query(WHO.rate("holdfast_engine_steps_failed_total"), "steps failed"),
         ),
-        Panel(
+        graph(
             "Own work",
             "Requests that the server sends itself, by their origin. No other panel counts them.",
             Unit.RATE,
-            (
-                Query(WHO.rate("holdfast_own_requests_total", "origin"), "{{origin}} requests"),
-                Query(WHO.rate("holdfast_own_tokens_total", "origin"), "{{origin}} tokens"),
-            ),
+            Query(WHO.rate("holdfast_own_requests_total", "origin"), "{{origin}} requests"),
+            Query(WHO.rate("holdfast_own_tokens_total", "origin"), "{{origin}} tokens"),
         ),
     ),
 )
@@ -188,16 +171,14 @@ SPECULATION = Row(
             ("draft_tokens_accepted", "accepted"),
             ("draft_tokens_withheld", "withheld"),
         ),
-        Panel(
+        graph(
             "Accepted drafts",
             "Share of the verified drafts that the model drew as well; no line: nothing was drafted.",
             Unit.SHARE,
-            (
-                Query(
-                    f"{WHO.rate('holdfast_draft_tokens_accepted_total', 'replica')}"
-                    f" / {WHO.rate('holdfast_draft_tokens_total', 'replica')}",
-                    EACH,
-                ),
+            Query(
+                f"{WHO.rate('holdfast_draft_tokens_accepted_total', 'replica')}"
+                f" / {WHO.rate('holdfast_draft_tokens_total', 'replica')}",
+                EACH,
             ),
             width=16,
         ),
@@ -235,12 +216,12 @@ PROCESS = Row(
     (
         each("Processor", "Cores in use.", Unit.PLAIN, WHO.rate("holdfast_replica_cpu_seconds_total", "replica")),
         each("Memory", "Of the replica's process.", Unit.BYTES, WHO.most("holdfast_replica_memory_bytes", "replica")),
-        Panel(
+        graph(
             "Started",
             "A new one that nobody deployed: a replica died.",
             Unit.MOMENT,
-            (Query(f"1000 * {WHO.most('holdfast_replica_start_time_seconds', 'replica')}", EACH),),
-            Kind.NUMBER,
+            Query(f"1000 * {WHO.most('holdfast_replica_start_time_seconds', 'replica')}", EACH),
+            kind=Kind.NUMBER,
         ),
     ),
 )

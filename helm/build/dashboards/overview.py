@@ -1,6 +1,6 @@
 """Whether all is well, at a glance."""
 
-from helm.build.dashboards.board import JOB, MODEL, Board, Chosen, Kind, Panel, Query, Row, Unit, number
+from helm.build.dashboards.board import JOB, MODEL, Board, Chosen, Kind, Query, Row, Unit, graph, number
 
 WHO = Chosen((JOB, MODEL))
 ALL = Chosen((JOB,))  # for metrics of a router, which know no model
@@ -55,85 +55,78 @@ BOARD = Board(
         Row(
             "Requests",
             (
-                Panel(
+                graph(
                     "Requests by how they ended",
                     "Rejected ones are the client's or the load's doing, failed ones ours.",
                     Unit.PER_SECOND,
-                    (Query(WHO.rate("holdfast_requests_total", "outcome"), "{{outcome}}"),),
-                    Kind.STACKED,
+                    Query(WHO.rate("holdfast_requests_total", "outcome"), "{{outcome}}"),
+                    kind=Kind.STACKED,
                 ),
-                Panel(
+                graph(
                     "Why requests were not served",
                     "The code that the client was told.",
                     Unit.PER_SECOND,
-                    (Query(ALL.rate("holdfast_request_errors_total", "reason"), "{{reason}}"),),
-                    Kind.STACKED,
+                    Query(ALL.rate("holdfast_request_errors_total", "reason"), "{{reason}}"),
+                    kind=Kind.STACKED,
                 ),
-                Panel(
+                graph(
                     "Requests in hand",
                     "Waiting ones for minutes: more replicas.",
                     Unit.PLAIN,
-                    (
-                        Query(ALL.total("holdfast_requests_in_flight"), "in flight"),
-                        Query(WHO.total("holdfast_sequences_running"), "running"),
-                        Query(WHO.total("holdfast_sequences_waiting"), "waiting in replicas"),
-                        Query(ALL.total("holdfast_requests_in_line"), "in the router's line"),
-                    ),
+                    Query(ALL.total("holdfast_requests_in_flight"), "in flight"),
+                    Query(WHO.total("holdfast_sequences_running"), "running"),
+                    Query(WHO.total("holdfast_sequences_waiting"), "waiting in replicas"),
+                    Query(ALL.total("holdfast_requests_in_line"), "in the router's line"),
                 ),
             ),
         ),
         Row(
             "Latency",
             (
-                Panel(
+                graph(
                     "Time to first token",
                     "Grows with the queue and with prompts that are not cached.",
                     Unit.SECONDS,
-                    WHO.quantiles("holdfast_time_to_first_token_seconds", "model"),
+                    *WHO.quantiles("holdfast_time_to_first_token_seconds", "model"),
                 ),
-                Panel(
+                graph(
                     "Time per output token",
                     "Grows with the batch and with prefill beside it.",
                     Unit.SECONDS,
-                    WHO.quantiles("holdfast_time_per_output_token_seconds", "model"),
+                    *WHO.quantiles("holdfast_time_per_output_token_seconds", "model"),
                 ),
-                Panel(
+                graph(
                     "Whole turns",
                     "From arrival to last token.",
                     Unit.SECONDS,
-                    WHO.quantiles("holdfast_turn_seconds", "model"),
+                    *WHO.quantiles("holdfast_turn_seconds", "model"),
                 ),
             ),
         ),
         Row(
             "Work and room",
             (
-                Panel(
+                graph(
                     "Tokens a second",
                     "What was computed, what came from the cache, what was drawn.",
                     Unit.RATE,
-                    (
-                        Query(WHO.rate("holdfast_prompt_tokens_computed_total"), "prompt, computed"),
-                        Query(WHO.rate("holdfast_prompt_tokens_cached_total"), "prompt, cached"),
-                        Query(WHO.rate("holdfast_completion_tokens_total"), "completion"),
-                    ),
+                    Query(WHO.rate("holdfast_prompt_tokens_computed_total"), "prompt, computed"),
+                    Query(WHO.rate("holdfast_prompt_tokens_cached_total"), "prompt, cached"),
+                    Query(WHO.rate("holdfast_completion_tokens_total"), "completion"),
                 ),
-                Panel(
+                graph(
                     "Cells held by sequences",
                     "Near 100 %: the batch is bounded by cells.",
                     Unit.SHARE,
-                    (
-                        Query(
-                            WHO.share("holdfast_cells", "holdfast_cell_capacity", "replica", state="held"),
-                            "{{replica}}",
-                        ),
+                    Query(
+                        WHO.share("holdfast_cells", "holdfast_cell_capacity", "replica", state="held"), "{{replica}}"
                     ),
                 ),
-                Panel(
+                graph(
                     "Replicas, as routers see them",
                     "A dip is a replica that died or was stopped.",
                     Unit.PLAIN,
-                    (Query(ALL.most("holdfast_replicas", "router"), "router {{router}}"),),
+                    Query(ALL.most("holdfast_replicas", "router"), "router {{router}}"),
                 ),
             ),
         ),

@@ -1,6 +1,6 @@
 """Who asks for how much, what they are allowed, and what they get."""
 
-from helm.build.dashboards.board import JOB, MODEL, TENANT, Board, Chosen, Kind, Panel, Query, Row, Unit
+from helm.build.dashboards.board import JOB, MODEL, TENANT, Board, Chosen, Kind, Panel, Query, Row, Unit, graph
 
 WHO = Chosen((JOB, MODEL, TENANT))
 ALL = Chosen((JOB, TENANT))  # for metrics that know no model
@@ -10,17 +10,17 @@ OF = Chosen((JOB,))  # and for those that know no tenant
 
 def tokens(kind: str) -> Panel:
     about = {"prompt": "Of prompts, cached ones included.", "cached": "Of prompts, those not computed again."}
-    return Panel(
+    return graph(
         f"Tokens a second: {kind}",
         about.get(kind, "Drawn."),
         Unit.RATE,
-        (Query(WHO.rate("holdfast_tenant_tokens_total", "tenant", kind=kind), "{{tenant}}"),),
-        Kind.STACKED,
+        Query(WHO.rate("holdfast_tenant_tokens_total", "tenant", kind=kind), "{{tenant}}"),
+        kind=Kind.STACKED,
     )
 
 
 def p95(title: str, about: str, name: str) -> Panel:
-    return Panel(title, about, Unit.SECONDS, (Query(WHO.quantile(0.95, name, "tenant"), "{{tenant}}"),))
+    return graph(title, about, Unit.SECONDS, Query(WHO.quantile(0.95, name, "tenant"), "{{tenant}}"))
 
 
 BOARD = Board(
@@ -32,54 +32,48 @@ BOARD = Board(
         Row(
             "Requests",
             (
-                Panel(
+                graph(
                     "Requests",
                     "All that ended.",
                     Unit.PER_SECOND,
-                    (Query(WHO.rate("holdfast_requests_total", "tenant"), "{{tenant}}"),),
-                    Kind.STACKED,
+                    Query(WHO.rate("holdfast_requests_total", "tenant"), "{{tenant}}"),
+                    kind=Kind.STACKED,
                 ),
-                Panel(
+                graph(
                     "Not served, and left out",
                     "rate_limit_exceeded is the tenant's own limit, overloaded is not. Left out are unknown fields.",
                     Unit.PER_SECOND,
-                    (
-                        Query(ALL.rate("holdfast_request_errors_total", "tenant", "reason"), "{{tenant}} {{reason}}"),
-                        Query(
-                            ALL.rate("holdfast_request_fields_skipped_total", "tenant", "endpoint"),
-                            "{{tenant}} left out of {{endpoint}}",
-                        ),
+                    Query(ALL.rate("holdfast_request_errors_total", "tenant", "reason"), "{{tenant}} {{reason}}"),
+                    Query(
+                        ALL.rate("holdfast_request_fields_skipped_total", "tenant", "endpoint"),
+                        "{{tenant}} left out of {{endpoint}}",
                     ),
-                    Kind.STACKED,
+                    kind=Kind.STACKED,
                 ),
-                Panel(
+                graph(
                     "From the response cache",
                     "Share of look-ups that found an exact repeat, or somebody who was computing it.",
                     Unit.SHARE,
-                    (
-                        Query(
-                            f"({ALL.rate('holdfast_response_cache_lookups_total', 'tenant', result='hit|joined')}"
-                            f" or 0 * {ALL.rate('holdfast_response_cache_lookups_total', 'tenant')})"
-                            f" / {ALL.rate('holdfast_response_cache_lookups_total', 'tenant', result=LOOKED)}",
-                            "{{tenant}}",
-                        ),
+                    Query(
+                        f"({ALL.rate('holdfast_response_cache_lookups_total', 'tenant', result='hit|joined')}"
+                        f" or 0 * {ALL.rate('holdfast_response_cache_lookups_total', 'tenant')})"
+                        f" / {ALL.rate('holdfast_response_cache_lookups_total', 'tenant', result=LOOKED)}",
+                        "{{tenant}}",
                     ),
                 ),
-                Panel(
+                graph(
                     "The response cache in routers",
                     "Answers that their processes keep.",
                     Unit.BYTES,
-                    (Query(OF.total("holdfast_response_cache_bytes", "router"), "{{router}}"),),
+                    Query(OF.total("holdfast_response_cache_bytes", "router"), "{{router}}"),
                     width=12,
                 ),
-                Panel(
+                graph(
                     "Waiting for another's answer",
                     "Requests that wait for one that is being computed, and those that had to compute it after all.",
                     Unit.PLAIN,
-                    (
-                        Query(OF.total("holdfast_response_cache_waiting"), "waiting"),
-                        Query(OF.rate("holdfast_response_cache_released_total", "reason"), "{{reason}}, a second"),
-                    ),
+                    Query(OF.total("holdfast_response_cache_waiting"), "waiting"),
+                    Query(OF.rate("holdfast_response_cache_released_total", "reason"), "{{reason}}, a second"),
                     width=12,
                 ),
             ),
@@ -87,29 +81,24 @@ BOARD = Board(
         Row(
             "Limits",
             (
-                Panel(
+                graph(
                     "Requests in flight",
                     "All calls, of all routers, beside the limit for those that generate.",
                     Unit.PLAIN,
-                    (
-                        Query(ALL.total("holdfast_tenant_requests_in_flight", "tenant"), "{{tenant}}"),
-                        Query(ALL.most("holdfast_tenant_limit", "tenant", limit="max_concurrent"), "{{tenant}}: limit"),
-                    ),
+                    Query(ALL.total("holdfast_tenant_requests_in_flight", "tenant"), "{{tenant}}"),
+                    Query(ALL.most("holdfast_tenant_limit", "tenant", limit="max_concurrent"), "{{tenant}}: limit"),
                     width=12,
                 ),
-                Panel(
+                graph(
                     "Requests a minute",
                     "Without those from the response cache, beside the limit of all routers together.",
                     Unit.PLAIN,
-                    (
-                        Query(
-                            f"60 * {WHO.rate('holdfast_requests_total', 'tenant', outcome='completed|failed|aborted')}",
-                            "{{tenant}}",
-                        ),
-                        Query(
-                            ALL.most("holdfast_tenant_limit", "tenant", limit="requests_per_minute"),
-                            "{{tenant}}: limit",
-                        ),
+                    Query(
+                        f"60 * {WHO.rate('holdfast_requests_total', 'tenant', outcome='completed|failed|aborted')}",
+                        "{{tenant}}",
+                    ),
+                    Query(
+                        ALL.most("holdfast_tenant_limit", "tenant", limit="requests_per_minute"), "{{tenant}}: limit"
                     ),
                     width=12,
                 ),
@@ -118,47 +107,39 @@ BOARD = Board(
         Row(
             "Quotas and books",
             (
-                Panel(
+                graph(
                     "Used, of each limit",
                     "In the last minute, at once, of the day's and the month's budget, as a router was told last.",
                     Unit.SHARE,
-                    (
-                        Query(
-                            f"{ALL.most('holdfast_tenant_quota_used', 'tenant', 'limit')}"
-                            f" / {ALL.most('holdfast_tenant_limit', 'tenant', 'limit')}",
-                            "{{tenant}} {{limit}}",
-                        ),
+                    Query(
+                        f"{ALL.most('holdfast_tenant_quota_used', 'tenant', 'limit')}"
+                        f" / {ALL.most('holdfast_tenant_limit', 'tenant', 'limit')}",
+                        "{{tenant}} {{limit}}",
                     ),
                     width=12,
                 ),
-                Panel(
+                graph(
                     "Refused by a limit",
                     "Which limit it was.",
                     Unit.PER_SECOND,
-                    (
-                        Query(
-                            ALL.rate("holdfast_tenant_quota_refusals_total", "tenant", "limit"), "{{tenant}} {{limit}}"
-                        ),
-                    ),
-                    Kind.STACKED,
+                    Query(ALL.rate("holdfast_tenant_quota_refusals_total", "tenant", "limit"), "{{tenant}} {{limit}}"),
+                    kind=Kind.STACKED,
                     width=12,
                 ),
-                Panel(
+                graph(
                     "Records of usage",
                     "One for each request. Any that are lost are on no bill.",
                     Unit.PER_SECOND,
-                    (Query(OF.rate("holdfast_usage_records_total", "result"), "{{result}}"),),
+                    Query(OF.rate("holdfast_usage_records_total", "result"), "{{result}}"),
                     width=12,
                 ),
-                Panel(
+                graph(
                     "Whether limits are shared",
                     "Routers that share them; above 0 while Redis is away: by their part, ends that wait.",
                     Unit.PLAIN,
-                    (
-                        Query(OF.most("holdfast_quota_routers"), "routers"),
-                        Query(OF.total("holdfast_quota_local"), "by their own part"),
-                        Query(OF.total("holdfast_usage_records_waiting"), "records that wait"),
-                    ),
+                    Query(OF.most("holdfast_quota_routers"), "routers"),
+                    Query(OF.total("holdfast_quota_local"), "by their own part"),
+                    Query(OF.total("holdfast_usage_records_waiting"), "records that wait"),
                     width=12,
                 ),
             ),
@@ -167,20 +148,20 @@ BOARD = Board(
         Row(
             "What they get",
             (
-                Panel(
+                graph(
                     "Engines' time",
                     "Seconds of steps a second, of all replicas. In a fair order by their weights, where all wait.",
                     Unit.PLAIN,
-                    (Query(WHO.rate("holdfast_engine_seconds_total", "tenant"), "{{tenant}}"),),
-                    Kind.STACKED,
+                    Query(WHO.rate("holdfast_engine_seconds_total", "tenant"), "{{tenant}}"),
+                    kind=Kind.STACKED,
                     width=12,
                 ),
-                Panel(
+                graph(
                     "Cells",
                     "In use and cached, of all replicas. At its ceiling a tenant evicts its own.",
                     Unit.PLAIN,
-                    (Query(WHO.total("holdfast_tenant_cells", "tenant"), "{{tenant}}"),),
-                    Kind.STACKED,
+                    Query(WHO.total("holdfast_tenant_cells", "tenant"), "{{tenant}}"),
+                    kind=Kind.STACKED,
                     width=12,
                 ),
                 p95(

@@ -135,25 +135,16 @@ class ServeBackend:
         return True
 
     async def session(self, call: SessionCall, program: str, replica_id: str) -> SessionState:
-        handle = self._handle.options(method_name="session", session_id=program, **_PICKLE)
-        with own_request():
-            running = handle.remote(call, replica_id, **{HINT: RoutingHint(replica_id, bound=True)})
         try:
-            answer: SessionState | Errored = await running
+            answer: SessionState | Errored = await self._at(replica_id, "session", call, program=program)
         except LOST as error:
             raise UnavailableError("the session's replica did not answer; try again") from error
-        except asyncio.CancelledError:
-            running.cancel()
-            raise
         if isinstance(answer, Errored):
             raise error_of(answer.error)
         return answer
 
     async def sessions(self, scope: str) -> Sequence[SessionState]:
-        with own_request(), suppress(TimeoutError):
-            answers = await answers_of_each(self._handle.broadcast("sessions", scope), STATUS_S)
-            return [state for each in answers if isinstance(each, list) for state in each]
-        return []
+        return [state for each in await self._each(list, "sessions", scope) for state in each]
 
     async def end_program(self, scope: str, program_id: str) -> None:
         # To all: the program's record may name another replica than the one that had it last.
@@ -184,16 +175,9 @@ class ServeBackend:
                 self._counting.pop(replica_id, None)
 
     async def _drawn_at(self, replica_id: str, request_ids: Sequence[str]) -> Sequence[Usage] | None:
-        handle = self._handle.options(method_name=USED, **_PICKLE)
         with suppress(TimeoutError, HoldfastError, *LOST):
             async with asyncio.timeout(CONTROL_S):
-                with own_request():
-                    running = handle.remote(request_ids, replica_id, **{HINT: RoutingHint(replica_id, bound=True)})
-                try:
-                    usages: Sequence[Usage] | None = await running
-                except asyncio.CancelledError:
-                    running.cancel()
-                    raise
+                usages: Sequence[Usage] | None = await self._at(replica_id, USED, request_ids)
                 if usages is not None:
                     return usages
         log.warning("replica %s has not said what it did for %d requests", replica_id, len(request_ids))
@@ -212,16 +196,10 @@ class ServeBackend:
         return await expositions(self._handle, only)
 
     async def status(self) -> Sequence[ReplicaStatus]:
-        with own_request(), suppress(TimeoutError):
-            answers = await answers_of_each(self._handle.broadcast("status"), STATUS_S)
-            return [each for each in answers if isinstance(each, dict)]
-        return []
+        return await self._each(dict, "status")
 
     async def activity(self, scope: str | None) -> Sequence[bytes]:
-        with own_request(), suppress(TimeoutError):
-            answers = await answers_of_each(self._handle.broadcast("activity", scope), STATUS_S)
-            return [each for each in answers if isinstance(each, bytes)]
-        return []
+        return await self._each(bytes, "activity", scope)
 
     async def healthy(self) -> bool:
         # A real call: what the handle knows of its replicas may be from before they died.
@@ -230,6 +208,24 @@ class ServeBackend:
                 await self._call("card")
                 return True
         return False
+
+    async def _each(self, kind: type, method: str, *args: Any) -> list[Any]:
+        """The answers of type `kind` from the replicas that answer within `STATUS_S`."""
+        with own_request(), suppress(TimeoutError):
+            answers = await answers_of_each(self._handle.broadcast(method, *args), STATUS_S)
+            return [each for each in answers if isinstance(each, kind)]
+        return []
+
+    async def _at(self, replica_id: str, method: str, argument: Any, program: str = "") -> Any:
+        """Call a method of one replica. Raises one of `LOST` if that replica does not answer."""
+        handle = self._handle.options(method_name=method, session_id=program, **_PICKLE)
+        with own_request():
+            running = handle.remote(argument, replica_id, **{HINT: RoutingHint(replica_id, bound=True)})
+        try:
+            return await running
+        except asyncio.CancelledError:
+            running.cancel()
+            raise
 
     async def _call(self, method: str, *args: Any) -> Any:
         """One plain call to the least busy replica, again while replicas die under it."""

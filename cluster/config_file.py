@@ -21,7 +21,7 @@ from enum import EnumMeta
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import orjson
 import yaml
@@ -32,73 +32,37 @@ from holdfast.cluster import config, redis
 from holdfast.cluster.config import Overrides, Settings
 from holdfast.replicas.errors import ConfigError
 
+V = TypeVar("V")
 KEYS = frozenset({"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"})
 
 
-_ALWAYS: Mapping[str, Mapping[str, str]] = {
-    "engine": {
-        "background_chunk": "128",
-        "batch_share": "0.05",
-        "call_grace": "16",
-        "adaptive_chunks": "true",
-        "equal_chunks": "false",
-        "forced_drafts": "32",
-        "grammar_cache": "64",
-        "hung_factor": "20",
-        "kv_tags_share": "0.5",
-        "latency_max_tokens": "32",
-        "question_tokens": "256",
-        "session_questions": "8",
-        "stream_interval_s": "0.005",
-        "tenant_questions": "64",
-        "speculation.prompt_lookup": "true",
-        "speculation.memory": "true",
-        "speculation.cost_gate": "true",
-        "speculation.shared_budget": "true",
-    },
-    "placement": {
-        "pins": "65536",
-        "patience_s": "10",
-        "turn_tokens": "1200",
-        "shared_turns": "6",
-        "crowded_load": "1.5",
-        "move_factor": "4",
-        "report_s": "1",
-        "accept_s": "3",
-    },
-    "server": {
-        "header_s": "10",
-        "client_connections": "1024",
-        "body_rate": "16 MiB a second",
-        "internal_host": "127.0.0.1",
-    },
-    "router": {
-        "audit_records": "10000",
-        "cache_answer_bytes": "262144",
-        "cache_entries": "1024",
-        "cache_share": "0.5",
-        "max_body_values": "131072",
-        "output_estimate": "512",
-        "prefill_most_s": "600",
-        "prefill_s": "60",
-        "program_entries": "65536",
-        "program_quota_s": "600",
-        "program_rest_s": "3600",
-        "program_tenant_entries": "65536",
-        "single_flight": "true",
-        "stall_s": "30",
-        "store_retry_s": "1",
-        "tool_latency_s": "0.5",
-        "oidc.refresh_s": "300",
-    },
+_ALWAYS = {
+    "engine": (
+        "background_chunk 128, batch_share 0.05, call_grace 16, adaptive_chunks true, equal_chunks false, "
+        "forced_drafts 32, grammar_cache 64, hung_factor 20, kv_tags_share 0.5, latency_max_tokens 32, "
+        "question_tokens 256, session_questions 8, stream_interval_s 0.005, tenant_questions 64, "
+        "speculation.prompt_lookup true, speculation.memory true, speculation.cost_gate true, "
+        "speculation.shared_budget true"
+    ),
+    "placement": (
+        "pins 65536, patience_s 10, turn_tokens 1200, shared_turns 6, crowded_load 1.5, move_factor 4, "
+        "report_s 1, accept_s 3"
+    ),
+    "server": "header_s 10, client_connections 1024, body_rate 16 MiB a second, internal_host 127.0.0.1",
+    "router": (
+        "audit_records 10000, cache_answer_bytes 262144, cache_entries 1024, cache_share 0.5, max_body_values "
+        "131072, output_estimate 512, prefill_most_s 600, prefill_s 60, program_entries 65536, "
+        "program_quota_s 600, program_rest_s 3600, program_tenant_entries 65536, single_flight true, stall_s "
+        "30, store_retry_s 1, tool_latency_s 0.5, oidc.refresh_s 300"
+    ),
 }
-"""Keys of earlier versions whose value is fixed now."""
+"""Keys of earlier versions whose value is fixed now, each with that value."""
 
 REMOVED: Mapping[str, str] = {
     **{
         f"{section}.{name}": f"its value is always {value} now"
-        for section, values in _ALWAYS.items()
-        for name, value in values.items()
+        for section, fixed in _ALWAYS.items()
+        for name, _, value in (each.partition(" ") for each in fixed.split(", "))
     },
     **{
         f"engine.{name}": f"to turn it off, write `engine.without: [{name}]`"
@@ -218,7 +182,7 @@ def load(path: Path | None, variables: Mapping[str, str], overrides: Overrides) 
     try:
         settings = settings_of(data)
     except ConfigError as error:
-        where = _place(error.field or "", origins)
+        where = _around(error.field or "", origins, "")
         raise ConfigError(f"{where}: {error.message}" if where else error.message, error.field) from error
     for key, (flag, field) in FLAGS.items():
         if getattr(overrides, field) is not None:
@@ -258,11 +222,11 @@ def _lines(node: yaml.Node | None, path: str) -> Iterator[tuple[str, int]]:
         yield from _lines(value, here)
 
 
-def _place(field: str, origins: Mapping[str, str]) -> str:
-    """What set `field`, or the nearest list or section around it; "" where nothing did."""
-    while field and field not in origins:
+def _around(field: str, known: Mapping[str, V], otherwise: V) -> V:
+    """The value of `field`, or of the nearest list or section around it."""
+    while field and field not in known:
         field = field.rpartition(".")[0]
-    return origins.get(field, "")
+    return known.get(field, otherwise)
 
 
 def _set(data: dict[str, Any], key: str, value: Any) -> None:
@@ -286,12 +250,8 @@ def _variable(name: str, text: str) -> Any:
 
 
 def read(path: Path) -> Settings:
-    """The settings in the YAML file at `path`. Raises ConfigError naming the field (dotted) and the file."""
-    text = read_text(path)
-    try:
-        return parse(text)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error.message}", error.field) from error
+    """The settings in the YAML file at `path`. Raises ConfigError naming the field (dotted), the file and the line."""
+    return load(path, {}, Overrides()).settings
 
 
 def read_text(path: Path) -> str:
@@ -339,7 +299,8 @@ def settings_of(data: Mapping[str, Any]) -> Settings:
     """The settings in these sections. Raises ConfigError for the first fault."""
     for fault in unknown(data):
         raise fault
-    return Settings(**{name: section(name, value) for name, value in data.items()})
+    hints = get_type_hints(Settings)
+    return Settings(**{name: _read(name, hints[name], value) for name, value in data.items()})
 
 
 def faults(data: Mapping[str, Any]) -> list[ConfigError]:
@@ -403,11 +364,6 @@ def unknown(data: Mapping[str, Any]) -> Iterator[ConfigError]:
 def dump(settings: Settings) -> str:
     """`settings` as YAML that `parse` reads back."""
     return yaml.safe_dump(orjson.loads(orjson.dumps(settings)), sort_keys=False)
-
-
-def section(name: str, value: Any) -> Any:
-    """The section called `name`, checked. Raises ConfigError."""
-    return _read(name, get_type_hints(Settings)[name], value)
 
 
 def _read(path: str, hint: Any, value: Any) -> Any:
@@ -511,7 +467,7 @@ def check(path: Path) -> list[Fault]:
         return [Fault(mark.line + 1 if mark else 1, "", f"not YAML: {problem}" if mark else problem)]
     where = lines(text)
     return sorted(
-        (Fault(_line(error.field or "", where), error.field or "", error.message) for error in _all_faults(data)),
+        (Fault(_around(error.field or "", where, 1), error.field or "", error.message) for error in _all_faults(data)),
         key=lambda fault: fault.line,
     )
 
@@ -550,15 +506,6 @@ def _all_faults(data: dict[str, Any]) -> Iterator[ConfigError]:
             yield error
 
 
-def _line(field: str, where: dict[str, int]) -> int:
-    """The line of a field, or of the section that it is missing in."""
-    while field:
-        if field in where:
-            return where[field]
-        field = field.rpartition(".")[0]
-    return 1
-
-
 def _word(value: Any) -> str:
     """A value in YAML, on one line."""
     plain = orjson.loads(orjson.dumps(value))
@@ -594,13 +541,13 @@ def options(kind: Any = Settings, path: str = "") -> Iterator[tuple[str, str, li
     hints, texts, own, inner = get_type_hints(kind), comments(kind), [], []
     for field in dataclasses.fields(kind):
         key, hint = f"{path}.{field.name}".lstrip("."), hints[field.name]
-        nested = _item(hint)
+        nested = _dataclass_in(hint)
         if nested is not None:
             inner.append((nested, key if hint is nested else f"{key}[]"))
         else:
             own.append(Option(key, _kind(hint), _default(field), texts.get(field.name, "")))
     if own:
-        yield path, _about(kind), own
+        yield path, " ".join((inspect.getdoc(kind) or "").split()), own
     for nested, key in inner:
         yield from options(nested, key)
 
@@ -628,18 +575,6 @@ def comments(kind: type) -> dict[str, str]:
             behind = (line.partition("  # ")[2] for line in lines[node.lineno - 1 : node.end_lineno])
             found[node.target.id] = " ".join(text.strip() for text in behind if text)
     return found
-
-
-def _about(kind: type) -> str:
-    return " ".join((inspect.getdoc(kind) or "").split())
-
-
-def _item(hint: Any) -> Any:
-    """The configuration class that `hint` is or is a list of."""
-    for each in (hint, *get_args(hint)):
-        if dataclasses.is_dataclass(each):
-            return each
-    return None
 
 
 def _kind(hint: Any) -> str:

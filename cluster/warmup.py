@@ -12,31 +12,16 @@ from holdfast.cluster.status import URL
 from holdfast.replicas.errors import UnavailableError
 from holdfast.router.config import WARM_UP_HEADER
 
-TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "Current weather of a city",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string", "description": "Name of the city"}},
-                "required": ["city"],
-            },
-        },
-    },
-    {
-        "type": "function",
-        "function": {
-            "name": "get_time",
-            "description": "Current local time of a city",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string", "description": "Name of the city"}},
-                "required": ["city"],
-            },
-        },
-    },
+
+def _of_a_city(name: str, description: str) -> dict[str, Any]:
+    city = {"type": "string", "description": "Name of the city"}
+    parameters = {"type": "object", "properties": {"city": city}, "required": ["city"]}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+TOOLS = [
+    _of_a_city("get_weather", "Current weather of a city"),
+    _of_a_city("get_time", "Current local time of a city"),
 ]
 QUESTION = "What is the weather in Paris?"
 BEGINNING = "The capital of France is"

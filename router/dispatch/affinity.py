@@ -144,8 +144,14 @@ class AffinityRouter(RouterHooks):
 
     @property
     def stats(self) -> QueueStats:
-        waiting, tokens, balance = len(self._queue), self._queue.tokens, self._placement.balance
-        return replace(self._stats, waiting=waiting, tokens=tokens, replicas=len(self._available), balance=balance)
+        return replace(
+            self._stats,
+            waiting=len(self._queue),
+            tokens=self._queue.tokens,
+            replicas=len(self._available),
+            balance=self._placement.balance,
+            placed=self._stats.placed.copy(),
+        )
 
     @property
     def shares(self) -> SlotShares:
@@ -187,7 +193,7 @@ class AffinityRouter(RouterHooks):
             if slot is None:
                 continue
             if (replica := self._available.get(slot.replica_id)) is not None:
-                self._stats = self._stats.placed_for(slot.reason)
+                self._stats.placed[slot.reason] += 1
                 return self._guarded(replica)
             self._queue.release(slot.replica_id, pending_request.metadata.internal_request_id)
 
@@ -234,8 +240,12 @@ class AffinityRouter(RouterHooks):
             timeout_s = patience if at_home and not request.bound else left
             slot = await self._queue.wait(order, home, request_id, timeout_s, pending.share_key, request.tokens)
         finally:
-            again = not at_home and request.home is not None and waited > 0
-            self._stats = self._stats.waited(time.monotonic() - began, again, for_home=at_home)
+            again, seconds = not at_home and request.home is not None and waited > 0, time.monotonic() - began
+            self._stats.waits += not again
+            self._stats.wait_s += seconds
+            if at_home:
+                self._stats.home_waits += 1
+                self._stats.home_wait_s += seconds
         if slot is None:
             if pending.left_s <= 0:
                 raise DeadlineError("the request's time was over before a replica had room", "timeout")
@@ -371,8 +381,9 @@ class AffinityRouter(RouterHooks):
         # Counted here alone, because Serve drops a dead replica from its list once: a call that meets the death comes
         # earlier, and an older list may follow that.
         listed = {each.replica_id.unique_id for each in replicas}
-        joined, lost = len(listed - self._listed_ids), len(self._listed_ids - listed)
-        self._listed_ids, self._stats = listed, self._stats.changed(joined, lost)
+        self._stats.joined += len(listed - self._listed_ids)
+        self._stats.lost += len(self._listed_ids - listed)
+        self._listed_ids = listed
         self.on_replicas_changed()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:

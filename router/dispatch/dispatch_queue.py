@@ -566,7 +566,7 @@ class DispatchQueue:
         return key if self._fair else replace(UNSHARED, priority=key.priority)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class QueueStats:
     """`waiting`, `tokens`, `replicas` and `balance` are current values, the rest are totals."""
 
@@ -580,24 +580,7 @@ class QueueStats:
     joined: int = 0
     lost: int = 0
     balance: float = 1.0  # turns in hand of the busiest replica over the mean
-    placed: Mapping[Reason, int] = field(default_factory=dict)  # turns by the reason of their placement
-
-    def waited(self, seconds: float, again: bool, for_home: bool) -> "QueueStats":
-        """A request left the queue, which it had entered for the first time or `again`."""
-        return replace(
-            self,
-            waits=self.waits + (not again),
-            home_waits=self.home_waits + (for_home and not again),
-            wait_s=self.wait_s + seconds,
-            home_wait_s=self.home_wait_s + (seconds if for_home else 0.0),
-        )
-
-    def placed_for(self, reason: Reason) -> "QueueStats":
-        """A turn got its replica."""
-        return replace(self, placed={**self.placed, reason: self.placed.get(reason, 0) + 1})
-
-    def changed(self, joined: int, lost: int) -> "QueueStats":
-        return replace(self, joined=self.joined + joined, lost=self.lost + lost)
+    placed: Counter[Reason] = field(default_factory=Counter)  # turns by the reason of their placement
 
     @classmethod
     def total(cls, several: Iterable["QueueStats"]) -> "QueueStats":
@@ -607,5 +590,5 @@ class QueueStats:
         return cls(
             **{name: sum(getattr(row, name) for row in rows) for name in numbers},
             balance=max((row.balance for row in rows), default=1.0),
-            placed=sum((Counter(row.placed) for row in rows), Counter()),
+            placed=sum((row.placed for row in rows), Counter[Reason]()),
         )

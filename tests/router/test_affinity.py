@@ -468,16 +468,6 @@ class TestWaiting:
 
         asyncio.run(live())
 
-    def test_a_program_leaves_its_full_replica_once_it_has_waited_long_enough(self) -> None:
-        async def live() -> None:
-            made, (a, b) = waiting_for("a", "b", patience_s=2.0)
-            for name, home in (("t/p", a), ("t/q", a)):
-                made.on_request_routed(turn(name, 1.0), home.replica_id, None)
-            assert (await made.choose(turn("t/p", 1.0))).replica_id is a.replica_id
-            assert (await made.choose(turn("t/q", 1.0, waited_s=3.0))).replica_id is b.replica_id
-
-        asyncio.run(live())
-
     def test_programs_go_on_elsewhere_when_their_replica_dies(self) -> None:
         async def live() -> None:
             made, (a, b) = waiting_for("a", "b")

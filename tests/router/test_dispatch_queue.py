@@ -28,15 +28,6 @@ def capacity(control_calls: int = 0, **most: int) -> Capacity:
     return made
 
 
-def test_a_replica_that_is_full_with_others_requests_is_asked_again_later():
-    made = capacity(a=2)
-    assert made.on_report("a", 2, now=5.0) == 6.0
-    assert not made.room("a", 5.9)
-    assert made.room("a", 6.0)
-    assert made.on_report("a", 1, now=7.0) is None
-    assert made.room("a", 7.0)
-
-
 def test_a_replica_that_is_full_is_asked_again_once_something_ends_there():
     made = capacity(a=2)
     made.take("a", "r1")
@@ -45,25 +36,6 @@ def test_a_replica_that_is_full_is_asked_again_once_something_ends_there():
     assert not made.room("a", 5.0), "that may be the request which was refused"
     made.on_end("a")
     assert made.room("a", 5.0)
-
-
-def test_control_calls_in_what_a_replica_says_do_not_close_it():
-    made = capacity(control_calls=2, a=2)
-    made.take("a", "r1")
-    assert made.on_report("a", 2, now=5.0) is None
-    assert made.room("a", 5.0)
-    assert made.on_report("a", 4, now=5.0) == 6.0, "it takes nothing any more"
-    assert not made.room("a", 5.0)
-
-
-def test_a_replica_that_took_a_request_as_its_last_is_asked_again_later():
-    made = capacity(control_calls=2, a=2)
-    made.take("a", "r1")
-    assert made.on_report("a", 1, now=5.0) is None
-    assert made.on_accept("a", "r1", now=5.0) is None
-    assert made.on_report("a", 2, now=5.0) is None
-    assert made.on_accept("a", "r1", now=5.0) == 6.0
-    assert not made.room("a", 5.9)
 
 
 def test_what_a_replica_said_to_requests_that_have_ended_says_nothing():
@@ -78,14 +50,6 @@ def test_what_a_replica_said_to_requests_that_have_ended_says_nothing():
         assert made.on_accept("a", request, now=5.0) is None
         made.on_end("a")
         assert made.room("a", 5.0)
-
-
-def test_a_replica_that_has_gone_has_no_room():
-    made = capacity(a=2)
-    made.on_report("a", 1, now=0.0)
-    made.update({"b": 1})
-    assert not made.room("a", 0.0)
-    assert made.room("b", 0.0)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "end", "late"]), st.sampled_from("ab"), st.sampled_from("rst"))))
@@ -110,13 +74,6 @@ def test_equal_membersare_first_in_first_out():
     for i in range(5):
         lines.enter((1.0,), i, "a" if i % 2 else None)
     assert [lines.take("a") for _ in range(5)] == list(range(5))
-
-
-def test_who_waits_for_a_replica_that_goes_waits_for_any():
-    lines: ReplicaQueues[str] = ReplicaQueues(10)
-    lines.enter((1.0,), "orphan", "a")
-    lines.keep({"b"})
-    assert lines.take("b") == "orphan"
 
 
 def test_what_was_given_up_is_let_go():

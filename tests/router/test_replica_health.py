@@ -1,7 +1,6 @@
 """Replicas that report and replicas that do not answer: through a real Redis, and by calls that Serve makes."""
 
 import asyncio
-import gc
 import math
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
@@ -275,28 +274,6 @@ def test_a_call_that_does_not_stream_may_take_long_to_be_accepted(known: Replica
             await waiting
 
     run_virtual(work())
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_is_over_is_gone_without_a_collection(stream: bool) -> None:
-    async def work() -> None:
-        came: asyncio.Queue[int] = asyncio.Queue()
-        made, sent = router(came.get)
-        _, result = await sent_to(made, turn(stream))
-        for n in range(2):
-            came.put_nowait(n)
-        assert [await result.get_rejection_response(), await result.__anext__()] == [0, 1]
-        sent.clear()
-        assert len(made._calls) == 1
-        del result
-        assert len(made._calls) == 0
-
-    gc.collect()
-    gc.disable()
-    try:
-        run_virtual(work())
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("flows", [False, True])

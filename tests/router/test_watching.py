@@ -1,4 +1,5 @@
 import asyncio
+from collections import Counter
 
 from fake_backend import Ends, NoRedis
 from prometheus_client import CollectorRegistry
@@ -64,8 +65,8 @@ def test_tenants_that_come_later_have_series_and_limits():
 def test_the_line_is_read_when_it_is_asked_for():
     metrics, stats = RouterMetrics(CollectorRegistry()), [QueueStats()]
     watch_line(metrics, lambda: stats[0])
-    waited = QueueStats(waiting=3, balance=1.5).waited(2.0, again=False, for_home=True).waited(1.0, True, False)
-    stats[0] = waited.changed(joined=2, lost=1).placed_for(Reason.HOME).placed_for(Reason.HOME)
+    waits = {"waiting": 3, "waits": 1, "home_waits": 1, "wait_s": 3.0, "home_wait_s": 2.0}
+    stats[0] = QueueStats(**waits, joined=2, lost=1, balance=1.5, placed=Counter({Reason.HOME: 2}))
 
     def value(name, **labels):
         return metrics.registry.get_sample_value(f"holdfast_{name}", labels)
@@ -80,8 +81,8 @@ def test_the_line_is_read_when_it_is_asked_for():
 
 
 def test_the_stats_of_several_add_up():
-    one = QueueStats(waiting=1, replicas=4, balance=2.0, placed={Reason.HOME: 1, Reason.LOAD: 2})
-    two = QueueStats(waiting=2, waits=3, placed={Reason.HOME: 5})
-    together = QueueStats(waiting=3, waits=3, replicas=4, balance=2.0, placed={Reason.HOME: 6, Reason.LOAD: 2})
+    one = QueueStats(waiting=1, replicas=4, balance=2.0, placed=Counter({Reason.HOME: 1, Reason.LOAD: 2}))
+    two = QueueStats(waiting=2, waits=3, placed=Counter({Reason.HOME: 5}))
+    together = QueueStats(waiting=3, waits=3, replicas=4, balance=2.0, placed=Counter({Reason.HOME: 6, Reason.LOAD: 2}))
     assert QueueStats.total([one, two]) == together
     assert QueueStats.total([]) == QueueStats()

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from hypothesis import settings
 from waiting import PATIENCE_S
+from xdist.scheduler import LoadFileScheduling
 
 settings.register_profile("shared machine", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("shared machine")
@@ -34,6 +35,22 @@ if not Path("/dev/nvidiactl").exists():
 # Who is started in the background by a shell ignores Ctrl-C, and so would all that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# These files share the cluster of `tests/cluster/conftest.py`, in alphabetical order.
+ONE_CLUSTER = {f"tests/cluster/test_{name}.py" for name in ("serving", "several_routers", "stopping")}
+
+
+class SharedCluster(LoadFileScheduling):  # type: ignore[misc]
+    """Runs each file whole in one process, and the files that share a cluster in the same one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "tests/cluster" if file in ONE_CLUSTER else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> SharedCluster | None:
+    return SharedCluster(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(trylast=True)

@@ -58,8 +58,9 @@ def head(path: str, key: str, length: int) -> bytes:
 class Rude:
     """Goes on until it is cancelled; `seen` counts what they were told."""
 
-    def __init__(self, url: str, key: str, n_idle: int) -> None:
+    def __init__(self, url: str, key: str, n_idle: int, bodies_s: float) -> None:
         self.n_idle = n_idle
+        self.bodies_s = bodies_s
         self.host, self.port = urlsplit(url).hostname or "", urlsplit(url).port or 80
         self.key = key
         self.seen: Counter[str] = Counter()
@@ -106,7 +107,7 @@ class Rude:
         body = json.dumps({"model": "pocket", "messages": [{"role": "user", "content": "x" * (BODY - 200)}]}).encode()
         while True:
             self.sending.add(asyncio.ensure_future(self.body(body)))
-            await asyncio.sleep(BODIES_S)
+            await asyncio.sleep(self.bodies_s)
 
     async def body(self, body: bytes) -> None:
         with suppress(OSError):
@@ -127,10 +128,10 @@ class Rude:
         self.seen[f"{kind}: {line.partition(' ')[2] or 'closed'}"] += 1
 
 
-async def rude(url: str, key: str, n_idle: int) -> None:
+async def rude(url: str, key: str, n_idle: int, bodies_s: float) -> None:
     """Until standard input ends and every kind was told something; then print what."""
     most_files()
-    clients = Rude(url, key, n_idle)
+    clients = Rude(url, key, n_idle, bodies_s)
     running = asyncio.ensure_future(clients.run())
     await asyncio.to_thread(sys.stdin.read)
     deadline = time.monotonic() + PATIENT_S
@@ -200,10 +201,16 @@ def told(took: list[float]) -> dict[str, float]:
 
 
 def beside(
-    url: str, key: str, limited: str, seconds: float, n_idle: int = IDLE, elsewhere: str = ""
+    url: str,
+    key: str,
+    limited: str,
+    seconds: float,
+    n_idle: int = IDLE,
+    bodies_s: float = BODIES_S,
+    elsewhere: str = "",
 ) -> tuple[dict[str, float], Counter[str]]:
     """How long polite requests take beside the rude ones, who may be `elsewhere`, and what those were told."""
-    with other("rude", elsewhere or url, limited, str(n_idle)) as process:
+    with other("rude", elsewhere or url, limited, str(n_idle), str(bodies_s)) as process:
         took = asyncio.run(polite(url, key, seconds))
         return told(took), Counter(json.loads(process.communicate("")[0]))
 
@@ -256,7 +263,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["rude"]:
-        asyncio.run(rude(sys.argv[2], sys.argv[3], int(sys.argv[4])))
+        asyncio.run(rude(sys.argv[2], sys.argv[3], int(sys.argv[4]), float(sys.argv[5])))
     elif sys.argv[1:2] == ["nowhere"]:
         asyncio.run(nowhere())
     else:

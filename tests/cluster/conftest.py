@@ -8,12 +8,14 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import replicas_in_serve
+from otlp_collector import Collector, collecting
+from redis_server import RedisServer
 from waiting import PATIENCE_S, until
 
 from holdfast.cluster import environment
@@ -89,15 +91,49 @@ def eventually(condition: Callable[[], bool], within_s: float = PATIENCE_S) -> N
     until(condition, within_s, every_s=0.05)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two replicas on loopback without API keys; stopped by Ctrl-C."""
-    started = start(tmp_path_factory.mktemp("server"), "engine: {threads: 1, kv_memory: 0.1}", "--replicas", "2")
-    try:
-        yield started
-        started.stop(signal.SIGINT)
-    finally:
-        started.process.kill()
+@dataclass(frozen=True)
+class Cluster:
+    """A server with what it writes to: Redis, a collector of spans, and a file of log lines."""
+
+    server: Server
+    redis: RedisServer
+    collector: Collector
+    log: Path
+
+
+# A Redis operation may wait for a core: a router that took this for a loss would work from its own memory.
+SETTINGS = """
+engine: {{threads: 1, kv_memory: 0.1}}
+redis: {{url: '{redis}'}}
+router: {{store_timeout_s: 5}}
+server: {{drain_s: 4}}
+logging: {{format: json, level: info, file: {log}}}
+tracing: {{endpoint: '{collector}'}}
+"""
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two routers and two replicas on loopback without API keys, for all files that `tests/conftest.py` names.
+
+    The last of these files, `test_stopping`, stops the server.
+    """
+    folder = tmp_path_factory.mktemp("cluster")
+    log, redis = folder / "lines.json", RedisServer(folder)
+    redis.start()
+    with collecting() as collector, ExitStack() as ended:
+        ended.callback(redis.kill)
+        settings = SETTINGS.format(redis=redis.url, log=log, collector=collector.url)
+        server = start(folder, settings, "--replicas", "2", "--routers", "2")
+        ended.callback(server.process.kill)
+        yield Cluster(server, redis, collector, log)
+        if server.process.poll() is None:
+            server.stop(signal.SIGINT)
+
+
+@pytest.fixture(scope="session")
+def server(cluster: Cluster) -> Server:
+    return cluster.server
 
 
 @pytest.fixture(name="eventually", scope="session")

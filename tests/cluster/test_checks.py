@@ -2,7 +2,6 @@
 
 import os
 import random
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -115,31 +114,6 @@ def test_the_fingerprint_changes_with_the_settings_that_decide_answers_and_with_
     found = {fingerprint(model), fingerprint(model, "2.0"), *(fingerprint(model, **change) for change in changes)}
     assert len(found) == 2 + len(changes)
     assert fingerprint(model, max_sequences=17, order="fair", threads=2) == fingerprint(model)
-
-
-def test_a_port_in_use_is_named(model: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        server = ServerConfig(port=taken.getsockname()[1])
-        with pytest.raises(ConfigError) as caught:
-            doctor.check(Settings(server=server, engine=EngineConfig(model=str(model))))
-    assert caught.value.field == "server.port"
-    assert str(server.port) in caught.value.message
-
-
-def test_a_port_in_use_for_ray_s_metrics_is_named(model: Path) -> None:
-    free = environment.internal_ports(random.Random()).stats
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        server = ServerConfig(port=free, ray_metrics_port=taken.getsockname()[1])
-        with pytest.raises(ConfigError) as caught:
-            doctor.check(Settings(server=server, engine=EngineConfig(model=str(model))))
-    assert caught.value.field == "server.ray_metrics_port"
-
-
-@pytest.mark.parametrize("host", ["203.0.113.77", "no-such-host.invalid"])
-def test_an_address_of_another_machine_is_named(host: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        environment.check_port(host, 18999)
-    assert caught.value.field == "server.host"
 
 
 def test_a_dead_redis_is_named(model: Path) -> None:

@@ -1,6 +1,6 @@
 """A server on every interface: strangers need a key, Prometheus finds every process, and SIGTERM leaves nothing behind.
 
-Under a little load every panel, recording rule and alert has data.
+Under a little load every panel, recording rule and alert has data. Rude clients keep nobody from being served.
 """
 
 import random
@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import rude_clients
 from program_load import Load
 from prometheus_server import Prometheus, found
 from waiting import until
@@ -23,10 +24,12 @@ from holdfast.cluster import environment
 from holdfast.router.tenants import hash_key
 
 WITHIN_S = 240.0  # on a machine that others keep busy; a few seconds on one that is free
+IDLE = 64  # connections at once
 RAY_PORT = environment.internal_ports(random.Random()).stats
 SETTINGS = f"""
 server: {{host: 0.0.0.0, ray_metrics_port: {RAY_PORT}}}
 engine: {{threads: 1, kv_memory: 0.1, host_memory: 0.05}}
+router: {{body_timeout_s: 3}}
 tenants:
   - {{name: acme, key_hashes: ['{hash_key("acme")}'], limits: {{max_concurrent: 64}}}}
   - {{name: small, key_hashes: ['{hash_key("small")}'], limits: {{requests_per_minute: 1}}}}
@@ -36,7 +39,9 @@ tenants:
 
 @pytest.fixture(scope="module")
 def exposed(start: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    server = start(tmp_path_factory.mktemp("server"), SETTINGS, "--replicas", "2")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RAY_metrics_report_interval_ms", "1000")  # ten seconds by default
+        server = start(tmp_path_factory.mktemp("server"), SETTINGS)
     try:
         yield server
         server.stop(signal.SIGTERM)
@@ -51,21 +56,10 @@ def test_ray_says_how_it_is_on_the_port_that_it_is_given(exposed: Any, eventuall
     )
 
 
-@pytest.fixture(scope="module")
-def prometheus(exposed: Any, eventually: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """Scrapes the server every two seconds while there is load."""
-    found("prometheus")
-    folder = tmp_path_factory.mktemp("prometheus")
-    started = Prometheus(
-        folder, configuration(exposed.url, folder), environment.internal_ports(random.Random()).metrics
-    )
-    load = Load(exposed.url)
-    try:
-        eventually(lambda: started.ready, WITHIN_S)
-        yield started
-    finally:
-        load.stop()
-        started.stop()
+def test_its_redis_and_its_proxy_are_processes_of_its_own(exposed: Any) -> None:
+    commands = " ".join(exposed.processes().values())
+    assert "redis-server" in commands
+    assert "haproxy" in commands
 
 
 def test_strangers_need_a_key_whatever_the_proxy_makes_of_their_address(exposed: Any, own_address: str) -> None:
@@ -83,6 +77,41 @@ def test_strangers_need_a_key_whatever_the_proxy_makes_of_their_address(exposed:
         for key, status in (("wrong", 401), ("acme", 403), ("watcher", 200)):
             headers = {"authorization": f"Bearer {key}"}
             assert httpx.get(url, headers=headers, timeout=60.0, trust_env=False).status_code == status
+
+
+def test_beside_rude_clients_polite_ones_are_answered_and_nothing_is_left_over(exposed: Any, eventually: Any) -> None:
+    """Rude ones trickle headers and bodies, stay idle, and send bodies of 32 MiB."""
+    polite, rude = rude_clients.beside(exposed.url, "acme", "small", seconds=1.0, n_idle=IDLE, bodies_s=5.0)
+    assert polite["requests"] > 0  # a request that failed would have raised
+    assert rude["headers: 408 Request Time-out"] > 0
+    assert rude["idle: 408 Request Time-out"] > 0
+    assert rude["idle connected"] >= IDLE
+    refused = {name.partition(": ")[2][:3] for name in rude if name.startswith(("body: ", "32 MiB: "))}
+    assert refused <= {"400", "408", "413", "429"}, rude
+
+    def running() -> int:
+        headers = {"authorization": "Bearer watcher"}
+        status = httpx.get(f"{exposed.url}/v1/cluster/status", headers=headers, timeout=60.0, trust_env=False).json()
+        return sum(tenant["running"] for tenant in status["tenants"])
+
+    eventually(lambda: not running())  # the last long bodies are parsed to their ends
+
+
+@pytest.fixture(scope="module")
+def prometheus(exposed: Any, eventually: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """Scrapes the server every two seconds while there is load."""
+    found("prometheus")
+    folder = tmp_path_factory.mktemp("prometheus")
+    started = Prometheus(
+        folder, configuration(exposed.url, folder), environment.internal_ports(random.Random()).metrics
+    )
+    load = Load(exposed.url)
+    try:
+        eventually(lambda: started.ready, WITHIN_S)
+        yield started
+    finally:
+        load.stop()
+        started.stop()
 
 
 def configuration(url: str, folder: Path) -> dict[str, Any]:
@@ -125,7 +154,7 @@ def test_every_process_is_found_and_answers(prometheus: Prometheus, eventually: 
         rows = prometheus.ask("query", query="max_over_time(up[10m]) == 1")["result"]
         return sorted((row["metric"]["job"], row["metric"].get("process", "")) for row in rows)
 
-    wanted = [("holdfast", "replica"), ("holdfast", "replica"), ("holdfast", "router"), ("ray", "")]
+    wanted = [("holdfast", "replica"), ("holdfast", "router"), ("ray", "")]
     eventually(lambda: answered() == wanted, WITHIN_S)
 
 

@@ -68,11 +68,6 @@ def test_ray_is_told_of_the_script_where_there_is_one(tmp_path: Path) -> None:
     assert serve_private.variables(PORTS, tmp_path, proxy=tmp_path / "haproxy")[PATH] == str(tmp_path / "haproxy")
 
 
-def test_messages_between_router_and_engine_hold_the_longest_request(tmp_path: Path) -> None:
-    longest = int(serve_private.variables(PORTS, tmp_path)["RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"])
-    assert longest >= 4 * RouterConfig().max_body_bytes
-
-
 def test_a_configuration_that_looks_different_is_not_taken_for_a_shaped_one(tmp_path: Path) -> None:
     text = written(tmp_path, 1, [])
     shaped = haproxy.shape(haproxy.shape(text, Limits(), tmp_path), Limits(), tmp_path)

@@ -1,28 +1,25 @@
-"""A request's trace from the caller's context to the engine's steps: router and replica as they are, Ray left out."""
+"""Spans of the router and of a replica. In a real cluster, one trace from the caller to the engine: `test_stopping`."""
 
 import contextvars
 import json
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import httpx
 import pytest
 from fake_backend import CALL, FakeBackend, World, chat_body
 from otlp_collector import Collector, SeenSpan, collecting
 
 from holdfast.cluster import replica_spans
 from holdfast.replicas import logs
-from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.errors import ConfigError, ErrorInfo, ErrorKind
 from holdfast.replicas.logs import About
 from holdfast.replicas.requests import Completed, Errored, GenerateRequest
 from holdfast.replicas.retention.latency import Called
-from holdfast.replicas.service import Service
 from holdfast.router import tracing
-from holdfast.router.backend import ANYWHERE, Batch, Routed, RoutingHint
+from holdfast.router.backend import ANYWHERE, Routed, RoutingHint
 from holdfast.router.entry.turn_log import TurnLog
 from holdfast.router.tracing import Spans, TracingConfig
 
@@ -33,14 +30,11 @@ QUESTION = [{"role": "user", "content": "What is the weather in Oslo?"}]
 
 
 class TracedReplica(FakeBackend):
-    """What `cluster/engine_replica` does, around a real engine or a script."""
+    """What `cluster/engine_replica` does, around a script."""
 
-    service: Service | None = None
-
-    def __init__(self, spans: Spans, engine: bool) -> None:
+    def __init__(self, spans: Spans) -> None:
         super().__init__()
         self.spans = spans
-        self.engine = engine
 
     async def generate(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> Routed:
         span = replica_spans.begin(self.spans, request)
@@ -49,15 +43,6 @@ class TracedReplica(FakeBackend):
         span.reply(routed.reply)
         span.end()
         return routed
-
-    async def stream(self, request: GenerateRequest, place: RoutingHint = ANYWHERE) -> AsyncGenerator[Batch, None]:
-        if not self.engine:
-            async for batch in super().stream(request):
-                yield batch
-            return
-        self.service = self.service or Service.load(EngineConfig(cells=4096, threads=1))
-        async for pieces in self.service.stream(request):
-            yield Batch("r1", pieces)
 
 
 @dataclass
@@ -82,53 +67,9 @@ def traced(request: pytest.FixtureRequest) -> Iterator[Traced]:
         router, replica = tracing.start(config, "router"), tracing.start(config, "replica r1")
         assert router is not None
         assert replica is not None
-        yield Traced(collector, router, replica, World(TracedReplica(replica, False), turns=TurnLog(router)))
+        yield Traced(collector, router, replica, World(TracedReplica(replica), turns=TurnLog(router)))
         router.close()
         replica.close()
-
-
-def test_one_trace_from_the_caller_to_the_engines_steps(traced: Traced) -> None:
-    backend = TracedReplica(traced.replica, engine=True)
-    world = World(backend, turns=TurnLog(traced.router))
-    body = chat_body(messages=QUESTION, tools=[TOOL], temperature=0, max_tokens=40, program_id="trip")
-    try:
-        with world.served() as address, httpx.Client(base_url=address, trust_env=False) as client:
-            headers = {"traceparent": CALLER, "tracestate": "vendor=1"}
-            answer = client.post("/v1/chat/completions", json=body, headers=headers, timeout=60.0).json()
-    finally:
-        if backend.service is not None:
-            backend.service.bridge.thread.stop()
-            backend.service.bridge.thread.join()
-    traced.spans()
-    assert traced.collector.paths[0] == "/v1/traces"
-    spans = traced.collector.by_name()
-    assert {span.trace_id for span in spans.values()} == {CALLER.split("-")[1]}
-    names = {span.span_id: name for name, span in spans.items()}
-    parents = {name: names.get(span.parent_id, span.parent_id) for name, span in spans.items()}
-    parts = ("render", "queue", "prefill", "decode", "validate")
-    turn = "POST /v1/chat/completions"
-    below = {"replica": turn, "generate": "replica", **dict.fromkeys(parts, "generate")}
-    assert parents == {turn: CALLER.split("-")[2], **below}
-    assert {name: span.process for name, span in spans.items()} == {
-        turn: "router",
-        "replica": "router",
-        "generate": "replica r1",
-        **dict.fromkeys(parts, "replica r1"),
-    }
-    for name in (turn, "generate"):
-        told = spans[name].attributes
-        assert told["holdfast.request_id"] == answer["id"].removeprefix("chatcmpl-")
-        assert told["holdfast.program_id"] == "default/trip"
-        assert told["holdfast.tenant"] == "default"
-        assert told["holdfast.completion_tokens"] == answer["usage"]["completion_tokens"]
-    assert spans[turn].attributes["holdfast.outcome"] == "completed"
-    assert spans[turn].state == "vendor=1"
-    assert not any(span.failed for span in spans.values())
-    for before, after in zip(("render", "queue", "prefill"), ("queue", "prefill", "decode"), strict=True):
-        assert spans[before].end == spans[after].begin
-    assert spans["generate"].end >= spans["validate"].end >= spans["decode"].end > spans["prefill"].begin
-    validate = spans["validate"]
-    assert 0 < validate.attributes["holdfast.busy_s"] < 1e-9 * (validate.end - validate.begin)
 
 
 def test_a_programs_next_turn_tells_how_long_its_tools_took_and_where_the_one_before_is(traced: Traced) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import ray
 from ray.serve._private import replica
 
-from holdfast.cluster import serve_private
+from holdfast.cluster import environment, serve_private
 
 
 class Server:
@@ -80,3 +81,10 @@ def test_an_engine_that_stops_takes_calls_after_its_last_request(monkeypatch: py
         now += seconds
         counts.append(ongoing())
     assert counts == [0, 1, 1, 1, 1, 1, 0]
+
+
+def test_the_token_in_the_users_environment_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cluster has a token of its own, in a file. `test_serving` calls with it, and without."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "the user's")
+    environment.apply({})
+    assert "RAY_AUTH_TOKEN" not in os.environ

@@ -66,7 +66,7 @@ def test_files_and_scripts_of_the_page_are_there() -> None:
 
 
 def test_every_block_is_run_or_marked() -> None:
-    """Shell blocks without the mark are typed by `tests/cluster/test_operating.py`; there are no others."""
+    """Shell blocks without the mark are typed by `tests/cluster/test_stopping.py`; there are no others."""
     assert {block.language for block in blocks("quickstart.md")} == {"sh"}
     local = [block for block in blocks("quickstart.md") if not block.cluster]
     assert all(not re.search(r"\b(helm|kubectl|docker)\b", block.text) for block in local)

@@ -1,33 +1,33 @@
-"""Program order through Ray Serve as it is: what the private hook is overridden for, and all that it rests on."""
+"""Our hooks in a real Ray Serve: the order in which requests get a full replica, and scaling by our policy."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from order_in_serve import NEW
-
-Happened = dict[str, list[float]]  # arrivals of programs as they were "sent", and of those "served" and "refused"
+from hooks_in_serve import NEW
 
 
 @pytest.fixture(scope="module")
-def happened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Happened]:
-    script = Path(__file__).parents[1] / "support" / "order_in_serve.py"
+def happened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By case: arrivals of programs in the order "sent" and "served", and those "refused"; the numbers of replicas."""
+    script = Path(__file__).parents[1] / "support" / "hooks_in_serve.py"
     command = [sys.executable, script, tmp_path_factory.mktemp("order")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=480, check=False)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_requests_that_wait_for_a_replica_get_it_in_program_order(happened: dict[str, Happened]) -> None:
+def test_requests_that_wait_for_a_replica_get_it_in_program_order(happened: dict[str, Any]) -> None:
     sent, served, refused = happened["programs"].values()
     assert sent != sorted(sent)
     assert len(refused) == 1, "one more than may wait"
     assert served == [99.0, *sorted(set(sent) - set(refused))]
 
 
-def test_tenants_that_share_do_not_wait_for_each_others_older_programs(happened: dict[str, Happened]) -> None:
+def test_tenants_that_share_do_not_wait_for_each_others_older_programs(happened: dict[str, Any]) -> None:
     _, served, refused = happened["fair"].values()
     new = [arrival for arrival in served[1:] if arrival >= NEW]
     old = [arrival for arrival in served[1:] if arrival < NEW]
@@ -38,3 +38,7 @@ def test_tenants_that_share_do_not_wait_for_each_others_older_programs(happened:
     assert max(served.index(arrival) for arrival in new) <= 12, (
         f"eighteen older programs were not before them: {served}"
     )
+
+
+def test_serve_scales_by_the_policy(happened: dict[str, Any]) -> None:
+    assert happened["scaled"] == [3, 2, 1]

@@ -1,9 +1,8 @@
 """Two routers, real replicas and a real Redis: programs whose turns alternate between the routers stay one truth.
 
-A replica is killed while turns run, and a router between two turns; then a router while turns run, behind the proxy.
-`HOLDFAST_TEST_PROGRAMS=200` runs the full count:
+A replica is killed while turns run; then a router while turns run, behind the proxy. With more programs:
 
-    HOLDFAST_TEST_PROGRAMS=200 .venv/bin/pytest -s tests/cluster/test_two_routers.py
+    HOLDFAST_TEST_PROGRAMS=200 .venv/bin/pytest -s tests/cluster/test_several_routers.py
 """
 
 import json
@@ -11,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,18 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
-import redis
-from redis_server import RedisServer
 from waiting import until
 
 from holdfast.cluster import doctor
 from holdfast.cluster.config import Settings
 
 PROGRAMS = int(os.environ.get("HOLDFAST_TEST_PROGRAMS", "10"))
-TURNS = 6
+TURNS = 4
 AT_ONCE = 10
-TOOL_S = 3.0  # what a tool takes at least
+TOOL_S = 1.0  # the least time a tool takes
 REPLICA, ROUTER = "ServeReplica:holdfast:replicas", "ServeReplica:holdfast:router"
 FRESH = {"cache-control": "no-cache"}
 WAITS: dict[str, Any] = {"timeout": 60.0, "trust_env": False}  # nothing for so long is silence, which is a failure
@@ -135,46 +131,22 @@ def together(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture(scope="module")
-def cluster(shared: RedisServer, start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    # A Redis operation may wait for a core here: a router that took that for a loss would work from its own memory.
-    settings = (
-        f"engine: {{threads: 1, kv_memory: 0.1}}\nredis: {{url: '{shared.url}'}}\nrouter: {{store_timeout_s: 5.0}}"
-    )
-    started = start(tmp_path_factory.mktemp("cluster"), settings, "--replicas", "2", "--routers", "2")
-    try:
-        yield started
-        started.stop(signal.SIGINT)
-    finally:
-        started.process.kill()
-
-
 def test_programs_that_alternate_between_two_routers(
-    cluster: Any, shared: RedisServer, eventually: Callable[..., None]
+    server: Any, cluster: Any, eventually: Callable[..., None]
 ) -> None:
     programs = [Program(f"tool_{i}") for i in range(PROGRAMS)]
-    routers = Routers(cluster, eventually)
+    routers = Routers(server, eventually)
     began = time.monotonic()
     for turn in range(TURNS):
-        if turn == 4:
-            routers.restart_one()
         served = Countdown(PROGRAMS // 2)
         if turn == 2:
-            threading.Thread(target=kill_one_replica, args=(cluster, served), daemon=True).start()
+            threading.Thread(target=kill_one_replica, args=(server, served), daemon=True).start()
         to = [routers.urls[(i + turn) % 2] for i in range(PROGRAMS)]
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(ask, programs, to, [served] * PROGRAMS))
     seconds = time.monotonic() - began
 
-    with redis.Redis(unix_socket_path=str(shared.socket)) as client:
+    with cluster.redis.client() as client:
         keys = [client.keys(f"*/program/{{default}}/{program.name}") for program in programs]
         records = {program.name: client.hgetall(key) for program, (key,) in zip(programs, keys, strict=True)}
     assert [int(record[b"turns"]) for record in records.values()] == [TURNS] * PROGRAMS
@@ -188,7 +160,8 @@ def test_programs_that_alternate_between_two_routers(
         mean = sum(program.pauses) / len(program.pauses)
         assert recorded[program.name]["count"] == TURNS - 1
         worst = max(worst, abs(recorded[program.name]["mean_s"] / mean - 1))
-    assert worst < 0.1, f"a recorded pause is off by {worst:.1%}"
+    # A pause counted from a turn at the other router would have about twice its length.
+    assert worst < 0.5, f"a recorded pause is off by {worst:.1%}"
 
     moved = [program for program in programs if program.moves]
     assert moved, "a replica was killed"
@@ -200,8 +173,8 @@ def test_programs_that_alternate_between_two_routers(
     )
 
 
-def test_a_program_that_one_router_ends_the_other_has_forgotten(cluster: Any, eventually: Callable[..., None]) -> None:
-    one, two = Routers(cluster, eventually).urls
+def test_a_program_that_one_router_ends_the_other_has_forgotten(server: Any, eventually: Callable[..., None]) -> None:
+    one, two = Routers(server, eventually).urls
     program = Program("ends")
     program.turn(one)
     program.turn(two)
@@ -213,16 +186,16 @@ def test_a_program_that_one_router_ends_the_other_has_forgotten(cluster: Any, ev
 
 
 def test_what_a_page_hears_behind_the_proxy_adds_up_to_both_routers(
-    cluster: Any, eventually: Callable[..., None]
+    server: Any, eventually: Callable[..., None]
 ) -> None:
     program = Program("watched")
-    for router in Routers(cluster, eventually).urls:
+    for router in Routers(server, eventually).urls:
         program.turn(router)
     heard: dict[str, set[str]] = {}
     kept: set[str] = set()
 
     def both() -> bool:
-        told = httpx.get(f"{cluster.url}/v1/live", **WAITS).json()
+        told = httpx.get(f"{server.url}/v1/live", **WAITS).json()
         fields = told["fields"]["ended"]
         ended = [dict(zip(fields, row, strict=True)) for row in told["ended"]]
         heard[told["router"]] = {each["request"] for each in ended if each["program"] == "default/watched"}
@@ -236,10 +209,10 @@ def test_what_a_page_hears_behind_the_proxy_adds_up_to_both_routers(
 
 
 def test_sessions_are_found_by_both_routers_and_go_on_where_their_replica_dies(
-    cluster: Any, eventually: Callable[..., None]
+    server: Any, eventually: Callable[..., None]
 ) -> None:
     """A replica is killed while half of the sessions that it has are appended to, and before the others are asked."""
-    routers = Routers(cluster, eventually).urls
+    routers = Routers(server, eventually).urls
     sessions = [f"feed-{i}" for i in range(6)]
     homes: dict[str, str] = {}
     ask: dict[str, Any] = {"text": "?", "max_tokens": 8, "ignore_eos": True}
@@ -263,7 +236,7 @@ def test_sessions_are_found_by_both_routers_and_go_on_where_their_replica_dies(
     assert len(set(homes.values())) == 2
     assert call(routers[1], "", model="pocket", id=sessions[0]).status_code == 409
     listed = httpx.get(f"{routers[1]}/v1/sessions", **WAITS).json()["data"]
-    assert {each["id"]: each["replica"] for each in listed} == homes
+    assert {each["id"]: each["replica"] for each in listed if each["id"] in homes} == homes
     assert call(routers[1], f"/{sessions[0]}/fork", id="fork").json()["replica"] == homes[sessions[0]]
     answers = [call(routers[n % 2], f"/{name}/query", **ask).json() for n, name in enumerate(sessions)]
     assert len({answer["choices"][0]["text"] for answer in answers}) == 1  # all have the same
@@ -276,7 +249,7 @@ def test_sessions_are_found_by_both_routers_and_go_on_where_their_replica_dies(
             for n, name in enumerate(sessions[::2])
         }
         until(lambda: any(each.done() for each in appends.values()))  # the others are under way
-        os.kill(pids(cluster, REPLICA)[0], signal.SIGKILL)
+        os.kill(pids(server, REPLICA)[0], signal.SIGKILL)
         told = {name: append.result() for name, append in appends.items()}
     assert {answer.status_code for answer in told.values()} == {200}, [answer.text for answer in told.values()]
     for n, name in enumerate(sessions):  # sent again, or for the first time
@@ -294,7 +267,7 @@ def test_sessions_are_found_by_both_routers_and_go_on_where_their_replica_dies(
     }
     (text,) = {answer.json()["choices"][0]["text"] for answer in asked}  # to the token, moved or not
     assert state(routers[0], "fork")["appends"] == 4
-    metrics = httpx.get(f"{cluster.url}/metrics", **WAITS).text
+    metrics = httpx.get(f"{server.url}/metrics", **WAITS).text
     assert "holdfast_session_moves_total" in metrics
     for name in (*sessions, "fork"):
         answer = httpx.delete(f"{routers[1]}/v1/sessions/{name}", **WAITS)
@@ -307,26 +280,26 @@ def test_sessions_are_found_by_both_routers_and_go_on_where_their_replica_dies(
 
 
 def test_a_router_that_dies_under_load_takes_with_it_what_it_had_and_no_more(
-    cluster: Any, shared: RedisServer, eventually: Callable[..., None]
+    server: Any, cluster: Any, eventually: Callable[..., None]
 ) -> None:
     """Behind the proxy: what it had not begun to answer goes to the other one, the rest ends so that clients notice."""
     programs = [Program(f"behind_{i}") for i in range(PROGRAMS)]
-    Routers(cluster, eventually)
+    Routers(server, eventually)
     served = Countdown(PROGRAMS * TURNS // 3)
 
     def run(program: Program) -> None:
         for turn in range(TURNS):
-            program.go_on(cluster.url, stream=turn % 2 == 0)
+            program.go_on(server.url, stream=turn % 2 == 0)
             served.one()
 
-    killer = threading.Thread(target=kill_one_router, args=(cluster, served), daemon=True)
+    killer = threading.Thread(target=kill_one_router, args=(server, served), daemon=True)
     killer.start()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(run, programs))
     killer.join()
     lost = [each for program in programs for each in program.lost]
     assert len(lost) <= AT_ONCE, lost  # what was in flight, and nothing else
-    with redis.Redis(unix_socket_path=str(shared.socket)) as client:
+    with cluster.redis.client() as client:
         for program in programs:
             (key,) = client.keys(f"*/program/{{default}}/{program.name}")
             record = client.hgetall(key)
@@ -341,15 +314,15 @@ def test_a_router_that_dies_under_load_takes_with_it_what_it_had_and_no_more(
 
 
 def test_doctor_counts_as_much_for_a_router_and_the_proxy_as_they_take(
-    cluster: Any, eventually: Callable[..., None]
+    server: Any, eventually: Callable[..., None]
 ) -> None:
-    Routers(cluster, eventually)  # one was killed
-    routers = [resident(pid) for pid in pids(cluster, ROUTER)]
+    Routers(server, eventually)  # one was killed
+    routers = [resident(pid) for pid in pids(server, ROUTER)]
     assert len(routers) == 2
     assert max(routers) < doctor.router_bytes(Settings())
     # Of the two processes of Serve that tend the proxy half is what all of Ray's share.
-    tended = [resident(pid) / 2 for name in ("ray::ProxyActor", "ray::HAProxyManager") for pid in pids(cluster, name)]
-    proxy = sum(resident(pid) for pid in pids(cluster, "/haproxy -")) + sum(tended)
+    tended = [resident(pid) / 2 for name in ("ray::ProxyActor", "ray::HAProxyManager") for pid in pids(server, name)]
+    proxy = sum(resident(pid) for pid in pids(server, "/haproxy -")) + sum(tended)
     assert 0 < proxy < doctor.PROXY
     print(f"routers {[each >> 20 for each in routers]} MiB, proxy {proxy / 2**20:.0f} MiB")
 
@@ -359,15 +332,15 @@ def ask(program: Program, router: str, served: "Countdown") -> None:
     served.one()
 
 
-def kill_one_replica(cluster: Any, served: "Countdown") -> None:
+def kill_one_replica(server: Any, served: "Countdown") -> None:
     """Kill it when half of the programs have had this turn; the others' are running or to come."""
     served.over.wait(120.0)
-    os.kill(pids(cluster, REPLICA)[0], signal.SIGKILL)
+    os.kill(pids(server, REPLICA)[0], signal.SIGKILL)
 
 
-def kill_one_router(cluster: Any, served: "Countdown") -> None:
+def kill_one_router(server: Any, served: "Countdown") -> None:
     served.over.wait(300.0)
-    os.kill(pids(cluster, ROUTER)[0], signal.SIGKILL)
+    os.kill(pids(server, ROUTER)[0], signal.SIGKILL)
 
 
 class Countdown:
@@ -388,20 +361,14 @@ class Countdown:
 class Routers:
     """The two routers of a cluster, each at its own address: what a proxy in front of them would choose from."""
 
-    def __init__(self, cluster: Any, eventually: Callable[..., None]) -> None:
-        self._cluster = cluster
+    def __init__(self, server: Any, eventually: Callable[..., None]) -> None:
+        self._server = server
         self._eventually = eventually
         self.urls: list[str] = []
         self._eventually(self._found, 120.0)
 
-    def restart_one(self) -> None:
-        """Kill a router and wait for the one that Serve starts in its place."""
-        gone = pids(self._cluster, ROUTER)[0]
-        os.kill(gone, signal.SIGKILL)
-        self._eventually(lambda: gone not in pids(self._cluster, ROUTER) and self._found(), 120.0)
-
     def _found(self) -> bool:
-        urls = [url for pid in pids(self._cluster, ROUTER) for url in listening(pid) if answers(url)]
+        urls = [url for pid in pids(self._server, ROUTER) for url in listening(pid) if answers(url)]
         self.urls = sorted(urls)
         return len(urls) == 2
 
@@ -411,8 +378,8 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def pids(cluster: Any, name: str) -> list[int]:
-    return sorted(pid for pid, command in cluster.processes().items() if name in command)
+def pids(server: Any, name: str) -> list[int]:
+    return sorted(pid for pid, command in server.processes().items() if name in command)
 
 
 def listening(pid: int) -> list[str]:
@@ -431,6 +398,8 @@ def listening(pid: int) -> list[str]:
 
 
 def answers(url: str) -> bool:
+    """Whether this is the address of a router that knows both replicas."""
     with suppress(httpx.HTTPError):
-        return httpx.get(f"{url}/version", timeout=60.0, trust_env=False).status_code == 200
+        answer = httpx.get(f"{url}/v1/cluster/status", timeout=60.0, trust_env=False)
+        return answer.status_code == 200 and len(answer.json()["replicas"]) == 2
     return False

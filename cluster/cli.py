@@ -262,13 +262,13 @@ def _top(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from holdfast.cluster import doctor, sizing
 
-    settings, machine = _settings(options), environment.machine()
+    settings = _settings(options)
     if options.gpu:
         size = sizing.gpu_bytes(options.gpu)
         gpu = doctor.Gpu(options.gpu, size, size, "")
         checks: list[tuple[str, doctor.Check]] = [("fit", partial(doctor.fit, settings, gpu, options.tokens))]
     else:
-        checks = doctor.all_checks(settings, doctor.gather(machine.temporary, machine.cores), options.tokens)
+        checks = doctor.all_checks(settings, doctor.gather(), options.tokens)
     findings = doctor.findings(checks)
     doctor.show(findings, options.json)
     return FAILED if doctor.worst(findings) is doctor.State.FAIL else 0

@@ -70,8 +70,6 @@ class Facts:
     python: tuple[int, int]
     packages: Mapping[str, str]  # installed versions by canonical name
     required: tuple[str, ...]  # requirements, as in the package's metadata
-    cores: int
-    memory: int
     memory_free: int
     shm: int  # size of /dev/shm; 0: there is none
     shm_free: int
@@ -84,25 +82,23 @@ class Facts:
     torch_gpus: int
 
 
-def gather(temporary: Path, cores: int) -> Facts:
+def gather() -> Facts:
     """The facts of this machine. Starts `nvidia-smi`, and where there is a GPU a Python with torch: some seconds."""
     gpus = _gpus()
     gpu_device = Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia").exists()
     cuda, seen = _torch() if gpus or gpu_device else ("", 0)
-    total, free = host_memory()
+    machine = environment.machine()
     shm, shm_free = _disk(Path("/dev/shm"))
     return Facts(
         python=sys.version_info[:2],
         packages={canonicalize_name(each.name): each.version for each in metadata.distributions()},
         required=tuple(each for each in metadata.requires("holdfast") or () if "extra ==" not in each),
-        cores=cores,
-        memory=total,
-        memory_free=free,
+        memory_free=host_memory()[1],
         shm=shm,
         shm_free=shm_free,
-        disk_free=_disk(temporary)[1],
-        temporary=temporary,
-        files=environment.files(),
+        disk_free=_disk(machine.temporary)[1],
+        temporary=machine.temporary,
+        files=machine.files,
         gpus=gpus,
         gpu_device=gpu_device,
         torch_cuda=cuda,

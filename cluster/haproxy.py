@@ -83,15 +83,15 @@ class Answer:
 INVALID, SERVER = "invalid_request_error", "server_error"
 LONG_LINE = Answer(414, "414", INVALID, None, f"The request's path is longer than {LINE} bytes")
 LONG_HEADERS = Answer(431, "431", INVALID, None, f"The headers are longer than {HEADERS} bytes")
-LOST = "The router that served this request was lost, or none is there"
+LOST = "The router that served this request was lost, or no router is available"
 ANSWERS = (
-    Answer(400, "400 Bad Request", INVALID, None, "This is no request"),
+    Answer(400, "400 Bad Request", INVALID, None, "The request is not valid HTTP"),
     Answer(403, "403 Forbidden", "permission_error", "forbidden", "The request is not allowed"),
     Answer(405, "405 Method Not Allowed", INVALID, "method_not_allowed", "The method is not allowed"),
     Answer(408, "408 Request Timeout", INVALID, "request_timeout", "The request did not come in time"),
     Answer(413, "413 Content Too Large", INVALID, "request_too_large", "The request body is too long, or not expected"),
     Answer(500, "500 Internal Server Error", SERVER, "internal_error", "The proxy failed to handle the request"),
-    Answer(501, "501 Not Implemented", INVALID, None, "The request asks for something that is not implemented"),
+    Answer(501, "501 Not Implemented", INVALID, None, "The request needs something that is not implemented"),
     Answer(502, "503 Service Unavailable", SERVER, "unavailable", LOST, retry=True),
     Answer(503, "503 Service Unavailable", SERVER, "unavailable", "The server is starting or stopping", retry=True),
     Answer(504, "504 Gateway Timeout", SERVER, "timeout", "The server did not answer in time"),

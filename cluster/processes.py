@@ -140,7 +140,7 @@ class MemoryGuard:
         newest = max(titled(ENGINES), key=_began, default=None)
         if newest is None:
             return False
-        self._say(f"{left >> 20:,} MiB of memory are left: the newest engine is ended, the others go on")
+        self._say(f"{left >> 20:,} MiB of memory are left: ending the newest engine, the others go on")
         with suppress(ProcessLookupError):
             os.kill(newest, signal.SIGKILL)
         return True

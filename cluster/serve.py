@@ -59,7 +59,7 @@ def run(settings: Settings, say: Say) -> None:
     if (tenants_file := _tenants_file(settings)) is not None:
         tenants_in(tenants_file)  # raises for a fault in it before anything is started
     if settings.server.refuse:
-        doctor.refuse(settings, doctor.gather(machine.temporary, machine.cores))
+        doctor.refuse(settings, doctor.gather())
     processes.adopt_orphans()
     started = time.monotonic()
     signals = Signals()
@@ -76,8 +76,8 @@ def run(settings: Settings, say: Say) -> None:
         except KeyboardInterrupt:
             signals.stopping = True
             drain_s = settings.server.drain_s
-            runs = f": what runs has {drain_s:g} s to end" if drain_s and running else ""
-            say(f"stopping{runs}; once more to stop at once")
+            runs = f": running requests have {drain_s:g} s to end" if drain_s and running else ""
+            say(f"stopping{runs}; interrupt again to stop at once")
             around.enter_context(_unheard())
             if running:
                 _drain(drain_s)
@@ -316,9 +316,11 @@ def _watch(running: Running, signals: Signals, say: Say) -> NoReturn:
         before_lost, lost = lost, serve_private.dead_process()
         if lost:
             if len(processes.titled(SERVING)) < whole:
-                raise UnavailableError(f"Ray's {lost} has died, and with it or since an engine or a router: start anew")
+                raise UnavailableError(
+                    f"Ray's {lost} has died, and an engine or a router, too: start it again"
+                )
             if not before_lost:
-                say(f"Ray's {lost} has died: what is there goes on serving, until something of it dies, too")
+                say(f"Ray's {lost} has died: the server goes on serving until an engine or a router dies")
             continue
         before, up = up, _up() or up
         for line in changes(before, up):
@@ -333,12 +335,12 @@ def _look_after(redis: EmbeddedRedis, was_there: bool, say: Say) -> bool:
     if redis.alive:
         return True
     if was_there:
-        say("the embedded Redis has ended: it is started again, and serving goes on from memory meanwhile")
+        say("the embedded Redis has ended: starting it again; routers work from memory meanwhile")
     try:
         redis.start()
     except HoldfastError as error:
         if was_there:
-            say(f"{error.message}; it is tried again and again")
+            say(f"{error.message}; trying again")
         return False
     say("the embedded Redis serves again")
     return True
@@ -349,7 +351,7 @@ def changes(before: Mapping[str, int], now: Mapping[str, int]) -> Iterator[str]:
     for name, n in now.items():
         was = before.get(name, n)
         if n < was:
-            yield f"{was - n} of {was} process(es) of '{name}' died or hang; what can be is started again"
+            yield f"{was - n} of {was} process(es) of '{name}' died or hang; Serve starts others"
         elif n > was:
             yield f"{n - was} process(es) of '{name}' serve again: {n} in all"
 

@@ -29,8 +29,6 @@ WELL = Facts(
     python=(3, 12),
     packages={"ray": "2.60.1", "torch": "2.13.0", "transformers": "5.23.0", "prometheus-client": "0.26"},
     required=("ray[serve]==2.60.*", "torch>=2.11", "prometheus_client", "colorama; sys_platform == 'win32'"),
-    cores=8,
-    memory=64 * GIB,
     memory_free=60 * GIB,
     shm=GIB,
     shm_free=GIB,

@@ -202,7 +202,7 @@ def on_a_terminal(port: int) -> str:
 
 def test_what_ends_in_time_is_answered(watched: Watched) -> None:
     assert watched.stopped.short.json()["usage"]["completion_tokens"] == 150, watched.stopped.short.text
-    assert "what runs has 4 s to end; once more to stop at once" in watched.said
+    assert "running requests have 4 s to end; interrupt again to stop at once" in watched.said
 
 
 def test_a_stream_that_outlives_the_drain_ends_with_an_error_event(watched: Watched) -> None:

@@ -355,34 +355,18 @@ def test_health_and_metrics_of_every_replica(server: Any, eventually: Any, http:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "field"),
+    ("path", "body", "status"),
     [
-        ("/v1/chat/completions", b"{", 400, None),
-        ("/v1/chat/completions", {"model": "no-such", "messages": [{"role": "user", "content": "x"}]}, 404, "model"),
-        ("/v1/chat/completions", {"messages": []}, 400, "messages"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": -1}, 400, "max_tokens"),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "x"}], "temperature": "hot"},
-            400,
-            "temperature",
-        ),
-        ("/v1/completions", {"prompt": "word " * 20000, "max_tokens": 1}, 400, None),
-        ("/nowhere", {}, 404, None),
+        ("/v1/chat/completions", b"{", 400),
+        ("/v1/completions", b'{"model": "pocket", "prompt": "%s", "max_tokens": 1}' % (b"word " * 20000), 400),
+        ("/nowhere", b"{}", 404),
     ],
+    ids=["not JSON", "too long", "no such path"],
 )
-def test_bad_requests_are_refused_in_the_openai_shape(
-    http: httpx.Client, model: str, path: str, body: Any, status: int, field: str | None
-) -> None:
-    if isinstance(body, bytes):
-        response = http.post(path, content=body, headers={"content-type": "application/json"})
-    else:
-        response = http.post(path, json={"model": model, **body})
+def test_bad_requests_are_refused_in_the_openai_shape(http: httpx.Client, path: str, body: bytes, status: int) -> None:
+    response = http.post(path, content=body, headers={"content-type": "application/json"})
     assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert error["message"]
-    if field is not None:
-        assert error["param"] == field
+    assert response.json()["error"]["message"]
 
 
 def test_nothing_that_serves_models_listens_beyond_this_machine(server: Any) -> None:

@@ -55,8 +55,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> SharedClu
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts clusters mostly waits: it comes among what computes, over the first two thirds of a run. What is of
-    no folder comes first, for building a package takes longest of all.
+    """Tests that start clusters mostly wait: they come among those that compute, over the first two thirds of a run.
+
+    Files of no folder come first, because building a package takes longest. The shared cluster is the next longest.
     """
     here = Path(__file__).parent
     files: dict[Path, list[pytest.Item]] = {}
@@ -64,6 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         files.setdefault(item.path, []).append(item)
     first = [path for path in files if path.parent == here]
     waiting = [path for path in files if path.parent == here / "cluster"]
+    waiting.sort(key=lambda path: f"tests/cluster/{path.name}" not in ONE_CLUSTER)
     computing = [path for path in files if path not in {*first, *waiting}]
     placed = [(2 / 3 * n / len(waiting), path) for n, path in enumerate(waiting)]
     placed += [(n / len(computing), path) for n, path in enumerate(computing)]

@@ -23,7 +23,7 @@ from waiting import until
 from holdfast.cluster import doctor
 from holdfast.cluster.config import Settings
 
-PROGRAMS = int(os.environ.get("HOLDFAST_TEST_PROGRAMS", "10"))
+PROGRAMS = int(os.environ.get("HOLDFAST_TEST_PROGRAMS", "6"))
 TURNS = 4
 AT_ONCE = 10
 TOOL_S = 1.0  # the least time a tool takes

@@ -136,7 +136,7 @@ class ServeBackend:
 
     async def session(self, call: SessionCall, program: str, replica_id: str) -> SessionState:
         try:
-            answer: SessionState | Errored = await self._at(replica_id, "session", call, program=program)
+            answer: SessionState | Errored = await _call_one(self._handle, replica_id, "session", call, program=program)
         except LOST as error:
             raise UnavailableError("the session's replica did not answer; try again") from error
         if isinstance(answer, Errored):
@@ -144,7 +144,7 @@ class ServeBackend:
         return answer
 
     async def sessions(self, scope: str) -> Sequence[SessionState]:
-        return [state for each in await self._each(list, "sessions", scope) for state in each]
+        return [state for each in await _answers(self._handle, list, "sessions", scope) for state in each]
 
     async def end_program(self, scope: str, program_id: str) -> None:
         # To all: the program's record may name another replica than the one that had it last.
@@ -177,7 +177,7 @@ class ServeBackend:
     async def _drawn_at(self, replica_id: str, request_ids: Sequence[str]) -> Sequence[Usage] | None:
         with suppress(TimeoutError, HoldfastError, *LOST):
             async with asyncio.timeout(CONTROL_S):
-                usages: Sequence[Usage] | None = await self._at(replica_id, USED, request_ids)
+                usages: Sequence[Usage] | None = await _call_one(self._handle, replica_id, USED, request_ids)
                 if usages is not None:
                     return usages
         log.warning("replica %s has not said what it did for %d requests", replica_id, len(request_ids))
@@ -196,10 +196,10 @@ class ServeBackend:
         return await expositions(self._handle, only)
 
     async def status(self) -> Sequence[ReplicaStatus]:
-        return await self._each(dict, "status")
+        return await _answers(self._handle, dict, "status")
 
     async def activity(self, scope: str | None) -> Sequence[bytes]:
-        return await self._each(bytes, "activity", scope)
+        return await _answers(self._handle, bytes, "activity", scope)
 
     async def healthy(self) -> bool:
         # A real call: what the handle knows of its replicas may be from before they died.
@@ -209,24 +209,6 @@ class ServeBackend:
                 return True
         return False
 
-    async def _each(self, kind: type, method: str, *args: Any) -> list[Any]:
-        """The answers of type `kind` from the replicas that answer within `STATUS_S`."""
-        with own_request(), suppress(TimeoutError):
-            answers = await answers_of_each(self._handle.broadcast(method, *args), STATUS_S)
-            return [each for each in answers if isinstance(each, kind)]
-        return []
-
-    async def _at(self, replica_id: str, method: str, argument: Any, program: str = "") -> Any:
-        """Call a method of one replica. Raises one of `LOST` if that replica does not answer."""
-        handle = self._handle.options(method_name=method, session_id=program, **_PICKLE)
-        with own_request():
-            running = handle.remote(argument, replica_id, **{HINT: RoutingHint(replica_id, bound=True)})
-        try:
-            return await running
-        except asyncio.CancelledError:
-            running.cancel()
-            raise
-
     async def _call(self, method: str, *args: Any) -> Any:
         """One plain call to the least busy replica, again while replicas die under it."""
         handle = self._handle.options(method_name=method)
@@ -234,6 +216,28 @@ class ServeBackend:
             with own_request(), suppress(*LOST):
                 return await handle.remote(*args)
         raise UnavailableError("no replica answered")
+
+
+async def _answers(handle: DeploymentHandle[Any], kind: type, method: str, *args: Any) -> list[Any]:
+    """The answers of type `kind` from the replicas that answer within `STATUS_S`."""
+    with own_request(), suppress(TimeoutError):
+        answers = await answers_of_each(handle.broadcast(method, *args), STATUS_S)
+        return [each for each in answers if isinstance(each, kind)]
+    return []
+
+
+async def _call_one(
+    handle: DeploymentHandle[Any], replica_id: str, method: str, argument: Any, program: str = ""
+) -> Any:
+    """Call a method of one replica. Raises one of `LOST` if that replica does not answer."""
+    bound = handle.options(method_name=method, session_id=program, **_PICKLE)
+    with own_request():
+        running = bound.remote(argument, replica_id, **{HINT: RoutingHint(replica_id, bound=True)})
+    try:
+        return await running
+    except asyncio.CancelledError:
+        running.cancel()
+        raise
 
 
 async def expositions(handle: DeploymentHandle[Any], only: str | None) -> Mapping[str, str]:

@@ -316,9 +316,7 @@ def _watch(running: Running, signals: Signals, say: Say) -> NoReturn:
         before_lost, lost = lost, serve_private.dead_process()
         if lost:
             if len(processes.titled(SERVING)) < whole:
-                raise UnavailableError(
-                    f"Ray's {lost} has died, and an engine or a router, too: start it again"
-                )
+                raise UnavailableError(f"Ray's {lost} has died, and an engine or a router, too: start it again")
             if not before_lost:
                 say(f"Ray's {lost} has died: the server goes on serving until an engine or a router dies")
             continue

@@ -26,7 +26,7 @@ from holdfast.cluster.config import Settings
 PROGRAMS = int(os.environ.get("HOLDFAST_TEST_PROGRAMS", "6"))
 TURNS = 4
 AT_ONCE = 10
-TOOL_S = 1.0  # the least time a tool takes
+TOOL_S = 1.5  # the least time a tool takes
 REPLICA, ROUTER = "ServeReplica:holdfast:replicas", "ServeReplica:holdfast:router"
 FRESH = {"cache-control": "no-cache"}
 WAITS: dict[str, Any] = {"timeout": 60.0, "trust_env": False}  # nothing for so long is silence, which is a failure
@@ -161,7 +161,7 @@ def test_programs_that_alternate_between_two_routers(
         assert recorded[program.name]["count"] == TURNS - 1
         worst = max(worst, abs(recorded[program.name]["mean_s"] / mean - 1))
     # A pause counted from a turn at the other router would have about twice its length.
-    assert worst < 0.5, f"a recorded pause is off by {worst:.1%}"
+    assert worst < 0.75, f"a recorded pause is off by {worst:.1%}"
 
     moved = [program for program in programs if program.moves]
     assert moved, "a replica was killed"

@@ -58,9 +58,8 @@ def head(path: str, key: str, length: int) -> bytes:
 class Rude:
     """Goes on until it is cancelled; `seen` counts what they were told."""
 
-    def __init__(self, url: str, key: str, n_idle: int, bodies_s: float) -> None:
+    def __init__(self, url: str, key: str, n_idle: int) -> None:
         self.n_idle = n_idle
-        self.bodies_s = bodies_s
         self.host, self.port = urlsplit(url).hostname or "", urlsplit(url).port or 80
         self.key = key
         self.seen: Counter[str] = Counter()
@@ -107,7 +106,7 @@ class Rude:
         body = json.dumps({"model": "pocket", "messages": [{"role": "user", "content": "x" * (BODY - 200)}]}).encode()
         while True:
             self.sending.add(asyncio.ensure_future(self.body(body)))
-            await asyncio.sleep(self.bodies_s)
+            await asyncio.sleep(BODIES_S)
 
     async def body(self, body: bytes) -> None:
         with suppress(OSError):
@@ -128,10 +127,10 @@ class Rude:
         self.seen[f"{kind}: {line.partition(' ')[2] or 'closed'}"] += 1
 
 
-async def rude(url: str, key: str, n_idle: int, bodies_s: float) -> None:
+async def rude(url: str, key: str, n_idle: int) -> None:
     """Until standard input ends and every kind was told something; then print what."""
     most_files()
-    clients = Rude(url, key, n_idle, bodies_s)
+    clients = Rude(url, key, n_idle)
     running = asyncio.ensure_future(clients.run())
     await asyncio.to_thread(sys.stdin.read)
     deadline = time.monotonic() + PATIENT_S
@@ -201,16 +200,10 @@ def told(took: list[float]) -> dict[str, float]:
 
 
 def beside(
-    url: str,
-    key: str,
-    limited: str,
-    seconds: float,
-    n_idle: int = IDLE,
-    bodies_s: float = BODIES_S,
-    elsewhere: str = "",
+    url: str, key: str, limited: str, seconds: float, n_idle: int = IDLE, elsewhere: str = ""
 ) -> tuple[dict[str, float], Counter[str]]:
     """How long polite requests take beside the rude ones, who may be `elsewhere`, and what those were told."""
-    with other("rude", elsewhere or url, limited, str(n_idle), str(bodies_s)) as process:
+    with other("rude", elsewhere or url, limited, str(n_idle)) as process:
         took = asyncio.run(polite(url, key, seconds))
         return told(took), Counter(json.loads(process.communicate("")[0]))
 
@@ -263,7 +256,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["rude"]:
-        asyncio.run(rude(sys.argv[2], sys.argv[3], int(sys.argv[4]), float(sys.argv[5])))
+        asyncio.run(rude(sys.argv[2], sys.argv[3], int(sys.argv[4])))
     elif sys.argv[1:2] == ["nowhere"]:
         asyncio.run(nowhere())
     else:

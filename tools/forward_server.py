@@ -1,7 +1,7 @@
 """Forwards of engines that bring no server, told in the way of llama.cpp's server: ``/completion`` of token ids.
 
 ``python forward_server.py ENGINE FILE.gguf --port 8102``, run by the Python that has the engine's wheel: nothing of
-Holdfast is imported here. It serves `bench.forwards --peer` and nothing else: one request at a time, greedy, no text.
+Holdfast is imported here. It serves `bench forwards --peer` and nothing else: one request at a time, greedy, no text.
 An engine is ``ik`` (ik_llama.cpp, wheel `ik_llama_cpp_python`) or ``openvino`` (wheel `openvino-genai`).
 """
 

@@ -1,4 +1,4 @@
-"""What guaranteed tool calls hold and cost: ``python -m holdfast.loadgen.bench.calls [--parts NAMES]``.
+"""What guaranteed tool calls hold and cost: `bench calls [--parts NAMES]`, in one process, without Ray and HTTP.
 
 - `law`: sampled turns at temperature 0 and 1 in every format, of Pocket and of random models with vocabularies of 1,536
   and 128,000. Two of three begin a call. It counts calls to undeclared names, arguments outside their schemas, markup
@@ -6,43 +6,42 @@
 - `time`: the share of a turn's processor time that its grammar takes, for each form of each format, with 4 and 200
   tools. The model writes the expected call. Drafts and forced tokens are as in service. Grammars are compiled before.
 - `ready`: the time from a request with 200 new tools until the engine has it.
-- `whole`: tools and words that Pocket has never seen: of the turns that begin a call, the share of whole calls.
-
-One process, no Ray and no HTTP.
+- `whole`: of the turns over tools and words unknown to Pocket that begin a call, the share of whole calls.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
 import re
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import count, product
+from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 import transformers
 
-from holdfast.loadgen.bench.call_tasks import TASKS, CallTask
+from holdfast.loadgen.bench.call_tasks import TASKS
+from holdfast.loadgen.bench.harness import Row, figure
 from holdfast.loadgen.inflate import WEIGHTS
 from holdfast.replicas.config import EngineConfig, Guarantee
 from holdfast.replicas.constraints.compiler import CompilerThreads
 from holdfast.replicas.constraints.grammar import PYTHON, CallForm, forms_of
-from holdfast.replicas.constraints.matcher import Bits, Matcher
+from holdfast.replicas.constraints.matcher import Matcher
 from holdfast.replicas.engine import Engine
+from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.model.startup import LoadedRunner, load_runner
-from holdfast.replicas.plan import Drawn, Landed, Runner, Sampling, StepPlan
+from holdfast.replicas.plan import Chunk, Drawn, Landed, Runner, Sampling, StepPlan
+from holdfast.replicas.programs import Sequence as Running
 from holdfast.replicas.requests import Answer, ChatPrompt, GenerateRequest, ModelCard, RawPrompt
 from holdfast.replicas.service import Service, freeze_heap
 from holdfast.replicas.speculation.ngrams import common_prefix
@@ -51,13 +50,12 @@ from holdfast.replicas.text.conversation import Constraints, Encoded, TextSide
 
 Made = TypeVar("Made")
 FORMATS = tuple(each for each in ToolFormat if each is not ToolFormat.NONE)
-PARTS = ("law", "time", "ready", "whole")
 VOCABULARIES = (1536, 128_000)
 MODELS = ("pocket", *map(str, VOCABULARIES))
-_CONFIG = EngineConfig(cells=16384, threads=1)
+CONFIG = EngineConfig(cells=16384, threads=1)
 _MAX_TOKENS = 160
 _SETS = 8  # of tools, over which turns are timed
-_BEGUN = ("", "I look that up.\n", "Well\n\n")  # texts before a call
+_PROSE = ("", "I look that up.\n", "Well\n\n")  # before a call
 
 
 def _schema(**properties: Any) -> dict[str, Any]:
@@ -77,35 +75,16 @@ LAW_TOOLS = (
 )
 
 
-def valid(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether `value` is of `schema`, as far as the schemas of this benchmark go."""
-    if "enum" in schema:
-        return value in schema["enum"]
-    kind = schema.get("type")
-    if kind == "object":
-        properties, required = schema.get("properties", {}), schema.get("required", [])
-        if not isinstance(value, dict) or not value.keys() >= set(required) or not value.keys() <= properties.keys():
-            return False
-        return all(valid(each, properties[key]) for key, each in value.items())
-    if kind == "array":
-        fits = isinstance(value, list) and len(value) <= schema.get("maxItems", sys.maxsize)
-        return fits and all(valid(each, schema.get("items", {})) for each in value)
-    if kind == "string":
-        return isinstance(value, str) and len(value) <= schema.get("maxLength", sys.maxsize)
-    if kind in ("integer", "number"):
-        numbers: tuple[type, ...] = (int,) if kind == "integer" else (int, float)
-        fits = isinstance(value, numbers) and not isinstance(value, bool)
-        return fits and schema.get("minimum", value) <= value <= schema.get("maximum", value)
-    return isinstance(value, bool) if kind == "boolean" else True
-
-
 def is_whole(name: str, arguments: str, tools: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a call names one of `tools` and has arguments of its schema."""
+    from jsonschema import validators  # type: ignore[import-untyped]  # a bare clone does without this benchmark
+
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     try:
-        return name in schemas and valid(json.loads(arguments), schemas[name])
+        value = json.loads(arguments)
     except ValueError:
         return False
+    return name in schemas and bool(validators.validator_for(schemas[name])(schemas[name]).is_valid(value))
 
 
 def written(form: CallForm, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
@@ -180,68 +159,37 @@ def random_model(folder: Path, vocabulary: int) -> None:
     model.save_pretrained(folder)
 
 
-class Begun:
-    """`constraints.matcher.Matcher` of a reply that begins with `prefix`; after it `inner` decides."""
+class Scripted:
+    """A runner whose replies begin with the tokens of `scripts`, by request; after them the model draws.
 
-    def __init__(self, prefix: Sequence[int], inner: Matcher | None, vocabulary: int, at: int = 0) -> None:
-        self._prefix, self._inner, self._vocabulary, self._at = prefix, inner, vocabulary, at
+    `drawn` keeps every token that was drawn, by request. `live` holds the engine's sequences.
+    """
 
-    @property
-    def _begun(self) -> bool:
-        return self._at >= len(self._prefix)
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.live: Mapping[str, Running] = {}
+        self.scripts: dict[str, list[int]] = {}
+        self.drawn: dict[str, list[int]] = {}
 
-    @property
-    def words(self) -> int:
-        return self._inner.words if self._inner is not None else -(-self._vocabulary // 32)
+    def begin(self, plan: StepPlan) -> Landed:
+        output = self._runner.begin(plan).land()
+        rows = {each.row: each for each in self.live.values()}
+        drawn = (
+            None
+            if each is None or chunk.draw is None
+            else self._follow(rows[chunk.row], chunk, chunk.draw.drafts, each)
+            for chunk, each in zip(plan.chunks, output.drawn, strict=True)
+        )
+        return Landed(replace(output, drawn=tuple(drawn)))
 
-    @property
-    def binding(self) -> bool:
-        return not self._begun or (self._inner is not None and self._inner.binding)
-
-    @property
-    def finished(self) -> bool:
-        return self._begun and self._inner is not None and self._inner.finished
-
-    @property
-    def failed(self) -> bool:
-        return self._inner is not None and self._inner.failed
-
-    @property
-    def given_up(self) -> bool:
-        return self._inner is not None and self._inner.given_up
-
-    def copy(self) -> Begun:
-        inner = self._inner.copy() if self._inner is not None else None
-        return Begun(self._prefix, inner, self._vocabulary, self._at)
-
-    def advance(self, tokens: Sequence[int]) -> int:
-        accepted = len(tokens) if self._inner is None else self._inner.advance(tokens)
-        self._at += accepted
-        return accepted
-
-    def accepts(self, tokens: Sequence[int]) -> int:
-        rest = list(self._prefix[self._at :])
-        same = common_prefix(list(tokens), rest)
-        return self.copy().advance(tokens) if same == len(rest) else same
-
-    def forced(self) -> list[int]:
-        if not self._begun:
-            return list(self._prefix[self._at :])
-        return self._inner.forced() if self._inner is not None else []
-
-    def fill(self, drafts: Sequence[int], out: Bits) -> None:
-        ahead = self.copy()
-        for row in range(len(drafts) + 1):
-            out[row] = -1
-            if not ahead._begun:
-                token = ahead._prefix[ahead._at]
-                out[row] = 0
-                out.view(np.uint32)[row, token // 32] = np.uint32(1) << np.uint32(token % 32)
-            elif ahead._inner is not None and ahead._inner.binding:
-                ahead._inner.fill((), out[row : row + 1])
-            if row < len(drafts) and not ahead.advance(drafts[row : row + 1]):
-                out[row + 1 :] = -1
-                return
+    def _follow(self, sequence: Running, chunk: Chunk, n_drafts: int, drawn: Drawn) -> Drawn:
+        name, drafts = sequence.submit.request_id, chunk.tokens[len(chunk.tokens) - n_drafts :].tolist()
+        at = chunk.start + len(chunk.tokens) - n_drafts - sequence.n_prompt
+        script = self.scripts.get(name, [])[at : at + n_drafts + 1]
+        if script:
+            drawn = Drawn(tuple(script[: common_prefix(drafts, script) + 1]))
+        self.drawn.setdefault(name, []).extend(drawn.tokens)
+        return drawn
 
 
 class Clocked:
@@ -267,47 +215,11 @@ def clocked(spent: list[float], act: Callable[..., Made], *arguments: Any) -> Ma
     return made
 
 
-class Scripted:
-    """A `Runner` whose model always writes `script` after a prompt of `n_prompt` tokens."""
+class ClockedText(TextSide):
+    """`spent`: processor seconds of the grammars. `shown`: the tools that the model sees, if not the declared ones."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self.n_prompt = 0
-        self.script: Sequence[int] = ()
-
-    def begin(self, plan: StepPlan) -> Landed:
-        output = self._runner.begin(plan).land()
-        return Landed(replace(output, drawn=tuple(map(self._drawn, plan.chunks, output.drawn))))
-
-    def _drawn(self, chunk: Any, drawn: Drawn | None) -> Drawn | None:
-        if drawn is None or chunk.draw is None:
-            return None
-        drafts = chunk.tokens[len(chunk.tokens) - chunk.draw.drafts :].tolist()
-        at = chunk.start + len(chunk.tokens) - len(drafts) - self.n_prompt
-        follow = list(self.script[at : at + len(drafts) + 1])
-        return Drawn(tuple(follow[: common_prefix(drafts, follow) + 1]))
-
-
-class Recorded(TextSide):
-    """Keeps the tokens of every reply, by the program of its request.
-
-    `begun`: what the reply to a request begins with. `shown`: the tools that the model sees, if not the declared ones.
-    `spent`: processor seconds of the grammars.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.replies: dict[str, list[int]] = {}
-        self.begun: dict[str, list[int]] = {}
-        self.shown: Sequence[Mapping[str, Any]] | None = None
-        self.spent: list[float] = []
-        remember = self.cache.remember
-
-        def recorded(text: str, ids: Any, mark: str = "", scope: str = "", program: str = "") -> None:
-            self.replies[program] = ids.tolist()
-            remember(text, ids, mark, scope, program)
-
-        self.cache.remember = recorded  # type: ignore[method-assign]
+    shown: Sequence[Mapping[str, Any]] | None = None
+    spent: list[float]
 
     async def encoded(self, prompt: Any, scope: str = "", program: str = "") -> Encoded:
         seen = prompt if self.shown is None else replace(prompt, tools=self.shown)
@@ -318,29 +230,53 @@ class Recorded(TextSide):
 
     def after_thinking(self, request: GenerateRequest, encoded: Encoded, matcher: Matcher | None) -> Matcher | None:
         inner = super().after_thinking(request, encoded, matcher)
-        timed = cast(Matcher, Clocked(inner, self.spent)) if inner is not None else None
-        prefix = self.begun.get(request.request_id)
-        return Begun(prefix, timed, self.vocabulary) if prefix else timed
+        return cast(Matcher, Clocked(inner, self.spent)) if inner is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A service over a loaded model whose calls are in one format, and its parts."""
+
+    service: Service
+    text: ClockedText
+    script: Scripted
+
+    def tokens(self, text: str) -> list[int]:
+        return list(self.text.tokenizer.encode(text, add_special_tokens=False))
+
+    async def answer(self, request: GenerateRequest) -> Answer:
+        """The answer to a request. Raises RuntimeError where there is none."""
+        answer = await self.service.generate(request)
+        if not isinstance(answer, Answer):
+            raise RuntimeError(f"{request.request_id}: {answer}")
+        return answer
 
 
 @asynccontextmanager
-async def serving(
-    loaded: LoadedRunner, tool_format: ToolFormat, guarantee: Guarantee, runner: Runner | None = None
-) -> Any:
-    """A service over a loaded model whose calls are in `tool_format`."""
-    config = replace(loaded.config, tools_guarantee=guarantee)
-    engine = Engine(
-        config, runner or loaded.runner, loaded.eos, loaded.vocabulary, cost=loaded.cost, window=loaded.window
-    )
-    text = Recorded(
-        with_markers(loaded.tokenizer, tool_format, loaded.vocabulary), config, str(tool_format), loaded.eos
-    )
+async def serving(loaded: LoadedRunner, tool_format: ToolFormat, guarantee: Guarantee) -> Any:
+    """Serve until the block ends."""
+    config, script = replace(loaded.config, tools_guarantee=guarantee), Scripted(loaded.runner)
+    engine = Engine(config, script, loaded.eos, loaded.vocabulary, cost=loaded.cost, window=loaded.window)
+    script.live = engine.live
+    tokenizer = with_markers(loaded.tokenizer, tool_format, loaded.vocabulary)
+    text = ClockedText(tokenizer, config, str(tool_format), loaded.eos)
+    text.spent = []
     text.prepare()
     service = Service(engine, text, ModelCard("model", config.context_length, text.vocabulary))
     try:
-        yield service, text
+        yield Served(service, text, script)
     finally:
         await service.close()
+
+
+def _forms(tool_format: ToolFormat) -> tuple[CallForm, ...]:
+    forms = forms_of(tool_format, lambda _: True)
+    assert forms is not None
+    return tuple(forms.all)
+
+
+def _asks(text: str, tools: Sequence[Mapping[str, Any]], choice: Any = "auto") -> ChatPrompt:
+    return ChatPrompt([{"role": "user", "content": text}], list(tools), choice)
 
 
 # ---- law ----
@@ -348,7 +284,7 @@ async def serving(
 
 @dataclass(slots=True)
 class Law:
-    """What sampled turns were like. `undeclared`, `outside`, `markup` and `unguarded` must be 0."""
+    """Counts of sampled turns. `undeclared`, `outside`, `markup` and `unguarded` must be 0."""
 
     turns: int = 0
     begun: int = 0  # turns that begin a call
@@ -360,11 +296,8 @@ class Law:
     unguarded: int = 0  # turns whose calls were free from some place on
 
     @property
-    def holds(self) -> bool:
-        return not (self.undeclared or self.outside or self.markup or self.unguarded)
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in asdict(self).items())
+    def broken(self) -> int:
+        return self.undeclared + self.outside + self.markup + self.unguarded
 
 
 def opens(form: CallForm, names: Iterable[str]) -> list[str]:
@@ -374,10 +307,8 @@ def opens(form: CallForm, names: Iterable[str]) -> list[str]:
 
 def shows_markup(text: str, tool_format: ToolFormat, names: Set[str], begun: bool) -> bool:
     """Whether a reply's content has in it what belongs to a call; one that has `begun` a call shows no part of one."""
-    forms = forms_of(tool_format, lambda _: True)
-    assert forms is not None
     start = text.strip()
-    for form in forms.all:
+    for form in _forms(tool_format):
         if form.opener:
             if form.opener in text:
                 return True
@@ -391,128 +322,92 @@ def shows_markup(text: str, tool_format: ToolFormat, names: Set[str], begun: boo
     return begun and any(part in text for part in parts)
 
 
-async def law(
-    loaded: LoadedRunner, tool_format: ToolFormat, turns: int, total: Law, guarantee: Guarantee = "schema"
-) -> None:
-    """Add `turns` sampled turns in one format to `total`, half of them greedy."""
-    rng = random.Random(str(tool_format))
+async def law(loaded: LoadedRunner, tool_format: ToolFormat, turns: int, guarantee: Guarantee = "schema") -> Law:
+    """Sampled turns in one format, half of them greedy."""
+    rng, found = random.Random(str(tool_format)), Law(turns)
     names = {tool["function"]["name"] for tool in LAW_TOOLS}
-    forms = forms_of(tool_format, lambda _: True)
-    assert forms is not None
-    begins = []
-    for index in range(turns):
-        form = rng.choice(forms.all)
-        text = (rng.choice(_BEGUN) if form.opener else "") + rng.choice(opens(form, names))
-        begins.append(text if index % 3 != 2 else "")
-    async with serving(loaded, tool_format, guarantee) as (service, side):
-        requests = []
-        for index, text in enumerate(begins):
-            name = f"{index}"
-            prompt = ChatPrompt([{"role": "user", "content": f"{rng.choice(TASKS).ask} ({name})"}], LAW_TOOLS)
+    async with serving(loaded, tool_format, guarantee) as served:
+        requests, begins = [], []
+        for index in range(turns):
+            form, name = rng.choice(_forms(tool_format)), f"{index}"
+            text = (rng.choice(_PROSE) if form.opener else "") + rng.choice(opens(form, names))
+            begins.append(text if index % 3 != 2 else "")
+            served.script.scripts[name] = served.tokens(begins[-1]) if begins[-1] else []
+            prompt = _asks(f"{rng.choice(TASKS).ask} ({name})", LAW_TOOLS)
             sampling = Sampling(max_tokens=_MAX_TOKENS, temperature=float(index % 2))
             requests.append(GenerateRequest(name, prompt, sampling, program_id=name))
-            if text:
-                side.begun[name] = list(side.tokenizer.encode(text, add_special_tokens=False))
-        await asyncio.to_thread(side.constraints, requests[0].prompt)  # compiled before, however long that takes
-        answers = await asyncio.gather(*map(service.generate, requests))
-        total.unguarded += side.unguarded + service.engine.stats.unguarded
-    total.turns += turns
+        await asyncio.to_thread(served.text.constraints, requests[0].prompt)  # compiled before, however long that takes
+        answers = await asyncio.gather(*map(served.answer, requests))
+        found.unguarded = served.text.unguarded + served.service.engine.stats.unguarded
     for text, answer in zip(begins, answers, strict=True):
-        if not isinstance(answer, Answer):
-            raise RuntimeError(f"{tool_format}: {answer}")
-        total.begun += bool(text or answer.tool_calls)
-        total.calls += len(answer.tool_calls)
-        total.cut += answer.reason == "length"
+        found.begun += bool(text or answer.tool_calls)
+        found.calls += len(answer.tool_calls)
+        found.cut += answer.reason == "length"
         for call in answer.tool_calls:
             if call.name not in names:
-                total.undeclared += 1
+                found.undeclared += 1
             elif call.closed or answer.reason != "length":
-                total.outside += not (call.closed and is_whole(call.name, call.arguments, LAW_TOOLS))
-        total.markup += shows_markup(answer.text or "", tool_format, names, bool(text))
+                found.outside += not (call.closed and is_whole(call.name, call.arguments, LAW_TOOLS))
+        found.markup += shows_markup(answer.text or "", tool_format, names, bool(text))
+    return found
 
 
-async def run_law(turns: int, wanted: Sequence[str] = MODELS, tool_formats: Sequence[ToolFormat] = FORMATS) -> Law:
-    """The law over the `wanted` models and formats; `turns` are those of all models and formats."""
-    total = Law()
+def _laws(options: Namespace) -> Iterator[Row]:
+    """A row for each model and format."""
     with TemporaryDirectory() as folder:
-        for name in wanted:
+        for name in MODELS:
             model = name
             if name != "pocket":
                 model = str(Path(folder, name))
                 random_model(Path(model), int(name))
-            loaded = load_runner(replace(_CONFIG, model=model))
-            for tool_format in tool_formats:
-                one = Law()
-                await law(loaded, tool_format, -(-turns // (len(MODELS) * len(FORMATS))), one)
-                print(f"{name:8} {tool_format:16} {one}", flush=True)
-                for field, value in asdict(one).items():
-                    setattr(total, field, getattr(total, field) + value)
+            loaded = load_runner(replace(CONFIG, model=model))
+            for tool_format in options.formats:
+                found = asyncio.run(law(loaded, tool_format, -(-options.turns // (len(MODELS) * len(FORMATS)))))
+                counts = {f"law_{key}": value for key, value in asdict(found).items()}
+                name_of = f"law, {name}, {tool_format}: broken in {found.calls} calls"
+                yield figure(name_of, float(found.broken), "calls", 0.0) | counts
             del loaded
-    print(f"{'all':25} {total}")
-    return total
 
 
 # ---- time ----
 
 
-def _timed(tool_format: ToolFormat) -> list[tuple[str, CallForm]]:
-    """Each form that a format's calls may have, and what it is called."""
-    forms = forms_of(tool_format, lambda _: True)
-    assert forms is not None
-    return [(f"{tool_format} {'bare' if not form.opener else form.opener}", form) for form in forms.all]
-
-
-async def run_time(
-    rounds: int, tool_formats: Sequence[ToolFormat] = FORMATS, model: str = _CONFIG.model
-) -> dict[str, float]:
-    """The median share of a turn's processor time that its grammar takes, by form and number of tools.
-
-    `model`: Pocket, or a folder that `holdfast inflate` made of it. Raises RuntimeError for a token that was refused.
-    """
-    shares = {}
+def _times(options: Namespace) -> Iterator[Row]:
+    """The median share of a turn's processor time that its grammar takes, by form and number of tools."""
     # Without a cost of steps, drafts do not depend on time.
-    loaded = replace(load_runner(replace(_CONFIG, model=model)), cost=None)
-    script = Scripted(loaded.runner)
-    others = many_tools(196, 4, 0)
-    for tool_format in tool_formats:
-        for label, form in _timed(tool_format):
-            for more in ((), others):
-                async with serving(loaded, tool_format, "schema", script) as (service, text):
-                    turns = [await _share(service, text, script, form, more, n) for n in range(-2, rounds)][2:]
-                    if refused := service.engine.stats.refused:
-                        raise RuntimeError(f"{label}: {refused} tokens of the expected call were refused")
-                shares[f"{label}, {4 + len(more)} tools"] = median(turns)
-                print(f"{label}, {4 + len(more):3} tools {median(turns):8.2%} ({len(turns)} turns)", flush=True)
-    print(f"median {median(shares.values()):.2%}, most {max(shares.values()):.2%}")
-    return shares
+    loaded = replace(load_runner(replace(CONFIG, model=options.model)), cost=None)
+    others, shares = many_tools(196, 4, 0), []
+    for tool_format, more in product(options.formats, ((), others)):
+        for form in _forms(tool_format):
+            shares.append(asyncio.run(_share(loaded, tool_format, form, more, options.rounds)))
+            yield figure(f"time, {tool_format} {form.opener or 'bare'}, {4 + len(more)} tools", shares[-1] * 100, "%")
+    yield figure("time, median of all", median(shares) * 100, "%")
 
 
 async def _share(
-    service: Service,
-    text: Recorded,
-    script: Scripted,
-    form: CallForm,
-    more: Sequence[Mapping[str, Any]],
-    number: int,
+    loaded: LoadedRunner, tool_format: ToolFormat, form: CallForm, more: Sequence[Mapping[str, Any]], rounds: int
 ) -> float:
-    """One turn whose model writes the expected call in `form`; the share of its grammar.
+    """Turns whose model writes the expected call in `form`; the first two warm up. Raises RuntimeError.
 
     The model sees the tools of its task alone, so the prompt stays short with `more` declared tools.
     """
-    task, text.shown = TASKS[number % _SETS], TASKS[number % _SETS].tools
-    prompt = ChatPrompt([{"role": "user", "content": f"{task.ask} ({number})"}], [*task.tools, *more])
-    await asyncio.to_thread(text.constraints, prompt)
-    prose = "I look that up.\n" if form.opener else ""
-    ids = text.tokenizer.encode(prose + written(form, [task.expected]), add_special_tokens=False)
-    script.n_prompt = len((await text.encoded(prompt)).tokens)
-    script.script = [*ids, *sorted(text.eos)[:1] * 64]
-    text.spent.clear()
-    began = time.process_time()
-    answer = await service.generate(GenerateRequest(f"{number}", prompt, Sampling(max_tokens=256)))
-    whole = time.process_time() - began
-    if not isinstance(answer, Answer) or [call.name for call in answer.tool_calls] != [task.expected[0]]:
-        raise RuntimeError(f"{form}: {answer}")
-    return sum(text.spent) / whole
+    shares = []
+    async with serving(loaded, tool_format, "schema") as served:
+        for number in range(-2, rounds):
+            name, task = f"{number}", TASKS[number % _SETS]
+            served.text.shown, prompt = task.tools, _asks(f"{task.ask} ({number})", [*task.tools, *more])
+            await asyncio.to_thread(served.text.constraints, prompt)
+            ids = served.tokens(("I look that up.\n" if form.opener else "") + written(form, [task.expected]))
+            served.script.scripts[name] = [*ids, min(served.text.eos)]
+            served.text.spent.clear()
+            began = time.process_time()
+            answer = await served.answer(GenerateRequest(name, prompt, Sampling(max_tokens=256)))
+            shares.append(sum(served.text.spent) / (time.process_time() - began))
+            if [call.name for call in answer.tool_calls] != [task.expected[0]]:
+                raise RuntimeError(f"{form}: {answer}")
+        if refused := served.service.engine.stats.refused:
+            raise RuntimeError(f"{form}: {refused} tokens of the expected call were refused")
+    return float(median(shares[2:]))
 
 
 # ---- ready ----
@@ -540,111 +435,73 @@ def many_tools(number: int, properties: int, seed: int, described: int = 20) -> 
     return tools
 
 
-async def run_ready(rounds: int = 5, described: int = 160) -> None:
-    """Milliseconds from a request with new tools to the engine. `described`: the characters said of an argument."""
+async def _ready(rounds: int = 5) -> list[Row]:
+    """Milliseconds from a request with 200 new tools to the engine. Each argument is described in 160 characters."""
+    rows: list[Row] = []
     with TemporaryDirectory() as folder:
         random_model(Path(folder), VOCABULARIES[1])
-        loaded = load_runner(replace(_CONFIG, model=folder))
-        # No turn with these prompts is computed.
-        loaded = replace(loaded, config=replace(loaded.config, context_length=1 << 18))
-        seeds = count()
-        async with serving(loaded, ToolFormat.HERMES, "schema") as (_, text):
-            freeze_heap()  # as a server does
-            threads = CompilerThreads()
-            choices: tuple[Any, ...] = ("required", "auto")
-            for properties, choice in product((6, 10), choices):
-                encoding, rest = [], []
-                for _ in range(rounds):
-                    tools = many_tools(200, properties, next(seeds), described)
-                    prompt = ChatPrompt([{"role": "user", "content": "Go."}], tools, choice)
-                    began = time.perf_counter()
-                    encoded = await text.encoded(prompt)
-                    encoding.append((time.perf_counter() - began) * 1e3)
-                    limits = await threads.run(partial(text.constraints, prompt))
-                    text.after_thinking(GenerateRequest("", prompt, Sampling()), encoded, limits.matcher)
-                    rest.append((time.perf_counter() - began) * 1e3 - encoding[-1])
-                print(
-                    f"200 tools of {properties} arguments, {choice}: {median(encoding):.0f} ms to tokenize "
-                    f"{len(encoded.tokens):,} tokens, then {median(rest):.0f} ms until the engine has it "
-                    f"(at most {max(rest):.0f})",
-                    flush=True,
-                )
+        loaded = load_runner(replace(CONFIG, model=folder))
+    # No turn with these prompts is computed.
+    loaded = replace(loaded, config=replace(loaded.config, context_length=1 << 18))
+    async with serving(loaded, ToolFormat.HERMES, "schema") as served:
+        freeze_heap()  # as a server does
+        threads, text = CompilerThreads(), served.text
+        for seed, (properties, choice) in enumerate(product((6, 10), ("required", "auto"))):
+            encoding, rest = [], []
+            for number in range(rounds):
+                prompt = _asks("Go.", many_tools(200, properties, seed * rounds + number, 160), choice)
+                began = time.perf_counter()
+                encoded = await text.encoded(prompt)
+                encoding.append((time.perf_counter() - began) * 1e3)
+                limits = await threads.run(partial(text.constraints, prompt))
+                text.after_thinking(GenerateRequest("", prompt, Sampling()), encoded, limits.matcher)
+                rest.append((time.perf_counter() - began) * 1e3 - encoding[-1])
+            name = f"ready, 200 tools of {properties} arguments, {choice}"
+            rows.append(figure(f"{name}: tokenize {len(encoded.tokens):,} tokens", median(encoding), "ms"))
+            rows.append(figure(f"{name}: until the engine has it", median(rest), "ms"))
+            rows.append(figure(f"{name}: at most", max(rest), "ms"))
+    return rows
 
 
 # ---- whole ----
 
 
-async def run_whole() -> dict[Guarantee, float]:
-    """The share of whole ones among the turns that begin a call: greedy ones, and three drawn at temperature 1."""
-    loaded, shares = load_runner(_CONFIG), dict[Guarantee, float]()
+async def _whole(loaded: LoadedRunner, guarantee: Guarantee) -> list[Row]:
+    """The share of whole calls among the turns that begin one: greedy turns, and three each at temperature 1."""
+    begun, whole = [0, 0], [0, 0]  # greedy, and drawn
     settings = [Sampling(max_tokens=256), *(Sampling(256, temperature=1.0, seed=seed) for seed in range(3))]
-    guarantees: tuple[Guarantee, ...] = ("off", "names", "schema")
+    async with serving(loaded, ToolFormat.HERMES, guarantee) as served:
+        (opener,) = served.tokens("<tool_call>")
+        for number, (sampling, task) in enumerate(product(settings, TASKS)):
+            name, drawn = f"{number}", sampling.temperature > 0
+            answer = await served.answer(GenerateRequest(name, _asks(task.ask, task.tools), sampling, program_id=name))
+            begun[drawn] += opener in served.script.drawn[name]
+            calls = [call.closed and is_whole(call.name, call.arguments, task.tools) for call in answer.tool_calls]
+            whole[drawn] += bool(calls) and all(calls)
+    names = (f"greedy, of {begun[0]}", f"temperature 1, of {begun[1]}", "all")
+    counts = zip(names, (*whole, sum(whole)), (*begun, sum(begun)), strict=True)
+    return [figure(f"whole, {guarantee}, {name}", 100 * some / max(every, 1), "%") for name, some, every in counts]
+
+
+def _wholes(options: Namespace) -> Iterator[Row]:
+    loaded, guarantees = load_runner(CONFIG), cast(tuple[Guarantee, ...], ("off", "names", "schema"))
     for guarantee in guarantees:
-        async with serving(loaded, ToolFormat.HERMES, guarantee) as (service, text):
-            counts = [_Counts(), _Counts()]  # greedy, and drawn
-            for number, (task, sampling) in enumerate((task, each) for each in settings for task in TASKS):
-                prompt, program = ChatPrompt([{"role": "user", "content": task.ask}], task.tools), f"{number}"
-                answer = await service.generate(GenerateRequest(program, prompt, sampling, program_id=program))
-                assert isinstance(answer, Answer), answer
-                counts[sampling.temperature > 0].add(answer, text.detokenize(text.replies[program]), task)
-        shares[guarantee] = sum(each.whole for each in counts) / sum(each.begun for each in counts)
-        print(f"{guarantee:8} greedy: {counts[0]}; at temperature 1: {counts[1]}; {shares[guarantee]:.0%}", flush=True)
-    return shares
+        yield from asyncio.run(_whole(loaded, guarantee))
 
 
-@dataclass(slots=True)
-class _Counts:
-    """What came of turns that ask for a call."""
-
-    turns: int = 0
-    begun: int = 0
-    whole: int = 0
-    right: int = 0  # with the tool that is meant
-    cut: int = 0
-
-    def add(self, answer: Answer, drawn: str, task: CallTask) -> None:
-        good = [call.closed and is_whole(call.name, call.arguments, task.tools) for call in answer.tool_calls]
-        whole = bool(good) and all(good)
-        self.turns += 1
-        self.begun += "<tool_call>" in drawn
-        self.whole += whole
-        self.right += whole and answer.tool_calls[0].name == task.expected[0]
-        self.cut += answer.reason == "length"
-
-    def __str__(self) -> str:
-        return (
-            f"{self.turns} turns, {self.begun} begin a call, {self.whole} of them whole "
-            f"({self.whole / max(self.begun, 1):.0%}), {self.right} with the right tool, {self.cut} cut"
-        )
+PARTS: dict[str, Callable[[Namespace], Iterable[Row]]] = {
+    "law": _laws,
+    "time": _times,
+    "ready": lambda options: asyncio.run(_ready()),
+    "whole": _wholes,
+}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what holds and what it costs; 1 where the law does not hold."""
-    parser = argparse.ArgumentParser(prog="holdfast.loadgen.bench.calls")
-    parser.add_argument("--turns", type=int, default=2000, help="of the law, over all models and formats")
-    parser.add_argument("--rounds", type=int, default=40, help="pairs of turns that are timed in each format")
-    parser.add_argument("--models", default=",".join(MODELS), help="of the law")
-    parser.add_argument("--model", default=_CONFIG.model, help="of time: pocket, or a folder of `holdfast inflate`")
-    parser.add_argument("--formats", default=",".join(FORMATS), help="of the law and of time")
-    parser.add_argument("--parts", default=",".join(PARTS))
-    options = parser.parse_args(arguments)
-    wanted = options.parts.split(",")
-    if unknown := set(wanted) - set(PARTS):
-        parser.error(f"unknown parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    if unknown := set(options.formats.split(",")) - set(FORMATS):
-        parser.error(f"unknown formats: {', '.join(sorted(unknown))}; there are {', '.join(FORMATS)}")
-    formats = [ToolFormat(name) for name in options.formats.split(",")]
-    held = True
-    if "law" in wanted:
-        held = asyncio.run(run_law(options.turns, options.models.split(","), formats)).holds
-    if "time" in wanted:
-        asyncio.run(run_time(options.rounds, formats, options.model))
-    if "ready" in wanted:
-        asyncio.run(run_ready())
-    if "whole" in wanted:
-        asyncio.run(run_whole())
-    return 0 if held else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def calls(options: Namespace) -> Iterator[Row]:
+    """The rows of the parts in `options.parts`. Raises ConfigError for an unknown part or format."""
+    for name, known in (("parts", list(PARTS)), ("formats", list(map(str, FORMATS)))):
+        if unknown := set(getattr(options, name)) - set(known):
+            raise ConfigError(f"unknown {name}: {', '.join(sorted(unknown))}; there are {', '.join(known)}", name)
+    options.formats = [ToolFormat(name) for name in options.formats]
+    for name in options.parts:
+        yield from PARTS[name](options)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from holdfast.loadgen.bench.conversations import END, MARKS, Conversation, spans, train_bpe
+from holdfast.loadgen.bench.harness import report
 from holdfast.loadgen.inflate import CUT
 from holdfast.loadgen.program import Program, prompts
 from holdfast.loadgen.traces import logs
@@ -45,7 +47,8 @@ CUTS = {
 }
 """How text is cut into words before the BPE merges, as the tokenizers of these models do."""
 
-_HEAD = "drafters                 tokens/forward  tool calls  acceptance  us/step  open ms  memory KiB"
+COLUMNS = {"drafters": "<24", "tokens_per_forward": ">18.2f", "tokens_per_forward_tool_calls": ">29.2f"}
+COLUMNS |= {"acceptance": ">10.2f", "drafting_us": ">11.1f", "open_ms": ">8.2f", "memory_bytes": ">12"}
 
 SWITCHES: tuple[tuple[str, DraftConfig], ...] = (
     ("off", DraftConfig(enabled=False)),
@@ -90,24 +93,6 @@ class Replayed:
     memory_bytes: int  # most held for earlier turns
 
 
-@dataclass(slots=True)
-class _Count:
-    forwards: int = 0
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-    def add(self, other: _Count) -> None:
-        self.forwards += other.forwards
-        self.tokens += other.tokens
-        self.drafted += other.drafted
-        self.accepted += other.accepted
-
-    @property
-    def tokens_per_forward(self) -> float:
-        return self.tokens / self.forwards if self.forwards else 0.0
-
-
 def main(
     trace: Path, tools: Path | None = None, tokenizer: Path | None = None, cut: str = "pocket", as_json: bool = False
 ) -> int:
@@ -131,71 +116,59 @@ def main(
         "vocabulary": encoder.get_vocab_size(),
         "max_draft": DraftConfig().max_draft,
     }
-    if not as_json:
-        print(", ".join(f"{key} {value}" for key, value in about.items()), _HEAD, sep="\n", flush=True)
-    runs = []
-    for name, config in SWITCHES:
-        runs.append(replay(tokens, config, name))
-        if not as_json:
-            print(_row(runs[-1]), flush=True)
+    runs = (asdict(replay(tokens, config, name)) for name, config in SWITCHES)
     if as_json:
-        print(json.dumps({**about, "runs": [asdict(run) for run in runs]}))
+        print(json.dumps({**about, "runs": list(runs)}))
+    else:
+        print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
+        report(runs, COLUMNS, None)
     return 0
 
 
 def replay(conversations: Iterable[Tokens], config: DraftConfig, name: str = "") -> Replayed:
     """Draft through all turns of `conversations` with one drafter."""
     drafter = Drafter(config, EngineStats())
-    every, calling, watch = _Count(), _Count(), _Stopwatch()
-    memory = turns = 0
+    counts: list[tuple[int, int, int, int]] = []  # of each turn: tokens, forwards, drafts, right ones
+    calling: list[bool] = []
+    times = [0.0, 0.0, 0.0]
+    memory = 0
     for conversation in conversations:
         for turn in conversation.turns:
-            count = _replay_turn(drafter, conversation.ids, turn, watch)
-            every.add(count)
-            if turn.calls:
-                calling.add(count)
-            memory, turns = max(memory, drafter.memory_bytes), turns + 1
+            sequence = decoding("turn", "trace", conversation.ids[: turn.end], turn.start)
+            clock = [time.thread_time()]
+            drafter.catch_up([sequence])
+            clock.append(time.thread_time())
+            # The clock is read around the turn: a reading costs as much as a draft. So comparing counts as drafting.
+            steps = []
+            while sequence.length < turn.end:
+                steps.append(draft(drafter, [sequence]))
+            clock.append(time.thread_time())
+            drafter.close(sequence)
+            drafter.catch_up(())
+            clock.append(time.thread_time())
+            counts.append((turn.end - turn.start, len(steps), sum(n for n, _ in steps), sum(n for _, n in steps)))
+            calling.append(turn.calls)
+            times = [total + end - begin for total, (begin, end) in zip(times, pairwise(clock), strict=True)]
+            memory = max(memory, drafter.memory_bytes)
+    _, forwards, drafted, accepted = (sum(each) for each in zip(*counts, strict=True))
+    opening, drafting, closing = times
     return Replayed(
         drafters=name,
-        tokens_per_forward=round(every.tokens_per_forward, 3),
-        tokens_per_forward_tool_calls=round(calling.tokens_per_forward, 3),
-        acceptance=round(every.accepted / max(every.drafted, 1), 3),
-        drafted=every.drafted,
-        forwards=every.forwards,
-        drafting_us=round(watch.drafting / max(every.forwards, 1) * 1e6, 1),
-        open_ms=round(watch.opening / max(turns, 1) * 1e3, 3),
-        close_ms=round(watch.closing / max(turns, 1) * 1e3, 3),
+        tokens_per_forward=_tokens_per_forward(counts),
+        tokens_per_forward_tool_calls=_tokens_per_forward(compress(counts, calling)),
+        acceptance=round(accepted / max(drafted, 1), 3),
+        drafted=drafted,
+        forwards=forwards,
+        drafting_us=round(drafting / max(forwards, 1) * 1e6, 1),
+        open_ms=round(opening / len(counts) * 1e3, 3),
+        close_ms=round(closing / len(counts) * 1e3, 3),
         memory_bytes=memory,
     )
 
 
-@dataclass(slots=True)
-class _Stopwatch:
-    """Seconds of this thread's processor time; what else the machine does is not counted."""
-
-    opening: float = 0.0
-    drafting: float = 0.0
-    closing: float = 0.0
-
-
-def _replay_turn(drafter: Drafter, ids: TokenIds, turn: Turn, watch: _Stopwatch) -> _Count:
-    count, sequence = _Count(tokens=turn.end - turn.start), decoding("turn", "trace", ids[: turn.end], turn.start)
-    begin = time.thread_time()
-    drafter.catch_up([sequence])
-    opened = time.thread_time()
-    # The clock is read around the turn: a reading costs as much as a draft. So comparing counts as drafting here.
-    while sequence.length < turn.end:
-        drafted, right = draft(drafter, [sequence])
-        count.forwards += 1
-        count.drafted += drafted
-        count.accepted += right
-    drafted_at = time.thread_time()
-    drafter.close(sequence)
-    drafter.catch_up(())
-    watch.opening += opened - begin
-    watch.drafting += drafted_at - opened
-    watch.closing += time.thread_time() - drafted_at
-    return count
+def _tokens_per_forward(counts: Iterable[tuple[int, int, int, int]]) -> float:
+    rows = list(counts)
+    return round(sum(tokens for tokens, *_ in rows) / max(sum(forwards for _, forwards, *_ in rows), 1), 3)
 
 
 def decoding(name: str, scope: str, text: TokenIds, n_prompt: int) -> Sequence:
@@ -245,7 +218,6 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a checkpoint's folder."""
     file = folder / "tokenizer.json"
-    _read(file, "tokenizer")
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
@@ -291,17 +263,3 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 def _call(function: dict[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     return {"name": function["name"], "arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}
-
-
-def _read(path: Path, field: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", field) from error
-
-
-def _row(found: Replayed) -> str:
-    return (
-        f"{found.drafters:<24} {found.tokens_per_forward:>14.2f} {found.tokens_per_forward_tool_calls:>11.2f}"
-        f" {found.acceptance:>11.2f} {found.drafting_us:>8.1f} {found.open_ms:>8.2f} {found.memory_bytes >> 10:>11}"
-    )

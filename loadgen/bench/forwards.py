@@ -1,21 +1,24 @@
-"""How near a step comes to what the machine allows, and to llama.cpp's: ``python -m holdfast.loadgen.bench.forwards
---model DIR --peer NAME=URL``.
+"""Steps and turns of a model against what the machine allows: `bench forwards` and `bench efficiency`.
 
-Each shape of step is timed by turns with a plain chain of `linear` over matrices of the model's sizes. The step is also
-compared with the time of its memory traffic at the measured bandwidth: every weight once, the KV of the sequences (of
-layers with a window, the last tokens), and recurrent states, read and written. Of experts, those that the tokens choose
-at random. With `--beside DTYPE` the same steps in another dtype take turns. The chain of int8 is in the other
-dtype; its weights are a byte each. Only models that our own decoder knows.
+A step is timed by turns with a plain chain of `linear` over matrices of the model's sizes. It is also compared with the
+time of its memory traffic at the measured bandwidth: every weight once, the KV of the sequences (of layers with a
+window, the last tokens), and recurrent states, read and written. Of experts, those that the tokens choose at random.
+The chain of int8 is in the other dtype; its weights are a byte each. Only models that our own decoder knows.
 
 A peer is a running llama.cpp server of the same model. It takes its turn at every shape of one sequence, and reports
 the time of its own forwards, without HTTP.
+
+The efficiency of a turn is its ideal time over its measured time:
+
+    ideal = (forwards x weights + KV read) / bandwidth + operations of the new tokens / product rate
+
+The forwards are those that the engine did, so the tokens that drafts save are not in it.
 """
 
-import argparse
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from http.client import HTTPException
@@ -28,7 +31,7 @@ from torch.nn.functional import linear
 
 from holdfast.kernels.linear_state import LinearStates
 from holdfast.loadgen.bench.gpu.accounting import matrix_sizes
-from holdfast.loadgen.bench.harness import Row, parser, report, seconds, write
+from holdfast.loadgen.bench.harness import Row, seconds
 from holdfast.loadgen.client import Client
 from holdfast.loadgen.options import PAUSE_S, parse_server
 from holdfast.replicas.config import SCALE_BYTES, DraftConfig, DType, EngineConfig
@@ -41,9 +44,10 @@ from holdfast.replicas.model.description import (
     describe,
     inspect_model,
 )
-from holdfast.replicas.model.startup import LoadedRunner, load_runner
+from holdfast.replicas.model.startup import load_runner
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Runner, Sampling, StepPlan
 
+CELLS = 32768
 PRECISIONS = tuple(f"{dtype}{kv}" for dtype in get_args(DType) for kv in ("", "/int8"))
 COLUMNS = {"name": "<26", "step_ms": ">10.2f", "chain_ms": ">10.2f", "memory_ms": ">10.2f"}
 COLUMNS |= {"over_chain": ">12.2f", "over_memory": ">12.2f"}
@@ -82,18 +86,15 @@ SHAPES = (
 )
 
 
-def step_plan(shape: StepShape, page_size: int, pages: int, scattered: bool, states: bool = False) -> StepPlan:
-    """The plan of a shape, over pages that hold nothing; `scattered`: no two neighbouring pages belong together.
+def step_plan(shape: StepShape, page_size: int, pages: int, states: bool = False) -> StepPlan:
+    """The plan of a shape, over pages that hold nothing. Raises ConfigError where `pages` are too few.
 
-    `states`: of a model with recurrent states; each sequence has one, and drafts leave it as it is.
-
-    Raises ConfigError where `pages` are too few.
+    `states`: the model has recurrent states; each sequence has one, and drafts leave it as it is.
     """
     each = -(-(shape.context + shape.window) // page_size)
     if shape.sequences * each > pages:
         raise ConfigError(f"{shape.name!r} needs {shape.sequences * each * page_size} cells", "cells")
-    order = np.random.default_rng(0).permutation(pages) if scattered else np.arange(pages)
-    rows = order[: shape.sequences * each].astype(np.int32).reshape(shape.sequences, each)
+    rows = np.arange(shape.sequences * each, dtype=np.int32).reshape(shape.sequences, each)
     draw = Draw(Sampling(), 0, drafts=shape.window - 1 if shape.drawn else 0)
     tokens = 1 + np.arange(shape.sequences * shape.window, dtype=np.int32).reshape(shape.sequences, -1) % 250
     uses = [StateUse(row, row, held=draw.drafts) if states else None for row in range(shape.sequences)]
@@ -152,84 +153,33 @@ class Floors:
 
 
 class LlamaServer:
-    """A running server of llama.cpp, asked for one forward at a time in its first slot. Raises UnavailableError."""
+    """A running server of llama.cpp that does one forward at a time in its first slot. Raises UnavailableError."""
 
     def __init__(self, name: str, url: str) -> None:
         self.name, self._url, self._rng = name, url, np.random.default_rng(0)
 
     def milliseconds(self, shape: StepShape) -> float | None:
-        """Of one forward over a context that is computed before: of a token after a prompt, or of a window of one.
+        """Time of one forward over a context that is computed before; None if the server did not keep the context.
 
-        None where it computes other tokens than these: it did not keep the context.
-        A single token is the mean of eight, of which the first one, drawn from the prompt's forward, counts for none.
+        A single token is the mean of eight after the one that is drawn from the prompt's own forward.
         """
         length = shape.context + (shape.window if shape.window > 1 else 0)
         prompt = self._rng.integers(3, 256, length).tolist()
         if shape.window == 1:
-            told = self._ask(prompt, _DECODED)
-            return float(told["predicted_ms"]) / (_DECODED - 1)
+            return float(self._complete(prompt, _DECODED)["predicted_ms"]) / (_DECODED - 1)
         if shape.context:
-            self._ask(prompt[: shape.context], 1)
-        told = self._ask(prompt, 1)
-        return float(told["prompt_ms"]) if told["prompt_n"] == shape.window else None
+            self._complete(prompt[: shape.context], 1)
+        timings = self._complete(prompt, 1)
+        return float(timings["prompt_ms"]) if timings["prompt_n"] == shape.window else None
 
-    def _ask(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
-        asked = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "id_slot": 0}
+    def _complete(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+        body = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "id_slot": 0}
         try:
-            with Client(self._url, timeout_s=300) as client:  # another one each time: it may be a while until the next
-                told: dict[str, Any] = client.post("/completion", {**asked, "cache_prompt": True}, {})["timings"]
+            with Client(self._url, timeout_s=300) as client:  # a new connection: the next request may be far off
+                timings: dict[str, Any] = client.post("/completion", {**body, "cache_prompt": True}, {})["timings"]
         except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
-            raise UnavailableError(f"{self.name} tells no time of its forwards: {error!r}") from error
-        return told
-
-
-def measure(
-    loaded: LoadedRunner,
-    floors: Floors,
-    shapes: Sequence[StepShape],
-    repeat: int,
-    scattered: bool,
-    beside: LoadedRunner | None = None,
-    peers: Sequence[LlamaServer] = (),
-) -> Iterator[Row]:
-    """Medians in milliseconds of each shape, by turns: step, chain, the step of `beside` and, after a pause, the peers.
-
-    `memory_ms`: weights, KV and states of the step at the measured bandwidth. `peers_ms`: by name; of several sequences
-    nothing. Raises UnavailableError for a peer that does not answer as llama.cpp does.
-    """
-    kv, states = loaded.runner.kv, loaded.config.state_slots > 0
-    for shape in shapes:
-        plan = step_plan(shape, kv.page_size, kv.pages, scattered, states)
-        tokens = shape.sequences * shape.window
-        ways: dict[str, Callable[[], object]] = {
-            "step_ms": partial(_step, loaded.runner, plan),
-            "chain_ms": floors.chain(tokens, tokens if shape.drawn else shape.sequences),
-        }
-        if beside is not None:
-            ways["beside_ms"] = partial(_step, beside.runner, plan)
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        theirs: dict[str, list[float | None]] = {peer.name: [] for peer in peers if shape.sequences == 1}
-        for _ in range(repeat + 1):  # the first turn warms up
-            if peers:
-                time.sleep(PAUSE_S)
-                _step(loaded.runner, plan)  # threads and caches as they are between steps
-            for name, call in ways.items():
-                times[name].append(seconds(call) * 1e3)
-            for peer in peers if theirs else ():
-                time.sleep(PAUSE_S)
-                theirs[peer.name].append(peer.milliseconds(shape))
-        row: Row = {"name": shape.name} | {name: statistics.median(each[1:]) for name, each in times.items()}
-        memory = floors.memory_s(shape) * 1e3
-        row |= {
-            "memory_ms": memory,
-            "over_chain": row["step_ms"] / row["chain_ms"],
-            "over_memory": row["step_ms"] / memory,
-        }
-        yield row | {"peers_ms": {name: _median(each[1:]) for name, each in theirs.items()}}
-
-
-def _step(runner: Runner, plan: StepPlan) -> None:
-    runner.begin(plan).land()
+            raise UnavailableError(f"{self.name} reports no time of its forwards: {error!r}") from error
+        return timings
 
 
 def in_precision(config: EngineConfig, name: str) -> EngineConfig:
@@ -239,10 +189,72 @@ def in_precision(config: EngineConfig, name: str) -> EngineConfig:
     return replace(config, **settings)
 
 
-def _median(values: Sequence[float | None]) -> float | None:
-    """None if one is missing."""
-    known = [each for each in values if each is not None]
-    return statistics.median(known) if len(known) == len(values) else None
+def forwards(options: Namespace) -> Iterator[Row]:
+    """Median milliseconds of each shape, by turns: step, chain, the step of `--beside` and, after a pause, the peers.
+
+    Raises ConfigError for a model that our decoder does not know, UnavailableError like `LlamaServer`.
+    """
+    peers = [LlamaServer(*parse_server(peer)) for peer in options.peer]
+    config = EngineConfig(model=options.model, threads=options.threads, cells=CELLS)
+    model = described(options.model)
+    # Slots for states have room for drafts only where there may be some.
+    speculation = DraftConfig(enabled=model.state is not None)
+    config = replace(config, state_slots=max(one.sequences for one in SHAPES), speculation=speculation)
+    loaded = load_runner(in_precision(config, options.dtype))
+    runners = {"step_ms": loaded.runner}
+    if options.beside:
+        runners["beside_ms"] = load_runner(in_precision(config, options.beside)).runner
+    kv, dtype = loaded.runner.kv, loaded.config.dtype
+    weight_bytes = 1 if dtype == "int8" else kv.dtype.itemsize
+    floors = Floors(model, kv.dtype, loaded.config.device, weight_bytes, kv.data.dtype)
+    print(f"{dtype}, KV {loaded.config.kv_dtype}, {loaded.config.threads} threads")
+    for shape in SHAPES:
+        if options.only in shape.name:
+            plan = step_plan(shape, kv.page_size, kv.pages, loaded.config.state_slots > 0)
+            yield _timed(shape, plan, runners, floors, peers if shape.sequences == 1 else [], options.repeat)
+
+
+def _timed(
+    shape: StepShape,
+    plan: StepPlan,
+    runners: Mapping[str, Runner],
+    floors: Floors,
+    peers: Sequence[LlamaServer],
+    repeat: int,
+) -> Row:
+    tokens = shape.sequences * shape.window
+    ways: dict[str, Callable[[], object]] = {name: partial(_step, each, plan) for name, each in runners.items()}
+    ways["chain_ms"] = floors.chain(tokens, tokens if shape.drawn else shape.sequences)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    theirs: dict[str, list[float | None]] = {peer.name: [] for peer in peers}
+    for _ in range(repeat + 1):  # the first turn warms up
+        if peers:
+            time.sleep(PAUSE_S)
+            _step(runners["step_ms"], plan)  # threads and caches as they are between steps
+        for name, call in ways.items():
+            times[name].append(seconds(call) * 1e3)
+        for peer in peers:
+            time.sleep(PAUSE_S)
+            theirs[peer.name].append(peer.milliseconds(shape))
+    row: Row = {"name": shape.name} | {name: statistics.median(each[1:]) for name, each in times.items()}
+    step, memory = row["step_ms"], floors.memory_s(shape) * 1e3
+    row |= {"memory_ms": memory, "over_chain": step / row["chain_ms"], "over_memory": step / memory}
+    for name, each in theirs.items():
+        known = [value for value in each[1:] if value is not None]
+        row[name] = statistics.median(known) if len(known) == repeat else None
+        row[f"{name}/ours"] = row[name] and row[name] / step
+    return row
+
+
+def forward_columns(options: Namespace) -> dict[str, str]:
+    """The columns of `forwards`, with those of the peers."""
+    columns = COLUMNS | ({"beside_ms": ">10.2f"} if options.beside else {})
+    names = [parse_server(peer)[0] for peer in options.peer]
+    return columns | {column: ">13.2f" for name in names for column in (name, f"{name}/ours")}
+
+
+def _step(runner: Runner, plan: StepPlan) -> None:
+    runner.begin(plan).land()
 
 
 def _wait(result: Tensor) -> None:
@@ -251,60 +263,9 @@ def _wait(result: Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def _parser() -> argparse.ArgumentParser:
-    command = parser("forwards", "Steps of a model against the machine's floors.")
-    command.add_argument("--model", required=True, help="'pocket' or a model folder")
-    text = "a dtype; DTYPE/int8: with KV in int8"
-    command.add_argument("--dtype", choices=PRECISIONS, default="auto", metavar="DTYPE", help=text)
-    command.add_argument("--beside", choices=PRECISIONS, metavar="DTYPE", help="another one, by turns")
-    command.add_argument("--threads", type=int, default=0, help="of torch on a CPU; 0: all cores")
-    command.add_argument("--repeat", type=int, default=5)
-    command.add_argument("--cells", type=int, default=32768)
-    command.add_argument("--scattered", action="store_true", help="no two neighbouring pages belong together")
-    command.add_argument("--only", default="", help="only shapes whose name has this in it")
-    text = "a llama.cpp server of the same model, by turns with the steps; may come several times"
-    command.add_argument("--peer", action="append", default=[], metavar="NAME=URL", help=text)
-    return command
-
-
-def _columns_of(row: Row) -> Row:
-    """Each peer's time, and over ours."""
-    theirs: Row = row["peers_ms"]
-    return theirs | {f"{name}/ours": value and value / row["step_ms"] for name, value in theirs.items()}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line. Exit status 2 for a model that our decoder does not know.
-
-    Raises ConfigError like `load_runner`, UnavailableError like `measure`.
-    """
-    options = _parser().parse_args(argv)
-    peers = [LlamaServer(*parse_server(peer)) for peer in options.peer]
-    slots = max(one.sequences for one in SHAPES)
-    config = EngineConfig(model=options.model, threads=options.threads, cells=options.cells, state_slots=slots)
-    shape = describe(inspect_model(options.model).config)
-    if shape is None:
-        print("bench forwards: our decoder does not know this model", file=sys.stderr)
-        return 2
-    # Slots for states have room for drafts only where there may be some.
-    config = replace(config, speculation=DraftConfig(enabled=shape.state is not None))
-    loaded = load_runner(in_precision(config, options.dtype))
-    beside = load_runner(in_precision(config, options.beside)) if options.beside else None
-    dtype = loaded.runner.kv.dtype
-    weight_bytes = 1 if loaded.config.dtype == "int8" else dtype.itemsize
-    floors = Floors(shape, dtype, loaded.config.device, weight_bytes, loaded.runner.kv.data.dtype)
-    print(f"{loaded.config.dtype}, KV {loaded.config.kv_dtype}, {loaded.config.threads} threads")
-    columns = COLUMNS | ({"beside_ms": ">10.2f"} if beside else {})
-    for peer in peers:
-        columns |= {peer.name: ">13.2f", f"{peer.name}/ours": ">13.2f"}
-    shapes = [one for one in SHAPES if options.only in one.name]
-    timed = measure(loaded, floors, shapes, options.repeat, options.scattered, beside, peers)
-    rows = report((row | _columns_of(row) for row in timed), columns, None)
-    precision = {"dtype": loaded.config.dtype, "kv_dtype": loaded.config.kv_dtype}
-    head = {"model": options.model, "threads": loaded.config.threads} | precision
-    write(options.json, head | {"steps": rows})
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+def described(model: str) -> Description:
+    """The model, as our own decoder describes it. Raises ConfigError where it does not know it."""
+    found = describe(inspect_model(model).config)
+    if found is None:
+        raise ConfigError("our own decoder does not know this model", "model")
+    return found

@@ -1,4 +1,8 @@
-"""What the benchmarks share: timing by turns, a printed table, the JSON file, and figures with bars."""
+"""What the benchmarks share: a command with its table, timing by turns, rows that are printed and written.
+
+`python -m holdfast.loadgen.bench NAME` runs an entry of the table in `__main__`. A benchmark yields rows; a row with a
+`bar` fails the command if its `value` is above the bar.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ import json
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,90 +20,87 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from holdfast.replicas.errors import ConfigError
+
 Clock: TypeAlias = Callable[[], float]
 Row: TypeAlias = dict[str, Any]
+FIGURES = {"name": "<58", "value": ">10.3f", "unit": "<8", "bar": ">6g"}
+"""The columns of rows that `figure` makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One command: `measure` yields its rows from the parsed options.
+
+    `columns`: the format of each printed field, or a function of the options that returns them. `flags`: options of
+    `add_argument` by flag.
+    """
+
+    about: str
+    measure: Callable[[argparse.Namespace], Iterable[Row]]
+    columns: Mapping[str, str] | Callable[[argparse.Namespace], Mapping[str, str]]
+    flags: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def main(self, name: str, argv: Sequence[str]) -> int:
+        """Parse, measure, print and write; exit status 1 if a bar is missed."""
+        command = argparse.ArgumentParser(prog=f"bench {name}", description=self.about)
+        for flag, settings in self.flags.items():
+            command.add_argument(flag, **settings)
+        command.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as well")
+        options = command.parse_args(argv)
+        columns = self.columns(options) if callable(self.columns) else self.columns
+        rows = report(self.measure(options), columns, options.json)
+        return int(any(row.get("bar") is not None and row["value"] > row["bar"] for row in rows))
+
+
+def figure(name: str, value: float, unit: str, bar: float | None = None) -> Row:
+    """One cost; `bar` is the most that it may be, None if there is no bar."""
+    return {"name": name, "value": value, "unit": unit, "bar": bar}
 
 
 def seconds(call: Callable[[], object], clock: Clock = time.perf_counter) -> float:
-    """What one call takes."""
+    """The time of one call."""
     began = clock()
     call()
     return clock() - began
 
 
-def by_turns(
-    ways: Mapping[str, Callable[[], object]],
-    repeat: int,
-    clock: Clock = time.perf_counter,
-    pick: Callable[[Sequence[float]], float] = statistics.median,
-) -> dict[str, float]:
-    """Seconds of each way, `pick`ed from `repeat` calls. The ways take turns; the first turn warms up."""
+def by_turns(ways: Mapping[str, Callable[[], object]], repeat: int) -> dict[str, float]:
+    """Median seconds of each way over `repeat` calls. The ways take turns; the first turn warms up."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeat + 1):
         for name, call in ways.items():
-            taken[name].append(seconds(call, clock))
-    return {name: pick(each[1:]) for name, each in taken.items()}
-
-
-def parser(name: str, about: str) -> argparse.ArgumentParser:
-    """A benchmark's command line, with `--json`."""
-    made = argparse.ArgumentParser(prog=f"bench {name}", description=about)
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as well")
-    return made
+            taken[name].append(seconds(call))
+    return {name: statistics.median(each[1:]) for name, each in taken.items()}
 
 
 def report(rows: Iterable[Row], columns: Mapping[str, str], file: Path | None) -> list[Row]:
-    """Print the rows as they come, and write them to `file`. `columns`: the format of each printed field.
+    """Print the rows as they come, and write them to `file` as JSON. A missing or None value is printed as `-`.
 
-    A missing or None value is printed as `-`.
+    Raises ConfigError before the first row if the file cannot be written.
     """
+    if file:
+        try:
+            file.touch()
+        except OSError as error:
+            raise ConfigError(f"cannot write {file}: {error.strerror}", "json") from error
     widths = {name: int(re.findall(r"\d+", spec)[0]) for name, spec in columns.items()}
     print(" ".join(f"{name:{'<' if spec[0] == '<' else '>'}{widths[name]}}" for name, spec in columns.items()))
-    found = []
+    kept = []
     for row in rows:
-        found.append(row)
+        kept.append(row)
         cells = (
             f"{'-':>{widths[name]}}" if row.get(name) is None else format(row[name], spec)
             for name, spec in columns.items()
         )
         print(" ".join(cells), flush=True)
-    write(file, found)
-    return found
-
-
-def write(file: Path | None, content: object) -> None:
-    """Write JSON, if a file was asked for."""
     if file:
-        file.write_text(json.dumps(content, indent=1) + "\n")
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One cost. `bar`: the most that it may be; None if there is no bar."""
-
-    name: str
-    value: float
-    unit: str
-    bar: float | None = None
-
-    @property
-    def missed(self) -> bool:
-        return self.bar is not None and self.value > self.bar
-
-
-def report_figures(figures: Iterator[Figure], file: Path | None) -> int:
-    """Print the figures as they come, and write them to `file`. The exit status: 1 if a bar is missed."""
-    found = []
-    for figure in figures:
-        found.append(figure)
-        bar = "" if figure.bar is None else f"   bar {figure.bar:g} {'MISSED' if figure.missed else 'met'}"
-        print(f"{figure.name:<58} {figure.value:>10.3f} {figure.unit}{bar}", flush=True)
-    write(file, [asdict(figure) for figure in found])
-    return int(any(figure.missed for figure in found))
+        file.write_text(json.dumps(kept, indent=1) + "\n")
+    return kept
 
 
 def save_random_llama(folder: Path, dtype: torch.dtype, **sizes: Any) -> LlamaConfig:
-    """Write a Llama with random weights of these sizes; always the same weights."""
+    """Write a Llama with random weights of these sizes; the weights are always the same."""
     config = LlamaConfig(**sizes)
     disable_progress_bar()
     torch.manual_seed(0)

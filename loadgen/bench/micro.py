@@ -1,34 +1,42 @@
-"""What the pieces around the model cost, against their bars: ``python -m holdfast.loadgen.bench.micro [--json FILE]``.
+"""Costs of the pieces around the model, against their bars: `bench micro`, and `bench sessions` for questions.
 
-No model runs. Each figure is processor time of this thread, the best of a few rounds or the median of many steps, so
-other work on the machine hardly counts.
+Figures of `micro` need no model. Each is processor time of this thread, the best of a few rounds or the median of many
+steps, so other work on the machine hardly counts.
 """
 
 from __future__ import annotations
 
 import random
-import sys
+import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
-from itertools import chain, count, cycle
+from itertools import cycle
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
+import torch
 
+from holdfast.kernels import attention as kernels
 from holdfast.loadgen.bench.drafts import decoding, draft
-from holdfast.loadgen.bench.harness import Figure, parser, report_figures, seconds
+from holdfast.loadgen.bench.harness import Row, figure, save_random_llama, seconds
 from holdfast.loadgen.bench.workload import Scenario, rounds
 from holdfast.loadgen.simulator.policies import RETENTION
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig, RetentionConfig
 from holdfast.replicas.constraints.guidance import AVAILABLE
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.kv.cache import KVCache
+from holdfast.replicas.model import decoder
 from holdfast.replicas.model.description import inspect_model
+from holdfast.replicas.model.folder import model_folder
+from holdfast.replicas.model.startup import load_runner
 from holdfast.replicas.model.weights import load_tokenizer
-from holdfast.replicas.plan import Drawn, Landed, Sampling, StepOutput, StepPlan, step_cost
+from holdfast.replicas.plan import Drawn, Flight, Landed, Runner, Sampling, StepOutput, StepPlan, step_cost
 from holdfast.replicas.programs import Sequence
 from holdfast.replicas.requests import ChatPrompt, Finished, OpenSession, SessionTurn, Submit, TurnEnded
 from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot, Pauses
@@ -48,11 +56,9 @@ from holdfast.replicas.types import TokenIds
 PAGE = 16
 NODES = 100_000
 _ROUNDS = 5
-_RUNNING, _WAITING, _QUEUED = 64, 10_000, 1_000  # sequences
-_PROMPT, _PREAMBLE = 200, 2_000  # tokens
-_PINNED, _SESSIONS = 500, 16
-_SHORT = _PINNED * (_PROMPT + 8) + _RUNNING * (_PROMPT + 1024 + 2 * PAGE)  # cells; a reply is taken for 1,024 tokens
-_LEARNED_FROM = 400  # prompts
+_RUNNING = 64  # sequences
+_CROWDS = ((10_000, 0), (1_000, 0), (1_000, 500))  # requests that wait, programs that are pinned
+_PROMPT = 200  # tokens
 _CALLS, _TOOLS = 5_000, 20  # of which statistics are kept
 _STEPS, _WARM_UP = 200, 40
 _VOCABULARY = 50_000
@@ -60,14 +66,13 @@ _REPLY = 128  # tokens of a turn that are replayed
 _COST = step_cost((1, 8, 64, 256), (0.01, 0.012, 0.03, 0.1))  # of a model that gains by drafts
 
 
-def main(argv: SequenceOf[str] | None = None) -> int:
-    """Measure and print all; exit status 1 if a bar is missed."""
-    options = parser("micro", "Costs of the pieces around the model.").parse_args(argv)
-    parts = restoring(), tree(), drafting(), scheduling(), retention(), text(), masks()
-    return report_figures(chain(*parts), options.json)
+def micro(options: Namespace) -> Iterator[Row]:
+    """All figures without a model."""
+    for part in (restoring, tree, drafting, scheduling, retention, masks):
+        yield from part()
 
 
-def restoring() -> Iterator[Figure]:
+def restoring() -> Iterator[Row]:
     """Aliasing a cached prefix, short and long, and finding it."""
     cache = KVCache(3 * 65536 // PAGE, PAGE)
     rng = np.random.default_rng(0)
@@ -77,13 +82,13 @@ def restoring() -> Iterator[Figure]:
     walk = [_best(partial(cache.peek, "", tokens), 20) for tokens in (short, long)]
     whole = [_best(partial(_restore, cache, tokens), 20) for tokens in (short, long)]
     alias = [max(a - w, 1e-9) for a, w in zip(whole, walk, strict=True)]
-    yield Figure("restore 1k cached tokens, match included", whole[0] * 1e6, "us")
-    yield Figure("restore 64k cached tokens, match included", whole[1] * 1e6, "us")
-    yield Figure("  64k over 1k, without the match", alias[1] / alias[0], "times", 1.3)
-    yield Figure("match, of 64k tokens", walk[1] * 1e6 / 65536, "us/token", 1.0)
+    yield figure("restore 1k cached tokens, match included", whole[0] * 1e6, "us")
+    yield figure("restore 64k cached tokens, match included", whole[1] * 1e6, "us")
+    yield figure("  64k over 1k, without the match", alias[1] / alias[0], "times", 1.3)
+    yield figure("match, of 64k tokens", walk[1] * 1e6 / 65536, "us/token", 1.0)
 
 
-def tree() -> Iterator[Figure]:
+def tree() -> Iterator[Row]:
     """A tree of many nodes: matching, saving a new branch (which evicts one) and continuing one."""
     cache = KVCache(NODES, PAGE)
     rng = np.random.default_rng(0)
@@ -92,14 +97,14 @@ def tree() -> Iterator[Figure]:
         _save(cache, tokens, float(now))
     fresh = iter(prompts[NODES:])
     late = iter(prompts[NODES - 3000 : NODES])
-    yield Figure(f"match among {NODES:,} nodes", _best(lambda: cache.peek("", next(late)), 200) * 1e6, "us", 100)
-    yield Figure("  save a branch, evicting one", _best(lambda: _save(cache, next(fresh), 1e9), 200) * 1e6, "us", 100)
-    yield Figure("  restore and drop", _best(lambda: _restore(cache, next(late)), 200) * 1e6, "us", 100)
+    yield figure(f"match among {NODES:,} nodes", _best(lambda: cache.peek("", next(late)), 200) * 1e6, "us", 100)
+    yield figure("  save a branch, evicting one", _best(lambda: _save(cache, next(fresh), 1e9), 200) * 1e6, "us", 100)
+    yield figure("  restore and drop", _best(lambda: _restore(cache, next(late)), 200) * 1e6, "us", 100)
 
 
-def drafting() -> Iterator[Figure]:
+def drafting() -> Iterator[Row]:
     """Proposing, gating and learning, over conversations replayed with the answers they have."""
-    side = _text_side(EngineConfig())
+    side = _text_side()
     turns = [
         (side.encode(lane[i]).tokens, side.encode(lane[i + 1]).tokens)
         for each in rounds(Scenario("drafting", lanes=32, turns=8, rounds=1))
@@ -107,88 +112,63 @@ def drafting() -> Iterator[Figure]:
         for i in range(len(lane) - 1)
     ]
     for together in (1, 8, 64):
-        yield Figure(f"drafting, {together} sequences, a sequence and step", _drafting(turns, together), "us", 30)
+        yield figure(f"drafting, {together} sequences, a sequence and step", _drafting_us(turns, together), "us", 30)
 
 
-def scheduling() -> Iterator[Figure]:
-    """Planning and committing a step, without a model; drafts are counted above. The median of the steps."""
-    yield Figure("plan and commit, 64 decoding", _step_ms(), "ms", 0.5)
-    yield Figure("plan and commit, 64 decoding, drafter on", _step_ms(drafts=True), "ms")
-    for what, crowd in {
-        "10,000 waiting": _Crowd(_WAITING),
-        "10,000 waiting over one preamble": _Crowd(_WAITING, preamble=_PREAMBLE),
-        "10,000 waiting, 16 open sessions": _Crowd(_WAITING, sessions=_SESSIONS),
-        "1,000 waiting": _Crowd(_QUEUED),
-        "1,000 waiting, 500 programs pinned": _Crowd(_QUEUED, pinned=_PINNED),
-        "the same, short of cells": _Crowd(_QUEUED, pinned=_PINNED, short=True),
-        "the same under expected_waste": _Crowd(_QUEUED, pinned=_PINNED, short=True, policy="expected_waste"),
-    }.items():
-        yield Figure(f"plan and commit, 64 decoding, {what}", _step_ms(crowd), "ms", 2.0)
+def scheduling() -> Iterator[Row]:
+    """Planning and committing a step, without a model; the time of drafts is a figure of `drafting`."""
+    yield figure("plan and commit, 64 decoding", _step_ms(), "ms", 0.5)
+    yield figure("plan and commit, 64 decoding, drafter on", _step_ms(drafts=True), "ms")
+    for waiting, pinned in _CROWDS:
+        crowd = f"{waiting:,} waiting" + (f", {pinned} programs pinned" if pinned else "")
+        yield figure(f"plan and commit, 64 decoding, {crowd}", _step_ms(waiting, pinned), "ms", 2.0)
 
 
-def retention() -> Iterator[Figure]:
-    """What each policy takes for a turn that ends, where it has just been told of the tools."""
+def retention() -> Iterator[Row]:
+    """The time of each policy's decision for a turn that ends, with fresh statistics of the tools."""
     rng, book = random.Random(0), LatencyBook()
     pauses = Pauses()
     for call in range(_CALLS):
-        tool, seconds = f"tool{call % _TOOLS}", rng.lognormvariate(0.0, 1.5)
-        book.record("", tool, seconds)
+        tool, took = f"tool{call % _TOOLS}", rng.lognormvariate(0.0, 1.5)
+        book.record("", tool, took)
         pause = pauses.began("", tool, float(call))
         if call % 4:
-            pause.end(call + seconds, returned=True)
+            pause.end(call + took, returned=True)
     known = book.snapshot()
     ended = Pause("", "tool0", 20_000)
     cost = RestoreCost(1e-9, 1e-4, 0.02)
     conditions = Conditions(1.0, mean_turns=5.0, others=30_000, paused=100_000, returning=5000.0, restore=cost)
+    local = partial(pauses.known, now=_CALLS)
     for name in (*POLICIES, *RETENTION):
         policy = retention_policy(RETENTION.get(name, name))
-        asked = range(_ROUNDS * 200)
-        local = partial(pauses.known, now=_CALLS)
-        news = iter([(replace(known), replace(conditions, local=cache(local))) for _ in asked])
-        took = _best(partial(_ask, policy, ended, news), 200)
-        yield Figure(f"how long a turn's cells are kept, {name}", took * 1e6, "us", 200)
+        news = iter([(replace(known), replace(conditions, local=cache(local))) for _ in range(_ROUNDS * 200)])
+        decision = _best(partial(_decide, policy, ended, news), 200)
+        yield figure(f"how long a turn's cells are kept, {name}", decision * 1e6, "us", 200)
 
 
-def text() -> Iterator[Figure]:
-    """Rendering and tokenizing the prompts of a long conversation, turn by turn."""
-    (each,) = rounds(Scenario("text", lanes=1, turns=30, rounds=1))
-    prompts = each.lanes[0]
-    on = EngineConfig()
-    for name, config in ("with the token cache", on), ("without", replace(on, without=("tokenize_cache",))):
-        sides = [_text_side(config) for _ in range(3)]
-        took = min(seconds(partial(_tokenize_all, side, prompts), time.thread_time) for side in sides)
-        yield Figure(f"render and tokenize, {name}, a turn", took / len(prompts) * 1e6, "us")
-
-
-def masks() -> Iterator[Figure]:
-    """Which tokens a constrained reply may have next: one row, and a row for each of eight drafts."""
+def masks() -> Iterator[Row]:
+    """Which tokens a constrained reply may have next."""
     if not AVAILABLE:
         return
     (each,) = rounds(Scenario("masks", lanes=1, turns=1, rounds=1, burst=True))
     prompt = each.lanes[0][0]
-    required = ChatPrompt(prompt.messages, prompt.tools, tool_choice="required")
-    side = _text_side(EngineConfig())
+    side, required = _text_side(), ChatPrompt(prompt.messages, prompt.tools, tool_choice="required")
     begin = time.thread_time()
     matcher = side.constraints(required).matcher
-    yield Figure(f"compile a grammar of {len(prompt.tools)} tools, once", (time.thread_time() - begin) * 1e6, "us")
+    yield figure(f"compile a grammar of {len(prompt.tools)} tools, once", (time.thread_time() - begin) * 1e6, "us")
     assert matcher is not None
     rows = np.zeros((1, matcher.words), np.int32)
-    yield Figure("mask of one row", _best(lambda: matcher.fill([], rows), 100) * 1e6, "us")
+    yield figure("mask of one row", _best(lambda: matcher.fill([], rows), 100) * 1e6, "us")
 
 
-def _ask(policy: RetentionPolicy, pause: Pause, news: Iterator[tuple[LatencySnapshot, Conditions]]) -> None:
+def _decide(policy: RetentionPolicy, pause: Pause, news: Iterator[tuple[LatencySnapshot, Conditions]]) -> None:
     known = next(news)
     policy.ttl(pause, *known)
     policy.away(pause, *known)
 
 
-def _text_side(config: EngineConfig) -> TextSide:
-    return TextSide(load_tokenizer(inspect_model(POCKET)), config)
-
-
-def _tokenize_all(side: TextSide, prompts: Iterable[ChatPrompt]) -> None:
-    for prompt in prompts:
-        side.encode(prompt)
+def _text_side() -> TextSide:
+    return TextSide(load_tokenizer(inspect_model(POCKET)), EngineConfig())
 
 
 def _save(cache: KVCache, tokens: TokenIds, now: float) -> None:
@@ -201,7 +181,7 @@ def _restore(cache: KVCache, tokens: TokenIds) -> None:
     cache.drop(cache.acquire("", tokens, 1e9).holding)
 
 
-def _drafting(turns: Iterable[tuple[TokenIds, TokenIds]], together: int) -> float:
+def _drafting_us(turns: Iterable[tuple[TokenIds, TokenIds]], together: int) -> float:
     """Microseconds a sequence and step, up to `together` of them in each step; indexing prompts is left out."""
     drafter = Drafter(DraftConfig(), EngineStats(), _COST)
     order = [decoding(f"{i}", "", text[: len(prompt) + _REPLY], len(prompt)) for i, (prompt, text) in enumerate(turns)]
@@ -219,7 +199,7 @@ def _drafting(turns: Iterable[tuple[TokenIds, TokenIds]], together: int) -> floa
 
 
 def _replay(drafter: Drafter, live: list[Sequence]) -> int:
-    """Draft through the rest of each sequence, all in one step as long as they last; how many proposals it took."""
+    """Draft through the rest of each sequence, all in one step as long as they last; the number of proposals."""
     count = 0
     while live:
         draft(drafter, live)
@@ -240,74 +220,42 @@ class _Dice:
         return Landed(StepOutput(tuple(Drawn((next(self._text),)) if chunk.draw else None for chunk in plan.chunks)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Crowd:
-    """Who is in the engine besides the sequences that decode; `preamble` tokens begin all prompts. `short`: cells
-    are what the next one waits for, and those that pins keep are not to be had.
-    """
-
-    waiting: int = 0
-    preamble: int = 0
-    sessions: int = 0
-    pinned: int = 0
-    short: bool = False
-    policy: str = RETENTION["fixed"]
-
-
-_NOBODY = _Crowd()
-
-
-def _step_ms(crowd: _Crowd = _NOBODY, *, drafts: bool = False) -> float:
-    """Milliseconds of planning and commit a step."""
+def _step_ms(waiting: int = 0, pinned: int = 0, *, drafts: bool = False) -> float:
+    """Milliseconds of planning and commit a step, beside requests that wait and programs that are pinned."""
     config = EngineConfig(
-        cells=_SHORT if crowd.short else 1_000_000,
+        cells=1_000_000,
         context_length=8192,
-        max_sequences=_RUNNING + crowd.sessions,
-        session_rows=crowd.sessions,
-        max_waiting=2 * _WAITING,
+        max_sequences=_RUNNING,
+        session_rows=0,
+        max_waiting=20_000,
         admission_ceiling=1.0,
         speculation=DraftConfig(enabled=drafts),
-        retention=RetentionConfig(policy=crowd.policy, most_s=1e9),
+        retention=RetentionConfig(policy=RETENTION["fixed"], most_s=1e9),
     )
     engine = Engine(config, _Dice(), frozenset(), _VOCABULARY, stopwatch=time.thread_time)
     rng = np.random.default_rng(0)
-    shared = rng.integers(1, _VOCABULARY, crowd.preamble).astype(np.int32)
-    for i in range(_LEARNED_FROM):  # prompts take seconds: what is pinned is worth its cells under any policy
-        engine.handle(Submit(f"cost{i}", tokens=_prompt(rng, shared), sampling=Sampling(1)), 0.0)
-    for step in count(1):
-        if not engine.busy:
-            break
-        engine.step(step - 1.0, partial(float, step))
-    now = float(step)
-    for i in range(crowd.sessions):
-        engine.handle(OpenSession("", f"s{i}", request_id=f"open{i}"), now)
-        engine.handle(
-            Submit(f"append{i}", tokens=_prompt(rng, shared), sampling=Sampling(0), session=SessionTurn(f"s{i}")), now
-        )
-    for i in range(crowd.pinned):
-        engine.handle(Submit(f"turn{i}", tokens=_prompt(rng, shared), sampling=Sampling(1), program_id=f"p{i}"), now)
+
+    def submit(name: str, tokens: int, **settings: Any) -> None:
+        prompt = rng.integers(1, _VOCABULARY, _PROMPT).astype(np.int32)
+        engine.handle(Submit(name, tokens=prompt, sampling=Sampling(tokens), **settings), 0.0)
+
+    for i in range(pinned):
+        submit(f"turn{i}", 1, program_id=f"p{i}")
     while engine.busy:
-        for event in engine.step(now):
-            if isinstance(event, Finished) and event.request_id.startswith("turn"):
-                engine.handle(TurnEnded(event.request_id, "", f"p{event.request_id[4:]}"), now)
-    assert engine.occupancy().pins == crowd.pinned
-    for i in range(_RUNNING + crowd.waiting):
-        engine.handle(
-            Submit(f"r{i}", tokens=_prompt(rng, shared), sampling=Sampling(4000), program_arrival=1.0 + i), now
-        )
+        for event in engine.step(0.0):
+            if isinstance(event, Finished):
+                engine.handle(TurnEnded(event.request_id, "", f"p{event.request_id[4:]}"), 0.0)
+    for i in range(_RUNNING + waiting):
+        submit(f"r{i}", 4000, program_arrival=1.0 + i)
     costs = []
     for step in range(_WARM_UP + _STEPS):
         before = engine.stats.schedule_s + engine.stats.commit_s
-        engine.step(now)
+        engine.step(0.0)
         if step >= _WARM_UP:
             costs.append(engine.stats.schedule_s + engine.stats.commit_s - before)
-    assert engine.occupancy().running == _RUNNING
-    assert engine.occupancy().pins == crowd.pinned
+    occupancy = engine.occupancy()
+    assert (occupancy.running, occupancy.pins) == (_RUNNING, pinned)
     return 1e3 * median(costs)
-
-
-def _prompt(rng: np.random.Generator, shared: TokenIds) -> TokenIds:
-    return np.concatenate((shared, rng.integers(1, _VOCABULARY, _PROMPT))).astype(np.int32)
 
 
 def _best(work: Callable[[], object], times: int) -> float:
@@ -315,5 +263,112 @@ def _best(work: Callable[[], object], times: int) -> float:
     return min(seconds(lambda: [work() for _ in range(times)], time.thread_time) for _ in range(_ROUNDS)) / times
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+# ---- questions to a session ----
+
+CONTEXTS = (1024, 65536)
+QUESTION, ANSWER = 32, 16  # tokens
+_QUESTIONS, _FIRST = 12, 2  # the first ones warm up
+_MARGIN = 4096  # cells beyond the contexts
+
+
+class OneToken:
+    """A runner that computes one token of each chunk that draws nothing: the other cells' values do not matter."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def begin(self, plan: StepPlan) -> Flight:
+        chunks = tuple(each if each.draw else replace(each, tokens=each.tokens[:1]) for each in plan.chunks)
+        return self._runner.begin(replace(plan, chunks=chunks))
+
+
+def sessions(options: Namespace) -> Iterator[Row]:
+    """The cost of a question, by the length of the session's context, and of aliasing that context.
+
+    Reading the KV of a long context takes time with any engine, so it is measured apart. The rest has a bar.
+    """
+    measured = [list(restoring()) for _ in range(15)]
+    for rows in zip(*measured, strict=True):
+        yield rows[0] | {"value": median(row["value"] for row in rows)}
+    yield from questions()
+
+
+def questions(contexts: tuple[int, int] = CONTEXTS, repeat: int = _QUESTIONS) -> Iterator[Row]:
+    """A question at a short and at a long context, by turns; medians, in processor time of one thread."""
+    short, long = contexts
+    with tempfile.TemporaryDirectory() as folder:
+        costs = _question_costs(_random_model(Path(folder), 2 * long), contexts, repeat)
+    whole = {n: median(all_s for all_s, _ in costs[n]) for n in contexts}
+    rest = {n: median(all_s - reading_s for all_s, reading_s in costs[n]) for n in contexts}
+    for n in contexts:
+        yield figure(f"a question at {n:,} tokens, reading KV apart", rest[n] * 1e3, "ms")
+        yield figure("  reading KV", median(reading_s for _, reading_s in costs[n]) * 1e3, "ms")
+    yield figure(f"  {long:,} over {short:,}, reading KV apart", rest[long] / rest[short], "times", 1.5)
+    yield figure(f"  {long:,} over {short:,}, all", whole[long] / whole[short], "times")
+
+
+def _question_costs(model: str, contexts: SequenceOf[int], repeat: int) -> dict[int, list[tuple[float, float]]]:
+    """Seconds of each question, and how many of them went into attention."""
+    config = EngineConfig(
+        model=model,
+        device="cpu",
+        threads=1,
+        cells=(sum(contexts) + _MARGIN) // 16 * 16,
+        admission_ceiling=1.0,
+        max_sequences=8,
+        session_rows=4,
+        speculation=DraftConfig(enabled=False),
+    )
+    loaded = load_runner(config)
+    engine = Engine(loaded.config, OneToken(loaded.runner), loaded.eos, loaded.vocabulary, window=loaded.window)
+    rng, reading = np.random.default_rng(0), [0.0]
+
+    def attend(*args: Any, **settings: Any) -> Any:
+        begin = time.thread_time()
+        out = kernels.paged_attention(*args, **settings)
+        reading[0] += time.thread_time() - begin
+        return out
+
+    def ask(context: int, name: str, tokens: int, answer: int) -> tuple[float, float]:
+        prompt = rng.integers(3, loaded.vocabulary, tokens).astype(np.int32)
+        turn = SessionTurn(f"{context}", keep=not answer)
+        submit = Submit(name, tokens=prompt, sampling=Sampling(answer, ignore_eos=bool(answer)), session=turn)
+        begin, reading[0] = time.thread_time(), 0.0
+        events = engine.handle(submit, 0.0)
+        while engine.busy:
+            events += engine.step(0.0)
+        took, last = time.thread_time() - begin, events[-1]
+        assert isinstance(last, Finished), last
+        assert last.usage.prompt - last.usage.cached <= tokens + PAGE, last.usage
+        return took, reading[0]
+
+    vars(decoder)["paged_attention"] = attend
+    try:
+        for n in contexts:
+            engine.handle(OpenSession("", f"{n}", request_id=f"open {n}"), 0.0)
+            ask(n, f"append {n}", n, 0)
+        costs = [[ask(n, f"{n} {i}", QUESTION, ANSWER) for n in contexts] for i in range(_FIRST + repeat)]
+    finally:
+        vars(decoder)["paged_attention"] = kernels.paged_attention
+    return {n: [row[at] for row in costs[_FIRST:]] for at, n in enumerate(contexts)}
+
+
+def _random_model(folder: Path, context: int) -> str:
+    """A model of 87 million random parameters with Pocket's tokenizer; its weights do not fit into caches."""
+    save_random_llama(
+        folder,
+        torch.bfloat16,
+        vocab_size=1536,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).symlink_to(Path(model_folder(POCKET)) / name)
+    return str(folder)

@@ -1,12 +1,12 @@
-"""The parts of a GPU benchmark. Each part has a time limit, may end its process, and is written down line by line.
+"""The command of a GPU benchmark: its parts have time limits, may end their process, and are written line by line.
 
-A part that fails or takes too long is recorded as failed; the other parts keep their figures. Some errors of a kernel
-end the use of the GPU for the whole process, and a kernel that hangs cannot be interrupted from within. So `supervised`
-runs the benchmark in a child process, and starts another child behind a part that ended one. Both share only the
-report's file.
+A part that fails is recorded; the others keep their figures. Some errors of a kernel end the use of the GPU for the
+whole process, and a kernel that hangs cannot be interrupted from within. So on a GPU the parts run in a child process,
+and `supervised` starts another child behind a part that ended one or took too long. Both share only the report's file.
 """
 
-import itertools
+import argparse
+import gc
 import json
 import os
 import platform
@@ -14,28 +14,26 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
+Made = TypeVar("Made")
 RESUME = "--resume"
 LOST = 75  # exit status: the device does not respond, a new process may continue
-_GRACE_S = 15.0  # after its deadline a part is interrupted
-_SLACK_S = 10.0  # after that the supervisor kills the process
-_BRIEF_S = 5.0  # the duration of a shorter part with one line is not printed
+_SECONDS = 440.0  # after which no other part begins
+_SETUP_S = 150.0  # for what a part needs
+_GRACE_S = 25.0  # beyond the time of a part, before its process is killed
 _POLL_S = 0.2
 _TIDY_S = 5.0  # to end by itself
 
-
-class OverTimeError(BaseException):
-    """A part exceeded its time. Not an Exception, so that no engine handles it as the failure of a step."""
+Figures: TypeAlias = dict[str, Any]
+Lines: TypeAlias = Iterator[tuple[str, Figures]]
 
 
 class Deadline:
@@ -54,9 +52,32 @@ class Deadline:
         return self.left <= 0
 
 
-Figures: TypeAlias = dict[str, Any]
-Lines: TypeAlias = Iterator[tuple[str, Figures]]
 Part: TypeAlias = Callable[[Deadline], Lines]
+
+
+class Once(Generic[Made]):
+    """A value that several parts need: made when it is first needed, in each process anew. A failure is kept."""
+
+    def __init__(self, make: Callable[[], Made]) -> None:
+        self._make = make
+        self._values: list[Made] = []
+        self._failure: Exception | None = None
+
+    def __call__(self) -> Made:
+        """Raises RuntimeError where making it failed before."""
+        if self._failure is not None:
+            raise RuntimeError("this part needs something that could not be made") from self._failure
+        if not self._values:
+            try:
+                self._values.append(self._make())
+            except Exception as failure:
+                self._failure = failure
+                raise
+        return self._values[0]
+
+    def drop(self) -> None:
+        """Forget the value, so that its memory is free."""
+        self._values.clear()
 
 
 class Report:
@@ -74,8 +95,8 @@ class Report:
         self._before = set(self.found["parts"])
         self._deadline = Deadline(seconds - (time.time() - self.found["began"]))
 
-    def run(self, name: str, part: Part, budget: float = 60.0) -> None:
-        """Run a part for about `budget` seconds and record what it raises.
+    def run(self, name: str, part: Part, budget: float = 60.0, setup: Callable[[], object] | None = None) -> None:
+        """Run a part for about `budget` seconds, after `setup`, and record what either raises.
 
         The process ends with `LOST` if the device does not respond after a failure.
         """
@@ -89,57 +110,39 @@ class Report:
         began = time.perf_counter()
         figures: Figures = {}
         self.found["parts"][name] = figures
-        self.found["running"] = {"part": name, "until": time.time() + seconds + _GRACE_S}
+        until = time.time() + seconds + _GRACE_S + (_SETUP_S if setup else 0.0)
+        self.found["running"] = {"part": name, "until": until}
         self.write()
         try:
-            with _alarm(seconds + _GRACE_S):
-                for line, found in part(Deadline(seconds)):
-                    figures[line] = found
-                    print(f"{line:60} {_shown(found)}", flush=True)
-                    self.write()
-        except (Exception, OverTimeError) as failure:
+            if setup is not None:
+                setup()
+            for line, found in part(Deadline(seconds)):
+                figures[line] = found
+                shown = (f"{key} {value if isinstance(value, str) else f'{value:.4g}'}" for key, value in found.items())
+                print(f"{line:60} {'  '.join(shown)}", flush=True)
+                self.write()
+        except Exception as failure:
             self.found["failed"][name] = traceback.format_exc()
             print(f"{name}: FAILED, {type(failure).__name__}: {str(failure)[:300]}", flush=True)
-        self.found["seconds"][name] = took = time.perf_counter() - began
+        self.found["seconds"][name] = time.perf_counter() - began
         del self.found["running"]
-        if took > _BRIEF_S or list(figures) != [name]:
-            print(f"({name}: {took:.1f} s, {self._deadline.left:.0f} s left)", flush=True)
         self.write()
         if name in self.found["failed"] and not device_answers():
             print("the device does not answer any more", flush=True)
             os._exit(LOST)  # tensors cannot be freed any more
 
-    def run_anew(self, name: str, part: Part, budget: float) -> None:
-        """`run` a part that other parts depend on, once in every process; later runs are named "again".
-
-        A part that failed in an earlier process does not run again.
-        """
-        names = itertools.chain((name, f"{name}, again"), (f"{name}, again {times}" for times in itertools.count(2)))
-        own = next(each for each in names if each in self.found["failed"] or each not in self._before)
-        if own not in self.found["failed"]:
-            self.run(own, part, budget)
-
-    def wants(self, names: Iterable[str]) -> bool:
-        """Whether one of these parts did not begin in an earlier process."""
-        return not self._before.issuperset(names)
-
     def write(self) -> None:
-        """Write the file; all shares of ceilings and all ratios to peers are collected in one place each."""
-        self.found["shares"] = self._all("share", "efficiency")
-        self.found["ratios"] = self._all("theirs_over_ours")
+        """Write the file; shares of ceilings, ratios to peers and wrong lines are collected in one place each."""
+        lines = {
+            part if part == line else f"{part}: {line}": figures
+            for part, each in self.found["parts"].items()
+            for line, figures in each.items()
+        }
+        for kind, keys in {"shares": ("share", "efficiency"), "ratios": ("theirs_over_ours",)}.items():
+            self.found[kind] = {line: each[key] for line, each in lines.items() for key in keys if key in each}
+        self.found["wrong"] = [line for line, each in lines.items() if each.get("verdict") == "WRONG"]
         if self._file is not None:
             put(self._file, self.found)
-
-    def _all(self, *keys: str) -> dict[str, float]:
-        """One of these figures of every line that has it."""
-        parts: dict[str, dict[str, Figures]] = self.found["parts"]
-        return {
-            part if part == line else f"{part}: {line}": figures[key]
-            for part, lines in parts.items()
-            for line, figures in lines.items()
-            for key in keys
-            if key in figures
-        }
 
 
 def put(file: Path, found: dict[str, Any]) -> None:
@@ -151,7 +154,7 @@ def put(file: Path, found: dict[str, Any]) -> None:
 
 def device_answers() -> bool:
     """Whether the GPU, if there is one, still works; after some errors it does not, for this process."""
-    import torch  # the supervising process does without
+    import torch  # the supervisor, and processes that only write a report, do without
 
     if not torch.cuda.is_available():
         return True
@@ -162,31 +165,67 @@ def device_answers() -> bool:
         return False
 
 
-def _shown(found: Figures) -> str:
-    shown = (f"{key} {value if isinstance(value, str) else format(value, '.4g')}" for key, value in found.items())
-    return "  ".join(shown)
+def free_device() -> None:
+    """Hand memory that nobody holds back to the device."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
-@contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    """Raise OverTimeError here after `seconds`; only in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ring(number: int, frame: FrameType | None) -> None:
-        raise OverTimeError(f"interrupted after {seconds:.0f} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+# ---- the command; the supervising process does not touch the GPU
 
 
-# ---- the supervisor; nothing here touches the GPU
+def command(
+    name: str,
+    about: str | None,
+    flags: Mapping[str, Mapping[str, Any]],
+    measure: Callable[[Report, argparse.Namespace], None],
+    argv: Sequence[str] | None,
+) -> int:
+    """The command `bench NAME`; exit status 1 if a part failed or a line is wrong.
+
+    `measure` runs the parts. On a GPU it does so in a child process.
+    """
+    import torch
+
+    signal.signal(signal.SIGTERM, _exit)
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog=f"bench {name}", description=about)
+    parser.add_argument("--json", type=Path, help="write everything here")
+    parser.add_argument("--seconds", type=float, default=_SECONDS, help="begin no other part after so long")
+    parser.add_argument(RESUME, action="store_true", help=argparse.SUPPRESS)
+    for flag, settings in flags.items():
+        parser.add_argument(flag, **settings)
+    options = parser.parse_args(argv)
+    options.gpu = torch.cuda.is_available()
+    if options.gpu and not options.resume:
+        return supervised([sys.executable, "-m", f"holdfast.loadgen.bench.{name}", *argv], options.json)
+    report = Report(options.json, options.seconds, options.resume)
+    report.found |= {"machine": _machine(options.gpu), "versions": _versions()}
+    print(report.found["machine"], report.found["versions"], flush=True)
+    measure(report, options)
+    report.write()
+    wrong, failed = report.found["wrong"], list(report.found["failed"])
+    print(f"wrong: {wrong or 'none'}; failed: {failed or 'none'}")
+    return 1 if wrong or failed else 0
+
+
+def _machine(gpu: bool) -> dict[str, Any]:
+    cores = len(os.sched_getaffinity(0))
+    if not gpu:
+        return {"cores": cores, "note": "no GPU: small sizes in an interpreter, the figures say nothing"}
+    import torch
+
+    device = torch.cuda.get_device_properties(0)
+    memory = {"memory_bytes": device.total_memory, "multiprocessors": device.multi_processor_count}
+    return {"cores": cores, "device": torch.cuda.get_device_name(), **memory}
+
+
+def _versions() -> dict[str, str]:
+    names = ("torch", "triton", "transformers", "numpy")
+    return {"python": platform.python_version(), **{name: version(name) for name in names if find_spec(name)}}
 
 
 def supervised(command: Sequence[str], file: Path | None) -> int:
@@ -194,7 +233,6 @@ def supervised(command: Sequence[str], file: Path | None) -> int:
 
     It is 1 if a part ended its process. Temporary files of the process are removed.
     """
-    signal.signal(signal.SIGTERM, _exit)
     with tempfile.TemporaryDirectory(prefix="bench.") as made:
         kept = file or Path(made) / "found.json"
         put(kept, {"began": time.time()})  # the time of imports counts
@@ -203,7 +241,11 @@ def supervised(command: Sequence[str], file: Path | None) -> int:
             status = _watched([*command, "--json", str(kept), RESUME], kept)
             if status in (0, 1):
                 return int(failed or status)
-            found = _ended(kept, status)
+            found = json.loads(kept.read_text())
+            running = found.pop("running", None)
+            if running is not None:
+                found["failed"].setdefault(running["part"], f"the process ended with status {status}")
+                put(kept, found)
             failed, before, done = True, done, len(found.get("parts", ()))
             if done <= before:
                 return status
@@ -218,52 +260,18 @@ def _watched(command: Sequence[str], file: Path) -> int:
                 try:
                     return process.wait(_POLL_S)
                 except subprocess.TimeoutExpired:
-                    running = _found(file).get("running")
-                    if running is not None and time.time() > running["until"] + _SLACK_S:
+                    running = json.loads(file.read_text()).get("running")
+                    if running is not None and time.time() > running["until"]:
                         print(f"{running['part']}: does not end, the process is killed", flush=True)
                         process.kill()
         finally:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(_TIDY_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _ended(file: Path, status: int) -> dict[str, Any]:
-    """The report; the part that ended the process is recorded as failed."""
-    found = _found(file)
-    running = found.pop("running", None)
-    if running is not None:
-        found["failed"].setdefault(running["part"], f"the process ended with status {status}")
-        put(file, found)
-    return found
-
-
-def _found(file: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    return found
-
-
-def module_command(module: str, options: Sequence[str]) -> list[str]:
-    """`python -m module` with these options, by this interpreter."""
-    return [sys.executable, "-m", module, *options]
+            process.terminate()
+            try:
+                process.wait(_TIDY_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
-
-
-def versions() -> dict[str, str]:
-    """The device, and the versions of the libraries that matter."""
-    import torch  # the supervising process does without
-
-    names = ("torch", "triton", "transformers", "numpy")
-    found = {name: version(name) for name in names if find_spec(name)}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return {"device": device, "python": platform.python_version(), **found}

@@ -30,6 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from holdfast.loadgen.inflate import WEIGHTS
 from holdfast.loadgen.inflate.padding import LIMIT, Inflation
 from holdfast.loadgen.inflate.shapes import (
+    EXPERTS,
     SHAPES,
     Family,
     IncompatibleShapeError,
@@ -51,11 +52,6 @@ log = logging.getLogger(__name__)
 _COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _SPARE_BYTES = 64 << 20
 SHARD_BYTES = 2 << 30
-EXPERTS = {
-    Family.GPT_OSS: ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
-    Family.GEMMA4: ("num_experts", "top_k_experts", "moe_intermediate_size"),
-}
-"""What a family calls its number of experts, those that a token chooses, and their inner width, if it is peculiar."""
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # as safetensors has them
 
 
@@ -83,16 +79,17 @@ def read_source(name: str) -> Source:
     shape = shape_of(config, context=0)
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     plain = rotary.get("rope_type", rotary.get("type", "default")) == "default"
-    if shape.family is not Family.LLAMA or shape.qkv_bias or shape.mlp_bias or not plain:
+    if shape.family is not Family.LLAMA or shape.attention_bias or shape.mlp_bias or not plain:
         raise IncompatibleShapeError("only a Llama without biases and rotary scaling can be inflated")
     try:
         weights = {key: value.float() for key, value in load_file(folder / "model.safetensors").items()}
     except (OSError, SafetensorError) as error:
         raise InflateError(f"{folder / 'model.safetensors'} cannot be read: {error}") from error
-    for spec in tensors_of(shape):
+    full = full_config(config)
+    for spec in tensors_of(full):
         if spec.name not in weights or weights[spec.name].shape != spec.shape:
             raise InflateError(f"{folder} holds no {spec.name} of {' x '.join(str(size) for size in spec.shape)}")
-    return Source(folder, full_config(config), shape, weights)
+    return Source(folder, full, shape, weights)
 
 
 def inflate(
@@ -130,14 +127,16 @@ def inflate(
         log.warning("layers with a window hold a part: beyond %d tokens answers differ", target.window.tokens)
     numbers = (small.config.rms_norm_eps, small.theta, held)
     inflation = Inflation(small.shape, target, *numbers, small.weights, dtype, seed)
-    tensors = tensors_of(target)
     config = target_config(small, target, inflation, dtype)
+    tensors = tensors_of(config)
+    written = config.to_dict() | {"rope_theta": inflation.scales(target).theta}
+    written["torch_dtype"] = str(dtype).removeprefix("torch.")
     check_room(out, total_bytes(tensors, dtype))
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as made:
         folder = Path(made) / "model"
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
+        (folder / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True, default=str) + "\n")
         for name in _COPIED:
             if (small.folder / name).exists():
                 shutil.copy(small.folder / name, folder / name)
@@ -160,75 +159,72 @@ def check_room(out: Path, size: int) -> None:
         raise NoRoomError(f"{size / 1e9:.1f} GB are needed, {standing} has {free / 1e9:.1f} GB free")
 
 
-def target_config(source: Source, target: Shape, inflation: Inflation, dtype: torch.dtype) -> dict[str, Any]:
-    """The target's sizes with the source's context, rotary base and token ids."""
+def target_config(source: Source, target: Shape, inflation: Inflation, dtype: torch.dtype) -> Any:
+    """A transformers configuration: the target's sizes with the source's context, rotary base and token ids."""
     scales = inflation.scales(target)
-    options: dict[str, Any] = {
-        key: getattr(source.config, key)
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-    }
-    if target.family is Family.MISTRAL:
-        options["sliding_window"] = None
-    if target.family not in (Family.MISTRAL, Family.QWEN2):
-        options["attention_bias"] = target.attention_bias
-    if target.family is Family.LLAMA:
-        options["mlp_bias"] = target.mlp_bias
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+    options: dict[str, Any] = {name: getattr(source.config, name) for name in names}
     rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": scales.theta}
     if target.linear is not None:
         rotary["partial_rotary_factor"] = target.rotary
-        options |= {
-            "full_attention_interval": target.interval,
-            "linear_num_key_heads": target.linear.key_heads,
-            "linear_num_value_heads": target.linear.value_heads,
-            "linear_key_head_dim": target.linear.key_dim,
-            "linear_value_head_dim": target.linear.value_dim,
-            "linear_conv_kernel_dim": target.linear.kernel,
-        }
-    if target.window is not None:
-        kinds = {False: "sliding_attention", True: "full_attention"}
-        options["sliding_window"] = target.window.tokens
-        options["layer_types"] = [kinds[layer in target.attention_layers] for layer in range(target.layers)]
-    if target.around and target.window is not None:
-        windowed = target.at(0)
+    if target.keys_are_values:
         part = {"rope_type": "proportional", "partial_rotary_factor": target.rotary, "rope_theta": scales.theta}
-        rotary = {
-            "full_attention": part,
-            "sliding_attention": {"rope_type": "default", "rope_theta": inflation.scales(windowed).theta},
-        }
+        windowed = {"rope_type": "default", "rope_theta": inflation.scales(target.at(0)).theta}
+        rotary = {"full_attention": part, "sliding_attention": windowed}
+    return config_of(target, dtype=dtype, rms_norm_eps=scales.epsilon, rope_parameters=rotary, **options)
+
+
+def config_of(shape: Shape, **options: Any) -> Any:
+    """The transformers configuration of a shape, with these `options`."""
+    if shape.family is Family.MISTRAL:
+        options["sliding_window"] = None
+    if shape.family not in (Family.MISTRAL, Family.QWEN2):
+        options["attention_bias"] = shape.attention_bias
+    if shape.family is Family.LLAMA:
+        options["mlp_bias"] = shape.mlp_bias
+    if shape.linear is not None:
+        linear = shape.linear
         options |= {
-            "global_head_dim": target.head_dim,
-            "num_global_key_value_heads": target.kv_heads,
+            "full_attention_interval": shape.interval,
+            "linear_num_key_heads": linear.key_heads,
+            "linear_num_value_heads": linear.value_heads,
+            "linear_key_head_dim": linear.key_dim,
+            "linear_value_head_dim": linear.value_dim,
+            "linear_conv_kernel_dim": linear.kernel,
+        }
+    if shape.window is not None:
+        kinds = {False: "sliding_attention", True: "full_attention"}
+        options["sliding_window"] = shape.window.tokens
+        options["layer_types"] = [kinds[layer in shape.attention_layers] for layer in range(shape.layers)]
+    if shape.keys_are_values:
+        options |= {
+            "global_head_dim": shape.head_dim,
+            "num_global_key_value_heads": shape.kv_heads,
             "attention_k_eq_v": True,
             "hidden_size_per_layer_input": 0,
             "enable_moe_block": True,
         }
-        target = replace(target, head_dim=windowed.head_dim, kv_heads=windowed.kv_heads)
-    if target.experts is not None:
-        experts = target.experts
-        names = EXPERTS.get(target.family, ("num_experts", "num_experts_per_tok", "moe_intermediate_size"))
-        options |= dict(zip(names, (experts.count, experts.chosen, experts.inner), strict=True))
+        shape = replace(shape, head_dim=shape.at(0).head_dim, kv_heads=shape.at(0).kv_heads)
+    if shape.experts is not None:
+        experts = shape.experts
+        options |= dict(zip(EXPERTS[shape.family], (experts.count, experts.chosen, experts.inner), strict=True))
         options |= {"shared_expert_intermediate_size": experts.shared} if experts.shared else {}
-        options |= {"norm_topk_prob": True} if target.family is Family.QWEN3_MOE else {}
-        options |= {"swiglu_limit": LIMIT} if target.family is Family.GPT_OSS else {}
-    if target.family not in (Family.GPT_OSS, Family.QWEN35_MOE):
-        options["intermediate_size"] = target.intermediate
-    config = AutoConfig.for_model(
-        str(target.family),
-        vocab_size=target.vocabulary,
-        hidden_size=target.hidden,
-        num_hidden_layers=target.layers,
-        num_attention_heads=target.heads,
-        num_key_value_heads=target.kv_heads,
-        head_dim=target.head_dim,
-        rms_norm_eps=scales.epsilon,
-        tie_word_embeddings=target.tied,
-        rope_parameters=rotary,
-        dtype=dtype,
+        options |= {"norm_topk_prob": True} if shape.family is Family.QWEN3_MOE else {}
+        options |= {"swiglu_limit": LIMIT} if shape.family is Family.GPT_OSS else {}
+    if shape.family not in (Family.GPT_OSS, Family.QWEN35_MOE):
+        options["intermediate_size"] = shape.intermediate
+    return AutoConfig.for_model(
+        str(shape.family),
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        tie_word_embeddings=shape.tied,
+        architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[str(shape.family)]],
         **options,
     )
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[str(target.family)]]
-    written: dict[str, Any] = config.to_dict()
-    return written | {"rope_theta": scales.theta, "torch_dtype": str(dtype).removeprefix("torch.")}
 
 
 def total_bytes(tensors: Sequence[TensorSpec], dtype: torch.dtype) -> int:

@@ -6,6 +6,8 @@ Here as well: the tensors that a checkpoint of a shape has, and whether one shap
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from holdfast.kernels.linear_state import LinearShape
 
@@ -157,16 +159,6 @@ class Shape:
         return self.heads // self.kv_heads
 
     @property
-    def qkv_bias(self) -> bool:
-        """Whether queries, keys and values have biases."""
-        return self.attention_bias or self.family is Family.QWEN2
-
-    @property
-    def output_bias(self) -> bool:
-        """Whether the attention output has a bias."""
-        return self.attention_bias and self.family in _BIASED
-
-    @property
     def head_norms(self) -> bool:
         """Whether queries and keys are normalized per head."""
         return self.hybrid or self.family in (Family.QWEN3, Family.QWEN3_MOE, Family.GEMMA4)
@@ -220,9 +212,6 @@ SHAPES = {
     ),
 }
 
-_BIASED = (Family.LLAMA, Family.QWEN3, Family.QWEN35, Family.QWEN3_MOE, Family.QWEN35_MOE, Family.GPT_OSS)
-"""Families whose `attention_bias` adds biases to every projection of attention."""
-
 _ROTARY_SCALINGS = frozenset(("default", "linear", "llama3", "yarn"))
 """Scalings that only change the tables of angles: the inflated model has Pocket's rotary positions at the same cost."""
 
@@ -257,7 +246,7 @@ def read_object(path: Path, failure: type[InflateError]) -> dict[str, Any]:
 
 
 def shape_of(config: dict[str, Any], *, context: int) -> Shape:
-    """The shape a config.json describes. Raises IncompatibleShapeError with what stands in the way."""
+    """The shape that a config.json describes. Raises IncompatibleShapeError with the reason."""
     text = config.get("text_config")
     if isinstance(text, dict):  # a model of text and images: the text's part
         config = {"tie_word_embeddings": config.get("tie_word_embeddings", False)} | text
@@ -266,103 +255,80 @@ def shape_of(config: dict[str, Any], *, context: int) -> Shape:
         raise IncompatibleShapeError(f"model_type {kind!r} is not one of {', '.join(Family)}")
     family = Family(kind)
     _check_options(config, family, context)
-    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
-    # transformers refuses such a Llama even where head_dim is given.
-    if (family is Family.LLAMA or "head_dim" not in config) and hidden % heads:
+    # Rotary scaling is not kept: an inflated model has Pocket's positions.
+    full = full_config({key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")})
+    hidden, heads = full.hidden_size, full.num_attention_heads
+    if "head_dim" not in config and hidden % heads:
         raise IncompatibleShapeError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    if family in _SPARSE:
-        return _sparse_shape(full_config(config), family)
+    first, last = (
+        full.per_layer_config[at] if family is Family.GEMMA4 else full for at in (0, full.num_hidden_layers - 1)
+    )
+    kv, windowed = (
+        (each.num_key_value_heads, getattr(each, "head_dim", None) or hidden // heads) for each in (last, first)
+    )
+    more: dict[str, Any] = {}
+    if family in _LAYERED:
+        kinds = list(full.layer_types)
+        more["interval"] = interval = [*kinds, "full_attention"].index("full_attention") + 1
+        if any((each == "full_attention") != ((i + 1) % interval == 0) for i, each in enumerate(kinds)):
+            raise IncompatibleShapeError("layers with attention must come at a fixed interval")
+        if "sliding_attention" in kinds:
+            more["window"] = Window(full.sliding_window, *windowed)
+    if family is Family.GEMMA4:
+        more["rotary"] = 0.25
+        _check_gemma(full)
+    if family in (Family.QWEN35, Family.QWEN35_MOE):
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        more["linear"] = LinearShape(*(getattr(full, f"linear_{name}") for name in names))
+        rotary = config.get("rope_parameters") or {}
+        part = rotary.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
+        more["rotary"] = float(part)
+    if family in EXPERTS:
+        count, chosen, inner = (getattr(full, name) for name in EXPERTS[family])
+        more["experts"] = Experts(count, chosen, inner, getattr(full, "shared_expert_intermediate_size", 0))
     shape = Shape(
         family,
         hidden,
-        _size(config, "intermediate_size"),
-        _size(config, "num_hidden_layers"),
-        heads,
-        kv_heads=_size(config, "num_key_value_heads", heads),
-        head_dim=_size(config, "head_dim", {Family.QWEN3: 128, Family.QWEN35: 256}.get(family, hidden // heads)),
-        vocabulary=_size(config, "vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        attention_bias=bool(config.get("attention_bias", False)) and family in _BIASED,
-        mlp_bias=bool(config.get("mlp_bias", False)) and family is Family.LLAMA,
-        **(_hybrid_options(config) if family is Family.QWEN35 else {}),
-    )
-    _check_heads(shape)
-    return shape
-
-
-def _check_heads(shape: Shape) -> None:
-    if shape.heads % shape.kv_heads:
-        raise IncompatibleShapeError(f"{shape.heads} heads cannot share {shape.kv_heads} key-value heads evenly")
-    if shape.rotary_dim % 2:
-        raise IncompatibleShapeError(f"rotary positions need an even number of dimensions, not {shape.rotary_dim}")
-
-
-_SPARSE = (Family.QWEN3_MOE, Family.QWEN35_MOE, Family.GPT_OSS, Family.GEMMA4)
-"""Families with experts in every layer."""
-
-
-def _sparse_shape(full: Any, family: Family) -> Shape:
-    """The shape of a configuration of a family with experts. Raises IncompatibleShapeError."""
-    first, last = (full.per_layer_config[number] for number in (0, full.num_hidden_layers - 1))  # Gemma's heads differ
-    heads = first.num_key_value_heads, getattr(first, "head_dim", None) or full.hidden_size // full.num_attention_heads
-    kinds: list[str] = list(getattr(full, "layer_types", None) or [])
-    interval = [*kinds, "full_attention"].index("full_attention") + 1
-    if any((kind == "full_attention") != ((i + 1) % interval == 0) for i, kind in enumerate(kinds)):
-        raise IncompatibleShapeError("layers with attention must come at a fixed interval")
-    window, rotary, gemma = None, 1.0, family is Family.GEMMA4
-    if "sliding_attention" in kinds:
-        window = Window(full.sliding_window, *heads)
-    if gemma:
-        heads, rotary = (last.num_key_value_heads, last.head_dim), 0.25
-        refused = {
-            "a model without experts": not full.enable_moe_block,
-            "values of their own": not full.attention_k_eq_v,
-            "embeddings for each layer": full.hidden_size_per_layer_input,
-            "shared keys and values": full.num_kv_shared_layers,
-        }
-        if why := next((why for why, found in refused.items() if found), ""):
-            raise IncompatibleShapeError(f"of {family} {why} cannot be inflated")
-    inner = full.intermediate_size if family is Family.GPT_OSS else full.moe_intermediate_size
-    shared = getattr(full, "shared_expert_intermediate_size", 0)
-    chosen = full.top_k_experts if gemma else full.num_experts_per_tok
-    hybrid = _hybrid_options(full.to_dict() | {"layer_types": kinds}) if family is Family.QWEN35_MOE else {}
-    shape = Shape(
-        family,
-        full.hidden_size,
-        getattr(full, "intermediate_size", shared),
+        getattr(full, "intermediate_size", 0) or more["experts"].shared,
         full.num_hidden_layers,
-        full.num_attention_heads,
-        *heads,
+        heads,
+        *kv,
         vocabulary=full.vocab_size,
         tied=bool(full.tie_word_embeddings),
-        attention_bias=bool(full.attention_bias),
-        window=window,
-        experts=Experts(full.num_experts, chosen, inner, shared),
-        **({"interval": interval, "rotary": rotary} | hybrid),
+        attention_bias=bool(getattr(full, "attention_bias", False)) and family not in (Family.MISTRAL, Family.QWEN2),
+        mlp_bias=bool(getattr(full, "mlp_bias", False)) and family is Family.LLAMA,
+        **more,
     )
-    _check_heads(shape)
+    if min(hidden, shape.layers, heads, shape.kv_heads, shape.head_dim, shape.neurons, shape.vocabulary) < 1:
+        raise IncompatibleShapeError("every size must be a positive integer")
+    if heads % shape.kv_heads:
+        raise IncompatibleShapeError(f"{heads} heads cannot share {shape.kv_heads} key-value heads evenly")
+    if shape.rotary_dim % 2:
+        raise IncompatibleShapeError(f"rotary positions need an even number of dimensions, not {shape.rotary_dim}")
     return shape
 
 
-def _hybrid_options(config: dict[str, Any]) -> dict[str, Any]:
-    """What only a hybrid has. Where config.json says nothing, transformers' defaults. Raises IncompatibleShapeError."""
-    interval, layers = _size(config, "full_attention_interval", 4), _size(config, "num_hidden_layers")
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        interval = [*kinds, "full_attention"].index("full_attention") + 1
-        if kinds != ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]:
-            raise IncompatibleShapeError("layers with attention must come at a fixed interval")
-    names = {
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
+_LAYERED = (Family.QWEN35, Family.QWEN35_MOE, Family.GPT_OSS, Family.GEMMA4)
+"""Families whose layers are of two kinds."""
+_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+EXPERTS = {
+    Family.QWEN3_MOE: _EXPERTS,
+    Family.QWEN35_MOE: _EXPERTS,
+    Family.GPT_OSS: ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
+    Family.GEMMA4: ("num_experts", "top_k_experts", "moe_intermediate_size"),
+}
+"""Families with experts in every layer: their names for the number of experts, of the chosen ones, and the width."""
+
+
+def _check_gemma(full: Any) -> None:
+    refused = {
+        "a model without experts": not full.enable_moe_block,
+        "values of their own": not full.attention_k_eq_v,
+        "embeddings for each layer": full.hidden_size_per_layer_input,
+        "shared keys and values": full.num_kv_shared_layers,
     }
-    linear = LinearShape(*(_size(config, name, default) for name, default in names.items()))
-    rotary = config.get("rope_parameters") or {}
-    part = rotary.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
-    return {"interval": interval, "linear": linear, "rotary": float(part)}
+    if why := next((why for why, found in refused.items() if found), ""):
+        raise IncompatibleShapeError(f"of {Family.GEMMA4} {why} cannot be inflated")
 
 
 def full_config(config: dict[str, Any]) -> Any:
@@ -375,14 +341,6 @@ def full_config(config: dict[str, Any]) -> Any:
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         why = " ".join(str(error).split())
         raise IncompatibleShapeError(f"not a configuration of {config['model_type']!r}: {why}") from error
-
-
-def _size(config: dict[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise IncompatibleShapeError(f"{key} must be a positive integer, not {value!r}")
-    return value
 
 
 def _check_options(config: dict[str, Any], family: Family, context: int) -> None:
@@ -450,99 +408,26 @@ class TensorSpec:
 
     def bytes(self, dtype: torch.dtype) -> int:
         """Its size on disk."""
-        count = dtype.itemsize
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape) * dtype.itemsize
 
 
-def tensors_of(t: Shape) -> list[TensorSpec]:
-    """Every tensor of a checkpoint of this shape, in the order of the layers."""
-    tensors = [TensorSpec("model.embed_tokens.weight", (t.vocabulary, t.hidden))]
-    attention_layers = set(t.attention_layers)
-    for layer in range(t.layers):
-        sizes = _linear_tensors(t) if t.hybrid and layer not in attention_layers else _attention_tensors(t.at(layer))
-        if t.experts is None or t.around:
-            sizes |= _mlp_tensors(t, "mlp.", t.intermediate)
-        if t.experts is not None:
-            sizes |= _expert_tensors(t, t.experts)
-        names = ["input_layernorm", "post_attention_layernorm"]
-        if t.around:
-            names += [f"{place}_feedforward_layernorm{kind}" for place in ("pre", "post") for kind in ("", "_2")]
-            names.append("post_feedforward_layernorm_1")
-            sizes["layer_scalar"] = (1,)
-        sizes |= {f"{name}.weight": (t.hidden,) for name in names}
-        tensors += [TensorSpec(f"model.layers.{layer}.{name}", size) for name, size in sizes.items()]
-    tensors.append(TensorSpec("model.norm.weight", (t.hidden,)))
-    return tensors if t.tied else [*tensors, TensorSpec("lm_head.weight", (t.vocabulary, t.hidden))]
+def tensors_of(config: Any) -> list[TensorSpec]:
+    """Every tensor of a checkpoint of a transformers configuration, as transformers names them; no memory is taken."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tensors = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    if config.model_type == Family.QWEN3_MOE:  # published checkpoints have a tensor for each expert
+        tensors = dict(each for name, shape in tensors.items() for each in _each_expert(name, shape))
+    return [TensorSpec(name, shape) for name, shape in tensors.items()]
 
 
-def _mlp_tensors(t: Shape, at: str, inner: int) -> dict[str, tuple[int, ...]]:
-    sizes = {"gate_proj": (inner, t.hidden), "up_proj": (inner, t.hidden), "down_proj": (t.hidden, inner)}
-    found: dict[str, tuple[int, ...]] = {f"{at}{name}.weight": size for name, size in sizes.items()}
-    return found | ({f"{at}{name}.bias": size[:1] for name, size in sizes.items()} if t.mlp_bias else {})
-
-
-def _expert_tensors(t: Shape, experts: Experts) -> dict[str, tuple[int, ...]]:
-    count, inner = experts.count, experts.inner
-    if t.family is Family.QWEN3_MOE:
-        sizes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (count, t.hidden)}
-        for number in range(count):
-            sizes |= _mlp_tensors(t, f"mlp.experts.{number}.", inner)
-        return sizes
-    if t.family is Family.GPT_OSS:  # inputs before outputs, gates and ups by turns
-        return {
-            "mlp.router.weight": (count, t.hidden),
-            "mlp.router.bias": (count,),
-            "mlp.experts.gate_up_proj": (count, t.hidden, 2 * inner),
-            "mlp.experts.gate_up_proj_bias": (count, 2 * inner),
-            "mlp.experts.down_proj": (count, inner, t.hidden),
-            "mlp.experts.down_proj_bias": (count, t.hidden),
-        }
-    at = "" if t.around else "mlp."
-    together: dict[str, tuple[int, ...]] = {
-        f"{at}experts.gate_up_proj": (count, 2 * inner, t.hidden),
-        f"{at}experts.down_proj": (count, t.hidden, inner),
-    }
-    if t.around:
-        router = {"proj.weight": (count, t.hidden), "scale": (t.hidden,), "per_expert_scale": (count,)}
-        return together | {f"router.{name}": size for name, size in router.items()}
-    shared = _mlp_tensors(t, "mlp.shared_expert.", experts.shared)
-    return {"mlp.gate.weight": (count, t.hidden)} | together | shared | {"mlp.shared_expert_gate.weight": (1, t.hidden)}
-
-
-def _attention_tensors(t: Shape) -> dict[str, tuple[int, ...]]:
-    queries, keys = t.heads * t.head_dim, t.kv_heads * t.head_dim
-    rows = {"q_proj": queries * (2 if t.hybrid else 1), "k_proj": keys, "v_proj": keys}  # a gate behind each query
-    sizes: dict[str, tuple[int, ...]] = {f"self_attn.{name}.weight": (count, t.hidden) for name, count in rows.items()}
-    if t.keys_are_values:
-        del sizes["self_attn.v_proj.weight"]
-    sizes["self_attn.o_proj.weight"] = (t.hidden, queries)
-    if t.family is Family.GPT_OSS:
-        sizes["self_attn.sinks"] = (t.heads,)
-    if t.qkv_bias:
-        sizes |= {f"self_attn.{name}.bias": (count,) for name, count in rows.items()}
-    if t.output_bias:
-        sizes["self_attn.o_proj.bias"] = (t.hidden,)
-    if t.head_norms:
-        sizes |= {f"self_attn.{name}.weight": (t.head_dim,) for name in ("q_norm", "k_norm")}
-    return sizes
-
-
-def _linear_tensors(t: Shape) -> dict[str, tuple[int, ...]]:
-    linear = t.linear
-    if linear is None:
-        raise AssertionError("only a hybrid has layers without attention")
-    values = linear.value_heads * linear.value_dim
-    sizes = {
-        "in_proj_qkv.weight": (linear.channels, t.hidden),
-        "in_proj_z.weight": (values, t.hidden),
-        "in_proj_b.weight": (linear.value_heads, t.hidden),
-        "in_proj_a.weight": (linear.value_heads, t.hidden),
-        "conv1d.weight": (linear.channels, 1, linear.kernel),
-        "A_log": (linear.value_heads,),
-        "dt_bias": (linear.value_heads,),
-        "norm.weight": (linear.value_dim,),
-        "out_proj.weight": (t.hidden, values),
-    }
-    return {f"linear_attn.{name}": size for name, size in sizes.items()}
+def _each_expert(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    at, _, part = name.rpartition(".experts.")
+    names = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(part, ()) if at else ()
+    for number in range(shape[0]) if names else ():
+        for each in names:
+            yield f"{at}.experts.{number}.{each}.weight", (shape[1] // len(names), shape[2])
+    if not names:
+        yield name, shape

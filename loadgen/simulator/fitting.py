@@ -16,6 +16,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +34,7 @@ from holdfast.replicas.retention.policy import not_negative
 MEASURED = Bulk(free=0, blind=1)
 FIT_ON = Workload("bfcl", 12, 1.0, turns_times=2, scale=0.1, context=6000)
 CHECK_ON = Workload("swe", 8, 0.5, scale=0.1, context=6000)
+ROUNDS = 3  # of both workloads, each with new programs
 WITHIN = 0.1  # of mean completion time
 _REWEIGHTED = 8  # rounds of the fit; the prediction changes by less than a thousandth after three
 
@@ -111,21 +114,6 @@ def fit(samples: Sequence[Sample], name: str, cells: int) -> Profile:
     return Profile(name, step_s, 0.0, token_s, pair_s, cell_s, 0.0, cells, 0, sequence_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """Mean completion times of a workload's programs, measured and simulated, and the machine's steps."""
-
-    workload: str
-    measured_s: float
-    simulated_s: float
-    steps_measured: int
-    steps_simulated: int
-
-    @property
-    def ratio(self) -> float:
-        return self.simulated_s / self.measured_s
-
-
 def measure(loaded: LoadedRunner, workload: Workload, seed: int) -> tuple[Outcome, list[Sample]]:
     """Run a workload on the real engine."""
     timed = TimedRunner(loaded.runner)
@@ -139,19 +127,18 @@ def predict(profile: Profile, config: EngineConfig, workload: Workload, seed: in
     return Simulation(profile, config, exact=True).run(workload.draw(seed))
 
 
-def agreement(workload: Workload, measured: Sequence[Outcome], simulated: Sequence[Outcome]) -> Agreement:
-    """How well some runs of a workload were predicted."""
-    means, steps = [], []
-    for runs in (measured, simulated):
-        seconds = [program.seconds for run in runs for program in run.programs]
-        means.append(sum(seconds) / len(seconds))
-        steps.append(sum(run.counts.machine_steps for run in runs))
-    return Agreement(workload.kind, means[0], means[1], steps[0], steps[1])
+def agreement(workload: Workload, measured: Sequence[Outcome], simulated: Sequence[Outcome]) -> dict[str, Any]:
+    """Mean completion times over some runs of a workload, measured and simulated, and the machine's steps."""
+    row: dict[str, Any] = {"workload": workload.kind}
+    for name, runs in (("measured", measured), ("simulated", simulated)):
+        row[f"{name}_s"] = fmean(program.seconds for run in runs for program in run.programs)
+        row[f"steps_{name}"] = sum(run.counts["machine_steps"] for run in runs)
+    return row | {"ratio": row["simulated_s"] / row["measured_s"]}
 
 
 def compare(
     loaded: LoadedRunner, workloads: Sequence[Workload], seeds: Sequence[int], name: str
-) -> tuple[Profile, list[Agreement]]:
+) -> tuple[Profile, list[dict[str, Any]]]:
     """Measure the workloads in turns, fit on the first, predict all."""
     measure(loaded, replace(workloads[0], programs=1), seeds[-1] + 1)  # to warm up
     runs = [[measure(loaded, workload, seed) for workload in workloads] for seed in seeds]
@@ -169,26 +156,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="pocket", help="as for serve (default: pocket)")
     parser.add_argument("--cells", type=int, default=24576, help="of the KV cache (default: 24576)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1)")
-    parser.add_argument("--programs", type=int, help="of each workload")
     parser.add_argument("--seed", type=int, default=0, help="of the first round (default: 0)")
-    parser.add_argument("--rounds", type=int, default=3, help="of both workloads, each with new programs (default: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the profile and both agreements there")
     options = parser.parse_args(argv)
-    if options.rounds < 1:
-        parser.error("--rounds must be at least 1")
     speculation = DraftConfig(enabled=False)
     config = EngineConfig(options.model, cells=options.cells, threads=options.threads, speculation=speculation)
-    workloads = [replace(each, programs=options.programs or each.programs) for each in (FIT_ON, CHECK_ON)]
-    seeds = range(options.seed, options.seed + options.rounds)
-    profile, agreements = compare(load_runner(config), workloads, seeds, f"{options.model} here")
+    seeds = range(options.seed, options.seed + ROUNDS)
+    profile, agreements = compare(load_runner(config), (FIT_ON, CHECK_ON), seeds, f"{options.model} here")
     print(profile)
-    for use, each in zip(("fitted on", "checked on"), agreements, strict=True):
-        print(f"{use} {each.workload}: measured {each.measured_s:.3f} s, simulated {each.simulated_s:.3f} s a program, "
-              f"ratio {each.ratio:.3f}; steps {each.steps_measured} and {each.steps_simulated}")  # fmt: skip
+    for use, row in zip(("fitted on", "checked on"), agreements, strict=True):
+        print(
+            use, *(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
+        )
     if options.json:
-        told = [asdict(each) | {"ratio": each.ratio} for each in agreements]
-        options.json.write_text(json.dumps({"profile": asdict(profile), "agreements": told}, indent=1) + "\n")
-    return int(any(abs(each.ratio - 1) > WITHIN for each in agreements))
+        options.json.write_text(json.dumps({"profile": asdict(profile), "agreements": agreements}, indent=1) + "\n")
+    return int(any(abs(row["ratio"] - 1) > WITHIN for row in agreements))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import random
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from statistics import fmean
@@ -151,7 +151,7 @@ def play_policy(
     figures |= {"programs": len(done), "programs_per_s": outcome.programs_per_s}
     figures |= {"bubble_s": fmean(each.bubble_s for each in done), "tool_s": fmean(each.tool_s for each in done)}
     figures["cached"] = sum(each.cached for each in done) / sum(each.prompt for each in done)
-    return {case: figures | asdict(outcome.counts)}
+    return {case: figures | outcome.counts}
 
 
 # ---- placement ----
@@ -534,98 +534,50 @@ def _play_states(
     return {case: states.play(machine, list(workload.draw(seed)), way, slots)}
 
 
+def _columns(*columns: tuple[str, ...]) -> tuple[Column, ...]:
+    return tuple(Column(*each) for each in columns)
+
+
 SCENARIOS: dict[str, Scenario] = {
-    "simulate": Scenario(
-        _policies,
-        {
-            "": (
-                *(Column(head, f"{figure}_s") for head, figure in (("job s mean", "mean"), ("p50", "p50"))),
-                *(Column(head, f"{head}_s") for head in ("p90", "p99")),
-                Column("programs/s", "programs_per_s"),
-                Column("bubble s", "bubble_s"),
-                Column("cached", "cached", "%"),
-                Column("faster", "mean_s", "under"),
-                Column("throughput", "programs_per_s", "over"),
-            )
-        },
-    ),
-    "simulate-placement": Scenario(
-        _placements,
-        {
-            "": (
-                Column("hit rate", "hit", "%"),
-                *(
-                    column
-                    for head, figure in (
-                        ("p50 s", "p50_s"),
-                        ("p99 s", "p99_s"),
-                        ("1st token p50 s", "first_p50_s"),
-                        ("1st p99 s", "first_p99_s"),
-                        ("most in hand", "most_in_hand"),
-                    )
-                    for column in (Column(head, figure), Column("over", figure, "over"))
-                ),
-                Column("busiest over mean", "most_busy"),
-                Column("cv", "busy_cv"),
-            )
-        },
-    ),
-    "simulate-tenants": Scenario(
-        _tenants,
-        {
-            "": (
-                Column("turn p50 s", "p50_s"),
-                Column("p99 s", "p99_s"),
-                Column("p50 over", "raised"),
-                Column("Jain's index", "jain"),
-                Column("most over least", "most_over_least"),
-            )
-        },
-    ),
-    "simulate-orchestrator": Scenario(
-        _orchestrator,
-        {
-            "": (
-                Column("FTR p50", "first_p50_s"),
-                Column("p90", "first_p90_s"),
-                Column("E2E p50", "p50_s"),
-                Column("p90", "p90_s"),
-                Column("FTR gained", "first_p50_s", "gained"),
-                Column("E2E gained", "p50_s", "gained"),
-                *(Column(name, name, "%") for name in ("found", "reused")),
-                *(Column(f"{name} s", f"{name}_s") for name in ("prompt", "decode", "tool")),
-                *(Column(f"tools of FTR {name}", f"tools_{name}", "%") for name in ("p50", "p90", "p99")),
-            ),
-            "found at each depth: of others, of earlier turns, computed ahead": tuple(
-                Column(f"{depth}{'+' * (depth == DEPTHS - 1)} {kind}", f"{kind}_{depth}", "%")
-                for depth in range(DEPTHS)
-                for kind in ("across", "within", "ahead")
-            ),
-        },
-        _equal_latency,
-    ),
-    "simulate-overload": Scenario(
-        _overload,
-        {
-            "": (
-                Column("in time a second", "in_time_per_s"),
-                Column("of the best", "in_time_per_s", "best"),
-                *(Column(name.replace("_", " "), name, "%") for name in ("in_time", "refused", "dropped", "left")),
-                Column("refusal ms p99", "refusal_ms"),
-                *(Column(f"{each.name.lower()}/s", f"{each.name.lower()}_per_s") for each in Priority),
-            )
-        },
-    ),
-    "simulate-states": Scenario(
-        _states,
-        {
-            "": (
-                Column("seconds of a program", "mean_s"),
-                Column("over ours", "mean_s", "over"),
-                Column("p90 over ours", "p90_s", "over"),
-                Column("hits", "hits", "%"),
-                Column("checkpoints evicted", "evicted"),
-            )
-        },
-    ),
-}
+    "simulate": Scenario(_policies, {"": _columns(
+        ("job s mean", "mean_s"), ("p50", "p50_s"), ("p90", "p90_s"), ("p99", "p99_s"),
+        ("programs/s", "programs_per_s"), ("bubble s", "bubble_s"), ("cached", "cached", "%"),
+        ("faster", "mean_s", "under"), ("throughput", "programs_per_s", "over"),
+    )}),
+    "simulate-placement": Scenario(_placements, {"": _columns(
+        ("hit rate", "hit", "%"),
+        ("p50 s", "p50_s"), ("over", "p50_s", "over"), ("p99 s", "p99_s"), ("over", "p99_s", "over"),
+        ("1st token p50 s", "first_p50_s"), ("over", "first_p50_s", "over"),
+        ("1st p99 s", "first_p99_s"), ("over", "first_p99_s", "over"),
+        ("most in hand", "most_in_hand"), ("over", "most_in_hand", "over"),
+        ("busiest over mean", "most_busy"), ("cv", "busy_cv"),
+    )}),
+    "simulate-tenants": Scenario(_tenants, {"": _columns(
+        ("turn p50 s", "p50_s"), ("p99 s", "p99_s"), ("p50 over", "raised"),
+        ("Jain's index", "jain"), ("most over least", "most_over_least"),
+    )}),
+    "simulate-orchestrator": Scenario(_orchestrator, {
+        "": _columns(
+            ("FTR p50", "first_p50_s"), ("p90", "first_p90_s"), ("E2E p50", "p50_s"), ("p90", "p90_s"),
+            ("FTR gained", "first_p50_s", "gained"), ("E2E gained", "p50_s", "gained"),
+            ("found", "found", "%"), ("reused", "reused", "%"),
+            ("prompt s", "prompt_s"), ("decode s", "decode_s"), ("tool s", "tool_s"),
+            *((f"tools of FTR {name}", f"tools_{name}", "%") for name in ("p50", "p90", "p99")),
+        ),
+        "found at each depth: of others, of earlier turns, computed ahead": _columns(*(
+            (f"{depth}{'+' * (depth == DEPTHS - 1)} {kind}", f"{kind}_{depth}", "%")
+            for depth in range(DEPTHS)
+            for kind in ("across", "within", "ahead")
+        )),
+    }, _equal_latency),
+    "simulate-overload": Scenario(_overload, {"": _columns(
+        ("in time a second", "in_time_per_s"), ("of the best", "in_time_per_s", "best"),
+        *((name.replace("_", " "), name, "%") for name in ("in_time", "refused", "dropped", "left")),
+        ("refusal ms p99", "refusal_ms"),
+        *((f"{each.name.lower()}/s", f"{each.name.lower()}_per_s") for each in Priority),
+    )}),
+    "simulate-states": Scenario(_states, {"": _columns(
+        ("seconds of a program", "mean_s"), ("over ours", "mean_s", "over"), ("p90 over ours", "p90_s", "over"),
+        ("hits", "hits", "%"), ("checkpoints evicted", "evicted"),
+    )}),
+}  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import count
 from math import inf
 from typing import Any
@@ -24,7 +24,6 @@ from holdfast.replicas.errors import EngineError
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import Event, Finished, Submit, ToolLatencies, TurnEnded
 from holdfast.replicas.retention.latency import LatencyBook
-from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.types import TokenIds
 
 STALE_S = 1.0  # age of the tools' statistics that a replica decides with, at most
@@ -69,29 +68,11 @@ class Served:
     replica: int
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Sums of `EngineStats` over all replicas; `machine_steps` counts each of the steps that passed as one."""
-
-    preemptions: int
-    prompt_computed: int
-    tokens_reloaded: int
-    pins: int
-    pin_hits: int
-    pin_misses: int
-    pins_expired: int
-    pins_given_way: int
-    pins_refused: int
-    pages_out: int
-    pages_in: int
-    steps: int
-    machine_steps: int = 0
-
-    @classmethod
-    def of(cls, stats: list[EngineStats], machine_steps: int) -> Counts:
-        names = [field.name for field in fields(cls) if field.name != "machine_steps"]
-        sums = {name: sum(getattr(each, name) for each in stats) for name in names}
-        return cls(**sums, machine_steps=machine_steps)
+COUNTED = (
+    *("preemptions", "prompt_computed", "tokens_reloaded", "pins", "pin_hits", "pin_misses", "pins_expired"),
+    *("pins_given_way", "pins_refused", "pages_out", "pages_in", "steps"),
+)
+"""The statistics of engines that a run adds up; `machine_steps` beside them counts steps that passed as one singly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +80,7 @@ class Outcome:
     """One run, programs by their numbers."""
 
     programs: list[Done]
-    counts: Counts
+    counts: dict[str, int]
 
     @property
     def wall_s(self) -> float:
@@ -290,7 +271,8 @@ class Simulation(Loop):
         for run in self._open.values():
             self._tell_served(run, self.now, self.now, prompt=0, cached=0)
         replicas = [site.replica for site in self.sites]
-        counts = Counts.of([replica.engine.stats for replica in replicas], sum(replica.steps for replica in replicas))
+        counts = {name: sum(getattr(each.engine.stats, name) for each in replicas) for name in COUNTED}
+        counts["machine_steps"] = sum(replica.steps for replica in replicas)
         return Outcome(sorted(self._done, key=lambda done: done.number), counts)
 
     def over(self) -> bool:

@@ -5,7 +5,7 @@ joins that with the engine's own statistics, so that two moments can be compared
 """
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
@@ -89,7 +89,7 @@ def _pair(op: FeedForward | MixtureOfExperts, hidden: int) -> list[tuple[int, in
     return [(op.width, hidden), (hidden, op.inner)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Counts:
     """Totals. `positions`: tokens whose KV a forward read, once for each of its sequences.
 
@@ -107,7 +107,7 @@ class Counts:
 
 
 class CountingRunner:
-    """A runner over another one."""
+    """A runner over another one that counts what passes."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -118,27 +118,22 @@ class CountingRunner:
         """Begin a step. Raises like the runner."""
         began = time.perf_counter()
         flight = self._runner.begin(plan)
-        # Beside a step that runs it costs nobody anything.
-        self._count(plan, 0.0 if self._flying else time.perf_counter() - began)
+        counts, chunks = self.counts, plan.chunks
+        if not self._flying:  # beside a step that runs it costs nobody anything
+            counts.prepare_s += time.perf_counter() - began
+        positions = sum(chunk.start + len(chunk.tokens) for chunk in chunks)
+        filling = any(chunk.draw is None or len(chunk.tokens) > chunk.draw.drafts + 1 for chunk in chunks)
+        counts.forwards += bool(chunks)
+        counts.positions += positions
+        counts.filling += filling
+        counts.filling_positions += positions * filling
+        counts.ahead += self._flying > 0
+        counts.pieces += sum(chunk.draw is None for chunk in chunks)
         self._flying += 1
         return _CountedFlight(self, flight)
 
     def landed(self) -> None:
         self._flying -= 1
-
-    def _count(self, plan: StepPlan, prepare_s: float) -> None:
-        before = self.counts
-        positions = sum(chunk.start + len(chunk.tokens) for chunk in plan.chunks)
-        filling = any(chunk.draw is None or len(chunk.tokens) > chunk.draw.drafts + 1 for chunk in plan.chunks)
-        self.counts = Counts(
-            before.forwards + bool(plan.chunks),
-            before.positions + positions,
-            before.filling + filling,
-            before.filling_positions + positions * filling,
-            before.prepare_s + prepare_s,
-            before.ahead + (self._flying > 0),
-            before.pieces + sum(chunk.draw is None for chunk in plan.chunks),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +150,7 @@ class _CountedFlight:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What an engine and its runner have counted, or the difference between two moments. Seconds and numbers."""
+    """Counts of an engine and its runner, or their difference between two moments. Seconds and numbers."""
 
     forwards: float
     positions: float
@@ -164,27 +159,16 @@ class Totals:
     forward_s: float
     sample_s: float
     prepare_s: float
-    plan_s: float
+    schedule_s: float
     commit_s: float
     filling: float = 0.0
     filling_positions: float = 0.0
 
     @staticmethod
     def of(engine: Engine, runner: CountingRunner) -> "Totals":
-        stats, seen = engine.stats, runner.counts
-        return Totals(
-            seen.forwards,
-            seen.positions,
-            stats.drafted,
-            stats.accepted,
-            stats.forward_s,
-            stats.sample_s,
-            seen.prepare_s,
-            stats.schedule_s,
-            stats.commit_s,
-            seen.filling,
-            seen.filling_positions,
-        )
+        counted = asdict(runner.counts)
+        names = [each.name for each in fields(Totals)]
+        return Totals(**{name: counted[name] if name in counted else getattr(engine.stats, name) for name in names})
 
     def since(self, before: "Totals") -> "Totals":
         earlier = asdict(before)
@@ -192,7 +176,7 @@ class Totals:
 
 
 def drain(engine: Engine) -> dict[str, TokenIds]:
-    """Run until nothing is left to do; what each request was answered. Raises RuntimeError where one failed."""
+    """Run until nothing is left to do; the answer to each request. Raises RuntimeError where one failed."""
     answers: dict[str, list[int]] = {}
     while engine.busy:
         for event in engine.step(time.perf_counter(), time.perf_counter):

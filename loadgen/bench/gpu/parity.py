@@ -11,7 +11,7 @@ in every order. Ends of turns are ignored on both sides.
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,8 +22,8 @@ import torch
 
 from holdfast.loadgen.bench.gpu.accounting import CountingRunner
 from holdfast.loadgen.bench.gpu.peers import load_model
-from holdfast.loadgen.bench.gpu.stage import capture_graphs, dialogues, free_device
-from holdfast.loadgen.bench.parts import Deadline, Figures, Lines, Report
+from holdfast.loadgen.bench.gpu.stage import capture_graphs, dialogues
+from holdfast.loadgen.bench.parts import Deadline, Figures, Lines, Once, Report, free_device
 from holdfast.loadgen.inflate import WEIGHTS
 from holdfast.replicas.config import POCKET, DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
@@ -144,7 +144,6 @@ class Reply:
 class Difference:
     """Where a reply leaves transformers'. `gap`: its best logit there less that of our token; `share` of the spread."""
 
-    prompt: int
     at: int
     ours: int
     theirs: int
@@ -162,7 +161,7 @@ def difference(reply: Reply, expected: Expected) -> Difference | None:
         return None
     logits = expected.logits[at]
     gap = float(logits[theirs[at]] - logits[ours[at]])
-    return Difference(reply.prompt, at, int(ours[at]), int(theirs[at]), gap, gap / expected.spread(at))
+    return Difference(at, int(ours[at]), int(theirs[at]), gap, gap / expected.spread(at))
 
 
 def apart(reply: Reply, expected: Expected) -> float:
@@ -248,11 +247,11 @@ class Parity:
     """One dtype: transformers' replies, the runner, and what engines over it reply."""
 
     def __init__(self, sizes: ParitySizes, prompts: Sequence[TokenIds], dtype: str) -> None:
-        self._sizes, self._prompts, self._dtype = sizes, prompts, dtype
+        self._sizes, self.prompts, self._dtype = sizes, prompts, dtype
         self._expected: list[Expected] = []
         self._loaded: LoadedRunner | None = None
 
-    def reference(self, deadline: Deadline) -> Lines:
+    def reference(self) -> Figures:
         """transformers' replies. Float32 without TF32, from here on for all, and with its plain attention, which has
         none either; in 16 bits with torch's, which like ours does not round scores.
         """
@@ -261,19 +260,13 @@ class Parity:
         if self._dtype == "float32":
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
             model.set_attn_implementation("eager")
-        expected = [self._generate(model, prompt) for prompt in self._prompts]
+        expected = [self._generate(model, prompt) for prompt in self.prompts]
         del model
         free_device()
         self._expected = expected
-        lengths = [len(prompt) for prompt in self._prompts]
-        figures = {
-            "prompts": len(lengths),
-            "shortest": min(lengths),
-            "longest": max(lengths),
-            "new": self._sizes.new,
-            "seconds": time.perf_counter() - began,
-        }
-        yield f"{self._dtype}, transformers", figures
+        lengths = [len(prompt) for prompt in self.prompts]
+        figures = {"prompts": len(lengths), "shortest": min(lengths), "longest": max(lengths)}
+        return figures | {"new": self._sizes.new, "seconds": time.perf_counter() - began}
 
     def _generate(self, model: Any, prompt: TokenIds) -> Expected:
         ids = torch.from_numpy(prompt).long()[None].to(self._sizes.device)
@@ -288,7 +281,7 @@ class Parity:
         tokens = found.sequences[0, ids.shape[1] :].cpu().numpy().astype(np.int32)
         return Expected(tokens, torch.cat(found.logits).float().cpu().numpy())
 
-    def load(self, deadline: Deadline) -> Lines:
+    def load(self) -> Figures:
         """The runner of all settings: with room for all prompts, a host tier, and no graphs yet."""
         began, sizes = time.perf_counter(), self._sizes
         config = EngineConfig(
@@ -301,11 +294,11 @@ class Parity:
             max_sequences=2 * sizes.prompts,
             session_rows=sizes.prompts,
             without=("cuda_graphs",),
-            speculation=DraftConfig(enabled=False),  # what verifying costs is not asked
+            speculation=DraftConfig(enabled=False),  # the cost of verifying is not needed
         )
         loaded = load_runner(config)
         self._loaded = loaded if sizes.device != "cpu" else interpreted(loaded)
-        yield f"{self._dtype}, engine", {"cells": loaded.config.cells, "seconds": time.perf_counter() - began}
+        return {"cells": loaded.config.cells, "seconds": time.perf_counter() - began}
 
     @property
     def loaded(self) -> LoadedRunner:
@@ -314,13 +307,13 @@ class Parity:
             raise RuntimeError("there is no engine, or nothing to hold it against")
         return self._loaded
 
-    def capture(self, deadline: Deadline) -> Lines:
-        """Capture graphs, so that what follows replays them. `same_draws`: whether they are used."""
+    def capture(self) -> Figures:
+        """Capture graphs, so that later settings replay them. `same_draws`: whether they are used."""
         loaded, began = self.loaded, time.perf_counter()
         assert isinstance(loaded.runner, GpuRunner)
         capture_graphs(loaded.runner, self._sizes.device, self._sizes.graph_tokens)
         same = check_graphs(loaded.runner, loaded.config)
-        yield f"{self._dtype}, capture", {"same_draws": int(same), "seconds": time.perf_counter() - began}
+        return {"same_draws": int(same), "seconds": time.perf_counter() - began}
 
     def ask(self, setting: Setting, deadline: Deadline) -> Lines:
         """Ask everything in one setting. Raises ParityError after the line of a float32 setting that is wrong."""
@@ -350,7 +343,7 @@ class Parity:
 
     def _replies(self, engine: Engine, setting: Setting, deadline: Deadline) -> Iterator[Reply]:
         """All at once, or one after the other as long as there is time."""
-        asked = range(0, len(self._prompts), setting.every)
+        asked = range(0, len(self.prompts), setting.every)
         groups = [(i,) for i in asked] if setting.one_at_a_time else [tuple(asked)]
         for number, group in itertools.product(range(setting.rounds), groups):
             if setting.one_at_a_time and deadline.over and number + group[0]:
@@ -361,7 +354,7 @@ class Parity:
         sampling = Sampling(self._sizes.new, ignore_eos=True, logprobs=0 if setting.logprobs else None)
         names = {f"{i} {number}": i for i in group}
         for name, i in names.items():
-            submit = Submit(name, tokens=self._prompts[i], sampling=sampling, program_id=f"{i}")
+            submit = Submit(name, tokens=self.prompts[i], sampling=sampling, program_id=f"{i}")
             if refused := engine.handle(submit, time.perf_counter()):
                 raise RuntimeError(f"a prompt was not taken: {refused[0]}")
         tokens: dict[str, list[int]] = {name: [] for name in names}
@@ -389,14 +382,14 @@ def compared(
 
     Raises ParityError for a reply of another length than was asked for.
     """
-    found = [difference(reply, expected[reply.prompt]) for reply in replies]
-    differ = [each for each in found if each is not None]
-    agreed = [len(reply.tokens) if each is None else each.at for reply, each in zip(replies, found, strict=True)]
-    figures: Figures = {"asked": len(replies), "same": len(replies) - len(differ), "agreed": min(agreed)}
+    every = [(reply, difference(reply, expected[reply.prompt])) for reply in replies]
+    differ = [(reply.prompt, each) for reply, each in every if each is not None]
+    agreed = min(len(reply.tokens) if each is None else each.at for reply, each in every)
+    figures: Figures = {"asked": len(replies), "same": len(replies) - len(differ), "agreed": agreed}
     faults: list[str] = []
     if differ:
-        worst = max(differ, key=lambda each: np.inf if np.isnan(each.share) else each.share)
-        where = f"prompt {worst.prompt} after {worst.at} tokens: {worst.ours} for {worst.theirs}"
+        prompt, worst = max(differ, key=lambda each: np.inf if np.isnan(each[1].share) else each[1].share)
+        where = f"prompt {prompt} after {worst.at} tokens: {worst.ours} for {worst.theirs}"
         figures |= {"gap": worst.gap, "gap_of_spread": worst.share, "worst": where}
         if not worst.share <= NEAR:  # nor a NaN
             faults.append("other tokens")
@@ -423,20 +416,36 @@ def interpreted(loaded: LoadedRunner) -> LoadedRunner:
 
 
 def run(report: Report, sizes: ParitySizes) -> None:
-    """A part for each dtype and setting. Each process has to ask transformers, load and capture itself."""
+    """A part for each dtype and setting. Each process asks transformers, loads and captures graphs itself."""
     prompts = make_prompts(sizes)
-    every = settings(sizes, prompts)
     for dtype in sizes.dtypes:
-        parity = Parity(sizes, prompts, dtype)
-        launched = {f"{dtype}, {each.name}": each for each in every if not each.graphs}
-        in_graphs = {f"{dtype}, {each.name}": each for each in every if each.graphs}
-        if report.wants((*launched, *in_graphs)):
-            report.run_anew(f"{dtype}, transformers", parity.reference, sizes.load_s)
-            report.run_anew(f"{dtype}, engine", parity.load, sizes.load_s)
-        for name, setting in launched.items():
-            report.run(name, partial(parity.ask, setting), sizes.setting_s)
-        if report.wants(in_graphs):
-            report.run_anew(f"{dtype}, capture", parity.capture, sizes.load_s)
-        for name, setting in in_graphs.items():
-            report.run(name, partial(parity.ask, setting), sizes.setting_s)
-        parity.release()
+        _run(report, sizes, Parity(sizes, prompts, dtype), dtype)
+
+
+def _run(report: Report, sizes: ParitySizes, parity: "Parity", dtype: str) -> None:
+    def then(before: Once[Figures], step: Callable[[], Figures]) -> Once[Figures]:
+        def both() -> Figures:
+            before()
+            return step()
+
+        return Once(both)
+
+    def part(name: str, step: Once[Figures]) -> None:
+        report.run(f"{dtype}, {name}", lambda deadline: iter([(f"{dtype}, {name}", step())]), sizes.load_s)
+
+    expected = Once(parity.reference)
+    loaded = then(expected, parity.load)
+    captured = then(loaded, parity.capture)
+    part("transformers", expected)
+    part("engine", loaded)
+    every = settings(sizes, parity.prompts)
+    for setting in every:
+        if setting.graphs:
+            part("capture", captured)
+        report.run(
+            f"{dtype}, {setting.name}",
+            partial(parity.ask, setting),
+            sizes.setting_s,
+            captured if setting.graphs else loaded,
+        )
+    parity.release()

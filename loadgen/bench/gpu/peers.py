@@ -7,8 +7,7 @@ defaults. The ends of turns are ignored, as they are by our engine: every reply 
 
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import transformers as tf
@@ -17,19 +16,6 @@ from holdfast.loadgen.bench.gpu.stage import Exchange, TurnSizes
 
 _LOOKUP = 10  # tokens that are drafted at a time
 _NO_END = -1
-
-
-class Way(Protocol):
-    """Asks transformers for the replies of one turn."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None: ...
-
-    def ask(self, exchanges: Sequence[Exchange]) -> float:
-        """Seconds until all have their replies. Raises RuntimeError where one failed."""
 
 
 def load_model(folder: str, device: str, dtype: torch.dtype) -> Any:
@@ -55,7 +41,7 @@ class PromptLookup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
     def ask(self, exchanges: Sequence[Exchange]) -> float:
@@ -100,7 +86,7 @@ class Batching:
         self._manager = self._open.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._open.__exit__(None, None, None)
 
     def ask(self, exchanges: Sequence[Exchange]) -> float:

@@ -6,14 +6,13 @@ else is measured: there is one way to load a model, and transformers reads the s
 The history of a turn has the replies on record, whatever was generated (teacher forcing), and tool results.
 """
 
-import gc
 import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 from holdfast.kernels.ceilings import Ceilings
 from holdfast.loadgen.bench.conversations import Conversation, recorded, spans
 from holdfast.loadgen.bench.gpu.accounting import Bounds, CountingRunner
+from holdfast.loadgen.bench.parts import Once, free_device
 from holdfast.loadgen.inflate import WEIGHTS
 from holdfast.loadgen.inflate.model import inflate
 from holdfast.replicas.config import POCKET, EngineConfig
@@ -124,74 +124,53 @@ def small_turns() -> TurnSizes:
     )
 
 
-@dataclass(slots=True)
 class Stage:
-    """The model on disk, on the device and in transformers, each made when it is first wanted; and what was played.
+    """The model on disk, on the device and in transformers, each made when it is first needed; and what was played.
 
     Call `close` in the end: the folder is as large as the model.
     """
 
-    sizes: TurnSizes
-    ceilings: Ceilings
-    ours: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # seconds of turns, by (turns, programs)
-    _recorded: dict[tuple[int, int, int], list[Dialogue]] = field(default_factory=dict)
-    _loaded: LoadedRunner | None = None
-    _failure: Exception | None = None  # of loading: it would not go better the next time
-    _tokenizer: Any = None
-    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "inflate"))
-    _made: "tempfile.TemporaryDirectory[str]" = field(init=False)
-    _folder: Future[Path] = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, sizes: TurnSizes, ceilings: Ceilings) -> None:
         """Begin to inflate."""
+        self.sizes, self.ceilings = sizes, ceilings
+        self.ours: dict[tuple[int, int], list[float]] = {}  # seconds of turns, by (turns, programs)
+        self.loaded = Once(self._load)
+        self._tokenizer = Once(lambda: load_tokenizer(inspect_model(POCKET)))
+        self._recorded: dict[tuple[int, int, int], list[Dialogue]] = {}
+        self._thread = ThreadPoolExecutor(1, "inflate")
         self._made = tempfile.TemporaryDirectory(prefix="bench.")
-        shape, base = self.sizes.shape, Path(self._made.name)
+        shape, base = sizes.shape, Path(self._made.name)
         if isinstance(shape, dict):
             (base / "shape.json").write_text(json.dumps(shape))
             shape = str(base / "shape.json")
-        self._folder = self._thread.submit(_inflated, shape, base / "model", self.sizes)
+        self._folder = self._thread.submit(_inflated, shape, base / "model", sizes)
 
     def folder(self, seconds: float | None = None) -> Path:
-        """Where the model lies, once it is written. Raises TimeoutError after `seconds`, InflateError."""
+        """The folder of the model, once it is written. Raises TimeoutError after `seconds`, InflateError."""
         return self._folder.result(seconds)
 
-    @property
-    def tokenizer(self) -> Any:
-        """Pocket's own, which is there at once."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(inspect_model(POCKET))
-        return self._tokenizer
-
     def dialogues(self, turns: int, rows: int, seed: int = 0) -> list[Dialogue]:
-        """The same conversations for whoever asks."""
+        """The same conversations in each call."""
         key = (turns, rows, seed)
         if key not in self._recorded:
-            self._recorded[key] = dialogues(self.tokenizer, rows, turns, self.sizes.most_tokens, seed)
+            self._recorded[key] = dialogues(self._tokenizer(), rows, turns, self.sizes.most_tokens, seed)
         return self._recorded[key]
 
-    def loaded(self) -> LoadedRunner:
+    def _load(self) -> LoadedRunner:
         """The model with its graphs. Raises ConfigError where it does not fit."""
-        if self._loaded is None:
-            sizes, most = self.sizes, max(self.sizes.rows)
-            defaults = EngineConfig()
-            pages = -(-sizes.most_tokens // defaults.page_size) + 1
-            config = EngineConfig(
-                model=str(self.folder()),
-                dtype="auto" if sizes.device != "cpu" else "float32",
-                device=sizes.device,
-                threads=0 if sizes.device != "cpu" else 1,
-                cells=int(most * pages * defaults.page_size / defaults.admission_ceiling),
-                session_rows=most,
-                max_sequences=max(2 * most, 2),
-            )
-            if self._failure is not None:
-                raise RuntimeError("the model does not load") from self._failure
-            try:
-                self._loaded = load_runner(config)
-            except Exception as failure:  # one that was broken off may have the time of another part
-                self._failure = failure
-                raise
-        return self._loaded
+        sizes, most, defaults = self.sizes, max(self.sizes.rows), EngineConfig()
+        pages = -(-sizes.most_tokens // defaults.page_size) + 1
+        gpu = sizes.device != "cpu"
+        config = EngineConfig(
+            model=str(self.folder()),
+            dtype="auto" if gpu else "float32",
+            device=sizes.device,
+            threads=0 if gpu else 1,
+            cells=int(most * pages * defaults.page_size / defaults.admission_ceiling),
+            session_rows=most,
+            max_sequences=max(2 * most, 2),
+        )
+        return load_runner(config)
 
     @property
     def bounds(self) -> Bounds:
@@ -203,14 +182,13 @@ class Stage:
     def engine(self, speculation: bool = True) -> tuple[Engine, CountingRunner]:
         """An engine with nothing cached and nothing remembered, as it is served; or without drafts."""
         loaded = self.loaded()
-        config = loaded.config
-        config = replace(config, speculation=replace(config.speculation, enabled=speculation))
+        config = replace(loaded.config, speculation=replace(loaded.config.speculation, enabled=speculation))
         counting = CountingRunner(loaded.runner)
         return Engine(config, counting, loaded.eos, loaded.vocabulary, loaded.cost, window=loaded.window), counting
 
     def release(self) -> None:
         """Give the device's memory back; the next engine loads again."""
-        self._loaded = None
+        self.loaded.drop()
         free_device()
 
     def close(self) -> None:
@@ -232,13 +210,6 @@ def _inflated(shape: str, folder: Path, sizes: TurnSizes) -> Path:
     if done.returncode:
         raise RuntimeError(f"the model could not be written: {done.stderr[-500:]}")
     return folder
-
-
-def free_device() -> None:
-    """Hand memory that nobody holds back to the device."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def capture_graphs(runner: GpuRunner, device: str, tokens: int, say: Callable[[str], None] = lambda _: None) -> None:

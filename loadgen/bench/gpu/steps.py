@@ -408,7 +408,7 @@ def host_time(world: World) -> Lines:
         "wall_s": wall,
         "device_s": device,
         "prepare_s": total.prepare_s,
-        "plan_s": total.plan_s,
+        "plan_s": total.schedule_s,
         "commit_s": total.commit_s,
         "not_hidden_s": wall - device + total.prepare_s,
     }

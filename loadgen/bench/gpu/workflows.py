@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from holdfast.loadgen.bench.gpu.accounting import Bounds, CountingRunner, Totals, drain
-from holdfast.loadgen.bench.gpu.peers import Batching, PromptLookup, Way, load_model
+from holdfast.loadgen.bench.gpu.peers import Batching, PromptLookup, load_model
 from holdfast.loadgen.bench.gpu.stage import Dialogue, Exchange, Stage
-from holdfast.loadgen.bench.parts import Deadline, Figures, Lines, Report
+from holdfast.loadgen.bench.parts import Deadline, Figures, Lines, Once, Report
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.plan import Sampling
 from holdfast.replicas.requests import Submit
@@ -60,7 +60,7 @@ class Turn:
         beyond = total.forward_s - self.ideal_s
         prepare = min(total.prepare_s, max(beyond, 0.0))
         between = self.wall_s - total.forward_s - total.sample_s
-        plan = min(total.plan_s, max(between, 0.0))
+        plan = min(total.schedule_s, max(between, 0.0))
         commit = min(total.commit_s, max(between - plan, 0.0))
         return {
             "ideal_s": self.ideal_s,
@@ -78,7 +78,8 @@ class Turn:
         total = self.total
         return {
             "efficiency": self.efficiency,
-            **_overlapped(self.ideal_overlapped_s, self.wall_s),
+            "ideal_overlapped_s": self.ideal_overlapped_s,
+            "efficiency_overlapped": self.ideal_overlapped_s / self.wall_s,
             "wall_s": self.wall_s,
             **self.spent,
             "prompt": self.prompt,
@@ -153,19 +154,18 @@ def play(player: Player, turns: int, deadline: Deadline) -> Iterator[Turn]:
         yield player.wave(turn)
 
 
-def _overlapped(ideal_s: float, wall_s: float) -> Figures:
-    return {"ideal_overlapped_s": ideal_s, "efficiency_overlapped": ideal_s / wall_s}
-
-
 def summary(turns: Sequence[Turn]) -> Figures:
     """All turns together: their efficiency, what each second went to, and what drafts were worth."""
     wall = sum(turn.wall_s for turn in turns)
     spent = {name: sum(turn.spent[name] for turn in turns) for name in turns[0].spent}
     drafted, forwards = (sum(getattr(turn.total, name) for turn in turns) for name in ("drafted", "forwards"))
-    completion = sum(turn.completion for turn in turns)
+    completion, overlapped = (
+        sum(getattr(turn, name) for turn in turns) for name in ("completion", "ideal_overlapped_s")
+    )
     return {
         "efficiency": spent["ideal_s"] / wall,
-        **_overlapped(sum(turn.ideal_overlapped_s for turn in turns), wall),
+        "ideal_overlapped_s": overlapped,
+        "efficiency_overlapped": overlapped / wall,
         "median_of_turns": statistics.median(turn.efficiency for turn in turns),
         "turns": len(turns),
         "wall_s": wall,
@@ -178,23 +178,14 @@ def summary(turns: Sequence[Turn]) -> Figures:
 
 
 def load(stage: Stage, deadline: Deadline) -> Lines:
-    """Write the conversations, wait for the files, load them, capture graphs, measure what verifying costs."""
-    sizes = stage.sizes
-    for turns, rows in itertools.product(sizes.turns, sizes.rows):
-        stage.dialogues(turns, rows)
+    """Load the inflated model, once it is written, capture graphs, measure what verifying costs."""
+    began = time.perf_counter()
     stage.folder(max(deadline.left, 0.0))
-    files = deadline.left
+    written = time.perf_counter()
     loaded = stage.loaded()
-    bounds = stage.bounds
-    yield (
-        "inflated Pocket",
-        {
-            "load_s": files - deadline.left,
-            "weight_bytes": bounds.weight_bytes,
-            "cells": loaded.config.cells,
-            "costs_measured": int(loaded.cost is not None),
-        },
-    )
+    figures = {"written_s": written - began, "load_s": time.perf_counter() - written}
+    figures |= {"weight_bytes": stage.bounds.weight_bytes, "cells": loaded.config.cells}
+    yield "inflated Pocket", figures | {"costs_measured": int(loaded.cost is not None)}
 
 
 def turns(stage: Stage, turns: int, rows: int, deadline: Deadline, speculation: bool = True) -> Lines:
@@ -215,7 +206,7 @@ def turns(stage: Stage, turns: int, rows: int, deadline: Deadline, speculation: 
     yield "all", summary(played) | {"wanted_turns": turns}
 
 
-def against(stage: Stage, way: Way, turns: int, rows: int, deadline: Deadline) -> Lines:
+def against(stage: Stage, way: PromptLookup | Batching, turns: int, rows: int, deadline: Deadline) -> Lines:
     """The same turns by transformers, as many as there is time for; ratios over the turns that both did."""
     name = f"{turns} turns, {rows} at once"
     programs = stage.dialogues(turns, rows)
@@ -252,44 +243,34 @@ def remember(stage: Stage, parts: dict[str, dict[str, Figures]]) -> None:
 
 def run_ours(stage: Stage, report: Report) -> None:
     """The parts of our engine: with drafts, then the longest one without. Each process loads the model itself."""
-    longest = max(stage.sizes.turns)
-    with_drafts = {workflow(*each): each for each in itertools.product(stage.sizes.turns, stage.sizes.rows)}
-    without = {f"{workflow(longest, rows)}, no drafts": rows for rows in stage.sizes.rows}
-    if report.wants((*with_drafts, *without)):
-        report.run_anew("load", partial(load, stage), 150.0)
-    for name, (count, rows) in with_drafts.items():
-        report.run(name, partial(turns, stage, count, rows), 45.0)
-    for name, rows in without.items():
-        report.run(name, partial(turns, stage, longest, rows, speculation=False), 15.0)
+    sizes, loaded = stage.sizes, stage.loaded
+    report.run("load", partial(load, stage), 150.0)
+    for count, rows in itertools.product(sizes.turns, sizes.rows):
+        report.run(workflow(count, rows), partial(turns, stage, count, rows), 45.0, loaded)
+    longest = max(sizes.turns)
+    for rows in sizes.rows:
+        part = partial(turns, stage, longest, rows, speculation=False)
+        report.run(f"{workflow(longest, rows)}, no drafts", part, 15.0, loaded)
 
 
 def run_peers(stage: Stage, report: Report) -> None:
     """The parts of transformers, on the memory that our engine gives back."""
-    models: list[Any] = []
 
-    def model() -> Any:
-        if not models:
-            stage.release()
-            models.append(load_model(str(stage.folder()), stage.sizes.device, stage.sizes.dtype))
-        return models[0]
+    def load() -> Any:
+        stage.release()
+        return load_model(str(stage.folder()), stage.sizes.device, stage.sizes.dtype)
 
+    def each(way: type[PromptLookup | Batching], workflows: list[tuple[int, int]], deadline: Deadline) -> Lines:
+        """Every (turns, programs); the time that one leaves is for the others."""
+        with way(model(), stage.sizes) as opened:
+            for done, (turns, rows) in enumerate(workflows):
+                left = Deadline(deadline.left / (len(workflows) - done))
+                yield from against(stage, opened, turns, rows, left)
+
+    model, one, many = Once(load), min(stage.sizes.rows), max(stage.sizes.rows)
     longest_first = sorted(stage.sizes.turns, reverse=True)
-    one, many = min(stage.sizes.rows), max(stage.sizes.rows)
     single = [(turns, one) for turns in longest_first]
     every = [(turns, rows) for turns in longest_first for rows in (many, one)]
     seconds = stage.sizes.peer_seconds
-    report.run(
-        "generate, prompt lookup",
-        lambda deadline: _each(stage, PromptLookup(model(), stage.sizes), single, deadline),
-        seconds,
-    )
-    report.run(
-        "continuous batching", lambda deadline: _each(stage, Batching(model(), stage.sizes), every, deadline), seconds
-    )
-
-
-def _each(stage: Stage, way: Way, workflows: list[tuple[int, int]], deadline: Deadline) -> Lines:
-    """Every (turns, programs); what time one leaves is the others'."""
-    with way:
-        for done, (turns, rows) in enumerate(workflows):
-            yield from against(stage, way, turns, rows, Deadline(deadline.left / (len(workflows) - done)))
+    report.run("generate, prompt lookup", partial(each, PromptLookup, single), seconds, model)
+    report.run("continuous batching", partial(each, Batching, every), seconds, model)

@@ -7,16 +7,26 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from holdfast.kernels.attention import paged_attention_reference
+from holdfast.kernels.attention_gpu import attend_gpu, launch_items
+from holdfast.kernels.attention_plan import make_plan
+from holdfast.kernels.experts import Routing, experts_reference, route
+from holdfast.kernels.experts_gpu import GpuExperts, route_gpu
 from holdfast.kernels.kv import PagedBatch, page_runs
-from holdfast.kernels.quantized import E8M0, FP8, quantized
+from holdfast.kernels.layer import add_norm_reference, rotate_and_store_reference, silu_and_mul_reference
+from holdfast.kernels.layer_gpu import add_norm, rotate_and_store, silu_and_mul
+from holdfast.kernels.quantized import E8M0, FP8, QuantizedWeight, Weight, concatenated, quantized, quantized_reference
+from holdfast.kernels.quantized_gpu import QuantizedMatrix
+from holdfast.kernels.sampling import Filters, filter_logits, gumbel_argmax_reference, row_keys
+from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify, draw_and_verify_reference
+from holdfast.kernels.stream_gpu import streamed, streamed_reference
 from holdfast.loadgen.bench.kernels import linear_state
+from holdfast.loadgen.bench.parts import Figures
 
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 QUANTISED = {
@@ -32,40 +42,20 @@ Named = tuple[str, Callable[[], Calls]]
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
-    """A case's relative error, and whether the same call twice gave the same bits."""
-
-    error: float
-    tolerance: float
-    same_bits: bool
-
-    @property
-    def good(self) -> bool:
-        return self.error <= self.tolerance and self.same_bits  # a NaN is not good
-
-    @property
-    def figures(self) -> dict[str, Any]:
-        return {
-            "verdict": "ok" if self.good else "WRONG",
-            "error": self.error,
-            "tolerance": self.tolerance,
-            "same_bits": int(self.same_bits),
-        }
-
-
-@dataclass(frozen=True, slots=True)
 class Case:
-    """`make` gives the kernel's call and the exact one; tensors are made in it, so that each case has its own fate."""
+    """`make` returns the kernel's call and the exact one. It makes the tensors, so that each case fails by itself."""
 
     name: str
     tolerance: float
     make: Callable[[], Calls]
 
-    def verify(self) -> Verified:
-        """Run twice and compare."""
+    def verify(self) -> Figures:
+        """Run twice and compare. A NaN, or other bits in the second call, is wrong."""
         call, exact = self.make()
         first, second = call(), call()
-        return Verified(relative_error(first, exact()), self.tolerance, torch.equal(first, second))
+        error, same_bits = relative_error(first, exact()), torch.equal(first, second)
+        verdict = "ok" if error <= self.tolerance and same_bits else "WRONG"
+        return {"verdict": verdict, "error": error, "tolerance": self.tolerance, "same_bits": int(same_bits)}
 
 
 def cases(device: str, large: bool) -> Iterator[Case]:
@@ -180,8 +170,6 @@ def _attention_cases(dtype: torch.dtype, device: str, large: bool) -> Iterator[N
 def _attention(
     make: Callable[[], Paged], window: int, softcap: float, in_a_graph: bool, with_sinks: bool = False
 ) -> Calls:
-    from holdfast.kernels.attention_gpu import attend_gpu
-
     world = make()
     sinks = torch.randn(world.q.shape[1], device=world.q.device) if with_sinks else None
 
@@ -200,8 +188,6 @@ def _attention(
 
 def _as_in_a_graph(world: Paged) -> Tensor:
     """Attention with room for more items and merges than there are, and few programs that share them."""
-    from holdfast.kernels.attention_gpu import launch_items
-    from holdfast.kernels.attention_plan import make_plan
 
     plan = make_plan(world.q, world.batch, world.kv.shape[4], 0)
     counts = [
@@ -232,9 +218,6 @@ def _layer_cases(dtype: torch.dtype, device: str) -> Iterator[Named]:
 
 
 def _norm(dtype: torch.dtype, device: str) -> Calls:
-    from holdfast.kernels.layer import add_norm_reference
-    from holdfast.kernels.layer_gpu import add_norm
-
     x, change = torch.randn(2, 13, 1000, device=device).to(dtype).unbind(0)
     weight = torch.randn(1000, device=device).to(dtype)
 
@@ -246,17 +229,11 @@ def _norm(dtype: torch.dtype, device: str) -> Calls:
 
 
 def _silu(dtype: torch.dtype, device: str) -> Calls:
-    from holdfast.kernels.layer import silu_and_mul_reference
-    from holdfast.kernels.layer_gpu import silu_and_mul
-
     x = torch.randn(13, 1000, device=device).to(dtype)
     return partial(silu_and_mul, x), partial(silu_and_mul_reference, x)
 
 
 def _rotate(dtype: torch.dtype, device: str, normed: bool) -> Calls:
-    from holdfast.kernels.layer import rotate_and_store_reference
-    from holdfast.kernels.layer_gpu import rotate_and_store
-
     world = paged([(40, 9), (3, 4)], 2, 3, 64, dtype, device)
     qkv = torch.randn(13, 10, 64, device=device).to(dtype)
     cos, sin = torch.randn(2, 64, 32, device=device).unbind(0)
@@ -272,8 +249,6 @@ def _rotate(dtype: torch.dtype, device: str, normed: bool) -> Calls:
 
 
 def _product(dtype: torch.dtype, device: str, rows: int) -> Calls:
-    from holdfast.kernels.stream_gpu import streamed, streamed_reference
-
     x = torch.randn(rows, 300, device=device).to(dtype)
     weight = (torch.randn(40, 300, device=device) * 300**-0.5).to(dtype)
     bias = torch.randn(40, device=device).to(dtype)
@@ -281,9 +256,6 @@ def _product(dtype: torch.dtype, device: str, rows: int) -> Calls:
 
 
 def _quantised(dtype: torch.dtype, device: str, rows: int, name: str) -> Calls:
-    from holdfast.kernels.quantized import quantized_reference
-    from holdfast.kernels.quantized_gpu import QuantizedMatrix
-
     x, weight = torch.randn(rows, 320, device=device).to(dtype), QUANTISED[name](torch.randn(200, 320, device=device))
     return partial(QuantizedMatrix(weight), x), partial(quantized_reference, x, weight)
 
@@ -302,10 +274,6 @@ def _expert_cases(dtype: torch.dtype, device: str, large: bool) -> Iterator[Name
 
 
 def _experts(dtype: torch.dtype, device: str, kind: str, tokens: int, grouped: bool = False) -> Calls:
-    from holdfast.kernels.experts import experts_reference
-    from holdfast.kernels.experts_gpu import GpuExperts
-    from holdfast.kernels.quantized import E8M0, QuantizedWeight, Weight, concatenated, quantized
-
     def made(outputs: int, inputs: int) -> Weight:
         plain = torch.randn(4, outputs, inputs, device=device) / math.sqrt(inputs)
         if kind == "plain":
@@ -329,9 +297,6 @@ def _experts(dtype: torch.dtype, device: str, kind: str, tokens: int, grouped: b
 
 
 def _route(device: str) -> Calls:
-    from holdfast.kernels.experts import Routing, route
-    from holdfast.kernels.experts_gpu import route_gpu
-
     logits, correction = torch.randn(7, 100, device=device), torch.randn(100, device=device)
     routing = Routing(100, 6, "sigmoid", True, scale=2.5, softcap=3.0)
 
@@ -350,9 +315,6 @@ def _logits() -> Tensor:
 
 def _draw(device: str) -> Calls:
     """Drawn tokens and accepted drafts."""
-    from holdfast.kernels.sampling import gumbel_argmax_reference, row_keys
-    from holdfast.kernels.sampling_gpu import draw_and_verify, draw_and_verify_reference
-
     logits, hot, seeds = _logits(), torch.tensor([0.7, 0.9, 1.3, 0.7, 1.0, 0.5, 2.0]), list(range(7))
     keys = torch.from_numpy(row_keys(seeds, seeds))
     first = torch.tensor([0, 1, 4, 7], dtype=torch.int32)
@@ -373,9 +335,6 @@ def _draw(device: str) -> Calls:
 
 def _cut(device: str) -> Calls:
     """How many tokens the filters keep, against a sort."""
-    from holdfast.kernels.sampling import Filters, filter_logits
-    from holdfast.kernels.sampling_gpu import cutoffs
-
     logits = _logits()
     top_k, top_p = torch.tensor([0, 3, 50, 0, 1, 0, 9]), torch.tensor([1.0, 1.0, 0.8, 0.5, 0.9, 0.2, 1.0])
     min_p = torch.tensor([0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.3])

@@ -76,7 +76,7 @@ def test_turns_of_one_lane_alternate_and_both_services_see_the_same() -> None:
 
 def test_a_wrong_name_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["--scenarios", "magic", "--json", str(tmp_path / "x")]) == 2
-    assert capsys.readouterr().err.startswith("ablation: magic is no scenario")
+    assert capsys.readouterr().err.startswith("ablation: there is no magic")
 
 
 def test_figures_that_could_not_be_written_are_not_measured(

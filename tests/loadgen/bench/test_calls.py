@@ -1,42 +1,35 @@
 """The benchmark of guaranteed calls, in short: its law holds, and what it counts would show where it does not."""
 
 import asyncio
+import json
 from dataclasses import replace
 
 from holdfast.loadgen.bench import calls
+from holdfast.loadgen.bench.__main__ import main
 from holdfast.loadgen.bench.call_tasks import TASKS
-from holdfast.loadgen.bench.calls import FORMATS, LAW_TOOLS, Law, is_whole, law, written
+from holdfast.loadgen.bench.calls import FORMATS, LAW_TOOLS, is_whole, law, written
 from holdfast.replicas.constraints.grammar import forms_of
 from holdfast.replicas.model.startup import load_runner
 from holdfast.replicas.text.calls.formats import ToolFormat
 from holdfast.replicas.text.calls.tracker import CallTracker
 
 
-def test_the_law_holds_over_pocket_and_a_random_model(tmp_path) -> None:
+def test_the_law_holds_over_pocket_and_a_random_model_and_fails_without_a_guarantee(tmp_path) -> None:
     calls.random_model(tmp_path / "random", 1700)
-    for model, formats in (("pocket", FORMATS[::2]), (str(tmp_path / "random"), FORMATS[1::4])):
-        loaded, total = load_runner(replace(calls._CONFIG, model=model)), Law()
-        for tool_format in formats:
-            asyncio.run(law(loaded, tool_format, 2, total))
-        assert total.holds, total
-        assert total.calls > 0
-
-
-def test_the_law_fails_without_a_guarantee() -> None:
-    loaded, total = load_runner(calls._CONFIG), Law()
-    for tool_format in FORMATS[:4]:
-        asyncio.run(law(loaded, tool_format, 2, total, "off"))
-    assert not total.holds
+    pocket, random = (load_runner(replace(calls.CONFIG, model=m)) for m in ("pocket", str(tmp_path / "random")))
+    found = [asyncio.run(law(pocket, each, 2)) for each in FORMATS[::3]]
+    found += [asyncio.run(law(random, each, 2)) for each in FORMATS[1::5]]
+    assert not any(each.broken for each in found), found
+    assert sum(each.calls for each in found) > 0
+    assert any(asyncio.run(law(pocket, each, 2, "off")).broken for each in FORMATS[:4])
 
 
 def test_expected_calls_are_whole_and_read_back_in_every_format() -> None:
     for tool_format in FORMATS:
-        forms = forms_of(tool_format, lambda _: True)
-        assert forms is not None
         for task in TASKS[::7]:
             schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in task.tools}
             reader = CallTracker(tool_format, frozenset(schemas), True, str, schemas=schemas)
-            text = written(forms.first, [task.expected])
+            text = written(forms_of(tool_format, lambda _: True).first, [task.expected])
             assert [*reader.feed(text), *reader.finish()]
             assert [call.name for call in reader.calls] == [task.expected[0]], tool_format
             assert is_whole(task.expected[0], reader.calls[0].arguments, task.tools)
@@ -58,18 +51,19 @@ def test_a_call_that_is_not_whole_is_told() -> None:
         assert not is_whole(name, arguments, LAW_TOOLS)
 
 
-def test_the_share_of_grammars_is_measured_for_every_form() -> None:
-    shares = asyncio.run(calls.run_time(1, (ToolFormat.PYTHONIC,)))
-    assert {"pythonic bare, 4 tools", "pythonic bare, 200 tools"} <= shares.keys()
-    assert all(0 < share < 1 for share in shares.values())
+def test_the_share_of_grammars_is_measured_for_every_form(tmp_path) -> None:
+    out = tmp_path / "calls.json"
+    assert main(f"calls --parts time --rounds 1 --formats pythonic --json {out}".split()) == 0
+    rows = {row["name"]: row["value"] for row in json.loads(out.read_text())}
+    assert {"time, pythonic bare, 4 tools", "time, pythonic bare, 200 tools", "time, median of all"} <= rows.keys()
+    assert all(0 < share < 100 for share in rows.values())
+    assert main(["calls", "--parts", "lawn"]) == main(["calls", "--formats", "morse"]) == 2
 
 
 def test_markup_is_seen_in_every_format() -> None:
     names = {"get_weather", "search"}
     for tool_format in FORMATS:
-        forms = forms_of(tool_format, lambda _: True)
-        assert forms is not None
-        for form in forms.all:
+        for form in calls._forms(tool_format):
             text = written(form, [("get_weather", {"city": "Oslo"})])
             assert calls.shows_markup(text, tool_format, names, False), form
             assert calls.shows_markup(text[: len(form.opener) or 9], tool_format, names, True), "cut"

@@ -99,30 +99,17 @@ def test_a_line_separator_inside_of_a_text_ends_no_line(files: tuple[Path, Path]
     assert [one.messages[0]["content"] for one in drafts.read_trace(files[0], TOOLS)] == ["a\u2028b"]
 
 
-@pytest.mark.parametrize("field", ["trace", "tools", "tokenizer"])
-def test_a_missing_file_is_named(files: tuple[Path, Path], tmp_path: Path, field: str) -> None:
-    given: dict[str, Any] = {"trace": files[0], "tools": files[1], field: tmp_path / "nowhere"}
-    with pytest.raises(ConfigError) as caught:
-        drafts.main(**given)
-    assert caught.value.field == field
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("trace", ""), ("trace", "{"), ("trace", '{"messages": [{}]}'), ("trace", "[]"), ("tools", "{}"), ("tools", "x")],
-)
-def test_a_file_that_is_not_what_it_should_be_is_named(files: tuple[Path, Path], name: str, text: str) -> None:
-    broken = {"trace": files[0], "tools": files[1]}
-    broken[name].write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError) as caught:
-        drafts.main(**broken)
-    assert caught.value.field == name
-
-
-def test_an_unknown_cut_is_named(files: tuple[Path, Path]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        drafts.main(*files, cut="scissors")
-    assert caught.value.field == "cut"
+def test_an_option_that_is_missing_or_not_what_it_should_be_is_named(files: tuple[Path, Path], tmp_path: Path) -> None:
+    given: dict[str, Any] = {"trace": files[0], "tools": files[1]}
+    wrong: list[tuple[str, Any]] = [(field, tmp_path / "nowhere") for field in ("trace", "tools", "tokenizer")]
+    texts = [("trace", text) for text in ("", "{", '{"messages": [{}]}', "[]")] + [("tools", "{}"), ("tools", "x")]
+    for number, (field, text) in enumerate(texts):
+        (tmp_path / f"{number}").write_text(text, encoding="utf-8")
+        wrong.append((field, tmp_path / f"{number}"))
+    for field, value in [*wrong, ("cut", "scissors")]:
+        with pytest.raises(ConfigError) as caught:
+            drafts.main(**given | {field: value})
+        assert caught.value.field == field
 
 
 @pytest.mark.skipif(not AIRLINE.exists(), reason="the trace is not part of the repository")

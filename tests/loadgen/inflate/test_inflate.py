@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from holdfast.loadgen.inflate import model as inflating
-from holdfast.loadgen.inflate.model import inflate, main, total_bytes
+from holdfast.loadgen.inflate.model import config_of, inflate, main, total_bytes
 from holdfast.loadgen.inflate.shapes import SHAPES, IncompatibleShapeError, NoRoomError, UnknownShapeError, tensors_of
 
 SOURCE = {
@@ -226,7 +226,7 @@ def test_shards_hold_what_one_file_holds(source: Path, tmp_path: Path, monkeypat
         ({"num_attention_heads": 2, "num_key_value_heads": 2}, "heads"),
         ({"num_key_value_heads": 1}, "key-value"),
         ({"num_key_value_heads": 3}, "evenly"),
-        ({"head_dim": 17}, "even number"),
+        ({"head_dim": 17}, "even"),
         ({"rope_scaling": {"type": "longrope"}}, "longrope"),
         ({"partial_rotary_factor": 0.5}, "partial"),
         ({"model_type": "mistral", "sliding_window": 64}, "sliding window"),
@@ -234,7 +234,7 @@ def test_shards_hold_what_one_file_holds(source: Path, tmp_path: Path, monkeypat
         ({"num_hidden_layers": 1}, "--layers 2"),
         (HYBRID | {"num_hidden_layers": 7}, "--layers 8"),
         (HYBRID | {"head_dim": 16}, "rotary_dim"),
-        (HYBRID | {"head_dim": 36}, "even number"),
+        (HYBRID | {"head_dim": 36}, "even"),
         (HYBRID | {"layer_types": ["full_attention"] * 2 + ["linear_attention"] * 7}, "fixed interval"),
         ({"hidden_act": "gelu"}, "gelu"),
         (GPT_OSS | {"num_hidden_layers": 3}, "--layers 4"),
@@ -354,5 +354,4 @@ def test_no_room_is_said_before_writing(source: Path, tmp_path: Path, monkeypatc
     ],
 )
 def test_named_shapes_have_the_published_number_of_parameters(name: str, parameters: int) -> None:
-    shape = SHAPES[name]
-    assert total_bytes(tensors_of(shape), torch.bfloat16) == 2 * parameters
+    assert total_bytes(tensors_of(config_of(SHAPES[name])), torch.bfloat16) == 2 * parameters

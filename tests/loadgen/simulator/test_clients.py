@@ -72,14 +72,14 @@ def test_cached_tokens_count_by_who_computed_them() -> None:
 
 def test_the_same_seed_gives_the_same_run_and_no_part_changes_what_is_asked() -> None:
     machine = replace(MACHINE, cells=90_000)
-    runs = [play_agents("case", "fan-out", 6, 0.02, 1.0, machine, "baseline", 3) for _ in range(2)]
+    runs = [play_agents("case", "fan-out", 3, 0.02, 1.0, machine, "baseline", 3) for _ in range(2)]
     assert runs[0] == runs[1]
     config = engine_config("program", machine, host=False)
     prompts = {
         tuple(
             sorted(
                 turn.prompt
-                for each in Orchestrated(machine, replace(config, **settings), way).run(agents("fan-out", 6, 0.02, 3))
+                for each in Orchestrated(machine, replace(config, **settings), way).run(agents("fan-out", 3, 0.02, 3))
                 for turn in each.turns
             )
         )
@@ -99,7 +99,7 @@ def test_tokens_of_no_two_pieces_meet() -> None:
 # ---- deadlines ----
 
 SMALL = Namespace(
-    profile="8b-a100", cells=None, seconds=60.0, deadline=10.0, prompt=1500, reply=60, sequences=16, batch=0.0
+    profile="8b-a100", cells=None, seconds=40.0, deadline=10.0, prompt=1500, reply=60, sequences=16, batch=0.0
 )
 
 

@@ -1,5 +1,7 @@
 """Costs by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -56,13 +58,6 @@ def test_fewest_steps_that_take_so_long(seconds: float) -> None:
     assert steps == 1 or ROUND.decode_s(2, 30, steps - 1) < seconds
 
 
-def test_what_only_decodes() -> None:
-    pages = np.zeros(1, np.int32)
-    assert StepPlan((chunk(9, 1, 0), chunk(9, 4, 3))).decodes
-    assert not StepPlan((chunk(9, 1, 0), chunk(9, 4, 0))).decodes
-    assert not StepPlan((chunk(9, 1, 0),), saves=PageMoves(pages, pages)).decodes
-
-
 def test_a_profile_is_its_data_sheet() -> None:
     found = machines.profile("8b-a100")
     assert found.weights_s == pytest.approx(2 * 8.03e9 / (0.8 * 2.039e12))
@@ -74,8 +69,12 @@ def test_a_profile_is_its_data_sheet() -> None:
     assert four.weights_s == pytest.approx(2 * 70.6e9 / (4 * 0.8 * 8e12))
     assert all(machines.profile(name).cells > 0 for name in machines.names())
     assert all(machines.profile(name).name == name for name in machines.names())
-
-
-def test_an_unknown_profile_is_an_error() -> None:
+    assert machines.profile("8b-a100").slowed(2.0) == replace(
+        found,
+        **{
+            name: 2 * getattr(found, name)
+            for name in ("step_s", "weights_s", "token_s", "pair_s", "cell_s", "reload_s")
+        },
+    )
     with pytest.raises(ConfigError):
         machines.profile("8b-abacus")

@@ -22,65 +22,49 @@ def request(arrived: float, program: str = "", scope: str = "") -> Sequence:
     return Sequence.of(submit, next(_numbers), arrived, frozenset(), 0)
 
 
-def test_a_request_begins_where_its_program_stands() -> None:
-    order = Plas(levels=3, quantum_s=1.0, factor=4.0)
+def arriving(order: Plas, *programs: str, at: float = 1.0) -> list[Sequence]:
+    made = [request(at, program=program) for program in programs]
+    for each in made:
+        order.arrive(each)
+    return made
+
+
+def test_a_request_begins_at_the_level_of_its_program_and_sinks_as_it_is_served() -> None:
+    order = Plas(levels=3, quantum_s=1.0, factor=2.0)
     order.serve((request(0.0, program="p"),), (), 1.5)
-    later, other = request(1.0, program="p"), request(2.0, program="q")
-    order.arrive(later)
-    order.arrive(other)
-    assert order.key(later)[0] == 1
-    assert order.key(other)[0] == 0
-
-
-def test_it_sinks_as_it_is_served_and_no_further_than_the_last_level() -> None:
-    order, one, levels = Plas(levels=3, quantum_s=1.0, factor=2.0), request(0.0), []
-    order.arrive(one)
+    later, other = arriving(order, "p", "q")
+    assert (order.key(later)[0], order.key(other)[0]) == (1, 0)
+    levels = []
     for _ in range(6):
-        levels.append(order.key(one)[0])
-        order.serve((one,), (), 0.5)
+        levels.append(order.key(other)[0])
+        order.serve((other,), (), 0.5)
     assert levels == [0, 0, 1, 1, 2, 2]
-    order.serve((one,), (), 1e9)
-    assert order.key(one)[0] == 2
+    order.serve((other,), (), 1e9)
+    assert order.key(other)[0] == 2, "no further than the last level"
+    order.left(other)
+    order.left(later)
+    order.serve((other,), (), 1.0)  # the step in which it ended
+    assert order.attained == {}
 
 
 def test_the_longer_a_program_was_served_the_longer_it_is_patient() -> None:
     order = Plas(quantum_s=1.0, patience=3.0)
     order.serve((request(0.0, program="p"),), (), 2.0)
-    later, other = request(10.0, program="p"), request(10.0, program="q")
-    order.arrive(later)
-    order.arrive(other)
+    later, _ = arriving(order, "p", "q", at=10.0)
     assert list(order.promote(15.9)) == []
     assert order.key(later)[0] > 0
     assert list(order.promote(16.0)) == [later]
     assert order.key(later)[0] == 0
 
 
-def test_programs_served_longest_ago_are_forgotten() -> None:
+def test_programs_served_longest_ago_are_forgotten_and_tenants_have_programs_of_their_own() -> None:
     order = Plas(quantum_s=1.0, programs=2)
     for program in "abca":
         order.serve((request(0.0, program=program),), (), 5.0)
-    stands = []
-    for program in "abc":
-        later = request(1.0, program=program)
-        order.arrive(later)
-        stands.append(order.attained[later])
-    assert stands == [5.0, 0.0, 5.0]  # b was forgotten for c, and a for b's sake came back
-
-
-def test_tenants_have_programs_of_their_own() -> None:
-    order = Plas()
-    order.serve((request(0.0, program="p"),), (), 5.0)
-    stranger = request(0.0, program="p", scope="other")
+    assert [order.attained[each] for each in arriving(order, *"abc")] == [5.0, 0.0, 5.0]
+    stranger = request(0.0, program="a", scope="other")
     order.arrive(stranger)
     assert order.attained[stranger] == 0.0
-
-
-def test_nothing_of_a_request_is_kept_when_it_has_left() -> None:
-    order, one = Plas(), request(0.0, program="p")
-    order.arrive(one)
-    order.left(one)
-    order.serve((one,), (), 1.0)  # the step in which it ended
-    assert order.attained == {}
 
 
 # ---- retention ----

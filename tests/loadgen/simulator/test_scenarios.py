@@ -25,7 +25,7 @@ SMALL = {
     "simulate": [*POLICIES, "--policy", "request", "--policy", "continuum", "--seeds", "2", "--host-tier", "both"],
     "simulate-placement": [
         "--programs",
-        "5",
+        "4",
         "--workload",
         "preambles",
         "--placement",
@@ -33,13 +33,13 @@ SMALL = {
         "--placement",
         "prefix",
     ],
-    "simulate-tenants": ["--tenants", "3", "--programs", "60", "--quiet", "3", "--replicas", "2", "--order", "fair"],
-    "simulate-orchestrator": ["--agents", "2", "--seeds", "2", "--cells", "90000", "--rates", "0.01,0.02"],
-    "simulate-overload": ["--seconds", "20", "--loads", "1", "--deadline", "10", "--prompt", "1500", "--reply", "60"],
+    "simulate-tenants": ["--tenants", "3", "--programs", "15", "--quiet", "2", "--replicas", "2", "--order", "fair"],
+    "simulate-orchestrator": ["--agents", "2", "--seeds", "1", "--cells", "90000", "--rates", "0.01,0.02"],
+    "simulate-overload": ["--seconds", "5", "--loads", "1", "--deadline", "10", "--prompt", "1500", "--reply", "60"],
     "simulate-states": ["--programs", "1", "--slots", "8", "--seeds", "1"],
 }
 ROWS = {"simulate": 8, "simulate-placement": 2, "simulate-tenants": 9, "simulate-overload": 2, "simulate-states": 5}
-ROWS["simulate-orchestrator"] = 2 * (7 + 2 * 2)
+ROWS["simulate-orchestrator"] = 7 + 2 * 2
 
 
 def test_every_scenario_has_options_and_every_command_a_scenario() -> None:
@@ -162,12 +162,6 @@ def test_jains_index_is_one_for_equal_shares_and_does_not_depend_on_the_unit(val
     assert jain([value * times for value in values]) == pytest.approx(jain(values))
     assert jain([values[0]] * len(values)) == pytest.approx(1.0)
     assert jain([values[0], *[0.0] * (len(values) - 1)]) == pytest.approx(1 / len(values))
-
-
-def test_a_slower_machine_takes_as_many_times_as_long() -> None:
-    machine = profile("8b-a100")
-    assert machine.slowed(2.0).step_s == 2 * machine.step_s
-    assert machine.slowed(2.0).cells == machine.cells
 
 
 # ---- states, and a router's choices ----

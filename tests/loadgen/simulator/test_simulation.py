@@ -42,8 +42,9 @@ def seconds(outcome: Outcome) -> np.ndarray:
     return np.array([done.seconds for done in outcome.programs])
 
 
-@pytest.mark.parametrize("host", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "host"), [*((name, False) for name in POLICIES), ("request", True), ("default", True)]
+)
 def test_every_program_ends_once_and_every_token_is_counted(policy: str, host: bool) -> None:
     programs = list(BUSY.draw(0))
     outcome = simulate(BUSY, policy, host=host)
@@ -59,7 +60,7 @@ def test_every_program_ends_once_and_every_token_is_counted(policy: str, host: b
         assert done.arrived == program.arrived
     # What is computed again after a preemption is on top.
     counts = outcome.counts
-    assert counts.prompt_computed + counts.tokens_reloaded >= sum(
+    assert counts["prompt_computed"] + counts["tokens_reloaded"] >= sum(
         done.prompt - done.cached for done in outcome.programs
     )
 
@@ -67,15 +68,14 @@ def test_every_program_ends_once_and_every_token_is_counted(policy: str, host: b
 def test_the_machine_is_busy_in_these_tests() -> None:
     outcome = simulate(BUSY, "request")
     assert np.mean([done.bubble_s for done in outcome.programs]) > 5
-    assert simulate(BUSY, "continuum").counts.pin_hits > 0
-    assert simulate(BUSY, "request", host=True).counts.tokens_reloaded > 0
+    assert simulate(BUSY, "continuum").counts["pin_hits"] > 0
+    assert simulate(BUSY, "request", host=True).counts["tokens_reloaded"] > 0
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_the_same_again(replicas: int) -> None:
-    first, second = (simulate(replace(BUSY, rate=1.5), replicas=replicas, seed=5) for _ in range(2))
+def test_the_same_again() -> None:
+    first, second = (simulate(replace(BUSY, rate=1.5), replicas=3, seed=5) for _ in range(2))
     assert first == second
-    assert first != simulate(replace(BUSY, rate=1.5), replicas=replicas, seed=6)
+    assert first != simulate(replace(BUSY, rate=1.5), replicas=3, seed=6)
 
 
 def test_a_program_alone_takes_the_sum_of_its_parts() -> None:
@@ -99,15 +99,15 @@ def test_a_program_alone_takes_the_sum_of_its_parts() -> None:
     (done,) = outcome.programs
     assert done.seconds == pytest.approx(whole)
     assert done.bubble_s == 0
-    assert outcome.counts.machine_steps == 2 + 1 + 1 + 29 + 0 + 16
+    assert outcome.counts["machine_steps"] == 2 + 1 + 1 + 29 + 0 + 16
 
 
 def test_where_nobody_waits_steps_in_bulk_are_steps_one_by_one() -> None:
     calm, machine = Workload("swe", 5, 0.1), profile("8b-a100")
     bulk, single = (simulate(calm, machine=machine, bulk=how) for how in (USUAL, ONE_BY_ONE))
     assert seconds(bulk) == pytest.approx(seconds(single))
-    assert bulk.counts.machine_steps == single.counts.machine_steps == single.counts.steps
-    assert bulk.counts.steps < single.counts.steps / 5
+    assert bulk.counts["machine_steps"] == single.counts["machine_steps"] == single.counts["steps"]
+    assert bulk.counts["steps"] < single.counts["steps"] / 5
 
 
 @pytest.mark.parametrize("policy", ["request", "continuum"])
@@ -115,13 +115,6 @@ def test_where_somebody_waits_for_the_one_replica_they_are_as_well(policy: str) 
     """The cells of a bulk are taken when the step is planned, so none is missing to who is let in by it."""
     bulk, single = (seconds(simulate(BUSY, policy, bulk=how)) for how in (USUAL, ONE_BY_ONE))
     assert bulk == pytest.approx(single)
-
-
-def test_more_cells_lose_nothing() -> None:
-    few, many = (simulate(BUSY, "program", machine=replace(SMALL, cells=cells)) for cells in (20_000, 400_000))
-    assert len(few.programs) == len(many.programs) == BUSY.programs
-    assert many.counts.preemptions == 0
-    assert seconds(many).mean() < seconds(few).mean()
 
 
 def test_more_replicas_share_the_programs() -> None:
@@ -168,11 +161,6 @@ def test_ours_finds_more_cached_than_who_does_not_look(kind: str) -> None:
     assert ours["hit"] > blind["hit"] + 0.05
     assert ours["p99_s"] < blind["p99_s"]
     assert ours["most_in_hand"] < blind["most_in_hand"]
-
-
-def test_a_crowd_runs_the_same_again() -> None:
-    first, second = (play("preambles", 40, "ours-4-routers", 3) for _ in range(2))
-    assert first | {"took_s": 0.0} == second | {"took_s": 0.0}
 
 
 def test_a_run_ends_with_the_turns_of_its_window_which_are_what_they_are_in_a_whole_one() -> None:

@@ -1,7 +1,6 @@
-"""Replies held against transformers': what counts as wrong, and that engines are right in every setting."""
+"""Replies held against transformers': differences count as wrong, and engines are right in every setting."""
 
 import json
-import time
 from dataclasses import fields, replace
 
 import numpy as np
@@ -31,7 +30,7 @@ from holdfast.loadgen.bench.gpu.parity import (
     settings,
     small_parity,
 )
-from holdfast.loadgen.bench.parts import Deadline, Report, put
+from holdfast.loadgen.bench.parts import Deadline
 from holdfast.replicas.model import startup
 from holdfast.replicas.plan import Landed, StepOutput
 
@@ -52,7 +51,7 @@ def expectations(draw):
 
 
 def logprobs(expected: Expected) -> list[float]:
-    """Of its tokens, in another way than there."""
+    """Of its tokens, computed in another way than there."""
     exact = torch.log_softmax(torch.from_numpy(expected.logits).double(), 1)
     return [float(row[token]) for row, token in zip(exact, expected.tokens, strict=True)]
 
@@ -68,20 +67,22 @@ def test_a_reply_differs_where_its_first_other_token_stands_whatever_follows(exp
     ours[at:] = data.draw(st.lists(st.integers(0, vocabulary - 1), min_size=n - at, max_size=n - at))
     assume(ours[at] != expected.tokens[at])
     found = difference(Reply(3, ours), expected)
-    assert (found.prompt, found.at, found.ours, found.theirs) == (3, at, ours[at], expected.tokens[at])
+    assert (found.at, found.ours, found.theirs) == (at, ours[at], expected.tokens[at])
     assert found.gap == pytest.approx(expected.logits[at].max() - expected.logits[at, ours[at]])
     assert found.share == pytest.approx(found.gap / (expected.logits[at].max() - expected.logits[at].min()))
-    # Log probabilities of what comes after it are of another text.
+    # Log probabilities of the tokens after it are of another text.
     assert apart(Reply(0, ours, (*logprobs(expected)[:at], *[-9.0] * (n - at))), expected) < 1e-9
+    with pytest.raises(ParityError, match=f"{n + 1} tokens, and {n}"):
+        difference(Reply(0, np.append(ours, 0)), expected)
 
 
 @given(expectations(), st.floats(2 * ROUNDED, 1.0))
 def test_log_probabilities_that_are_off_are_seen(expected, share):
-    told = logprobs(expected)
-    told[-1] -= share * expected.spread(len(told) - 1)
-    assert apart(Reply(0, expected.tokens, tuple(told)), expected) == pytest.approx(share)
-    told[0] = float("nan")
-    assert np.isnan(apart(Reply(0, expected.tokens, tuple(told)), expected))
+    values = logprobs(expected)
+    values[-1] -= share * expected.spread(len(values) - 1)
+    assert apart(Reply(0, expected.tokens, tuple(values)), expected) == pytest.approx(share)
+    values[0] = float("nan")
+    assert np.isnan(apart(Reply(0, expected.tokens, tuple(values)), expected))
 
 
 def tied(gap: float) -> Expected:
@@ -95,68 +96,50 @@ def tied(gap: float) -> Expected:
     [(3 * NEAR, []), (30 * NEAR, ["other tokens"]), (5.0, ["other tokens"]), (float("nan"), ["other tokens"])],
 )
 def test_only_what_transformers_cannot_tell_apart_may_be_another_token(gap, faults):
-    right, other = (Reply(0, np.array(tokens, np.int32)) for tokens in ([0, 0], [0, 1]))
-    figures, found = compared(Setting("any"), [right, other], [tied(gap)], NOTHING)
+    """The worst difference is named."""
+    replies = [Reply(i, np.array(tokens, np.int32)) for i, tokens in enumerate(([0, 0], [0, 1], [0, 1]))]
+    figures, found = compared(Setting("any"), replies, [tied(gap), tied(gap), tied(2 * NEAR)], NOTHING)
     assert found == faults
-    assert (figures["asked"], figures["same"], figures["agreed"]) == (2, 1, 1)
+    assert (figures["asked"], figures["same"], figures["agreed"]) == (3, 1, 1)
     assert figures["gap"] == pytest.approx(gap, rel=1e-2, nan_ok=True)
-    assert "after 1 tokens: 1 for 0" in figures["worst"]
+    assert "prompt 1 after 1 tokens: 1 for 0" in figures["worst"]
 
 
-def test_the_worst_difference_is_told():
-    near, far = tied(3 * NEAR), tied(5.0)
-    replies = [Reply(i, np.array([0, 1], np.int32)) for i in range(3)]
-    figures, faults = compared(Setting("any"), replies, [near, far, near], NOTHING)
-    assert figures["worst"].startswith("prompt 1")
-    assert faults == ["other tokens"]
-
-
-def test_a_reply_of_another_length_is_none():
-    with pytest.raises(ParityError, match="1 tokens, and 2"):
-        difference(Reply(0, np.array([0], np.int32)), tied(1.0))
-
-
-@pytest.mark.parametrize("counter", [each.name for each in fields(Counters)])
-def test_a_mechanism_that_stood_still_proves_nothing(counter):
+def test_a_mechanism_that_stood_still_proves_nothing():
     replies, expected = [Reply(0, np.array([0, 0], np.int32))], [tied(1.0)]
-    setting = Setting("any", (counter,))
-    figures, faults = compared(setting, replies, expected, NOTHING)
-    assert faults == [f"nothing {counter}"]
-    assert (figures["idle"], figures[counter]) == (counter, 0)
-    figures, faults = compared(setting, replies, expected, replace(NOTHING, **{counter: 1}))
-    assert faults == []
-    assert "idle" not in figures
+    for counter in (each.name for each in fields(Counters)):
+        figures, faults = compared(Setting("any", (counter,)), replies, expected, NOTHING)
+        assert faults == [f"nothing {counter}"]
+        assert (figures["idle"], figures[counter]) == (counter, 0)
+        figures, faults = compared(Setting("any", (counter,)), replies, expected, replace(NOTHING, **{counter: 1}))
+        assert faults == []
+        assert "idle" not in figures
 
 
-def ready(sizes: ParitySizes, dtype: str) -> Parity:
+def ready(dtype: str) -> Parity:
     """Over the kernels for a CPU, which are faster than the interpreter; no graphs there."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(parity, "interpreted", lambda loaded: loaded)
-        made = Parity(sizes, PROMPTS, dtype)
-        list(made.reference(Deadline(1000.0)))
-        list(made.load(Deadline(1000.0)))
+        made = Parity(SIZES, PROMPTS, dtype)
+        made.reference()
+        made.load()
     return made
 
 
 @pytest.fixture(scope="module")
 def exact():
-    return ready(SIZES, "float32")
+    return ready("float32")
 
 
-@pytest.mark.parametrize("name", [name for name, each in ALL.items() if not each.graphs])
+@pytest.mark.parametrize("name", [name for name, each in ALL.items() if not each.graphs or name == "all"])
 def test_each_mechanism_works_and_changes_no_reply(exact, name):
-    ((line, figures),) = exact.ask(ALL[name], Deadline(1000.0))
+    setting = replace(ALL[name], counters=tuple(each for each in ALL[name].counters if each != "replayed"))
+    ((line, figures),) = exact.ask(setting, Deadline(1000.0))
     assert line == f"float32, {name}"
     assert figures["verdict"] == "ok"
-    assert figures["same"] == figures["asked"] == -(-6 // ALL[name].every) * ALL[name].rounds
+    assert figures["same"] == figures["asked"] == -(-6 // setting.every) * setting.rounds
     assert figures["agreed"] == SIZES.new
-    assert all(figures[counter] > 0 for counter in ALL[name].counters)
-
-
-def test_together_they_change_no_reply_either(exact):
-    everything = replace(ALL["all"], counters=tuple(c for c in ALL["all"].counters if c != "replayed"))
-    ((_, figures),) = exact.ask(everything, Deadline(1000.0))
-    assert (figures["same"], figures["verdict"]) == (12, "ok")
+    assert all(figures[counter] > 0 for counter in setting.counters)
 
 
 def test_the_baseline_does_without_every_mechanism(exact):
@@ -165,13 +148,6 @@ def test_the_baseline_does_without_every_mechanism(exact):
     _, figures = next(lines)
     assert figures["idle"].split(", ") == list(watching.counters)
     with pytest.raises(ParityError, match="nothing replayed"):
-        next(lines)
-
-
-def test_graphs_that_are_not_there_are_missed(exact):
-    lines = exact.ask(ALL["graphs"], Deadline(1000.0))
-    assert next(lines)[1]["verdict"] == "WRONG"
-    with pytest.raises(ParityError, match="float32, graphs: nothing replayed"):
         next(lines)
 
 
@@ -194,13 +170,12 @@ class Wrong(CountingRunner):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engine_that_says_something_else_is_wrong_in_float32_and_told_of_in_bfloat16(exact, monkeypatch, dtype):
-    asked = exact if dtype == "float32" else ready(SIZES, dtype)
+def test_an_engine_that_says_something_else_is_wrong_in_float32_and_reported_in_bfloat16(exact, monkeypatch, dtype):
+    engine = exact if dtype == "float32" else ready(dtype)
     monkeypatch.setattr(parity, "CountingRunner", Wrong)
-    lines = asked.ask(replace(ALL["baseline"], logprobs=False), Deadline(1000.0))
+    lines = engine.ask(replace(ALL["baseline"], logprobs=False), Deadline(1000.0))
     _, figures = next(lines)
     assert figures["same"] < figures["asked"]
-    assert figures["agreed"] < SIZES.new
     assert figures["gap_of_spread"] > NEAR
     if dtype == "float32":
         assert figures["verdict"] == "WRONG"
@@ -237,23 +212,6 @@ def test_the_command_fails_where_float32_is_wrong_and_goes_on(tmp_path, monkeypa
     assert "other log probabilities" in found["failed"]["float32, baseline"]
     assert found["parts"]["float32, baseline"]["float32, baseline"]["verdict"] == "WRONG"
     assert found["parts"]["float32, overlap"]["float32, overlap"]["verdict"] == "ok"
-
-
-def test_a_process_behind_a_fault_asks_and_loads_again(tmp_path, monkeypatch):
-    for part in ("reference", "load", "capture"):
-        monkeypatch.setattr(Parity, part, lambda self, deadline: iter(()))
-    monkeypatch.setattr(Parity, "ask", lambda self, setting, deadline: iter(()))
-    file, names = tmp_path / "gpu.json", [f"float32, {name}" for name in ALL]
-    begun = ["float32, transformers", "float32, engine", *names[:3]]
-    put(file, {"parts": {name: {} for name in begun}, "failed": {names[2]: "ended"}, "began": time.time()})
-    report = Report(file, 1000.0, resume=True)
-    parity.run(report, SIZES)
-    launched = [f"float32, {name}" for name, each in ALL.items() if not each.graphs]
-    again = ["float32, transformers, again", "float32, engine, again", *launched[3:], "float32, capture"]
-    assert list(report.found["parts"])[len(begun) :] == [*again, *names[len(launched) :]]
-    third = Report(file, 1000.0, resume=True)
-    parity.run(third, SIZES)
-    assert list(third.found["parts"]) == list(report.found["parts"])  # nothing is left to load for
 
 
 def test_the_full_size_is_what_is_wanted_and_fits():

@@ -1,5 +1,6 @@
 """Conversations played to our engine and to transformers, and what the time of a turn is laid to."""
 
+import json
 import time
 from dataclasses import replace
 
@@ -10,18 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.kernels.ceilings import Ceilings
-from holdfast.loadgen.bench.gpu import stage as staged
+from holdfast.loadgen.bench.gpu import __main__ as command
 from holdfast.loadgen.bench.gpu import workflows
 from holdfast.loadgen.bench.gpu.accounting import CountingRunner, Totals
 from holdfast.loadgen.bench.gpu.peers import Batching, PromptLookup, load_model
 from holdfast.loadgen.bench.gpu.stage import Dialogue, Exchange, Stage, dialogues, full_turns, small_turns
 from holdfast.loadgen.bench.gpu.workflows import Player, Turn, play
-from holdfast.loadgen.bench.parts import Deadline, OverTimeError, Report, put
+from holdfast.loadgen.bench.parts import Deadline, Report, put
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.plan import Chunk, Draw, Landed, Sampling, StepOutput, StepPlan
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes there, and is run by hand")
 
+SPENT = ("ideal_s", "prepare_s", "kernels_s", "sample_s", "plan_s", "commit_s", "idle_s")
 seconds = st.floats(0.0, 10.0)
 
 
@@ -39,30 +41,31 @@ def test_the_parts_of_a_turn_add_up_to_it(ideal, forward, sample, between, prepa
     turn = Turn(0, 10, 10, 5, 1, wall_s=wall, ideal_s=least, ideal_overlapped_s=least, total=total)
     assert sum(turn.spent.values()) == pytest.approx(turn.wall_s)
     assert all(value >= -1e-9 for value in turn.spent.values())
-    assert turn.spent["prepare_s"] <= prepare
-    assert turn.spent["plan_s"] <= plan
-    assert turn.spent["commit_s"] <= commit
+    for name, most in {"prepare_s": prepare, "plan_s": plan, "commit_s": commit}.items():
+        assert turn.spent[name] <= most
 
 
 def test_conversations_follow_from_the_seed_and_grow_by_what_is_on_record(stage):
-    most = 3000
-    programs, again = (dialogues(stage.tokenizer, 2, 4, most) for _ in range(2))
+    tokenizer, most = stage.loaded().tokenizer, 3000
+    programs, again = (dialogues(tokenizer, 2, 4, most) for _ in range(2))
     for program, same in zip(programs, again, strict=True):
         assert len(program.exchanges) == 4
         for one, other in zip(program.exchanges, same.exchanges, strict=True):
             assert np.array_equal(one.prompt, other.prompt)
             assert len(one.prompt) + len(one.reply) <= most
         for before, after in zip(program.exchanges, program.exchanges[1:], strict=False):
-            told = np.concatenate((before.prompt, before.reply))
-            assert np.array_equal(after.prompt[: len(told)], told)
+            known = np.concatenate((before.prompt, before.reply))
+            assert np.array_equal(after.prompt[: len(known)], known)
     assert not np.array_equal(programs[0].exchanges[0].prompt, programs[1].exchanges[0].prompt)
+    full = full_turns()
+    assert (full.turns, full.rows) == ((6, 35), (1, 32))
+    assert full.most_tokens + 16 <= 8192  # of Pocket's context
 
 
 def test_turns_stop_where_the_time_is_over_and_say_so(stage):
     lines = dict(workflows.turns(stage, 2, 1, Deadline(0.0)))
     assert list(lines) == ["turn 0", "all"]
-    assert lines["all"]["turns"] == 1
-    assert lines["all"]["wanted_turns"] == 2
+    assert (lines["all"]["turns"], lines["all"]["wanted_turns"]) == (1, 2)
     assert len(stage.ours[2, 1]) == 1
 
 
@@ -82,7 +85,7 @@ def test_only_what_was_never_seen_counts_as_new(stage):
         assert turn.ideal_s - turn.ideal_overlapped_s == pytest.approx(min(compute, read))
 
 
-def test_where_steps_overlap_preparing_them_is_told_and_the_parts_still_add_up(stage):
+def test_where_steps_overlap_preparing_them_is_counted_and_the_parts_still_add_up(stage):
     loaded = stage.loaded()
     counting = CountingRunner(loaded.runner)
     config = replace(loaded.config, overlap_steps="on")
@@ -113,14 +116,6 @@ def test_transformers_does_the_same_turns(stage):
         assert late == {"1 turns, 1 at once, all": {"turns": 0, "turns_of_both": 0, "wanted_turns": 1}}
 
 
-def test_a_model_that_cannot_be_made_leaves_the_other_parts_to_fail_by_themselves():
-    made = Stage(replace(small_turns(), shape="no such shape"), Ceilings(1e12, 1e13))
-    report = Report(None, 1000.0)
-    workflows.run_ours(made, report)
-    made.close()
-    assert len(report.found["failed"]) == len(report.found["parts"]) == 7
-
-
 class Nothing:
     def begin(self, plan):
         return Landed(StepOutput(()))
@@ -136,11 +131,8 @@ def test_forwards_and_what_they_read_are_counted_beside_steps_that_fly():
     first.land()
     second.land()
     counting.begin(StepPlan(())).land()  # moves pages, computes nothing
-    assert counting.counts.forwards == 2
-    assert counting.counts.positions == 2 * (8 + 1)
-
-
-def test_forwards_with_new_tokens_are_told_from_those_that_only_draw():
+    assert (counting.counts.forwards, counting.counts.positions) == (2, 2 * (8 + 1))
+    # Forwards with new tokens are told from those that only draw.
     counting, verified = CountingRunner(Nothing()), Chunk(1, 4, np.ones(3, np.int32), Draw(Sampling(), 0, drafts=2))
     last = Chunk(0, 5, np.ones(3, np.int32), Draw(Sampling(), 0))
     counting.begin(StepPlan((verified,))).land()
@@ -150,41 +142,38 @@ def test_forwards_with_new_tokens_are_told_from_those_that_only_draw():
     assert (counting.counts.filling, counting.counts.filling_positions) == (2, 7 + 8 + 8)
 
 
-def test_loading_that_was_broken_off_is_begun_again_and_one_that_failed_is_not(stage, monkeypatch):
-    made = Stage(replace(small_turns(), shape="no such shape"), Ceilings(1e12, 1e13))
-    folder = stage.folder()
-    monkeypatch.setattr(Stage, "folder", lambda self: folder)
-    failures, tried = [OverTimeError("late"), ValueError("damaged"), OverTimeError("late")], []
-
-    def load(config):
-        tried.append(config)
-        raise failures[len(tried) - 1]
-
-    monkeypatch.setattr(staged, "load_runner", load)
-    for expected in (OverTimeError, ValueError, RuntimeError):
-        with pytest.raises(expected):
-            made.loaded()
-    assert len(tried) == 2
-    made.close()
-
-
-def test_a_process_behind_a_fault_loads_in_a_part_of_its_own(tmp_path, stage, monkeypatch):
-    file = tmp_path / "gpu.json"
-    made = {"load": {}, "turns, 1, 1 at once": {}}
-    put(file, {"parts": made, "failed": {"turns, 1, 1 at once": "the process ended"}, "began": time.time()})
+def test_a_process_behind_a_fault_loads_again_and_one_that_cannot_load_fails_part_by_part(tmp_path):
+    file, made = tmp_path / "gpu.json", Stage(replace(small_turns(), shape="no such shape"), Ceilings(1e12, 1e13))
+    done = {"load": {}, "turns, 1, 1 at once": {}}
+    put(file, {"parts": done, "failed": {"turns, 1, 1 at once": "the process ended"}, "began": time.time()})
     report = Report(file, 1000.0, resume=True)
-    monkeypatch.setattr(workflows, "load", lambda stage, deadline: iter([("loaded", {})]))
-    monkeypatch.setattr(workflows, "turns", lambda *_, **__: iter([("all", {})]))
-    workflows.run_ours(stage, report)
-    assert list(report.found["parts"])[2:4] == ["load, again", "turns, 1, 2 at once"]
-    assert len(report.found["parts"]) == 2 + 6
-    third = Report(file, 1000.0, resume=True)
-    workflows.run_ours(stage, third)
-    assert len(third.found["parts"]) == 2 + 6  # nothing is left to load for
+    workflows.run_ours(made, report)
+    made.close()
+    assert list(report.found["parts"])[1:3] == ["turns, 1, 1 at once", "turns, 1, 2 at once"]
+    assert len(report.found["failed"]) == len(report.found["parts"]) - 1 == 6
+    assert "UnknownShapeError" in report.found["failed"]["turns, 1, 2 at once"]
 
 
-def test_the_full_size_is_what_is_wanted_and_fits_the_context():
-    full = full_turns()
-    assert full.turns == (6, 35)
-    assert full.rows == (1, 32)
-    assert full.most_tokens + 16 <= 8192  # of Pocket's context
+def test_the_command_tells_where_all_of_the_time_went(stage, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "Stage", lambda sizes, ceilings: stage)
+    monkeypatch.setattr(stage, "sizes", replace(stage.sizes, turns=(2,)))
+    monkeypatch.setattr(stage, "close", lambda: None)
+    file = tmp_path / "gpu.json"
+    assert command.main(["--json", str(file), "--only", "turns", "--no-peers"]) == 0
+    found = json.loads(file.read_text())
+    assert (found["failed"], found["left_out"]) == ({}, [])
+    drafting, plain = ([f"turns, 2, {n} at once{more}" for n in (1, 2)] for more in ("", ", no drafts"))
+    assert list(found["parts"]) == ["load", *drafting, *plain]
+    for name in drafting + plain:
+        lines = found["parts"][name]
+        assert list(lines) == ["turn 0", "turn 1", "all"]
+        for figures in lines.values():
+            assert 0 < figures["efficiency"] < 1
+            assert figures["efficiency"] == pytest.approx(figures["ideal_s"] / figures["wall_s"])
+            assert sum(figures[part] for part in SPENT) == pytest.approx(figures["wall_s"])
+        assert found["shares"][f"{name}: all"] == lines["all"]["efficiency"]
+        assert (sum(lines[line]["drafted"] for line in lines if line != "all") > 0) == (name in drafting)
+    # The same replies, by fewer forwards.
+    fast, slow = (found["parts"][name]["all"] for name in (drafting[0], plain[0]))
+    assert fast["completion"] == slow["completion"]
+    assert fast["tokens_per_forward"] > slow["tokens_per_forward"]

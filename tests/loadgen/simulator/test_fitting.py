@@ -53,12 +53,12 @@ def test_steps_that_vary_add_up_to_what_they_took() -> None:
 def test_runs_agree_by_the_mean_over_all_their_programs() -> None:
     config = replace(engine_config("continuum", KNOWN, host=False), context_length=8192)
     few, more = (predict(KNOWN, config, replace(CALM, programs=count), 0) for count in (1, 3))
-    told = agreement(CALM, [few, more], [few, few])
+    row = agreement(CALM, [few, more], [few, few])
     seconds = [program.seconds for run in (few, more) for program in run.programs]
-    assert told.measured_s == pytest.approx(sum(seconds) / 4)
-    assert told.simulated_s == pytest.approx(few.programs[0].seconds)
-    assert told.ratio == pytest.approx(told.simulated_s / told.measured_s)
-    assert (told.steps_measured, told.steps_simulated) == (
+    assert row["measured_s"] == pytest.approx(sum(seconds) / 4)
+    assert row["simulated_s"] == pytest.approx(few.programs[0].seconds)
+    assert row["ratio"] == pytest.approx(row["simulated_s"] / row["measured_s"])
+    assert (row["steps_measured"], row["steps_simulated"]) == (
         few.counts["machine_steps"] + more.counts["machine_steps"],
         2 * few.counts["machine_steps"],
     )

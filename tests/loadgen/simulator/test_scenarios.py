@@ -33,7 +33,7 @@ SMALL = {
         "--placement",
         "prefix",
     ],
-    "simulate-tenants": ["--tenants", "3", "--programs", "15", "--quiet", "2", "--replicas", "2", "--order", "fair"],
+    "simulate-tenants": ["--tenants", "3", "--programs", "30", "--quiet", "3", "--replicas", "2", "--order", "fair"],
     "simulate-orchestrator": ["--agents", "2", "--seeds", "1", "--cells", "90000", "--rates", "0.01,0.02"],
     "simulate-overload": ["--seconds", "5", "--loads", "1", "--deadline", "10", "--prompt", "1500", "--reply", "60"],
     "simulate-states": ["--programs", "1", "--slots", "8", "--seeds", "1"],

@@ -1,4 +1,4 @@
-"""Builds what is not Python: kernels for CPUs, `kernels/*_c.c`, for x86-64 on Linux.
+"""Builds what is not Python: `kernels/*_c.c`, for x86-64 on Linux; `ngrams_c.c` for any processor that has Linux.
 
 Zig's C compiler, a wheel that is needed for nothing else, makes one library of each: the same file once for each kind
 of processor and each dtype. Where that fails the package is built without, says so, and torch computes.
@@ -52,6 +52,7 @@ LINEAR_STATE_VARIANTS = {
     for way, processor, lanes in (("avx512", "x86_64_v4", 16), ("avx2", "x86_64_v3", 8))
     for dtype, wide in (("float32", 1), ("bfloat16", 0))
 }
+NGRAMS_VARIANTS = {"ngrams": ("baseline", 1, _EXACT)}  # its functions have names of their own
 HEADER = Path(__file__).resolve().parent / "kernels" / "lanes.h"  # what several of the files include
 GLIBC = "2.17"  # or later: as torch's own wheels
 CACHE = Path(__file__).resolve().parent / "build" / "zig-cache"  # the compiler's
@@ -64,7 +65,8 @@ def compile_kernel(source: Path, library: Path, room: Path, variants: dict[str, 
     Raises subprocess.CalledProcessError, with what the compiler says, or OSError.
     """
     environment = os.environ | {"ZIG_GLOBAL_CACHE_DIR": str(CACHE), "ZIG_LOCAL_CACHE_DIR": str(CACHE)}
-    compiler = [sys.executable, "-m", "ziglang", "cc", "-target", f"x86_64-linux-gnu.{GLIBC}", *FLAGS.split()]
+    triple = f"{platform.machine()}-linux-gnu.{GLIBC}"
+    compiler = [sys.executable, "-m", "ziglang", "cc", "-target", triple, *FLAGS.split()]
     parts = {source.name: source.read_bytes(), HEADER.name: HEADER.read_bytes()}
     digest = int.from_bytes(hashlib.sha256(b"".join(parts.values())).digest()[:8], "big")
     # The compiler knows a file by its path, but one in its cache by the path there: it is the same in every checkout.
@@ -106,7 +108,8 @@ class BuildKernel(build_ext):
             compile_kernel(Path(ext.sources[0]), target, Path(self.build_temp) / name, KERNELS[name])
         except (OSError, subprocess.CalledProcessError) as error:
             said = (getattr(error, "output", None) or "").strip()
-            self.warn(f"no {name} kernel for CPUs: {name} runs in torch, several times slower ({error})\n{said}")
+            instead = "nothing is drafted" if name == "ngrams" else f"{name} runs in torch, several times slower"
+            self.warn(f"no {name} kernel for CPUs: {instead} ({error})\n{said}")
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
@@ -117,12 +120,14 @@ KERNELS = {
     "product": PRODUCT_VARIANTS,
     "layer": LAYER_VARIANTS,
     "linear_state": LINEAR_STATE_VARIANTS,
+    "ngrams": NGRAMS_VARIANTS,
 }
+HERE = sys.platform == "linux" and platform.machine() == "x86_64"
 EXTENSIONS = [
     Extension(f"holdfast.kernels.lib{name}", [f"kernels/{name}_c.c"], depends=[str(HEADER)], optional=True)
     for name in KERNELS
+    if HERE or (sys.platform == "linux" and name == "ngrams")
 ]
-HERE = sys.platform == "linux" and platform.machine() == "x86_64"
 
 if __name__ == "__main__":
-    setup(ext_modules=EXTENSIONS if HERE else [], cmdclass={"build_ext": BuildKernel})
+    setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": BuildKernel})

@@ -54,6 +54,13 @@ class PageRuns:
 
     def replace_tail(self, first: int, pages: Pages) -> None:
         """Replace the row from page slot `first` on with `pages`. O(pages) in numpy, O(runs) in Python."""
+        if len(pages) == 1 and first == self.extent:  # a sequence that decodes grows by a page
+            page = pages.item()
+            if not self.slots or self.pages[-1] + first - self.slots[-1] != page:
+                self.slots.append(first)
+                self.pages.append(page)
+            self.extent = first + 1
+            return
         keep = bisect_right(self.slots, first - 1)
         del self.slots[keep:], self.pages[keep:]
         if len(pages):

@@ -1,7 +1,7 @@
 """What the C kernels have in common: the libraries that setup.py builds, the instructions that they may use, and the
 threads that they share with torch.
 
-What a library's functions compute: `attention_c`, `linear`, `layer`.
+What a library's functions compute: `attention_c`, `linear`, `layer`, `linear_state`, `replicas.speculation.ngrams`.
 """
 
 import ctypes
@@ -79,16 +79,20 @@ def _tiles_allowed() -> bool:
 
 
 class Library:
-    """`lib<name>.so`, which setup.py builds from `<name>_c.c` and `lanes.h` beside it."""
+    """`lib<name>.so`, which setup.py builds from `<name>_c.c` and `lanes.h` beside it.
 
-    def __init__(self, name: str, folder: Path = Path(__file__).parent) -> None:
+    `plain`: it uses neither vectors nor threads, so that it is built for every processor that has Linux.
+    """
+
+    def __init__(self, name: str, folder: Path = Path(__file__).parent, *, plain: bool = False) -> None:
         self.source, self.path = folder / f"{name}_c.c", folder / f"lib{name}.so"
         self._symbol = f"{name}_source"
+        self._plain = plain
 
     @functools.cached_property
     def loaded(self) -> ctypes.CDLL:
         """Raises OSError where it was not built, was built from another source, or torch's threads are not OpenMP's."""
-        if sys.platform != "linux" or platform.machine() != "x86_64":
+        if sys.platform != "linux" or not (self._plain or platform.machine() == "x86_64"):
             raise OSError(f"the kernel is written for x86-64 on Linux, not for {platform.machine()} on {sys.platform}")
         source, path = self.source, self.path
         if not path.exists():
@@ -100,7 +104,8 @@ class Library:
             if digest != ctypes.c_uint64.in_dll(built, self._symbol).value:
                 again = "`pip install -e .` or `make` builds it again"
                 raise OSError(f"{path.name} was built from another {source.name}; {again}")
-        team()
+        if not self._plain:
+            team()
         return built
 
     @functools.cached_property

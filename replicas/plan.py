@@ -52,6 +52,13 @@ class Draw:
     masks: RowMasks | None = None  # which tokens a constrained sequence may draw
     seen: TokenCounts | None = None  # of all tokens before the drafts; only where the repetition penalty needs them
     least: int = 0  # before this absolute position none of `sampling.ends` is drawn
+    bare: bool = field(init=False)  # it takes the likeliest tokens by the model's own logits, and nothing else
+
+    def __post_init__(self) -> None:
+        sampling = self.sampling
+        edits = sampling.temperature > 0 or sampling.logit_bias or sampling.logprobs is not None or self.least
+        bare = not edits and self.counts is None and self.masks is None and self.seen is None
+        object.__setattr__(self, "bare", bare)
 
     @property
     def plain(self) -> bool:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from holdfast.kernels import attention as kernels
+from holdfast.kernels.kv import Sender, packed
 from holdfast.loadgen.bench.drafts import decoding, draft
 from holdfast.loadgen.bench.harness import Row, figure, save_random_llama, seconds
 from holdfast.loadgen.bench.workload import Scenario, rounds
@@ -32,11 +33,13 @@ from holdfast.replicas.constraints.guidance import AVAILABLE
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.kv.cache import KVCache
 from holdfast.replicas.model import decoder
+from holdfast.replicas.model.decoder import AttentionShape, PageTable
 from holdfast.replicas.model.description import inspect_model
 from holdfast.replicas.model.folder import model_folder
+from holdfast.replicas.model.runner_gpu import lay_out_step
 from holdfast.replicas.model.startup import load_runner
 from holdfast.replicas.model.weights import load_tokenizer
-from holdfast.replicas.plan import Drawn, Flight, Landed, Runner, Sampling, StepOutput, StepPlan, step_cost
+from holdfast.replicas.plan import Chunk, Drawn, Flight, Landed, Runner, Sampling, StepOutput, StepPlan, step_cost
 from holdfast.replicas.programs import Sequence
 from holdfast.replicas.requests import ChatPrompt, Finished, OpenSession, SessionTurn, Submit, TurnEnded
 from holdfast.replicas.retention.latency import LatencyBook, LatencySnapshot, Pauses
@@ -49,6 +52,7 @@ from holdfast.replicas.retention.policy import (
     retention_policy,
 )
 from holdfast.replicas.speculation.drafter import Drafter
+from holdfast.replicas.speculation.ngrams import common_prefix
 from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.text.conversation import TextSide
 from holdfast.replicas.types import TokenIds
@@ -64,11 +68,15 @@ _STEPS, _WARM_UP = 200, 40
 _VOCABULARY = 50_000
 _REPLY = 128  # tokens of a turn that are replayed
 _COST = step_cost((1, 8, 64, 256), (0.01, 0.012, 0.03, 0.1))  # of a model that gains by drafts
+_GPU_COST = step_cost((1, 64, 256), (0.006, 0.007, 0.010))  # of a GPU, where drafts cost little
+_HOST_MS = {32: 0.8, 64: 1.4}  # the host's part of a step, at most, by the sequences that draft
+_CONTEXT, _PHRASES, _PHRASE = 3_000, 40, 12  # tokens of each prompt; of what a text is made, and tokens of each
+_LLAMA = AttentionShape(heads=32, kv_heads=8, head_dim=128, windows=(0,))
 
 
 def micro(options: Namespace) -> Iterator[Row]:
     """All figures without a model."""
-    for part in (restoring, tree, drafting, scheduling, retention, masks):
+    for part in (restoring, tree, drafting, scheduling, host_steps, retention, masks):
         yield from part()
 
 
@@ -122,6 +130,12 @@ def scheduling() -> Iterator[Row]:
     for waiting, pinned in _CROWDS:
         crowd = f"{waiting:,} waiting" + (f", {pinned} programs pinned" if pinned else "")
         yield figure(f"plan and commit, 64 decoding, {crowd}", _step_ms(waiting, pinned), "ms", 2.0)
+
+
+def host_steps() -> Iterator[Row]:
+    """What the host does for a step with drafts on a GPU, up to the copy of its inputs and after its results."""
+    for rows, bar in _HOST_MS.items():
+        yield figure(f"plan, draft, lay out and commit, {rows} drafting at 3,000 tokens", host_ms(rows), "ms", bar)
 
 
 def retention() -> Iterator[Row]:
@@ -256,6 +270,73 @@ def _step_ms(waiting: int = 0, pinned: int = 0, *, drafts: bool = False) -> floa
     occupancy = engine.occupancy()
     assert (occupancy.running, occupancy.pins) == (_RUNNING, pinned)
     return 1e3 * median(costs)
+
+
+class _Replay:
+    """A runner that lays steps out as a GPU's does, and draws what stands in the texts. It computes nothing.
+
+    `apart_s`: seconds that are no part of a host's step, in which it looks up what to draw.
+    """
+
+    def __init__(self, texts: SequenceOf[TokenIds], cells: int) -> None:
+        self._texts = {int(text[0]): text.tolist() for text in texts}  # by their first token
+        self._row_texts: dict[int, list[int]] = {}
+        self._table = PageTable(len(texts), 2 * _CONTEXT // PAGE, PAGE, cells // PAGE)
+        self._sender, self._device = Sender(self._table.device), torch.empty(1 << 24, dtype=torch.uint8)
+        self.apart_s = 0.0
+
+    def begin(self, plan: StepPlan) -> Landed:
+        step = lay_out_step(plan, self._table, (_LLAMA,), _VOCABULARY)
+        arrays = [*step.arrays, *(step.asked.arrays if step.asked else ())]
+        offsets, size = packed(arrays)
+        self._sender.send_into(self._device, arrays, offsets, size)
+        began = time.thread_time()
+        for chunk in plan.chunks:
+            if chunk.start == 0:
+                self._row_texts[chunk.row] = self._texts[int(chunk.tokens[0])]
+        drawn = [self._draw(chunk) for chunk in plan.chunks]
+        self.apart_s += time.thread_time() - began
+        return Landed(StepOutput(tuple([None if tokens is None else Drawn(tokens) for tokens in drawn])))
+
+    def _draw(self, chunk: Chunk) -> tuple[int, ...] | None:
+        if chunk.draw is None:
+            return None
+        drafts = chunk.tokens[len(chunk.tokens) - chunk.draw.drafts :].tolist()
+        at = chunk.start + len(chunk.tokens) - len(drafts)
+        following = self._row_texts[chunk.row][at : at + len(drafts) + 1]
+        return tuple(following[: common_prefix(drafts, following) + 1])
+
+
+def host_ms(rows: int, steps: int = _STEPS) -> float:
+    """Milliseconds of the host's part of a step, for sequences whose texts repeat phrases. The median of `steps`."""
+    rng, texts = np.random.default_rng(1), []
+    for first in range(1, rows + 1):
+        phrases = rng.integers(rows + 1, _VOCABULARY, (_PHRASES, _PHRASE))
+        body = phrases[rng.integers(0, _PHRASES, 2 * _CONTEXT // _PHRASE)].ravel()
+        texts.append(np.append(first, body).astype(np.int32))
+    cells = 3 * rows * _CONTEXT
+    config = EngineConfig(
+        cells=cells,
+        context_length=2 * _CONTEXT,
+        max_sequences=rows,
+        session_rows=0,
+        admission_ceiling=1.0,
+        step_tokens=rows * _CONTEXT,
+        overlap_steps="on",
+    )
+    runner = _Replay(texts, cells)
+    engine = Engine(config, runner, frozenset(), _VOCABULARY, _GPU_COST, stopwatch=time.thread_time)
+    for i, text in enumerate(texts):
+        engine.handle(Submit(f"r{i}", tokens=text[:_CONTEXT], sampling=Sampling(_CONTEXT), program_id=f"p{i}"), 0.0)
+    costs = list[float]()
+    while len(costs) < _WARM_UP + steps:
+        before, began, apart = engine.stats.steps, time.thread_time(), runner.apart_s
+        while engine.stats.steps == before:
+            engine.step(0.0)
+        costs.append(time.thread_time() - began - (runner.apart_s - apart))
+    assert engine.occupancy().running == rows
+    assert engine.stats.accepted > 0
+    return 1e3 * median(costs[_WARM_UP:])
 
 
 def _best(work: Callable[[], object], times: int) -> float:

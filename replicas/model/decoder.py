@@ -64,6 +64,9 @@ Rotary: TypeAlias = tuple[Tensor, Tensor]
 Smooth: TypeAlias = Callable[["DecoderWeights", "Description", Mapping[str | None, Rotary]], "DecoderWeights"]
 
 
+_FEW = 8  # pages of a row write that are looked at one by one, which is faster for so many
+
+
 class PageTable:
     """Which page holds which part of which sequence: [kinds x rows, slots] int32 on the device, one row per sequence
     and kind of layers (`KVKind`).
@@ -118,7 +121,8 @@ class PageTable:
         if not (0 <= write.row < rows and first >= 0 and end <= slots):
             raise IndexError(f"pages {first} to {end} of row {write.row} lie outside a table of {rows} x {slots}")
         pages = self._pages[write.kind]
-        if len(write.pages) and not (write.pages.min() >= 0 and write.pages.max() < pages):
+        values = write.pages.tolist() if end - first <= _FEW else [write.pages.min(), write.pages.max()]
+        if values and not (min(values) >= 0 and max(values) < pages):
             raise IndexError(f"row {write.row} names a page outside the {pages} there are")
         runs = self.runs[write.row]
         if write.kind == 0 and first > runs.extent:

@@ -20,6 +20,7 @@ from holdfast.replicas.kv.tensors import HostPages, KVTensors, Moved
 from holdfast.replicas.model import sampler
 from holdfast.replicas.model.decoder import (
     STEP_ERRORS,
+    AttentionShape,
     BatchLayout,
     Decoder,
     ForwardBatch,
@@ -32,6 +33,7 @@ from holdfast.replicas.model.decoder import (
 from holdfast.replicas.model.graphs import Capture, CudaGraphs, GraphRoom, Replayed
 from holdfast.replicas.model.runner import ModelRunner
 from holdfast.replicas.plan import Chunk, RowWrite, StepOutput, StepPlan
+from holdfast.replicas.types import record
 
 _LONG = 256  # a row write of so many pages is a copy of its own
 
@@ -82,17 +84,17 @@ class GpuRunner(ModelRunner):
             self.kv.kinds[copy.kind].copy_page(copy.source, copy.target, copy.cells)
         if host is not None:
             host.load(plan.loads, plan.checkpoint_loads)  # while the forward runs: nothing in this step reads them
-        for write in plan.writes:
-            self.table.note(write)
-        draws = any(chunk.draw is not None for chunk in plan.chunks)
-        asked = sampler.settings(plan.chunks, self.model.vocabulary) if draws else None
-        beside = _Updates(self.table, plan, before)
         if not plan.chunks:
+            for write in plan.writes:
+                self.table.note(write)
+            beside = _Updates(self.table, plan, before)
             beside.apply(None, self._sender.send(beside.arrays))
             return GpuFlight((), (begin, _Mark(stream), _Mark(stream)), None, host)
+        step = lay_out_step(plan, self.table, self.model.attention, self.model.vocabulary, before)
+        asked = step.asked
         settings = asked.arrays if asked is not None else ()
         further = self._further(plan.chunks, asked)
-        logits, views, batch, replayed = self._forward(plan.chunks, beside, settings, further)
+        logits, views, batch, replayed = self._forward(step, settings, further)
         views, left = views[: len(settings)], views[len(settings) :]
         drawing, drawn = _Mark(stream), None
         if asked is not None:
@@ -137,13 +139,12 @@ class GpuRunner(ModelRunner):
         drawn.predicted = sampler.predict(logits, rows, settings, keys)
 
     def _forward(
-        self, chunks: tuple[Chunk, ...], beside: "_Updates", settings: Sequence[Array], further: Sequence[Array]
+        self, step: "StepInputs", settings: Sequence[Array], further: Sequence[Array]
     ) -> tuple[Tensor, Sequence[Tensor], ForwardBatch, Replayed | None]:
         """Logits of the drawn tokens, the draws' `settings` and `further` on the device, the batch, and what a graph
         computed, if one fits.
         """
-        layout = lay_out(chunks, self.table)
-        graphs, works = self.graphs, plan_attention(self.model.attention, layout.paged(self.table))
+        graphs, layout, works, beside = self.graphs, step.layout, step.works, step.beside
         if graphs is not None:
             extra = [*beside.arrays, *settings[2:], *further]
             loaded = graphs.load(layout, works, settings[:2], extra, self._sender)
@@ -153,18 +154,12 @@ class GpuRunner(ModelRunner):
                 replayed = graphs.replay(loaded.bucket, len(layout.drawn))
                 draws = loaded.draws if settings else ()
                 return replayed.logits, [*draws, *rest], replayed.batch, replayed
-        return *self._launch(layout, works, beside, [*settings, *further]), None
+        return *self._launch(step, [*settings, *further]), None
 
-    def _launch(
-        self,
-        layout: BatchLayout,
-        works: Sequence[Sequence[AttentionWork]],
-        beside: "_Updates",
-        settings: Sequence[Array],
-    ) -> tuple[Tensor, Sequence[Tensor], ForwardBatch]:
+    def _launch(self, step: "StepInputs", settings: Sequence[Array]) -> tuple[Tensor, Sequence[Tensor], ForwardBatch]:
         """The same without a graph."""
-        work_arrays = [array for of_kind in works for work in of_kind for array in work.arrays]
-        views = self._sender.send([*layout.arrays, *work_arrays, *beside.arrays, *settings])
+        layout, works, beside = step.layout, step.works, step.beside
+        views = self._sender.send([*step.arrays, *settings])
         inputs = len(layout.arrays)
         batch, rest = layout.batch(self.table, views[:inputs]), views[inputs:]
         for pages, shape, of_kind in zip(batch.pages, self.model.attention, works, strict=False):
@@ -173,6 +168,39 @@ class GpuRunner(ModelRunner):
                 pages.plans[plan_key(work.window)] = plan_over(work, own, shape.heads, shape.head_dim)
         left = beside.apply(views[0], rest)
         return self.model.forward(batch), left, batch
+
+
+@record
+class StepInputs:
+    """A step laid out on the host. `asked`: what its rows ask for; None where nothing is drawn."""
+
+    layout: BatchLayout
+    works: Sequence[Sequence[AttentionWork]]
+    beside: "_Updates"
+    asked: sampler.Settings | None
+
+    @property
+    def arrays(self) -> list[Array]:
+        """What a forward without a graph needs on the device, except for what is drawn."""
+        works = [array for of_kind in self.works for work in of_kind for array in work.arrays]
+        return [*self.layout.arrays, *works, *self.beside.arrays]
+
+
+def lay_out_step(
+    plan: StepPlan,
+    table: PageTable,
+    attention: Sequence[AttentionShape],
+    vocabulary: int,
+    before: "_Before | None" = None,
+) -> StepInputs:
+    """The host's part of a step with chunks, up to the copy to the device. Notes its row writes in the table."""
+    for write in plan.writes:
+        table.note(write)
+    draws = any(chunk.draw is not None for chunk in plan.chunks)
+    asked = sampler.settings(plan.chunks, vocabulary) if draws else None
+    layout = lay_out(plan.chunks, table)
+    works = plan_attention(attention, layout.paged(table))
+    return StepInputs(layout, works, _Updates(table, plan, before), asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,10 +300,11 @@ def _scattered(writes: Sequence[RowWrite], table: PageTable) -> tuple[Array, ...
     """Places in a flat table, and the pages that go there; nothing without writes."""
     if not writes:
         return ()
-    slots = table.tensor.shape[1]
-    starts = [table.row(write.row, write.kind) * slots + write.first for write in writes]
-    index = [np.arange(at, at + len(write.pages)) for at, write in zip(starts, writes, strict=True)]
-    return np.concatenate(index), np.concatenate([write.pages for write in writes]).astype(np.int32)
+    slots, index = table.tensor.shape[1], list[int]()
+    for write in writes:
+        at = table.row(write.row, write.kind) * slots + write.first
+        index += range(at, at + len(write.pages))
+    return np.array(index, np.int64), np.concatenate([write.pages for write in writes], dtype=np.int32)
 
 
 def _following(chunks: Sequence[Chunk], before: _Before) -> tuple[Array, ...]:

@@ -70,6 +70,9 @@ def group_rows(chunks: Sequence[Chunk], vocabulary: int) -> LogitRows:
         if (draw := chunk.draw) is None:
             continue
         sampling, count = draw.sampling, draw.drafts + 1
+        if draw.bare:
+            row += count
+            continue
         span = range(row, row + count)
         end = chunk.start + len(chunk.tokens)
         if sampling.temperature > _COLD:
@@ -346,14 +349,13 @@ class Settings:
 def settings(chunks: Sequence[Chunk], vocabulary: int) -> Settings:
     """What the chunks of a step draw, of which at least one does."""
     rows = group_rows(chunks, vocabulary)
-    drawing = [(chunk, chunk.draw.drafts + 1) for chunk in chunks if chunk.draw is not None]
-    first = np.zeros(len(drawing) + 1, np.int32)
-    np.cumsum([count for _, count in drawing], out=first[1:])
+    drawn = [chunk.tokens[-chunk.draw.drafts - 1 :] for chunk in chunks if chunk.draw is not None]
+    first = np.zeros(len(drawn) + 1, np.int32)
+    np.cumsum([len(tokens) for tokens in drawn], out=first[1:])
     size = int(first[-1])
     drafts = np.zeros(size, np.int32)
-    for (chunk, count), at in zip(drawing, first.tolist(), strict=False):
-        if count > 1:
-            drafts[at : at + count - 1] = chunk.tokens[len(chunk.tokens) - count + 1 :]
+    drafts[:-1] = np.concatenate(drawn)[1:]  # in the row of the token before it
+    drafts[first[1:] - 1] = 0  # no draft follows the last one
     arrays: list[Array] = [first, drafts]
 
     def per_row(values: Sequence[float], dtype: type, default: float = 0) -> None:

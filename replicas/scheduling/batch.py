@@ -347,7 +347,7 @@ class Running:
             if pages is None:
                 return False
             builder.write(sequence, first, pages)
-        if window and (own := holding.window) is not None:
+        if window and self._cache.windows is not None and (own := holding.window) is not None:
             builder.show_window(sequence, own)
         return True
 

@@ -11,7 +11,6 @@ The model verifies every draft, so a wrong one costs time and never changes the 
 from __future__ import annotations
 
 import logging
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -23,7 +22,16 @@ import numpy as np
 from holdfast.replicas.config import DraftConfig
 from holdfast.replicas.plan import VERIFY_ROWS, StepCost
 from holdfast.replicas.programs import Sequence, Status
-from holdfast.replicas.speculation.ngrams import GAP, NGramIndex, common_prefix
+from holdfast.replicas.speculation.ngrams import (
+    GAP,
+    LIBRARY,
+    Acceptance,
+    Doubles,
+    DraftTable,
+    Int32s,
+    NGramIndex,
+    gate,
+)
 from holdfast.replicas.stats import EngineStats
 from holdfast.replicas.types import TokenIds, tenant_of
 
@@ -37,10 +45,9 @@ MOST_FORCED = 32  # tokens of a grammar in one step; the fixed text between two 
 _MEMORY_MATCH = 2  # shortest match in earlier turns: one token matches almost everywhere
 _MEMORY_CONTEXT = 16  # tokens before a turn that are remembered with it, so that the turn's start can be found
 _TENANTS = 16  # a tenant may use this fraction of the memory
-_WEIGHT = 0.1  # of one draft in the moving average of acceptance
-_UNKNOWN = 0.6  # acceptance of a sequence whose drafts were not compared yet
-_BY_MATCH = (0.0, 0.33, 0.51, 0.73, 0.80, 0.87, 0.98)
-"""Acceptance by the bit length of the match's length: measured on 32 conversations of an airline agent."""
+_ACCEPTANCE = Acceptance(by_match=(0.0, 0.33, 0.51, 0.73, 0.80, 0.87, 0.98), unknown=0.6, weight=0.1)
+"""`by_match` was measured on 32 conversations of an airline agent."""
+_GAP: TokenIds = np.array([GAP], np.int32)
 _COST_WEIGHT = 0.1  # of one step in what steps take longer than measured
 _DELAYED = 1.5  # a step counts for at most this multiple of its expected time: something else ran meanwhile
 _UNLIKELY = 0.01  # a draft less likely to be right never pays for its row
@@ -51,36 +58,13 @@ FREE: StepCost = (1.0,) * (VERIFY_ROWS + 1)
 """Used where the cost was not measured: rows cost nothing."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _State:
-    """The drafter's view of one sequence. `draft` are the tokens that may follow it, before the gate; the model
-    `predicted` one.
-    """
+    """The drafter's view of one sequence: its index, and its slot in the table."""
 
     scope: str
     index: NGramIndex
-    acceptance: float = _UNKNOWN
-    draft: array[int] | None = None
-    matched: int = 0  # length of the match that `draft` continues
-    predicted: int | None = None
-    predictions: float = _UNKNOWN  # acceptance of `predicted`
-
-    @property
-    def offer(self) -> tuple[array[int], float]:
-        """The draft for the gate, and its estimated acceptance. Both sources are compared by the tokens that they are
-        expected to save; where both begin alike, the longer draft counts.
-
-        Of `draft` the estimate is the mean of the sequence's and of that of matches as long.
-        """
-        draft, predicted = self.draft or array("i"), self.predicted
-        expected = (_BY_MATCH[self.matched.bit_length()] + self.acceptance) / 2
-        if predicted is None:
-            return draft, expected
-        if draft and draft[0] == predicted:
-            return draft, max(expected, self.predictions)
-        if self.predictions >= sum(expected**n for n in range(1, len(draft) + 1)):
-            return array("i", [predicted]), self.predictions
-        return draft, expected
+    slot: int
 
 
 class Drafter:
@@ -97,13 +81,17 @@ class Drafter:
         `bounded`: no step has more drafts than `max_draft`, forced ones included: a recurrent state has a window of
         that size.
         """
-        self.enabled = config.enabled
+        self.enabled = config.enabled and not LIBRARY.missing
+        if config.enabled and not self.enabled:
+            log.warning("nothing is drafted: %s", LIBRARY.missing)
         self._max_draft = config.max_draft
         self._most_forced = min(MOST_FORCED, config.max_draft) if bounded else MOST_FORCED
         self._stats = stats
-        self._cost = cost or FREE
+        self._cost = np.array(cost or FREE)
+        self._measured = cost is not None
         self._extra_s = 0.0  # seconds that steps take longer than `_cost` says, as contexts grow
         self._memory = TurnMemory(config.memory_bytes, config.memory_bytes // _TENANTS)
+        self._table = DraftTable(config.max_draft, _ACCEPTANCE)
         self._states: dict[str, _State | None] = {}  # by request id; None: speculation failed
         self._drafts: dict[str, TokenIds] = {}  # of the step that is being planned
         self._ended: list[tuple[_State, int]] = []  # to be remembered, each with the length of its prompt
@@ -126,27 +114,40 @@ class Drafter:
             yield
         except Exception:
             log.exception("speculation failed: the sequences in flight go on without drafts")
-            self._states = dict.fromkeys(self._states)
-            self._drafts = {}
+            self._states, self._drafts, self._ended = dict.fromkeys(self._states), {}, []
+            self._table = DraftTable(self._max_draft, _ACCEPTANCE)
 
     def prepare(self, decoding: Collection[Sequence]) -> None:
         """Draft for the sequences that decode in the next step. None has drafts while the last token is in flight."""
         self._drafts = {}
         if not self.enabled:
             return
-        offers: dict[str, _State] = {}
+        if any(sequence.awaited is not None for sequence in decoding):
+            self._blind -= 1
+            return
+        self._blind = 0
         with self._optional():
+            self._table.learn()
+            drafting, slots, limits, memories = [], [], [], []
+            states, memory = self._states, self._memory
             for sequence in decoding:
-                if sequence.awaited is not None:
-                    self._blind -= 1
-                    return
-                limit = min(_room(sequence), self._max_draft)
-                state = self._state(sequence) if limit > 0 else None
-                if state is not None:
-                    self._find(state, limit)
-                    if state.offer[0]:
-                        offers[sequence.request_id] = state
-            self._blind = _BLIND if decoding and not self._gate(offers, len(decoding)) else 0
+                limit, request_id = len(sequence.buffer) - sequence.length - 1, sequence.request_id  # as `_room` has it
+                state = states.get(request_id)
+                if limit > 0 and (state is not None or (state := self._state(sequence)) is not None):
+                    drafting.append(request_id)
+                    slots.append(state.slot)
+                    limits.append(limit)
+                    memories.append(memory.find(state.scope))
+            drafts = 0
+            if drafting:
+                offers = self._table.draft(slots, limits, memories, _MEMORY_MATCH)
+                lengths = draft_lengths(offers.chances, offers.lengths, len(decoding), self._cost, self._extra_s)
+                drafts = sum(lengths)
+                self._stats.drafts_withheld += int(offers.lengths.sum()) - drafts
+                rows = zip(drafting, offers.tokens, lengths, strict=True)
+                self._drafts = {request_id: tokens[:length] for request_id, tokens, length in rows if length}
+            if decoding and not drafts:
+                self._blind = _BLIND
 
     def propose(self, sequence: Sequence) -> TokenIds:
         """Drafts to verify after the sequence's last token: the prepared ones, or those that its grammar forces.
@@ -171,20 +172,11 @@ class Drafter:
         """Add the tokens drawn for a sequence in a step: accepted drafts and the one after them. `predicted`: what the
         model expects after these.
 
-        They are compared with the whole draft, verified or not, so a sequence that the gate stopped can recover.
+        They are compared with the whole draft, verified or not, so a sequence that the gate stopped can recover. The
+        table learns them all at once, before the next drafts.
         """
-        state = self._states.get(sequence.request_id)
-        if state is None:
-            return
-        with self._optional():
-            if state.draft and drawn:
-                right = common_prefix(state.draft, drawn)
-                compared = min(right + 1, len(state.draft), len(drawn))
-                state.acceptance += (1 - (1 - _WEIGHT) ** compared) * (right / compared - state.acceptance)
-            if state.predicted is not None and drawn:
-                state.predictions += _WEIGHT * ((drawn[0] == state.predicted) - state.predictions)
-            state.draft, state.predicted = None, predicted
-            state.index.extend(drawn)
+        if (state := self._states.get(sequence.request_id)) is not None:
+            self._table.drawn(state.slot, drawn, predicted)
 
     def measured(self, rows: int, seconds: float) -> None:
         """A step of `rows` rows that only decoded took `seconds`.
@@ -192,8 +184,8 @@ class Drafter:
         The measurement at load used short contexts. Longer ones add the same time to steps of any width, which makes
         drafts cheaper by comparison.
         """
-        if rows < len(self._cost) and self._cost is not FREE:
-            expected = self._cost[rows] + self._extra_s
+        if rows < len(self._cost) and self._measured:
+            expected = float(self._cost[rows]) + self._extra_s
             error = min(seconds, _DELAYED * expected) - expected
             self._extra_s = max(self._extra_s + _COST_WEIGHT * error, 0.0)
 
@@ -205,46 +197,25 @@ class Drafter:
 
     def catch_up(self, sequences: Collection[Sequence]) -> None:
         """While a step runs: remember completions that ended, and index the prompts of the step's `sequences`."""
-        ended, self._ended = self._ended, []
         with self._optional():
+            self._table.learn()
+            ended, self._ended = self._ended, []
             for state, n_prompt in ended:
+                self._table.remove(state.slot)
                 if len(state.index) > n_prompt:
                     self._memory.add(state.scope, state.index.tokens(max(n_prompt - _MEMORY_CONTEXT, 0)))
             for sequence in sequences if self.enabled else ():
-                if _room(sequence) > 1 and sequence.status is Status.RUNNING:
+                new = sequence.request_id not in self._states
+                if new and _room(sequence) > 1 and sequence.status is Status.RUNNING:
                     self._state(sequence)
 
     def _state(self, sequence: Sequence) -> _State | None:
         request_id = sequence.request_id
         if request_id not in self._states:
-            self._states[request_id] = None  # and it stays so if the next line fails
-            self._states[request_id] = _State(sequence.submit.cache_scope, NGramIndex(sequence.tokens))
+            self._states[request_id] = None  # and it stays so if the next lines fail
+            index = NGramIndex(sequence.tokens, room=len(sequence.buffer))
+            self._states[request_id] = _State(sequence.submit.cache_scope, index, self._table.add(index))
         return self._states[request_id]
-
-    def _find(self, state: _State, limit: int) -> None:
-        """Set the draft: at most `limit` tokens after the longest match, of equals the sequence's own."""
-        window, index = state.index.window(), state.index
-        found = own = index.longest(window)
-        memory = self._memory.find(state.scope)
-        if memory is not None:
-            longer = memory.longest(window, above=max(own.length, _MEMORY_MATCH - 1))
-            if longer.length:
-                found, index = longer, memory
-        state.draft = index.after(found, limit) if found.length else None
-        state.matched = found.length
-
-    def _gate(self, offers: dict[str, _State], decoding: int) -> bool:
-        """Set the drafts of the step to those that pay. Whether there are any."""
-        if not offers:
-            return False
-        drafts, acceptances = zip(*(state.offer for state in offers.values()), strict=True)
-        offered = [len(draft) for draft in drafts]
-        lengths = draft_lengths(acceptances, offered, decoding, self._cost, self._extra_s)
-        self._stats.drafts_withheld += sum(offered) - sum(lengths)
-        for request_id, draft, length in zip(offers, drafts, lengths, strict=True):
-            if length:
-                self._drafts[request_id] = np.frombuffer(draft, np.int32, length)
-        return any(lengths)
 
 
 def _room(sequence: Sequence) -> int:
@@ -253,7 +224,7 @@ def _room(sequence: Sequence) -> int:
 
 
 def draft_lengths(
-    acceptances: SequenceOf[float], offered: SequenceOf[int], decoding: int, cost: StepCost, extra_s: float = 0.0
+    acceptances: Doubles, offered: Int32s, decoding: int, cost: Doubles, extra_s: float = 0.0
 ) -> list[int]:
     """How many drafts of each sequence to verify, so that the step yields the most tokens a second (Stateful
     inference, 3.6).
@@ -262,26 +233,7 @@ def draft_lengths(
     equation 1). The step has `decoding` rows without drafts; a step of n rows takes `cost[n] + extra_s` seconds. It
     reads the weights once for all rows, so the most likely drafts of all sequences compete for the rows that pay.
     """
-    offers: list[tuple[float, int]] = []
-    for i, acceptance in enumerate(acceptances):
-        right, left = acceptance, offered[i]
-        while left and right >= _UNLIKELY:
-            offers.append((-right, i))
-            right *= acceptance
-            left -= 1
-    lengths = [0] * len(offered)
-    room = len(cost) - 1 - decoding
-    if room <= 0:
-        return lengths
-    offers.sort()
-    tokens, taken, best = float(decoding), 0, _WORTH * decoding / (cost[decoding] + extra_s)
-    for n, (right, _) in enumerate(offers[:room], 1):
-        tokens -= right
-        rate = tokens / (cost[decoding + n] + extra_s)
-        if rate > best:
-            taken, best = n, rate
-    for _, i in offers[:taken]:
-        lengths[i] += 1
+    lengths: list[int] = gate(acceptances, offered, decoding, cost, extra_s, _UNLIKELY, _WORTH).tolist()
     return lengths
 
 
@@ -309,8 +261,8 @@ class TurnMemory:
             index = NGramIndex(turn)
         else:
             self._count(scope, -index.nbytes)
-            index.extend(turn.tolist())
-        index.extend((GAP,))
+            index.extend(turn)
+        index.extend(_GAP)
         if index.crowded:
             index = NGramIndex(index.tokens(), capacity=2 * len(index))
         while index.nbytes > self._scope_bytes and len(index) > 1:

@@ -1,82 +1,111 @@
-"""Where in a token sequence the end of a text occurred before: an index that grows with the sequence.
+"""N-gram look-up: where the end of each sequence occurred before, and what followed there.
 
 A chain of equal pairs of tokens, as in LZ77: a table leads from the hash of a pair to where it was last, and from there
 to the occurrence before. A look-up walks a bounded number of candidates and measures each one that can be longer than
-the best so far. Where no pair is found, another table has the latest place of the last token. What to do with what is
-found is decided in `drafter`.
+the best so far. Where no pair is found, another table has the latest place of the last token.
+
+`NGramIndex` is the index of one text. `DraftTable` looks up all sequences of a step in one call, and takes in what a
+step drew for all of them in another. Both run in C (`kernels/ngrams_c.c`). What to do with drafts is decided in
+`drafter`.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import sys
 from array import array
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from holdfast.kernels import native
 from holdfast.replicas.types import TokenIds
+
+LIBRARY = native.Library("ngrams", plain=True)
 
 WINDOW = 32
 """Longest match that is measured, in tokens."""
-GAP = -1
-"""Stands between texts that do not continue each other; nothing is drafted across it."""
 CANDIDATES = 128
 """Of a chain a look-up compares at most so many, latest first."""
+GAP = -1
+"""Stands between texts that do not continue each other; nothing is drafted across it."""
+NOT_PREDICTED = -1
 
-_PAD, _CONTEXT_PAD = -2, -3  # before the first token, in an index and in a context: unequal, so no match
-TOKEN_BYTES = 4
-_BITS = 8 * TOKEN_BYTES
-_WORD = 0xFFFFFFFF
-_MULTIPLIER = 0x9E3779B1
-_FINALIZER = 0x85EBCA6B  # the high bits of a product with it are well mixed
 _MIN_BITS, _MAX_BITS = 8, 16  # of a table; 2**16 heads are 256 KiB
+_SLOTS = 64  # of a new table
+
+Doubles = npt.NDArray[np.float64]
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
 
 
-class Occurrence(NamedTuple):
-    """`length` tokens before position `end` of an index equal the end of a context. Length 0: none do."""
+class _Index(ctypes.Structure):
+    """`Index` of the kernel."""
 
-    length: int
-    end: int
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("tokens", "older", "pairs", "singles")),
+        *((name, ctypes.c_int64) for name in ("length", "room", "shift")),
+    ]
 
 
-NO_OCCURRENCE = Occurrence(0, 0)
+class _Drafts(ctypes.Structure):
+    """`Drafts` of the kernel."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("index", "drafts", "lengths", "matched", "predicted")),
+        *((name, ctypes.c_void_p) for name in ("acceptance", "predictions")),
+        ("most", ctypes.c_int64),
+        ("weight", ctypes.c_double),
+        ("by_match", ctypes.c_void_p),
+    ]
+
+
+@functools.cache
+def _kernel(name: str) -> Callable[..., int]:
+    """A function of the library. It keeps the interpreter lock: taking it again would cost more than the call."""
+    pointer, count, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+    arguments = {
+        "extend": (pointer, pointer, count),
+        "learn": (pointer, count, pointer, pointer, pointer, pointer),
+        "draft": (pointer, count, pointer, pointer, pointer, count, pointer, pointer, pointer),
+        "gate": (count, pointer, pointer, count, pointer, count, real, real, real, pointer, pointer, pointer),
+    }
+    return ctypes.PYFUNCTYPE(count, *arguments[name])((f"ngrams_{name}", LIBRARY.loaded))
+
+
+def _at(array: npt.NDArray[np.generic]) -> int:
+    """The address of an array's memory, which the caller keeps alive."""
+    return int(array.__array_interface__["data"][0])
 
 
 class NGramIndex:
-    """A token sequence that grows at its end, and the chain over it.
+    """A token sequence that grows at its end, and the chain over it. An append is the same small work for any length.
 
-    Building takes a few numpy passes over the tokens, an append the same small work for any length. A pair enters its
-    chain when a token follows it: the end itself has no continuation. Positions count from the buffer's beginning,
-    which is padding, so that comparing backwards needs no check of bounds; position 0 ends a chain.
+    A pair enters its chain when a token follows it: the end itself has no continuation.
     """
 
-    __slots__ = ("_buffer", "_capacity", "_heads", "_older", "_shift", "_single_heads")
+    __slots__ = ("_capacity", "_heads", "_index", "_older", "_tokens", "address")
 
-    def __init__(self, tokens: TokenIds, capacity: int = 0) -> None:
-        """Index `tokens`. `capacity`: how many it is going to hold, which sizes the tables and bounds nothing."""
-        padded = np.full(WINDOW + len(tokens), _PAD, np.int32)
-        padded[WINDOW:] = tokens
-        self._buffer = array("i", padded.tobytes())
+    def __init__(self, tokens: TokenIds, capacity: int = 0, room: int = 0) -> None:
+        """Index `tokens`. `capacity`: how many it is going to hold, which sizes the tables and bounds nothing.
+
+        `room`: the most it can hold before its memory moves.
+        """
         bits = min(max(max(len(tokens), capacity).bit_length() + 1, _MIN_BITS), _MAX_BITS)
         self._capacity = 1 << (bits - 1) if bits < _MAX_BITS else sys.maxsize
-        self._shift = 32 - bits
-        ids = padded.view(np.uint32)[WINDOW - 1 : -1]  # of each token that another one follows, and of the one before
-        ends = np.arange(WINDOW + 1, WINDOW + len(ids), dtype=np.int32)
-        single, pair = [
-            (value * np.uint32(_FINALIZER)) >> np.uint32(self._shift)
-            for value in (ids[1:], ids[:-1] * np.uint32(_MULTIPLIER) + ids[1:])
-        ]
-        heads = np.zeros((2, 1 << bits), np.int32)
-        heads[0, pair], heads[1, single] = ends, ends  # of equal slots the last stays
-        by_slot = np.argsort(pair.astype(np.uint16), kind="stable")  # 16-bit keys: a radix sort
-        same = pair[by_slot[1:]] == pair[by_slot[:-1]]
-        older = np.zeros(max(len(padded), WINDOW + 1), np.int32)  # by position, up to the one before the end
-        older[ends[by_slot[1:][same]]] = ends[by_slot[:-1][same]]
-        self._heads, self._single_heads, self._older = [array("i", each.tobytes()) for each in (*heads, older)]
+        self._heads = np.zeros((2, 1 << bits), np.int32)
+        self._index = _Index(pairs=_at(self._heads[0]), singles=_at(self._heads[1]), shift=32 - bits)
+        self.address = ctypes.addressof(self._index)
+        self._tokens: Int32s = np.empty(0, np.int32)
+        self._older = self._tokens
+        self._move(max(room, len(tokens)))
+        self.extend(tokens)
 
     def __len__(self) -> int:
-        return len(self._buffer) - WINDOW
+        return int(self._index.length)
 
     @property
     def crowded(self) -> bool:
@@ -85,75 +114,151 @@ class NGramIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by the tokens, the tables and the chain."""
-        return sum(map(len, (self._heads, self._single_heads, self._buffer, self._older))) * TOKEN_BYTES
+        """Bytes of the tokens, the tables and the chain."""
+        return self._tokens.nbytes + self._older.nbytes + self._heads.nbytes
 
     def tokens(self, start: int = 0) -> TokenIds:
         """A copy of the tokens from `start` on, int32."""
-        return np.frombuffer(self._buffer[WINDOW + start :].tobytes(), np.int32)
+        return self._tokens[start : len(self)].copy()
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def extend(self, tokens: TokenIds) -> None:
         """Add tokens at the end."""
-        buffer, shift, end = self._buffer, self._shift, len(self._buffer)
-        heads, single_heads, older = self._heads, self._single_heads, self._older
-        before, last = buffer[-2], buffer[-1]
-        for token in tokens:
-            if end > WINDOW:
-                slot = _pair(before, last) >> shift
-                older.append(heads[slot])
-                heads[slot] = end
-                single_heads[(last * _FINALIZER & _WORD) >> shift] = end
-            before, last = last, token
-            end += 1
-        buffer.extend(tokens)
+        needed = len(self) + len(tokens)
+        if needed > len(self._tokens):
+            self._move(needed + needed // 8)
+        tokens = np.ascontiguousarray(tokens, np.int32)
+        _kernel("extend")(self.address, _at(tokens), len(tokens))
 
-    def window(self) -> array[int]:
-        """The last `WINDOW` tokens, padded before the first: what `longest` looks up."""
-        buffer = self._buffer
-        missing = 2 * WINDOW - len(buffer)
-        if missing > 0:
-            return array("i", [_CONTEXT_PAD] * missing) + buffer[WINDOW:]
-        return buffer[-WINDOW:]
+    def _move(self, room: int) -> None:
+        """Into memory for so many tokens."""
+        length = len(self)
+        tokens, older = np.empty(room, np.int32), np.empty(room, np.int32)
+        tokens[:length], older[:length] = self._tokens[:length], self._older[:length]
+        self._tokens, self._older = tokens, older
+        self._index.tokens, self._index.older, self._index.room = _at(tokens), _at(older), room
 
-    def after(self, occurrence: Occurrence, limit: int) -> array[int]:
-        """At most `limit` tokens that came after it, up to the end or a gap."""
-        tokens = self._buffer[occurrence.end : occurrence.end + limit]
-        return tokens[: tokens.index(GAP)] if GAP in tokens else tokens
 
-    def longest(self, window: array[int], above: int = 0) -> Occurrence:
-        """Where the candidates agree with more than `above` of the last tokens of a text: the longest, of equals the
-        latest.
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """How acceptance is estimated: by the bit length of a match's length, from `unknown` for a new sequence, and with
+    `weight` for each draft that was compared.
+    """
+
+    by_match: tuple[float, ...]
+    unknown: float
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """Row i: the draft of sequence i, `lengths[i]` of `tokens[i]`, and the `chances[i]` of each of its tokens."""
+
+    tokens: Int32s
+    lengths: Int32s
+    chances: Doubles
+
+
+class DraftTable:
+    """Drafts of at most `most` tokens for the sequences that have a slot, and how often they came true.
+
+    A slot has an index, the draft that its sequence was last given, the token that the model predicted, and the
+    estimated acceptance of both.
+    """
+
+    def __init__(self, most: int, acceptance: Acceptance) -> None:
+        self._acceptance = acceptance
+        self._by_match = np.array(acceptance.by_match)
+        self._held: list[NGramIndex | None] = []  # by slot
+        self._free: list[int] = []
+        self._index: Int64s = np.zeros(0, np.int64)  # addresses
+        self._drafts: Int32s = np.zeros((0, most), np.int32)
+        self._lengths, self._matched, self._predicted = (np.zeros(0, np.int32) for _ in range(3))
+        self._own, self._predictions = (np.zeros(0) for _ in range(2))
+        self._call = _Drafts(most=most, weight=acceptance.weight, by_match=_at(self._by_match))
+        self._address = ctypes.addressof(self._call)
+        # What was drawn and is not learned yet, by sequence.
+        self._drawn, self._slots, self._ends, self._next = array("i"), array("q"), array("q"), array("i")
+
+    def add(self, index: NGramIndex) -> int:
+        """A slot for a sequence."""
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        self._held[slot], self._index[slot] = index, index.address
+        self._lengths[slot] = self._matched[slot] = 0
+        self._predicted[slot] = NOT_PREDICTED
+        self._own[slot] = self._predictions[slot] = self._acceptance.unknown
+        return slot
+
+    def remove(self, slot: int) -> None:
+        """The sequence is over. It has learned all that was drawn."""
+        self._held[slot] = None
+        self._free.append(slot)
+
+    def drawn(self, slot: int, tokens: Sequence[int], predicted: int | None) -> None:
+        """Note what a step drew for a sequence, for `learn`."""
+        self._drawn.extend(tokens)
+        self._slots.append(slot)
+        self._ends.append(len(self._drawn))
+        self._next.append(NOT_PREDICTED if predicted is None else predicted)
+
+    def learn(self) -> None:
+        """Compare all that was noted with the drafts, and index it. Raises ValueError for an index that is full."""
+        if not self._slots:
+            return
+        noted = self._slots, self._ends, self._drawn, self._next
+        addresses = [each.buffer_info()[0] for each in noted]
+        whole = _kernel("learn")(self._address, len(self._slots), *addresses)
+        for each in noted:
+            del each[:]
+        if not whole:
+            raise ValueError("there is no room for the tokens that were drawn")
+
+    def draft(
+        self, slots: Sequence[int], limits: Sequence[int], memories: Sequence[NGramIndex | None], least: int
+    ) -> Offers:
+        """Drafts of at most `limits[i]` tokens for the sequence in `slots[i]`, after the longest match, of equals the
+        latest: in its own text or, where one of at least `least` tokens is longer, in `memories[i]`.
         """
-        if above >= WINDOW:
-            return NO_OCCURRENCE
-        buffer, older, last = self._buffer, self._older, window[-1]
-        end = self._heads[_pair(window[-2], last) >> self._shift]
-        best, found, value = above or 1, 0, 0
-        ahead = best + 1
-        wanted = window[-ahead]  # the token that a longer match has at its beginning
-        for _ in range(CANDIDATES):
-            if not end:
-                break
-            if buffer[end - ahead] == wanted:
-                # Read big-endian the last token is lowest: the lowest bit that differs says how many agree.
-                value = value or int.from_bytes(window, "big")
-                differs = value ^ int.from_bytes(buffer[end - WINDOW : end], "big")
-                if not differs:
-                    return Occurrence(WINDOW, end)
-                length = ((differs & -differs).bit_length() - 1) // _BITS
-                if length >= ahead:
-                    found, best, ahead = end, length, length + 1
-                    wanted = window[-ahead]
-            end = older[end]
-        if found or above:
-            return Occurrence(best, found) if found else NO_OCCURRENCE
-        end = self._single_heads[(last * _FINALIZER & _WORD) >> self._shift]
-        return Occurrence(1, end) if end and buffer[end - 1] == last else NO_OCCURRENCE
+        count, most = len(slots), self._drafts.shape[1]
+        offers = Offers(np.empty((count, most), np.int32), np.empty(count, np.int32), np.empty(count))
+        inputs = [
+            array("q", slots),
+            array("q", limits),
+            array("q", [0 if memory is None else memory.address for memory in memories]),
+        ]
+        into = _at(offers.tokens), _at(offers.lengths), _at(offers.chances)
+        _kernel("draft")(self._address, count, *(each.buffer_info()[0] for each in inputs), least, *into)
+        return offers
+
+    def _grow(self) -> None:
+        """Room for twice as many sequences."""
+        before = len(self._held)
+        more = max(before, _SLOTS)
+        self._held += [None] * more
+        self._free += range(before + more - 1, before - 1, -1)
+        for name in ("index", "drafts", "lengths", "matched", "predicted", "own", "predictions"):
+            old = getattr(self, f"_{name}")
+            new = np.concatenate((old, np.zeros((more, *old.shape[1:]), old.dtype)))
+            setattr(self, f"_{name}", new)
+            setattr(self._call, "acceptance" if name == "own" else name, _at(new))
 
 
-def _pair(before: int, last: int) -> int:
-    """The hash of a pair of tokens. Its high bits are the slot in a table."""
-    return (before * _MULTIPLIER + last) * _FINALIZER & _WORD
+def gate(
+    acceptances: Doubles,
+    offered: Int32s,
+    decoding: int,
+    cost: Doubles,
+    extra_s: float,
+    unlikely: float,
+    worth: float,
+) -> Int32s:
+    """`drafter.draft_lengths`: none less likely than `unlikely`, and none unless the gain is `worth` it."""
+    count = len(offered)
+    lengths, given, rights = np.empty(count, np.int32), np.empty(count, np.int32), np.empty(count)
+    inputs = _at(acceptances), _at(offered), decoding, _at(cost), len(cost) - 1
+    _kernel("gate")(count, *inputs, extra_s, unlikely, worth, _at(lengths), _at(given), _at(rights))
+    return lengths
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

@@ -8,8 +8,15 @@ import torch
 from c_kernels import ABLE
 
 from holdfast.kernels import attention, layer, linear, linear_state, native
+from holdfast.replicas.speculation import ngrams
 
-LIBRARIES = {"attention": attention, "product": linear, "layer": layer, "linear_state": linear_state}
+LIBRARIES = {
+    "attention": attention,
+    "product": linear,
+    "layer": layer,
+    "linear_state": linear_state,
+    "ngrams": ngrams,
+}
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ from holdfast.replicas.errors import EngineError
 from holdfast.replicas.plan import StepOutput
 from holdfast.replicas.programs import Sequence
 from holdfast.replicas.requests import Abort, Aborted, Failed, Finished, Stop
-from holdfast.replicas.speculation.drafter import Drafter
+from holdfast.replicas.speculation.ngrams import DraftTable
 
-INSIDE = {Drafter: ("_state", "_find", "_gate")}  # pieces that supervise themselves, and what may raise in them
+INSIDE = {DraftTable: ("add", "draft", "learn", "remove")}  # what the drafter supervises
 
 
 class Faults:
@@ -113,7 +113,7 @@ class FaultyWorld(World):
 
 
 def boundaries(engine) -> list[object]:
-    return [engine.cache, engine._pool, engine._pipeline._runner, engine._drafter]
+    return [engine.cache, engine._pool, engine._pipeline._runner, engine._drafter._table]
 
 
 def inside_the_books(engine) -> list[object]:
@@ -154,7 +154,7 @@ def test_a_fault_at_any_call_fails_one_request_at_most_and_leaves_nothing_behind
         assert world.faults.calls[at] == calls[at]
         of_a_step = calls[at] in ("FakeRunner.compute", "FakeRunner.begin")
         judge(world, most_failed=5 if of_a_step else 1)
-        assert of_a_step or not calls[at].startswith("Drafter") or world.engine.stats.ended["failed"] == 0
+        assert of_a_step or not calls[at].startswith("DraftTable") or world.engine.stats.ended["failed"] == 0
 
 
 @pytest.mark.parametrize("part", range(2))

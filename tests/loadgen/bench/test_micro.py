@@ -36,6 +36,10 @@ def test_the_pieces_are_measured(monkeypatch):
     assert all(row["value"] > 0 for row in rows)
 
 
+def test_the_hosts_part_of_a_step_is_measured_while_drafts_come_true():
+    assert micro.host_ms(rows=3, steps=5) > 0
+
+
 def test_the_cost_of_a_question_is_split_and_compared():
     attend = vars(decoder)["paged_attention"]
     rows = {row["name"].strip(): row for row in micro.questions((64, 512), repeat=1)}

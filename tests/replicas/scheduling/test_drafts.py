@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from holdfast.replicas.programs import Status
 from holdfast.replicas.requests import Abort, Stop
-from holdfast.replicas.speculation import drafter
+from holdfast.replicas.speculation import drafter as drafting
 
 request = st.tuples(st.integers(0, 5), st.integers(1, 40), st.integers(0, 20), st.integers(0, 6))
 
@@ -24,9 +24,10 @@ def test_the_drafter_has_every_token_of_a_sequence(script, overlap, cells, step_
 
     def step() -> None:
         world.step()
-        states = world.engine._drafter._states
+        drafter = world.engine._drafter
+        drafter._table.learn()
         for sequence in world.engine.live.values():
-            state = states.get(sequence.request_id)
+            state = drafter._states.get(sequence.request_id)
             if state is not None and sequence.status is Status.RUNNING:
                 assert state.index.tokens().tolist() == sequence.tokens.tolist()
 
@@ -56,7 +57,7 @@ def test_what_a_turn_said_is_drafted_for_the_next_one(overlap):
     assert world.end("b").usage.work.accepted > world.end("a").usage.work.accepted
 
 
-@pytest.mark.parametrize("broken", ["_State", "draft_lengths", "common_prefix"])
+@pytest.mark.parametrize("broken", ["_State", "draft_lengths", "NGramIndex"])
 def test_a_broken_drafter_costs_drafts_alone(broken, monkeypatch):
     world = World(overlap_steps="on")
 
@@ -64,7 +65,7 @@ def test_a_broken_drafter_costs_drafts_alone(broken, monkeypatch):
         raise RuntimeError("injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr(drafter, broken, fail)
+        patch.setattr(drafting, broken, fail)
         world.submit("a", words(1, 12), 8)
         world.run()
         world.assert_right("a")

@@ -9,7 +9,7 @@ import pytest
 from anthropic.types import Message
 from anthropic.types.beta import BetaMemoryTool20250818Command
 from fake_backend import CALL, DONE, HELLO, USAGE, FakeBackend, World
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.replicas.errors import ContextLengthError, OverloadedError, UnavailableError
@@ -414,6 +414,7 @@ def test_what_makes_no_sense_is_refused_by_field(changes, field):
     assert f"'{field}'" in refused(World(), **changes)
 
 
+@settings(max_examples=40)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=5),

@@ -483,7 +483,7 @@ STEPS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.lists(STEPS, min_size=1, max_size=4), st.integers(0, 1)), min_size=1, max_size=4))
 def test_every_request_ends_in_one_outcome_and_gives_everything_back(requests):
     world = World(config=RouterConfig(max_in_flight=1))

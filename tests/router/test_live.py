@@ -12,8 +12,9 @@ from holdfast.replicas.retention.latency import Called
 from holdfast.router.config import RouterConfig
 from holdfast.router.endpoints import status
 from holdfast.router.endpoints.status import MOST_ASKED
+from holdfast.router.entry import turn_log
 from holdfast.router.entry.metrics import Outcome
-from holdfast.router.entry.turn_log import REMEMBERED, TurnLog
+from holdfast.router.entry.turn_log import TurnLog
 from holdfast.router.tenants import Tenant, TenantDirectory, TenantLimits, hash_key
 
 LIVE = "/v1/live"
@@ -157,13 +158,14 @@ def turn(turns: TurnLog, tenant: str) -> None:
     call.end(Outcome.COMPLETED)
 
 
-def test_one_tenant_pushes_no_others_turns_out() -> None:
+def test_one_tenant_pushes_no_others_turns_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn_log, "REMEMBERED", 64)
     turns = TurnLog()
     turn(turns, "quiet")
-    for _ in range(2 * REMEMBERED):
+    for _ in range(128):
         turn(turns, "loud")
     assert len(turns.ended(0, "quiet", 10)) == 1
-    assert len(turns.ended(0, None, 10**6)) == REMEMBERED
+    assert len(turns.ended(0, None, 10**6)) == 64
 
 
 def test_numbers_rise_though_the_clock_does_not() -> None:

@@ -583,7 +583,7 @@ PIECE = st.builds(TextDelta, WORDS) | st.builds(ReasoningDelta, WORDS) | st.samp
 ENDS = (*(Completed(reason, USAGE, DONE.timing) for reason in ("stop", "length", "tool_calls")), LOST)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.lists(PIECE, max_size=7), st.sampled_from(ENDS))
 def test_any_reply_streams_to_the_response_that_is_sent_whole(pieces, end):
     """Items begin and end one after the other, are what their deltas make, and only a call that closed is complete."""

@@ -17,7 +17,7 @@ from holdfast.router.protocol.responses import ResponsesBody
 from holdfast.router.protocol.sessions import AppendBody, ForkBody, OpenBody, QueryBody, QuestionBody
 from holdfast.router.protocol.turn import ReplyFields
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "api.md").read_text()
 
 

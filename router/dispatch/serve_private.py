@@ -1,4 +1,7 @@
-"""Every use that the router makes of what Ray Serve does not promise. `tests/router/test_serve_private.py` checks each.
+"""Every use that the router makes of what Ray Serve does not promise.
+
+`tests/router/dispatch/test_serve_private.py` checks each use. With a new release of Ray, run that file and
+`tests/cluster/test_serve_private.py` first: a failure names the use that changed.
 
     RouterHooks      the only hook that keeps program order among requests that wait (Serve's own polls in no order)
     GuardedReplica   ends calls to replicas that vanished: TCP notices after minutes, and Serve waits without a bound

@@ -124,7 +124,7 @@ few_or_many = st.one_of(st.just(1), st.integers(2, 9), st.just(70))
 fork = st.tuples(st.integers(0, 40), few_or_many, st.integers(0, 12), st.integers(0, 2))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     forks=st.lists(fork, min_size=1, max_size=6),
     trunk=st.lists(st.integers(0, 3), min_size=12, max_size=12),

@@ -255,5 +255,5 @@ class EngineMachine(RuleBasedStateMachine):
         assert sum(world.engine.stats.ended.values()) == len(world.ends)
 
 
-EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+EngineMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestEngineLaw = EngineMachine.TestCase

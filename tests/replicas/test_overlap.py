@@ -41,7 +41,7 @@ def play(world: World, script, cuts: bool) -> None:
     world.assert_idle()
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     script=st.lists(command, min_size=1, max_size=14),
     cells=st.sampled_from([96, 256]),

@@ -140,5 +140,5 @@ class RetentionMachine(RuleBasedStateMachine):
         assert world.engine.occupancy().pins == 0
 
 
-RetentionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+RetentionMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestRetentionLaw = RetentionMachine.TestCase

@@ -60,7 +60,8 @@ _MAMBA = {name: value for name, value in _HEADS.items() if name != "num_hidden_l
 
 
 def _nested() -> tf.PreTrainedConfig:
-    config = tf.Qwen3_5Config(text_config=_LINEAR, vision_config=_VISION, tie_word_embeddings=True)
+    text = _LINEAR | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    config = tf.Qwen3_5Config(text_config=text, vision_config=_VISION, tie_word_embeddings=True)
     config.text_config.rope_parameters |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
     return config
 

@@ -355,5 +355,5 @@ class CacheMachine(RuleBasedStateMachine):
         assert stats.free + stats.evictable == stats.total, "with nobody left, every cell can be had"
 
 
-CacheMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+CacheMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestCacheLaw = CacheMachine.TestCase

@@ -116,7 +116,7 @@ class LimitsMachine(RuleBasedStateMachine):
             check_cache(self.cache)
 
 
-LimitsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+LimitsMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestLimitsLaw = LimitsMachine.TestCase
 
 

@@ -112,7 +112,7 @@ def test_in_a_full_queue_the_last_of_the_lowest_class_gives_way(requests, tokens
     world.assert_idle()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(RANKS), st.integers(1, 12), st.integers(0, 1)), max_size=24),
     st.integers(1, 5),
@@ -174,7 +174,7 @@ ARRIVALS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(ARRIVALS, st.sampled_from([16, 64, 1 << 20]))
 def test_each_request_ends_once_and_none_is_begun_when_its_time_is_over(arrivals, tokens):
     with token_bound(tokens):

@@ -164,7 +164,7 @@ def following(request: Request, answer: Json | None) -> Request | None:
     results go in as the user's words. A scripted program follows the answer instead.
     """
     program, index, recorded = request.program, request.index + 1, request.turn.output.history
-    usable = answer is not None and _usable(answer)
+    usable = answer is not None and _said(answer).usable  # else no server takes it back
     if program.scripted and not request.manner.recorded and answer is not None and usable:
         index, added = _followed(request, answer)
     elif index == len(program.turns):
@@ -235,11 +235,6 @@ def _said(answer: Json) -> Said:
 
 def _calls(message: Json) -> list[Json]:
     return message.get("tool_calls") or []
-
-
-def _usable(answer: Json) -> bool:
-    """Whether a server takes it back: it says something, and the arguments of its calls are JSON objects."""
-    return _said(answer).usable
 
 
 def _under(new: Messages, recorded: Json | None, answer: Json) -> Messages:

@@ -124,7 +124,7 @@ class Options:
     pause_s: float = option(_PAUSE, PAUSE_S, metavar="SECONDS")
     api_key: str = field(
         default="", repr=False, metadata={"help": "file with the API key, sent to every server",
-                                          "flag": "--api-key-file", "parse": read_key}
+                                          "flag": "--api-key-file", "metavar": "FILE", "parse": read_key}
     )  # fmt: skip
     json_file: Path | None = option("write every request and every figure", None, flag="--json", metavar="FILE")
     record: Path | None = option("write the run as a mooncake_trace", None, metavar="FILE")

@@ -16,8 +16,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,18 +97,11 @@ class Live:
         return f"{self._run} {about} " + filler(f"{self._run}/{about}", max(1, round(tokens * self._scale)))
 
 
-@dataclass(frozen=True, slots=True)
-class LiveRun:
-    """The figures of one run, and the requests that failed."""
+async def send(options: argparse.Namespace, placement: str, seed: int) -> dict[str, Any]:
+    """Send all programs and wait for their ends: the figures of the run, and the requests that failed.
 
-    placement: str
-    seed: int
-    figures: dict[str, float]
-    failed: list[str]
-
-
-async def send(options: argparse.Namespace, placement: str, seed: int) -> LiveRun:
-    """Send all programs and wait for their ends. Raises UnavailableError where the server names no model."""
+    Raises UnavailableError where the server names no model.
+    """
     async with ChatClient(options.url, timeout_s=600.0) as client:
         models = (await client.get("/v1/models"))["data"]
         if not models:
@@ -124,13 +116,14 @@ async def send(options: argparse.Namespace, placement: str, seed: int) -> LiveRu
         figures |= {"turns": len(live.served), "replicas": len(live.replicas), "moves": live.moves}
         figures |= {"computed": sum(turn.prompt - turn.cached for turn in live.served)}
         figures |= turn_figures(live.served, seconds, len(live.replicas))
-    return LiveRun(placement, seed, figures, live.failed)
+    return {"placement": placement, "seed": seed, "figures": figures, "failed": live.failed}
 
 
-def _rows(runs: Sequence[LiveRun]) -> list[list[str]]:
+def _rows(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     rows = []
-    for placement in dict.fromkeys(run.placement for run in runs):
-        values = [[run.figures[name] for run in runs if run.placement == placement and run.figures] for name in SHOWN]
+    for placement in dict.fromkeys(run["placement"] for run in runs):
+        mine = [run["figures"] for run in runs if run["placement"] == placement and run["figures"]]
+        values = [[figures[name] for figures in mine] for name in SHOWN]
         cells = [f"{sum(v) / len(v):.3g} ({min(v):.3g} to {max(v):.3g})" if v else "-" for v in values]
         rows.append([placement, *cells])
     return rows
@@ -152,20 +145,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every run")
     options = parser.parse_args(argv)
     placements = options.placement or [""]
-    runs: list[LiveRun] = []
+    runs: list[dict[str, Any]] = []
     for number in range(options.rounds):
         at = number % len(placements)
         for placement in placements[at:] + placements[:at]:
             run = asyncio.run(send(options, placement, options.seed + number))
             runs.append(run)
-            print(json.dumps({"placement": placement, "seed": run.seed} | run.figures), flush=True)
-            print(*run.failed[:5], sep="\n", end="\n" if run.failed else "", file=sys.stderr)
+            print(json.dumps({"placement": placement, "seed": run["seed"]} | run["figures"]), flush=True)
+            print(*run["failed"][:5], sep="\n", end="\n" if run["failed"] else "", file=sys.stderr)
             if options.json is not None:
-                told = {"workload": options.workload, "runs": [asdict(run) for run in runs]}
-                options.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+                content = {"workload": options.workload, "runs": runs}
+                options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if len(runs) > 1:
         print_table("", ["placement", *SHOWN], _rows(runs))
-    return 1 if any(run.failed for run in runs) else 0
+    return 1 if any(run["failed"] for run in runs) else 0
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import pytest
 
 from holdfast.loadgen.program import Beginning, Program, sized, sized_turn
 from holdfast.loadgen.simulator.routing import ROUTINGS, Placing, Routing, routing
-from holdfast.replicas.errors import ConfigError
 
 
 def program(number: int, preamble: int = 0) -> Program:
@@ -63,8 +62,3 @@ def test_what_has_ended_counts_no_more(name: str) -> None:
     for i, replica in enumerate(first):
         router.ended(replica, program(i), 0)
     assert sorted(Counter(place(router, program(i, preamble=i + 1)) for i in range(100, 104)).values())[-1] <= 4
-
-
-def test_an_unknown_word_is_told() -> None:
-    with pytest.raises(ConfigError):
-        routing("whim")

@@ -95,6 +95,8 @@ class ItemEncoder(Encoder):
     def text(self, piece: TextDelta) -> bytes:
         if not piece.text and not piece.logprobs:
             return b""
+        if self._open is not None and self._open.kind == "text":  # as for nearly every token
+            return self._delta(piece.text, piece.logprobs)
         return self._within("text") + self._delta(piece.text, piece.logprobs)
 
     def reasoning(self, piece: ReasoningDelta) -> bytes:

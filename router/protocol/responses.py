@@ -815,7 +815,8 @@ class ResponseEncoder(ItemEncoder):
         opened = self._open
         assert opened is not None  # an item begins before its deltas
         opened.texts.append(text)
-        opened.logprobs.extend(logprobs)
+        if logprobs:
+            opened.logprobs.extend(logprobs)
         if not self._streams:
             return b""
         if logprobs:

@@ -201,6 +201,10 @@ ahead_tokens_computed_total = stats.ahead_computed
 Prompt tokens computed before their turn arrived, for clients that sent the beginning of a prompt > Rises with `POST
 /v1/prefills`. Compare with `holdfast_ahead_tokens_used_total`
 
+prefills_ahead_total{end} = stats.ahead_ended
+Prefills ahead of a turn by their end: `complete`, `overtaken` (the turn, or a longer prefill, came before), `no_cells`
+> Many `overtaken`: replicas are busy, or tools quick. The turn uses the tokens that were computed until then
+
 ahead_tokens_used_total = stats.ahead_used
 Prompt tokens computed ahead that their turn used > No action: the saving of computing ahead
 

@@ -100,6 +100,7 @@ class EngineStats:
     ahead_computed: int = 0
     ahead_used: int = 0
     ahead_wasted: int = 0
+    ahead_ended: dict[str, int] = field(default_factory=_zeros("complete", "overtaken", "no_cells"))
     pins: int = 0
     pin_hits: int = 0
     pin_misses: int = 0

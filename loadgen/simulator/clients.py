@@ -41,11 +41,13 @@ HEAD = 2_000  # tokens with which all system prompts of agents begin
 @dataclass(frozen=True, slots=True)
 class Way:
     """What the orchestrator does: `split` sends the known part of the next prompt ahead while tools run, `dispatch`
-    starts a tool as soon as its call is complete.
+    starts a tool as soon as its call is complete. `first`: what is sent ahead is a prompt like any other, which does
+    not give way.
     """
 
     split: bool = False
     dispatch: bool = False
+    first: bool = False
 
 
 @dataclass(slots=True)
@@ -275,7 +277,7 @@ class Orchestrated(Loop):
             sampling=Sampling(0),
             program_id=name,
             program_arrival=agent.program.arrived + 1.0,
-            background=PartialPrefill(f"{name}-{agent.at}", KEEP_S),
+            background=None if self._way.first else PartialPrefill(f"{name}-{agent.at}", KEEP_S),
             labels=labels_of(("system", "user"), (0, len(system)), len(tokens)),
         )
         self.send(self._site, submit, Reply(0))

@@ -366,15 +366,14 @@ DEPTHS = 4  # the last one stands for all deeper ones
 NEITHER, SPLIT, BOTH = Way(), Way(split=True), Way(split=True, dispatch=True)
 _TAGS: dict[str, Any] = {"without": ("grouped_prefill",)}
 _OURS = EngineConfig()
+_DEFAULTS = {"without": (), "step_tokens": _OURS.step_tokens, "step_ms": 50.0, "retention": _OURS.retention}
 PARTS: dict[str, tuple[Way, dict[str, Any]]] = {
     "baseline": (NEITHER, {}),
     "+ splitting": (SPLIT, {}),
     "+ dispatch": (BOTH, {}),
     "+ tags": (BOTH, _TAGS),
-    "+ all other defaults": (
-        BOTH,
-        {"without": (), "step_tokens": _OURS.step_tokens, "retention": _OURS.retention},
-    ),
+    "+ all other defaults": (BOTH, _DEFAULTS),
+    "+ all other defaults, sent ahead as prompts": (Way(split=True, dispatch=True, first=True), _DEFAULTS),
     "baseline, whole prompts": (NEITHER, {"step_tokens": WHOLE}),
     f"baseline, TTL {TTL_S:g} s": (NEITHER, {"retention": RetentionConfig(SUTRADHARA_TTL)}),
 }
@@ -420,6 +419,9 @@ def play_agents(
     shares = np.percentile([each.tool_s / each.first_s for each in done], (50, 90, 99))
     figures |= {f"tools_p{percent}": float(share) for percent, share in zip((50, 90, 99), shares, strict=True)}
     figures |= {"prompt_s": fmean(first) - tool - decode, "decode_s": decode, "tool_s": tool}
+    figures["drawing_s"] = decode + fmean(each.seconds - each.first_s for each in done)
+    ended = stats.ahead_ended
+    figures["cut"] = (ended["overtaken"] + ended["no_cells"]) / max(sum(ended.values()), 1)
     figures |= {"found": cached / prompt, "reused": 1 - (stats.prompt_computed + stats.ahead_computed) / prompt}
     for depth in range(DEPTHS):
         figures |= _depth(done, depth)
@@ -562,6 +564,7 @@ SCENARIOS: dict[str, Scenario] = {
             ("FTR gained", "first_p50_s", "gained"), ("E2E gained", "p50_s", "gained"),
             ("found", "found", "%"), ("reused", "reused", "%"),
             ("prompt s", "prompt_s"), ("decode s", "decode_s"), ("tool s", "tool_s"),
+            ("drawing s", "drawing_s"), ("ahead cut", "cut", "%"),
             *((f"tools of FTR {name}", f"tools_{name}", "%") for name in ("p50", "p90", "p99")),
         ),
         "found at each depth: of others, of earlier turns, computed ahead": _columns(*(

@@ -16,7 +16,7 @@ import numpy as np
 from holdfast.replicas.errors import EngineError
 from holdfast.replicas.kv.host import HostTier
 from holdfast.replicas.kv.pages import NO_MOVES, NO_PAGES, SHARED, PageCopy, PageIds, PageMoves, PagePool
-from holdfast.replicas.kv.radix import Node, Pin, Prefix, RadixTree
+from holdfast.replicas.kv.radix import Node, Pin, Prefix, RadixTree, relabel
 from holdfast.replicas.kv.states import CheckpointStore, RunningState, States, deepest
 from holdfast.replicas.kv.tags import SYSTEM, UNLABELLED, Labels
 from holdfast.replicas.kv.windows import RunningWindow, Windows
@@ -339,7 +339,7 @@ class KVCache:
                 row[slot] = fresh[0]
         n_pages = self.pool.pages_for(prefix.length)
         if labels is not UNLABELLED:
-            self.tree.relabel(node, labels, who)
+            relabel(self.tree, node, labels, who)
         holding = Holding(
             scope, node, prefix.length, n_shared, self.page_size, row, n_pages, tenant, labels=labels, who=who
         )

@@ -465,36 +465,37 @@ class RadixTree:
         self.queue.recount(node)
         return upper
 
-    def relabel(self, node: Node, labels: Labels, who: str) -> None:
-        """`who` uses the path to `node`, on which it has a lease, with these labels: the latest use sets the priority.
-
-        A label of priority 0 changes nothing, except for tokens that were computed ahead. A label that `learns` counts
-        once a program uses tokens that another one computed; these are shared from then on. Where a label with another
-        priority begins within a node, the node is split.
-        """
-        size, path = self._pool.page_size, node.path()
-        for end, (before, after) in zip(labels.ends, pairwise((*labels.parts, labels.rest)), strict=True):
-            at = end - end % size
-            if before.alike(after) or not any(each.priority and not each.learns for each in (before, after)):
-                continue
-            cut = next((step for step in path if step.start < at < step.end), None)
-            if cut is not None:
-                path.insert(path.index(cut), self._split(cut, at))
-        for step in path:
-            label = labels.at(step.start, size)
-            if label.learns:
-                if step.by == who:
-                    continue
-                step.by = ""
-            if label.priority or step.tag == AHEAD:
-                step.tag, step.priority, step.lasts = label.tag, label.priority, label.lasts
-
 
 def _count_soft(tree: RadixTree, pages: int, tenant: str) -> None:
     tree.soft_pages += pages
     left = tree.soft_pages_of.pop(tenant, 0) + pages
     if left:
         tree.soft_pages_of[tenant] = left
+
+
+def relabel(tree: RadixTree, node: Node, labels: Labels, who: str) -> None:
+    """`who` uses the path to `node`, on which it has a lease, with these labels: the latest use sets the priority.
+
+    A label of priority 0 changes nothing, except for tokens that were computed ahead. A label that `learns` counts
+    once a program uses tokens that another one computed; these are shared from then on. Where a label with another
+    priority begins within a node, the node is split.
+    """
+    size, path = tree._pool.page_size, node.path()
+    for end, (before, after) in zip(labels.ends, pairwise((*labels.parts, labels.rest)), strict=True):
+        at = end - end % size
+        if before.alike(after) or not any(each.priority and not each.learns for each in (before, after)):
+            continue
+        cut = next((step for step in path if step.start < at < step.end), None)
+        if cut is not None:
+            path.insert(path.index(cut), tree._split(cut, at))
+    for step in path:
+        label = labels.at(step.start, size)
+        if label.learns:
+            if step.by == who:
+                continue
+            step.by = ""
+        if label.priority or step.tag == AHEAD:
+            step.tag, step.priority, step.lasts = label.tag, label.priority, label.lasts
 
 
 @dataclass(slots=True)

@@ -543,11 +543,14 @@ class Terminator:
         self.end(sequence, now, ExitReason.ABORTED)
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        if sequence.background:
+            self._stats.ahead_ended["complete" if reason == "length" else "overtaken"] += 1
         self.events.append(Finished(sequence.request_id, reason, sequence.usage, sequence.timing(now)))
         self.end(sequence, now, ExitReason.FINISHED)
 
     def finish_early(self, builder: StepBuilder | None, sequence: Sequence, now: float) -> None:
         """End a background prefill as far as it has come: no cells are free for more."""
+        self._stats.ahead_ended["no_cells"] += 1
         self.events.append(Finished(sequence.request_id, "stop", sequence.usage, sequence.timing(now)))
         why = ExitReason.FINISHED
         if builder is not None and builder.writes_to(sequence):

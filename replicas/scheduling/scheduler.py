@@ -1,6 +1,6 @@
 """Which tokens the next step computes, and what happens to its result.
 
-    schedule    drop what waited too long; then decode, admit, prefill, or where no prompt waits prefill in background
+    schedule    drop what waited too long; then decode, admit, prefill, and prefill ahead in the room that is left
     commit      take in what was loaded, computed and drawn; end what is finished
 
 No tensors and no clock: cells and rows come through `batch.Running`, time from the caller.
@@ -253,24 +253,31 @@ class Scheduler:
                     self.terminator.fault(builder, sequence, failure, now)
 
     def _prefill(self, builder: StepBuilder, now: float) -> None:
-        """Plan a chunk for each prefilling sequence, in order. Above the high-water mark all but the first wait."""
+        """Plan chunks of prompts, and where all of those get on, of prefills ahead."""
         if len(builder.sequences) == len(self._running):
             return  # all of them decode
         prefilling = self._running.part(decoding=False)
-        if prefilling and prefilling[0].background:
-            self._prefill_background(builder, prefilling, now)
-            return
-        prefilling = [each for each in prefilling if each.submit.background is None]
+        prompts = [each for each in prefilling if not each.background]
+        if self._prefill_prompts(builder, prompts, now):
+            self._prefill_ahead(builder, prompts, prefilling[len(prompts) :], now)
+
+    def _prefill_prompts(self, builder: StepBuilder, prefilling: list[Sequence], now: float) -> bool:
+        """Plan a chunk for each prompt, in order. Above the high-water mark all but the first wait.
+
+        False: one of them waits for cells.
+        """
         if not prefilling:
-            return
+            return True
+        deferred = False
         stuck: Sequence | None = None
         for sequence, size in zip(prefilling, self._chunks(prefilling), strict=True):
             if sequence.status is not Status.RUNNING:
                 continue  # preempted for one before it
             if not size:
                 continue
-            if builder.chunks and not self._below_high_water(builder, sequence, now):
+            if builder.chunks and not below_high_water(self, self._high_water, builder, sequence, now):
                 self._stats.chunks_deferred += 1
+                deferred = True
                 continue
             try:
                 if self._running.load(builder, sequence, self._config.step_tokens):
@@ -295,6 +302,7 @@ class Scheduler:
                 self.terminator.fault(builder, sequence, failure, now)
         if stuck is not None and stuck.status is Status.RUNNING and builder.busy and self._cache.tree.tenants.any:
             break_deadlock(self._running, self.terminator, builder, stuck, now)
+        return stuck is None and not deferred
 
     def _chunks(self, prefilling: list[Sequence]) -> list[int]:
         """Tokens of each chunk, in order. Batch requests share what foreground requests leave of the step."""
@@ -318,20 +326,25 @@ class Scheduler:
             sizes[0] = sizes[0] or min(2, most - sum(sizes))  # the first gets on
         return [*sizes, *[0] * (len(prefilling) - len(sizes))]
 
-    def _below_high_water(self, builder: StepBuilder, sequence: Sequence, now: float) -> bool:
-        """Whether another chunk may be computed. Later pins, and then batch requests, give way for it."""
-        while not self.retention.make_room_below(self._high_water, sequence):
-            if not self.admission.preempt_batch(builder, sequence, now):
-                return False
-        return True
-
-    def _prefill_background(self, builder: StepBuilder, ahead: list[Sequence], now: float) -> None:
-        """Plan a few tokens of prefills ahead. A prefill without room for more cells ends as far as it came."""
-        left, cost = BACKGROUND_CHUNK, self._load.cost
-        seconds = prompt_seconds(self._config, cost, ahead[0])
+    def _prefill_ahead(self, builder: StepBuilder, prompts: list[Sequence], ahead: list[Sequence], now: float) -> None:
+        """Give prefills ahead a few tokens of the room that prompts leave of the step. One without room for more cells
+        ends as far as it came.
+        """
+        if not ahead:
+            return
+        cost, those = self._load.cost, set(prompts)
+        room, seconds = self._config.step_tokens, prompt_seconds(self._config, cost, (prompts or ahead)[0])
+        for sequence, chunk in zip(builder.sequences, builder.chunks, strict=True):
+            if sequence in those:
+                room -= len(chunk.tokens)
+                seconds -= cost.between(chunk.start, chunk.start + len(chunk.tokens))
+        left = min(room, BACKGROUND_CHUNK)
         for sequence in ahead:
+            if sequence.status is not Status.RUNNING:
+                continue  # preempted for a prompt
             start = sequence.n_computed + sequence.in_flight
-            size = min(sequence.pending, left, max(tokens_within(seconds, start, cost), int(sequence is ahead[0])))
+            least = int(not prompts and sequence is ahead[0])
+            size = min(sequence.pending, left, max(tokens_within(seconds, start, cost), least))
             size = min(size, self._running.room(sequence))
             if size < 1 or (builder.chunks and self._cache.cells.in_use >= self._high_water):
                 return
@@ -538,6 +551,14 @@ def count_own(stats: EngineStats, sequence: Sequence, tokens: int) -> None:
     """Count tokens that were computed or drawn for a request of the server itself."""
     if sequence.submit.origin is not Origin.CLIENT:
         stats.own_tokens[sequence.submit.origin] += tokens
+
+
+def below_high_water(scheduler: Scheduler, cells: int, builder: StepBuilder, sequence: Sequence, now: float) -> bool:
+    """Whether another chunk may be computed. Later pins, and then batch requests, give way for it."""
+    while not scheduler.retention.make_room_below(cells, sequence):
+        if not scheduler.admission.preempt_batch(builder, sequence, now):
+            return False
+    return True
 
 
 def break_deadlock(

@@ -206,6 +206,14 @@ BOARD = Board(
                     Query(WHO.rate("holdfast_ahead_tokens_computed_total"), "tokens computed"),
                     Query(WHO.rate("holdfast_ahead_tokens_used_total"), "used"),
                     Query(WHO.rate("holdfast_ahead_tokens_wasted_total"), "wasted"),
+                    width=6,
+                ),
+                graph(
+                    "How prefills ahead end",
+                    "Overtaken: the turn came first, and uses the tokens that were computed until then.",
+                    Unit.PER_SECOND,
+                    Query(WHO.rate("holdfast_prefills_ahead_total", "end"), "{{end}}"),
+                    width=6,
                 ),
                 graph(
                     "Standing questions",
@@ -213,6 +221,7 @@ BOARD = Board(
                     Unit.PER_SECOND,
                     Query(WHO.rate("holdfast_questions_asked_ahead_total", "outcome"), "{{outcome}}"),
                     Query(WHO.rate("holdfast_question_reads_total", "answer"), "read: {{answer}}"),
+                    width=6,
                 ),
                 graph(
                     "What standing questions cost",
@@ -220,6 +229,7 @@ BOARD = Board(
                     Unit.RATE,
                     Query(WHO.rate("holdfast_question_tokens_total", "outcome"), "{{outcome}}"),
                     Query(WHO.total("holdfast_questions_standing"), "standing"),
+                    width=6,
                 ),
             ),
         ),

@@ -39,7 +39,7 @@ SMALL = {
     "simulate-states": ["--programs", "1", "--slots", "8", "--seeds", "1"],
 }
 ROWS = {"simulate": 8, "simulate-placement": 2, "simulate-tenants": 9, "simulate-overload": 2, "simulate-states": 5}
-ROWS["simulate-orchestrator"] = 7 + 2 * 2
+ROWS["simulate-orchestrator"] = 8 + 2 * 2
 
 
 def test_every_scenario_has_options_and_every_command_a_scenario() -> None:

@@ -81,6 +81,7 @@ def test_a_turn_that_comes_meanwhile_takes_over_what_is_there():
         world.step()
     world.submit("turn", text, program="p")
     assert world.end("ahead").reason == "stop"
+    assert world.engine.stats.ahead_ended["overtaken"] == 1
     world.run()
     world.assert_right("turn")
     assert world.end("turn").usage.cached == 24  # three chunks of eight
@@ -129,9 +130,9 @@ def test_nobody_waits_for_it_so_it_makes_no_replica_look_busy():
     assert (now.tokens_waiting, now.tokens_ahead) == (0, 0)
 
 
-def test_beside_those_that_decode_it_has_one_narrow_chunk_and_beside_a_prompt_none():
+def test_it_has_one_narrow_chunk_of_the_room_that_prompts_leave():
     world = make(step_tokens=16)
-    texts = {"a": words(1, 40), "b": words(2, 40), "decodes": words(3, 10), "prompt": words(4, 64)}
+    texts = {"a": words(1, 40), "b": words(2, 40), "decodes": words(3, 10), "prompt": words(4, 60)}
     for name, program in ("a", "p"), ("b", "q"):
         world.ahead(name, texts[name], program, name)
     world.submit("decodes", texts["decodes"], 60)
@@ -149,7 +150,9 @@ def test_beside_those_that_decode_it_has_one_narrow_chunk_and_beside_a_prompt_no
     world.assert_right("prompt")
     assert max(ahead for ahead, _ in steps) == 8
     assert sum(ahead for ahead, _ in steps) == 80
-    assert not any(ahead and others for ahead, others in steps)
+    assert max(ahead + others for ahead, others in steps) == 16
+    assert any(ahead and others for ahead, others in steps)
+    assert world.engine.stats.ahead_ended == {"complete": 2, "overtaken": 0, "no_cells": 0}
 
 
 def test_nothing_gives_way_to_it_and_it_ends_with_what_it_has():
@@ -160,6 +163,7 @@ def test_nothing_gives_way_to_it_and_it_ends_with_what_it_has():
     world.ahead("ahead", words(2, 90), "p", "h")
     world.run()
     assert world.end("ahead").reason == "stop"
+    assert world.engine.stats.ahead_ended["no_cells"] == 1
     assert ProgramKey("", "q") in pins(world)
     assert world.engine.stats.pins_given_way == 0
 

@@ -93,14 +93,11 @@ def _pair(op: FeedForward | MixtureOfExperts, hidden: int) -> list[tuple[int, in
 class Counts:
     """Totals. `positions`: tokens whose KV a forward read, once for each of its sequences.
 
-    `filling` and `filling_positions`: the same of forwards that compute more than what is drawn from. `ahead`: steps
-    that began while one ran. `pieces`: chunks of prompts that are not their last.
+    `ahead`: steps that began while one ran. `pieces`: chunks of prompts that are not their last.
     """
 
     forwards: int = 0
     positions: int = 0
-    filling: int = 0
-    filling_positions: int = 0
     prepare_s: float = 0.0  # laying steps out, their copy to the device and their launches, with nothing running yet
     ahead: int = 0
     pieces: int = 0
@@ -121,12 +118,8 @@ class CountingRunner:
         counts, chunks = self.counts, plan.chunks
         if not self._flying:  # beside a step that runs it costs nobody anything
             counts.prepare_s += time.perf_counter() - began
-        positions = sum(chunk.start + len(chunk.tokens) for chunk in chunks)
-        filling = any(chunk.draw is None or len(chunk.tokens) > chunk.draw.drafts + 1 for chunk in chunks)
         counts.forwards += bool(chunks)
-        counts.positions += positions
-        counts.filling += filling
-        counts.filling_positions += positions * filling
+        counts.positions += sum(chunk.start + len(chunk.tokens) for chunk in chunks)
         counts.ahead += self._flying > 0
         counts.pieces += sum(chunk.draw is None for chunk in chunks)
         self._flying += 1
@@ -161,8 +154,6 @@ class Totals:
     prepare_s: float
     schedule_s: float
     commit_s: float
-    filling: float = 0.0
-    filling_positions: float = 0.0
 
     @staticmethod
     def of(engine: Engine, runner: CountingRunner) -> "Totals":

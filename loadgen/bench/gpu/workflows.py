@@ -4,9 +4,6 @@ A turn's ideal time over its measured time is the figure:
 
     ideal = (forwards x weights + KV read) / bandwidth + operations of the new tokens / matrix rate
 
-A device may read and multiply at once: `ideal_overlapped` has the longer of both for the forwards with new tokens. No
-engine that does these forwards goes below it.
-
 Turns run in waves: all programs begin a turn together, and the wave ends with the last of them. A turn draws as many
 tokens as the recorded reply has, so every engine does the same work. The parts of `Turn.spent` add up to the time.
 """
@@ -42,7 +39,6 @@ class Turn:
     as_recorded: int  # programs that said what is on record
     wall_s: float
     ideal_s: float
-    ideal_overlapped_s: float
     total: Totals
 
     @property
@@ -78,8 +74,6 @@ class Turn:
         total = self.total
         return {
             "efficiency": self.efficiency,
-            "ideal_overlapped_s": self.ideal_overlapped_s,
-            "efficiency_overlapped": self.ideal_overlapped_s / self.wall_s,
             "wall_s": self.wall_s,
             **self.spent,
             "prompt": self.prompt,
@@ -114,9 +108,8 @@ class Player:
         said = [answers[f"{row} {turn}"] for row in range(len(exchanges))]
         self._seen = [np.concatenate((each.prompt, answer)) for each, answer in zip(exchanges, said, strict=True)]
         new = [len(each.prompt) - cached for each, cached in zip(exchanges, known, strict=True)]
-        read, compute = self._bounds.read_s, sum(self._bounds.compute_s(*each) for each in zip(new, known, strict=True))
-        filling = read(int(total.filling_positions), int(total.filling))
-        ideal = read(int(total.positions), int(total.forwards)) + compute
+        ideal = self._bounds.read_s(int(total.positions), int(total.forwards))
+        ideal += sum(self._bounds.compute_s(*each) for each in zip(new, known, strict=True))
         return Turn(
             turn,
             prompt=sum(len(each.prompt) for each in exchanges),
@@ -125,7 +118,6 @@ class Player:
             as_recorded=sum(np.array_equal(e.reply, answer) for e, answer in zip(exchanges, said, strict=True)),
             wall_s=wall,
             ideal_s=ideal,
-            ideal_overlapped_s=ideal - min(filling, compute),
             total=total,
         )
 
@@ -159,13 +151,9 @@ def summary(turns: Sequence[Turn]) -> Figures:
     wall = sum(turn.wall_s for turn in turns)
     spent = {name: sum(turn.spent[name] for turn in turns) for name in turns[0].spent}
     drafted, forwards = (sum(getattr(turn.total, name) for turn in turns) for name in ("drafted", "forwards"))
-    completion, overlapped = (
-        sum(getattr(turn, name) for turn in turns) for name in ("completion", "ideal_overlapped_s")
-    )
+    completion = sum(turn.completion for turn in turns)
     return {
         "efficiency": spent["ideal_s"] / wall,
-        "ideal_overlapped_s": overlapped,
-        "efficiency_overlapped": overlapped / wall,
         "median_of_turns": statistics.median(turn.efficiency for turn in turns),
         "turns": len(turns),
         "wall_s": wall,

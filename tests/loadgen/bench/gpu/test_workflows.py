@@ -19,7 +19,7 @@ from holdfast.loadgen.bench.gpu.stage import Dialogue, Exchange, Stage, dialogue
 from holdfast.loadgen.bench.gpu.workflows import Player, Turn, play
 from holdfast.loadgen.bench.parts import Deadline, Report, put
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.plan import Chunk, Draw, Landed, Sampling, StepOutput, StepPlan
+from holdfast.replicas.plan import Chunk, Landed, StepOutput, StepPlan
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes there, and is run by hand")
 
@@ -38,7 +38,7 @@ def stage():
 def test_the_parts_of_a_turn_add_up_to_it(ideal, forward, sample, between, prepare, plan, commit):
     total = Totals(3, 100, 0, 0, forward, sample, prepare, plan, commit)
     wall, least = forward + sample + between, min(ideal, forward)
-    turn = Turn(0, 10, 10, 5, 1, wall_s=wall, ideal_s=least, ideal_overlapped_s=least, total=total)
+    turn = Turn(0, 10, 10, 5, 1, wall_s=wall, ideal_s=least, total=total)
     assert sum(turn.spent.values()) == pytest.approx(turn.wall_s)
     assert all(value >= -1e-9 for value in turn.spent.values())
     for name, most in {"prepare_s": prepare, "plan_s": plan, "commit_s": commit}.items():
@@ -79,10 +79,9 @@ def test_only_what_was_never_seen_counts_as_new(stage):
     for turn, exchange in zip((first, second), program.exchanges, strict=True):
         assert turn.completion == len(exchange.reply)
         assert turn.total.positions >= turn.total.forwards * turn.prompt - turn.new
-        assert 1 <= turn.total.filling < turn.total.forwards
         compute = stage.bounds.compute_s(turn.new, turn.prompt - turn.new)
-        read = stage.bounds.read_s(int(turn.total.filling_positions), int(turn.total.filling))
-        assert turn.ideal_s - turn.ideal_overlapped_s == pytest.approx(min(compute, read))
+        read = stage.bounds.read_s(int(turn.total.positions), int(turn.total.forwards))
+        assert turn.ideal_s == pytest.approx(read + compute)
 
 
 def test_where_steps_overlap_preparing_them_is_counted_and_the_parts_still_add_up(stage):
@@ -132,14 +131,6 @@ def test_forwards_and_what_they_read_are_counted_beside_steps_that_fly():
     second.land()
     counting.begin(StepPlan(())).land()  # moves pages, computes nothing
     assert (counting.counts.forwards, counting.counts.positions) == (2, 2 * (8 + 1))
-    # Forwards with new tokens are told from those that only draw.
-    counting, verified = CountingRunner(Nothing()), Chunk(1, 4, np.ones(3, np.int32), Draw(Sampling(), 0, drafts=2))
-    last = Chunk(0, 5, np.ones(3, np.int32), Draw(Sampling(), 0))
-    counting.begin(StepPlan((verified,))).land()
-    assert (counting.counts.filling, counting.counts.filling_positions) == (0, 0)
-    counting.begin(StepPlan((verified, last))).land()
-    counting.begin(StepPlan((replace(last, draw=None),))).land()
-    assert (counting.counts.filling, counting.counts.filling_positions) == (2, 7 + 8 + 8)
 
 
 def test_a_process_behind_a_fault_loads_again_and_one_that_cannot_load_fails_part_by_part(tmp_path):

@@ -151,7 +151,10 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Offers:
-    """Row i: the draft of sequence i, `lengths[i]` of `tokens[i]`, and the `chances[i]` of each of its tokens."""
+    """Row i: the draft of sequence i, `lengths[i]` of `tokens[i]`, and the `chances[i]` of each of its tokens.
+
+    The next look-up writes over it.
+    """
 
     tokens: Int32s
     lengths: Int32s
@@ -176,6 +179,8 @@ class DraftTable:
         self._own, self._predictions = (np.zeros(0) for _ in range(2))
         self._call = _Drafts(most=most, weight=acceptance.weight, by_match=_at(self._by_match))
         self._address = ctypes.addressof(self._call)
+        self._offers = Offers(np.empty((0, most), np.int32), np.empty(0, np.int32), np.empty(0))
+        self._into = (0, 0, 0)  # their addresses
         # What was drawn and is not learned yet, by sequence.
         self._drawn, self._slots, self._ends, self._next = array("i"), array("q"), array("q"), array("i")
 
@@ -220,16 +225,21 @@ class DraftTable:
         """Drafts of at most `limits[i]` tokens for the sequence in `slots[i]`, after the longest match, of equals the
         latest: in its own text or, where one of at least `least` tokens is longer, in `memories[i]`.
         """
-        count, most = len(slots), self._drafts.shape[1]
-        offers = Offers(np.empty((count, most), np.int32), np.empty(count, np.int32), np.empty(count))
+        count = len(slots)
+        if count > len(self._offers.lengths):
+            self._offers = Offers(
+                np.empty((count, self._call.most), np.int32), np.empty(count, np.int32), np.empty(count)
+            )
+            self._into = _at(self._offers.tokens), _at(self._offers.lengths), _at(self._offers.chances)
         inputs = [
             array("q", slots),
             array("q", limits),
             array("q", [0 if memory is None else memory.address for memory in memories]),
         ]
-        into = _at(offers.tokens), _at(offers.lengths), _at(offers.chances)
-        _kernel("draft")(self._address, count, *(each.buffer_info()[0] for each in inputs), least, *into)
-        return offers
+        addresses = [each.buffer_info()[0] for each in inputs]
+        _kernel("draft")(self._address, count, *addresses, least, *self._into)
+        offers = self._offers
+        return Offers(offers.tokens[:count], offers.lengths[:count], offers.chances[:count])
 
     def _grow(self) -> None:
         """Room for twice as many sequences."""
@@ -255,10 +265,11 @@ def gate(
 ) -> Int32s:
     """`drafter.draft_lengths`: none less likely than `unlikely`, and none unless the gain is `worth` it."""
     count = len(offered)
-    lengths, given, rights = np.empty(count, np.int32), np.empty(count, np.int32), np.empty(count)
+    room = np.empty(2 * count)  # float64: what is left of each chance, then two int32 for each sequence
+    at = _at(room)
     inputs = _at(acceptances), _at(offered), decoding, _at(cost), len(cost) - 1
-    _kernel("gate")(count, *inputs, extra_s, unlikely, worth, _at(lengths), _at(given), _at(rights))
-    return lengths
+    _kernel("gate")(count, *inputs, extra_s, unlikely, worth, at + 8 * count, at + 12 * count, at)
+    return room[count:].view(np.int32)[:count]
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

@@ -44,16 +44,6 @@ def is_right(arguments: dict[str, Any]) -> bool:
     return set(arguments) == {"city", "days"} and arguments["days"] in (1, 7) and len(arguments["city"]) <= 20
 
 
-def test_a_required_call_is_made(client: openai.OpenAI) -> None:
-    (choice,) = client.chat.completions.create(
-        model="pocket", messages=MESSAGES, tools=TOOLS, tool_choice="required", parallel_tool_calls=False
-    ).choices
-    ((name, arguments),) = arguments_of(choice.message)
-    assert name in ("get_weather", "get_forecast")
-    assert is_right(arguments)
-    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_named_function_is_called_once(client: openai.OpenAI, stream: bool) -> None:
     fields: Any = {"model": "pocket", "messages": MESSAGES, "tools": TOOLS, "tool_choice": NAMED, "seed": int(stream)}

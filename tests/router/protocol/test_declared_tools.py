@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from service_backend import ServiceBackend
 
 from holdfast.replicas.requests import Completed, ToolCallDelta
-from holdfast.router.protocol.declared_tools import LONGEST, CustomInput, DeclaredTools, custom_arguments
+from holdfast.router.protocol.declared_tools import LONGEST, CustomInput, DeclaredTools
 from holdfast.router.protocol.shapes import ResponseEvent, ResponseReply
 
 PATH = "/v1/responses"
@@ -235,8 +235,6 @@ def test_tools_that_come_later_change_no_name() -> None:
 
 # ---- custom tools ----
 
-ONE = called(ToolCallDelta(0, "call_1", "apply_patch", custom_arguments(TEXT), closed=True))
-
 
 def letters(arguments: str, *, closed: bool = True) -> Any:
     """A call whose arguments come one character at a time."""
@@ -275,17 +273,6 @@ def test_a_custom_call_has_text_for_input_and_is_read_back(stream: bool) -> None
         assert post(world, tools=[PATCH], **asked).status_code == 200
         [(call_id, name, arguments)] = calls(world)
         assert (call_id, name, json.loads(arguments)) == ("call_1", "apply_patch", {"input": TEXT})
-
-
-def test_a_custom_tool_may_be_in_a_namespace() -> None:
-    world = World(FakeBackend(called(ToolCallDelta(0, "c", "edit__apply_patch", '{"input":"x"}', closed=True))))
-    [call] = whole(world, tools=[{"type": "namespace", "name": "edit", "description": "", "tools": [PATCH]}])["output"]
-    assert (call["type"], call["namespace"], call["name"], call["input"]) == (
-        "custom_tool_call",
-        "edit",
-        "apply_patch",
-        "x",
-    )
 
 
 def test_a_custom_call_that_is_cut_is_incomplete() -> None:

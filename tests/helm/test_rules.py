@@ -96,7 +96,10 @@ FAILED = [each for each in RECORDINGS if "requests_failed" in each.name]  # aler
 def test_what_an_alert_counts_is_0_before_the_first_of_it(rule: Any) -> None:
     """A series that begins with its first event has not risen by it, so an alert would miss that."""
     metrics = RouterMetrics(CollectorRegistry())
-    for watched in (router.REPLICAS_LOST, router.REDIS_EVICTED):  # where they stand they are there from the start
+    for watched in (
+        "replicas_lost_total",
+        "redis_evicted_keys_total",
+    ):  # where they stand they are there from the start
         metrics.watch(watched, lambda: 0.0)
     metrics.name_tenants(["acme"], 1)
     begun(metrics).asks("pocket")

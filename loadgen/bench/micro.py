@@ -328,12 +328,14 @@ def host_ms(rows: int, steps: int = _STEPS) -> float:
     engine = Engine(config, runner, frozenset(), _VOCABULARY, _GPU_COST, stopwatch=time.thread_time)
     for i, text in enumerate(texts):
         engine.handle(Submit(f"r{i}", tokens=text[:_CONTEXT], sampling=Sampling(_CONTEXT), program_id=f"p{i}"), 0.0)
-    costs = list[float]()
+    costs, threads = list[float](), torch.get_num_threads()
+    torch.set_num_threads(1)  # a copy to a GPU takes none of the host's; here torch would share it among threads
     while len(costs) < _WARM_UP + steps:
         before, began, apart = engine.stats.steps, time.thread_time(), runner.apart_s
         while engine.stats.steps == before:
             engine.step(0.0)
         costs.append(time.thread_time() - began - (runner.apart_s - apart))
+    torch.set_num_threads(threads)
     assert engine.occupancy().running == rows
     assert engine.stats.accepted > 0
     return 1e3 * median(costs[_WARM_UP:])

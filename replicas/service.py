@@ -126,7 +126,7 @@ class Service:
         )
         text.prepare()
         if loaded.config.shared_preambles:
-            engine.share([text.preamble(each, SHARED) for each in read_preambles(loaded.config.shared_preambles)])
+            engine.share([text.preamble(prompt, SHARED) for prompt in read_preambles(loaded.config.shared_preambles)])
         card = ModelCard(
             loaded.config.served_name,
             loaded.config.context_length,
@@ -178,9 +178,9 @@ class Service:
         Closing the generator early aborts the request. `partial_reply` receives the tokens of the pieces.
         """
         opens = request.session is not None and request.session.opens
-        way = self.sessions.opening(request) if opens else self._stream(request, partial_reply)
+        source = self.sessions.opening(request) if opens else self._stream(request, partial_reply)
         with self.questions.others():
-            async with aclosing(way) as stream:
+            async with aclosing(source) as stream:
                 async for pieces in stream:
                     yield pieces
 
@@ -264,14 +264,14 @@ class Service:
         are in the tree for the request itself.
         """
         request, tokens = generation.request, generation.encoded.tokens
-        wanted = request.sampling.logprobs
+        n_logprobs = request.sampling.logprobs
         logprobs: list[TokenLogprobs] = []
-        if wanted is not None and len(tokens) > 1:
+        if n_logprobs is not None and len(tokens) > 1:
             forced = ForcedTokens(tokens[1:], self.card.vocabulary)
             submit = Submit(
                 _echo_id(request.request_id),
                 tokens=tokens[:1],
-                sampling=Sampling(max_tokens=len(forced), logprobs=wanted, ignore_eos=True),
+                sampling=Sampling(max_tokens=len(forced), logprobs=n_logprobs, ignore_eos=True),
                 scope=request.scope,
                 program_arrival=request.program_arrival,
                 matcher=forced,
@@ -281,11 +281,11 @@ class Service:
                 root=request.root or request.program_id,
                 cache_salt=request.cache_salt,
             )
-            ended, logprobs = await _ran(self.bridge, submit)
+            ended, logprobs = await _run_to_end(self.bridge, submit)
             generation.work += ended.usage.work
             if not isinstance(ended, Finished):
                 raise error_of(ended.error)
-        return self.text.echoed(prompt, generation.encoded, None if wanted is None else logprobs)
+        return self.text.echoed(prompt, generation.encoded, None if n_logprobs is None else logprobs)
 
     async def _prefill(self, request: GenerateRequest) -> Completed | Errored:
         """Compute the beginning of a program's next prompt, without drawing anything."""
@@ -294,7 +294,7 @@ class Service:
         encoded = await self.text.beginning(request.prompt, request.cache_scope, request.program_id)
         sampling, labels = Sampling(max_tokens=0), _labels(request, encoded)
         submit = replace(Submit.of(request), tokens=encoded.tokens, sampling=sampling, labels=labels)
-        ended, _ = await _ran(self.bridge, submit)
+        ended, _ = await _run_to_end(self.bridge, submit)
         if isinstance(ended, Finished):
             return Completed(ended.reason, ended.usage, ended.timing)
         return _errored(request, ended.error, ended.usage)
@@ -377,7 +377,7 @@ class Service:
             within_s=inf,
             begins=False,
         )
-        ended, _ = await _ran(self.bridge, submit)
+        ended, _ = await _run_to_end(self.bridge, submit)
         if isinstance(ended, Finished):
             self.text.saved += SAVED_EVERY * (ended.usage.completion - submit.n_generated)
 
@@ -477,9 +477,9 @@ async def _collected(stream: AsyncGenerator[tuple[Piece, ...], None]) -> Answer 
 async def _limits(text: TextSide, compiling: CompilerThreads, request: GenerateRequest) -> Constraints:
     """The constraints on the reply. A guarantee that the client did not ask for is dropped if it would have to wait."""
     try:
-        found = await compiling.run(partial(text.constraints, request.prompt, request.cache_scope), request.scope)
-        text.unguarded += found.loose
-        return found
+        limits = await compiling.run(partial(text.constraints, request.prompt, request.cache_scope), request.scope)
+        text.unguarded += limits.loose
+        return limits
     except OverloadedError as error:
         if error.info.field != GUARANTEE:
             raise
@@ -487,7 +487,7 @@ async def _limits(text: TextSide, compiling: CompilerThreads, request: GenerateR
     return Constraints()
 
 
-async def _ran(bridge: Bridge, command: Request) -> tuple[Terminal, list[TokenLogprobs]]:
+async def _run_to_end(bridge: Bridge, command: Request) -> tuple[Terminal, list[TokenLogprobs]]:
     """Run a command to its end. Returns its terminal event and the log probabilities of its tokens."""
     logprobs: list[TokenLogprobs] = []
     async with aclosing(bridge.run(command)) as steps:
@@ -517,13 +517,13 @@ class SessionService:
     async def call(self, call: SessionCall) -> SessionState:
         """Execute a call. Raises InvalidRequestError for an unknown session, OverloadedError beyond a limit."""
         engine, questions, scope = self._service.engine, self._service.questions, call.scope
-        facts, start = self._found(scope, call.session_id, call.life), None
+        facts, start = self._find(scope, call.session_id, call.life), None
         if isinstance(call, ForkSession):
             child = engine.session(scope, call.child_id)
             repeated = child is not None and child.past.life == call.child_life != ""
             if not repeated:
                 await self._run(call)
-            facts, start = self._found(scope, call.child_id, call.child_life), 0
+            facts, start = self._find(scope, call.child_id, call.child_life), 0
         elif isinstance(call, CloseSession):
             await self._run(call)
         elif isinstance(call, AddQuestion):
@@ -549,8 +549,8 @@ class SessionService:
         turn, scope, closes = request.session, request.scope, False
         try:
             try:
-                there = self._service.engine.session(scope, turn.session_id)
-                if there is None or there.past.life != turn.life:
+                facts = self._service.engine.session(scope, turn.session_id)
+                if facts is None or facts.past.life != turn.life:
                     closes = True
                     await self._run(OpenSession(scope, turn.session_id, turn.appends, turn.done, life=turn.life))
                 elif not turn.life:  # else opened by an earlier attempt
@@ -597,13 +597,13 @@ class SessionService:
 
     async def _run(self, command: OpenSession | ForkSession | CloseSession) -> None:
         with self._service.questions.others():
-            ended, _ = await _ran(self._service.bridge, replace(command, request_id=self._command_id()))
+            ended, _ = await _run_to_end(self._service.bridge, replace(command, request_id=self._command_id()))
         if isinstance(ended, Aborted):
             raise UnavailableError("the session was closed meanwhile", "session_id")
         if not isinstance(ended, Finished):
             raise error_of(ended.error)
 
-    def _found(self, scope: str, session_id: str, life: str) -> SessionFacts:
+    def _find(self, scope: str, session_id: str, life: str) -> SessionFacts:
         facts = self._service.engine.session(scope, session_id)
         if facts is None or life not in ("", facts.past.life):
             raise UnknownSessionError(f"session {session_id!r} is not open", "session_id")
@@ -656,18 +656,18 @@ def _load_in_passing_thread(config: EngineConfig, tell: Tell | None) -> LoadedRu
 def read_preambles(path: str) -> list[ChatPrompt]:
     """Read shared prompt beginnings: a JSON list of objects with `messages` and maybe `tools`. Raises ConfigError."""
     try:
-        found = json.loads(Path(path).read_text("utf-8"))
+        items = json.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"shared preambles cannot be read: {error}", "shared_preambles") from error
-    if not isinstance(found, list):
+    if not isinstance(items, list):
         raise ConfigError(f"{path} must hold a list", "shared_preambles")
     prompts = []
-    for i, each in enumerate(found):
-        known = isinstance(each, dict) and each.get("messages") and set(each) <= {"messages", "tools"}
-        if not known or not all(isinstance(value, list) for value in each.values()):
+    for i, item in enumerate(items):
+        known = isinstance(item, dict) and item.get("messages") and set(item) <= {"messages", "tools"}
+        if not known or not all(isinstance(value, list) for value in item.values()):
             message = f"item {i} of {path} must be an object with the list `messages` and the optional list `tools`"
             raise ConfigError(message, "shared_preambles")
-        prompts.append(ChatPrompt(each["messages"], each.get("tools", ())))
+        prompts.append(ChatPrompt(item["messages"], item.get("tools", ())))
     return prompts
 
 

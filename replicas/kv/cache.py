@@ -183,11 +183,11 @@ class CellCounts:
         """Cells at the end of `prefix` without leases, or with those of soft pins alone."""
         if prefix is None or prefix.node.parent is None:
             return 0
-        size, step, found = self._pool.page_size, prefix.node, 0
+        size, step, total = self._pool.page_size, prefix.node, 0
         pages = step.owned_before(prefix.length, size)
         while step.parent is not None and step.leases == (step.soft if but_soft_pins else 0):
-            found, pages, step = found + pages, step.parent.owned, step.parent
-        return found * size
+            total, pages, step = total + pages, step.parent.owned, step.parent
+        return total * size
 
 
 class Freed:

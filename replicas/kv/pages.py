@@ -263,11 +263,11 @@ class TenantPages:
 
     def counted(self, names: Container[str], others: str) -> Mapping[str, int]:
         """Pages used and cached, by tenant for these names, all `others` in one count. Safe from any thread."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for tenant, pages in self.used.copy().items():
             if tenant != SHARED:
-                _count(found, tenant if tenant in names else others, pages)
-        return found
+                _count(counts, tenant if tenant in names else others, pages)
+        return counts
 
     # ---- limits ----
 

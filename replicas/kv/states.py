@@ -229,12 +229,12 @@ class CheckpointStore(Generic[R]):
 
         The pages of a shared preamble are aliased, and its checkpoints stay where they are.
         """
-        found, shared = deepest_within(prefix), self._tree.roots.get(SHARED)
+        node, shared = deepest_within(prefix), self._tree.roots.get(SHARED)
         if shared is not None and scope != SHARED:
             other = deepest_within(self._tree.walk(shared, tokens[: prefix.length]))
-            if other is not None and (found is None or other.end > found.end):
+            if other is not None and (node is None or other.end > node.end):
                 return Prefix(self._tree.walk(prefix.node.root, tokens[: other.end]).node, other.end, other)
-        return Prefix(prefix.node.root, 0) if found is None else Prefix(found, found.end, found)
+        return Prefix(prefix.node.root, 0) if node is None else Prefix(node, node.end, node)
 
     def give(
         self, kept: list[tuple[int, PageIds]], root: Node, tokens: TokenIds, n_computed: int

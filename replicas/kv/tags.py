@@ -97,14 +97,14 @@ class Labels:
 
     def tokens(self, end: int) -> dict[str, int]:
         """Tokens before `end`, counted by tag."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         before = 0
         for until, label in zip((*self.ends, end), (*self.parts, self.rest), strict=True):
             if before >= end:
                 break
-            found[label.tag or OTHER] = found.get(label.tag or OTHER, 0) + min(until, end) - before
+            counts[label.tag or OTHER] = counts.get(label.tag or OTHER, 0) + min(until, end) - before
             before = max(before, until)
-        return found
+        return counts
 
 
 UNLABELLED = Labels()
@@ -169,13 +169,13 @@ _RESPONSE = Label("response")
 
 def _joined(ends: Sequence[float], parts: Sequence[Label], rest: Label) -> Labels:
     """Neighbours of one label as one, and none that is empty."""
-    found: list[tuple[int, Label]] = []
+    spans: list[tuple[int, Label]] = []
     before = 0
     for end, label in zip(ends, parts, strict=True):
         if end <= before:
             continue
-        if found and found[-1][1] == label:
-            found.pop()
-        found.append((int(end), label))
+        if spans and spans[-1][1] == label:
+            spans.pop()
+        spans.append((int(end), label))
         before = int(end)
-    return Labels(tuple(end for end, _ in found), tuple(label for _, label in found), rest)
+    return Labels(tuple(end for end, _ in spans), tuple(label for _, label in spans), rest)

@@ -130,8 +130,8 @@ class KVTensors:
                 return stored.permute(0, 1, 3, 4, 2, 5)
             return torch.zeros(*heads[:2], *cell, *heads[2:], row, dtype=dtype, device=device)
         except RuntimeError as error:
-            wanted = self.cell_bytes * pages * page_size / 2**30
-            raise ConfigError(f"no memory for {wanted:.2f} GiB of KV on {device}: {error}", "cells") from error
+            gib = self.cell_bytes * pages * page_size / 2**30
+            raise ConfigError(f"no memory for {gib:.2f} GiB of KV on {device}: {error}", "cells") from error
 
     @property
     def kinds(self) -> tuple["KVTensors", ...]:
@@ -194,19 +194,19 @@ class HostStates:
                 for each in self._device
             ]
         except RuntimeError as error:
-            wanted = states.slot_bytes * slots / 2**30
-            message = f"no memory for {wanted:.2f} GiB of recurrent states on the host: {error}"
+            gib = states.slot_bytes * slots / 2**30
+            message = f"no memory for {gib:.2f} GiB of recurrent states on the host: {error}"
             raise ConfigError(message, "host_memory") from error
 
     def save(self, moves: PageMoves) -> None:
         for device, host in zip(moves.device.tolist(), moves.host.tolist(), strict=True):
-            for there, here in zip(self._device, self._host, strict=True):
-                here[host].copy_(there[:, device], non_blocking=True)
+            for device_states, host_states in zip(self._device, self._host, strict=True):
+                host_states[host].copy_(device_states[:, device], non_blocking=True)
 
     def load(self, moves: PageMoves) -> None:
         for device, host in zip(moves.device.tolist(), moves.host.tolist(), strict=True):
-            for there, here in zip(self._device, self._host, strict=True):
-                there[:, device].copy_(here[host], non_blocking=True)
+            for device_states, host_states in zip(self._device, self._host, strict=True):
+                device_states[:, device].copy_(host_states[host], non_blocking=True)
 
 
 class HostWindow:
@@ -245,8 +245,8 @@ def _host_pages(kv: KVTensors, pages: int) -> Tensor:
         shape = kv.data.movedim(2, 0).shape[1:]
         return torch.zeros(pages, *shape, dtype=kv.data.dtype, pin_memory=kv.data.device.type == "cuda")
     except RuntimeError as error:
-        wanted = pages * kv.page_size * kv.cell_bytes / 2**30
-        raise ConfigError(f"no memory for {wanted:.2f} GiB of KV on the host: {error}", "host_memory") from error
+        gib = pages * kv.page_size * kv.cell_bytes / 2**30
+        raise ConfigError(f"no memory for {gib:.2f} GiB of KV on the host: {error}", "host_memory") from error
 
 
 class HostPages:
@@ -300,8 +300,8 @@ class HostPages:
             self._try("copying checkpoints from the host", lambda: host.load(checkpoints))
         self._loads = len(moves) > 0
         if self._loads:
-            what = f"copying {len(moves)} pages of KV from the host"
-            self._try(what, lambda: self._load(moves, what))
+            task = f"copying {len(moves)} pages of KV from the host"
+            self._try(task, lambda: self._load(moves, task))
 
     def wait(self) -> Moved:
         """Wait until everything that was begun is done, or has failed."""
@@ -327,13 +327,13 @@ class HostPages:
         for at, first, n in _runs(host):
             self.data[first : first + n].copy_(staged[at : at + n], non_blocking=True)
 
-    def _load(self, moves: PageMoves, what: str) -> None:
+    def _load(self, moves: PageMoves, task: str) -> None:
         index = self._index(moves.device)
         self._indices.append(index)
         self._side.meet()  # a page that comes in may be one that has just gone out, by the other lane
         for lane, some, staged in self._slices(len(moves)):
             into = partial(self._copy_in, moves.host[some], index[some], staged)
-            self._side.do(lane, partial(self._try, what, into))
+            self._side.do(lane, partial(self._try, task, into))
         self._side.meet()
 
     def _copy_in(self, host: PageIds, index: Tensor, staged: Tensor) -> None:
@@ -351,16 +351,16 @@ class HostPages:
     def _index(self, pages: PageIds) -> Tensor:
         return sent(pages.astype(np.int64), self._pages.device)
 
-    def _try(self, what: str, work: Callable[[], None]) -> None:
+    def _try(self, task: str, work: Callable[[], None]) -> None:
         """The supervisor of the copies. After one that failed none of its step counts, so the others are left out."""
         try:
             if not self._failed:
                 work()
         except Exception:
-            self._fail(what)
+            self._fail(task)
 
-    def _fail(self, what: str) -> None:
-        log.exception("%s failed", what)
+    def _fail(self, task: str) -> None:
+        log.exception("%s failed", task)
         self._failed = True
 
 

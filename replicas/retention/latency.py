@@ -50,8 +50,8 @@ def called(names: Sequence[str], text: str, *, interface: bool, cut: bool, ends:
     of a bash block. `cut`: the reply ended for its length, or inside a call. `ends`: the request said that it is the
     program's last. A whole reply that calls nothing is a final answer.
     """
-    found = tuple(dict.fromkeys(names if names or interface else commands(text)))
-    return Called(found, ends or not (found or cut))
+    tools = tuple(dict.fromkeys(names if names or interface else commands(text)))
+    return Called(tools, ends or not (tools or cut))
 
 
 def commands(text: str) -> tuple[str, ...]:
@@ -111,13 +111,13 @@ class LatencySnapshot:
 
 def pooled(several: Iterable[ToolLatency]) -> ToolLatency:
     """The statistics of several sets of tools together."""
-    those = [each for each in several if each.count]
-    count = sum(each.count for each in those)
+    latencies = [each for each in several if each.count]
+    count = sum(each.count for each in latencies)
     if not count:
         return UNKNOWN
-    mean = sum(each.count * each.mean for each in those) / count
-    squares = sum((each.count - 1) * each.variance + each.count * (each.mean - mean) ** 2 for each in those)
-    recent = tuple(sorted(chain.from_iterable(each.recent for each in those)))
+    mean = sum(each.count * each.mean for each in latencies) / count
+    squares = sum((each.count - 1) * each.variance + each.count * (each.mean - mean) ** 2 for each in latencies)
+    recent = tuple(sorted(chain.from_iterable(each.recent for each in latencies)))
     return ToolLatency(count, mean, squares / (count - 1) if count > 1 else 0.0, recent)
 
 

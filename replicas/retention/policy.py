@@ -169,8 +169,8 @@ def discard_waste(pause: Pause, conditions: Conditions, *, returning: bool = Fal
     `returning`: the cells of programs that come back meanwhile wait, too. InferCept does not count them.
     """
     seconds = conditions.restore.computed(pause.cells)
-    others = conditions.others + (conditions.back_within(seconds) if returning else 0)
-    return seconds * (pause.held + others)
+    waiting_cells = conditions.others + (conditions.back_within(seconds) if returning else 0)
+    return seconds * (pause.held + waiting_cells)
 
 
 def swap_waste(pause: Pause, conditions: Conditions) -> float:
@@ -227,20 +227,20 @@ class ExpectedWaste(RetentionPolicy):
         cheap = swap_waste(pause, conditions) < discard_waste(pause, conditions, returning=True)
         return break_even_s(pause, conditions, returning=True) if lost or cheap else math.inf
 
-    def _expected(self, of: Pause, latency: LatencySnapshot, local: LocalCounts | None) -> "ExpectedPause":
+    def _expected(self, pause: Pause, latency: LatencySnapshot, local: LocalCounts | None) -> "ExpectedPause":
         if self._known[0] is not latency or self._known[1] is not local:
             self._known = latency, local
             self._pauses.clear()
-        key = of.tenant, of.tools
-        pause = self._pauses.get(key)
-        if pause is None:
+        key = pause.tenant, pause.tools
+        expected = self._pauses.get(key)
+        if expected is None:
             known = []
             for tool, which in ((latency.overall, None), (latency.of(*key), key)):
                 known.append(SurvivalCounts.of(tool.recent, tool.count))
                 if local is not None:  # a replica's own counts include pauses that are not over
                     known.append(local(which))
-            pause = self._pauses[key] = ExpectedPause.of(survival(known, self.PRIOR_S, self.DELTA))
-        return pause
+            expected = self._pauses[key] = ExpectedPause.of(survival(known, self.PRIOR_S, self.DELTA))
+        return expected
 
 
 POLICIES: Mapping[str, Callable[[], RetentionPolicy]] = {
@@ -429,9 +429,9 @@ class Turns:
 
         Programs with ever more turns before them would make it negative, but a wait that is saved is never a loss.
         """
-        n, done, done2, left, left2, both = self._sums.tolist()
+        n, done, done2, left, left2, product = self._sums.tolist()
         spread = (n * done2 - done**2) * (n * left2 - left**2)
-        return min(max((done * left - n * both) / math.sqrt(spread), 0.0), 1.0) if spread > 0 else 1.0
+        return min(max((done * left - n * product) / math.sqrt(spread), 0.0), 1.0) if spread > 0 else 1.0
 
 
 _KEPT = 0.98  # weight of all earlier steps when one is added

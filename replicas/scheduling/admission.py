@@ -259,24 +259,24 @@ class Admission:
             self._waiting.put_back(done.follower)
         if not len(self._waiting):
             return
-        this = _Round(*self._committed())
-        while (sequence := self._waiting.head(this.passed)) is not None:
+        round_ = _Round(*self._committed())
+        while (sequence := self._waiting.head(round_.passed)) is not None:
             try:
-                need = self._start(builder, sequence, this, now)
+                need = self._start(builder, sequence, round_, now)
             except Exception as failure:
                 if sequence.status is Status.RUNNING:
                     self._waiting.remove(sequence)
                 self._terminator.fault(builder, sequence, failure, now)
                 continue
             if not isinstance(need, BlockedBy):
-                this.began(sequence, need)
-            elif self._preempt_batch_for(builder, sequence, need, this, now):
-                this.needed, this.promised = self._committed()
+                round_.began(sequence, need)
+            elif self._preempt_batch_for(builder, sequence, need, round_, now):
+                round_.needed, round_.promised = self._committed()
             elif sequence.background and not len(self._running):
                 self._terminator.finish_early(None, sequence, now)  # no other leaves and makes room for it
-            elif not self._pass_over(sequence, need, this):
+            elif not self._pass_over(sequence, need, round_):
                 break
-        for sequence in this.aside:
+        for sequence in round_.aside:
             self._waiting.put_back(sequence)
 
     def _committed(self) -> tuple[int, Counter[str]]:
@@ -287,28 +287,28 @@ class Admission:
                 promised[each.submit.scope] += self._budget.committed((each,))
         return needed, promised
 
-    def _pass_over(self, sequence: Sequence, held: BlockedBy, this: _Round) -> bool:
+    def _pass_over(self, sequence: Sequence, blocked_by: BlockedBy, round_: _Round) -> bool:
         """Let others pass a blocked sequence. False: none may."""
         if sequence.background or not self._cache.tree.tenants.any:
             return False
-        this.short |= held is BlockedBy.ALL
+        round_.short |= blocked_by is BlockedBy.ALL
         line = self._waiting.line_of(sequence)
         if line is not None:
-            this.passed.add(line)
-        elif len(this.aside) < _PASSED_OVER:
-            this.aside.append(self._waiting.set_aside(this.passed))
+            round_.passed.add(line)
+        elif len(round_.aside) < _PASSED_OVER:
+            round_.aside.append(self._waiting.set_aside(round_.passed))
         else:
             return False
         return True
 
     def _preempt_batch_for(
-        self, builder: StepBuilder, sequence: Sequence, held: BlockedBy, this: _Round, now: float
+        self, builder: StepBuilder, sequence: Sequence, blocked_by: BlockedBy, round_: _Round, now: float
     ) -> bool:
-        if held is BlockedBy.TENANT:  # only batch requests of its own tenant help
+        if blocked_by is BlockedBy.TENANT:  # only batch requests of its own tenant help
             return self.preempt_batch(builder, sequence, now, own=True)
         return (
-            not this.short
-            and self._fits_over_batch(sequence, this.needed)
+            not round_.short
+            and self._fits_over_batch(sequence, round_.needed)
             and self.preempt_batch(builder, sequence, now)
         )
 
@@ -319,8 +319,8 @@ class Admission:
         """
         if to.batch or to.background or self._classes.due:
             return False
-        those = [each for each in self._running.helpers(to) if each.batch]
-        victim = next((each for each in reversed(those) if not own or each.submit.scope == to.submit.scope), None)
+        candidates = [each for each in self._running.helpers(to) if each.batch]
+        victim = next((each for each in reversed(candidates) if not own or each.submit.scope == to.submit.scope), None)
         if victim is None:
             return False
         self._terminator.preempt(builder, victim, now)
@@ -333,16 +333,16 @@ class Admission:
         if not batch or sequence.batch or sequence.background:
             return False
         size = self._config.page_size
-        given = sum(each.the_holding.n_pages * size for each in batch) + self._budget.committed(batch)
+        freed = sum(each.the_holding.n_pages * size for each in batch) + self._budget.committed(batch)
         need = self._budget.need(sequence, self._cached(sequence))
         alone = len(batch) == len(self._running)
-        return self._budget.admits(self._cache.cells.active + needed - given, need, alone=alone)
+        return self._budget.admits(self._cache.cells.active + needed - freed, need, alone=alone)
 
     def _cached(self, sequence: Sequence) -> int:
         prefix = self._cache.find(sequence.cache_scope, sequence.tokens)
         return prefix.length if prefix is not None else 0
 
-    def _start(self, builder: StepBuilder, sequence: Sequence, this: _Round, now: float) -> int | BlockedBy:
+    def _start(self, builder: StepBuilder, sequence: Sequence, round_: _Round, now: float) -> int | BlockedBy:
         """Start the head, or set it aside for a leader. Returns the cells it may need, or what blocks it."""
         if sequence.cache_scope is not None:
             self._cache.alias_shared(sequence.cache_scope, sequence.tokens, now)
@@ -350,7 +350,7 @@ class Admission:
         n_cached = prefix.length if prefix is not None else 0
         if (following := self._find_leader(sequence, n_cached)) is not None:
             self._following.append(following)
-            self._waiting.set_aside(this.passed)
+            self._waiting.set_aside(round_.passed)
             return 0
         tenants = self._cache.tree.tenants
         if tenants.any:  # limits may have changed since it arrived
@@ -358,8 +358,8 @@ class Admission:
         need = self._budget.need(sequence, n_cached)
         # No other tenant holds cells within this tenant's floor, so they are there.
         floor = 0 if sequence.background else tenants.floor(sequence.submit.scope) * self._config.page_size
-        within = floor > 0 and this.after(self._cache, sequence, need, prefix) <= floor
-        if this.short and not within:
+        within = floor > 0 and round_.after(self._cache, sequence, need, prefix) <= floor
+        if round_.short and not within:
             return BlockedBy.ALL
         # Cells that only pins keep give way to running sequences; those of its own prefix become its own.
         taken = self._cache.cells.active + self._cache.cells.inactive_in(prefix)
@@ -367,11 +367,11 @@ class Admission:
         if not self._running.can_start(sequence):
             return BlockedBy.ALL
         if not within:
-            if not self._budget.admits(taken + this.needed, need, alone=alone):
+            if not self._budget.admits(taken + round_.needed, need, alone=alone):
                 return BlockedBy.ALL
-            held = self._held(sequence, need, prefix, this)
-            if held is not None:
-                return held
+            blocked_by = self._blocked_by(sequence, need, prefix, round_)
+            if blocked_by is not None:
+                return blocked_by
         if not self._running.start(builder, sequence, prefix, now):
             return BlockedBy.ALL
         self._waiting.remove(sequence)
@@ -382,7 +382,7 @@ class Admission:
                 self._stats.prompt_cached += sequence.n_cached
         return need
 
-    def _held(self, sequence: Sequence, need: int, prefix: Prefix | None, this: _Round) -> BlockedBy | None:
+    def _blocked_by(self, sequence: Sequence, need: int, prefix: Prefix | None, round_: _Round) -> BlockedBy | None:
         """What keeps a sequence from the cells that it needs beside its cached `prefix`; None: nothing.
 
         Pins of programs behind it in order give way, as many as needed, and none if all of them would not be enough.
@@ -396,36 +396,36 @@ class Admission:
         alone, freed = not len(self._running), Freed(size, prefix)
         leaving: list[ProgramPin] = []
         if tenants.any and not sequence.background:
-            over = this.after(self._cache, sequence, need, prefix) - tenants.ceiling(scope) * size
+            over = round_.after(self._cache, sequence, need, prefix) - tenants.ceiling(scope) * size
             first = not any(each.submit.scope == scope for each in self._running)
 
             def below(freed: Freed) -> bool:
                 return over <= freed.pages[scope] * size
 
-            found = retention.pins_to_drop(
-                None if first else sequence, freed, below, besides=program, whose=scope.__eq__
+            pins = retention.pins_to_drop(
+                None if first else sequence, freed, below, besides=program, of_tenants=scope.__eq__
             )
-            if found is None and not first:
+            if pins is None and not first:
                 return BlockedBy.TENANT
-            if found is None:
+            if pins is None:
                 freed = Freed(size, prefix)
             else:
-                leaving += found
-        wanted = this.needed + need + cells.available_in(prefix)
-        promised = {tenant: n // size for tenant, n in this.promised.items()}
+                leaving += pins
+        cells_needed = round_.needed + need + cells.available_in(prefix)
+        promised = {tenant: n // size for tenant, n in round_.promised.items()}
 
         def enough(freed: Freed) -> bool:
             kept = tenants.kept(scope, promised, freed.pages) if tenants.any else 0
-            return wanted <= cells.available + (freed.total - kept) * size
+            return cells_needed <= cells.available + (freed.total - kept) * size
 
         if not enough(freed):
-            found = None
+            pins = None
             if not sequence.background:
                 helps, to = self._running.helping(sequence, -(-need // size)), None if alone else sequence
-                found = retention.pins_to_drop(to, freed, enough, besides=program, whose=helps)
-            if found is None and (sequence.background or not alone):
-                return BlockedBy.ALL if wanted > cells.available + freed.total * size else BlockedBy.TENANT
-            leaving += found or ()
+                pins = retention.pins_to_drop(to, freed, enough, besides=program, of_tenants=helps)
+            if pins is None and (sequence.background or not alone):
+                return BlockedBy.ALL if cells_needed > cells.available + freed.total * size else BlockedBy.TENANT
+            leaving += pins or ()
         retention.drop(leaving)
         return None
 
@@ -463,8 +463,8 @@ def check_cells(submit: Submit, cache: KVCache) -> None:
     room = pages_of(submit, cache) - 1
     most = cache.tree.tenants.most(submit.scope) * size
     if cache.pool.pages_for(n_prompt + min(max_tokens, 1)) > room:
-        told = f"the prompt has {n_prompt} tokens, and this tenant {most} cells (its ceiling, and others' floors)"
-        raise ContextLengthError(told, "prompt")
+        message = f"the prompt has {n_prompt} tokens, and this tenant {most} cells (its ceiling, and others' floors)"
+        raise ContextLengthError(message, "prompt")
     if cache.pool.pages_for(n_prompt + max_tokens) > room:
         raise OverloadedError(f"this tenant has only {most} cells since its limits changed; send the request again")
 
@@ -480,8 +480,8 @@ def _deadline(sequence: Sequence) -> float:
 
 
 def _unmet(expected_s: float, within_s: float) -> DeadlineError:
-    told = f"an answer is expected in {expected_s:.1f} s, and the request gives it {within_s:.1f} s"
-    return DeadlineError(told, "timeout", retry_after_s=expected_s - within_s)
+    message = f"an answer is expected in {expected_s:.1f} s, and the request gives it {within_s:.1f} s"
+    return DeadlineError(message, "timeout", retry_after_s=expected_s - within_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,8 +509,8 @@ class Budget:
 
     def committed(self, running: Iterable[Sequence]) -> int:
         """Cells that these may need beyond what they have computed. Background prefills have no claim to any."""
-        reserve, those = self.reserve, [s for s in running if not s.background]
-        return sum([s.length - s.n_computed + min(len(s.buffer) - s.length, reserve) for s in those])
+        reserve, foreground = self.reserve, [s for s in running if not s.background]
+        return sum([s.length - s.n_computed + min(len(s.buffer) - s.length, reserve) for s in foreground])
 
     def admits(self, committed: int, need: int, *, alone: bool) -> bool:
         """Whether `need` more cells fit beside those that are `committed`: occupied, or yet to be computed.

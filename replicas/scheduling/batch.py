@@ -171,7 +171,7 @@ class StepBuilder:
 
     def step(self, reloads: Reloads, now: float, *, undrafted: bool) -> Step:
         """The step, with the copies of what was evicted for it. `undrafted`: the next step needs no drafts."""
-        copies = tuple(copy for some in self.copies.values() for copy in some)
+        copies = tuple(copy for row_copies in self.copies.values() for copy in row_copies)
         loads, checkpoints = joined([load.moves for load in self.loads]), [load.checkpoint for load in self.loads]
         moves = reloads.saves(), loads, reloads.checkpoint_saves(), joined(checkpoints)
         plan = StepPlan(tuple(self.chunks), tuple(self.writes), copies, *moves)
@@ -380,12 +380,12 @@ class Running:
         """
         cache, holding = self._cache, sequence.the_holding
         missing = cache.pool.pages_for(n_tokens) - holding.n_pages
-        whose = self.helping(sequence)
-        found = self.retention.pins_to_drop(
-            to, Freed(), lambda freed: cache.cells.pages_for(holding.tenant, freed) >= missing, whose=whose
+        helps = self.helping(sequence)
+        pins = self.retention.pins_to_drop(
+            to, Freed(), lambda freed: cache.cells.pages_for(holding.tenant, freed) >= missing, of_tenants=helps
         )
-        self.retention.drop(found or ())
-        return bool(found)
+        self.retention.drop(pins or ())
+        return bool(pins)
 
     def load(self, builder: StepBuilder, sequence: Sequence, most: int) -> bool:
         """Plan to load up to `most` of the sequence's cells from the host. False: it has none there.

@@ -158,21 +158,21 @@ class Pins:
         pin.deadline = deadline
         self._due.put(pin, (deadline,))
 
-    def lapses(self, pin: ProgramPin, when: float) -> None:
-        """From `when` on a pin is worth less than the cells that it holds."""
-        pin.lapse = when
-        self._lapsing.put(pin, (when,))
+    def lapses(self, pin: ProgramPin, time: float) -> None:
+        """From `time` on a pin is worth less than the cells that it holds."""
+        pin.lapse = time
+        self._lapsing.put(pin, (time,))
 
     def drop(self, pin: ProgramPin, *, place: float | None = None) -> None:
         """Give a pin's cells back. `place`: turns of its program that wait, or arrive until then, keep their place."""
-        program, of = pin.program, (pin.priority, pin.scope)
+        program, group = pin.program, (pin.priority, pin.scope)
         program.pin = None
         if pin.target is not program:
             pin.target.handles.remove(program)
-        for pins in (self._due, self._lapsing, self._ranked[of]):
+        for pins in (self._due, self._lapsing, self._ranked[group]):
             pins.discard(pin)
-        if not self._ranked[of]:
-            del self._ranked[of]
+        if not self._ranked[group]:
+            del self._ranked[group]
         give_back(self._cache.unpin, pin.pin)
         if place is None:
             self._mark(program, pinned=False)
@@ -368,13 +368,13 @@ class Retention:
             self.pins.drop(pin)
 
     def drop_next(
-        self, to: Sequence | None, besides: Program | None = None, whose: Callable[[str], bool] = lambda _: True
+        self, to: Sequence | None, besides: Program | None = None, of_tenants: Callable[[str], bool] = lambda _: True
     ) -> bool:
         """Drop a lapsed pin; if there is none, the last one behind `to` in order, None: of all. Returns whether it did.
 
-        `whose`: only pins of these tenants.
+        `of_tenants`: only pins of these tenants.
         """
-        pin = next(self._giving_way(to, besides, whose), None)
+        pin = next(self._giving_way(to, besides, of_tenants), None)
         if pin is not None:
             self.drop((pin,))
         return pin is not None
@@ -385,14 +385,14 @@ class Retention:
         freed: Freed,
         enough: Callable[[Freed], bool],
         besides: Program | None = None,
-        whose: Callable[[str], bool] = lambda _: True,
+        of_tenants: Callable[[str], bool] = lambda _: True,
     ) -> list[ProgramPin] | None:
         """The pins to drop, in the order of `drop_next`, until `freed` is `enough`; None: all pins would not be.
 
         Each of them is needed. Drops none; pins that were considered count in `freed`.
         """
         chosen: list[ProgramPin] = []
-        giving_way = self._giving_way(to, besides, whose)
+        giving_way = self._giving_way(to, besides, of_tenants)
         while not enough(freed):
             pin = next(giving_way, None)
             if pin is None:
@@ -423,17 +423,17 @@ class Retention:
         cells, size = self._cache.cells, self._cache.page_size
         if cells.active >= mark:
             return False
-        found = self.pins_to_drop(to, Freed(), lambda freed: cells.in_use - freed.total * size < mark)
-        self.drop(found or ())
-        return found is not None
+        pins = self.pins_to_drop(to, Freed(), lambda freed: cells.in_use - freed.total * size < mark)
+        self.drop(pins or ())
+        return pins is not None
 
     def _giving_way(
-        self, to: Sequence | None, besides: Program | None, whose: Callable[[str], bool]
+        self, to: Sequence | None, besides: Program | None, of_tenants: Callable[[str], bool]
     ) -> Iterator[ProgramPin]:
         """The pins that may be dropped, in order."""
         lapsed = set()
         for pin in self.pins.lapsed(self._now):
-            if pin.awaited or pin.target is besides or not whose(pin.scope):
+            if pin.awaited or pin.target is besides or not of_tenants(pin.scope):
                 continue
             assert pin.paused is not None, "a pin lapses only after its turn has ended"
             lapse = pin.since + self._policy.ttl(pin.paused, *self._known)
@@ -446,7 +446,7 @@ class Retention:
         behind = [
             pin
             for pin in self.pins.behind(rank, self._rank)
-            if pin not in lapsed and pin.target is not besides and whose(pin.scope)
+            if pin not in lapsed and pin.target is not besides and of_tenants(pin.scope)
         ]
         yield from sorted(behind, key=self._last, reverse=True)
 

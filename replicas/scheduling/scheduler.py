@@ -332,10 +332,10 @@ class Scheduler:
         """
         if not ahead:
             return
-        cost, those = self._load.cost, set(prompts)
+        cost, foreground = self._load.cost, set(prompts)
         room, seconds = self._config.step_tokens, prompt_seconds(self._config, cost, (prompts or ahead)[0])
         for sequence, chunk in zip(builder.sequences, builder.chunks, strict=True):
-            if sequence in those:
+            if sequence in foreground:
                 room -= len(chunk.tokens)
                 seconds -= cost.between(chunk.start, chunk.start + len(chunk.tokens))
         left = min(room, BACKGROUND_CHUNK)
@@ -412,13 +412,13 @@ class Scheduler:
             tokens[scope] = tokens.get(scope, 0) + n
             if sequence.batch:
                 batch += n
-        each, served = seconds / sum(tokens.values()), self._stats.served_s
+        token_s, served = seconds / sum(tokens.values()), self._stats.served_s
         for scope, n in tokens.items():
             counted = scope if scope in served or len(served) < _TENANTS else OTHERS
-            served[counted] = served.get(counted, 0.0) + each * n
-        wanted = batch > 0 or self._waiting.waiting[Priority.BATCH] > 0
-        if wanted or self._classes.due:
-            self._classes.serve(seconds - each * batch, each * batch, wanted=wanted)
+            served[counted] = served.get(counted, 0.0) + token_s * n
+        batch_active = batch > 0 or self._waiting.waiting[Priority.BATCH] > 0
+        if batch_active or self._classes.due:
+            self._classes.serve(seconds - token_s * batch, token_s * batch, wanted=batch_active)
 
     def fail(self, step: Step, error: HoldfastError, now: float) -> None:
         """A step failed: so do its sequences, and what they computed is dropped; the others go on.
@@ -572,7 +572,7 @@ def break_deadlock(
     helpers = running.helpers(sequence)
     if any(each.in_flight or each in builder.sequences for each in helpers):
         return
-    if running.retention.drop_next(to=None, whose=running.helping(sequence)):
+    if running.retention.drop_next(to=None, of_tenants=running.helping(sequence)):
         return  # the next step uses the room
     if len(helpers) > 1:
         terminator.preempt(builder, helpers[-1], now)
@@ -611,10 +611,11 @@ def tokens_within(seconds: float, start: int, cost: RestoreCost) -> int:
     seconds -= cost.read * start
     if seconds <= 0:
         return 0
-    each = 2 * cost.a * start + cost.b + cost.read
-    if seconds == math.inf or not (each or cost.a):
+    token_s = 2 * cost.a * start + cost.b + cost.read
+    if seconds == math.inf or not (token_s or cost.a):
         return UNBOUNDED
-    slope = each + math.sqrt(each * each + 4 * cost.a * seconds)  # of the root that is no difference of like numbers
+    # This form of the root subtracts no numbers of similar size.
+    slope = token_s + math.sqrt(token_s * token_s + 4 * cost.a * seconds)
     return int(2 * seconds / slope)
 
 

@@ -80,7 +80,7 @@ class Shares:
         self.of = self._shares.use  # the share of a tenant, marked as used
         self._busy: dict[str, Share] = {}  # tenants with running requests
         self._time = 0.0  # virtual
-        self._begun = 0.0  # started requests, older ones count less
+        self._started = 0.0  # started requests, older ones count less
         self._spent = 0.0  # seconds of their service
 
     def on_arrive(self, tenant: str, weight: float, *, alone: bool) -> None:
@@ -94,7 +94,7 @@ class Shares:
     @property
     def usual(self) -> float:
         """Average seconds of a request."""
-        return self._spent / max(self._begun, 1.0)
+        return self._spent / max(self._started, 1.0)
 
     def first(self, tenants: Iterable[str]) -> list[int]:
         """Places of the tenants that were served least, of these waiting ones; several if they are equal. The caller
@@ -112,7 +112,7 @@ class Shares:
 
     def on_start(self, tenant: str) -> Share:
         """A request of a tenant starts."""
-        self._begun += 1
+        self._started += 1
         share = self.runs(tenant)
         share.served += share.elsewhere
         share.elsewhere = 0.0
@@ -142,8 +142,8 @@ class Shares:
         share = self.of(tenant)
         share.served += seconds / share.weight
         self._spent += seconds
-        if self._begun > _MANY:
-            self._begun, self._spent = self._begun / 2, self._spent / 2
+        if self._started > _MANY:
+            self._started, self._spent = self._started / 2, self._spent / 2
 
     def elsewhere(self, tenant: str, seconds: float) -> None:
         """Note service of a tenant at another place, while others waited there. Unknown tenants do not count."""
@@ -157,7 +157,7 @@ class Root:
     """A program with its sub-agents: seconds of service, and requests that wait or run."""
 
     served: float = 0.0
-    here: int = 0
+    requests: int = 0
 
 
 class Roots:
@@ -175,8 +175,8 @@ class Roots:
         """A request begins to wait. Returns its turn; the smallest turn is served next."""
         root = self._roots.use(name)
         root.served = max(root.served, self._time)
-        root.here += 1
-        return root.served // self._quantum_s, root.here - 1.0
+        root.requests += 1
+        return root.served // self._quantum_s, root.requests - 1.0
 
     def on_start(self, turn: Turn) -> None:
         """The request with this turn starts."""
@@ -188,7 +188,7 @@ class Roots:
     def on_end(self, name: str) -> None:
         """A request has ended, or left the queue."""
         root = self._roots.use(name)
-        root.here = max(0, root.here - 1)
+        root.requests = max(0, root.requests - 1)
 
 
 class FairShares:
@@ -270,9 +270,9 @@ class Bounds:
 
         Each of them is needed: if one stayed there would be no room.
         """
-        leaving, others = list[T](), iter(lasts)
+        leaving, candidates = list[T](), iter(lasts)
         while not self.room(n, tokens, more):
-            last = next(others, None)
+            last = next(candidates, None)
             if last is None:
                 return None
             leaving.append(last)

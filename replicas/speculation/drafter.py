@@ -248,7 +248,7 @@ class TurnMemory:
         self._total_bytes, self._scope_bytes = total_bytes, min(scope_bytes, total_bytes)
         self._scopes: OrderedDict[str, NGramIndex] = OrderedDict()  # least recently used first
         self.nbytes = 0  # used, at most `total_bytes`
-        self._of: Counter[str] = Counter()  # of these, by tenant
+        self._tenant_bytes: Counter[str] = Counter()  # of these, by tenant
 
     def find(self, scope: str) -> NGramIndex | None:
         """The scope's turns; None before its first."""
@@ -272,7 +272,7 @@ class TurnMemory:
         self._scopes[scope] = index
         self._count(scope, index.nbytes)
         tenant = tenant_of(scope)
-        while self._of[tenant] > self._scope_bytes:
+        while self._tenant_bytes[tenant] > self._scope_bytes:
             self._drop(next(each for each in self._scopes if tenant_of(each) == tenant))
         while self.nbytes > self._total_bytes:
             self._drop(next(iter(self._scopes)))
@@ -283,6 +283,6 @@ class TurnMemory:
     def _count(self, scope: str, nbytes: int) -> None:
         tenant = tenant_of(scope)
         self.nbytes += nbytes
-        self._of[tenant] += nbytes
-        if not self._of[tenant]:
-            del self._of[tenant]
+        self._tenant_bytes[tenant] += nbytes
+        if not self._tenant_bytes[tenant]:
+            del self._tenant_bytes[tenant]

@@ -29,7 +29,7 @@ from holdfast.replicas.stats import TextStats
 from holdfast.replicas.text.calls.formats import ENDS, MARKERS, ToolFormat
 from holdfast.replicas.text.calls.tracker import READERS, CallTracker
 from holdfast.replicas.text.decode import Pieces, StreamDecoder
-from holdfast.replicas.text.encode import LONG, Begun, Encoder, Entry, LongTexts, TokenCache, common_start
+from holdfast.replicas.text.encode import LONG, Encoder, Entry, LongTexts, PendingText, TokenCache, common_start
 from holdfast.replicas.text.reasoning import (
     BLOCKS,
     CHANNELS,
@@ -83,7 +83,7 @@ FREE = Constraints()
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _RuleRequest:
     """A prompt without its messages. Equal to those that ask alike: of one scope, with the same tools."""
 
     key: Hashable
@@ -125,8 +125,8 @@ class TextSide:
         self._hidden = added.special_ids | set(tokenizer.all_special_ids)
         self._markers = frozenset(added.ids[text] for text in MARKERS[self.tool_format] if text in added.ids)
         self._channels = CHANNELS.get(self.tool_format)
-        found = next((block for block in BLOCKS if block.closer in template), None)
-        self._block = None if self._channels else found
+        block = next((block for block in BLOCKS if block.closer in template), None)
+        self._block = None if self._channels else block
         around = (self._block.opener, self._block.closer) if self._block else ()
         self._think_ids = [added.ids[text] for text in around if text in added.ids]
         ends = {added.ids[text] for text in ENDS.get(self.tool_format, ()) if text in added.ids}
@@ -182,9 +182,9 @@ class TextSide:
                 return self.encode(prompt)
             return _plain(await self._long.run(partial(_text_ids, content), len(content), scope))
         rendered = await self._rendered(prompt, scope)
-        begun = self.cache.begin(rendered.text, rendered.mark, scope, program)
-        entry = await self._tokenized(begun)
-        return Encoded(self.cache.end(begun, entry), rendered.text, rendered.mark, self._starts(prompt, entry))
+        pending = self.cache.begin(rendered.text, rendered.mark, scope, program)
+        entry = await self._tokenized(pending)
+        return Encoded(self.cache.end(pending, entry), rendered.text, rendered.mark, self._starts(prompt, entry))
 
     async def beginning(self, prompt: ChatPrompt, scope: str = "", program: str = "") -> Encoded:
         """The sure tokens that every prompt that continues this one begins with.
@@ -192,13 +192,13 @@ class TextSide:
         Its text is kept, so that only the end of the prompt that comes is tokenized. Raises as `encoded`.
         """
         common = _common([await self._rendered(each, scope) for each in continuations(prompt)])
-        begun = self.cache.begin(*common, scope, program)
-        return self._sure(prompt, begun, await self._tokenized(begun))
+        pending = self.cache.begin(*common, scope, program)
+        return self._sure(prompt, pending, await self._tokenized(pending))
 
     def preamble(self, prompt: ChatPrompt, scope: str) -> TokenIds:
         """The tokens of `beginning`, at once. Raises InvalidRequestError."""
-        begun = self.cache.begin(*_common([self.renderer.render(each) for each in continuations(prompt)]), scope)
-        return self._sure(prompt, begun, self.cache.tokenize(begun, self.cache.encoder)).tokens
+        pending = self.cache.begin(*_common([self.renderer.render(each) for each in continuations(prompt)]), scope)
+        return self._sure(prompt, pending, self.cache.tokenize(pending, self.cache.encoder)).tokens
 
     def encode(self, prompt: ChatPrompt | RawPrompt, scope: str = "", program: str = "") -> Encoded:
         """The prompt's token ids. They begin with the ids of the earlier turns of its `program`, as generated.
@@ -248,22 +248,22 @@ class TextSide:
     async def _rendered(self, prompt: ChatPrompt, scope: str) -> Rendered:
         return await self.renderer.rendered(prompt, lambda work: self._long.run(lambda _: work(), 0, scope))
 
-    async def _tokenized(self, begun: Begun) -> Entry:
-        work, length = partial(self.cache.tokenize, begun), len(begun.text) - begun.char
-        return await self._long.run(work, length, begun.scope) if length >= LONG else work(self.cache.encoder)
+    async def _tokenized(self, pending: PendingText) -> Entry:
+        work, length = partial(self.cache.tokenize, pending), len(pending.text) - pending.char
+        return await self._long.run(work, length, pending.scope) if length >= LONG else work(self.cache.encoder)
 
-    def _sure(self, prompt: ChatPrompt, begun: Begun, entry: Entry) -> Encoded:
+    def _sure(self, prompt: ChatPrompt, pending: PendingText, entry: Entry) -> Encoded:
         """The tokens of a text that stay the same for every continuation; all of them if the text is a whole prompt."""
-        text = begun.text
-        tokens = self.cache.end(begun, entry)
+        text = pending.text
+        tokens = self.cache.end(pending, entry)
         if len(continuations(prompt)) > 1:
             for each in UNKNOWN:
-                more = self.cache.begin(text + each, begun.mark, begun.scope, begun.program)
+                more = self.cache.begin(text + each, pending.mark, pending.scope, pending.program)
                 tokens = tokens[: common_prefix(tokens, self.cache.tokenize(more, self.cache.encoder).ids)]
             tokens = tokens[: len(entry.ids) - self.cache.unsure(text)]
         if not len(tokens):
             raise InvalidRequestError("nothing is known of the prompt before its next message", "messages")
-        return Encoded(tokens, text, begun.mark, self._starts(prompt, entry))
+        return Encoded(tokens, text, pending.mark, self._starts(prompt, entry))
 
     def _starts(self, prompt: ChatPrompt, entry: Entry) -> tuple[int, ...]:
         """The tokens at which the messages of a prompt begin."""
@@ -292,9 +292,9 @@ class TextSide:
         if not isinstance(prompt, ChatPrompt):
             return FREE
         form = prompt.output and (_digest([prompt.output.schema]), prompt.output.strict)
-        asked = replace(_callable(prompt), messages=())
-        key = (scope, prompt.tool_choice, prompt.forced_tool, prompt.parallel_tool_calls, form, _digest(asked.tools))
-        rule = self._rule(_Asked(key, asked))
+        request = replace(_callable(prompt), messages=())
+        key = (scope, prompt.tool_choice, prompt.forced_tool, prompt.parallel_tool_calls, form, _digest(request.tools))
+        rule = self._rule(_RuleRequest(key, request))
         if rule is None and prompt.tools and prompt.tool_choice == "none" and self._writes_calls:
             return Constraints(
                 self._compiler.without_calls(frozenset(str(each.get("name")) for each in _functions(prompt)))
@@ -311,14 +311,14 @@ class TextSide:
             return Constraints(matcher)
         return Constraints(matcher, matcher.calls if matcher.bare else None, matcher.loose)
 
-    def _rule_of(self, asked: _Asked) -> ReplyRule | None:
+    def _rule_of(self, request: _RuleRequest) -> ReplyRule | None:
         """Read the rule of a prompt, once for all turns of an agent: 14 tools take half a millisecond.
 
         Many tools are read away from the event loop: NotCompiledError there.
         """
-        if len(asked.prompt.tools) >= _MANY_TOOLS:
-            leave_event_loop(asked.prompt)
-        return reply_rule(asked.prompt, self._guarantee, self._writes_calls)
+        if len(request.prompt.tools) >= _MANY_TOOLS:
+            leave_event_loop(request.prompt)
+        return reply_rule(request.prompt, self._guarantee, self._writes_calls)
 
     def after_thinking(self, request: GenerateRequest, encoded: Encoded, matcher: Matcher | None) -> Matcher | None:
         """`matcher` of the reply's content as one of the whole reply, thinking included, which has its budget."""

@@ -54,8 +54,8 @@ class AddedTokens:
 
     def start_at(self, text: str, position: int) -> bool:
         """Whether `text` may be cut at `position` because an added token begins there."""
-        found = self.all.match(text, position) if self.all else None
-        return found is not None and found[0] in self.starts
+        match = self.all.match(text, position) if self.all else None
+        return match is not None and match[0] in self.starts
 
 
 def read_added_tokens(backend: Any) -> AddedTokens:
@@ -113,15 +113,15 @@ class Encoder:
         if not mark or mark not in text or self._added.control is None:
             return np.array(_ids(self._backend, text), np.int32)
         ids: list[int] = []
-        begun = position = 0  # text from `begun` on is not tokenized yet; `position` is the end of a control token
-        ends = [found.span() for found in self._added.control.finditer(text)]
+        pending = position = 0  # text from `pending` on is not tokenized yet; `position` is the end of a control token
+        ends = [match.span() for match in self._added.control.finditer(text)]
         for start, end in [*ends, (len(text), len(text))]:
             if mark in text[position:start]:
-                ids += _ids(self._backend, text[begun:position])
+                ids += _ids(self._backend, text[pending:position])
                 ids += self._literal(text[position:start].replace(mark, ""), at_start and position == 0)
-                begun = start
+                pending = start
             position = end
-        ids += _ids(self._backend, text[begun:])
+        ids += _ids(self._backend, text[pending:])
         return np.array(ids, np.int32)
 
     def whole(self, text: str) -> TokenIds:
@@ -203,7 +203,7 @@ _KEY = attrgetter("key")
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class PendingText:
     """A text whose first `char` characters are the first `token` ids of `base`; the rest is to be tokenized."""
 
     text: str
@@ -239,10 +239,10 @@ class TokenCache:
 
     def encode(self, text: str, mark: str = "", scope: str = "", program: str = "") -> TokenIds:
         """int32 ids of a rendered text, no tokens added around it; `mark` as in `Rendered`."""
-        begun = self.begin(text, mark, scope, program)
-        return self.end(begun, self.tokenize(begun, self.encoder))
+        pending = self.begin(text, mark, scope, program)
+        return self.end(pending, self.tokenize(pending, self.encoder))
 
-    def begin(self, text: str, mark: str = "", scope: str = "", program: str = "") -> Begun:
+    def begin(self, text: str, mark: str = "", scope: str = "", program: str = "") -> PendingText:
         """Find the known beginning of a text. `tokenize` and `end` follow; other texts may be encoded in between.
 
         The part shared with the program's latest turn keeps that turn's ids, even if another entry shares more.
@@ -258,29 +258,29 @@ class TokenCache:
                 base, (char, token) = entry, cut
         if char:
             self._used.move_to_end(base)
-        return Begun(text, mark, scope, program, base, char, token)
+        return PendingText(text, mark, scope, program, base, char, token)
 
-    def tokenize(self, begun: Begun, encoder: Encoder) -> Entry:
+    def tokenize(self, pending: PendingText, encoder: Encoder) -> Entry:
         """Tokenize the rest. Only the encoder changes, so another thread may do this with its own encoder."""
-        ids = begun.base.ids[: begun.token]
-        if begun.char < len(begun.text):
-            ids = np.concatenate((ids, encoder.encode(begun.text[begun.char :], begun.mark, not begun.char)))
-        return self._entry(begun, ids)
+        ids = pending.base.ids[: pending.token]
+        if pending.char < len(pending.text):
+            ids = np.concatenate((ids, encoder.encode(pending.text[pending.char :], pending.mark, not pending.char)))
+        return self._entry(pending, ids)
 
-    def end(self, begun: Begun, entry: Entry) -> TokenIds:
+    def end(self, pending: PendingText, entry: Entry) -> TokenIds:
         """Keep the text. Returns the ids of all of it."""
-        self.reused += begun.char
-        self.tokenized += len(begun.text) - begun.char
-        self._keep(begun.base, entry)
+        self.reused += pending.char
+        self.tokenized += len(pending.text) - pending.char
+        self._keep(pending.base, entry)
         return entry.ids
 
     def remember(self, text: str, ids: TokenIds, mark: str = "", scope: str = "", program: str = "") -> None:
         """A finished turn: from now on `text` stands for `ids`, also as the beginning of a longer text."""
         ids = np.asarray(ids, np.int32)
-        begun = self.begin(text, mark, scope, program)
-        if not np.array_equal(begun.base.ids[: begun.token], ids[: begun.token]):
-            begun = Begun(text, mark, scope, program, _NOTHING, 0, 0)
-        self._keep(begun.base, self._entry(begun, ids))
+        pending = self.begin(text, mark, scope, program)
+        if not np.array_equal(pending.base.ids[: pending.token], ids[: pending.token]):
+            pending = PendingText(text, mark, scope, program, _NOTHING, 0, 0)
+        self._keep(pending.base, self._entry(pending, ids))
 
     def unsure(self, text: str) -> int:
         """How many of a text's last tokens may be others once a character follows it."""
@@ -293,12 +293,12 @@ class TokenCache:
     def _nearest(self, text: str, mark: str, scope: str, program: str) -> list[Entry]:
         """Entries of this scope and mark, of which one shares most with `text`."""
         place = bisect_left(self._sorted, (scope, mark, text, program), key=_KEY)
-        beside = self._sorted[max(0, place - 1) : place + 1]
-        found = [entry for entry in beside if (entry.scope, entry.mark) == (scope, mark)]
+        neighbours = self._sorted[max(0, place - 1) : place + 1]
+        entries = [entry for entry in neighbours if (entry.scope, entry.mark) == (scope, mark)]
         # One that is contained in the text as a whole may share no more than these, which go on in another way.
-        whole = text[: max((common_start(entry.text, text) for entry in found), default=0)]
+        whole = text[: max((common_start(entry.text, text) for entry in entries), default=0)]
         place = bisect_left(self._sorted, (scope, mark, whole, ""), key=_KEY)
-        return found + [entry for entry in self._sorted[place : place + 1] if entry.key[:3] == (scope, mark, whole)]
+        return entries + [entry for entry in self._sorted[place : place + 1] if entry.key[:3] == (scope, mark, whole)]
 
     def _cut(self, entry: Entry, text: str) -> tuple[int, int]:
         """The character and the token up to which `entry` can stand for the beginning of `text`."""
@@ -310,20 +310,20 @@ class TokenCache:
                 return entry.chars[index], entry.tokens[index]
         return 0, 0
 
-    def _entry(self, begun: Begun, ids: TokenIds) -> Entry:
-        """The text of `begun` with its `ids`. Places to cut it are added tokens that text and ids agree about."""
-        base, char, token = begun.base, begun.char, begun.token
+    def _entry(self, pending: PendingText, ids: TokenIds) -> Entry:
+        """The text of `pending` with its `ids`. Places to cut it are added tokens that text and ids agree about."""
+        base, char, token = pending.base, pending.char, pending.token
         known = bisect_left(base.chars, char)
         chars, tokens = base.chars[:known], base.tokens[:known]
         if self.added.all is not None:
-            found = (match for match in self.added.all.finditer(begun.text, char) if match[0] in self.added.starts)
+            matches = (match for match in self.added.all.finditer(pending.text, char) if match[0] in self.added.starts)
             places = token + np.flatnonzero(self._starts.take(ids[token:], mode="clip"))
-            for place, match in zip(places.tolist(), found, strict=False):
+            for place, match in zip(places.tolist(), matches, strict=False):
                 if ids[place] != self.added.starts[match[0]]:
                     break
                 chars.append(match.start())
                 tokens.append(place)
-        return Entry(begun.text, ids, chars, tokens, begun.mark, begun.scope, begun.program)
+        return Entry(pending.text, ids, chars, tokens, pending.mark, pending.scope, pending.program)
 
     def _keep(self, base: Entry, entry: Entry) -> None:
         """Keep an entry instead of those of its program that it contains."""
@@ -455,5 +455,5 @@ def _most_characters(backend: Any) -> int:
         return 0
     most = _SLACK * max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
     runs = [(run * most * _RUN_TOKENS)[: most * _RUN_TOKENS] for run in _RUNS]
-    found = backend.encode_batch_fast(runs, add_special_tokens=False)
-    return most if min(map(len, found)) >= _RUN_TOKENS else 0
+    encodings = backend.encode_batch_fast(runs, add_special_tokens=False)
+    return most if min(map(len, encodings)) >= _RUN_TOKENS else 0

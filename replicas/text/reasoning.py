@@ -107,8 +107,8 @@ class ThinkingReader:
             if inside:
                 yield from t.run(_SPACE, lambda _: None)
                 yield from t.run(_THOUGHT, self._reasoning.append)
-                while (found := (yield from t.match(broken, closer_begun))) and not found["closer"]:
-                    self._reasoning.append(found[0])
+                while (match := (yield from t.match(broken, closer_begun))) and not match["closer"]:
+                    self._reasoning.append(match[0])
                     yield from t.run(_THOUGHT, self._reasoning.append)
         except MismatchError as end:
             if self.begun:
@@ -188,7 +188,7 @@ class ChannelReader:
         self._reasoning: list[str] = []
         self._content: list[str] = []  # and calls, in their order
         self._held = ""  # perhaps the beginning of a header
-        self._said: set[_Kind] = set()  # kinds of which there was text
+        self._seen_kinds: set[_Kind] = set()  # kinds of which there was text
         self._follows = False  # the message is not the first one of its kind, and nothing of it was said
         self._quoted = ""  # in a call: the quote inside a string, a backslash behind one
 
@@ -225,10 +225,10 @@ class ChannelReader:
         if _ADDRESS in header and not self._people:
             self._kind = _Kind.CALL
             self._say(header)
-        elif (found := _UNMARKED.match(header)) and not _TYPE.fullmatch(header, found.end()):
+        elif (match := _UNMARKED.match(header)) and not _TYPE.fullmatch(header, match.end()):
             if due := self._due(header):
-                self._open(found[0])
-            self._say(header[found.end() :] if due else held)
+                self._open(match[0])
+            self._say(header[match.end() :] if due else held)
         elif not begin.startswith((self._end, "<|start|>", _CHANNEL, *([_ADDRESS[:2]] if self._people else []))):
             self._no_header(held)
         return self._taken(len(held))
@@ -246,7 +246,7 @@ class ChannelReader:
         if self._kind is _Kind.NONE:
             return 0
         if self._kind is not _Kind.CALL or self._people:
-            return found if (found := text.find("<")) >= 0 else len(text)
+            return at if (at := text.find("<")) >= 0 else len(text)
         for at, char in enumerate(text):
             if self._quoted == "\\":
                 self._quoted = '"'
@@ -273,8 +273,8 @@ class ChannelReader:
         starts = [_STARTED] if text.startswith(self._end) else [_STARTED, _CHANNEL]
         if self._kind is _Kind.NONE:
             starts = [_STARTED, _CHANNEL, _ADDRESS, "<|message|>"]
-        if (found := _HEADER.match(header[:_LONGEST_HEADER])) and header.startswith(tuple(starts)):
-            return len(text) - len(header) + found.end()
+        if (match := _HEADER.match(header[:_LONGEST_HEADER])) and header.startswith(tuple(starts)):
+            return len(text) - len(header) + match.end()
         may = any(start.startswith(header) or header.startswith(start) for start in starts)
         may = may or self._end.startswith(text)
         if may and len(header) < _LONGEST_HEADER and _HEADER_BEGUN.fullmatch(header):
@@ -294,11 +294,11 @@ class ChannelReader:
             self._kind = kind
             self._say("" if self._people else header)
             return
-        found = _HEADER.match(header) or _UNMARKED.match(header)
-        thought = kind is _Kind.THOUGHT if address else found is not None and found[1] == "analysis"
+        match = _HEADER.match(header) or _UNMARKED.match(header)
+        thought = kind is _Kind.THOUGHT if address else match is not None and match[1] == "analysis"
         self._kind = _Kind.THOUGHT if thought else _Kind.CONTENT
         self.begun = self.begun or thought
-        self._follows = self._kind in self._said
+        self._follows = self._kind in self._seen_kinds
 
     def _no_header(self, text: str) -> None:
         """`text` began no message; before the first one it is content."""
@@ -308,7 +308,7 @@ class ChannelReader:
     def _say(self, text: str) -> None:
         if text and self._kind is not _Kind.CALL:
             text, self._follows = _BETWEEN * self._follows + text, False
-            self._said.add(self._kind)
+            self._seen_kinds.add(self._kind)
         (self._reasoning if self._kind is _Kind.THOUGHT else self._content).append(text)
 
 
@@ -334,15 +334,15 @@ class TrailingCalls:
         while thought:
             if self._calls is None:
                 text, self._held = self._held + thought, ""
-                found = self._marker.search(text)
-                begin = found.start() if found else len(text)
+                match = self._marker.search(text)
+                begin = match.start() if match else len(text)
                 settled += text[:begin]
-                if found is None or not found["marker"]:
+                if match is None or not match["marker"]:
                     self._held = text[begin:]
                     return settled
                 self._calls = self._tracker()
-                self._calls.feed(found["marker"])
-                self._held, thought = found[0], text[found.end() :]
+                self._calls.feed(match["marker"])
+                self._held, thought = match[0], text[match.end() :]
             elif _goes_on(self._calls.feed(thought[0])):
                 self._held, thought = self._held + thought[0], thought[1:]
             else:  # the character may begin a marker

@@ -134,7 +134,7 @@ class Renderer:
         if begins:
             return self._rendered(prompt.messages, prompt.tools, prompt.template_kwargs, reply)
         messages = normalised(prompt.messages, self._rules.objects)
-        before = _said_before(messages)
+        before = _messages_before(messages)
         whole = self._rendered([*before, *messages], [], prompt.template_kwargs, reply)
         ending = self._after(before, prompt.template_kwargs)
         text = whole.text.partition(_BEFORE)[2]
@@ -144,7 +144,7 @@ class Renderer:
 
     def closing(self, kwargs: Mapping[str, Any]) -> str:
         """The template's text behind a reply; "" if the template does not show it."""
-        return self._after(_said_before([{"role": "user"}]), kwargs)
+        return self._after(_messages_before([{"role": "user"}]), kwargs)
 
     @cached_property
     def most_parts(self) -> float:
@@ -165,7 +165,7 @@ class Renderer:
                 most = min(most, parts * math.sqrt(_MOST_LINES / squares))
         return most
 
-    def _told(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _template_kwargs(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """`kwargs` with thinking and effort by every name that templates have for them; others ignore a name.
 
         An effort that the template does not know is the nearest one that it knows, the higher of two.
@@ -183,9 +183,9 @@ class Renderer:
     @cached_property
     def _efforts(self) -> Sequence[str]:
         """The efforts that the template takes."""
-        asked = [{"role": "user", "content": "a"}]
+        messages = [{"role": "user", "content": "a"}]
         known = _OF_FORMAT.get(self.tool_format, _EFFORTS)
-        return [each for each in known if self._tried(asked, reasoning_effort=each) is not None]
+        return [each for each in known if self._try_render(messages, reasoning_effort=each) is not None]
 
     @cached_property
     def _rules(self) -> TemplateRules:
@@ -197,23 +197,27 @@ class Renderer:
             second=self._shows(system, second, user),
             later=self._shows(system, user, reply, second, later),
             tools=not self.tools_as_text,
-            objects=self._tried(_called({"x": "y"})) is not None or self._tried(_called('{"x": "y"}')) is None,
+            objects=self._try_render(_conversation_with_call({"x": "y"})) is not None
+            or self._try_render(_conversation_with_call('{"x": "y"}')) is None,
         )
 
     def _takes_tools(self) -> bool:
         """Whether a tool changes the prompt."""
         function = {"name": "f", "description": "e", "parameters": {"type": "object", "properties": {}}}
-        asked = {"role": "user", "content": "a"}
-        without, with_tool = self._tried([asked]), self._tried([asked], [{"type": "function", "function": function}])
+        message = {"role": "user", "content": "a"}
+        without, with_tool = (
+            self._try_render([message]),
+            self._try_render([message], [{"type": "function", "function": function}]),
+        )
         return without is None or without != with_tool
 
     def _shows(self, *messages: Message) -> bool:
         """Whether the template takes these messages and shows their contents in this order."""
-        text = self._tried(messages)
+        text = self._try_render(messages)
         places = [-1 if text is None else text.find(message["content"]) for message in messages]
         return -1 not in places and places == sorted(places)
 
-    def _tried(self, messages: Sequence[Message], tools: Sequence[Any] = (), **kwargs: Any) -> str | None:
+    def _try_render(self, messages: Sequence[Message], tools: Sequence[Any] = (), **kwargs: Any) -> str | None:
         """The text of these messages; None where the template refuses them."""
         try:
             return self._apply(list(messages), tools, kwargs, True)
@@ -248,7 +252,7 @@ class Renderer:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], kwargs: Mapping[str, Any], reply: bool = True
     ) -> Rendered:
         adapted, tools = self._adapted(messages, tools)
-        kwargs = self._told(kwargs)
+        kwargs = self._template_kwargs(kwargs)
         mark, word = "", self._control
         values = [*chain.from_iterable(message.values() for message in adapted), tools, kwargs]
         texts = [value if isinstance(value, str) else _checked_json(value) for value in values]
@@ -258,7 +262,7 @@ class Renderer:
                 raise InvalidRequestError("the messages use too many private characters", "messages")
         try:
             if word is not None and mark:
-                marked = partial(word.sub, lambda found: found[0][0] + mark + found[0][1:])
+                marked = partial(word.sub, lambda match: match[0][0] + mark + match[0][1:])
                 adapted, tools, kwargs = _replaced([adapted, tools, kwargs], marked)
             text = self._apply(adapted, tools, kwargs, reply)
         except _REFUSALS as error:
@@ -496,7 +500,7 @@ def _size(prompt: ChatPrompt) -> int:
     return size
 
 
-def _called(arguments: Any) -> list[Message]:
+def _conversation_with_call(arguments: Any) -> list[Message]:
     """A small conversation with a call in it."""
     function = {"name": "f", "arguments": arguments}
     calls = [{"id": "123456789", "type": "function", "function": function}]  # Mistral's templates want nine characters
@@ -505,7 +509,7 @@ def _called(arguments: Any) -> list[Message]:
 
 def _conversations(n: int) -> list[ChatPrompt]:
     """One of each kind that agents and others have; all grow by `n`."""
-    user, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    user, reply = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     function = {"name": "f", "arguments": '{"x": "y"}'}
     calls = [{"id": f"{i:09}", "type": "function", "function": function} for i in range(n)]
     asks = [{"role": "assistant", "content": "", "tool_calls": [call], _REASONING: "d"} for call in calls]
@@ -514,7 +518,7 @@ def _conversations(n: int) -> list[ChatPrompt]:
     tools = [{"type": "function", "function": {"name": "f", "description": "e", "parameters": schema}}] * n
     turns = chain.from_iterable(zip(asks, results, strict=True))
     together = {"role": "assistant", "content": "", "tool_calls": calls}
-    talks: list[list[Any]] = [[user, said] * n, [user, *turns], [user, together, *results]]
+    talks: list[list[Any]] = [[user, reply] * n, [user, *turns], [user, together, *results]]
     return [ChatPrompt(talk, tools) for talk in talks]
 
 
@@ -522,7 +526,7 @@ def _lines(work: Callable[[], object]) -> int:
     """How many lines of templates and of Jinja `work` runs."""
     lines = 0
 
-    def trace(frame: FrameType, event: str, about: object) -> Any:
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal lines
         lines += event == "line"
         return trace if frame.f_code.co_filename.startswith(_TEMPLATES) else None
@@ -573,12 +577,12 @@ def message_starts(messages: Sequence[Mapping[str, Any]], text: str) -> list[int
     starts: list[int] = []
     place, silent, far = 0, 0, True
     for message in messages:
-        said, head = _said(message)
-        found = text.find(head, place, len(text) if far else place + len(head) + _NEAR) if head else -1
-        if found >= 0:
+        content, head = _text_and_head(message)
+        start = text.find(head, place, len(text) if far else place + len(head) + _NEAR) if head else -1
+        if start >= 0:
             far = message.get("role") in ("system", "developer")
-            starts += [found] * (silent + 1)
-            place, silent = found + (len(said) * text.startswith(said, found) if said else len(head)), 0
+            starts += [start] * (silent + 1)
+            place, silent = start + (len(content) * text.startswith(content, start) if content else len(head)), 0
         elif head and not far:
             break
         else:
@@ -586,21 +590,21 @@ def message_starts(messages: Sequence[Mapping[str, Any]], text: str) -> list[int
     return starts + [len(text)] * (len(messages) - len(starts))
 
 
-def _said(message: Mapping[str, Any]) -> tuple[str, str]:
+def _text_and_head(message: Mapping[str, Any]) -> tuple[str, str]:
     """A message's content if that is one text, and its first characters as a template may write them; "" if unknown."""
     content = message.get("content")
-    said = content.strip() if isinstance(content, str) else ""
+    text = content.strip() if isinstance(content, str) else ""
     if isinstance(content, Sequence) and not isinstance(content, str) and content:
         content = content[0].get("text") if isinstance(content[0], Mapping) else content[0]
     if isinstance(content, str) and (head := content.strip()[:_HEAD].rstrip()):
-        return said, head
+        return text, head
     calls = message.get("tool_calls") or ()
     function = calls[0].get("function") if calls and isinstance(calls[0], Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
-    return said, name if isinstance(name, str) else ""
+    return text, name if isinstance(name, str) else ""
 
 
-def _said_before(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+def _messages_before(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Messages that may stand before `messages` in any template: roles take turns, and a user begins."""
-    asked, answered = {"role": "user", "content": _BEFORE}, {"role": "assistant", "content": _BEFORE}
-    return [asked] if messages[0]["role"] == "assistant" else [{**asked, "content": "?"}, answered]
+    question, answer = {"role": "user", "content": _BEFORE}, {"role": "assistant", "content": _BEFORE}
+    return [question] if messages[0]["role"] == "assistant" else [{**question, "content": "?"}, answer]

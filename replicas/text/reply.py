@@ -149,7 +149,7 @@ class Reply:
         self._ends: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         if declared is not None:
-            tracker.on_unguarded = self._ask_again
+            tracker.on_unguarded = self._may_rewrite
 
     def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[ReplyDelta]:
         """The pieces these tokens complete. `logprobs` is empty or as long as `tokens`."""
@@ -302,7 +302,7 @@ class Reply:
         """Characters up to where no stop string can begin any more; after one, up to its beginning."""
         return self._skipped + self._stops.passed
 
-    def _ask_again(self, opened: int, begun: int) -> bool:
+    def _may_rewrite(self, opened: int, begun: int) -> bool:
         """Whether a call of an undeclared tool, its marker at character `opened`, can be written again.
 
         Tokens are kept up to the first that no call of a declared tool could have: the others would be drawn again as

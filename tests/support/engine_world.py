@@ -226,7 +226,7 @@ class World:
         order = self.engine._order
         if isinstance(order, FairOrder):
             roots = [root for roots in order._fair.roots.values() for root in roots._roots.values()]
-            assert not any(root.here for root in roots), "the order still counts a request that has ended"
+            assert not any(root.requests for root in roots), "the order still counts a request that has ended"
         elif isinstance(order, Plas):
             assert not order.attained, "the order still counts a request that has ended"
 

@@ -159,15 +159,15 @@ def detect_format(chat_template: str | None, override: str = "") -> ToolFormat:
             known = ", ".join(ToolFormat)
             raise ConfigError(f"unknown tool call format {override!r}; known: {known}", "tool_format") from None
     template = chat_template or ""
-    found = next((found for sign, found in _SIGNS if sign in template), ToolFormat.NONE)
-    if found is ToolFormat.DEEPSEEK_V31 and "```json" in template:
+    format = next((format for sign, format in _SIGNS if sign in template), ToolFormat.NONE)
+    if format is ToolFormat.DEEPSEEK_V31 and "```json" in template:
         return ToolFormat.DEEPSEEK_V3
-    if found is ToolFormat.PYTHONIC and _LLAMA_JSON in template:
+    if format is ToolFormat.PYTHONIC and _LLAMA_JSON in template:
         return ToolFormat.LLAMA4
-    return found
+    return format
 
 
 def hermes_may_be_told(template: str, override: str = "") -> bool:
     """Whether a model may be told to write calls in Hermes' format: nothing says that it writes another one."""
-    found = detect_format(template, override)
-    return found is ToolFormat.HERMES or (found is ToolFormat.NONE and not override)
+    format = detect_format(template, override)
+    return format is ToolFormat.HERMES or (format is ToolFormat.NONE and not override)

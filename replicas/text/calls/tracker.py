@@ -81,9 +81,9 @@ class Text:
     def run(self, plain: re.Pattern[str], put: Callable[[str], None]) -> Scan[None]:
         """Read characters that `plain` matches, in pieces as they come."""
         while True:
-            if found := plain.match(self.text, self.at):
-                self.at = found.end()
-                put(found[0])
+            if match := plain.match(self.text, self.at):
+                self.at = match.end()
+                put(match[0])
             if self.at < len(self.text) or self.over:
                 return
             yield
@@ -95,12 +95,12 @@ class Text:
         """
         while (undecided := begun.match(self.text, self.at)) and not self.over:
             yield
-        found = pattern.match(self.text, self.at)
-        if found:
-            self.at = found.end()
+        match = pattern.match(self.text, self.at)
+        if match:
+            self.at = match.end()
         elif undecided:
             raise MismatchError(self.take(len(undecided[0])))
-        return found
+        return match
 
 
 def beginnings(*texts: str) -> str:
@@ -149,7 +149,7 @@ _ESCAPE_BEGUN = re.compile(rf"\\(?:u{_HEX}{{0,3}}|{_HIGH}(?:\\(?:u{_HEX}{{0,3}})
 def json_value(text: Text, put: Put, bare: bool = False) -> Scan[None]:
     """One JSON value. `bare`: keys have no quotes, and strings may stand between two `QUOTE`."""
     closers: list[str] = []  # of the open brackets
-    want: Literal["value", "element", "key", "colon", "next"] = "value"
+    expected: Literal["value", "element", "key", "colon", "next"] = "value"
 
     def hand(written: str, valid: str) -> None:
         put(written, valid if len(closers) <= DEEPEST else json.dumps(valid, ensure_ascii=False)[1:-1])
@@ -158,38 +158,38 @@ def json_value(text: Text, put: Put, bare: bool = False) -> Scan[None]:
         char = yield from text.peek()
         if closers and char in SPACE:
             yield from text.run(SP, lambda space: hand(space, space))
-        elif closers and char == closers[-1] and want in ("element", "key", "next"):
+        elif closers and char == closers[-1] and expected in ("element", "key", "next"):
             closers.pop()
             put(text.take(), char + '"' if len(closers) == DEEPEST else char)
-            want = "next"
-        elif char == "," and want == "next":
+            expected = "next"
+        elif char == "," and expected == "next":
             comma = yield from text.match(_ANY_COMMA if bare else _COMMA[closers[-1]], _COMMA_BEGUN)
             if not comma:
                 raise MismatchError
             hand(comma[0], comma[0][comma.string[comma.end()] == closers[-1] :])
-            want = "key" if closers[-1] == "}" else "element"
-        elif char == ":" and want == "colon":
+            expected = "key" if closers[-1] == "}" else "element"
+        elif char == ":" and expected == "colon":
             hand(text.take(), char)
-            want = "value"
-        elif want in ("value", "element") and char in ("{", "["):
+            expected = "value"
+        elif expected in ("value", "element") and char in ("{", "["):
             put(text.take(), '"' + char if len(closers) == DEEPEST else char)
             closers.append("}" if char == "{" else "]")
-            want = "key" if char == "{" else "element"
-        elif (char == '"' or (bare and char == QUOTE[0])) and want in ("value", "element", "key"):
+            expected = "key" if char == "{" else "element"
+        elif (char == '"' or (bare and char == QUOTE[0])) and expected in ("value", "element", "key"):
             yield from (json_string if char == '"' else _quoted)(text, hand)
-            want = "colon" if want == "key" else "next"
-        elif bare and want == "key":
+            expected = "colon" if expected == "key" else "next"
+        elif bare and expected == "key":
             yield from _bare_key(text, hand)
-            want = "colon"
+            expected = "colon"
         else:
-            scalar = (yield from text.match(_SCALAR, _SCALAR_BEGUN)) if want in ("value", "element") else None
+            scalar = (yield from text.match(_SCALAR, _SCALAR_BEGUN)) if expected in ("value", "element") else None
             if not scalar:
                 raise MismatchError
             word = scalar[0]
             infinite = scalar["number"] and math.isinf(float(word))
             hand(word, f'"{word}"' if infinite else _CONSTANTS.get(word, word))
-            want = "next"
-        if want == "next" and not closers:
+            expected = "next"
+        if expected == "next" and not closers:
             return
 
 
@@ -466,7 +466,7 @@ class CallTracker(Text):
         self._held: list[str] = []
         self._held_from = 0
         self._gap = ""
-        self._said = False  # text other than white space since the start or the last call
+        self._text_seen = False  # text other than white space since the start or the last call
         self._after_call = False  # nothing but white space and markup since a call closed
         self._grace = 0  # characters of white space that another call may still wait
         reader = READERS.get(format) if declared_names else None
@@ -495,7 +495,7 @@ class CallTracker(Text):
         if cut and self._guaranteed():
             self._held.clear()  # perhaps the beginning of a marker
         self.release()
-        if self._gap and (self._said or not self.n_sent):  # white space after a call was markup
+        if self._gap and (self._text_seen or not self.n_sent):  # white space after a call was markup
             self._emit(TextDelta(self._gap))
         return self.feed("")
 
@@ -508,7 +508,7 @@ class CallTracker(Text):
 
         Returns the last word of several, or the last name: the characters of a pattern other than SP.
         """
-        found = ""
+        result = ""
         for part in parts:
             read = ""
             words = (part,) if isinstance(part, str) else part
@@ -522,8 +522,8 @@ class CallTracker(Text):
                 read += self.take()
                 self.hold(char)
             if part is not SP and words is part:
-                found = read
-        return found
+                result = read
+        return result
 
     def say(self, text: str) -> None:
         """Text outside of calls, which ends the reply if it follows a closed call. Nothing is held."""
@@ -535,7 +535,7 @@ class CallTracker(Text):
         elif body := text.rstrip():
             self._emit(TextDelta(self._gap + body))
             self._gap = text[len(body) :]
-            self._said, self._after_call = True, False
+            self._text_seen, self._after_call = True, False
         else:
             self._gap += text
 
@@ -646,9 +646,9 @@ class CallTracker(Text):
     def _send_call(self) -> None:
         """From here on it is a call: the held text belongs to it, and the arguments read so far go out."""
         call = self.call
-        if before := self._gap.removesuffix("\n") if self._said else "":
+        if before := self._gap.removesuffix("\n") if self._text_seen else "":
             self._emit(TextDelta(before))
-        self._gap, self._said, self._after_call = "", False, False
+        self._gap, self._text_seen, self._after_call = "", False, False
         call.sent = True
         known = call.written_id in self._ids or not call.written_id
         call.call_id = self._call_id(self.n_sent) if known else call.written_id
@@ -728,17 +728,17 @@ class Reader:
                 return
             t.opener = ""
             try:
-                found = yield from t.match(marker, begun)
+                match = yield from t.match(marker, begun)
             except MismatchError as error:
                 t.hold(error.undecided)
                 return
-            if found:
-                t.opener, t.opened = found[0], t.position - len(found[0])
-                t.hold(found[0])
+            if match:
+                t.opener, t.opened = match[0], t.position - len(match[0])
+                t.hold(match[0])
                 t.begin_call()
             else:
                 t.say(t.take())
-            block = self.marked[found[0]] if found else None
+            block = self.marked[match[0]] if match else None
 
 
 @cache
@@ -907,14 +907,14 @@ def _tag_value(t: CallTracker, form: TagForm, value: TagValue) -> Scan[None]:
     put("")
     if form.line and (yield from t.peek()) == "\n":
         t.hold(t.take())
-    found = None
-    while not found:
+    match = None
+    while not match:
         yield from t.run(_IN_TAG, put)
         if not (char := (yield from t.peek())):
             raise MismatchError
-        if char in ("<", "\n") and not (found := (yield from t.match(end, begun))):
+        if char in ("<", "\n") and not (match := (yield from t.match(end, begun))):
             put(t.take())
-    t.hold(found[0])
+    t.hold(match[0])
     t.argument("", value.end())
 
 
@@ -949,8 +949,8 @@ _KIMI_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 def _kimi_call(t: CallTracker) -> Scan[None]:
     """``functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>``; the id is what the template writes."""
     written = yield from t.read(SP, NAME, SP, "<|tool_call_argument_begin|>", SP)
-    found = _KIMI_ID.fullmatch(written)
-    yield from _named(t, found[1] if found else "", written)
+    match = _KIMI_ID.fullmatch(written)
+    yield from _named(t, match[1] if match else "", written)
     yield from t.read(SP, "<|tool_call_end|>")
 
 

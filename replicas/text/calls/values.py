@@ -35,24 +35,24 @@ _SILENT = ANNOTATIONS | {"$defs", "definitions", "$schema"}
 def argument_schema(parameters: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The schema of one argument; {} if it has none."""
     properties, others = parameters.get("properties"), parameters.get("additionalProperties")
-    found = properties.get(name, others) if isinstance(properties, Mapping) else others
-    return found if isinstance(found, Mapping) else {}
+    schema = properties.get(name, others) if isinstance(properties, Mapping) else others
+    return schema if isinstance(schema, Mapping) else {}
 
 
 def referred(reference: Any, root: Mapping[str, Any]) -> Any:
     """The part of `root` that a `$ref` names; None where it names none."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
-    found: Any = root
+    value: Any = root
     for step in unquote(reference[1:]).split("/")[1:]:
         step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, Mapping):
-            found = found.get(step)
-        elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-            found = found[int(step)]
+        if isinstance(value, Mapping):
+            value = value.get(step)
+        elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
+            value = value[int(step)]
         else:
             return None
-    return found
+    return value
 
 
 class _TooManyError(Exception):
@@ -85,7 +85,7 @@ def alternatives(schema: Any, root: Mapping[str, Any]) -> Sequence[Mapping[str, 
             return ()
         if not depth and (unread := {key: schema[key] for key in ("$ref", "allOf", "anyOf", "oneOf") if key in schema}):
             return _of_any_kind(unread)
-        found = _plain(schema)
+        options = _plain(schema)
         parts: list[Sequence[Mapping[str, Any]]] = []
         if "$ref" in schema:
             target = referred(schema["$ref"], root)
@@ -94,9 +94,9 @@ def alternatives(schema: Any, root: Mapping[str, Any]) -> Sequence[Mapping[str, 
         for key in (key for key in ("anyOf", "oneOf") if key in schema):
             parts.append(_either(schema, key, [resolved(each, depth - 1) for each in schema[key]]))
         for part in parts:
-            step(len(found) * len(part))
-            found = [both for one in found for other in part if (both := _both(one, other)) is not None]
-        return found
+            step(len(options) * len(part))
+            options = [both for one in options for other in part if (both := _both(one, other)) is not None]
+        return options
 
     try:
         return resolved(schema, _DEEPEST)
@@ -106,7 +106,7 @@ def alternatives(schema: Any, root: Mapping[str, Any]) -> Sequence[Mapping[str, 
 
 def _plain(schema: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """The alternatives of `schema` without its references and combinations."""
-    said = {key: value for key, value in schema.items() if key not in _COMBINED and key not in _SILENT}
+    keywords = {key: value for key, value in schema.items() if key not in _COMBINED and key not in _SILENT}
     types = schema.get("type", _APART)
     named = [types] if isinstance(types, str) else types if isinstance(types, (list, tuple)) else []
     kinds = [kind for kind in dict.fromkeys(map(str, named)) if kind in ANYTHING]
@@ -118,13 +118,13 @@ def _plain(schema: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         for value in values:
             if (kind := kind_of(value)) in kinds or (kind == "integer" and "number" in kinds):
                 by_kind.setdefault("number" if isinstance(value, float) else kind, []).append(value)
-        return [_of_kind(kind, {**said, "enum": values}) for kind, values in by_kind.items()]
-    return [_of_kind(kind, said) for kind in kinds if not (kind == "integer" and "number" in kinds)]
+        return [_of_kind(kind, {**keywords, "enum": values}) for kind, values in by_kind.items()]
+    return [_of_kind(kind, keywords) for kind in kinds if not (kind == "integer" and "number" in kinds)]
 
 
-def _of_kind(kind: str, said: Mapping[str, Any]) -> Mapping[str, Any]:
+def _of_kind(kind: str, keywords: Mapping[str, Any]) -> Mapping[str, Any]:
     own = family(kind)
-    return {"type": kind, **{key: value for key, value in said.items() if _OF_KIND.get(key, own) == own}}
+    return {"type": kind, **{key: value for key, value in keywords.items() if _OF_KIND.get(key, own) == own}}
 
 
 def family(kind: str) -> str:
@@ -132,8 +132,8 @@ def family(kind: str) -> str:
     return "number" if kind == "integer" else kind
 
 
-def _of_any_kind(said: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return [{"type": kind, **said} for kind in _APART]
+def _of_any_kind(keywords: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return [{"type": kind, **keywords} for kind in _APART]
 
 
 def _either(
@@ -142,11 +142,11 @@ def _either(
     """The alternatives of "anyOf" or "oneOf". Of the latter, options of one kind may both hold, and neither counts."""
     if key == "anyOf":
         return [each for option in options for each in option]
-    found: list[Mapping[str, Any]] = []
+    result: list[Mapping[str, Any]] = []
     for kind in _APART:
-        of = [same for option in options if (same := [each for each in option if family(each["type"]) == kind])]
-        found += of[0] if len(of) == 1 else [{"type": kind, key: schema[key]}] if of else []
-    return found
+        of_kind = [same for option in options if (same := [each for each in option if family(each["type"]) == kind])]
+        result += of_kind[0] if len(of_kind) == 1 else [{"type": kind, key: schema[key]}] if of_kind else []
+    return result
 
 
 def _both(one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -155,21 +155,21 @@ def _both(one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]
     if len(kinds) > 1 and kinds != {"number", "integer"}:
         return None
     kind = one["type"] if len(kinds) == 1 else "integer"
-    both = {**one, **other, "type": kind}
+    merged = {**one, **other, "type": kind}
     if "enum" in one and "enum" in other:
         listed = set(map(_text_of, other["enum"]))
-        both["enum"] = [value for value in one["enum"] if _text_of(value) in listed]
-    if kind == "integer" and "enum" in both:
-        both["enum"] = [int(value) for value in both["enum"] if kind_of(value) == "integer"]
+        merged["enum"] = [value for value in one["enum"] if _text_of(value) in listed]
+    if kind == "integer" and "enum" in merged:
+        merged["enum"] = [int(value) for value in merged["enum"] if kind_of(value) == "integer"]
     for key, least in (("minLength", max), ("maxLength", min), ("minimum", max), ("maximum", min)):
         limits = [each[key] for each in (one, other) if isinstance(each.get(key), (int, float))]
         if len(limits) == 2:
-            both[key] = least(limits)
+            merged[key] = least(limits)
     parts = [(keys & one.keys(), keys & other.keys()) for keys in _TOGETHER]
     clash = any(one[key] != other[key] for key in (one.keys() & other.keys()) - _MERGED)
     if clash or any(own and its and own != its for own, its in parts):
-        both = {"type": kind, "allOf": [{k: v for k, v in each.items() if k != "type"} for each in (one, other)]}
-    return both if both.get("enum", True) else None
+        merged = {"type": kind, "allOf": [{k: v for k, v in each.items() if k != "type"} for each in (one, other)]}
+    return merged if merged.get("enum", True) else None
 
 
 _TOGETHER = (  # keywords of one schema that speak of each other
@@ -188,8 +188,8 @@ def _text_of(value: Any) -> str:
 
 def kinds_of(schema: Any, root: Mapping[str, Any]) -> Kinds:
     """The kinds of values of `schema`; all kinds if that is unknown. References are looked up in `root`."""
-    found = frozenset(str(each["type"]) for each in alternatives(schema, root))
-    return found | ({"integer"} if "number" in found else set()) or ANYTHING
+    kinds = frozenset(str(each["type"]) for each in alternatives(schema, root))
+    return kinds | ({"integer"} if "number" in kinds else set()) or ANYTHING
 
 
 def kind_of(value: Any) -> str:

@@ -357,8 +357,8 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> Engi
     number = BYTES[hardware.cpu_dtype if dtype == "int8" else dtype]
     number = 1 if config.kv_dtype == "int8" else number
     size, window_size = model.cell_bytes(number), model.window.cell_bytes(number) if model.window is not None else 0
-    asked = replace(config, context_length=context)
-    cells, slots, window_cells = split_memory(asked, model, size, config.kv_memory * 2**30, window_size)
+    requested = replace(config, context_length=context)
+    cells, slots, window_cells = split_memory(requested, model, size, config.kv_memory * 2**30, window_size)
     if model.window is not None and window_cells < (least := least_window_cells(model.window.tokens, config.page_size)):
         raise ConfigError(f"a window of {model.window.tokens} tokens needs at least {least} cells", "window_cells")
     if cells < config.page_size:

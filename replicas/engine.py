@@ -365,8 +365,8 @@ class Engine:
             state_slots=config.state_slots,
             window=(self._window, config.window_cells // size) if self._window else None,
         )
-        for tenant, (asked, heard) in limits.items():
-            self.cache.limit(tenant, asked, heard)
+        for tenant, (cell_limits, last_seen) in limits.items():
+            self.cache.limit(tenant, cell_limits, last_seen)
         self._pool = SequencePool(config.max_sequences, config.session_rows)
         self.scheduler = Scheduler(
             config,
@@ -389,12 +389,12 @@ class Engine:
         log.error("the engine starts anew", exc_info=failure)
         self._pipeline.forget()
         error = EngineError(f"the engine failed: {failure}").info
-        told = {event.request_id for event in self._events if isinstance(event, Terminal)}
-        if coming is not None and not (coming in told or coming in self.live or coming in self._sessions):
+        ended = {event.request_id for event in self._events if isinstance(event, Terminal)}
+        if coming is not None and not (coming in ended or coming in self.live or coming in self._sessions):
             self._events.append(Failed(coming, error))
         before, waiting = self.scheduler, []
         for sequence in self.live.values():
-            waits = sequence.request_id not in told and sequence in before.admission
+            waits = sequence.request_id not in ended and sequence in before.admission
             goes_on = waits and sequence.request_id not in self._preambles
             if sequence.status is not Status.ENDED and not (goes_on and sequence.preempted):
                 self._order.left(sequence)  # a waiting request arrives again below, unless it was preempted
@@ -402,13 +402,13 @@ class Engine:
                 waiting.append(sequence)
             if waits:
                 continue
-            if sequence.request_id not in told:
+            if sequence.request_id not in ended:
                 self._events.append(sequence.failed(error))
             if sequence.status is not Status.ENDED:
                 sequence.move(Status.ENDED)
             sequence.holding = sequence.row = None
         self.programs.restart()
-        self._open_books(self.cache.tree.tenants.asked)
+        self._open_books(self.cache.tree.tenants.known_limits)
         self._sessions.rows = self.scheduler.rows
         self._uncomputed = list(self._preambles)
         for sequence in waiting:

@@ -39,12 +39,12 @@ class About:
     trace_id: str = ""
 
 
-_about: ContextVar[About | None] = ContextVar("about", default=None)
+_request: ContextVar[About | None] = ContextVar("request", default=None)
 
 
-def serving(about: About) -> None:
+def serving(request: About) -> None:
     """From here on this task's log lines belong to that request."""
-    _about.set(about)
+    _request.set(request)
 
 
 def fields(**named: Any) -> dict[str, Any]:
@@ -65,8 +65,8 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        about = {name: value for name, value in asdict(_about.get() or About()).items() if value}
-        further: dict[str, Any] = about | getattr(record, "fields", {})
+        fields = {name: value for name, value in asdict(_request.get() or About()).items() if value}
+        further: dict[str, Any] = fields | getattr(record, "fields", {})
         exception = self.formatException(record.exc_info) if record.exc_info else ""
         message = record.getMessage()
         if not self._json:

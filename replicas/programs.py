@@ -249,8 +249,8 @@ class Sequence:
     def usage(self) -> Usage:
         """As its client knows it: what it goes on from is a part of its reply, and not of its prompt."""
         n_prompt = self.n_prompt - self.submit.n_generated
-        found = 0 if self.background else self.n_cached
-        work = Work(self.prompt_work, found, self.drawn, self.drafted, self.accepted)
+        cached = 0 if self.background else self.n_cached
+        work = Work(self.prompt_work, cached, self.drawn, self.drafted, self.accepted)
         return Usage(n_prompt, min(self.n_cached, n_prompt), self.length - n_prompt, work=work)
 
     def timing(self, now: float) -> Timing:
@@ -806,10 +806,10 @@ def _count_path(in_tree: dict[Node, int], node: Node | None, end: int, pool: Pag
         node = node.parent
 
 
-def give_back(release: Callable[[T], object], what: T) -> None:
+def give_back(release: Callable[[T], object], resource: T) -> None:
     """Give something back, and try once more where that fails: the memory it needs may be there by then."""
     try:
-        release(what)
+        release(resource)
     except Exception:
         log.exception("giving back failed, trying again")
-        release(what)
+        release(resource)

@@ -66,21 +66,21 @@ class Questions:
         self._usage_of = usage_of
         self._clock = clock
         self._standing: dict[_Key, dict[str, StandingQuestion]] = {}
-        self._others = 0  # clients' requests that run
+        self._client_requests = 0  # clients' requests that run
         self._numbers = count(1)
         self._asking: asyncio.Future[Answer | Errored] | None = None
         self._worker: asyncio.Task[None] | None = None
 
     @contextmanager
-    def others(self) -> Iterator[None]:
+    def client_request(self) -> Iterator[None]:
         """A client's request runs: cancel the question that is being asked, and ask none until the request ends."""
-        self._others += 1
+        self._client_requests += 1
         if self._asking is not None:
             self._asking.cancel()
         try:
             yield
         finally:
-            self._others -= 1
+            self._client_requests -= 1
             self._wake()
 
     def add(self, facts: SessionFacts, scope: str, question: Question) -> None:
@@ -113,8 +113,8 @@ class Questions:
     def read(self, facts: SessionFacts, scope: str, question_id: str) -> None:
         """A client reads the answer. Raises UnknownQuestionError."""
         state = self._one(facts, scope, question_id).state
-        found = "none" if state.answer is None else "current" if state.seen == facts.past.appends else "stale"
-        self.stats.reads[found] += 1
+        freshness = "none" if state.answer is None else "current" if state.seen == facts.past.appends else "stale"
+        self.stats.reads[freshness] += 1
 
     def of(self, facts: SessionFacts, scope: str) -> tuple[QuestionState, ...]:
         """The questions of an open session, the oldest first."""
@@ -134,12 +134,12 @@ class Questions:
 
     def _wake(self) -> None:
         """Ask the stale questions, unless clients' requests run or it is done already."""
-        if self._standing and not self._others and (self._worker is None or self._worker.done()):
+        if self._standing and not self._client_requests and (self._worker is None or self._worker.done()):
             self._worker = asyncio.get_running_loop().create_task(self._work())
 
     async def _work(self) -> None:
         self._sweep()
-        while not self._others and (stale := self._stale()):
+        while not self._client_requests and (stale := self._stale()):
             await self._answer(*min(stale, key=lambda each: each[1].turn))
 
     def _stale(self) -> list[tuple[str, StandingQuestion, SessionFacts]]:
@@ -193,10 +193,10 @@ class Questions:
         return self._standing.get((scope, facts.session_id, facts.opened), {})
 
     def _one(self, facts: SessionFacts, scope: str, question_id: str) -> StandingQuestion:
-        found = self._of(facts, scope).get(question_id)
-        if found is None:
+        question = self._of(facts, scope).get(question_id)
+        if question is None:
             raise UnknownQuestionError(f"the session has no question {question_id!r}", "question_id")
-        return found
+        return question
 
     def _sweep(self) -> None:
         """Forget the questions of sessions that are closed."""

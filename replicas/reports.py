@@ -95,7 +95,7 @@ class EngineCollector(Collector):
             family.add_metric(self._labels, value.cumulative(), value.total)
             return family
         kind = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
-        found = kind(metric.name.removesuffix("_total"), metric.help, labels=labels)
+        result = kind(metric.name.removesuffix("_total"), metric.help, labels=labels)
         for key, number in value.items() if isinstance(value, Mapping) else (("", value),):
-            found.add_metric((*self._labels, *((key,) if metric.labels else ())), number)
-        return found
+            result.add_metric((*self._labels, *((key,) if metric.labels else ())), number)
+        return result

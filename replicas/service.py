@@ -179,7 +179,7 @@ class Service:
         """
         opens = request.session is not None and request.session.opens
         source = self.sessions.opening(request) if opens else self._stream(request, partial_reply)
-        with self.questions.others():
+        with self.questions.client_request():
             async with aclosing(source) as stream:
                 async for pieces in stream:
                     yield pieces
@@ -596,7 +596,7 @@ class SessionService:
         return f"session-operation-{next(self._service._session_operations)}"
 
     async def _run(self, command: OpenSession | ForkSession | CloseSession) -> None:
-        with self._service.questions.others():
+        with self._service.questions.client_request():
             ended, _ = await _run_to_end(self._service.bridge, replace(command, request_id=self._command_id()))
         if isinstance(ended, Aborted):
             raise UnavailableError("the session was closed meanwhile", "session_id")

@@ -100,8 +100,8 @@ class Sessions:
 
     def replaced(self, command: OpenSession) -> CloseSession | None:
         """The command that closes an older session of the same name; None: there is none."""
-        there = self._programs.find(ProgramKey(command.scope, command.session_id, Kind.SESSION))
-        if there is None or there.session is None or command.life in ("", there.session.life):
+        program = self._programs.find(ProgramKey(command.scope, command.session_id, Kind.SESSION))
+        if program is None or program.session is None or command.life in ("", program.session.life):
             return None
         return CloseSession(command.scope, command.session_id, request_id=f"{command.request_id}/replaced")
 
@@ -235,14 +235,14 @@ class Sessions:
         return True
 
     def _open_one(self, scope: str, name: str, now: float, past: SessionLog) -> Session:
-        there, key = self._programs.sessions, ProgramKey(scope, name, Kind.SESSION)
+        sessions, key = self._programs.sessions, ProgramKey(scope, name, Kind.SESSION)
         if not name:
             raise InvalidRequestError("a session needs an id", "session_id")
         if self._programs.find(key) is not None:
             raise SessionExistsError(f"session {name!r} is open already", "session_id")
-        if len(there) >= self._most:
+        if len(sessions) >= self._most:
             raise OverloadedError(f"{self._most} sessions are open already", "session_id")
-        if sum(other.key.scope == scope for other in there) >= self._most_of_tenant:
+        if sum(other.key.scope == scope for other in sessions) >= self._most_of_tenant:
             raise OverloadedError(f"a tenant has at most {self._most_of_tenant} sessions open", "session_id")
         return self._programs.open_session(key, now, past)
 
@@ -262,8 +262,8 @@ class Sessions:
 
 def closed_reply(tokens: TokenIds, closing: TokenIds) -> TokenIds:
     """`tokens` with the part of `closing` appended that they do not end with; a drawn end token may be its first."""
-    there = next((n for n in range(len(closing), 0, -1) if np.array_equal(tokens[-n:], closing[:n])), 0)
-    return np.concatenate((tokens, closing[there:])) if len(closing) > there else tokens.copy()
+    n_present = next((n for n in range(len(closing), 0, -1) if np.array_equal(tokens[-n:], closing[:n])), 0)
+    return np.concatenate((tokens, closing[n_present:])) if len(closing) > n_present else tokens.copy()
 
 
 def to_be_kept(submit: Submit, n_history: int) -> int:

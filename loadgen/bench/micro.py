@@ -287,7 +287,7 @@ class _Replay:
 
     def begin(self, plan: StepPlan) -> Landed:
         step = lay_out_step(plan, self._table, (_LLAMA,), _VOCABULARY)
-        arrays = [*step.arrays, *(step.asked.arrays if step.asked else ())]
+        arrays = [*step.arrays, *(step.settings.arrays if step.settings else ())]
         offsets, size = packed(arrays)
         self._sender.send_into(self._device, arrays, offsets, size)
         began = time.thread_time()

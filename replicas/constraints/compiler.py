@@ -197,8 +197,8 @@ class Compiler:
         return CallGuard(matcher, watch, frozenset(tool.name for tool in rule.tools), rule.strict, over, loose)
 
 
-def _used_up(found: Matcher | ErrorInfo) -> bool:
-    return isinstance(found, (GuidedMatcher, CallGuard)) and found.used_up
+def _used_up(result: Matcher | ErrorInfo) -> bool:
+    return isinstance(result, (GuidedMatcher, CallGuard)) and result.used_up
 
 
 def _followed(vocabulary: Vocabulary, forms: Forms | None, rule: ReplyRule) -> tuple[GuidedMatcher, bool]:
@@ -286,7 +286,7 @@ class _Search:
 
         Raises InvalidRequestError for one that is strict, and for a malformed one that somebody has asked for.
         """
-        given = schema
+        original = schema
         for _ in range(_MOST_LEFT_OUT):
             why = why or self.complaint(schema, form, free)
             if not why:
@@ -294,12 +294,12 @@ class _Search:
             path, part, why = self._culprit(schema, why)
             if schema.strict or (malformed(part) and not free):
                 place = ".".join(map(str, path))
-                where = f" at {place!r}" if place else ""
-                raise InvalidRequestError(f"Invalid schema{of} in '{schema.field}'{where}: {why}", schema.field)
+                place_text = f" at {place!r}" if place else ""
+                raise InvalidRequestError(f"Invalid schema{of} in '{schema.field}'{place_text}: {why}", schema.field)
             if self.over:
                 break
             schema, why = self._without(schema, path), ""
-        return replace(given, content=ANY_OBJECT if of else {})
+        return replace(original, content=ANY_OBJECT if of else {})
 
     def _culprit(self, schema: Schema, why: str) -> tuple[Path, Any, str]:
         """The place of the innermost part of `schema` that cannot be followed, that part, and why it cannot.
@@ -314,7 +314,7 @@ class _Search:
             if isinstance(node, Mapping) and (complains := self.complaint(schema.part(node))):
                 path, part, why = (*path, *place), node, complains
                 inner = list(subschemas(part))
-        pattern, rest = part.get("pattern"), {key: said for key, said in part.items() if key != "pattern"}
+        pattern, rest = part.get("pattern"), {key: value for key, value in part.items() if key != "pattern"}
         if isinstance(pattern, str) and "the pattern" not in why and not self.complaint(schema.part(rest)):
             why = f"the pattern {pattern[:SHOWN]!r} cannot be followed: {why}"
         return path, part, why
@@ -454,9 +454,9 @@ def leave_event_loop(prompt: ChatPrompt) -> None:
     """Raises NotCompiledError on an event loop's thread: the rule of `prompt` is read on another one."""
     if _on_event_loop():
         strict = any(tool.get("function", tool).get("strict") for tool in prompt.tools)
-        asked = "response_format" if prompt.output is not None else "tool_choice"
+        field = "response_format" if prompt.output is not None else "tool_choice"
         free = prompt.output is None and prompt.tool_choice != "required" and not strict
-        raise NotCompiledError(GUARANTEE if free else asked, None)
+        raise NotCompiledError(GUARANTEE if free else field, None)
 
 
 def _on_event_loop() -> bool:

@@ -589,21 +589,21 @@ _LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
 def _limits(node: Mapping[str, Any]) -> list[float]:
     """The limits of a number in `node`."""
-    found = (node.get(key) for key in _LOW + _HIGH)
-    return [limit for limit in found if isinstance(limit, (int, float)) and limit is not True]
+    values = (node.get(key) for key in _LOW + _HIGH)
+    return [limit for limit in values if isinstance(limit, (int, float)) and limit is not True]
 
 
 def _number_limits(node: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     """The limits that a number of `node` lacks."""
     most, limits = _MOST[kind], _limits(node)
-    found: dict[str, Any] = {}
+    missing: dict[str, Any] = {}
     if node.keys().isdisjoint(_LOW) and all(limit > -most for limit in limits):
-        found["minimum"] = -most
+        missing["minimum"] = -most
     if node.keys().isdisjoint(_HIGH) and all(limit < most for limit in limits):
-        found["maximum"] = most
+        missing["maximum"] = most
     if kind == "number" and "multipleOf" not in node:
-        found["multipleOf"] = _LEAST_PART
-    return found
+        missing["multipleOf"] = _LEAST_PART
+    return missing
 
 
 def _beyond(node: Mapping[str, Any], kind: str) -> str:
@@ -689,9 +689,9 @@ def value(g: Grammar, schema: Schema, node: Any, dialect: Dialect = JSON) -> str
         return _anything(g, dialect)
     if wrong := malformed(node):
         raise ValueError(wrong)
-    said = _key_of(node)
-    refers = '"$ref"' in said
-    key = (dialect.name, schema.strict, said, refers and _key_of(schema.content))
+    schema_key = _key_of(node)
+    refers = '"$ref"' in schema_key
+    key = (dialect.name, schema.strict, schema_key, refers and _key_of(schema.content))
     if key not in g.known:
         name = g.known[key] = g.name("v")  # now: a value may hold others of its own schema
         g.depth += 1
@@ -712,32 +712,32 @@ def _left(g: Grammar, schema: Schema, node: Mapping[str, Any], dialect: Dialect,
         raise ValueError(f"{unread} cannot be followed in this format of calls")
     if not node:
         return _anything(g, dialect)
-    some = {key: said for key, said in node.items() if key in read}
-    return _understood(g, schema, some, dialect) or _understood(g, schema, {"type": node["type"]}, dialect)
+    readable = {key: value for key, value in node.items() if key in read}
+    return _understood(g, schema, readable, dialect) or _understood(g, schema, {"type": node["type"]}, dialect)
 
 
 def _understood(g: Grammar, schema: Schema, node: Mapping[str, Any], dialect: Dialect) -> str:
     """The right-hand side of one of `alternatives`; "" where it is not understood."""
-    kind, said = node["type"], {key: part for key, part in node.items() if key != "type"}
-    if said.keys() == {"enum"} and (dialect.bare or kind not in ("object", "array")):
-        return _constants(g, dialect, *said["enum"])
-    if said.keys() - _READ[kind]:
+    kind, keywords = node["type"], {key: part for key, part in node.items() if key != "type"}
+    if keywords.keys() == {"enum"} and (dialect.bare or kind not in ("object", "array")):
+        return _constants(g, dialect, *keywords["enum"])
+    if keywords.keys() - _READ[kind]:
         return ""
     match kind:
         case "string":
-            times = _times(said, "minLength", "maxLength")
+            times = _times(keywords, "minLength", "maxLength")
             return _string(g, dialect, times) if times else ""
         case "boolean":
             return _constants(g, dialect, True, False)
         case "null":
             return _constants(g, dialect, None)
         case "object":
-            return _object(g, schema, said, dialect)
+            return _object(g, schema, keywords, dialect)
         case "array":
-            return _list(g, schema, said, dialect)
-    if not said:
+            return _list(g, schema, keywords, dialect)
+    if not keywords:
         return g.terminal(kind.upper())
-    more = _beyond(said, kind)
+    more = _beyond(keywords, kind)
     return g.json(replace(schema, content=node)) + (f" | {g.once('BEYOND', f'/{more}/')}" if more else "")
 
 
@@ -767,10 +767,10 @@ def _string(g: Grammar, dialect: Dialect, times: str = "*") -> str:
     return g.once("STRING", *(f"/{each.replace('{}', times)}/" for each in dialect.strings[: None if g.free else 1]))
 
 
-def _object(g: Grammar, schema: Schema, said: Mapping[str, Any], dialect: Dialect) -> str:
-    properties, required = said.get("properties", {}), said.get("required", [])
-    others = said.get("additionalProperties", True)
-    if wrong := malformed(said):
+def _object(g: Grammar, schema: Schema, keywords: Mapping[str, Any], dialect: Dialect) -> str:
+    properties, required = keywords.get("properties", {}), keywords.get("required", [])
+    others = keywords.get("additionalProperties", True)
+    if wrong := malformed(keywords):
         raise ValueError(wrong)
     if not (isinstance(properties, Mapping) and isinstance(required, Sequence) and isinstance(others, (bool, Mapping))):
         return ""
@@ -790,16 +790,16 @@ def _object(g: Grammar, schema: Schema, said: Mapping[str, Any], dialect: Dialec
     return f"{g.terminal('OPEN')} {members(g, items, comma, g.terminal('CLOSE'), other)}"
 
 
-def _list(g: Grammar, schema: Schema, said: Mapping[str, Any], dialect: Dialect) -> str:
+def _list(g: Grammar, schema: Schema, keywords: Mapping[str, Any], dialect: Dialect) -> str:
     begin, end, comma = g.terminal("OPEN_LIST"), g.terminal("CLOSE_LIST"), g.terminal("COMMA", dialect)
-    items, most = said.get("items", True), said.get("maxItems")
-    if not _times(said, "minItems", "maxItems") or items is False:
+    items, most = keywords.get("items", True), keywords.get("maxItems")
+    if not _times(keywords, "minItems", "maxItems") or items is False:
         return ""
     if most == 0:
         return f"{begin} {end}"
     item = value(g, schema, items, dialect)
-    more = f"({comma} {item}){_times(said, 'minItems', 'maxItems', less=1)}" if most != 1 else ""
-    return f"{begin} {item} {more} {end}" if said.get("minItems") else f"{begin} ({item} {more})? {end}"
+    more = f"({comma} {item}){_times(keywords, 'minItems', 'maxItems', less=1)}" if most != 1 else ""
+    return f"{begin} {item} {more} {end}" if keywords.get("minItems") else f"{begin} ({item} {more})? {end}"
 
 
 def _anything(g: Grammar, dialect: Dialect) -> str:
@@ -931,8 +931,8 @@ def _tagged(g: Grammar, schema: Schema, form: TagForm) -> str:
 
 def _argument(g: Grammar, schema: Schema, name: str, part: Any, form: TagForm) -> str:
     """An argument with its tags. Some formats say in the tag whether its value is a text."""
-    said, content = _key_of(part), schema.content
-    key = ("argument", form, schema.strict, said, '"$ref"' in said and _key_of(content))
+    schema_key, content = _key_of(part), schema.content
+    key = ("argument", form, schema.strict, schema_key, '"$ref"' in schema_key and _key_of(content))
     if key not in g.known:
         options = alternatives(part, content)
         if not options:
@@ -1002,8 +1002,8 @@ def _in_text(schema: Schema, texts: Options, rest: Options) -> tuple[list[str], 
     lengths, listed = dict[str, None](), dict[str, None]()
     for each in texts:
         if schema.strict and (unfit := sorted(each.keys() - {"type", "enum", "minLength", "maxLength"})):
-            what = f"the pattern {str(each['pattern'])[:SHOWN]!r}" if "pattern" in each else unfit[0]
-            raise ValueError(f"{what} of a text cannot be followed in tags")
+            subject = f"the pattern {str(each['pattern'])[:SHOWN]!r}" if "pattern" in each else unfit[0]
+            raise ValueError(f"{subject} of a text cannot be followed in tags")
         times = _times(each, "minLength", "maxLength")
         if schema.strict and not times:
             raise ValueError("no text has the length that is asked for")
@@ -1017,10 +1017,10 @@ def _in_text(schema: Schema, texts: Options, rest: Options) -> tuple[list[str], 
     kinds = frozenset(each["type"] for each in (*texts, *rest))
     kinds |= {"integer"} if "number" in kinds else set()
     words = [text for text in listed if as_json(text, kinds) == json.dumps(text, ensure_ascii=False)]
-    some = " | ".join(rf"/(.|\n){times}/" for times in lengths)
-    if beside.taken and some:
-        some = f"({some}) & ~/{_BLANK}({'|'.join(beside.taken)}){_BLANK}/"
-    return [*([some] if some else []), *beside.terminals, *(literal(word) or "/(x){0}/" for word in words)], beside
+    rule = " | ".join(rf"/(.|\n){times}/" for times in lengths)
+    if beside.taken and rule:
+        rule = f"({rule}) & ~/{_BLANK}({'|'.join(beside.taken)}){_BLANK}/"
+    return [*([rule] if rule else []), *beside.terminals, *(literal(word) or "/(x){0}/" for word in words)], beside
 
 
 @dataclass(slots=True)
@@ -1039,36 +1039,36 @@ class _Beside:
 
 def _beside(options: Options, strict: bool, any_text: bool) -> _Beside:
     """`any_text`: any text may stand beside `options`, also one that is read as one of them."""
-    found = _Beside()
+    result = _Beside()
     for kind, begins in _BEGINS.items():
-        of = [each for each in options if family(each["type"]) == kind]
-        free = any(map(_is_free, of))
-        if not of or (free and any_text):
+        of_kind = [each for each in options if family(each["type"]) == kind]
+        free = any(map(_is_free, of_kind))
+        if not of_kind or (free and any_text):
             continue
-        listed = [constant for each in of for constant in each.get("enum", ())]
-        limited = [each for each in of if each.keys() - {"type", "enum"} and not _is_free(each)]
+        listed = [constant for each in of_kind for constant in each.get("enum", ())]
+        limited = [each for each in of_kind if each.keys() - {"type", "enum"} and not _is_free(each)]
         if kind in ("object", "array") or (kind == "number" and strict and limited and not free):
-            found.json += of
-            found.begins.append(begins)
+            result.json += of_kind
+            result.begins.append(begins)
         elif kind == "number":
             if free or limited:
-                whole = all(each["type"] == "integer" for each in of if _is_free(each) or not strict)
-                found.terminals.append(f"/{INTEGER if whole else NUMBER}/")
-            found.terminals += (literal(json.dumps(constant)) for constant in listed)
+                whole = all(each["type"] == "integer" for each in of_kind if _is_free(each) or not strict)
+                result.terminals.append(f"/{INTEGER if whole else NUMBER}/")
+            result.terminals += (literal(json.dumps(constant)) for constant in listed)
         elif strict and limited:
             raise ValueError(f"{min(limited[0].keys() - {'type', 'enum'})} of a {kind} cannot be followed in tags")
         else:
             every = [True, False] if kind == "boolean" else [None]
-            some = every if free or limited else listed
-            found.terminals += (f"/{_WORDS[word]}/" for word in dict.fromkeys(some))
-            found.taken += [] if free else ["|".join(_WORDS[word] for word in every)]
-        found.taken += [] if free or kind != "number" else [_ANY_NUMBER]
-    return found
+            words = every if free or limited else listed
+            result.terminals += (f"/{_WORDS[word]}/" for word in dict.fromkeys(words))
+            result.taken += [] if free else ["|".join(_WORDS[word] for word in every)]
+        result.taken += [] if free or kind != "number" else [_ANY_NUMBER]
+    return result
 
 
 def _is_free(option: Mapping[str, Any]) -> bool:
     """Whether every value of its type follows it."""
-    return all(key == "type" or said is True or said == {} for key, said in option.items())
+    return all(key == "type" or value is True or value == {} for key, value in option.items())
 
 
 # ---- calls and replies ----

@@ -340,9 +340,9 @@ class CallWatch:
 
     def bare_call(self, text: bytes, names: frozenset[str]) -> tuple[str, int] | None:
         """The name of a bare call of one of `names`, and where its arguments begin. None: `text` is not there yet."""
-        found = self._frame.match(text) if self._frame is not None else None
-        name = found[1].decode(errors="replace") if found is not None else ""
-        return (name, found.end()) if found is not None and name in names else None
+        match = self._frame.match(text) if self._frame is not None else None
+        name = match[1].decode(errors="replace") if match is not None else ""
+        return (name, match.end()) if match is not None and name in names else None
 
     def may_be_bare(self, text: bytes) -> bool:
         """Whether a reply that has come to `text` may still be a bare call."""
@@ -537,8 +537,8 @@ class CallGuard(_FreeText):
     def _look(self, content: bytes) -> bool:
         """Take in a piece of free text, in which a call may begin; False if it goes on as no call does."""
         before, watch = self._tail, self._watch
-        if (found := self._bare_call(content)) is not None and watch.bare is not None:
-            name, end = found
+        if (call := self._bare_call(content)) is not None and watch.bare is not None:
+            name, end = call
             text, before = self._bare_text(content), self._bare_text(b"")
             begun, rest = watch.bare.until_arguments(name).encode(), text[end:]
             if not rest and text[end - 1 : end] != b" ":  # the space may still come

@@ -211,10 +211,10 @@ class PagePool:
 
 @dataclass(slots=True)
 class _Limits:
-    """In pages. `asked`: as they were told; `heard`: when a request last told them."""
+    """A tenant's limits in pages. `cells`: the limits as requests give them; `last_seen`: when one last did."""
 
-    asked: CellLimits
-    heard: float
+    cells: CellLimits
+    last_seen: float
     floor: int
     ceiling: int
     kept: int = 0  # of the floor, from others
@@ -277,32 +277,32 @@ class TenantPages:
         return bool(self._limits)
 
     @property
-    def asked(self) -> Mapping[str, tuple[CellLimits, float]]:
-        """What has been told, and when, by tenant."""
-        return {tenant: (limits.asked, limits.heard) for tenant, limits in self._limits.items()}
+    def known_limits(self) -> Mapping[str, tuple[CellLimits, float]]:
+        """The limits of each tenant, and when a request last gave them."""
+        return {tenant: (limits.cells, limits.last_seen) for tenant, limits in self._limits.items()}
 
-    def limit(self, tenant: str, asked: CellLimits, now: float) -> bool | None:
+    def limit(self, tenant: str, limits: CellLimits, now: float) -> bool | None:
         """Set a tenant's limits. True if it had none before, False if they were removed, else None.
 
         A floor is rounded up to whole pages, a ceiling down, but not below the floor.
         """
         before = self._limits.get(tenant)
-        if before is not None and before.asked == asked:
-            before.heard = now
+        if before is not None and before.cells == limits:
+            before.last_seen = now
             return None
         if before is not None:
             self._kept -= before.kept
             del self._limits[tenant]
-        if not asked.any:
+        if not limits.any:
             return None if before is None else False
-        floor = math.ceil(asked.floor * self.total - _ROUNDING)
-        self._limits[tenant] = _Limits(asked, now, floor, max(floor, self._share(asked.ceiling)))
+        floor = math.ceil(limits.floor * self.total - _ROUNDING)
+        self._limits[tenant] = _Limits(limits, now, floor, max(floor, self._share(limits.ceiling)))
         self._changed(tenant)
         return True if before is None else None
 
     def forgotten(self, now: float, besides: str) -> list[str]:
         """Tenants with limits, except `besides`, that sent no request for `FORGOTTEN_S`."""
-        return [each for each, known in self._limits.items() if each != besides and now - known.heard > FORGOTTEN_S]
+        return [each for each, known in self._limits.items() if each != besides and now - known.last_seen > FORGOTTEN_S]
 
     def floor(self, tenant: str) -> int:
         limits = self._limits.get(tenant)
@@ -315,7 +315,7 @@ class TenantPages:
     def pinned(self, tenant: str) -> int:
         """Most pages that its pins and sessions may protect."""
         limits = self._limits.get(tenant)
-        return min(self._share(limits.asked.pinned), limits.ceiling) if limits is not None else self.total
+        return min(self._share(limits.cells.pinned), limits.ceiling) if limits is not None else self.total
 
     def spare(self, tenant: str) -> int:
         """Its evictable pages that may be evicted for another tenant."""

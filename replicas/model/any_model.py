@@ -22,12 +22,12 @@ _WITHOUT_EFFECT = {"dropout", "is_causal", "position_ids", "cache_position", "us
 class PagedState(NamedTuple):
     """What the attention calls of one forward share.
 
-    `asked` collects what layers asked for: heads, KV heads, their size, window or 0.
+    `shapes` collects what layers asked for: heads, KV heads, their size, window or 0.
     """
 
     kv: KVTensors
     batch: PagedBatch
-    asked: set[tuple[int, int, int, int]]
+    shapes: set[tuple[int, int, int, int]]
 
 
 def paged_attention_forward(
@@ -51,11 +51,11 @@ def paged_attention_forward(
     """
     if paged_state is None:
         raise ValueError(f"{type(module).__name__} did not pass the step's state on to its attention")
-    asked = {name for name, value in others.items() if value is not None and value is not False}
-    if unknown := asked - _WITHOUT_EFFECT:
+    options = {name for name, value in others.items() if value is not None and value is not False}
+    if unknown := options - _WITHOUT_EFFECT:
         raise ValueError(f"{type(module).__name__} asks for {', '.join(sorted(unknown))}, which is not known here")
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    paged_state.asked.add((q.shape[1], k.shape[1], q.shape[2], sliding_window or 0))
+    paged_state.shapes.add((q.shape[1], k.shape[1], q.shape[2], sliding_window or 0))
     layer: int = module.layer_idx  # type: ignore[assignment]
     kv, batch, _ = paged_state
     kv.store(layer, k, v, batch.cells)

@@ -233,9 +233,9 @@ def following_tokens(chunks: Sequence[Chunk], drawn: Sequence[Drawn | None] = ()
     parts: list[Int64s] = []
     for i, chunk in enumerate(chunks):
         part = np.append(chunk.tokens[1:], chunk.following).astype(np.int64)
-        if i < len(drawn) and (found := drawn[i]) is not None and chunk.draw is not None:
+        if i < len(drawn) and (result := drawn[i]) is not None and chunk.draw is not None:
             first = len(part) - chunk.draw.drafts - 1
-            part[first : first + len(found.tokens)] = found.tokens
+            part[first : first + len(result.tokens)] = result.tokens
         parts.append(part)
     return np.concatenate(parts)
 
@@ -326,10 +326,10 @@ def _inverse_frequencies(text: Any, op: Attention, device: str) -> tuple[Tensor,
     if rope.get("rope_type", "default") != "default":
         number = next(i for i, each in enumerate(text.layer_types) if each == kind) if kind else 0
         layer = text.per_layer_config[number]  # Gemma 4's heads differ
-        found: tuple[Tensor, float] = ROPE_INIT_FUNCTIONS[rope["rope_type"]](
+        result: tuple[Tensor, float] = ROPE_INIT_FUNCTIONS[rope["rope_type"]](
             layer, torch.device(device), layer_type=kind
         )
-        return found
+        return result
     dim = int(op.head_dim * rope.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
     return 1.0 / (rope["rope_theta"] ** exponents), 1.0

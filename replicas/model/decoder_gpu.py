@@ -88,12 +88,12 @@ class GpuDecoder(Decoder):
     @property
     def experts(self) -> dict[int, list[GpuExperts]]:
         """The layers of experts, by how many a token chooses."""
-        found: dict[int, list[GpuExperts]] = {}
+        experts: dict[int, list[GpuExperts]] = {}
         for block in self.all_blocks:
             layer = block.op.experts if isinstance(block.op, DenseAndExpertsLayer) else block.op
             if isinstance(layer, ExpertsLayer) and isinstance(layer.experts, GpuExperts):
-                found.setdefault(layer.op.routing.chosen, []).append(layer.experts)
-        return found
+                experts.setdefault(layer.op.routing.chosen, []).append(layer.experts)
+        return experts
 
     def keep_order(self, rows: int, draws: int) -> None:
         """Make a token's bits independent of the rest of its step, for steps of up to so many rows and draws.

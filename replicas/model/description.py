@@ -637,7 +637,7 @@ def why_not(config: Any) -> str:
         "layers that share keys and values": getattr(text, "num_kv_shared_layers", 0),
         "heads that differ in layers of one type": _uneven_heads(text, family),
     }
-    return next((reason for reason, found in refused.items() if found), "") or _unread_weights(config)
+    return next((reason for reason, applies in refused.items() if applies), "") or _unread_weights(config)
 
 
 def _uneven_heads(text: Any, family: Family) -> bool:

@@ -118,17 +118,17 @@ def _read_header(file: Path, stored: dict[str, Stored]) -> Fault | None:
         try:
             header = json.loads(opened.read(length))
             header.pop("__metadata__", None)
-            found = {tensor: _stored(file, 8 + length, entry) for tensor, entry in header.items()}
+            tensors = {tensor: _stored(file, 8 + length, entry) for tensor, entry in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError):
             return Fault(f"{name} is no safetensors file")
-    expected = max((each.end for each in found.values()), default=8 + length)
+    expected = max((each.end for each in tensors.values()), default=8 + length)
     if size != expected:
         return Fault(f"{name} has {size:,} bytes instead of {expected:,}: the download broke off")
-    for tensor, each in found.items():
+    for tensor, each in tensors.items():
         if (bits := _BITS.get(each.dtype)) and (each.end - each.begin) * 8 != math.prod(each.shape) * bits:
             shape = f"{each.dtype} of {list(each.shape)}"
             return Fault(f"{tensor} in {name} has {each.end - each.begin:,} bytes, which is not {shape}")
-    stored.update(found)
+    stored.update(tensors)
     return None
 
 

@@ -62,8 +62,8 @@ class Format:
     @staticmethod
     def of(config: Any) -> "Format":
         """The format in a model's configuration. Raises ValueError for what is unknown, naming method and option."""
-        given = getattr(config, "quantization_config", None) or {}
-        settings: dict[str, Any] = given if isinstance(given, dict) else given.to_dict()
+        raw_settings = getattr(config, "quantization_config", None) or {}
+        settings: dict[str, Any] = raw_settings if isinstance(raw_settings, dict) else raw_settings.to_dict()
         method = str(settings.get("quant_method", "")) if settings else ""
         if not settings or method == "mxfp4":
             return Format(method)
@@ -82,11 +82,11 @@ class Format:
 
     def stored(self, name: str, names: Container[str]) -> dict[str, str]:
         """Which of the stored tensors make the weight `name`: what each is, and its name. Empty where none does."""
-        found = {part: name + part for part in (*_BEHIND, *_BEHIND_TOO) if name + part in names}
+        names_by_part = {part: name + part for part in (*_BEHIND, *_BEHIND_TOO) if name + part in names}
         if name.endswith(".weight"):
             module = name.removesuffix("weight")
-            found |= {part: module + part for part in _BESIDE if module + part in names}
-        return found
+            names_by_part |= {part: module + part for part in _BESIDE if module + part in names}
+        return names_by_part
 
     def read(self, name: str, parts: Mapping[str, Tensor], inputs: int) -> Weight:
         """The weight `name` of the tensors of `stored`: as it is where it is one, else a quantised weight.
@@ -248,10 +248,10 @@ def _e2m1(codes: Tensor, scale: Tensor, global_scale: Tensor | None = None) -> Q
     return QuantizedWeight("e2m1", codes, scale, (1, codes.shape[-1] * 2 // scale.shape[-1]), None, global_scale)
 
 
-def _length(size: int, blocks: int, given: int) -> int:
-    """The length of so many blocks of a dimension: as given where that fits, else all alike."""
-    if given and -(-size // given) == blocks:
-        return given
+def _length(size: int, blocks: int, length: int) -> int:
+    """The length of so many blocks of a dimension: `length` where that fits, else all alike."""
+    if length and -(-size // length) == blocks:
+        return length
     if size % blocks:
         raise ValueError(f"{blocks} scales for {size} rows or columns")
     return size // blocks

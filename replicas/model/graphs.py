@@ -80,14 +80,14 @@ class GraphRoom:
 
     def buckets(self, group: int) -> list[Bucket]:
         """Every bucket, the largest first: the others reuse its memory."""
-        found: list[Bucket] = []
+        buckets: list[Bucket] = []
         for tokens in (n for n in _TOKENS if n <= self.tokens):
             for before, tile in zip((0, *_TILES), _TILES, strict=False):
                 # A tile of more rows than the one before needs a window of at least so many tokens.
                 if tile == _TILES[0] or tokens * group > before:
                     kinds = (False,) if tokens == 1 else (True,) if tokens > MOST_DRAWS else (False, True)
-                    found += [Bucket(tokens, tile, wide) for wide in kinds]
-        return sorted(found, reverse=True)
+                    buckets += [Bucket(tokens, tile, wide) for wide in kinds]
+        return sorted(buckets, reverse=True)
 
 
 def room_for(

@@ -35,10 +35,10 @@ Tell: TypeAlias = Callable[[Progress], None]
 class Meter:
     """Counts what is read of `total` bytes. Tells it now and then, and logs it; the end is told in any case."""
 
-    def __init__(self, total: int, tell: Tell | None = None, now: Callable[[], float] = time.monotonic) -> None:
-        self._total, self._tell, self._now = total, tell, now
+    def __init__(self, total: int, report: Tell | None = None, now: Callable[[], float] = time.monotonic) -> None:
+        self._total, self._report, self._now = total, report, now
         self._read = 0
-        self._began = self._logged = self._told = now()
+        self._began = self._logged = self._reported_at = now()
 
     def add(self, size: int) -> None:
         """So many more bytes have been read."""
@@ -46,9 +46,9 @@ class Meter:
         moment = self._now()
         progress = Progress(self._read, self._total, moment - self._began)
         done = self._read >= self._total
-        if self._tell is not None and (done or moment - self._told >= TELL_S):
-            self._told = moment
-            self._tell(progress)
+        if self._report is not None and (done or moment - self._reported_at >= TELL_S):
+            self._reported_at = moment
+            self._report(progress)
         if moment - self._logged >= LOG_S:
             self._logged = moment
             log.info("weights: %s", progress)

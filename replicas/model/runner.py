@@ -109,10 +109,10 @@ class ModelRunner:
     ) -> tuple[Drawn | None, ...]:
         """`drawn` with the token after those of each chunk, by the model's layer that predicts one token further."""
         rows, end = [], 0
-        for chunk, found in zip(chunks, drawn, strict=True):
+        for chunk, result in zip(chunks, drawn, strict=True):
             end += len(chunk.tokens)
-            if found is not None and chunk.draw is not None:
-                rows.append(end - chunk.draw.drafts - 2 + len(found.tokens))
+            if result is not None and chunk.draw is not None:
+                rows.append(end - chunk.draw.drafts - 2 + len(result.tokens))
         device = self.table.device
         following = torch.from_numpy(following_tokens(chunks, drawn)).to(device)
         logits = model.predict(batch, hidden, following, torch.tensor(rows, dtype=torch.int64, device=device))

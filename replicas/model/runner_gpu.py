@@ -91,26 +91,26 @@ class GpuRunner(ModelRunner):
             beside.apply(None, self._sender.send(beside.arrays))
             return GpuFlight((), (begin, _Mark(stream), _Mark(stream)), None, host)
         step = lay_out_step(plan, self.table, self.model.attention, self.model.vocabulary, before)
-        asked = step.asked
-        settings = asked.arrays if asked is not None else ()
-        further = self._further(plan.chunks, asked)
-        logits, views, batch, replayed = self._forward(step, settings, further)
-        views, left = views[: len(settings)], views[len(settings) :]
+        settings = step.settings
+        setting_arrays = settings.arrays if settings is not None else ()
+        further = self._further(plan.chunks, settings)
+        logits, views, batch, replayed = self._forward(step, setting_arrays, further)
+        views, left = views[: len(setting_arrays)], views[len(setting_arrays) :]
         drawing, drawn = _Mark(stream), None
-        if asked is not None:
+        if settings is not None:
             greedy = (replayed.greedy, replayed.accepted) if replayed is not None else None
-            drawn = sampler.begin(logits, asked, views, greedy)
+            drawn = sampler.begin(logits, settings, views, greedy)
             self._before = _Before(drawn.drawn, _first_rows(plan.chunks))
         if left and isinstance(self.model, Decoder):
             hidden = replayed.hidden if replayed is not None else self.model.hidden
             self._begin_prediction(self.model, batch, hidden, left, views, drawn)
         return GpuFlight(plan.chunks, (begin, drawing, _Mark(stream)), drawn, host)
 
-    def _further(self, chunks: tuple[Chunk, ...], asked: sampler.Settings | None) -> tuple[Array, ...]:
+    def _further(self, chunks: tuple[Chunk, ...], settings: sampler.Settings | None) -> tuple[Array, ...]:
         """What a layer that predicts one token further reads besides; nothing where the model has none."""
         if not isinstance(self.model, Decoder) or self.model.next_token is None:
             return ()
-        return following_tokens(chunks), *(asked.keys_after() if asked is not None else ())
+        return following_tokens(chunks), *(settings.keys_after() if settings is not None else ())
 
     def _begin_prediction(
         self,
@@ -172,12 +172,12 @@ class GpuRunner(ModelRunner):
 
 @record
 class StepInputs:
-    """A step laid out on the host. `asked`: what its rows ask for; None where nothing is drawn."""
+    """A step laid out on the host. `settings`: what its rows ask for; None where nothing is drawn."""
 
     layout: BatchLayout
     works: Sequence[Sequence[AttentionWork]]
     beside: "_Updates"
-    asked: sampler.Settings | None
+    settings: sampler.Settings | None
 
     @property
     def arrays(self) -> list[Array]:
@@ -197,10 +197,10 @@ def lay_out_step(
     for write in plan.writes:
         table.note(write)
     draws = any(chunk.draw is not None for chunk in plan.chunks)
-    asked = sampler.settings(plan.chunks, vocabulary) if draws else None
+    settings = sampler.settings(plan.chunks, vocabulary) if draws else None
     layout = lay_out(plan.chunks, table)
     works = plan_attention(attention, layout.paged(table))
-    return StepInputs(layout, works, _Updates(table, plan, before), asked)
+    return StepInputs(layout, works, _Updates(table, plan, before), settings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,10 +149,10 @@ def with_predictions(
     if not logits.shape[0]:
         return drawn
     after = []
-    for chunk, found in zip(chunks, drawn, strict=True):
-        if found is not None and (draw := chunk.draw) is not None:
-            last = chunk.start + len(chunk.tokens) - draw.drafts + len(found.tokens) - 1
-            token = np.array(found.tokens[-1:], np.int32)
+    for chunk, result in zip(chunks, drawn, strict=True):
+        if result is not None and (draw := chunk.draw) is not None:
+            last = chunk.start + len(chunk.tokens) - draw.drafts + len(result.tokens) - 1
+            token = np.array(result.tokens[-1:], np.int32)
             after.append(Chunk(chunk.row, last, token, Draw(draw.sampling, draw.seed, least=draw.least)))
     with torch.inference_mode():
         return _predicting(drawn, _draw(logits, group_rows(after, logits.shape[1])).tolist())
@@ -161,7 +161,7 @@ def with_predictions(
 def _predicting(drawn: tuple[Drawn | None, ...], tokens: Sequence[int]) -> tuple[Drawn | None, ...]:
     """`drawn` with `tokens`, one for each chunk that draws."""
     rest = iter(tokens)
-    return tuple(None if found is None else replace(found, predicted=next(rest)) for found in drawn)
+    return tuple(None if result is None else replace(result, predicted=next(rest)) for result in drawn)
 
 
 def _draw(logits: Tensor, rows: LogitRows) -> Tensor:
@@ -293,9 +293,9 @@ def _row_logprobs(logits: Tensor, tokens: Tensor, rows: LogitRows) -> tuple[Tens
     return log_probabilities(logits[index], tokens[index].long(), rows.most_logprobs)
 
 
-def _logprobs_by_row(rows: LogitRows, found: tuple[Tensor, Tensor, Tensor]) -> dict[int, LogRow]:
+def _logprobs_by_row(rows: LogitRows, logprobs: tuple[Tensor, Tensor, Tensor]) -> dict[int, LogRow]:
     """What `_row_logprobs` found, on the host."""
-    return dict(zip(rows.logprobs, zip(*(each.tolist() for each in found), strict=True), strict=True))
+    return dict(zip(rows.logprobs, zip(*(each.tolist() for each in logprobs), strict=True), strict=True))
 
 
 def _by_chunk(
@@ -310,16 +310,16 @@ def _by_chunk(
             continue
         kept = tuple(values[row : row + next(rights) + 1])
         logs: tuple[TokenLogprobs, ...] = ()
-        if (wanted := draw.sampling.logprobs) is not None:
-            logs = tuple(_token_logprobs(token, logprobs[row + i], wanted) for i, token in enumerate(kept))
+        if (n_logprobs := draw.sampling.logprobs) is not None:
+            logs = tuple(_token_logprobs(token, logprobs[row + i], n_logprobs) for i, token in enumerate(kept))
         result.append(Drawn(kept, logs))
         row += draw.drafts + 1
     return tuple(result)
 
 
-def _token_logprobs(token: int, row: LogRow, wanted: int) -> TokenLogprobs:
+def _token_logprobs(token: int, row: LogRow, n_logprobs: int) -> TokenLogprobs:
     chosen, values, ids = row
-    return TokenLogprobs(token, chosen, tuple(zip(ids[:wanted], values[:wanted], strict=True)))
+    return TokenLogprobs(token, chosen, tuple(zip(ids[:n_logprobs], values[:n_logprobs], strict=True)))
 
 
 # ---- on a GPU, without waiting ----
@@ -402,14 +402,14 @@ class Draws:
         """What was drawn for each chunk."""
         values = self.results.tolist()
         tokens, accepted = values[: len(self.drawn)], values[self.accepted : self.accepted + self.sequences]
-        found = _logprobs_by_row(self.rows, self.logprobs) if self.logprobs is not None else {}
-        drawn = _by_chunk(chunks, tokens, accepted, found)
+        logprobs = _logprobs_by_row(self.rows, self.logprobs) if self.logprobs is not None else {}
+        drawn = _by_chunk(chunks, tokens, accepted, logprobs)
         return drawn if self.predicted is None else _predicting(drawn, self.predicted.tolist())
 
 
 @torch.inference_mode()
 def begin(
-    logits: Tensor, asked: Settings, views: Sequence[Tensor], replayed: tuple[Tensor, int] | None = None
+    logits: Tensor, settings: Settings, views: Sequence[Tensor], replayed: tuple[Tensor, int] | None = None
 ) -> Draws:
     """Draw from `logits` [R, vocabulary]. `views` are `asked.arrays` on the device.
 
@@ -418,7 +418,7 @@ def begin(
     """
     from holdfast.kernels.sampling_gpu import cutoffs, draw_and_verify  # needs Triton
 
-    rows, (first, drafts, *noise) = asked.rows, views
+    rows, (first, drafts, *noise) = settings.rows, views
     sequences = len(first) - 1
     if replayed is not None and not noise and not rows.adjusted:
         results, ahead = replayed
@@ -434,9 +434,9 @@ def begin(
         results = torch.empty(ahead + sequences, dtype=torch.int32, device=logits.device)
         out = (results[: len(drafts)], results[ahead:])
         tokens, _ = draw_and_verify(scores, first, drafts, temperatures, keys, cutoff, out)
-    found = _row_logprobs(logits, tokens, rows) if rows.logprobs else None
+    logprobs = _row_logprobs(logits, tokens, rows) if rows.logprobs else None
     counts = results[ahead : ahead + sequences]
-    return Draws(tokens, counts, _to_host(results), ahead, sequences, rows, found)
+    return Draws(tokens, counts, _to_host(results), ahead, sequences, rows, logprobs)
 
 
 def _to_host(results: Tensor) -> Tensor:

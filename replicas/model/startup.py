@@ -224,13 +224,13 @@ def hardware() -> Hardware:
     return Hardware(cuda=torch.cuda.is_available(), cores=cores, free_memory=memory()[1])
 
 
-def _kernels(asked: CpuKernels) -> CpuKernels:
+def _kernels(requested: CpuKernels) -> CpuKernels:
     """Choose the instructions of the CPU kernels in this process. The log names kernels that torch replaces.
 
     Raises ConfigError for instructions that the processor or the installation lacks.
     """
     try:
-        level = native.limit(asked)
+        level = native.limit(requested)
     except ValueError as error:
         raise ConfigError(f"cpu_kernels: {error}", "cpu_kernels") from error
     libraries = {
@@ -239,13 +239,13 @@ def _kernels(asked: CpuKernels) -> CpuKernels:
         "norms and rotary embedding": layer,
         "linear layers": linear_state,
     }
-    for what, kernel in libraries.items():
+    for library, kernel in libraries.items():
         missing = kernel.LIBRARY.missing
-        if missing and asked not in ("auto", "torch"):
-            raise ConfigError(f"cpu_kernels: no kernel for {what}: {missing}", "cpu_kernels")
+        if missing and requested not in ("auto", "torch"):
+            raise ConfigError(f"cpu_kernels: no kernel for {library}: {missing}", "cpu_kernels")
         if missing and level != "torch":
-            log.warning("%s on the CPU by torch, which is slower: %s", what, missing)
-    if level == "torch" and asked == "auto":
+            log.warning("%s on the CPU by torch, which is slower: %s", library, missing)
+    if level == "torch" and requested == "auto":
         log.warning("everything on the CPU by torch, which is several times slower: this processor has no AVX2")
     log.info("kernels on the CPU by %s", level)
     return level

@@ -66,15 +66,15 @@ def sampling_defaults(path: str) -> dict[str, float]:
     A value that the API would refuse is left out.
     """
     try:
-        given = json.loads((Path(path) / "generation_config.json").read_text())
+        settings = json.loads((Path(path) / "generation_config.json").read_text())
     except (OSError, ValueError):
         return {}
-    found: dict[str, float] = {}
+    defaults: dict[str, float] = {}
     for name, (least, most) in _DEFAULTS.items():
-        value = given.get(name) if isinstance(given, dict) else None
+        value = settings.get(name) if isinstance(settings, dict) else None
         if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most:
-            found[name] = int(value) if name == "top_k" else float(value)
-    return found
+            defaults[name] = int(value) if name == "top_k" else float(value)
+    return defaults
 
 
 def load_tokenizer(info: ModelInfo, chat_template: str = "") -> PreTrainedTokenizerBase:
@@ -108,14 +108,14 @@ def eos_ids(info: ModelInfo) -> frozenset[int]:
             settings = GenerationConfig.from_pretrained(info.path, local_files_only=True)
         except _ERRORS as error:
             raise cannot_serve(info.path, f"its generation_config.json does not load ({first_lines(error)})") from error
-    found: set[int] = set()
+    result: set[int] = set()
     for source in (settings, info.config, info.config.get_text_config(decoder=True)):
         ids = getattr(source, "eos_token_id", None)
         listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
         if not all(type(each) is int for each in listed):
             raise cannot_serve(info.path, f"its eos_token_id is {ids!r}, not a number or a list of numbers")
-        found.update(listed)
-    return frozenset(found)
+        result.update(listed)
+    return frozenset(result)
 
 
 def load_model(info: ModelInfo, dtype: DType, device: str) -> nn.Module:
@@ -345,8 +345,8 @@ class Checkpoint(Source):
         return self._filled(super().floats(name, *size), name).add_(plus)
 
     def matrix(self, parts: Sequence[Part], inputs: int) -> Weight:
-        found = [self._read(part.name, part.of or part.outputs, inputs) for part in parts]
-        ordered = [_ordered(each, part.rows) for each, part in zip(found, parts, strict=True)]
+        matrices = [self._read(part.name, part.of or part.outputs, inputs) for part in parts]
+        ordered = [_ordered(each, part.rows) for each, part in zip(matrices, parts, strict=True)]
         kept = [each for each in ordered if isinstance(each, QuantizedWeight)]
         if self._keep and len(kept) == len(parts) and _alike(kept):
             return concatenated(kept).to(self.device)
@@ -374,8 +374,8 @@ class Checkpoint(Source):
     def experts(self, name: str, *size: int, rows: Tensor | None = None, transposed: bool = False) -> Weight:
         count, outputs, inputs = size
         turned = transposed and name in self._stored
-        found = self._read(name, *((count, inputs, outputs) if turned else size))
-        ordered = _ordered(found.mT if turned and isinstance(found, Tensor) else found, rows)
+        weights = self._read(name, *((count, inputs, outputs) if turned else size))
+        ordered = _ordered(weights.mT if turned and isinstance(weights, Tensor) else weights, rows)
         if self._keep and isinstance(ordered, QuantizedWeight) and _alike([ordered]):
             return ordered.to(self.device)
         weight = super().experts(name, *size)
@@ -436,10 +436,10 @@ class Checkpoint(Source):
             self._missing.append(name)
             return None
         parts = {part: self._stored_tensor(stored) for part, stored in names.items()}
-        found = self._format.read(name, parts, size[-1])
-        if found.shape != size:
-            raise cannot_serve(self._path, f"weight {name} is {tuple(found.shape)}, not {size}")
-        return found
+        weights = self._format.read(name, parts, size[-1])
+        if weights.shape != size:
+            raise cannot_serve(self._path, f"weight {name} is {tuple(weights.shape)}, not {size}")
+        return weights
 
     def _stored_tensor(self, name: str) -> Tensor:
         self._unread.discard(name)
@@ -581,9 +581,9 @@ def _attention(source: Source, at: str, op: Attention, description: Description)
         )
     qkv_bias = None
     if op.bias:
-        found = [source.floats(part.name, part.outputs) for part in biases]
+        tensors = [source.floats(part.name, part.outputs) for part in biases]
         qkv_bias = torch.cat(
-            [each if part.rows is None else each[part.rows] for each, part in zip(found, biases, strict=True)]
+            [each if part.rows is None else each[part.rows] for each, part in zip(tensors, biases, strict=True)]
         ).to(source.dtype)
     return AttentionWeights(
         source.matrix(weights, description.hidden),

@@ -70,7 +70,7 @@ def test_a_panel_asks_for_metrics_and_labels_that_exist(board: Board, panel: Pan
 
 @EACH_PANEL
 def test_a_panel_can_be_read(board: Board, panel: Panel) -> None:
-    assert panel.about.endswith(".")
+    assert panel.description.endswith(".")
     assert len(panel.queries) <= 8
     legends = [query.legend for query in panel.queries]
     assert len(set(legends)) == len(legends)

@@ -22,7 +22,7 @@ log = logging.getLogger("holdfast.somewhere")
 @pytest.fixture
 def lines(tmp_path: Path) -> Iterator[Path]:
     """A file for `configure`. Logging is restored afterwards. No request of an earlier test is on its lines."""
-    token = logs._about.set(None)
+    token = logs._request.set(None)
     root = logging.getLogger(logs.ROOT)
     before = root.handlers[:], root.level, root.propagate
     root.handlers.clear()
@@ -30,7 +30,7 @@ def lines(tmp_path: Path) -> Iterator[Path]:
     for handler in root.handlers:
         handler.close()
     root.handlers, root.level, root.propagate = before
-    logs._about.reset(token)
+    logs._request.reset(token)
 
 
 def record(message: str = "hi", **told: object) -> logging.LogRecord:

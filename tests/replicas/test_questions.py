@@ -89,8 +89,8 @@ def run(work: Callable[[World], object]) -> None:
 
 def test_no_question_is_asked_while_a_client_request_runs() -> None:
     async def work(world: World) -> None:
-        with world.questions.others():
-            with world.questions.others():
+        with world.questions.client_request():
+            with world.questions.client_request():
                 world.add("q")
             await turns()
             assert world.asked == []
@@ -104,7 +104,7 @@ def test_a_client_request_cancels_the_question_which_is_asked_again_later() -> N
     async def work(world: World) -> None:
         world.add("q")
         await turns()
-        with world.questions.others():
+        with world.questions.client_request():
             await turns()
             assert world.questions.stats.asked["given_up"] == 1
             assert world.questions.stats.tokens["given_up"] == 4  # two of the question, two drawn
@@ -126,7 +126,7 @@ def test_several_appends_are_answered_once(bursts: list[int]) -> None:
         world.add("q")
         await turns()
         for n in bursts:
-            with world.questions.others():
+            with world.questions.client_request():
                 for _ in range(n):
                     world.append()
             await turns()
@@ -143,7 +143,7 @@ def test_the_question_asked_longest_ago_is_next() -> None:
             world.add(name)
         await turns()
         for _ in range(3):
-            with world.questions.others():
+            with world.questions.client_request():
                 await turns()
             await turns()
         assert world.asked == ["a", "b", "a", "b"]
@@ -158,7 +158,7 @@ def test_a_failed_question_keeps_its_last_answer_and_is_retried_after_the_next_a
         await turns()
         world.fails = True
         for n in (2, 2):
-            with world.questions.others():
+            with world.questions.client_request():
                 if world.sessions["t", "s"].past.appends < n:
                     world.append()
             await turns()
@@ -168,7 +168,7 @@ def test_a_failed_question_keeps_its_last_answer_and_is_retried_after_the_next_a
         assert state.error is not None
         assert world.questions.stats.asked == {"answered": 1, "given_up": 0, "failed": 1}
         world.fails = False
-        with world.questions.others():
+        with world.questions.client_request():
             world.append()
         world.now += 5.0
         await turns()

@@ -38,13 +38,13 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """`about` says what to look for. `width` and `height` are in cells of the grid. `gpu`: without one it is empty.
+    """`description` says what to look for. `width` and `height` are in cells of the grid.
 
-    A number from `bad` on is red.
+    `gpu`: the panel is empty without a GPU. A number from `bad` on is red.
     """
 
     title: str
-    about: str
+    description: str
     unit: Unit
     queries: Sequence[Query]
     kind: Kind = Kind.LINES
@@ -74,7 +74,7 @@ class Variable:
 class Board:
     name: str  # of its file, and a part of its address
     title: str
-    about: str
+    description: str
     variables: Sequence[Variable]
     rows: Sequence[Row]
 
@@ -87,18 +87,18 @@ TENANT = Variable("tenant", "Tenant", "holdfast_tenant_requests_in_flight", "ten
 
 def graph(
     title: str,
-    about: str,
+    description: str,
     unit: Unit,
     *queries: Query,
     kind: Kind = Kind.LINES,
     width: int = 8,
     gpu: bool = False,
 ) -> Panel:
-    return Panel(title, about, unit, queries, kind, width, gpu=gpu)
+    return Panel(title, description, unit, queries, kind, width, gpu=gpu)
 
 
-def number(title: str, about: str, unit: Unit, expression: str, bad: float | None = None) -> Panel:
-    return Panel(title, about, unit, (Query(expression, ""),), Kind.NUMBER, width=4, height=4, bad=bad)
+def number(title: str, description: str, unit: Unit, expression: str, bad: float | None = None) -> Panel:
+    return Panel(title, description, unit, (Query(expression, ""),), Kind.NUMBER, width=4, height=4, bad=bad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,8 @@ class Chosen:
 
     def of(self, name: str, **labels: str) -> str:
         """The series of a metric; a label's value is a regular expression."""
-        wanted = {**{each.label: f"${each.name}" for each in self.variables}, **labels}
-        return name + "{" + ", ".join(f'{label}=~"{value}"' for label, value in wanted.items()) + "}"
+        matchers = {**{each.label: f"${each.name}" for each in self.variables}, **labels}
+        return name + "{" + ", ".join(f'{label}=~"{value}"' for label, value in matchers.items()) + "}"
 
     def rate(self, name: str, *by: str, **labels: str) -> str:
         """How fast a counter grows, per second."""

@@ -9,15 +9,15 @@ LINES = Chosen((JOB,))  # for metrics of routers
 EACH = "{{replica}}"
 
 
-def each(title: str, about: str, unit: Unit, expression: str) -> Panel:
+def each(title: str, description: str, unit: Unit, expression: str) -> Panel:
     """One line a replica."""
-    return graph(title, about, unit, Query(expression, EACH))
+    return graph(title, description, unit, Query(expression, EACH))
 
 
-def rates(title: str, about: str, *counters: tuple[str, str], kind: Kind = Kind.LINES) -> Panel:
+def rates(title: str, description: str, *counters: tuple[str, str], kind: Kind = Kind.LINES) -> Panel:
     """Counters of all replicas together, by what they are called in the legend."""
     queries = tuple(Query(WHO.rate(f"holdfast_{name}_total"), legend) for name, legend in counters)
-    return graph(title, about, Unit.RATE, *queries, kind=kind)
+    return graph(title, description, Unit.RATE, *queries, kind=kind)
 
 
 CELLS = Row(

@@ -45,7 +45,7 @@ def _dashboard(board: Board) -> grafana.Dashboard:
     made = (
         grafana.Dashboard(board.title)
         .uid(f"holdfast-{board.name}")
-        .description(board.about)
+        .description(board.description)
         .tags([TAG])
         .time("now-1h", "now")
         .refresh("30s")
@@ -94,7 +94,7 @@ def _panel(panel: Panel) -> AnyPanel:
     made: AnyPanel = _number(panel) if panel.kind is Kind.NUMBER else _graph(panel)
     made = (
         made.title(panel.title)
-        .description(panel.about)
+        .description(panel.description)
         .unit(panel.unit.value)
         .datasource(SOURCE)
         .span(panel.width)

@@ -8,8 +8,8 @@ NODE = "{{ip}}"
 DEPLOYMENT = "{{application}} {{deployment}}"
 
 
-def _of_node(title: str, about: str, unit: Unit, expression: str, gpu: bool = False) -> Panel:
-    return graph(title, about, unit, Query(expression, NODE), gpu=gpu)
+def _of_node(title: str, description: str, unit: Unit, expression: str, gpu: bool = False) -> Panel:
+    return graph(title, description, unit, Query(expression, NODE), gpu=gpu)
 
 
 REDIS = Row(

@@ -9,18 +9,18 @@ OF = Chosen((JOB,))  # and for those that know no tenant
 
 
 def tokens(kind: str) -> Panel:
-    about = {"prompt": "Of prompts, cached ones included.", "cached": "Of prompts, those not computed again."}
+    descriptions = {"prompt": "Of prompts, cached ones included.", "cached": "Of prompts, those not computed again."}
     return graph(
         f"Tokens a second: {kind}",
-        about.get(kind, "Drawn."),
+        descriptions.get(kind, "Drawn."),
         Unit.RATE,
         Query(WHO.rate("holdfast_tenant_tokens_total", "tenant", kind=kind), "{{tenant}}"),
         kind=Kind.STACKED,
     )
 
 
-def p95(title: str, about: str, name: str) -> Panel:
-    return graph(title, about, Unit.SECONDS, Query(WHO.quantile(0.95, name, "tenant"), "{{tenant}}"))
+def p95(title: str, description: str, name: str) -> Panel:
+    return graph(title, description, Unit.SECONDS, Query(WHO.quantile(0.95, name, "tenant"), "{{tenant}}"))
 
 
 BOARD = Board(

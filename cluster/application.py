@@ -49,8 +49,8 @@ ROUTER = "router"
 CONTROL_CALLS = 32  # health, metrics, status and the like, that a full engine still takes at once
 DRAIN_LOOK_S = 0.2  # between two looks whether the running requests have ended
 ENDING_S = 6.0  # routers and engines outlive the drain by so long, to tell clients and book usage
-# The release that introduced the format of the records of programs, responses, prefills and sessions. A release puts
-# its own version here if it and the release before cannot read each other's records.
+# The release that introduced the format of the records of programs, responses, prefills and sessions. A release writes
+# its own version here if it and the previous release cannot read each other's records.
 RECORDS = "0.1.0"
 YOUNG = 2  # collections of young garbage between two full ones; Python's own value is 10
 FULL_LOOKS = 1000  # full collections between two that look through everything
@@ -96,11 +96,11 @@ class Ingress:
         most = config.program_tenant_entries
         self._programs = ProgramTable(self._records, entries, ttl_s, config.program_rest_s, most)
         # A key may have been revoked since the deployment: the file counts as it is now, or this router does not start.
-        found = settings.tenants if tenants_file is None else await asyncio.to_thread(tenants_in, tenants_file)
+        tenants_now = settings.tenants if tenants_file is None else await asyncio.to_thread(tenants_in, tenants_file)
         self._tokens = IdentityTokens(config.oidc) if config.oidc.issuer else None
         read_token = None if self._tokens is None else self._tokens.read
-        tenants = TenantDirectory(found, exposed, config.hosts, config.cors_origins, read_token)
-        # Every model's, whatever the format of the other records: who there is, what they may use, what they have used.
+        tenants = TenantDirectory(tenants_now, exposed, config.hosts, config.cors_origins, read_token)
+        # All models and record formats share these: the tenants, their limits and their usage.
         shared = replace(redis, namespace=f"{settings.redis.namespace}/accounts")
         self._books = Records(shared, timeout_s, retry_s, observe)
         info = await self._records.info()
@@ -109,8 +109,8 @@ class Ingress:
         router = self._metrics.router
         self._usage = UsageBooks(config, Quotas(self._books, settings.server.routers))
         self._audit = Audit(self._books, config.audit_records, router)
-        self._kept = TenantStore(self._books, tenants, config.audit_records)
-        await self._kept.start()
+        self._tenant_store = TenantStore(self._books, tenants, config.audit_records)
+        await self._tenant_store.start()
         self._usage.start()
         self._audit.start()
         if self._tokens is not None:
@@ -133,7 +133,7 @@ class Ingress:
             TurnLog(self._spans),
             self._peers,
             self._drain,
-            self._kept,
+            self._tenant_store,
             self._usage,
             self._audit,
         )
@@ -143,7 +143,7 @@ class Ingress:
         return self._app
 
     async def metrics(self, only: str | None = None) -> tuple[str, str]:
-        """This router's id and its metrics; no metrics where `only` another one is asked."""
+        """This router's id and its metrics; no metrics if `only` names another process."""
         own = self._metrics.router
         return own, await self._metrics.exposition() if only in (None, own) else ""
 
@@ -160,7 +160,7 @@ class Ingress:
             await self._tenants.close()
         if self._tokens is not None:
             await self._tokens.close()
-        await self._kept.close()
+        await self._tenant_store.close()
         await self._cache.drain()
         await self._usage.close()
         await self._audit.close()
@@ -191,8 +191,8 @@ class OneRequestId:
 def freeze_garbage() -> None:
     """Keep full collections of garbage short in a process with a hundred thousand lasting records.
 
-    Looking through those takes tenths of a second with every request waiting. So what survives a full collection is
-    frozen, except in one of `FULL_LOOKS`. Garbage in it stays as long: requests must leave no reference cycles.
+    Looking through those takes tenths of a second with every request waiting. So objects that survive a full collection
+    are frozen, except in one of `FULL_LOOKS`. Frozen garbage stays as long: requests must leave no reference cycles.
     """
     gc.set_threshold(*gc.get_threshold()[:2], YOUNG)
     if _freeze not in gc.callbacks:

@@ -1,4 +1,4 @@
-"""How many engines a model needs: from their requests, waiting tokens, cells and paused programs.
+"""The number of engines that a model needs, from their requests, waiting tokens, cells and paused programs.
 
 Serve calls `Demand` in its controller with the average of what each engine reports (`record_autoscaling_stats`, every
 ten seconds). Delays and bounds are Serve's own, from the same part of the configuration.
@@ -12,11 +12,11 @@ from ray.serve.config import AutoscalingContext
 
 
 class Demand:
-    """The policy. Each argument is the target of one engine; 0: not counted.
+    """The scaling policy. Each argument is the target for one engine; 0: not counted.
 
-    `ongoing_requests` run or wait, `waiting_tokens` stand in prompts in the engine's queue, `cell_pressure` is the
-    share of KV cells that running sequences and paused programs hold, `pinned_programs` are the paused ones. Work
-    ahead, which nobody waits for, counts neither as requests nor as tokens.
+    `ongoing_requests` run or wait. `waiting_tokens` are the prompt tokens in the engine's queue. `cell_pressure` is the
+    share of KV cells that running sequences and paused programs hold. `pinned_programs` are the paused programs.
+    Background prefill counts neither as requests nor as tokens.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class Demand:
         requests = reported.get("requests", {})
         totals = {name: sum(reported.get(name, {}).values()) for name in self._targets}
         totals["requests"] += context.total_queued_requests or 0.0  # in the routers' queues
-        number = wanted(totals, self._targets)
+        number = engines_needed(totals, self._targets)
         silent = len(requests) < context.target_num_replicas
         return max(number, context.target_num_replicas) if silent else number, {}
 
 
-def wanted(totals: Mapping[str, float], targets: Mapping[str, float]) -> int:
+def engines_needed(totals: Mapping[str, float], targets: Mapping[str, float]) -> int:
     """The fewest engines of which each has no more than its target, on average, of any total."""
     needed = (math.ceil(totals[name] / target) for name, target in targets.items() if target > 0)
     return max(needed, default=1) or 1

@@ -1,8 +1,8 @@
 """The router's `Backend` over a Ray Serve handle: calls, streams, and what happens when a replica dies.
 
-`router.affinity` chooses the replica. A request whose replica died or stops is sent again, to another one: a whole
-reply from the start, a stream from the tokens that its client has. What comes next depends on the prompt and the
-position alone, so a stream goes on as it would have.
+`router.affinity` chooses the replica. A request whose replica died or stops is sent to another replica. A whole reply
+starts again; a stream continues after the tokens that its client has. Each token depends on the prompt and its position
+alone, so the stream is the same.
 """
 
 import asyncio
@@ -41,9 +41,9 @@ from holdfast.router.records import RoundTrips
 
 log = logging.getLogger(__name__)
 
-# What a call raises when its replica is gone. Trap: Serve does not retry a call that was running when it died.
+# Errors of a call whose replica is gone. Trap: Serve does not retry a call that was running when its replica died.
 LOST = (RayActorError, ReplicaUnavailableError, RequestCancelledError)
-# What a broadcast call raises when the replica may not have got it. Trap: until Serve knows of a death, so does that.
+# Errors of a broadcast call that the replica may not have got. Trap: a dead replica raises them until Serve notices.
 UNANSWERED = (TimeoutError, ActorUnavailableError)
 ATTEMPTS = 3
 
@@ -67,7 +67,7 @@ class ServeBackend:
         self._counting: dict[str, RoundTrips[str, Usage]] = {}  # by replica
 
     async def start(self, timeout_s: float) -> None:
-        """Learn what is served, from the first replica that answers; raises TimeoutError when none does."""
+        """Get the served models from the first replica that answers. Raises TimeoutError if none does."""
         async with asyncio.timeout(timeout_s):
             while True:
                 with suppress(UnavailableError):  # a model may take longer to load than a request waits for a replica
@@ -87,9 +87,9 @@ class ServeBackend:
             with own_request():
                 call = handle.remote(_now(request, began), **{HINT: place})
             try:
-                routed: Routed = await call
-                if not self._refused(routed.replica_id, routed.reply, request, attempt):
-                    return routed
+                result: Routed = await call
+                if not self._refused(result.replica_id, result.reply, request, attempt):
+                    return result
             except LOST as error:
                 log.warning("attempt %d of request %s lost its replica: %s", attempt, request.request_id, error)
             except asyncio.CancelledError:
@@ -202,7 +202,7 @@ class ServeBackend:
         return await _answers(self._handle, bytes, "activity", scope)
 
     async def healthy(self) -> bool:
-        # A real call: what the handle knows of its replicas may be from before they died.
+        # A real call: the handle's list of replicas may be older than their death.
         with suppress(TimeoutError, HoldfastError):
             async with asyncio.timeout(HEALTHY_S):
                 await self._call("card")
@@ -210,7 +210,7 @@ class ServeBackend:
         return False
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """One plain call to the least busy replica, again while replicas die under it."""
+        """One plain call to the least busy replica. It is repeated if the replica dies during the call."""
         handle = self._handle.options(method_name=method)
         for _ in range(ATTEMPTS):
             with own_request(), suppress(*LOST):
@@ -256,10 +256,10 @@ def _now(request: GenerateRequest, began: float) -> GenerateRequest:
 
 
 def _attempts(request: GenerateRequest) -> int:
-    """How often it may be sent. A session's operation is for one replica: `router.session_homes` moves sessions."""
+    """The allowed number of attempts. A session's operation gets one: `router.session_homes` moves sessions."""
     return ATTEMPTS if request.session is None or request.session.opens else 1
 
 
 def lost() -> Errored:
-    """What a request ends with when its replica died and it cannot be sent again."""
+    """The error of a request whose replica died and that cannot be sent again."""
     return Errored(ErrorInfo(ErrorKind.UNAVAILABLE, "the replica that served this request was lost"))

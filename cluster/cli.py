@@ -1,4 +1,4 @@
-"""The `holdfast` command: its arguments, and what is printed when something is wrong. Work is imported when needed."""
+"""The `holdfast` command: its arguments and error messages. Each command imports its work when it runs."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"holdfast {version('holdfast')}")
     commands = cast("Commands[argparse.ArgumentParser]", parser.add_subparsers(metavar="COMMAND", parser_class=Parser))
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], text: str, more: str = "") -> Parser:
-        made = commands.add_parser(name, help=text, description=f"{text} {more}".rstrip())
-        made.set_defaults(run=run)
-        return cast(Parser, made)
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str, details: str = "") -> Parser:
+        parser = commands.add_parser(name, help=text, description=f"{text} {details}".rstrip())
+        parser.set_defaults(run=run)
+        return cast(Parser, parser)
 
     _add_settings(command("serve", _serve, "Start Ray, Redis and the server on this machine; Ctrl-C stops all of it."))
     text = "Talk to a running server: answers as they come, tool calls as they close, and you answer them."
@@ -316,7 +316,7 @@ def _inflate(options: argparse.Namespace) -> int:
     return model.main(options.rest)
 
 
-# ---- parsers that tell the command that was meant what is wrong, and what is near ----
+# ---- parsers whose errors name the command and the nearest known word ----
 
 
 class Parser(argparse.ArgumentParser):
@@ -331,7 +331,7 @@ class Parser(argparse.ArgumentParser):
         return options, rest
 
     def error(self, message: str) -> NoReturn:
-        """Exit with what is wrong, and where the right words stand."""
+        """Exit with the error and a reference to the help."""
         self.exit(MISUSE, f"{self.prog}: {message}\nSee `{self.prog} --help`.\n")
 
     def _unknown(self, word: str) -> str:
@@ -380,9 +380,9 @@ def _described(name: str, text: str, indent: int) -> list[str]:
     return [f"  {name:<{indent - 2}}{first}", *(" " * indent + line for line in rest)]
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, words: Iterable[str]) -> str:
     """`; did you mean …?`, or "" where nothing is near."""
-    close = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    close = get_close_matches(word, list(words), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 

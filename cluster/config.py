@@ -17,7 +17,7 @@ LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost"})
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Where the cluster listens, and its time limits in seconds."""
+    """The address that the cluster listens on, and its time limits in seconds."""
 
     host: str = "127.0.0.1"  # the address to listen on; any but this machine's own needs tenants
     port: int = 8000  # for clients
@@ -51,7 +51,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ReplicasConfig:
-    """How many engines run, and how many requests each has in hand at most (running and in its own queue)."""
+    """The number of engines, and the limit of requests in each (running and in its own queue)."""
 
     count: int = 1  # engines; a CPU's cores are shared out among them, a GPU takes one
     max_ongoing_requests: int = 1024  # of one engine, running and in its queue; beyond it requests wait in the router
@@ -103,7 +103,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """What the command line sets above the file; None leaves a value alone."""
+    """Values that the command line sets over the file. None leaves a value unchanged."""
 
     host: str | None = None
     port: int | None = None
@@ -135,7 +135,7 @@ def check_tenants(settings: Settings) -> None:
     """Raises ConfigError for tenants that clash, and for a server open to others without any key."""
     read_token = IdentityTokens(settings.router.oidc).read if settings.router.oidc.issuer else None
     if settings.tenants and settings.server.tenants_file:
-        message = f"tenants stand in {settings.server.tenants_file}, and nowhere else"
+        message = f"tenants must be in {settings.server.tenants_file} only"
         raise ConfigError(message, "server.tenants_file")
     elsewhere = settings.router.admin_key_hashes or settings.server.tenants_file
     known = TenantDirectory(settings.tenants, read_token=read_token).has_keys or elsewhere
@@ -145,13 +145,13 @@ def check_tenants(settings: Settings) -> None:
 
 
 def choose_order(settings: Settings, *, live: bool) -> Settings:
-    """`settings` with the order of requests, where `engine.order` leaves that open: tenants share where there is more
-    than one, or where some may come while it runs, by a file (`live`) or by administrators. Engines keep their order.
+    """`settings` with the order of requests, if `engine.order` leaves that open. Tenants share if there is more than
+    one, or if a file (`live`) or an administrator may add some later. Engines keep their order.
     """
     if settings.engine.order != "auto":
         return settings
-    several = live or len(settings.tenants) > 1 or bool(settings.router.admin_key_hashes)
-    return replace(settings, engine=replace(settings.engine, order="fair" if several else "program"))
+    shared = live or len(settings.tenants) > 1 or bool(settings.router.admin_key_hashes)
+    return replace(settings, engine=replace(settings.engine, order="fair" if shared else "program"))
 
 
 def share_threads(settings: Settings, cores: int) -> Settings:

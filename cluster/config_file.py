@@ -1,4 +1,4 @@
-"""YAML, environment and command line -> `Settings`, with where each value comes from; the commands that show it.
+"""YAML, environment and command line -> `Settings`, with the source of each value, and the commands that show it.
 
 The later of these wins: defaults, file, environment, command line. `HOLDFAST_ENGINE__RETENTION__POLICY=none` sets
 `engine.retention.policy`; its value is read as YAML. pydantic checks types here and nowhere else. Unknown keys are
@@ -153,13 +153,13 @@ FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A whole configuration, and for each key that is not at its default what set it."""
+    """A whole configuration, with the source of each key that is not at its default."""
 
     settings: Settings
     origins: Mapping[str, str]
 
     def origin(self, key: str) -> str:
-        """What set `key`."""
+        """The source that set `key`."""
         return self.origins.get(key, "default")
 
 
@@ -182,8 +182,8 @@ def load(path: Path | None, variables: Mapping[str, str], overrides: Overrides) 
     try:
         settings = settings_of(data)
     except ConfigError as error:
-        where = _around(error.field or "", origins, "")
-        raise ConfigError(f"{where}: {error.message}" if where else error.message, error.field) from error
+        origin = _around(error.field or "", origins, "")
+        raise ConfigError(f"{origin}: {error.message}" if origin else error.message, error.field) from error
     for key, (flag, field) in FLAGS.items():
         if getattr(overrides, field) is not None:
             origins[key] = flag
@@ -217,9 +217,9 @@ def _lines(node: yaml.Node | None, path: str) -> Iterator[tuple[str, int]]:
     else:
         return
     for name, key, value in inside:
-        here = f"{path}.{name}".lstrip(".")
-        yield here, key.start_mark.line + 1
-        yield from _lines(value, here)
+        key_path = f"{path}.{name}".lstrip(".")
+        yield key_path, key.start_mark.line + 1
+        yield from _lines(value, key_path)
 
 
 def _around(field: str, known: Mapping[str, V], otherwise: V) -> V:
@@ -278,7 +278,7 @@ def mapping(text: str) -> dict[str, Any]:
     """The sections in a YAML text, their contents as they are. Raises ConfigError."""
     try:
         data = load_yaml(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: what looks like a date and is none
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date
         raise ConfigError(f"not YAML: {_problem(error)}", "config") from error
     except RecursionError as error:
         raise ConfigError("not a configuration: nested too deeply", "config") from error
@@ -290,7 +290,7 @@ def mapping(text: str) -> dict[str, Any]:
 
 
 def _problem(error: Exception) -> str:
-    """What is wrong, in one line, and where."""
+    """The error in one line, with its place."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark and problem else str(error)
 
@@ -304,39 +304,38 @@ def settings_of(data: Mapping[str, Any]) -> Settings:
 
 
 def faults(data: Mapping[str, Any]) -> list[ConfigError]:
-    """Everything that is wrong in these sections: unknown keys, then values."""
-    found = list(unknown(data))
-    strange = {fault.field for fault in found}
+    """All errors in these sections: unknown keys, then values."""
+    errors = list(unknown(data))
+    skip = {fault.field for fault in errors}
     for name, value in data.items():
-        if name not in strange:
-            found += _faults(name, get_type_hints(Settings)[name], value, strange)
-    return found
+        if name not in skip:
+            errors += _faults(name, get_type_hints(Settings)[name], value, skip)
+    return errors
 
 
-def _faults(path: str, hint: Any, value: Any, strange: Set[str | None]) -> list[ConfigError]:
-    """What is wrong in the `value` of type `hint` that stands at `path`, `strange` keys passed over.
+def _faults(path: str, hint: Any, value: Any, skip: Set[str | None]) -> list[ConfigError]:
+    """Errors in the `value` of type `hint` at `path`, without the keys in `skip`.
 
-    A fault hides others: of the values that are of the right type the first wrong one ends the reading. So what is
-    inside is read before what is around it, and each key with a fault is left out, as if it had its default, until
-    nothing new is found.
+    One error hides others, because the first wrong value ends the reading. So inner sections are read before outer
+    ones. Keys with an error are left out, as if they had their defaults, until a reading finds no new error.
     """
     kind = _dataclass_in(hint)
     if kind is not None and isinstance(value, list) and hint is not kind:
-        return [fault for i, item in enumerate(value) for fault in _faults(f"{path}.{i}", kind, item, strange)]
+        return [fault for i, item in enumerate(value) for fault in _faults(f"{path}.{i}", kind, item, skip)]
     if kind is None or not isinstance(value, dict):
         return _errors(path, hint, value)
-    found = []
-    rest = {key: each for key, each in value.items() if f"{path}.{key}" not in strange}
+    errors = []
+    rest = {key: each for key, each in value.items() if f"{path}.{key}" not in skip}
     for key, inner in get_type_hints(kind).items():
-        if key in rest and _dataclass_in(inner) and (inside := _faults(f"{path}.{key}", inner, rest[key], strange)):
-            found += inside
+        if key in rest and _dataclass_in(inner) and (nested := _faults(f"{path}.{key}", inner, rest[key], skip)):
+            errors += nested
             del rest[key]
     seen: set[str | None] = set()
-    while new := [fault for fault in _errors(path, kind, rest) if fault.field not in seen]:
-        found += new
-        seen |= {fault.field for fault in new}
+    while new_errors := [fault for fault in _errors(path, kind, rest) if fault.field not in seen]:
+        errors += new_errors
+        seen |= {fault.field for fault in new_errors}
         rest = {key: each for key, each in rest.items() if not _below(f"{path}.{key}", seen)}
-    return found
+    return errors
 
 
 def _below(path: str, fields: Set[str | None]) -> bool:
@@ -345,16 +344,16 @@ def _below(path: str, fields: Set[str | None]) -> bool:
 
 
 def _errors(path: str, hint: Any, value: Any) -> list[ConfigError]:
-    """What a reading of `value` ends with: all that is of a wrong type, or the first that cannot be; [] for nothing."""
+    """Errors of a reading of `value`: all wrong types, or else the first invalid value; [] if there are none."""
     try:
         _read(path, hint, value)
     except ConfigError as error:
-        return _each(path, error.__cause__) if isinstance(error.__cause__, ValidationError) else [error]
+        return _errors_of(path, error.__cause__) if isinstance(error.__cause__, ValidationError) else [error]
     return []
 
 
 def unknown(data: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """One error for each key that is none, naming the nearest one."""
+    """One error for each unknown key. It names the nearest known key."""
     for field, known in unknown_keys(data, Settings):
         close = get_close_matches(field.rpartition(".")[2], known, n=1, cutoff=0.0)
         instead = REMOVED.get(field) or f"the nearest known one is {close[0]!r}"
@@ -372,15 +371,15 @@ def _read(path: str, hint: Any, value: Any) -> Any:
         # Through JSON, because strict mode then still takes a list for a tuple.
         return TypeAdapter(hint).validate_json(orjson.dumps(value), strict=True)
     except ValidationError as error:
-        raise _each(path, error)[0] from error
+        raise _errors_of(path, error)[0] from error
     except TypeError as error:
         raise ConfigError(f"{path}: {error}", path) from error
     except ConfigError as error:
         raise ConfigError(f"{path}.{error.message}", f"{path}.{error.field}") from error
 
 
-def _each(path: str, error: ValidationError) -> list[ConfigError]:
-    """One error for each thing that pydantic found in what stands at `path`."""
+def _errors_of(path: str, error: ValidationError) -> list[ConfigError]:
+    """One error for each fault that pydantic found in the value at `path`."""
     seen = []
     for each in error.errors(include_url=False):
         field = ".".join([path, *(str(part) for part in each["loc"])])
@@ -389,7 +388,7 @@ def _each(path: str, error: ValidationError) -> list[ConfigError]:
 
 
 def _nearest(error: ErrorDetails) -> str:
-    """The nearest allowed word, for text that is none of several."""
+    """The nearest allowed word, for text that is not one of the allowed words."""
     if error["type"] != "literal_error" or not isinstance(error["input"], str):
         return ""
     close = get_close_matches(error["input"], re.findall("'([^']*)'", error["ctx"]["expected"]), n=1, cutoff=0.0)
@@ -397,7 +396,7 @@ def _nearest(error: ErrorDetails) -> str:
 
 
 def unknown_keys(data: Any, kind: Any, path: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Dotted paths of keys in `data` that dataclass `kind` has no field for, each with the fields there are."""
+    """Dotted paths of keys in `data` without a field in dataclass `kind`, each with the names of the known fields."""
     if isinstance(data, list):
         for i, item in enumerate(data):
             yield from unknown_keys(item, kind, f"{path}.{i}")
@@ -405,11 +404,11 @@ def unknown_keys(data: Any, kind: Any, path: str = "") -> Iterator[tuple[str, li
         return
     hints, names = get_type_hints(kind), [each.name for each in dataclasses.fields(kind)]
     for key, value in data.items():
-        here = f"{path}.{key}" if path else str(key)
+        key_path = f"{path}.{key}" if path else str(key)
         if key not in names:
-            yield here, names
+            yield key_path, names
         elif inner := _dataclass_in(hints[key]):
-            yield from unknown_keys(value, inner, here)
+            yield from unknown_keys(value, inner, key_path)
 
 
 def _dataclass_in(hint: Any) -> type | None:
@@ -417,7 +416,7 @@ def _dataclass_in(hint: Any) -> type | None:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return hint
     if get_origin(hint) in (Union, UnionType, tuple, list):
-        return next((found for arg in get_args(hint) if (found := _dataclass_in(arg))), None)
+        return next((nested for arg in get_args(hint) if (nested := _dataclass_in(arg))), None)
     return None
 
 
@@ -426,7 +425,7 @@ def _dataclass_in(hint: Any) -> type | None:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something wrong in a file; `line` counts from 1, 0 where none can be told."""
+    """An error in a file. `line` counts from 1; 0: unknown."""
 
     line: int
     field: str
@@ -434,7 +433,7 @@ class Fault:
 
 
 def show(loaded: Loaded) -> str:
-    """YAML of every key, and behind it what set it. Passwords are left out."""
+    """YAML of every key, with its source in a comment. Passwords are left out."""
     out: list[str] = []
     opened: list[str] = []
     width = 0
@@ -455,7 +454,7 @@ def show(loaded: Loaded) -> str:
 
 
 def check(path: Path) -> list[Fault]:
-    """Every unknown key, every value that cannot be, and what does not go together. Raises ConfigError where the file
+    """Every unknown key, every invalid value, and values that contradict each other. Raises ConfigError where the file
     cannot be read.
     """
     text = read_text(path)
@@ -465,9 +464,9 @@ def check(path: Path) -> list[Fault]:
         mark = getattr(error.__cause__, "problem_mark", None)
         problem = getattr(error.__cause__, "problem", None) or error.message
         return [Fault(mark.line + 1 if mark else 1, "", f"not YAML: {problem}" if mark else problem)]
-    where = lines(text)
+    rows = lines(text)
     return sorted(
-        (Fault(_around(error.field or "", where, 1), error.field or "", error.message) for error in _all_faults(data)),
+        (Fault(_around(error.field or "", rows, 1), error.field or "", error.message) for error in _all_faults(data)),
         key=lambda fault: fault.line,
     )
 
@@ -485,23 +484,23 @@ def report(path: Path, faults: list[Fault], as_json: bool) -> str:
 
 
 def _all_faults(data: dict[str, Any]) -> Iterator[ConfigError]:
-    """Those of single keys, then those of what does not go together, as far as that can be read."""
-    found = faults(data)
-    yield from found
-    wrong = {error.field or "" for error in found}
-    sections = {field.partition(".")[0] for field in wrong}
-    rest = {name: value for name, value in data.items() if name not in sections - {"tenants"} and name not in wrong}
-    if isinstance(tenants := rest.get("tenants"), list):  # in the place of one with a fault stands one that clashes not
+    """Errors of single keys, then contradictions between the values that can be read."""
+    errors = faults(data)
+    yield from errors
+    faulty = {error.field or "" for error in errors}
+    sections = {field.partition(".")[0] for field in faulty}
+    rest = {name: value for name, value in data.items() if name not in sections - {"tenants"} and name not in faulty}
+    if isinstance(tenants := rest.get("tenants"), list):  # a tenant without conflicts replaces each faulty one
         rest["tenants"] = [
             {"name": f"entry-{i}", "key_hashes": [f"sha256:{i:064x}"]}
-            if any(f"{field}.".startswith(f"tenants.{i}.") for field in wrong)
+            if any(f"{field}.".startswith(f"tenants.{i}.") for field in faulty)
             else each
             for i, each in enumerate(tenants)
         ]
     try:
         config.check_tenants(settings_of(rest))
     except ConfigError as error:
-        # Whether a server has keys at all is not to be said where some of what decides it is left out.
+        # Faulty tenants are left out here, so this check cannot know whether the server has keys.
         if not sections & {"router", "server", "tenants"} or (error.field or "").startswith("tenants"):
             yield error
 
@@ -537,7 +536,7 @@ class Option:
 
 
 def options(kind: Any = Settings, path: str = "") -> Iterator[tuple[str, str, list[Option]]]:
-    """Sections in order: their name, what their class says, and their options; nested ones after the outer."""
+    """Sections in order: name, docstring of the class, and options. Nested sections follow the outer one."""
     hints, texts, own, inner = get_type_hints(kind), comments(kind), [], []
     for field in dataclasses.fields(kind):
         key, hint = f"{path}.{field.name}".lstrip("."), hints[field.name]
@@ -555,38 +554,38 @@ def options(kind: Any = Settings, path: str = "") -> Iterator[tuple[str, str, li
 def options_page() -> str:
     """The whole page in Markdown."""
     parts = [HEAD]
-    for name, about, found in options():
-        parts.append(f"## {name}\n\n{about}\n\n| key | values | default | what |\n|---|---|---|---|")
-        rows = (f"| `{each.key}` | {each.kind} | {each.default} | {each.text} |" for each in found)
+    for name, description, section_options in options():
+        parts.append(f"## {name}\n\n{description}\n\n| key | values | default | what |\n|---|---|---|---|")
+        rows = (f"| `{each.key}` | {each.kind} | {each.default} | {each.text} |" for each in section_options)
         parts[-1] += "\n" + "\n".join(rows) + "\n"
     return "\n".join(parts).rstrip()
 
 
 @cache
 def comments(kind: type) -> dict[str, str]:
-    """What the comments behind the fields of a class say, by field."""
+    """The comments behind the fields of a class, by field."""
     source = textwrap.dedent(inspect.getsource(kind))
     lines = source.splitlines()
-    found = {}
+    texts = {}
     (body,) = ast.parse(source).body
     assert isinstance(body, ast.ClassDef)
     for node in body.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             behind = (line.partition("  # ")[2] for line in lines[node.lineno - 1 : node.end_lineno])
-            found[node.target.id] = " ".join(text.strip() for text in behind if text)
-    return found
+            texts[node.target.id] = " ".join(text.strip() for text in behind if text)
+    return texts
 
 
 def _kind(hint: Any) -> str:
     names = {int: "whole number", float: "number", bool: "true, false", str: "text"}
     if hint in names:
         return names[hint]
-    inside = tuple(str(each.value) for each in list[Any](hint)) if isinstance(hint, EnumMeta) else get_args(hint)
-    if all(isinstance(each, str) for each in inside):
-        return ", ".join(f"`{each}`" for each in inside)
-    if type(None) in inside:
-        return f"{_kind(next(each for each in inside if each is not type(None)))}, null"
-    return "list of " + _kind(inside[0])
+    members = tuple(str(each.value) for each in list[Any](hint)) if isinstance(hint, EnumMeta) else get_args(hint)
+    if all(isinstance(each, str) for each in members):
+        return ", ".join(f"`{each}`" for each in members)
+    if type(None) in members:
+        return f"{_kind(next(each for each in members if each is not type(None)))}, null"
+    return "list of " + _kind(members[0])
 
 
 def _default(field: dataclasses.Field[Any]) -> str:

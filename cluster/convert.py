@@ -26,7 +26,7 @@ def convert(file: Path, out: Path) -> list[str]:
     """Write the model of a GGUF file into the new folder `out`, which appears whole or not at all.
 
     Weights that the file holds in float32 stay float32; all others, quantised ones included, become bfloat16. Returns
-    what the user should know of the result. Raises ConfigError when the file cannot be converted.
+    notes for the user about the result. Raises ConfigError when the file cannot be converted.
     """
     if missing := [name for name in NEEDS if find_spec(name) is None]:
         how = "pip install -e '.[gguf]' -c constraints.txt"
@@ -42,8 +42,8 @@ def convert(file: Path, out: Path) -> list[str]:
         part.chmod(0o755)
         part.rename(out)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as error:
-        said = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ConfigError(f"{file} cannot be converted: {said}") from error
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfigError(f"{file} cannot be converted: {reason}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return notes
@@ -68,7 +68,7 @@ def _write(file: Path, folder: Path) -> list[str]:
     )
     if lacking := sorted(report["missing_keys"]):
         raise ValueError(f"it lacks {len(lacking)} weights, {lacking[0]} among them")
-    ends = sorted({found for name in ENDS if (found := _field(reader, f"tokenizer.ggml.{name}_token_id")) is not None})
+    ends = sorted({token for name in ENDS if (token := _field(reader, f"tokenizer.ggml.{name}_token_id")) is not None})
     for settings in (model.config, model.generation_config):
         settings.eos_token_id = ends or tokenizer.eos_token_id
         settings.bos_token_id, settings.pad_token_id = tokenizer.bos_token_id, tokenizer.pad_token_id
@@ -109,5 +109,5 @@ def _cut(tokenizer: Any, words: str) -> bool:
 
 def _field(reader: Any, name: str) -> Any:
     """A value of the file's metadata, or None."""
-    found = reader.get_field(name)
-    return None if found is None else found.contents()
+    entry = reader.get_field(name)
+    return None if entry is None else entry.contents()

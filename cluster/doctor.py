@@ -1,4 +1,4 @@
-"""`holdfast doctor`: what would go wrong on this machine with a configuration, and how to mend it.
+"""`holdfast doctor`: problems that a configuration would have on this machine, and how to fix them.
 
 The facts of the machine are gathered once; each check is a function of facts and settings that gives findings. Nothing
 is changed, and no port or GPU is taken. `holdfast serve` refuses to start where a check fails.
@@ -86,7 +86,7 @@ def gather() -> Facts:
     """The facts of this machine. Starts `nvidia-smi`, and where there is a GPU a Python with torch: some seconds."""
     gpus = _gpus()
     gpu_device = Path("/dev/nvidiactl").exists() or Path("/proc/driver/nvidia").exists()
-    cuda, seen = _torch() if gpus or gpu_device else ("", 0)
+    cuda, torch_gpus = _torch() if gpus or gpu_device else ("", 0)
     machine = environment.machine()
     shm, shm_free = _disk(Path("/dev/shm"))
     return Facts(
@@ -102,24 +102,24 @@ def gather() -> Facts:
         gpus=gpus,
         gpu_device=gpu_device,
         torch_cuda=cuda,
-        torch_gpus=seen,
+        torch_gpus=torch_gpus,
     )
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
     """The lines of `nvidia-smi --query-gpu` as `NVIDIA` asks for them; memory there is in MiB."""
-    found = []
+    gpus = []
     for line in text.strip().splitlines():
         name, total, free, driver = (part.strip() for part in line.split(","))
-        found.append(Gpu(name, int(total) << 20, int(free) << 20, driver))
-    return tuple(found)
+        gpus.append(Gpu(name, int(total) << 20, int(free) << 20, driver))
+    return tuple(gpus)
 
 
 def _gpus() -> tuple[Gpu, ...] | None:
     """None where `nvidia-smi` is missing or does not answer."""
     try:
-        done = subprocess.run(["nvidia-smi", *NVIDIA], capture_output=True, text=True, timeout=20, check=True)
-        return parse_gpus(done.stdout)
+        process = subprocess.run(["nvidia-smi", *NVIDIA], capture_output=True, text=True, timeout=20, check=True)
+        return parse_gpus(process.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
 
@@ -127,9 +127,9 @@ def _gpus() -> tuple[Gpu, ...] | None:
 def _torch() -> tuple[str, int]:
     """The CUDA version of torch, and the GPUs it sees. In a process of its own, because CUDA stays initialized."""
     try:
-        done = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=120, check=True)
-        cuda, seen = done.stdout.strip().split(",")
-        return cuda, int(seen)
+        run = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=120, check=True)
+        cuda, gpus = run.stdout.strip().split(",")
+        return cuda, int(gpus)
     except (OSError, subprocess.SubprocessError, ValueError):
         return "", 0
 
@@ -184,28 +184,28 @@ def fail(check: str, found: str, mend: str) -> Finding:
 
 
 def findings(checks: Sequence[tuple[str, Check]]) -> list[Finding]:
-    """What all checks find. A check that raises is a finding, too, and the others go on."""
-    found: list[Finding] = []
+    """The findings of all checks. A check that raises gives a finding; the others still run."""
+    results: list[Finding] = []
     for name, check in checks:
         try:
-            found.extend(check())
+            results.extend(check())
         except Exception as error:  # the supervisor of the checks: a machine may be odd in any way
-            found.append(warn(name, f"could not be checked: {error}", "look at it by hand"))
-    return found
+            results.append(warn(name, f"could not be checked: {error}", "look at it by hand"))
+    return results
 
 
-def worst(found: Iterable[Finding]) -> State:
+def worst(results: Iterable[Finding]) -> State:
     order = list(State)
-    return max((each.state for each in found), key=order.index, default=State.OK)
+    return max((each.state for each in results), key=order.index, default=State.OK)
 
 
-def show(found: Sequence[Finding], as_json: bool) -> None:
+def show(results: Sequence[Finding], as_json: bool) -> None:
     """Print the findings, the worst last."""
     if as_json:
-        print(json.dumps({"state": worst(found), "findings": [asdict(each) for each in found]}, indent=2))
+        print(json.dumps({"state": worst(results), "findings": [asdict(each) for each in results]}, indent=2))
         return
     console = Console(soft_wrap=True)
-    for each in sorted(found, key=lambda each: list(State).index(each.state)):
+    for each in sorted(results, key=lambda each: list(State).index(each.state)):
         console.print(Text.assemble((f"{each.state.value:>4}", STYLES[each.state]), f"  {each.check}: {each.found}"))
         if each.mend:
             console.print(Text(f"      {each.mend}", "bold"))
@@ -307,7 +307,7 @@ def python(facts: Facts) -> Iterator[Finding]:
 
 def packages(facts: Facts) -> Iterator[Finding]:
     """The installed packages against the required ones."""
-    wrong = False
+    failed = False
     for line in facts.required:
         try:
             requirement = Requirement(line)
@@ -317,13 +317,13 @@ def packages(facts: Facts) -> Iterator[Finding]:
             continue
         installed = facts.packages.get(canonicalize_name(requirement.name))
         if installed is None:
-            wrong = True
+            failed = True
             yield fail("packages", f"{requirement.name} is not installed", INSTALL)
         elif not requirement.specifier.contains(installed, prereleases=True):
-            wrong = True
+            failed = True
             found = f"{requirement.name} {installed} is not {requirement.specifier}"
             yield fail("packages", found, INSTALL)
-    if not wrong:
+    if not failed:
         main = (f"{name} {facts.packages.get(name, '?')}" for name in ("ray", "torch", "transformers"))
         yield ok("packages", ", ".join(main))
 
@@ -332,10 +332,10 @@ def tracing(settings: Settings) -> Iterator[Finding]:
     if not settings.tracing.endpoint:
         return
     try:
-        found = find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+        installed = find_spec("opentelemetry.exporter.otlp.proto.http") is not None
     except ModuleNotFoundError:
-        found = False
-    if found:
+        installed = False
+    if installed:
         yield ok("tracing", f"spans go to {settings.tracing.url}")
     else:
         yield fail(
@@ -349,16 +349,16 @@ def tenants(settings: Settings) -> Iterator[Finding]:
     except ConfigError as error:
         yield fail("tenants", error.message, "`holdfast key NAME` makes a key and prints the YAML for it")
         return
-    who = f"{len(settings.tenants)} tenant(s)" if settings.tenants else "no keys: this machine alone is served"
-    yield ok("tenants", who)
+    text = f"{len(settings.tenants)} tenant(s)" if settings.tenants else "no keys: this machine alone is served"
+    yield ok("tenants", text)
 
 
 def listening(settings: Settings) -> Iterator[Finding]:
-    where = f"{settings.server.host}:{settings.server.port}"
+    address = f"{settings.server.host}:{settings.server.port}"
     try:
         check_ports(settings)
         environment.internal_ports(random.Random())
-        yield ok("ports", f"{where} is free")
+        yield ok("ports", f"{address} is free")
     except ConfigError as error:
         yield fail("ports", error.message, _mended(settings, error.field or ""))
 
@@ -374,23 +374,23 @@ def _mended(settings: Settings, field: str) -> str:
 
 def open_files(settings: Settings, facts: Facts) -> Iterator[Finding]:
     """Folders that are written to, and how many files may be open."""
-    bad = False
+    reported = False
     targets = [(facts.temporary, "set TMPDIR to a folder that you may write to")]
     if settings.logging.file:
         mend = "make the folder, or name another one in logging.file"
         targets.append((Path(settings.logging.file).parent, mend))
     for folder, mend in targets:
         if not writable(folder):
-            bad = True
+            reported = True
             yield fail("files", f"{folder} cannot be written to", mend)
-    if facts.disk_free < DISK and not bad:
-        bad = True
+    if facts.disk_free < DISK and not reported:
+        reported = True
         found = f"{facts.disk_free / GIB:.1f} GiB are free in {facts.temporary}"
         yield warn("files", found, "Ray's logs and spilled objects go there: free some, or set TMPDIR")
     if facts.files < FILES:
-        bad = True
+        reported = True
         yield warn("files", f"{facts.files} open files allowed", f"ulimit -n {FILES * 16}: a connection is a file")
-    if not bad:
+    if not reported:
         yield ok("files", f"{facts.temporary} is writable, {facts.disk_free / GIB:.0f} GiB free")
 
 
@@ -407,22 +407,22 @@ def shared_memory(facts: Facts) -> Iterator[Finding]:
 def gpu(settings: Settings, facts: Facts) -> Iterator[Finding]:
     """Device, driver, and a torch that fits them."""
     device, gpus = settings.engine.device, facts.gpus
-    wanted = fail if device.startswith("cuda") else warn
+    report = fail if device.startswith("cuda") else warn
     if device == "cpu":
         yield ok("gpu", "not asked for (engine.device: cpu)")
     elif not gpus and facts.gpu_device:
         found = "there is an NVIDIA device, and its driver does not answer"
-        yield wanted("gpu", found, "install or reload the driver; in a container, the NVIDIA container toolkit")
-    elif not gpus and wanted is fail:
+        yield report("gpu", found, "install or reload the driver; in a container, the NVIDIA container toolkit")
+    elif not gpus and report is fail:
         yield fail("gpu", "engine.device is cuda and there is no NVIDIA GPU", "set engine.device: cpu, or auto")
     elif not gpus:
         yield ok("gpu", "none: engines run on the CPU")
     elif not facts.torch_cuda:
         mend = "pip install torch --index-url https://download.pytorch.org/whl/cu130"
-        yield wanted("gpu", f"{gpus[0].name} is there, and torch is built for the CPU", mend)
+        yield report("gpu", f"{gpus[0].name} is there, and torch is built for the CPU", mend)
     elif not facts.torch_gpus:
         found = f"torch for CUDA {facts.torch_cuda} sees no GPU with driver {gpus[0].driver}"
-        yield wanted("gpu", found, "install a newer driver, or a torch for an older CUDA; look at CUDA_VISIBLE_DEVICES")
+        yield report("gpu", found, "install a newer driver, or a torch for an older CUDA; look at CUDA_VISIBLE_DEVICES")
     elif settings.replicas.count > facts.torch_gpus:
         found = f"{settings.replicas.count} replicas share {facts.torch_gpus} GPU(s)"
         share = settings.engine.gpu_memory / -(-settings.replicas.count // facts.torch_gpus)
@@ -453,7 +453,7 @@ def model(settings: Settings) -> Iterator[Finding]:
         found = f"{folder} has no chat template: the server completes text and refuses chats"
         yield warn("model", found, "serve the instruct version of the model, or set engine.chat_template to a file")
     elif as_text:
-        found = "the chat template takes no tools: they are told in the system prompt, in Hermes' format"
+        found = "the chat template takes no tools: the system prompt lists them in Hermes' format"
         yield warn(
             "model", found, "engine.chat_template: a file with a template that takes tools, if the model has one"
         )
@@ -470,7 +470,7 @@ def fullest(settings: Settings, facts: Facts) -> Gpu | None:
 
 
 def fit(settings: Settings, gpu: Gpu | None, tokens: int = sizing.TOKENS) -> Iterator[Finding]:
-    """How many programs of `tokens` tokens fit beside the weights and the largest step."""
+    """The number of programs of `tokens` tokens that fit beside the weights and the largest step."""
     model = _Model.of(settings)
     shape = model.shape
     sizes = f"{sizing.count(shape.parameters)} parameters, {sizing.count(shape.active)} of them for each token"
@@ -483,7 +483,7 @@ def fit(settings: Settings, gpu: Gpu | None, tokens: int = sizing.TOKENS) -> Ite
     if engine.cells:
         budget = float(_held_bytes(settings, shape, number))
     held = sizing.fit(shape, engine, budget, tokens=tokens, number=number)
-    found = sizing.told(shape, held, tokens, number, engine.kv_dtype == "int8")
+    found = sizing.summary(shape, held, tokens, number, engine.kv_dtype == "int8")
     if held.programs:
         yield ok("fit", found)
     else:
@@ -518,12 +518,12 @@ def _on_gpu(settings: Settings, model: _Model, gpu: Gpu, tokens: int) -> Finding
     if held.left <= 0:
         found = f"{taken} leave no room, {gpu.free / GIB:.1f} GiB are free"
         return fail("fit", found, _more_room(model, engine, gpu, tokens))
-    found = f"{taken} leave {sizing.told(shape, held, tokens, number)}"
+    found = f"{taken} leave {sizing.summary(shape, held, tokens, number)}"
     return ok("fit", found) if held.programs else warn("fit", found, _more_room(model, engine, gpu, tokens))
 
 
 def _more_room(model: _Model, engine: EngineConfig, gpu: Gpu, tokens: int) -> str:
-    """How to make a program of so many tokens fit beside the weights."""
+    """Advice: changes that make a program of `tokens` tokens fit beside the weights."""
     shape, number, weights = model.shape, model.number(on_gpu=True), model.weights(on_gpu=True)
 
     def fits(weights: float, engine: EngineConfig = engine, memory: float = gpu.memory, others: float = 0) -> bool:
@@ -544,11 +544,11 @@ def _more_room(model: _Model, engine: EngineConfig, gpu: Gpu, tokens: int) -> st
     return f"a smaller model: this one takes {count} such GPUs, and a replica has one"
 
 
-def _fits(what: str, need: float, free: float, mend: str) -> Finding:
+def _fits(name: str, need: float, free: float, mend: str) -> Finding:
     found = f"about {need / GIB:.1f} GiB needed, {free / GIB:.1f} GiB free"
     if need <= free:
-        return ok(what, found)
-    return Finding(what, State.FAIL if need > 1.25 * free else State.WARN, found, mend)
+        return ok(name, found)
+    return Finding(name, State.FAIL if need > 1.25 * free else State.WARN, found, mend)
 
 
 def redis_server(settings: Settings) -> Iterator[Finding]:
@@ -585,7 +585,7 @@ def _room(settings: Settings, memory: int, larger: str) -> Iterator[Finding]:
         yield warn("redis memory", crowded, f"{larger}, or smaller allowances")
 
 
-# ---- what fails before anything starts ----
+# ---- checks before anything starts ----
 
 
 def check(settings: Settings) -> None:
@@ -599,7 +599,7 @@ def check(settings: Settings) -> None:
 
 
 def check_policies(engine: EngineConfig) -> None:
-    """Check that the classes that the configuration names as policies can be made here, as each replica makes them."""
+    """Check that this process can create the policy classes that the configuration names, as each replica does."""
     try:
         request_order(engine.order)
         retention_policy(engine.retention.policy)

@@ -128,13 +128,13 @@ class EngineReplica:
                 span.end()
 
     def _misdirected(self, replica_id: str) -> Errored | None:
-        """The answer to a call for another replica, which has died and whose port this one has by now."""
+        """The answer to a call for a dead replica whose port this replica now has."""
         if replica_id in ("", self._id):
             return None
         return Errored(ErrorInfo(ErrorKind.UNAVAILABLE, f"this is not replica {replica_id}"))
 
     async def session(self, call: SessionCall, replica_id: str = "") -> SessionState | Errored:
-        """Errors as data: an exception would come out of Ray as another one."""
+        """Returns errors as data, because Ray changes the type of an exception."""
         if (refused := self._misdirected(replica_id)) is not None:
             return refused
         try:
@@ -152,7 +152,7 @@ class EngineReplica:
         self._service.notice(HandleReleased(scope, handle))
 
     async def drawn(self, request_ids: Sequence[str], replica_id: str = "") -> list[Usage] | None:
-        """What was done for requests that were cut off; None: the question is for another replica."""
+        """The usage of requests that were cut off; None: the call was for another replica."""
         if self._misdirected(replica_id) is not None:
             return None
         return [await self._service.used(each) or Usage() for each in request_ids]
@@ -167,7 +167,7 @@ class EngineReplica:
         return self._card
 
     async def metrics(self, only: str | None = None) -> tuple[str, str]:
-        """Its id and its metrics; no metrics where `only` another one is asked."""
+        """The replica's id and its metrics; no metrics if `only` names another replica."""
         from holdfast.replicas.reports import exposition
 
         return self._id, exposition(self._service, self._id) if only in (None, self._id) else ""

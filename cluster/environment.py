@@ -1,4 +1,4 @@
-"""What this process gets from the operating system: cores, open files, free ports, and environment variables.
+"""The resources that this process gets from the operating system: cores, open files, ports, environment variables.
 
 Only this file reads the environment.
 """
@@ -25,7 +25,7 @@ ROUTER_PORTS = 40  # ports kept for routers
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this process may use, as the operating system says."""
+    """The limits that the operating system sets for this process."""
 
     cores: int
     temporary: Path
@@ -48,7 +48,7 @@ def machine() -> Machine:
 
 
 def files() -> int:
-    """How many files a process of a server may have open, once `raise_files` has been called."""
+    """The number of files that a server process may have open after `raise_files`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     if unlimited in (soft, hard):
@@ -57,7 +57,7 @@ def files() -> int:
 
 
 def raise_files() -> None:
-    """Let this process, and those that it starts, have `files` open: shells often say 1,024 and allow far more."""
+    """Let this process and its children have `files` open. Shells often set 1,024 and allow far more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < files():
         resource.setrlimit(resource.RLIMIT_NOFILE, (files(), hard))
@@ -114,7 +114,7 @@ def hub_offline() -> str:
 
 
 def loading_folder() -> Path | None:
-    """Where a replica writes its progress of loading; None: nobody reads it."""
+    """The folder in which a replica writes its loading progress; None: nobody reads it."""
     folder = os.environ.get("HOLDFAST_LOADING")
     return Path(folder) if folder else None
 

@@ -42,7 +42,7 @@ RETRY_S = 2  # `Retry-After` where no router is there
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the proxy allows clients. Times in seconds."""
+    """The proxy's limits for clients. Times in seconds."""
 
     stall_s: float = 30.0  # without a byte of a body from the client, or of an answer to it
     idle_s: float = 60.0  # a connection between two requests
@@ -120,12 +120,12 @@ def shape(text: str, limits: Limits, errors: Path) -> str:
     """
     if text.startswith(MARK):
         return text
-    found = re.search(r"^frontend http_frontend\n    bind .*\n", text, re.MULTILINE)
-    if found is None:
+    frontend = re.search(r"^frontend http_frontend\n    bind .*\n", text, re.MULTILINE)
+    if frontend is None:
         raise ValueError("HAProxy's configuration has no http_frontend with an address")
     if limits.connections:
         text = _replaced(r"^    maxconn \d+$", f"    maxconn {limits.connections}", text)
-    place = found.end()
+    place = frontend.end()
     text = text[:place] + _frontend(limits, _connections(text), errors) + text[place:]
     text = OURS.sub("", text)
     text = _replaced(r"^defaults\n    mode http\n", rf"\g<0>{_defaults(limits, errors)}", text)
@@ -157,18 +157,18 @@ def _rated(limits: Limits) -> list[str]:
 
 def _connections(text: str) -> int:
     """The connections of all clients that a configuration allows."""
-    found = re.search(r"^    maxconn (\d+)$", text, re.MULTILINE)
-    if found is None:
+    limit = re.search(r"^    maxconn (\d+)$", text, re.MULTILINE)
+    if limit is None:
         raise ValueError("HAProxy's configuration has no maxconn")
-    return int(found[1])
+    return int(limit[1])
 
 
 def _routers(text: str, limits: Limits) -> str:
-    """When a router counts as lost, and what happens to its requests.
+    """Rules by which a router counts as lost, and for its requests.
 
     Trap: Serve checks routers every 5 s, for 5 s each, and connections to a vanished machine stay open for ever. Here
-    TCP notices by itself. Trap: `on-marked-down shutdown-sessions` would also cut the streams of a router that is
-    stopping or late.
+    TCP keep-alive detects a lost router. Trap: `on-marked-down shutdown-sessions` would also cut the streams of a
+    router that is stopping or late.
     """
     check = f"inter {_milliseconds(limits.check_s)} fall {CHECK_FAILS}"
     text = re.sub(
@@ -210,7 +210,7 @@ def _defaults(limits: Limits, errors: Path) -> str:
         f"timeout http-request {_milliseconds(limits.header_s)}",
         f"timeout http-keep-alive {_milliseconds(limits.idle_s)}",
         "option srvtcpka",
-        *(f"srvtcpka-{what} {n}" for what, n in (("idle", "1s"), ("intvl", "1s"), ("cnt", CHECK_FAILS))),
+        *(f"srvtcpka-{option} {n}" for option, n in (("idle", "1s"), ("intvl", "1s"), ("cnt", CHECK_FAILS))),
         *(f"errorfile {each.caught} {errors / f'{each.caught}.http'}" for each in ANSWERS),
     ]
     return "".join(f"    {line}\n" for line in lines)
@@ -239,8 +239,8 @@ def _frontend(limits: Limits, connections: int, errors: Path) -> str:
         " if { status 404 503 } { res.hdr(content-type) -m beg text/ }",
         *(
             f"http-request return status {each.caught} content-type application/json"
-            f" file {errors / f'{each.caught}.json'} if {{ {what} }}"
-            for each, what in ((LONG_LINE, f"url,length gt {LINE}"), (LONG_HEADERS, f"req.hdrs,length gt {HEADERS}"))
+            f" file {errors / f'{each.caught}.json'} if {{ {rule} }}"
+            for each, rule in ((LONG_LINE, f"url,length gt {LINE}"), (LONG_HEADERS, f"req.hdrs,length gt {HEADERS}"))
         ),
     ]
     return "".join(f"    {line}\n" for line in lines)

@@ -1,4 +1,4 @@
-"""The files of a model: where they are, whether they are whole, their fingerprint, and how far they are loaded.
+"""The files of a model: their folder, missing files, their fingerprint, and loading progress.
 
 Only headers and samples are read, so a large model takes no longer than a small one.
 """
@@ -72,13 +72,13 @@ def settings_digest(engine: EngineConfig, version: str) -> str:
 
 
 def fingerprint(folder: Path, engine: EngineConfig, version: str) -> str:
-    """A digest that changes with everything that decides answers: files, chat template and `settings_digest`.
+    """A digest of everything that affects answers: files, chat template and `settings_digest`.
 
     Copies of a model have the same digest, whenever they were made.
     """
     digest = sha256(settings_digest(engine, version).encode())
-    named = [Path(engine.chat_template).expanduser()] if engine.chat_template else []
-    for path in (*sorted(folder.iterdir()), *named):
+    template_files = [Path(engine.chat_template).expanduser()] if engine.chat_template else []
+    for path in (*sorted(folder.iterdir()), *template_files):
         if path.is_file():
             size = path.stat().st_size
             digest.update(f"\0{path.name}\0{size}\0".encode())
@@ -103,8 +103,8 @@ def missing(folder: Path) -> Iterator[files.Fault]:
 
 def own_template(folder: Path) -> str:
     """The chat templates that come with the tokenizer, one behind the other; "" where there is none."""
-    found = (*sorted(folder.glob("chat_template*")), *sorted((folder / "additional_chat_templates").glob("*")))
-    texts = [file.read_text(encoding="utf-8", errors="replace") for file in found if file.is_file()]
+    files = (*sorted(folder.glob("chat_template*")), *sorted((folder / "additional_chat_templates").glob("*")))
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
     config = _json(folder / "tokenizer_config.json")
     own = config.get("chat_template") if isinstance(config, dict) else None
     return "\n".join([*texts, own if isinstance(own, str) else json.dumps(own) if own else ""]).strip()
@@ -137,14 +137,14 @@ def write_progress(folder: Path, name: str, progress: Progress) -> None:
 
 
 def read_progress(folder: Path) -> Progress | None:
-    """What all replicas have loaded together. None: none has begun."""
-    found = []
+    """The sum of all replicas' loading progress. None: no replica has started to load."""
+    reports = []
     for file in folder.glob("*.json"):
         with suppress(OSError):  # its replica has gone
-            found.append(Progress(**json.loads(file.read_text())))
-    if not found:
+            reports.append(Progress(**json.loads(file.read_text())))
+    if not reports:
         return None
-    return Progress(sum(one.read for one in found), sum(one.total for one in found), max(one.seconds for one in found))
+    return Progress(sum(p.read for p in reports), sum(p.total for p in reports), max(p.seconds for p in reports))
 
 
 class ProgressLine:
@@ -153,14 +153,14 @@ class ProgressLine:
     def __init__(
         self, folder: Path, say: Callable[[str], None], terminal: bool, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self._folder, self._say, self._terminal, self._now = folder, say, terminal, now
+        self._folder, self._print, self._terminal, self._now = folder, say, terminal, now
         self._shown: Progress | None = None
-        self._said = now()
+        self._printed_at = now()
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
         self.clear()
-        self._say(text)
+        self._print(text)
 
     def update(self) -> None:
         """Show what is new."""
@@ -170,9 +170,9 @@ class ProgressLine:
         if self._terminal:
             self._shown = progress
             _write(f"{_CLEAR}weights: {progress}")
-        elif self._now() - self._said >= LOG_S:
-            self._shown, self._said = progress, self._now()
-            self._say(f"weights: {progress}")
+        elif self._now() - self._printed_at >= LOG_S:
+            self._shown, self._printed_at = progress, self._now()
+            self._print(f"weights: {progress}")
 
     def clear(self) -> None:
         """Leave no half line on the screen."""

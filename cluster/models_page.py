@@ -1,4 +1,4 @@
-"""`holdfast models`: the families that our decoder knows, and how one model would run. More in docs/models.md."""
+"""`holdfast models`: the families that our decoder supports, and the decoder of one model. See docs/models.md."""
 
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -24,7 +24,7 @@ _MIXERS = {
 
 
 def families() -> str:
-    """A line for each family of our decoder, and what becomes of other models."""
+    """A line for each family of our decoder, and one about other models."""
     lines = [f"{name:<18}{', '.join(each for each in described(name)[1:] if each)}" for name in FAMILIES]
     return "\n".join(
         [
@@ -44,7 +44,7 @@ def described(name: str) -> tuple[str, str, str]:
 
 
 def runs_on(name: str) -> str:
-    """What a configured model runs on, in a line. Raises ConfigError for one that is refused."""
+    """One line about the decoder that a configured model uses. Raises ConfigError for an unsupported model."""
     info = inspect_model(name)
     described = info.description
     if described is None:
@@ -59,7 +59,7 @@ def runs_on(name: str) -> str:
 
 def _layers(name: str, family: Family) -> str:
     """The options of a family's layers."""
-    told = {
+    options = {
         _MIXERS[family.mixers]: True,
         "experts": has_experts(name),
         "output gates": family.gate,
@@ -69,4 +69,4 @@ def _layers(name: str, family: Family) -> str:
         "norms before and behind": family.around,
         "rotary positions over a part of the head": family.partial_rotary,
     }
-    return ", ".join(text for text, true in told.items() if true)
+    return ", ".join(text for text, true in options.items() if true)

@@ -1,4 +1,4 @@
-"""The processes below this one: found and ended however deep, and the newest engine ended when memory runs out. Linux.
+"""Finds and ends all descendants of this process, and ends the newest engine when memory runs out. Linux.
 
 As a subreaper this process becomes the parent of orphans below it, so a process whose parent has died is still found.
 """
@@ -39,24 +39,24 @@ def descendants() -> set[int]:
                 # "pid (any name) state ppid ...": the name may hold spaces and brackets.
                 state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
                 children[int(parent)].append((int(entry.name), state))
-    found: set[int] = set()
+    ids: set[int] = set()
     waiting = [os.getpid()]
     while waiting:
         for pid, state in children[waiting.pop()]:
             waiting.append(pid)
             if state not in "ZX":
-                found.add(pid)
-    return found
+                ids.add(pid)
+    return ids
 
 
 def titled(title: str) -> set[int]:
     """Process ids below this process whose command line begins with `title`."""
-    found = set()
+    ids = set()
     for pid in descendants():
         with suppress(OSError):
             if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title.encode()):
-                found.add(pid)
-    return found
+                ids.add(pid)
+    return ids
 
 
 def started(pid: int) -> int:
@@ -67,15 +67,15 @@ def started(pid: int) -> int:
 
 
 def stop_all(patience_s: float = 5.0) -> int:
-    """Terminate every descendant, kill those left after `patience_s`; how many there were."""
+    """Terminate every descendant, kill those left after `patience_s`, and return how many there were."""
     first = descendants()
     _signal(first, signal.SIGTERM)
     deadline = time.monotonic() + patience_s
-    while (left := descendants()) and time.monotonic() < deadline:
+    while (running := descendants()) and time.monotonic() < deadline:
         reap()
         time.sleep(0.05)
     kill_all()
-    return len(first | left)
+    return len(first | running)
 
 
 def kill_all() -> None:
@@ -89,13 +89,13 @@ def kill_all() -> None:
 def kill_but(spared: set[int]) -> None:
     """Kill the descendants that are not `spared`. Returns when none of them is left, or after two seconds."""
     deadline = time.monotonic() + 2.0
-    while (found := descendants() - spared) and time.monotonic() < deadline:
-        _signal(found, signal.SIGKILL)
+    while (others := descendants() - spared) and time.monotonic() < deadline:
+        _signal(others, signal.SIGKILL)
         time.sleep(0.02)
 
 
 def reap() -> bool:
-    """Reap children that have ended; whether others are left. Only at the very end, where nobody else waits."""
+    """Reap children that have ended; True if others are left. Only at the end: it takes exits from other waiters."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -133,14 +133,14 @@ class MemoryGuard:
         self._thread.join()
 
     def look(self) -> bool:
-        """Whether memory had run out, so that an engine was ended."""
-        total, left = self._room()
-        if left >= LEAST * total:
+        """End an engine if memory runs out. True if one was ended."""
+        total, free = self._room()
+        if free >= LEAST * total:
             return False
         newest = max(titled(ENGINES), key=_began, default=None)
         if newest is None:
             return False
-        self._say(f"{left >> 20:,} MiB of memory are left: ending the newest engine, the others go on")
+        self._say(f"{free >> 20:,} MiB of memory are left: ending the newest engine, the others go on")
         with suppress(ProcessLookupError):
             os.kill(newest, signal.SIGKILL)
         return True

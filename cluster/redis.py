@@ -1,6 +1,6 @@
 """The Redis of a cluster: a server of ours on a private socket, or one that the configuration names.
 
-Only that it runs and answers; what is stored in it is `router.records`'s.
+This module starts and checks it; `router.records` stores data in it.
 """
 
 import ctypes
@@ -41,8 +41,8 @@ def ping(url: str, timeout_s: float, ca_file: str = "") -> None:
     try:
         client = _client(url, timeout_s, ca_file)
     except ValueError:  # what it says may quote a part of the password
-        told = f"not a Redis URL (redis://, rediss:// or unix://): {without_password(url)!r}"
-        raise ConfigError(told, "redis.url") from None
+        message = f"not a Redis URL (redis://, rediss:// or unix://): {without_password(url)!r}"
+        raise ConfigError(message, "redis.url") from None
     try:
         client.ping()
     except (redis.RedisError, OSError) as error:
@@ -65,10 +65,10 @@ def inspect(url: str, timeout_s: float, ca_file: str = "") -> ServerFacts:
     """Facts about the server at `url`. Raises ConfigError unless it answers in time."""
     ping(url, timeout_s, ca_file)
     with _client(url, timeout_s, ca_file) as client:
-        told: dict[str, Any] = client.info()
-    text = str(told.get("redis_version", "0.0"))
+        info: dict[str, Any] = client.info()
+    text = str(info.get("redis_version", "0.0"))
     major, minor = (int(part) for part in text.split(".")[:2])
-    return ServerFacts(text, (major, minor), str(told.get("maxmemory_policy", "")), int(told.get("maxmemory", 0)))
+    return ServerFacts(text, (major, minor), str(info.get("maxmemory_policy", "")), int(info.get("maxmemory", 0)))
 
 
 def _client(url: str, timeout_s: float, ca_file: str) -> redis.Redis:
@@ -84,15 +84,15 @@ def without_password(url: str) -> str:
 class EmbeddedRedis:
     """A redis-server child on a socket in `folder`, which must be private (0700). No TCP.
 
-    A context manager. The server ends with this process, however that ends. Only this machine reaches it: a cluster of
-    several machines needs `redis.url`.
+    A context manager. The server always ends with this process. Only this machine reaches it: a cluster of several
+    machines needs `redis.url`.
     """
 
-    def __init__(self, folder: Path, megabytes: int, kept: Path | None = None) -> None:
-        """`kept`: the folder for data that outlives the server, written within a second. None: memory only."""
+    def __init__(self, folder: Path, megabytes: int, data_folder: Path | None = None) -> None:
+        """`data_folder` keeps data after the server stops; writes reach it within a second. None: memory only."""
         self._folder = folder
         self._megabytes = megabytes
-        self._kept = kept
+        self._data_folder = data_folder
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -108,9 +108,9 @@ class EmbeddedRedis:
         return self
 
     def start(self) -> None:
-        """Start it, also after it has ended: on the same socket, with the kept data. Raises ConfigError."""
-        if self._kept is not None:
-            self._kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Start or restart the server on the same socket, with the data in its folder. Raises ConfigError."""
+        if self._data_folder is not None:
+            self._data_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (self._folder / "redis.log").open("ab") as log:
             self._process = subprocess.Popen(
                 self._command(),
@@ -139,9 +139,9 @@ class EmbeddedRedis:
             "port": "0",
             "unixsocket": str(self._folder / "redis.sock"),
             "unixsocketperm": "700",
-            "dir": str(self._kept or self._folder),
+            "dir": str(self._data_folder or self._folder),
             "save": "",
-            "appendonly": "yes" if self._kept else "no",
+            "appendonly": "yes" if self._data_folder else "no",
             "maxmemory": f"{self._megabytes}mb",
             "maxmemory-policy": "volatile-lru",  # tenants and usage do not expire and are never evicted
         }
@@ -154,8 +154,8 @@ class EmbeddedRedis:
                 return ping(self.url, 1.0)
             except ConfigError:
                 if not self.alive or time.monotonic() > deadline:
-                    said = (self._folder / "redis.log").read_text(errors="replace").strip()[-400:]
-                    raise ConfigError(f"the embedded Redis did not start: {said}", "redis.url") from None
+                    log = (self._folder / "redis.log").read_text(errors="replace").strip()[-400:]
+                    raise ConfigError(f"the embedded Redis did not start: {log}", "redis.url") from None
             time.sleep(0.02)
 
 

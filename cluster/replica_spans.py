@@ -1,4 +1,4 @@
-"""A replica's part of a trace: one span for a request, with the engine's phases below it.
+"""A replica's part of a trace: one span for each request, with the engine's phases as children.
 
     router: POST /v1/chat/completions
       router: replica                  from the call to the answer: waiting for a replica with room, and Ray
@@ -33,7 +33,7 @@ def begin(spans: Spans | None, request: GenerateRequest) -> GenerationSpan | Non
 
 
 class GenerationSpan:
-    """Follows a reply to the router. Exactly one `end`; a request without a whole reply was aborted."""
+    """Records a reply to the router. `end` is called exactly once; without a whole reply the request was aborted."""
 
     def __init__(self, span: Span, request: GenerateRequest) -> None:
         self._span = span

@@ -1,4 +1,4 @@
-"""`holdfast serve`: a cluster on this machine, from nothing to ready and back to nothing.
+"""`holdfast serve`: starts a cluster on this machine, and stops it.
 
 A start goes in this order: checks, Redis, Ray, Serve, the application, one real request. A stop goes backwards, and
 then ends the processes that are left. `application` says what is deployed.
@@ -78,11 +78,11 @@ def run(settings: Settings, say: Say) -> None:
             drain_s = settings.server.drain_s
             runs = f": running requests have {drain_s:g} s to end" if drain_s and running else ""
             say(f"stopping{runs}; interrupt again to stop at once")
-            around.enter_context(_unheard())
+            around.enter_context(_silenced())
             if running:
                 _drain(drain_s)
         except BaseException:
-            around.enter_context(_unheard())
+            around.enter_context(_silenced())
             raise
 
 
@@ -132,7 +132,7 @@ def _tenants_file(settings: Settings) -> Path | None:
     return Path(settings.server.tenants_file).resolve() if settings.server.tenants_file else None
 
 
-def _kept(settings: Settings) -> Path | None:
+def _data_folder(settings: Settings) -> Path | None:
     return Path(settings.redis.folder).resolve() if settings.redis.folder else None
 
 
@@ -141,7 +141,7 @@ def _start(settings: Settings, stack: ExitStack, signals: Signals, say: Say) -> 
     redis = None
     if not settings.redis.url:
         say("starting Redis")
-        redis = stack.enter_context(EmbeddedRedis(folder, settings.redis.memory_mb, _kept(settings)))
+        redis = stack.enter_context(EmbeddedRedis(folder, settings.redis.memory_mb, _data_folder(settings)))
     internal = environment.internal_ports(random.Random())
     metrics = bool(settings.server.ray_metrics_port)
     proxy = haproxy.write(folder / "haproxy", _limits(settings, environment.machine().files))
@@ -195,9 +195,9 @@ def _ray(settings: Settings, folder: Path, signals: Signals, say: Say) -> Iterat
 
 
 def _init_ray(settings: Settings, folder: Path, say: Say) -> None:
-    """Start Ray, and once more where it does not come up: Ray waits for 30 s, and a busy machine may take longer.
+    """Start Ray, with one retry: Ray waits for 30 s, and a busy machine may take longer.
 
-    Raises UnavailableError where the second try fails, too.
+    Raises UnavailableError if the retry fails.
     """
     import ray
 
@@ -214,7 +214,7 @@ def _init_ray(settings: Settings, folder: Path, say: Say) -> None:
         except Exception as error:  # Ray raises plain ones
             reason = str(error).partition("\n")[0]
             if last:
-                raise UnavailableError(f"Ray did not come up, not on a second try either: {reason}") from error
+                raise UnavailableError(f"Ray did not start in two attempts: {reason}") from error
             say(f"Ray did not come up ({reason}); trying once more")
             ray.shutdown()
             processes.kill_but(before)
@@ -246,7 +246,7 @@ def _quiet(settings: Settings) -> dict[str, Any]:
 
 
 @contextmanager
-def _unheard() -> Iterator[None]:
+def _silenced() -> Iterator[None]:
     """Hide the output of Ray and Serve, which report each process that is stopped as lost."""
     logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
@@ -263,11 +263,11 @@ def _deploy(settings: Settings, redis: RedisAddress, line: model_files.ProgressL
     gpus = ray.cluster_resources().get("GPU", 0.0) if settings.engine.device != "cpu" else 0.0
     share = min(1.0, gpus / settings.replicas.count)
     built = application.build(settings, redis, share, tenants_file=_tenants_file(settings))
-    # Trap: what Serve is started with holds for its controller and proxies, not for replicas.
+    # Trap: the options of Serve's start apply to its controller and proxies, not to replicas.
     target = serve.RunTarget(built, name=application.APPLICATION, logging_config=_quiet(settings))
     serve.run_many([target], wait_for_applications_running=False)
     deadline = time.monotonic() + settings.server.ready_timeout_s
-    told = 0
+    reported = 0
     while time.monotonic() < deadline:
         overview = serve.status().applications.get(application.APPLICATION)
         state = overview.status.value if overview else "DEPLOYING"
@@ -275,8 +275,8 @@ def _deploy(settings: Settings, redis: RedisAddress, line: model_files.ProgressL
             line.clear()
             return
         line.update()
-        if (up := _replicas_up(overview)) > told:
-            told = up
+        if (up := _replicas_up(overview)) > reported:
+            reported = up
             line.say(f"{up} of {settings.replicas.count} replica(s) up")
         if state in ("DEPLOY_FAILED", "UNHEALTHY") and overview is not None:
             line.clear()
@@ -304,7 +304,7 @@ def _reason(overview: Any) -> str:
 def _watch(running: Running, signals: Signals, say: Say) -> NoReturn:
     """Report deaths and recoveries and restart Redis, until a signal requests a stop.
 
-    Raises UnavailableError if an engine or a router has died and Ray is not there to start it again.
+    Raises UnavailableError if an engine or a router has died and Ray cannot restart it.
     """
     up, serves, redis_there, lost = _up(), _serves(), True, ""
     whole = len(processes.titled(SERVING))
@@ -316,7 +316,7 @@ def _watch(running: Running, signals: Signals, say: Say) -> NoReturn:
         before_lost, lost = lost, serve_private.dead_process()
         if lost:
             if len(processes.titled(SERVING)) < whole:
-                raise UnavailableError(f"Ray's {lost} has died, and an engine or a router, too: start it again")
+                raise UnavailableError(f"Ray's {lost} has died, and so has an engine or a router; restart the server")
             if not before_lost:
                 say(f"Ray's {lost} has died: the server goes on serving until an engine or a router dies")
             continue
@@ -329,7 +329,7 @@ def _watch(running: Running, signals: Signals, say: Say) -> NoReturn:
 
 
 def _look_after(redis: EmbeddedRedis, was_there: bool, say: Say) -> bool:
-    """Restart Redis if it has ended; whether it is there. A failed restart is reported once."""
+    """Restart Redis if it has ended. True if it runs. A failed restart is reported once."""
     if redis.alive:
         return True
     if was_there:
@@ -414,7 +414,7 @@ def _leave_nothing(say: Say) -> Iterator[None]:
 
 
 def _limits(settings: Settings, files: int) -> haproxy.Limits:
-    """What the proxy allows clients; it may have so many `files` open."""
+    """The proxy's limits for clients; it may have `files` files open."""
     server = settings.server
     # Trap: HAProxy does not start with more connections than files. Each connection takes one file on either side.
     connections = max(64, min(MOST_CONNECTIONS, (files - 512) // 2))

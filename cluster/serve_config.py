@@ -1,8 +1,8 @@
 """The application as a Serve config file names it: `import_path: holdfast.cluster.serve_config:application`.
 
-For clusters that something else starts, as KubeRay does: Ray, Redis and the process environment exist already. `args`
-has the configuration of `holdfast serve`. Secrets come in files, so that neither the config file nor Serve's status
-shows them. The file's `deployments` give each replica its GPUs, node and scaling.
+For clusters that KubeRay or another tool starts: Ray, Redis and the process environment already exist. `args` has the
+configuration of `holdfast serve`. Secrets come in files, so that neither the config file nor Serve's status shows them.
+The file's `deployments` give each replica its GPUs, node and scaling.
 """
 
 from dataclasses import replace
@@ -36,28 +36,28 @@ class Arguments(BaseModel):
 
 def application(arguments: Arguments) -> serve.Application:
     """The application that Serve deploys. A ConfigError ends the deployment with its message."""
-    found = settings(arguments)
-    ca_file = Path(found.redis.ca_file) if found.redis.ca_file else None
-    address = RedisAddress(found.redis.url, arguments.redis_password_file, ca_file)
-    return graph.build(found, address, gpus=0, starts=STARTS, tenants_file=arguments.tenants_file)
+    loaded = settings(arguments)
+    ca_file = Path(loaded.redis.ca_file) if loaded.redis.ca_file else None
+    address = RedisAddress(loaded.redis.url, arguments.redis_password_file, ca_file)
+    return graph.build(loaded, address, gpus=0, starts=STARTS, tenants_file=arguments.tenants_file)
 
 
 def settings(arguments: Arguments) -> Settings:
     """The configuration with the tenants file, checked for a cluster of several machines. Raises ConfigError."""
-    found = config_file.parse(yaml.safe_dump(arguments.config))
+    loaded = config_file.parse(yaml.safe_dump(arguments.config))
     if arguments.tenants_file is not None:
-        if found.tenants:
-            raise ConfigError(f"tenants stand in {arguments.tenants_file}, and nowhere else", "tenants")
-        found = replace(found, tenants=tenants_in(arguments.tenants_file))
-    if not found.redis.url:
+        if loaded.tenants:
+            raise ConfigError(f"tenants must be in {arguments.tenants_file} only", "tenants")
+        loaded = replace(loaded, tenants=tenants_in(arguments.tenants_file))
+    if not loaded.redis.url:
         raise ConfigError("a cluster of several machines needs a Redis that all of them reach", "redis.url")
     if arguments.redis_password_file is not None:
         _readable(arguments.redis_password_file, "redis_password_file")
-    if found.redis.ca_file:
-        _readable(Path(found.redis.ca_file), "redis.ca_file")
-    check_tenants(found)
-    doctor.check_policies(found.engine)
-    return found
+    if loaded.redis.ca_file:
+        _readable(Path(loaded.redis.ca_file), "redis.ca_file")
+    check_tenants(loaded)
+    doctor.check_policies(loaded.engine)
+    return loaded
 
 
 def _readable(path: Path, field: str) -> None:

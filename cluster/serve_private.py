@@ -1,4 +1,4 @@
-"""What the cluster uses of Ray and Serve that they do not promise. `tests/cluster/test_serve_private.py` checks each.
+"""Undocumented parts of Ray and Serve that the cluster uses. `tests/cluster/test_serve_private.py` checks each.
 
     variables        Serve takes these settings from the environment only. HAProxy with user code on the replica's own
                      loop costs 2.3-2.8 ms a request instead of 12.9-17.4 by Serve's defaults; the rest keeps strangers
@@ -122,7 +122,7 @@ _ON_STOP: list[Callable[[], object]] = []  # called when Serve begins to stop th
 
 
 def patch_replica(on_stop: Callable[[], object] | None = None) -> None:
-    """Patch Serve's replica, as which this process is about to start. A second call adds its `on_stop` alone."""
+    """Patch Serve's replica before this process starts as one. A second call only adds its `on_stop`."""
     from ray.serve._private import replica
 
     if on_stop is not None:
@@ -155,8 +155,8 @@ def patch_replica(on_stop: Callable[[], object] | None = None) -> None:
 def _with_late_calls(ongoing: Callable[[], int]) -> Callable[[], int]:
     """`ongoing`, which is at least 1 for `LATE_CALLS_S` after the last request ended.
 
-    Trap: Serve closes a replica's port as soon as no request runs. Routers ask only then what it did for requests that
-    they cut off.
+    Trap: Serve closes a replica's port as soon as no request runs. Routers ask after that for the usage of requests
+    that they cut off.
     """
     busy_at = -math.inf
 

@@ -1,6 +1,6 @@
 """The sizes of a model, from its config.json alone: parameters, weights by format, KV of a token, recurrent states.
 
-Here: what a layer of each kind has. Not here: what fits on a GPU (`sizing`). Left out are norms and biases, less than a
+It has the sizes of each kind of layer. `sizing` computes what fits on a GPU. Left out are norms and biases, less than a
 thousandth of the parameters, and vision towers. Layers for multi-token prediction count where they draft.
 """
 
@@ -145,7 +145,7 @@ class Shape:
 
 @dataclass(slots=True)
 class _Sum:
-    """What the layers read so far have together."""
+    """Sums over the layers read so far."""
 
     dense: int = 0
     experts: int = 0
@@ -155,10 +155,10 @@ class _Sum:
 
 
 def shape_of(config: Config, *, mtp: bool = False) -> Shape:
-    """The shape that a config.json tells, with what it leaves out as its class in transformers has it. `mtp`: with the
-    layer for multi-token prediction that checkpoints of its family have, if our decoder drafts with it.
+    """The shape in a config.json. Missing numbers are the defaults of its class in transformers. `mtp`: include the
+    family's layer for multi-token prediction, if our decoder drafts with it.
 
-    Raises ConfigError for one that tells no decoder's shape.
+    Raises ConfigError if it describes no decoder.
     """
     kind = config.get("model_type")
     if kind in _OTHERS:
@@ -171,25 +171,25 @@ def shape_of(config: Config, *, mtp: bool = False) -> Shape:
         except KeyError:
             return _shape(_completed(text), mtp)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise ConfigError(f"config.json tells no decoder's shape: {error}", "model") from error
+        raise ConfigError(f"config.json does not describe a decoder: {error}", "model") from error
 
 
 def format_of(config: Config) -> str:
     """The format of the weights, one of `FORMATS`. Raises ConfigError for one that is not among them."""
     text = config.get("text_config") or config
-    given = config.get("quantization_config") or text.get("quantization_config")
-    if not given:
+    quantization = config.get("quantization_config") or text.get("quantization_config")
+    if not quantization:
         dtype = config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
         return "fp32" if dtype == "float32" else "bf16"
-    method = str(given.get("quant_method"))
-    groups = list((given.get("config_groups") or {}).values())
-    weights = (groups[0].get("weights") or {}) if groups else {"type": "int", "num_bits": given.get("bits")}
-    named = str(given.get("quant_algo") or "").lower()  # of modelopt
-    found = _METHODS.get(method) or _NUMBERS.get((str(weights.get("type")), int(weights.get("num_bits") or 0)))
-    found = found or next((each for each in FORMATS if each in named), None)
-    if found is None:
+    method = str(quantization.get("quant_method"))
+    groups = list((quantization.get("config_groups") or {}).values())
+    weights = (groups[0].get("weights") or {}) if groups else {"type": "int", "num_bits": quantization.get("bits")}
+    algorithm = str(quantization.get("quant_algo") or "").lower()  # of modelopt
+    format = _METHODS.get(method) or _NUMBERS.get((str(weights.get("type")), int(weights.get("num_bits") or 0)))
+    format = format or next((each for each in FORMATS if each in algorithm), None)
+    if format is None:
         raise ConfigError(f"weights quantized by {method} are not sized", "model")
-    return found
+    return format
 
 
 def read_config(folder: Path) -> Config:
@@ -207,12 +207,12 @@ def _completed(text: Config) -> Config:
     """A text model's configuration with its class's defaults. In a process of its own: transformers takes 0.3 GB."""
     if not text.get("model_type"):
         raise ValueError("it has no model_type")
-    given, command = json.dumps(text), [sys.executable, "-c", _COMPLETE]
+    config_json, command = json.dumps(text), [sys.executable, "-c", _COMPLETE]
     try:
-        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=120, check=True)
+        process = subprocess.run(command, input=config_json, capture_output=True, text=True, timeout=120, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise ValueError(f"it lacks numbers, and transformers does not know {text.get('model_type')}") from error
-    completed: Config = json.loads(done.stdout)
+    completed: Config = json.loads(process.stdout)
     return completed
 
 
@@ -276,7 +276,7 @@ def _attention(text: Config, number: int, kind: str, hidden: int, total: _Sum) -
 
 
 def _of_layer(text: Config, number: int, kind: str) -> Config:
-    """What a layer has of its own: Gemma 4's layers that see everything have other heads."""
+    """A layer's own configuration: Gemma 4's full-attention layers have other heads."""
     for name, values in (text.get("per_layer_config") or {}).items():
         if int(name) == number:
             return dict(values)

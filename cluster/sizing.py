@@ -1,10 +1,10 @@
-"""What fits beside a model's weights: from the model's shape alone, nothing is loaded or measured.
+"""The memory left beside a model's weights, computed from the model's shape. Nothing is loaded or measured.
 
     left     = share x memory of the GPU - weights - largest step - CUDA graphs
     program  = KV of its tokens, and its recurrent states
     programs = left / program
 
-Where windows have pages of their own, what is left is split between cells and window cells as an engine does.
+If windows have pages of their own, the rest is split between cells and window cells as an engine does.
 
 `share` is `engine.gpu_memory`. An engine measures what its largest step takes; here that is an estimate.
 """
@@ -38,17 +38,17 @@ def gpu_bytes(name: str) -> int:
             return int(size.removesuffix("GB")) * GB if size else GPUS[key] * GB
         return round(float(name.lower().removesuffix("gib")) * GIB)
     except ValueError:
-        known = ", ".join(GPUS).lower()
-        raise ConfigError(f"no GPU is called {name}: give one of {known}, or its memory in GiB", "gpu") from None
+        names = ", ".join(GPUS).lower()
+        raise ConfigError(f"no GPU is called {name}: give one of {names}, or its memory in GiB", "gpu") from None
 
 
 def window(engine: EngineConfig) -> int:
-    """Tokens after its state that a sequence keeps the inputs of: drafts, and the token before them."""
+    """The number of tokens after its state whose inputs a sequence keeps: drafts, and the token before them."""
     return 1 + (engine.speculation.max_draft if engine.speculation.enabled else 0)
 
 
 def split(shape: Shape, engine: EngineConfig, number: int, budget: float) -> Memory:
-    """Cells, states and window cells of an engine that has `budget` bytes for them; what its options fix stays.
+    """Cells, states and window cells of an engine that has `budget` bytes for them. Numbers that its options fix stay.
 
     `number`: bytes of a number as the model computes.
     """
@@ -77,23 +77,23 @@ def _kinds(shape: Shape, engine: EngineConfig, number: int) -> tuple[int, int, i
 
 
 def step_bytes(shape: Shape, engine: EngineConfig, number: int) -> int:
-    """About what the largest step takes: the widest layer's numbers of its tokens, and the logits that it draws from.
+    """An estimate of the largest step's bytes: its tokens at the widest layer, and the logits that it samples from.
 
-    For CUDA graphs as much again as these logits.
+    CUDA graphs take as much again as these logits.
     """
     tokens = min(engine.step_tokens, engine.context_length or engine.step_tokens)
     return tokens * (shape.inner + 4 * shape.hidden) * number + engine.max_sequences * shape.vocabulary * _DRAWN
 
 
 def graph_bytes(shape: Shape, number: int) -> int:
-    """What an engine on a GPU reserves for CUDA graphs, at most."""
+    """The most bytes that an engine on a GPU reserves for CUDA graphs."""
     return _GRAPHS + 2 * number * _GRAPH_ROWS * shape.vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What an engine has room for. In bytes: `weights`, the largest `step`, and `left` for KV and states, which is
-    negative where not even the others fit.
+    """An engine's memory. In bytes: `weights`, the largest `step`, and `left` for KV and states; negative if the others
+    do not fit.
     """
 
     weights: float
@@ -112,7 +112,7 @@ def fit(
     tokens: int = TOKENS,
     number: int = BYTES,
 ) -> Fit:
-    """What fits into `budget` bytes: `weights`, the largest `step`, and how many programs of so many `tokens`."""
+    """The fit in `budget` bytes: `weights`, the largest `step`, and the number of programs of `tokens` tokens."""
     left = budget - weights - step
     held = split(shape, engine, number, left) if left > 0 or engine.cells else Memory(0, 0)
     if engine.cells or held.window_cells:
@@ -137,13 +137,13 @@ def on_gpu(
     number: int = BYTES,
     others: float = 0,
 ) -> Fit:
-    """What fits on a GPU of `memory` bytes, of which `others` have taken some."""
+    """The fit on a GPU of `memory` bytes, of which other processes use `others`."""
     step = step_bytes(shape, engine, number) + graph_bytes(shape, number)
     return fit(shape, engine, engine.gpu_memory * memory - others, weights, step, tokens, number)
 
 
-def told(shape: Shape, fit: Fit, tokens: int, number: int = BYTES, int8_kv: bool = False) -> str:
-    """What fits, in a line."""
+def summary(shape: Shape, fit: Fit, tokens: int, number: int = BYTES, int8_kv: bool = False) -> str:
+    """The fit in one line."""
     kv = 1 if int8_kv else number
     each = [f"{sum(each.bytes(kv) for each in shape.kv if not each.window) / 1024:.0f} KiB a token"]
     each += [f"{e.bytes(kv) / 1024:.0f} KiB for each of its last {e.window:,}" for e in shape.kv if e.window]
@@ -171,9 +171,9 @@ def tables(tokens: int = TOKENS) -> tuple[list[Sequence[str]], list[Sequence[str
 def families(models: Mapping[str, Known]) -> list[Sequence[str]]:
     """Rows, a head first: parameters, those that a token uses, weights by format, KV and states."""
     rows: list[Sequence[str]] = [("model", "parameters", "active", "weights, GB", "KV a token", "windows", "states")]
-    for name, known in models.items():
-        shape = known.shape
-        weights = ", ".join(f"{each} {shape.stored_bytes(each) / GB:.{_digits(shape)}f}" for each in known.ships)
+    for name, model in models.items():
+        shape = model.shape
+        weights = ", ".join(f"{each} {shape.stored_bytes(each) / GB:.{_digits(shape)}f}" for each in model.ships)
         full = sum(each.bytes() for each in shape.kv if not each.window)
         windows = ", ".join(f"{each.bytes() / 1024:.0f} KiB x {each.window:,}" for each in shape.kv if each.window)
         states = f"{shape.state_bytes() / MIB:.0f} MiB" if shape.states is not None else ""
@@ -192,13 +192,13 @@ def table(models: Mapping[str, Known], gpus: Mapping[str, int], share: float, to
     """
     engine = EngineConfig(gpu_memory=share, page_size=1)
     rows: list[Sequence[str]] = [("model", "ships as", *(f"{name} {size}" for name, size in gpus.items()))]
-    for name, known in models.items():
-        shape = known.shape
+    for name, model in models.items():
+        shape = model.shape
         cells = []
         for size in gpus.values():
-            fits = (on_gpu(shape, engine, size * GB, shape.stored_bytes(each), tokens) for each in known.ships)
+            fits = (on_gpu(shape, engine, size * GB, shape.stored_bytes(each), tokens) for each in model.ships)
             cells.append(" / ".join("-" if each.left <= 0 else str(each.programs) for each in fits))
-        rows.append((name, " / ".join(known.ships), *cells))
+        rows.append((name, " / ".join(model.ships), *cells))
     return rows
 
 

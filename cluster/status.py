@@ -66,7 +66,7 @@ def client() -> httpx.Client:
 
 
 def fetch(client: httpx.Client, server: Server, programs: int) -> dict[str, Any]:
-    """The status, with at most so many programs. Raises UnavailableError saying what to do."""
+    """The status, with at most so many programs. Raises UnavailableError with advice."""
     headers = {"authorization": f"Bearer {server.key}"} if server.key else {}
     try:
         answer = client.get(server.url.rstrip("/") + PATH, params={"programs": programs}, headers=headers)
@@ -125,7 +125,7 @@ def top(server: Server, interval_s: float) -> None:
 def looks(
     look: Callable[[], dict[str, Any]], first: dict[str, Any], interval_s: float, console: Console, wait: Wait
 ) -> Iterator[RenderableType]:
-    """A picture for each look, until a key says to leave. A look that fails is shown as its error."""
+    """A screen for each fetched status, until a key ends it. A failed fetch is shown as its error."""
     hint = f"every {interval_s:g} s, q leaves"
     now = first
     last: dict[str, dict[str, Any]] = {}  # by router: each has counters of its own, and any of them may answer

@@ -158,8 +158,8 @@ def _list(options: argparse.Namespace) -> None:
     for tenant in answer.json()["tenants"]:
         head = [tenant["name"], tenant["source"], f"{tenant['weight']:g}", _limits_of(tenant, "\n") or "none"]
         for key in tenant["keys"] or [None]:
-            about = (key["id"], " ".join(key["scopes"]), _date(key["expires"]), _date(key["last_used"])) if key else ()
-            rows.append([*head, *about])
+            cells = (key["id"], " ".join(key["scopes"]), _date(key["expires"]), _date(key["last_used"])) if key else ()
+            rows.append([*head, *cells])
             head = [""] * 4
     _print_table(("tenant", "from", "weight", "limits", "key", "for", "expires", "last used"), rows)
 
@@ -257,7 +257,7 @@ def _records(options: argparse.Namespace) -> Iterator[str]:
 def _ask(
     options: argparse.Namespace, method: str, path: str, body: Any = None, query: Mapping[str, str] | None = None
 ) -> httpx.Response:
-    """The answer. Raises UnavailableError if nobody answers, InvalidRequestError with what the server says."""
+    """The answer. Raises UnavailableError if no server answers, InvalidRequestError with the server's message."""
     import httpx
 
     from holdfast.cluster.status import error_message, key_from

@@ -71,21 +71,21 @@ def banner(
     chats: bool = True,
     tools_as_text: bool = False,
 ) -> str:
-    """How to use the cluster: a command to paste, the page, and the arguments of the `openai` client."""
+    """The text about using the cluster: a command to paste, the page, and the arguments of the `openai` client."""
     key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
     path, content = example(model, chats)
     body = json.dumps(content, separators=(",", ":"))
-    here = "" if url == URL else f" --url {url}"
+    url_option = "" if url == URL else f" --url {url}"
     look, talk = (f"{url}/   or ", f"{url}/#try   or ") if page else ("", "")
     first = (
         "Try a tool call:" if chats else "The model has no chat template: it completes text and refuses chats. Try it:"
     )
     if tools_as_text:
         first = (
-            "The chat template takes no tools: they are told in the system prompt. engine.chat_template names a file "
+            "The chat template takes no tools, so the system prompt lists them. engine.chat_template names a file "
             f"with another template.\n{first}"
         )
-    chat = f"\nTalk to it:   {talk}`holdfast chat{here}`" if chats else ""
+    chat = f"\nTalk to it:   {talk}`holdfast chat{url_option}`" if chats else ""
     return f"""
 Holdfast serves {model} at {url}/v1 (ready in {seconds:.0f} s; Ctrl-C stops it)
 
@@ -93,6 +93,6 @@ Holdfast serves {model} at {url}/v1 (ready in {seconds:.0f} s; Ctrl-C stops it)
 
 curl -s {url}{path} -H 'Content-Type: application/json'{key} -d '{body}'
 
-Look at it:   {look}`holdfast top{here}`{chat}
+Look at it:   {look}`holdfast top{url_option}`{chat}
 From Python:  openai.OpenAI(base_url="{url}/v1", api_key="{"YOUR_KEY" if needs_key else "none"}")
 """

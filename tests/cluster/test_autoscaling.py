@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cluster.autoscaling import Demand, wanted
+from holdfast.cluster.autoscaling import Demand, engines_needed
 from holdfast.replicas.stats import Occupancy
 
 TARGETS = {"ongoing_requests": 32, "waiting_tokens": 1000, "cell_pressure": 0.8, "pinned_programs": 64}
@@ -66,7 +66,7 @@ def test_nothing_is_stopped_for_what_was_not_said() -> None:
 def test_no_engine_has_more_than_its_target_on_average(totals: list[float], factor: float) -> None:
     names = ("requests", "waiting_tokens", "cell_pressure", "pinned_programs")
     given_totals, targets = dict(zip(names, totals, strict=True)), dict.fromkeys(names, factor)
-    number = wanted(given_totals, targets)
+    number = engines_needed(given_totals, targets)
     assert all(total / number <= factor * (1 + 1e-9) for total in totals)
     assert number == 1 or any(total / (number - 1) > factor for total in totals)
     assert number <= max(1, math.ceil(max(totals)))

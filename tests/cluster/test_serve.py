@@ -58,7 +58,7 @@ def test_ray_is_tried_once_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 
 def test_after_a_second_failure_it_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     said: list[str] = []
-    with pytest.raises(UnavailableError, match=r"second try.*timed out during startup"):
+    with pytest.raises(UnavailableError, match=r"two attempts.*timed out during startup"):
         start(monkeypatch, tmp_path, 2, said)
     assert len(said) == 1
 

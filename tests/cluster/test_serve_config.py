@@ -60,7 +60,7 @@ def test_a_file_of_tenants_holds_nothing_else(tenants_file: Path) -> None:
 
 
 def test_tenants_stand_in_one_place(tenants_file: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere else"):
+    with pytest.raises(ConfigError, match="tenants must be in"):
         settings(Arguments(config={"redis": REDIS, "tenants": [{"name": "b"}]}, tenants_file=tenants_file))
 
 

@@ -139,8 +139,8 @@ def test_what_a_configuration_leaves_out_is_its_classs_default() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (lambda config: config.clear(), "no decoder's shape"),
-        (lambda config: config.update(num_attention_heads="many"), "no decoder's shape"),
+        (lambda config: config.clear(), "does not describe a decoder"),
+        (lambda config: config.update(num_attention_heads="many"), "does not describe a decoder"),
         (lambda config: config.update(model_type="deepseek_v4"), "deepseek_v4 are not sized"),
     ],
 )

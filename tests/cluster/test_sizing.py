@@ -28,7 +28,7 @@ def test_a_hybrid_shares_its_memory_between_cells_and_states() -> None:
     assert found.programs == found.held.cells // sizing.TOKENS
     short = sizing.fit(shape, BY_TOKEN, 18 * GB, tokens=1000)
     assert short.programs == short.held.slots // 4  # more have no states
-    assert f"{found.held.slots} states of 163 MiB" in sizing.told(shape, found, sizing.TOKENS)
+    assert f"{found.held.slots} states of 163 MiB" in sizing.summary(shape, found, sizing.TOKENS)
 
 
 def test_a_window_costs_its_own_tokens_alone() -> None:
@@ -39,7 +39,7 @@ def test_a_window_costs_its_own_tokens_alone() -> None:
     assert fits[100] == in_windows // 100
     assert fits[128] == in_windows // 128
     assert fits[30_000] == pytest.approx(cells / 30_000, abs=1)
-    found = sizing.told(shape, sizing.fit(shape, BY_TOKEN, GIB), 30_000)
+    found = sizing.summary(shape, sizing.fit(shape, BY_TOKEN, GIB), 30_000)
     assert "24 KiB a token, 24 KiB for each of its last 128" in found
     assert "4,224 window cells" in found
 

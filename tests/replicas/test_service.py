@@ -481,7 +481,7 @@ async def test_what_early_stop_saves_is_counted_by_replies_that_go_on_unseen(mon
     """By those of a model that says more than one call: told to make one, it is stopped behind that."""
     monkeypatch.setattr("holdfast.replicas.service.SAVED_EVERY", 2)
     ask = [{"role": "user", "content": "What is the weather in Oslo and in Rome?"}]
-    async with serving() as service:
+    async with serving(CONFIG) as service:
         whole = await service.generate(request("whole", ChatPrompt(ask, TOOLS), temperature=0))
         alone = ChatPrompt(ask, TOOLS, parallel_tool_calls=False)
         one, _ = [await service.generate(request(name, alone, temperature=0)) for name in ("one", "other")]

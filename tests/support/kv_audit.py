@@ -184,7 +184,7 @@ def _audit_tenants(tree: RadixTree, nodes: Collection[Node], holdings: Collectio
     assert tree.tenants.used == {tenant: n for tenant, n in used.items() if n}, "a tenant's pages are miscounted"
     for tenant in used:
         assert tree.tenants.evictable(tenant) == evictable[tenant], "a tenant's evictable pages are miscounted"
-    kept = {each: max(0, tree.tenants.floor(each) - tree.tenants.active(each)) for each in tree.tenants.asked}
+    kept = {each: max(0, tree.tenants.floor(each) - tree.tenants.active(each)) for each in tree.tenants.known_limits}
     for tenant in (*kept, "nobody"):
         others = sum(n for other, n in kept.items() if other != tenant)
         assert tree.tenants.kept(tenant) == others, "what floors keep is miscounted"

@@ -57,7 +57,7 @@ def test_retry_after_is_in_whole_seconds_and_never_too_early():
 STATUS = RateLimitStatus(TenantLimits(max_concurrent=2), {"max_concurrent": 2.0}, 3.0)
 ARGUMENTS: dict[type[Exception], tuple[Any, ...]] = {
     RefusedError: (Refusal.RATE_LIMITED, "slow down", "model", 3.0),
-    QuotaError: ("acme", "max_concurrent", 2, STATUS, 1.5),
+    QuotaError: ("acme", "max_concurrent", STATUS),
     ReplyError: (ErrorInfo(ErrorKind.TIMEOUT, "slow", "x", 2.0), Usage(3, 2, 1)),
     DeadlineError: ("too late", "timeout", 2.0),
     ClientGoneError: (),

@@ -255,7 +255,7 @@ class Bridge:
                 self.thread.send(Abort(request_id))
 
     async def used(self, request_id: str) -> Usage | None:
-        """What a request used, once the engine has ended it. None: unknown, or ended too long ago."""
+        """The usage of a request that the engine has ended. None: unknown, or ended too long ago."""
         live = self._live.get(request_id)
         return self._ended.get(request_id) if live is None else await asyncio.shield(live.used)
 

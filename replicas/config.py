@@ -289,7 +289,7 @@ LEAST_SLOTS = 4  # one state is read while another is written, and both for two 
 
 
 class Memory(NamedTuple):
-    """What a budget of bytes buys: whole pages of cells, state slots, whole pages of window cells."""
+    """The memory that a budget of bytes buys: whole pages of cells, state slots, whole pages of window cells."""
 
     cells: int
     slots: int

@@ -147,7 +147,7 @@ class Engine:
         )
 
     def load(self) -> LoadReport:
-        """What a router needs to place programs. Any thread may ask."""
+        """The load figures that a router needs to place programs. Any thread may ask."""
         now = self.occupancy()
         running, waiting = now.turns
         return LoadReport(

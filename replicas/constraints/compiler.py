@@ -511,7 +511,7 @@ class CompilerThreads:
             raise OverloadedError(f"'{missing.field}': {why}", missing.field) from None
 
     def close(self) -> None:
-        """Those that wait for a place are refused at their turn. Nobody waits for threads that compile."""
+        """Refuse the requests that wait for a thread, each at its turn. Do not wait for threads that compile."""
         self._closed = True
 
     async def _on_thread(self, ask: Callable[[], Found], scope: str | None) -> Found:

@@ -96,7 +96,7 @@ def without_annotations(schema: Any, depth: int = DEEPEST) -> Any:
 
 
 def malformed(node: Any) -> str:
-    """What is wrong with a schema in itself; "" for nothing."""
+    """The error in a schema itself; "" if it has none."""
     if not isinstance(node, Mapping):
         return ""
     if isinstance(node.get("required"), str):
@@ -703,7 +703,7 @@ def value(g: Grammar, schema: Schema, node: Any, dialect: Dialect = JSON) -> str
 
 
 def _left(g: Grammar, schema: Schema, node: Mapping[str, Any], dialect: Dialect, refers: bool) -> str:
-    """What is left to llguidance. It only knows JSON, so for other dialects what is not understood is left out."""
+    """A rule that llguidance makes. It only knows JSON: for other dialects, keywords not understood are left out."""
     if not dialect.bare:
         return g.json(schema.part(node) if refers else replace(schema, content=node))
     read = {"type", "enum"} if "enum" in node else {"type", *_READ[node["type"]]} if node else set()

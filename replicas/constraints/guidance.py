@@ -163,7 +163,7 @@ _REFUEL = 256  # tokens that are read between masks; each takes about 8 of the l
 
 @dataclass(slots=True, eq=False)
 class _Compiled:
-    """What all matchers of one grammar share.
+    """The state that all matchers of one grammar share.
 
     Trap: llguidance's copies share one lexer, with its states, its fuel and its errors. Only a mask refills the fuel,
     and a call in free text is read without masks. llguidance has no need of the lexer for a mask of a forced token or

@@ -158,7 +158,7 @@ class CellCounts:
         return self._tree.soft_pages * self._pool.page_size
 
     def soft_pinned_of(self, tenant: str) -> int:
-        """The same for one tenant."""
+        """Cells of one tenant that soft pins keep from being evicted."""
         return self._tree.soft_pages_of.get(tenant, 0) * self._pool.page_size
 
     def may_pin(self, tenant: str) -> int:
@@ -730,7 +730,7 @@ class Reloads:
         return self._host.saves() if self._host is not None else NO_MOVES
 
     def checkpoint_saves(self) -> PageMoves:
-        """The same for state slots, or window pages."""
+        """The copies of evicted state slots, or window pages, since the last call."""
         return self._host.checkpoint_saves() if self._host is not None else NO_MOVES
 
     def lose(self) -> None:

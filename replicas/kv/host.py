@@ -65,7 +65,7 @@ class HostTier:
         return moves
 
     def checkpoint_saves(self) -> PageMoves:
-        """The same for state slots, or window pages."""
+        """The copies of state slots, or window pages, saved since the last call."""
         moves = _moves(self._checkpoint_saves)
         self._checkpoint_saves.clear()
         return moves

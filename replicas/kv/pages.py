@@ -341,7 +341,7 @@ class TenantPages:
         return self._kept - (limits.kept if limits is not None else 0)
 
     def available(self, tenant: str, available: int, freed: Mapping[str, int] = NO_PAGES_FREED) -> int:
-        """Of `available` pages, free or evictable, those that this tenant may use. `freed`: see `kept`."""
+        """The part of `available` pages, free or evictable, that this tenant may use. `freed`: see `kept`."""
         most = available - self.kept(tenant, freed=freed)
         limits = self._limits.get(tenant)
         return most if limits is None else min(most, limits.ceiling - self.active(tenant) + freed.get(tenant, 0))

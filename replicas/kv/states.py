@@ -26,7 +26,7 @@ from holdfast.replicas.kv.pages import NO_PAGES, NO_SLOT, SHARED, PageIds, PageP
 from holdfast.replicas.kv.radix import Node, Prefix, RadixTree
 from holdfast.replicas.types import TokenIds
 
-_STALE = 64  # entries that do not hold any more, in a heap of any size
+_STALE = 64  # outdated entries that a heap of any size may have
 
 
 class Marks:
@@ -92,10 +92,10 @@ def _one(slot: int) -> PageIds:
 class Checkpoints:
     """The checkpoints of a tree, in the order of eviction: GreedyDual-Size (Cao and Irani, 1997).
 
-    Each has a value: what computing it again would cost when it was last used, in tokens behind the checkpoint before
-    it and for each slot or page that it does not share with that, plus the value of the one that was evicted last. So
-    what is cheap to compute again goes first, and in the end what was not used for long. Those that a pin protects go
-    after all others. `busy`: whether evicting these slots or pages would make none free.
+    Each has a value: the cost of computing it again, plus the value of the checkpoint that was evicted last. The cost
+    is as of its last use: tokens since the checkpoint before it, for each slot or page that the two do not share.
+    Cheap checkpoints are evicted first, and expensive ones once they have not been used for long. Pinned ones go after
+    all others. `busy`: whether evicting these slots or pages would make none free.
     """
 
     def __init__(self, pool: PagePool, busy: Callable[[PageIds], bool]) -> None:
@@ -107,7 +107,7 @@ class Checkpoints:
         self._numbers = count()
         self._clock = 0.0
         self._pinned: Counter[Node] = Counter()
-        self.leaving: Callable[[Node], None] = lambda node: None  # told of one that will be evicted
+        self.leaving: Callable[[Node], None] = lambda node: None  # called before an eviction
 
     def __len__(self) -> int:
         return len(self._values)
@@ -264,16 +264,16 @@ class CheckpointStore(Generic[R]):
         raise NotImplementedError
 
     def begin(self, prefix: Prefix, longest: int) -> R | None:
-        """What a sequence of up to `longest` tokens has that goes on from a usable `prefix`. There is room for it.
+        """The state of a sequence of up to `longest` tokens that continues a usable `prefix`. There is room for it.
 
-        None: that took the prefix's own checkpoint; the next call finds another prefix.
+        None: making room took the prefix's own checkpoint, so the caller must look for another prefix.
         """
         raise NotImplementedError
 
     def advance(self, running: R, start: int, size: int, held: int) -> StateUse | None:
-        """What a chunk of `size` tokens from `start` on does with states; the last `held` may be computed again.
+        """The use of states by a chunk of `size` tokens from `start` on; the last `held` may be computed again.
 
-        Called once the step is planned: nothing of it is taken back.
+        Called once the step is planned and can no longer change.
         """
 
     def computed(self, running: R, n_computed: int) -> None:
@@ -284,7 +284,7 @@ class CheckpointStore(Generic[R]):
         raise NotImplementedError
 
     def landed(self, running: R, at: int) -> None:
-        """That copy is there: the sequence goes on from `at`."""
+        """The copy of `landing` is complete: the sequence continues from `at`."""
         raise NotImplementedError
 
     def keep(self, running: R, root: Node, tokens: TokenIds, n_computed: int, *, last: bool = False) -> None:

@@ -171,7 +171,7 @@ class KVTensors:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """How the copies of a step went. Not `ok`: it is not known what they wrote. `load_s`: seconds of copying in."""
+    """The result of a step's copies. Not `ok`: nobody knows which pages they wrote. `load_s`: seconds of copying in."""
 
     ok: bool = True
     load_s: float = 0.0
@@ -260,11 +260,11 @@ class HostPages:
         lane 0       |- out -|  |-- in --|  |-- in --|
         lane 1           |- out -|  |-- in --|  |-- in --|
 
-    What leaves the store is gathered before the forward may write over it; the rest runs on the side. Pages go slice by
-    slice, in two lanes by turns, so that one is gathered or put in its place while another crosses the bus. Each lane
-    has a buffer of half of `staged` bytes, or of one page, allocated once; however much moves, a move allocates its
-    pages' numbers alone. The forward waits for all but the last two slices that leave. A copy that fails is logged, and
-    told by `wait`.
+    Pages that leave the store are gathered before the forward may write over them; the rest runs on the side. Pages
+    move in slices, in two lanes by turns: one slice is gathered or put in its place while another crosses the bus. Each
+    lane has a buffer of half of `staged` bytes, or of one page, allocated once. A move of any size allocates only its
+    page numbers. The forward waits for all but the last two slices that leave. A failed copy is logged, and `wait`
+    reports it.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class HostPages:
             self._try(task, lambda: self._load(moves, task))
 
     def wait(self) -> Moved:
-        """Wait until everything that was begun is done, or has failed."""
+        """Wait until all copies are done or have failed."""
         seconds = 0.0
         try:
             seconds = self._side.wait()
@@ -342,7 +342,7 @@ class HostPages:
         self._pages.index_copy_(0, index, staged)
 
     def _slices(self, n: int) -> Iterator[tuple[int, slice, Tensor]]:
-        """`n` pages, as many at a time as a buffer holds: the lane they take, which of them, and room for these."""
+        """`n` pages in slices that fit a buffer: the lane, the slice, and its part of the lane's buffer."""
         most = self._buffers.shape[1]
         for number, at in enumerate(range(0, n, most)):
             lane, end = number % _LANES, min(at + most, n)
@@ -352,7 +352,7 @@ class HostPages:
         return sent(pages.astype(np.int64), self._pages.device)
 
     def _try(self, task: str, work: Callable[[], None]) -> None:
-        """The supervisor of the copies. After one that failed none of its step counts, so the others are left out."""
+        """The supervisor of the copies. After a failed copy it skips the other copies of the step: none would count."""
         try:
             if not self._failed:
                 work()
@@ -372,22 +372,22 @@ def _runs(pages: PageIds) -> Iterator[tuple[int, int, int]]:
 
 
 class _Side(Protocol):
-    """Does things beside what the caller does: in each lane in order, and in one while it does others in another."""
+    """Runs work beside the caller's. The work of one lane runs in order; lanes run at the same time."""
 
     def do(self, lane: int, work: Callable[[], None]) -> None:
-        """Begin something that raises nothing. What the caller has begun before is done by then."""
+        """Start `work`, which must not raise, after all earlier work of the caller."""
         ...
 
     def join(self, lane: int) -> None:
-        """What the caller begins from now on comes after all that was begun in this lane."""
+        """Make the caller's later work wait for all earlier work in this lane."""
         ...
 
     def meet(self) -> None:
-        """What is begun in any lane from now on comes after all that was begun in any, and by the caller."""
+        """Make later work in every lane wait for all earlier work in every lane, and for the caller's."""
         ...
 
     def wait(self) -> float:
-        """Wait until all is done; seconds between the last two times that the lanes met, 0 where they have not."""
+        """Wait for all work. Returns the seconds between the last two calls of `meet`, or 0 if there were fewer."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Which tools a turn waits for, and statistics of how long they take.
+"""The tool calls that a turn waits for, and statistics of their duration.
 
 The server measures an interval from the end of decoding to the arrival of the program's next turn (Continuum, section
 4.2). It counts once, under the set of tools that the turn called. `LatencyBook` is one process's statistics, frozen for

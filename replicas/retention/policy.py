@@ -1,4 +1,4 @@
-"""For how long a program's KV cells are kept between two turns, and the load statistics that this is decided by.
+"""How long a program's KV cells are kept between two turns, and the load statistics that decide it.
 
 A policy answers three questions about a program that pauses, each a pure function of the pause, the tools' statistics
 and the replica's load. `ExpectedWaste` is the default: InferCept's waste, weighed by the distribution of the pause.
@@ -69,7 +69,7 @@ class RestoreCost:
         return (self.a * n + self.b) * n + self.c if n > 0 else 0.0
 
     def between(self, start: int, end: int) -> float:
-        """How much longer a step takes with the tokens from `start` to `end` of a prompt in it."""
+        """Seconds that a step takes longer with the tokens from `start` to `end` of a prompt in it."""
         return (self.a * (start + end) + self.b) * (end - start) + self.read * end if end > start else 0.0
 
 
@@ -78,7 +78,7 @@ class Conditions:
     """The load of a replica, as measured.
 
     `wait_s` is the mean queue delay of follow-up turns without pinned cells. `mean_turns` is the mean number of turns
-    from a question to its answer, `eta` how well the number of turns so far predicts the number that is left (0 to 1).
+    from a question to its answer. `eta`, 0 to 1, tells how well the turns so far predict the turns that are left.
     `others` counts the cells of running sequences, `paused` the cells kept for programs between turns; of these,
     `returning` cells a second are asked for again. `local` has the replica's own latest pauses.
     """
@@ -112,13 +112,13 @@ class RetentionPolicy(Protocol):
         raise NotImplementedError
 
     def away(self, pause: Pause, latency: LatencySnapshot, conditions: Conditions) -> float:
-        """From when on the program gives way before programs that arrived later; inf: never."""
+        """The time after which the program gives way before programs that arrived later; inf: never."""
         return math.inf
 
     def first_within(self, pause: Pause, conditions: Conditions, *, lost: bool) -> float:
-        """Within which time the next turn has to come to go before turns whose programs have no cells; inf: any time.
+        """The time within which the next turn goes before turns of programs without cells; inf: always.
 
-        `lost`: the program's own cells were given to others.
+        `lost`: other programs have taken the program's own cells.
         """
         return 0.0 if lost else math.inf
 
@@ -180,7 +180,7 @@ def swap_waste(pause: Pause, conditions: Conditions) -> float:
 
 
 def break_even_s(pause: Pause, conditions: Conditions, *, returning: bool = False) -> float:
-    """For how many seconds keeping the cells wastes less than losing them the cheaper way."""
+    """Seconds for which keeping the cells wastes less than restoring them the cheaper way."""
     waste = min(discard_waste(pause, conditions, returning=returning), swap_waste(pause, conditions))
     return waste / pause.held if pause.held else 0.0
 
@@ -335,7 +335,7 @@ class ExpectedPause:
         return float(AGES[(self.held + keep_s * self.alive).argmin()])
 
     def away(self, seconds: float) -> float:
-        """The first age at which more than that is left; inf: there is none."""
+        """The first age at which more than `seconds` are left; inf: there is none."""
         longer = self.left > seconds
         at = longer.argmax()
         return float(AGES[at]) if longer[at] else math.inf
@@ -350,7 +350,7 @@ LOOKED_AT_S = 1.0  # how old a view of the replica's own pauses may be
 
 
 class LoadStats:
-    """What a replica measures of its own load, for the policies. The engine reports to it as it runs.
+    """The load of a replica as it measures it, for the policies. The engine reports to it as it runs.
 
     `latency` is the latest snapshot of the tools' statistics, `reload` seconds a cell from a host tier, if there is
     one. It outlives the books of the cache: a replica that rebuilds them still knows its load.
@@ -368,15 +368,15 @@ class LoadStats:
         self._local_at = -math.inf
 
     def waited(self, seconds: float) -> None:
-        """A follow-up turn whose cells were not pinned waited so long before it began."""
+        """A follow-up turn without pinned cells waited `seconds` before it began."""
         self._waits.append(seconds)
 
     def returned(self, cells: int, now: float) -> None:
-        """A turn came, and so many cells had been kept for its program."""
+        """A turn arrived whose program had `cells` pinned cells."""
         self._returns.append((now, cells))
 
     def prefilled(self, spans: Iterable[Span], seconds: float) -> None:
-        """A step that computed these took so long."""
+        """A step that computed `spans` took `seconds`."""
         self._prefill.measured(spans, seconds)
 
     @property
@@ -413,7 +413,7 @@ class Turns:
         self._sums = np.zeros(6)  # over all points: 1, done, done^2, left, left^2, done * left
 
     def ended(self, turns: int) -> None:
-        """A program has ended after so many turns."""
+        """A program has ended after `turns` turns."""
         done = np.arange(1.0, turns + 1)
         left = turns - done
         self.programs += 1
@@ -463,7 +463,7 @@ class PrefillFit:
         self.cost = RestoreCost()
 
     def measured(self, spans: Iterable[Span], seconds: float) -> None:
-        """A step that computed these took `seconds`, a part of a prompt among them."""
+        """A step that computed `spans`, at least one of them of a prompt, took `seconds`."""
         if seconds <= 0:
             return
         squares = tokens = cells = 0.0

@@ -50,12 +50,12 @@ class PrefixWait:
 
     @property
     def over(self) -> bool:
-        """Nothing is left to wait for: the shared tokens are computed, or the leader has gone."""
+        """The wait has ended: the shared tokens are computed, or the leader has left."""
         return self.leader.status is not Status.RUNNING or self.leader.n_computed >= self.shared
 
 
 class BlockedBy(Enum):
-    """What keeps a waiting sequence from starting."""
+    """The reason why a waiting sequence cannot start."""
 
     ALL = "all"  # the running sequences: no other passes it, except within a tenant's floor
     TENANT = "tenant"  # its tenant's ceiling, or the floors of others: requests of other tenants pass it
@@ -127,12 +127,12 @@ class Admission:
 
     @property
     def tokens(self) -> int:
-        """In the prompts of all that wait."""
+        """Tokens in the prompts of all waiting requests."""
         return self._waiting.tokens
 
     @property
     def tokens_ahead(self) -> int:
-        """Of these, in background prefills."""
+        """The part of `tokens` in background prefills."""
         return self._waiting.tokens_ahead
 
     def push(self, sequence: Sequence) -> None:
@@ -158,8 +158,8 @@ class Admission:
     def check_deadline(self, sequence: Sequence) -> None:
         """Raises DeadlineError for a new request whose answer is not expected in time.
 
-        Only where others wait, or the batch is half full: before that trying costs others little, and forecasts learned
-        from a full batch do not hold.
+        Checks only while other requests wait, or the batch is half full. Below that, one more request costs others
+        little, and forecasts learned from a full batch do not hold.
         """
         within_s, n, forecast = sequence.submit.within_s, len(self._waiting), self.forecast
         if within_s == inf or not (n or self._half_full):
@@ -273,7 +273,7 @@ class Admission:
             elif self._preempt_batch_for(builder, sequence, need, round_, now):
                 round_.needed, round_.promised = self._committed()
             elif sequence.background and not len(self._running):
-                self._terminator.finish_early(None, sequence, now)  # no other leaves and makes room for it
+                self._terminator.finish_early(None, sequence, now)  # no other sequence will make room for it
             elif not self._pass_over(sequence, need, round_):
                 break
         for sequence in round_.aside:
@@ -288,7 +288,7 @@ class Admission:
         return needed, promised
 
     def _pass_over(self, sequence: Sequence, blocked_by: BlockedBy, round_: _Round) -> bool:
-        """Let others pass a blocked sequence. False: none may."""
+        """Let other sequences pass a blocked one. False: none may pass it."""
         if sequence.background or not self._cache.tree.tenants.any:
             return False
         round_.short |= blocked_by is BlockedBy.ALL
@@ -313,7 +313,7 @@ class Admission:
         )
 
     def preempt_batch(self, builder: StepBuilder, to: Sequence, now: float, *, own: bool = False) -> bool:
-        """Preempt the last batch request for an interactive one. False: there is none, or it is batch's turn.
+        """Preempt the last batch request for an interactive one. False: no batch request runs, or it is batch's turn.
 
         `own`: only of its own tenant; else of any tenant whose cells it can use.
         """
@@ -353,7 +353,7 @@ class Admission:
             self._waiting.set_aside(round_.passed)
             return 0
         tenants = self._cache.tree.tenants
-        if tenants.any:  # limits may have changed since it arrived
+        if tenants.any:  # the tenant's limits may have changed since it arrived
             check_cells(sequence.submit, self._cache)
         need = self._budget.need(sequence, n_cached)
         # No other tenant holds cells within this tenant's floor, so they are there.
@@ -383,12 +383,12 @@ class Admission:
         return need
 
     def _blocked_by(self, sequence: Sequence, need: int, prefix: Prefix | None, round_: _Round) -> BlockedBy | None:
-        """What keeps a sequence from the cells that it needs beside its cached `prefix`; None: nothing.
+        """The reason why a sequence cannot have the cells that it needs beside its cached `prefix`; None: it can.
 
-        Pins of programs behind it in order give way, as many as needed, and none if all of them would not be enough.
-        Where nothing runs every pin may give way, and the sequence starts in any case: a queue never waits for pins
-        alone (Continuum, section 5.3). For a background prefill no pin gives way. For a tenant at its ceiling only its
-        own pins do, and the sequence starts in any case where nothing of its tenant runs.
+        Drops as many pins of programs behind it as needed, or none if all of them would not be enough. If nothing runs,
+        any pin may be dropped and the sequence starts: a queue never waits for pins alone (Continuum, section 5.3). A
+        background prefill drops no pins. A tenant at its ceiling drops only its own pins, and its sequence starts if
+        the tenant has none running.
         """
         cells, scope = self._cache.cells, sequence.submit.scope
         retention, program = self._running.retention, sequence.program
@@ -455,8 +455,9 @@ def keeps_state(following: PrefixWait) -> bool:
 
 
 def check_cells(submit: Submit, cache: KVCache) -> None:
-    """Raise ContextLengthError for a prompt that needs more cells than its tenant may have, beyond those of a shared
-    preamble, and OverloadedError for a reply that does since the tenant's limits changed.
+    """Check that a request fits its tenant's cells; those of a shared preamble come in addition.
+
+    Raises ContextLengthError for a prompt that is too long, OverloadedError for a reply that limits no longer allow.
     """
     n_prompt, max_tokens, size = len(submit.tokens), submit.sampling.max_tokens, cache.page_size
     # One page more: the end of a cached prefix may be copied into a page of its own.
@@ -475,7 +476,7 @@ def pages_of(submit: Submit, cache: KVCache) -> int:
 
 
 def _deadline(sequence: Sequence) -> float:
-    """When its answer is wanted."""
+    """The time by which its client expects the answer."""
     return sequence.arrived + sequence.submit.within_s
 
 
@@ -508,7 +509,7 @@ class Budget:
         return sequence.length - n_cached + min(completion, self.reserve)
 
     def committed(self, running: Iterable[Sequence]) -> int:
-        """Cells that these may need beyond what they have computed. Background prefills have no claim to any."""
+        """Cells that `running` sequences may still need. Background prefills count for none."""
         reserve, foreground = self.reserve, [s for s in running if not s.background]
         return sum([s.length - s.n_computed + min(len(s.buffer) - s.length, reserve) for s in foreground])
 

@@ -5,12 +5,11 @@
     Running        the sequences in the batch; each has a row and cells, and gives both back however it leaves
     Terminator     takes sequences out, wherever they are, and notes the events of their requests
 
-A step in flight leaves no doubt about what it computes: which cells are filled when it is over, which sequences have
-one more token. Only the tokens are not known, and whether one of them ends its sequence. So the next step is planned as
-if this one were over, and the runner puts the drawn tokens in (`Chunk.follows`). Where a sequence ended, was aborted or
-was preempted meanwhile, nobody takes what the later step draws for it: the sequence does not have the holding any more
-that the step was planned for. Its cells went back when it left, and whatever is written to them later was planned, and
-runs, later.
+While a step is in flight, the scheduler knows which cells it fills and which sequences get one more token. It does not
+know the tokens, or whether one of them ends its sequence. So the next step is planned as if this one were over, and the
+runner puts the drawn tokens in (`Chunk.follows`). If a sequence has ended, was aborted or was preempted meanwhile, the
+later step's tokens for it are dropped: it no longer has the holding that the step was planned for. Its cells were freed
+when it left; later writes to them were planned later, and run later.
 """
 
 import logging
@@ -66,8 +65,8 @@ class Load:
 class Step:
     """A plan and its sequences: `sequences[i]` has `holdings[i]` and belongs to `plan.chunks[i]`.
 
-    `begun` is when it was planned. `open`: the next step may be planned before this one is over. It may not where
-    tokens are needed first: to draft, to mask, to count penalties from.
+    `begun` is when it was planned. `open`: the next step may be planned before this one is over. A step is not open if
+    drafts, masks or penalties of the next step need its tokens.
     """
 
     plan: StepPlan
@@ -113,7 +112,7 @@ class StepBuilder:
 
     @property
     def busy(self) -> bool:
-        """Whether some sequence gets on."""
+        """Whether some sequence makes progress."""
         return bool(self.chunks or self.loads)
 
     def compute(self, sequence: Sequence, size: int, drafts: TokenIds = NO_DRAFT) -> None:
@@ -150,7 +149,7 @@ class StepBuilder:
         return sequence.row in self.copies or any(write.row == sequence.row for write in self.writes)
 
     def forget(self, sequence: Sequence) -> None:
-        """Take back everything planned for a sequence: it was preempted, and its row and pages may go to another."""
+        """Remove a preempted sequence from the plan: its row and pages may go to another sequence."""
         row = sequence.the_row
         self.copies.pop(row, None)
         self.writes = [write for write in self.writes if write.row != row]
@@ -160,7 +159,7 @@ class StepBuilder:
             del self.sequences[i], self.chunks[i]
 
     def use_states(self, states: CheckpointStore[Any]) -> None:
-        """Plan what each chunk does with its sequence's recurrent state. Nothing planned is taken back after that.
+        """Plan each chunk's use of its sequence's recurrent state. The plan must not change after that.
 
         A chunk that draws leaves its last token and its drafts out of the state: they may be computed again.
         """
@@ -212,12 +211,12 @@ class ExitReason(Enum):
 
     @property
     def keeps_row(self) -> bool:
-        """The row shows what was computed: every plan that wrote to it has run."""
+        """The row matches the computed cells: every plan that wrote to it has run."""
         return self in (ExitReason.FINISHED, ExitReason.ABORTED)
 
 
 class BooksError(Exception):
-    """Rows or cells could not be given back, so nobody knows what is free. Only new books help."""
+    """Rows or cells could not be freed, so it is unknown which ones are free. The engine needs new books."""
 
 
 class Running:
@@ -269,7 +268,7 @@ class Running:
         return sequence.background, sequence.batch, self._order.key(sequence)
 
     def part(self, *, decoding: bool) -> list[Sequence]:
-        """Those that decode, or those that prefill, in order; without those that end with the step in flight."""
+        """Sequences that decode, or prefill, in order, except those that end with the step in flight."""
         return [s for s in self.in_order() if s.decoding is decoding and not (s.in_flight and s.closing)]
 
     def can_start(self, sequence: Sequence) -> bool:
@@ -328,14 +327,14 @@ class Running:
         return True
 
     def room(self, sequence: Sequence) -> int:
-        """Tokens of its next chunk that window pages can be had for."""
+        """Tokens of its next chunk that window pages are available for."""
         windows, window = self._cache.windows, sequence.the_holding.window
         if windows is None or window is None:
             return UNBOUNDED
         return windows.reach(window) - sequence.n_computed - sequence.in_flight
 
     def grow(self, builder: StepBuilder, sequence: Sequence, n_tokens: int, *, window: bool = True) -> bool:
-        """Make sure that `n_tokens` positions of the sequence have cells. False: there are not enough.
+        """Give `n_tokens` positions of the sequence cells. False: there are not enough.
 
         `window`: in layers with window pages, too.
         """
@@ -352,7 +351,7 @@ class Running:
         return True
 
     def helping(self, sequence: Sequence, n: int = 1) -> Callable[[str], bool]:
-        """Of which tenants a freed page could be one of the `n` pages that a sequence lacks."""
+        """Whether a page that a tenant frees could be one of the `n` pages that a sequence lacks."""
         tenants, scope = self._cache.tree.tenants, sequence.submit.scope
         return lambda other: tenants.helps(other, scope, n)
 
@@ -549,7 +548,7 @@ class Terminator:
         self.end(sequence, now, ExitReason.FINISHED)
 
     def finish_early(self, builder: StepBuilder | None, sequence: Sequence, now: float) -> None:
-        """End a background prefill as far as it has come: no cells are free for more."""
+        """End a background prefill early because no cells are free for more."""
         self._stats.ahead_ended["no_cells"] += 1
         self.events.append(Finished(sequence.request_id, "stop", sequence.usage, sequence.timing(now)))
         why = ExitReason.FINISHED
@@ -577,7 +576,7 @@ class Terminator:
         self._waiting.push(sequence)
 
     def restart_without_prefix(self, builder: StepBuilder, sequence: Sequence, now: float) -> None:
-        """No other sequence can make room for this one: it restarts without its cached prefix, or fails if it has."""
+        """Restart a sequence without its cached prefix: no other can make room for it. The second time, fail it."""
         if sequence.reuse:
             sequence.reuse = False
             self.preempt(builder, sequence, now)

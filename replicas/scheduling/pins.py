@@ -1,4 +1,4 @@
-"""Pins on the cells of programs between their turns: whose cells stay until when, and whose give way.
+"""Pins on the cells of programs between their turns: how long cells stay, and which give way first.
 
     a turn ends            its cells are pinned for a moment, until the engine knows what the turn called
     its calls are known    pinned as long as the policy says, or not at all. A yielding policy pins for as long as it
@@ -52,7 +52,7 @@ class Sorted(Generic[T]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[T]:
-        """Of the values there are now. Any thread may ask."""
+        """The present values. Any thread may iterate."""
         return (entry[-1] for entry in self._entries.copy())
 
     def __reversed__(self) -> Iterator[T]:
@@ -77,8 +77,7 @@ class Sorted(Generic[T]):
 class Pins:
     """All pins, at most one of each program, within the limits on the cells of a tenant and of all.
 
-    Waiting turns of a program know whether it has a pin, or kept its place when that gave way; the order places them by
-    that.
+    A program's waiting turns know whether it has a pin, or kept its place without one. The order sorts them by that.
     """
 
     def __init__(self, config: RetentionConfig, cache: KVCache, queue: WaitingQueue) -> None:
@@ -89,7 +88,7 @@ class Pins:
         self._queue = queue
         self._numbers = count()
         self._due: Sorted[ProgramPin] = Sorted()  # all, by deadline
-        self._looked_at = -math.inf  # when `expired` was asked last
+        self._looked_at = -math.inf  # time of the last call of `expired`
         self._lapsing: Sorted[ProgramPin] = Sorted()  # by when they lapse
         self._ranked: dict[tuple[Priority, str], Sorted[ProgramPin]] = {}  # by class and tenant, each by `place`
 
@@ -97,7 +96,7 @@ class Pins:
         return len(self._due)
 
     def __iter__(self) -> Iterator[ProgramPin]:
-        """The pins there are now. Any thread may ask."""
+        """The present pins. Any thread may iterate."""
         return iter(self._due)
 
     @property
@@ -110,7 +109,7 @@ class Pins:
 
     @property
     def due(self) -> float | None:
-        """When `expired` may find a pin next; None: never. Pins kept for turns that wait do not count."""
+        """The time of the next deadline; None: there is none. Pins kept for waiting turns do not count."""
         return next((pin.deadline for pin in self._due if pin.deadline > self._looked_at or not pin.awaited), None)
 
     def expired(self, now: float) -> list[ProgramPin]:
@@ -133,8 +132,7 @@ class Pins:
     def add(self, sequence: Sequence, pin: Pin, now: float, deadline: float) -> int:
         """Enter the `pin` on what `sequence` left in the tree, in place of what its program had pinned before.
 
-        Returns how many pins were dropped because its tenant's, or all, would have kept too much; its own may be
-        one of them.
+        Returns how many pins were dropped to stay within the limits of its tenant and of all. Its own may be one.
         """
         program, target, submit = sequence.program, sequence.target, sequence.submit
         assert program is not None, sequence.request_id
@@ -159,12 +157,12 @@ class Pins:
         self._due.put(pin, (deadline,))
 
     def lapses(self, pin: ProgramPin, time: float) -> None:
-        """From `time` on a pin is worth less than the cells that it holds."""
+        """Set the `time` from which a pin is worth less than the cells that it holds."""
         pin.lapse = time
         self._lapsing.put(pin, (time,))
 
     def drop(self, pin: ProgramPin, *, place: float | None = None) -> None:
-        """Give a pin's cells back. `place`: turns of its program that wait, or arrive until then, keep their place."""
+        """Give a pin's cells back. `place`: turns of its program that arrive up to this time keep their place."""
         program, group = pin.program, (pin.priority, pin.scope)
         program.pin = None
         if pin.target is not program:
@@ -180,7 +178,7 @@ class Pins:
             program.first_until = place
 
     def _keep_within_limits(self, tenant: str) -> int:
-        """Drop pins until the rest is within the limits: the latest first, those whose cells no other pin keeps."""
+        """Drop pins until the rest is within the limits, the latest first of those whose cells no other pin keeps."""
         before = len(self)
         while self.cells_of(tenant) > min(self._most_of_tenant, self._cache.cells.may_pin(tenant)):
             own = (pin for pin in self if pin.scope == tenant)
@@ -196,7 +194,7 @@ class Pins:
 
 
 def _keeps_alone(pin: ProgramPin) -> bool:
-    """Whether some of its cells are kept by no other pin."""
+    """Whether no other pin keeps some of its cells."""
     return any(node.soft == 1 and node.owned for node in pin.pin.node.path())
 
 
@@ -234,12 +232,12 @@ class Retention:
         self._programs = programs
         self._rows = rows
         self._stats = stats
-        self._now = 0.0  # of the step, or of what was last heard
+        self._now = 0.0  # time of the latest step or notice
 
     # ---- turns come and go ----
 
     def arrived(self, sequence: Sequence) -> None:
-        """A request comes in, before it is put in the queue."""
+        """A request has arrived and is not in the queue yet."""
         program = sequence.program
         if program is None:
             return
@@ -257,9 +255,9 @@ class Retention:
                 self._stats.pin_misses += 1
 
     def begins(self, sequence: Sequence, now: float) -> bool:
-        """A sequence gets its cells now: its program's pin, if there is one, is given back. Whether there was one.
+        """A sequence gets its cells: give back its program's pin. Returns whether there was one.
 
-        A prefill ahead of a turn leaves it where it is, for that turn.
+        A background prefill leaves the pin for the turn that it prepares.
         """
         if sequence.background:
             return False
@@ -274,7 +272,7 @@ class Retention:
         return pin is not None
 
     def found(self, sequence: Sequence) -> None:
-        """A turn has its cached prefix: handles whose cells are a part of that are not needed any more."""
+        """A turn has its cached prefix: drop the pins of handles whose cells are a part of it."""
         for handle in sequence.program.handles.copy() if sequence.program is not None else ():
             if handle.pin is not None and sequence.the_holding.contains(handle.pin.pin):
                 self.pins.drop(handle.pin)
@@ -289,15 +287,15 @@ class Retention:
         return self._active and not sequence.submit.program_end
 
     def paused(self, sequence: Sequence, pin: Pin, now: float) -> None:
-        """A turn is over and its cells have a `pin`: keep it until it is known what the turn called. Cells of a handle
-        are kept as long as the client said.
+        """A turn is over: keep the `pin` on its cells until its tool calls are known, a handle's as long as its client
+        requested.
         """
         background = sequence.submit.background
         keep_s = SETTLE_S if background is None else background.keep_s
         self._stats.pins_refused += self.pins.add(sequence, pin, now, now + keep_s)
 
     def notice(self, notice: Notice, now: float) -> None:
-        """Something about programs that pause. What comes too late is ignored."""
+        """Take in a notice about a paused program. Late notices have no effect."""
         self.expire(now)
         if isinstance(notice, ToolLatencies):
             self._load.latency = notice.latency
@@ -322,9 +320,9 @@ class Retention:
                     self.pins.drop(each.pin)
 
     def _turn_ended(self, ended: TurnEnded, pin: ProgramPin) -> None:
-        """Keep the turn's cells as long as that is worth it, from its end on.
+        """Keep the turn's cells as long as that pays, from its end on.
 
-        The last turn lets go of its program's cells whichever branch left them, unless that was a later turn's.
+        The last turn drops its program's pin, whichever branch left it, unless a later turn did.
         """
         if pin.request_id != ended.request_id and not (ended.last and pin.turn <= ended.turn):
             return
@@ -357,7 +355,7 @@ class Retention:
 
     @property
     def due(self) -> float | None:
-        """When `expire` has something to do next; None: there is no pin."""
+        """The time at which `expire` next drops a pin; None: there is no pin."""
         return self.pins.due
 
     def expire(self, now: float) -> None:
@@ -370,7 +368,7 @@ class Retention:
     def drop_next(
         self, to: Sequence | None, besides: Program | None = None, of_tenants: Callable[[str], bool] = lambda _: True
     ) -> bool:
-        """Drop a lapsed pin; if there is none, the last one behind `to` in order, None: of all. Returns whether it did.
+        """Drop a lapsed pin, or else the last one behind `to` in order (None: of all). False: there is none.
 
         `of_tenants`: only pins of these tenants.
         """
@@ -387,9 +385,9 @@ class Retention:
         besides: Program | None = None,
         of_tenants: Callable[[str], bool] = lambda _: True,
     ) -> list[ProgramPin] | None:
-        """The pins to drop, in the order of `drop_next`, until `freed` is `enough`; None: all pins would not be.
+        """The pins to drop, in the order of `drop_next`, until `freed` is `enough`. None: all pins are not enough.
 
-        Each of them is needed. Drops none; pins that were considered count in `freed`.
+        Returns no pin that is not needed. Drops none; the chosen pins count in `freed`.
         """
         chosen: list[ProgramPin] = []
         giving_way = self._giving_way(to, besides, of_tenants)
@@ -440,7 +438,7 @@ class Retention:
             if lapse <= self._now:
                 lapsed.add(pin)
                 yield pin
-            else:  # by the present state it is worth its cells
+            else:  # under the present load it is worth its cells again
                 self.pins.lapses(pin, lapse)
         rank = (to.batch, *self._order.rank(to)) if to is not None else None
         behind = [
@@ -451,7 +449,7 @@ class Retention:
         yield from sorted(behind, key=self._last, reverse=True)
 
     def _first_until(self, pin: ProgramPin, *, lost: bool) -> float:
-        """Until when an arriving turn goes before turns of programs without cells. `lost`: its cells are gone."""
+        """Time until which the next turn goes before turns of programs without cells. `lost`: its cells are lost."""
         if pin.paused is None:
             return math.inf
         return pin.since + self._policy.first_within(pin.paused, self._known[1], lost=lost)
@@ -460,7 +458,7 @@ class Retention:
         return (pin.batch, *self._order.pin_rank(pin.scope, pin.arrival, pin.priority))
 
     def _last(self, pin: ProgramPin) -> Key:
-        """The greatest is dropped first: of pins that differ by arrival alone the longest away, or else the latest."""
+        """Sort key: the greatest is dropped first. Among equal tenants that is one away for long, else the latest."""
         *tenant, arrival = self._rank(pin)
         away = (1.0, -pin.away) if pin.away <= self._now else (0.0, arrival)
         return (*tenant, *away, *pin.place)

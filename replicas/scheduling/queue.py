@@ -66,18 +66,18 @@ class RequestOrder(Protocol):
         return heads[0] if len(heads) == 1 else min(heads, key=self.waiting)
 
     def arrive(self, sequence: Sequence, *, alone: bool = False) -> None:
-        """A request has come in; its key is asked for next. `alone`: no other one of its class waits."""
+        """A request has arrived; the queue asks for its key next. `alone`: no other one of its class waits."""
 
     def begin(self, sequence: Sequence) -> None:
-        """It has been given a row and runs from the next step on."""
+        """The request has a row and runs from the next step on."""
 
     def left(self, sequence: Sequence) -> None:
-        """It neither waits nor runs any more."""
+        """The request has left the queue and the batch."""
 
     def serve(
         self, sequences: Sequences, chunks: Chunks, seconds: float, waiting: Mapping[Priority, int] = _NOBODY
     ) -> None:
-        """A step of these, each with its chunk, took `seconds`, while so many of each class were `waiting`."""
+        """A step of `sequences`, each with its chunk, took `seconds`. `waiting`: requests that waited, by class."""
 
     def promote(self, now: float) -> Iterable[Sequence]:
         """Called before each step. Returns waiting requests whose key has changed with the time."""
@@ -88,14 +88,14 @@ class RequestOrder(Protocol):
         return (0.0,)
 
     def pin_rank(self, scope: str, arrival: float, priority: Priority = Priority.INTERACTIVE) -> Key:
-        """The place of a paused program: its cells are given to smaller ones only. The last number is the `arrival`.
+        """The place of a paused program: only requests of smaller rank take its cells. The last number is `arrival`.
 
         Paused programs of one class and tenant are ranked by arrival.
         """
         return (1.0, arrival)
 
     def learn(self, elsewhere: Mapping[str, float]) -> None:
-        """Other replicas served so many seconds more, by the names of `contended`."""
+        """Count seconds that other replicas served, by the names of `contended`."""
 
     @property
     def contended(self) -> Mapping[str, float]:
@@ -208,7 +208,7 @@ def request_order(name: str) -> RequestOrder:
 
 
 class WaitingQueue:
-    """Waiting sequences, in lines. `classes` says whose turn it is where both classes wait.
+    """Waiting sequences, in lines. `classes` chooses the class to serve while both classes wait.
 
     A line is a heap. The entry of a sequence that left its place stays in it, but never as the first.
     """
@@ -216,8 +216,8 @@ class WaitingQueue:
     def __init__(self, order: RequestOrder, classes: Classes | None = None) -> None:
         self._order = order
         self._classes = classes or Classes(0.0)
-        self.waiting: Counter[Priority] = Counter()  # how many of each class, without background prefills
-        self.tokens = 0  # in the prompts of all that wait
+        self.waiting: Counter[Priority] = Counter()  # requests by class, without background prefills
+        self.tokens = 0  # in the prompts of all waiting requests
         self.tokens_ahead = 0  # of these, in background prefills
         self._in: dict[Sequence, Entry | None] = {}  # the entry of each; None: it is set aside
         self._lines: dict[Line, list[Entry]] = {}
@@ -270,8 +270,8 @@ class WaitingQueue:
     def head(self, passed: Collection[Line] = ()) -> Sequence | None:
         """The next sequence to be admitted; it stays in the queue.
 
-        It is the first among the heads of all lines of the class whose turn it is, except the lines that are `passed`.
-        Background prefills come where no other request waits.
+        It is the first among the heads of all lines of the class to serve, except the lines in `passed`. Background
+        prefills come last.
         """
         at = self._changes, self._order.changes, self._classes.due, len(passed)
         if self._found_at != at:
@@ -296,7 +296,7 @@ class WaitingQueue:
         """Set the head aside: it still waits, can be removed and can expire, but is not the head until `put_back`."""
         sequence = self.head(passed)
         if sequence is None:
-            raise IndexError("nobody is waiting")
+            raise IndexError("no request is waiting")
         self._take_out(sequence)
         return sequence
 
@@ -393,9 +393,9 @@ class Forecast:
     now         + waiting                                        + serving
     arrival       requests before it * seconds between starts      first token (+ tokens * seconds of each)
 
-    times a correction by how much recent forecasts were too short. Seconds between starts are learned while requests
-    wait: then each start is as early as there is room. Requests whose clients left count as far as they came, or a
-    server that is too slow for all of them would learn nothing. One thread writes, any may read.
+    times a correction for recent forecasts that were too short. Seconds between starts are learned while requests wait,
+    as each start is then as early as there is room. Requests whose clients left count up to that point; else a server
+    that is too slow for all of them would learn nothing. One thread writes, any may read.
     """
 
     def __init__(self) -> None:

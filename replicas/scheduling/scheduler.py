@@ -1,4 +1,4 @@
-"""Which tokens the next step computes, and what happens to its result.
+"""The scheduler: chooses the tokens that the next step computes, and takes in its result.
 
     schedule    drop what waited too long; then decode, admit, prefill, and prefill ahead in the room that is left
     commit      take in what was loaded, computed and drawn; end what is finished
@@ -105,7 +105,7 @@ class Scheduler:
         self.admission.push(sequence)
 
     def take_notice(self, notice: Notice, now: float) -> None:
-        """Something about programs that pause."""
+        """Take in a notice about a paused program, or about service elsewhere."""
         if isinstance(notice, ServedElsewhere):
             self._order.learn(notice.seconds)
             return
@@ -124,7 +124,7 @@ class Scheduler:
         return [*self._running, *self.admission]
 
     def occupancy(self) -> Occupancy:
-        """What is in use now. Any thread may ask: then a difference of two counts may be off, and is not below 0."""
+        """The present use of cells, rows and slots. Any thread may ask; differences of counts may then be off, never < 0."""
         cells, ahead_waiting, states = self._cache.stats, max(0, self._waiting.ahead), self._cache.states
         return Occupancy(
             running=len(self._running),
@@ -180,10 +180,10 @@ class Scheduler:
         return builder.step(reloads, now, undrafted=self.drafts.silent)
 
     def _make_progress(self, builder: StepBuilder, now: float) -> None:
-        """Where every sequence is short of cells, and no step is in flight that would free some, free some.
+        """Free cells if every sequence lacks some and no step in flight will free any.
 
         Pins are dropped first, then the last sequence in order is preempted. A sequence that is alone restarts without
-        its cached prefix: the ends of pages that it shares with others may be what is missing.
+        its cached prefix: it may need the partly used pages that it shares with others.
         """
         while not builder.busy and len(self._running):
             if self.retention.drop_next(to=None):
@@ -240,7 +240,7 @@ class Scheduler:
         return preempted
 
     def _resume(self, builder: StepBuilder, now: float) -> None:
-        """Sequences that were preempted, and are admitted again with all of their cells still there, decode at once."""
+        """Decode preempted sequences at once if they are admitted again with all their cells still cached."""
         if len(builder.sequences) == len(self._running):
             return
         for sequence in self._running.part(decoding=True):
@@ -253,7 +253,7 @@ class Scheduler:
                     self.terminator.fault(builder, sequence, failure, now)
 
     def _prefill(self, builder: StepBuilder, now: float) -> None:
-        """Plan chunks of prompts, and where all of those get on, of prefills ahead."""
+        """Plan chunks of prompts, and if all of those make progress, of background prefills."""
         if len(builder.sequences) == len(self._running):
             return  # all of them decode
         prefilling = self._running.part(decoding=False)
@@ -283,11 +283,11 @@ class Scheduler:
                 if self._running.load(builder, sequence, self._config.step_tokens):
                     continue
                 room = self._running.room(sequence)
-                if room < size:  # nor is a prompt's last token left alone by this (`_chunks`)
+                if room < size:  # and do not leave a prompt's last token alone (`_chunks`)
                     size = room - (self._config.batch_invariant and room == sequence.pending - 1)
                 if size < 1:
-                    continue  # the step in flight ends with pages that the window has passed
-                # What a grammar forces after the prompt is computed with the prompt's end.
+                    continue  # pages behind the window are freed once the step in flight ends
+                # Tokens that a grammar forces after the prompt are computed with the prompt's end.
                 whole = size == sequence.pending
                 drafts = self.drafts.propose(sequence)[: room - size] if whole else NO_DRAFT
                 end = sequence.n_computed + sequence.in_flight + size
@@ -327,8 +327,8 @@ class Scheduler:
         return [*sizes, *[0] * (len(prefilling) - len(sizes))]
 
     def _prefill_ahead(self, builder: StepBuilder, prompts: list[Sequence], ahead: list[Sequence], now: float) -> None:
-        """Give prefills ahead a few tokens of the room that prompts leave of the step. One without room for more cells
-        ends as far as it came.
+        """Give background prefills a few tokens of the room that prompts leave in the step. A prefill that gets no more
+        cells ends early.
         """
         if not ahead:
             return
@@ -360,7 +360,7 @@ class Scheduler:
             except Exception as failure:
                 self.terminator.fault(builder, sequence, failure, now)
 
-    # ---- taking its result in ----
+    # ---- taking in its result ----
 
     def commit(self, step: Step, output: StepOutput, now: float) -> None:
         """Take in what a step loaded, computed and drew; finished sequences hand their cells to the tree.
@@ -421,9 +421,9 @@ class Scheduler:
             self._classes.serve(seconds - token_s * batch, token_s * batch, wanted=batch_active)
 
     def fail(self, step: Step, error: HoldfastError, now: float) -> None:
-        """A step failed: so do its sequences, and what they computed is dropped; the others go on.
+        """A step failed: fail its sequences and drop what they computed. The others go on.
 
-        Sequences that got pages in it without a chunk start again: nobody knows whether their rows were written.
+        Sequences that got pages in it without a chunk restart: it is unknown whether their rows were written.
         """
         self._stats.failed_steps += 1
         if self._cache.states is not None:
@@ -437,7 +437,7 @@ class Scheduler:
             self.terminator.preempt(None, sequence, now)
 
     def _lose_states(self, slots: set[int], now: float) -> None:
-        """A failed step was to write these slots. Sequences that began with what one of them holds begin again."""
+        """A failed step may have written `slots`. Restart sequences whose state came from one of them."""
         states = self._cache.states
         assert states is not None
         states.checkpoints.lose(slots)
@@ -449,7 +449,7 @@ class Scheduler:
                 self.terminator.preempt(None, sequence, now)
 
     def _bring_back(self, step: Step, output: StepOutput, now: float) -> None:
-        """Count loaded cells as computed and as cached. Where copies failed the cells are computed after all."""
+        """Count loaded cells as computed and as cached. After failed copies the cells are computed instead."""
         reloads, stats = self._running.reloads, self._stats
         if not output.moved:
             stats.failed_moves += 1
@@ -461,7 +461,7 @@ class Scheduler:
         self._load.reload = reloads.speed.cell_s
         for load in step.loads:
             if not load.present or reloads.reach(load.holding) < load.end:
-                continue  # it left, or what was brought back is not sure any more
+                continue  # it left, or its copy in host memory is no longer valid
             sequence = load.sequence
             try:
                 stats.tokens_reloaded += load.end - sequence.n_computed
@@ -479,10 +479,10 @@ class Scheduler:
                 self.terminator.fault(None, sequence, failure, now)
 
     def _advance(self, sequence: Sequence, chunk: Chunk, drawn: Drawn | None, now: float) -> None:
-        """Count what a chunk computed. Others may alias a prompt once it is complete, or before if they wait for it."""
+        """Count a chunk's tokens. Publish a prompt once it is complete, or before that if followers wait for it."""
         end = chunk.start + len(chunk.tokens)
         drafts = chunk.draw.drafts if chunk.draw else 0
-        more = len(drawn.tokens) - 1 if drawn else 0  # accepted drafts, or what came of further steps
+        more = len(drawn.tokens) - 1 if drawn else 0  # accepted drafts, or tokens of further steps
         sequence.n_computed = end - drafts
         if drafts:
             self._stats.drafted += drafts
@@ -500,7 +500,7 @@ class Scheduler:
             elif sequence.counted:
                 self._stats.prompt_computed += computed
             count_own(self._stats, sequence, computed)
-            # Not without reuse: the tree and the sequence would hold the same cells, where there is no room for both.
+            # Not without reuse: the tree and the sequence would hold the same cells twice, without room for both.
             if sequence.reuse and (drawn or self.admission.leads(sequence)):
                 self._running.publish(sequence, now)
         sequence.n_computed += more  # these are not among its tokens yet
@@ -530,10 +530,10 @@ class Scheduler:
 
 
 def overtaken(coming: Sequence) -> list[Sequence]:
-    """Prefills ahead that end because a request of their program comes: a turn that begins with all they have computed,
-    or another prefill for the same handle.
+    """Background prefills that end because a request of their program arrives: a turn that begins with all they have
+    computed, or another prefill for the same handle.
 
-    A prefill for another handle leaves them alone: it may be shorter, and keeps nothing for theirs.
+    A prefill for another handle does not end them: it may be shorter, and keeps no cells for their handle.
     """
     ahead = coming.target.ahead if coming.target is not None else ()
     return [
@@ -554,7 +554,7 @@ def count_own(stats: EngineStats, sequence: Sequence, tokens: int) -> None:
 
 
 def below_high_water(scheduler: Scheduler, cells: int, builder: StepBuilder, sequence: Sequence, now: float) -> bool:
-    """Whether another chunk may be computed. Later pins, and then batch requests, give way for it."""
+    """Whether another chunk may be computed, after dropping later pins and then batch requests if needed."""
     while not scheduler.retention.make_room_below(cells, sequence):
         if not scheduler.admission.preempt_batch(builder, sequence, now):
             return False
@@ -564,10 +564,10 @@ def below_high_water(scheduler: Scheduler, cells: int, builder: StepBuilder, seq
 def break_deadlock(
     running: Running, terminator: Terminator, builder: StepBuilder, sequence: Sequence, now: float
 ) -> None:
-    """Make one of the sequences leave that `sequence` needs cells of, if none of them gets on.
+    """Preempt one of the sequences whose cells `sequence` could use, if none of them makes progress.
 
-    Sequences of other tenants may get on, so that a step always has work: that does not help a tenant at its ceiling,
-    or beside the floors of others.
+    Sequences of other tenants may make progress, so steps always have work. That does not help a tenant that is at its
+    ceiling, or kept out by the floors of others.
     """
     helpers = running.helpers(sequence)
     if any(each.in_flight or each in builder.sequences for each in helpers):
@@ -583,8 +583,8 @@ def break_deadlock(
 def latency_limited(prefilling: list[Sequence], running: Running) -> list[bool]:
     """Whether each chunk is limited to LATENCY_CHUNK tokens.
 
-    Beside a latency-sensitive request all are. Beside any other request those of prompts without an answer are, and
-    beside interactive requests those of batch.
+    A latency-sensitive request limits all chunks. Any other request limits chunks of prompts without an answer, and
+    interactive requests limit chunks of batch.
     """
     if len(running) == 1:
         return [False]
@@ -605,7 +605,7 @@ def prompt_seconds(config: EngineConfig, cost: RestoreCost, first: Sequence) -> 
 
 
 def tokens_within(seconds: float, start: int, cost: RestoreCost) -> int:
-    """How many tokens from position `start` on make a step so many seconds longer: the greatest n with
+    """The number of tokens from position `start` on that add `seconds` to a step: the greatest n with
     a ((start + n)^2 - start^2) + b n + read (start + n) <= seconds.
     """
     seconds -= cost.read * start
@@ -665,5 +665,5 @@ def _fitting(start: int, limit: int, seconds: float, cost: RestoreCost, *, first
 
 
 def _taken(pending: list[tuple[int, int]], sizes: list[int], cost: RestoreCost) -> float:
-    """How much longer chunks of these sizes make a step."""
+    """Seconds that chunks of these sizes add to a step."""
     return sum(cost.between(start, start + n) for (start, _), n in zip(pending, sizes, strict=True))

@@ -68,8 +68,8 @@ class Shares:
 
     Running requests are charged in advance with the average time of a request, so that slots which become free
     together go to several tenants. The virtual time is the least service of any waiting tenant; where none waits, the
-    most service of any running one. A tenant that returns begins there at least: absence earns nothing, and no tenant
-    waits for ever. A tenant that had all the time while no other wanted any does not pay for it later.
+    most service of any running one. A returning tenant begins there at least: absence earns nothing, and no tenant
+    waits for ever. A tenant that used all the time while no other wanted any does not pay for it later.
 
     Service elsewhere counts once a request of the tenant has started here, up to a bound: the tenant is overtaken, but
     not for ever (distributed start-time fair queueing, Wang and Merchant 2007).
@@ -97,7 +97,7 @@ class Shares:
         return self._spent / max(self._started, 1.0)
 
     def first(self, tenants: Iterable[str]) -> list[int]:
-        """Places of the tenants that were served least, of these waiting ones; several if they are equal. The caller
+        """Places, in `tenants`, of the waiting tenants that were served least; several if they are equal. The caller
         serves one of them next.
         """
         # They arrived lately, so they are marked as used.
@@ -119,7 +119,7 @@ class Shares:
         return share
 
     def runs(self, tenant: str) -> Share:
-        """One more request of a tenant runs that was counted at its start."""
+        """One more request of a tenant runs; `on_start` has counted it already."""
         share = self._busy[tenant] = self.of(tenant)
         share.running += 1
         return share
@@ -132,7 +132,7 @@ class Shares:
             del self._busy[tenant]
 
     def reset(self) -> None:
-        """No request runs, until `runs` says so again."""
+        """Count no request as running until the next calls of `runs`."""
         for share in self._busy.values():
             share.running = 0
         self._busy.clear()
@@ -161,8 +161,8 @@ class Root:
 
 
 class Roots:
-    """The programs of one tenant. Earlier programs go first, so that their cells are free soon; but a program that had
-    a quantum more than the others waits for them. The second request of a program takes its turn with the second ones
+    """The programs of one tenant. Earlier programs go first, so that their cells are free soon. A program that had a
+    quantum more than the others waits for them. The second request of a program takes its turn with the second ones
     of other programs: ten parallel requests of a program count as one program.
     """
 
@@ -192,7 +192,7 @@ class Roots:
 
 
 class FairShares:
-    """The tenants of each class and the programs of each tenant, and what other places are to count.
+    """The tenants of each class, the programs of each tenant, and the service that other places must count.
 
     One thread writes; any may read `contended`.
     """
@@ -265,10 +265,10 @@ class Bounds:
         return n < self.requests and (n == 0 or tokens + more <= self.tokens)
 
     def giving_way(self, lasts: Iterable[T], n: int, tokens: int, more: int) -> list[T] | None:
-        """Which of `lasts`, in this order, have to leave so that a request of `more` tokens fits; None: all would
-        not be enough.
+        """The requests of `lasts`, in this order, that must leave so that a request of `more` tokens fits. None: all
+        are not enough.
 
-        Each of them is needed: if one stayed there would be no room.
+        Each of them is needed: if one stayed, there would be no room.
         """
         leaving, candidates = list[T](), iter(lasts)
         while not self.room(n, tokens, more):

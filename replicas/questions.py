@@ -2,7 +2,7 @@
 
     append --> [stale] --engine idle--> asked (kept nowhere) --> [answered, up to this append]
                   ^                        |
-                  '---- a client came -----'  given up, at once
+                  '--- a client arrives ---'  given up, at once
 
 Flash Queries of "Attention Once Is All You Need". An answer costs the question's own tokens, as any query of a session,
 and a client reads it from memory. After several appends a question is asked once, of the history at that time.

@@ -2,8 +2,8 @@
 
     GenerateRequest -> render, encode -> Submit -> Bridge -> events -> Reply (text, calls) -> pieces
 
-`Service.stream` is the way of a request, `Generation` its state. A second command to the engine follows if the model
-wrote a call of an undeclared tool. Operations on sessions go the same way: an append is a request that draws nothing.
+`Service.stream` serves a request, `Generation` is its state. A second command to the engine follows if the model wrote
+a call of an undeclared tool. Operations on sessions use the same path: an append is a request that draws nothing.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ from holdfast.replicas.text.conversation import Constraints, Encoded, TextSide
 from holdfast.replicas.text.reply import Reply
 from holdfast.replicas.types import NO_TOKENS, Origin, Priority, TokenIds
 
-SAVED_EVERY, SAVED_TOKENS = 64, 256  # one stopped reply in so many goes on unseen, for so many tokens at most
+SAVED_EVERY, SAVED_TOKENS = 64, 256  # one in 64 stopped replies continues unseen, for 256 tokens at most
 
 
 class Service:
@@ -110,14 +110,14 @@ class Service:
         self._compiling = CompilerThreads()
         self._going_on: set[asyncio.Task[None]] = set()  # replies after their early stop
         self._session_operations = count()
-        self._n_coming = 0  # requests that are rendered and encoded now
+        self._n_coming = 0  # requests that are being rendered and encoded
         self.questions = Questions(lambda request: _collected(self._stream(request)), engine.session, self.used)
 
     @classmethod
     def load(cls, config: EngineConfig, tell: Tell | None = None) -> Self:
         """Load the model and start the engine's thread. Takes seconds. Raises ConfigError.
 
-        `tell`: called with how far the weights are read, in another thread.
+        `tell`: called in another thread with the progress of reading the weights.
         """
         loaded = _load_in_passing_thread(config, tell)
         text = TextSide(loaded.tokenizer, loaded.config, loaded.config.tool_format, loaded.eos)
@@ -152,13 +152,13 @@ class Service:
         await self.bridge.close()
 
     async def used(self, request_id: str) -> Usage | None:
-        """The usage of a request whose client has left. None: unknown here."""
+        """The usage of a request whose client has left. None: this replica does not know it."""
         used = await self.bridge.used(request_id)
-        echoed = await self.bridge.used(_echo_id(request_id))  # it left while its prompt was computed
+        echoed = await self.bridge.used(_echo_id(request_id))  # the client left while the prompt was computed
         return echoed if used is None else used
 
     def notice(self, notice: Notice) -> None:
-        """Pass on what the cluster knows about programs and tools."""
+        """Pass a notice about programs or tools to the engine."""
         self.bridge.thread.send(notice)
 
     async def tokenize(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> list[int]:
@@ -240,7 +240,7 @@ class Service:
         matcher = self.text.after_thinking(request, encoded, limits.matcher)
         before = drawn.tokens if drawn is not None else ()
         if matcher is not None and before and matcher.advance(before) < len(before):
-            # The other replica did not use it: the grammar was not compiled in time.
+            # The other replica drew without the grammar: it was not compiled in time.
             matcher, limits = None, replace(limits, matcher=None)
         generation.reply = self.text.reply(request, encoded, limits)
         generation.submit = replace(
@@ -260,8 +260,8 @@ class Service:
     async def _echo(self, generation: Generation, prompt: RawPrompt) -> TextDelta:
         """The prompt, for a reply that starts with it.
 
-        Its log probabilities come from a reply in which every token is forced. Many are verified at once, and the cells
-        are in the tree for the request itself.
+        Its log probabilities come from a reply in which every token is forced. A step verifies many tokens, and the
+        request itself then finds the cells in the tree.
         """
         request, tokens = generation.request, generation.encoded.tokens
         n_logprobs = request.sampling.logprobs
@@ -302,9 +302,9 @@ class Service:
     # ---- after the engine ----
 
     def _batches(self, generation: Generation, events: Sequence[Event]) -> Iterator[tuple[Piece, ...]]:
-        """The pieces of some events, all at once. Only a closed call is sent ahead of the reply's end.
+        """The pieces of `events`, in one batch. A closed call alone goes out before the reply's end.
 
-        The client runs the call from then on, so it should not wait for the work at the reply's end.
+        The client can run the call from then on, without waiting for the work at the reply's end.
         """
         pieces: list[Piece] = []
         for event in events:
@@ -338,7 +338,7 @@ class Service:
         return pieces
 
     def _complete(self, generation: Generation, ended: Finished) -> Sequence[Piece]:
-        """The end of the reply; nothing if it is to be rewritten."""
+        """The end of the reply, or nothing if a call in it has to be rewritten."""
         request, reply = generation.request, generation.reply
         if reply.rewrite is not None:
             return ()
@@ -364,7 +364,7 @@ class Service:
         return (*tail, Completed(reason, usage, timing, waits_for, reply.stop, history))
 
     async def _count_saved(self, generation: Generation) -> None:
-        """Draw what a stopped reply would have gone on with. No client sees or waits for it, and it waits for all."""
+        """Draw the tokens that a stopped reply would have had. No client sees or awaits them; all requests go first."""
         generation.go_on(generation.reply.tokens, None)
         submit, sampling = generation.submit, generation.submit.sampling
         submit = replace(
@@ -382,9 +382,9 @@ class Service:
             self.text.saved += SAVED_EVERY * (ended.usage.completion - submit.n_generated)
 
     def _rewrites(self, generation: Generation, ended: Event) -> bool:
-        """Whether the generation goes on with a second command, because a call has to be rewritten.
+        """Prepare a second command if a call has to be rewritten. Returns whether there is one.
 
-        There is no third one: the second command allows only declared tools.
+        There is no third command: the second one allows only declared tools.
         """
         rewrite = generation.reply.rewrite
         if rewrite is None or not isinstance(ended, Finished):
@@ -409,7 +409,7 @@ class Generation:
     submit: Submit = field(init=False)  # the engine's command
     reply: Reply = field(init=False)  # the reader of its tokens
     echo: TextDelta | None = None  # the prompt, if the reply starts with it
-    begun: bool = False  # pieces were given out
+    begun: bool = False  # pieces were sent
     work: Work = NO_WORK  # of earlier commands: for the prompt's log probabilities, for a reply to be rewritten
     first: Finished | None = None  # end of the first command, if a second one follows
     over: bool = False  # another replica has drawn the whole reply
@@ -541,7 +541,7 @@ class SessionService:
         """A tenant's open sessions."""
         return [self._state(facts, scope) for facts in self._service.engine.sessions(scope)]
 
-    # ---- for the service: requests that are operations ----
+    # ---- for the service: requests that operate on sessions ----
 
     async def opening(self, request: GenerateRequest) -> AsyncGenerator[tuple[Piece, ...], None]:
         """The reply to a request that opens its session. If the request fails, the session stays closed."""
@@ -565,7 +565,7 @@ class SessionService:
                         closes = closes and not isinstance(pieces[-1], Completed)
                         yield pieces
             except SessionExistsError:
-                closes = False  # it is the session of another request
+                closes = False  # another request opened the session
                 raise
             finally:
                 if closes:
@@ -688,7 +688,7 @@ def _labels(request: GenerateRequest, encoded: Encoded) -> Labels:
     prompt, ahead, starts, hints = request.prompt, request.background, encoded.starts, request.hints
     roles = [message["role"] for message in prompt.messages] if isinstance(prompt, ChatPrompt) else []
     roles = roles[: len(starts)]
-    if ahead is not None:  # what no hint names stands above everything else until the client uses it
+    if ahead is not None:  # tokens without a hint are evicted last until the client uses them
         system = sum(role in SYSTEM_ROLES for role in roles)
         begin = starts[system] if system < len(starts) else 0
         hints = (Hint("tokens", Label(AHEAD, PRIORITIES[AHEAD], ahead.keep_s), begin), *hints)

@@ -124,7 +124,7 @@ class Scheduler:
         return [*self._running, *self.admission]
 
     def occupancy(self) -> Occupancy:
-        """The present use of cells, rows and slots. Any thread may ask; differences of counts may then be off, never < 0."""
+        """The present use of cells, rows and slots. Read by other threads, differences may be off, but not negative."""
         cells, ahead_waiting, states = self._cache.stats, max(0, self._waiting.ahead), self._cache.states
         return Occupancy(
             running=len(self._running),

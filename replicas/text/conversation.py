@@ -84,7 +84,7 @@ FREE = Constraints()
 
 @dataclass(frozen=True, slots=True)
 class _RuleRequest:
-    """A prompt without its messages. Equal to those that ask alike: of one scope, with the same tools."""
+    """A prompt without its messages. Equal for prompts with the same rule: one scope, the same tools and choice."""
 
     key: Hashable
     prompt: ChatPrompt = field(compare=False)
@@ -154,12 +154,12 @@ class TextSide:
             _ = self.renderer.most_parts
 
     def close(self) -> None:
-        """Long texts are refused from now on, also those that wait for their turn."""
+        """Refuse long texts from now on, including those that wait for their turn."""
         self._long.close()
 
     @property
     def longest_token(self) -> int:
-        """No token stands for more characters; 0: one may stand for any number."""
+        """The most characters of one token; 0: no limit is known."""
         return self._long.token_characters
 
     @property
@@ -189,7 +189,7 @@ class TextSide:
     async def beginning(self, prompt: ChatPrompt, scope: str = "", program: str = "") -> Encoded:
         """The sure tokens that every prompt that continues this one begins with.
 
-        Its text is kept, so that only the end of the prompt that comes is tokenized. Raises as `encoded`.
+        Its text is kept, so that only the end of the coming prompt has to be tokenized. Raises as `encoded`.
         """
         common = _common([await self._rendered(each, scope) for each in continuations(prompt)])
         pending = self.cache.begin(*common, scope, program)
@@ -306,7 +306,7 @@ class TextSide:
         except InvalidRequestError:
             if rule.strict or not rule.in_text:
                 raise
-            return Constraints(loose=True)  # the client did not ask for it
+            return Constraints(loose=True)  # the client did not request it
         if not isinstance(matcher, CallGuard):
             return Constraints(matcher)
         return Constraints(matcher, matcher.calls if matcher.bare else None, matcher.loose)

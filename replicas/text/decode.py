@@ -71,7 +71,7 @@ class StreamDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = pieces.strips and not continues
         self._stream = None if pieces.exact else DecodeStream(skip_special_tokens=False)
-        self._held: list[int] = []  # that the stream has made no text of
+        self._held: list[int] = []  # tokens without text so far
 
     def feed(self, tokens: Iterable[int]) -> str:
         """The text that `tokens` complete; "" while they are inside a character."""
@@ -85,7 +85,7 @@ class StreamDecoder:
         return text
 
     def flush(self) -> str:
-        """The stream is over: a character it broke off in comes out as U+FFFD."""
+        """End the stream: an incomplete character becomes U+FFFD."""
         if self._stream is not None:
             return str(self._pieces.backend.decode(self._held, skip_special_tokens=False)) if self._held else ""
         return self._utf8.decode(b"", final=True)
@@ -121,6 +121,6 @@ def _kinds(decoder: dict[str, Any]) -> set[str]:
 
 
 def _prepends(decoder: dict[str, Any]) -> bool:
-    """Whether words were given a space in front, which decoding takes off the first."""
+    """Whether the tokenizer puts a space before words, which decoding removes from the first word."""
     parts = decoder.get("decoders", [decoder])
     return any(part.get("type") == "Metaspace" and part.get("prepend_scheme") != "never" for part in parts)

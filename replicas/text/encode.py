@@ -283,7 +283,7 @@ class TokenCache:
         self._keep(pending.base, self._entry(pending, ids))
 
     def unsure(self, text: str) -> int:
-        """How many of a text's last tokens may be others once a character follows it."""
+        """How many of a text's last tokens may change once a character follows it."""
         return self._unsure(text[-_TAIL:])
 
     def _unsure_of(self, tail: str) -> int:
@@ -291,11 +291,11 @@ class TokenCache:
         return max(len(ids) - common_prefix(ids, self.encoder.encode(tail + char)) for char in printable)
 
     def _nearest(self, text: str, mark: str, scope: str, program: str) -> list[Entry]:
-        """Entries of this scope and mark, of which one shares most with `text`."""
+        """Entries of this scope and mark; one of them shares more of `text` than any other entry."""
         place = bisect_left(self._sorted, (scope, mark, text, program), key=_KEY)
         neighbours = self._sorted[max(0, place - 1) : place + 1]
         entries = [entry for entry in neighbours if (entry.scope, entry.mark) == (scope, mark)]
-        # One that is contained in the text as a whole may share no more than these, which go on in another way.
+        # An entry that the text contains as a whole may share as much as these, which continue differently.
         whole = text[: max((common_start(entry.text, text) for entry in entries), default=0)]
         place = bisect_left(self._sorted, (scope, mark, whole, ""), key=_KEY)
         return entries + [entry for entry in self._sorted[place : place + 1] if entry.key[:3] == (scope, mark, whole)]
@@ -311,7 +311,7 @@ class TokenCache:
         return 0, 0
 
     def _entry(self, pending: PendingText, ids: TokenIds) -> Entry:
-        """The text of `pending` with its `ids`. Places to cut it are added tokens that text and ids agree about."""
+        """The text of `pending` with its `ids`. It may be cut at added tokens that are in both text and ids."""
         base, char, token = pending.base, pending.char, pending.token
         known = bisect_left(base.chars, char)
         chars, tokens = base.chars[:known], base.tokens[:known]
@@ -397,7 +397,7 @@ class LongTexts:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Jobs that wait are refused at their turn. Nobody waits for the one that runs."""
+        """Refuse waiting jobs at their turn. Does not wait for the running job."""
         self._closed = True
         self._thread.shutdown(wait=False)
 
@@ -418,7 +418,7 @@ class LongTexts:
         return await asyncio.wrap_future(future)
 
     def _next(self) -> None:
-        """Run the first job of the next tenant, whose next turn comes after the others'."""
+        """Run the first job of the next tenant, and put that tenant behind the others."""
         with self._lock:
             tenant, jobs = self._waiting.popitem(last=False)
             future, work = jobs.popleft()
@@ -446,7 +446,7 @@ _RUN_TOKENS = 8
 
 
 def _most_characters(backend: Any) -> int:
-    """No token stands for more characters; 0 where one may stand for any number, or some have none.
+    """The most characters of one token; 0 if a token may stand for any number, or characters have no token.
 
     White space may be dropped, a run of unknown characters may be one token, an added token may swallow the space next
     to it, and a text may be cut off.

@@ -40,7 +40,7 @@ _SPACE, _ANY = re.compile(r"\s+"), re.compile(r"(?s:.+)")
 
 @cache
 def _patterns(block: ThinkingBlock) -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
-    """The opener and its beginning; where a thought may end, and the beginning of that."""
+    """Patterns of the opener, a beginning of it, a possible end of the thinking, and a beginning of that."""
     opener, closer = re.escape(block.opener), re.escape(block.closer)
     begun, label = beginnings(block.opener), ""
     if block.label:
@@ -188,8 +188,8 @@ class ChannelReader:
         self._reasoning: list[str] = []
         self._content: list[str] = []  # and calls, in their order
         self._held = ""  # perhaps the beginning of a header
-        self._seen_kinds: set[_Kind] = set()  # kinds of which there was text
-        self._follows = False  # the message is not the first one of its kind, and nothing of it was said
+        self._seen_kinds: set[_Kind] = set()  # kinds that have had text
+        self._follows = False  # the message is not the first one of its kind, and has no text yet
         self._quoted = ""  # in a call: the quote inside a string, a backslash behind one
 
     @property
@@ -266,8 +266,8 @@ class ChannelReader:
         return space - 1 if text[:space].endswith(" ") and _ADDRESS.startswith(text[space - 1 : space + 3]) else space
 
     def _header(self, text: str) -> int | None:
-        """The length of the header that `text` begins with, and of the end of a message before it; 0: there is none,
-        None: that cannot be told yet.
+        """The length of the header at the beginning of `text`, with the end of a message before it. 0: there is none.
+        None: more text is needed to decide.
         """
         header = text.removeprefix(self._end)
         starts = [_STARTED] if text.startswith(self._end) else [_STARTED, _CHANNEL]
@@ -316,7 +316,7 @@ class ChannelReader:
 
 
 class TrailingCalls:
-    """Holds back calls in the thinking until it is known whether they end it.
+    """Holds back calls in the thinking until it is clear whether the thinking ends with them.
 
     `markers` begin calls; `tracker` makes a tracker for a text that begins with one.
     """

@@ -1,6 +1,6 @@
 """Chat prompts to text through the model's chat template.
 
-Clients send back what servers and other clients made: arguments that are no object, results in any order, system
+Clients send messages from other servers and clients: arguments that are no object, results in any order, system
 messages anywhere. Messages are first normalized for the template. The result for a message depends only on the
 messages around it and on the template, so a conversation that continues renders with the same beginning.
 
@@ -150,14 +150,14 @@ class Renderer:
     def most_parts(self) -> float:
         """How many messages, calls and tools a conversation may have; inf: any number.
 
-        Some templates go over all messages for each of them. How often is measured in conversations of several kinds,
+        Some templates loop over all messages for each message. The work is measured in conversations of several kinds,
         each in three sizes: the second difference of a polynomial in the size leaves the part of the square.
         """
         most = math.inf
         for sizes in zip(*map(_conversations, (4, 4, 8, 16)), strict=True):
             try:
                 work = [partial(self._apply, *self._adapted(each.messages, each.tools), {}, True) for each in sizes]
-                _, small, middle, large = map(_lines, work)  # the first one warms up
+                _, small, middle, large = map(_lines, work)  # the first run warms up
             except _REFUSALS:
                 continue  # the template takes no such conversation
             parts, squares = _parts(sizes[-1]), (large - 3 * middle + 2 * small) * 16 / 6  # in the largest
@@ -166,9 +166,9 @@ class Renderer:
         return most
 
     def _template_kwargs(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`kwargs` with thinking and effort by every name that templates have for them; others ignore a name.
+        """`kwargs` with thinking and effort under every name that templates use; templates ignore other names.
 
-        An effort that the template does not know is the nearest one that it knows, the higher of two.
+        An effort that the template does not know becomes the nearest one that it knows, the higher of two.
         """
         told: dict[str, Any] = {"thinking": kwargs["enable_thinking"]} if "enable_thinking" in kwargs else {}
         effort = kwargs.get("reasoning_effort")
@@ -182,14 +182,14 @@ class Renderer:
 
     @cached_property
     def _efforts(self) -> Sequence[str]:
-        """The efforts that the template takes."""
+        """The efforts that the template accepts."""
         messages = [{"role": "user", "content": "a"}]
         known = _OF_FORMAT.get(self.tool_format, _EFFORTS)
         return [each for each in known if self._try_render(messages, reasoning_effort=each) is not None]
 
     @cached_property
     def _rules(self) -> TemplateRules:
-        """Found by rendering small conversations."""
+        """The rules of the template, found by rendering small conversations."""
         system, user, reply = ({"role": role, "content": f"{role}-1"} for role in ("system", "user", "assistant"))
         second, later = ({**message, "content": f"{message['role']}-2"} for message in (system, user))
         return TemplateRules(
@@ -218,7 +218,7 @@ class Renderer:
         return -1 not in places and places == sorted(places)
 
     def _try_render(self, messages: Sequence[Message], tools: Sequence[Any] = (), **kwargs: Any) -> str | None:
-        """The text of these messages; None where the template refuses them."""
+        """The rendered text of `messages`; None if the template refuses them."""
         try:
             return self._apply(list(messages), tools, kwargs, True)
         except _REFUSALS:
@@ -241,7 +241,7 @@ class Renderer:
     def _adapted(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
     ) -> tuple[list[Message], Sequence[Any]]:
-        """Messages and tools as the template takes them."""
+        """Messages and tools in the form that the template accepts."""
         result = normalised(messages, self._rules.objects)
         if self.tools_as_text:
             result, tools = _with_tools_as_text(result, tools), ()
@@ -275,7 +275,7 @@ class Renderer:
         return Rendered(text, mark)
 
     def _refused_field(self, prompt: ChatPrompt, refusal: TemplateRefusalError) -> str:
-        """The first message after which the template complains as it does of all; "messages" if that is the first."""
+        """The field of the first message that causes this refusal; "messages" if it is the first of all."""
 
         def refuses(count: int) -> bool:
             try:
@@ -490,7 +490,7 @@ def _parts(prompt: ChatPrompt) -> int:
 
 
 def _size(prompt: ChatPrompt) -> int:
-    """About how many characters it has: enough to tell a long one."""
+    """The approximate number of characters, to recognise a long prompt."""
     size = len(_checked_json(prompt.tools))
     for message in prompt.messages:
         size += sum(len(value) for value in message.values() if isinstance(value, str))
@@ -508,7 +508,7 @@ def _conversation_with_call(arguments: Any) -> list[Message]:
 
 
 def _conversations(n: int) -> list[ChatPrompt]:
-    """One of each kind that agents and others have; all grow by `n`."""
+    """One conversation of each common kind; all grow with `n`."""
     user, reply = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     function = {"name": "f", "arguments": '{"x": "y"}'}
     calls = [{"id": f"{i:09}", "type": "function", "function": function} for i in range(n)]

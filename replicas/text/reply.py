@@ -163,14 +163,14 @@ class Reply:
     def finish(self, reason: FinishReason) -> tuple[list[ReplyDelta], ReplyReason]:
         """The pieces that were held back, and why the reply ended: `reason` is the engine's. Call once.
 
-        A reply whose calls have all closed ended for them, whatever ended its text: the client can run them. If the
-        model ended it with calls in its thinking and without content, these are the reply's. Log probabilities of
-        tokens without text after them come with an empty text.
+        If all calls have closed, the reply ended for its calls, whatever ended its text: the client can run them. If
+        the model ended it with calls in its thinking and without content, these are the reply's calls. Log
+        probabilities of tokens without text after them come with an empty text.
         """
         deltas: list[Delta] = []
         if not self.done:
             rest = self._decoder.flush()
-            # Nothing is shown of a character that was cut.
+            # A character that was cut is not shown.
             deltas += self._through(rest.rstrip("\ufffd") if reason == "length" else rest, last=True)
         deltas += self._tracker.feed(self._stops.flush())
         if self._trailing is not None:
@@ -192,26 +192,26 @@ class Reply:
 
     @property
     def done(self) -> bool:
-        """The text has come to its end (a stop string, or tool calls): generation may stop."""
+        """Whether the text has ended (at a stop string, or with its tool calls): generation may stop."""
         return self._stops.stopped or self.calls_done
 
     @property
     def calls_done(self) -> bool:
-        """The tool calls have come to their end: the model might have written on."""
+        """Whether the tool calls have ended. The model might have written more."""
         return self._tracker.stopped and (not self._runs_on or self.rewrite is not None)
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Those up to and with the one that ended the text."""
+        """The tokens up to and including the one that ended the text."""
         return tuple(self._tokens)
 
     @property
     def completion_tokens(self) -> int:
-        """How many these are; later ones are not counted."""
+        """The number of `tokens`."""
         return len(self._tokens)
 
     def may_close(self, tokens: Sequence[int]) -> bool:
-        """Whether these tokens, which have not been read yet, may close a call that a client waits for."""
+        """Whether unread `tokens` may close a call that a client waits for."""
         return any(self._tracker.may_close(self._pieces.of(token)) for token in tokens)
 
     @property
@@ -221,12 +221,12 @@ class Reply:
 
     @property
     def stop(self) -> str:
-        """The stop string that ended the text, "" where none did."""
+        """The stop string that ended the text; "" if none did."""
         return self._stops.reached
 
     @property
     def unfinished(self) -> bool:
-        """A call was sent that has not closed."""
+        """Whether a call was sent that has not closed."""
         return self._tracker.n_sent > len(self._tracker.calls)
 
     @property
@@ -292,14 +292,14 @@ class Reply:
         return deltas
 
     def _after_reasoning(self, deltas: list[Delta]) -> list[ReplyDelta]:
-        """`deltas` in one piece each, behind the reasoning that came meanwhile."""
+        """`deltas` merged, behind the reasoning since the last call."""
         self.empty = self.empty and not any(isinstance(each, ToolCallDelta) or each.text.strip() for each in deltas)
         reasoning, self._reasoning = "".join(self._reasoning), []
         return [ReasoningDelta(reasoning), *merged(deltas)] if reasoning else [*merged(deltas)]
 
     @property
     def _passed(self) -> int:
-        """Characters up to where no stop string can begin any more; after one, up to its beginning."""
+        """Characters before which no stop string can begin any more; after a stop string, characters before it."""
         return self._skipped + self._stops.passed
 
     def _may_rewrite(self, opened: int, begun: int) -> bool:

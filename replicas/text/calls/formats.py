@@ -66,7 +66,7 @@ MARKERS: Mapping[ToolFormat, frozenset[str]] = {
         ToolFormat.NONE: "",
     }.items()
 }
-"""Tokens that the tracker must see even if the vocabulary calls them special."""
+"""Tokens that the tracker needs even if the vocabulary marks them as special."""
 
 ENDS: Mapping[ToolFormat, frozenset[str]] = {
     ToolFormat.HARMONY: frozenset({"<|call|>", "<|return|>"}),
@@ -168,6 +168,6 @@ def detect_format(chat_template: str | None, override: str = "") -> ToolFormat:
 
 
 def hermes_may_be_told(template: str, override: str = "") -> bool:
-    """Whether a model may be told to write calls in Hermes' format: nothing says that it writes another one."""
+    """Whether the prompt may ask for calls in Hermes' format: neither template nor `override` names another one."""
     format = detect_format(template, override)
     return format is ToolFormat.HERMES or (format is ToolFormat.NONE and not override)

@@ -1,8 +1,8 @@
 """Tool calls in a streamed reply: text in, text and calls out, in every format, however the text is cut into pieces.
 
-Source: Stateful Inference, section 3.7. Each format is read by one incremental state machine, written as a generator
-that reads from a `CallTracker` as if the whole text were there and pauses where the text ends. A new format is a
-function and a row of `READERS`, at the end, or a row of `TAGS`. What a client sees:
+Source: Stateful Inference, section 3.7. One incremental state machine reads each format. It is a generator that reads
+from a `CallTracker` as if the whole text were there, and pauses where the text ends. A new format is a function and a
+row of `READERS`, at the end, or a row of `TAGS`. The rules for the client's view:
 
 - A call is sent once its name is known to be declared and its arguments have begun: first its id and name, then its
   arguments as the model writes them. A call that has closed is in `calls` and is never taken back.
@@ -43,7 +43,7 @@ GRACE = 16
 
 
 class MismatchError(Exception):
-    """The text is not what a scan expects at the next character. `undecided` was read before it and not handed over."""
+    """A scan did not expect the next character. `undecided`: text that was read before it and not passed on."""
 
     def __init__(self, undecided: str = "") -> None:
         super().__init__(undecided)
@@ -110,7 +110,7 @@ def beginnings(*texts: str) -> str:
 
 # ---- JSON as models write it ----
 #
-# It is handed over as valid JSON wherever its meaning is plain: Python's True, False and None become true, false and
+# It is passed on as valid JSON wherever its meaning is plain: Python's True, False and None become true, false and
 # null; a comma before a closing bracket is left out; in strings control characters are escaped, \' becomes ', and the
 # backslash of any other escape that JSON does not have is doubled. Anything else that is not JSON is a MismatchError.
 #
@@ -118,7 +118,7 @@ def beginnings(*texts: str) -> str:
 # nested deeper than DEEPEST become a string of what the model wrote; half a surrogate pair becomes U+FFFD.
 
 Put: TypeAlias = Callable[[str, str], None]
-"""Takes a piece of a value as it was written, and as it is in valid JSON. Nothing undecided is handed over."""
+"""Takes a piece of a value as the model wrote it, and as valid JSON. Undecided text is never passed."""
 
 DEEPEST = 100
 """Levels of arguments; serde_json, the strictest common parser but one, takes 128 for a whole answer."""
@@ -309,19 +309,19 @@ def _depth(value: Any) -> int:
 class TagValue:
     """An argument in tags, of one of `kinds`, that comes in pieces. Its JSON is that of `as_json` for the whole.
 
-    A string goes out as it comes, from the first character that no other value could have. Other values go out whole.
+    A string is sent in pieces, from the first character that no other value could have. Other values are sent whole.
     """
 
     def __init__(self, kinds: Kinds) -> None:
         self._kinds = kinds
         self._is_string = kinds == TEXT
-        self._quote = '"'  # opens the string; empty once that has gone out
-        self._written: list[str] = []  # not gone out yet
+        self._quote = '"'  # opens the string; empty once it was sent
+        self._written: list[str] = []  # not sent yet
         self._json = Text()
         self._scan: Scan[None] | None = None
 
     def feed(self, piece: str) -> str:
-        """The JSON that `piece` settles. The quote of a value that can only be a string goes out before any piece."""
+        """The JSON that `piece` settles. The quote of a value that can only be a string is sent before any piece."""
         self._is_string = self._is_string or not self._may_be_other(piece)
         self._written.append(piece)
         if not self._is_string:
@@ -331,11 +331,11 @@ class TagValue:
         return escaped
 
     def end(self) -> str:
-        """The rest."""
+        """The rest of the JSON."""
         return f'{self.feed("")}"' if self._is_string else as_json("".join(self._written), self._kinds)
 
     def _may_be_other(self, piece: str) -> bool:
-        """Whether the value may still be something else than a string when `piece` comes next."""
+        """Whether the value may still be something other than a string once `piece` follows."""
         if self._scan is None:
             piece = piece.lstrip()
             if not piece:
@@ -423,17 +423,17 @@ class CallTracker(Text):
 
     `parallel`: several calls are allowed; else the first closed call ends the reply. `call_id` makes the id of the call
     with that index, unless the model writes one. `early_stop`: text after a closed call ends the reply and is dropped,
-    and so does a repeated call. `guaranteed` tells at any time whether a grammar makes sure that a marker begins a
+    and so does a repeated call. `guaranteed` says at any time whether a grammar ensures that a marker begins a
     call. `schemas`: the tools' arguments by name, for formats that do not tell a string from a number.
 
-    `on_unguarded` is called for a call of an undeclared tool, once for each, with the positions of its marker and of
-    its first character. True ends the reading there; False makes the call text. An object without a marker may be an
-    answer in JSON, so it waits until its arguments begin, or its name follows them. Its call of a declared tool is
-    asked about too if its keys are not those that a grammar allows; False makes that one a call.
+    `on_unguarded` is called once for each call of an undeclared tool, with the positions of its marker and of its first
+    character. True ends the reading there; False makes the call text. An object without a marker may be an answer in
+    JSON, so the tracker waits until its arguments begin, or its name follows them. `on_unguarded` is also called if
+    such an object calls a declared tool with keys that no grammar allows; False makes that one a call.
 
-    Text outside of calls goes through `say`. What may belong to a call is held: `hold`, then `release` if it is text.
-    White space after text waits in `_gap`: it goes out with the next text, and before a call one line end of it is
-    markup. A call goes through `begin_call`, `name_call`, its arguments (before or after the name), `close_call` and
+    Text outside of calls goes through `say`. Text that may belong to a call goes to `hold`, then to `release` if it
+    does not. White space after text waits in `_gap` for the next text; before a call one line end of it is markup. A
+    call goes through `begin_call`, `name_call`, its arguments (before or after the name), `close_call` and
     `end_markup` for the markup behind it; `break_off` ends it anywhere.
     """
 
@@ -453,7 +453,7 @@ class CallTracker(Text):
         self.calls: tuple[ToolCall, ...] = ()  # closed ones
         self.n_sent = 0  # calls, closed or not
         self.call = _OpenCall()
-        self.cut = False  # something else than the model ended the reply
+        self.cut = False  # the model did not end the reply
         self.opener = ""  # the marker that began the calls being read
         self.opened = 0  # its position
         self._declared = declared_names
@@ -486,7 +486,7 @@ class CallTracker(Text):
         return merged(deltas) if len(deltas) > 1 else deltas
 
     def finish(self, *, cut: bool = False) -> list[Delta]:
-        """The reply is over. Returns the last deltas. `cut`: something else than the model ended it. Call once."""
+        """The reply is over. Returns the last deltas. `cut`: the model did not end it. Call once."""
         if self._scan is None:
             return []
         self.cut, self.over = cut, True
@@ -554,7 +554,7 @@ class CallTracker(Text):
         self.say(text)
 
     def begin_call(self, expected: str | None = None) -> None:
-        """A call may have begun, not only white space and markup between calls."""
+        """A call may have begun: the text is more than white space and markup between calls."""
         self.call.begun, self.call.expected = True, expected
 
     def name_call(self, name: str, written_id: str = "") -> None:
@@ -592,7 +592,7 @@ class CallTracker(Text):
             self._send_call()
 
     def close_call(self) -> None:
-        """The call has ended as it should. One of an undeclared tool is text."""
+        """The call is complete. A call of an undeclared tool becomes text."""
         call = self.call
         if call.name not in self._declared:
             self.call = _OpenCall()
@@ -616,7 +616,7 @@ class CallTracker(Text):
             self.release()
 
     def break_off(self, undecided: str, ended: bool) -> None:
-        """The text does not go on as a call does, or the reply has `ended` inside of a call."""
+        """The text does not continue as a call, or the reply has `ended` inside of one."""
         call = self.call
         if undecided:
             self.hold(undecided)
@@ -644,7 +644,7 @@ class CallTracker(Text):
         self._arguments.clear()
 
     def _send_call(self) -> None:
-        """From here on it is a call: the held text belongs to it, and the arguments read so far go out."""
+        """Send the call: the held text belongs to it, and the arguments read so far are sent."""
         call = self.call
         if before := self._gap.removesuffix("\n") if self._text_seen else "":
             self._emit(TextDelta(before))
@@ -675,7 +675,7 @@ class CallTracker(Text):
 
 
 def merged(deltas: list[Delta]) -> list[Delta]:
-    """The same stream with neighbours of one kind in one piece."""
+    """The stream of `deltas` with neighbours of one kind merged."""
     if len(deltas) < 2:
         return deltas
     result: list[Delta] = []
@@ -806,7 +806,7 @@ def _held_json(t: CallTracker, scan: Callable[[Text, Put], Scan[None]]) -> Scan[
 
 
 def _arguments(t: CallTracker, bare: bool = False) -> Scan[None]:
-    """A call's arguments: an object, which goes out as it is read, the text of one, or null, [] or "" for none."""
+    """A call's arguments: an object, sent as it is read; the text of an object; or null, [] or "" for none."""
     if (yield from t.peek()) == "{":
         t.begin_arguments(streamed=True)
         yield from json_value(t, t.argument, bare)
@@ -829,8 +829,8 @@ _ARGUMENTS = ("arguments", "parameters")
 def _object(t: CallTracker) -> Scan[None]:
     """One call as a JSON object, its keys in any order. Ids and types are ignored.
 
-    Any key that calls do not have ends it, the first one included, so that an answer in JSON is not held back. Skipping
-    its value instead would lose the arguments of a call with a misspelled key.
+    Any key that calls do not have ends the call, even the first key, so that an answer in JSON is not held back.
+    Skipping the value instead would lose the arguments of a call with a misspelled key.
     """
     if (yield from t.peek()) == "{":
         t.begin_call()
@@ -1046,7 +1046,7 @@ _PLAIN_PYTHON = re.compile(r"""[^'"(),=\[\]{}]+""")
 
 
 def _python_call(t: CallTracker) -> Scan[None]:
-    """One call up to its closing parenthesis; only then it is known to be one."""
+    """One call up to its closing parenthesis, which shows that it is one."""
     if (yield from t.peek()):
         t.begin_call()
     name = yield from t.read(_PYTHON_NAME)

@@ -28,7 +28,7 @@ _COMBINED = frozenset({"$ref", "allOf", "anyOf", "oneOf", "type", "const", "enum
 ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
 )
-"""Keywords that only people read."""
+"""Keywords for human readers."""
 _SILENT = ANNOTATIONS | {"$defs", "definitions", "$schema"}
 
 
@@ -75,7 +75,7 @@ def alternatives(schema: Any, root: Mapping[str, Any]) -> Sequence[Mapping[str, 
             raise _TooManyError
 
     def resolved(schema: Any, depth: int) -> Sequence[Mapping[str, Any]]:
-        """Those of `schema`, with `depth` combinations in each other."""
+        """The alternatives of `schema`, with at most `depth` nested combinations."""
         step()
         if schema is False:
             return ()
@@ -172,7 +172,7 @@ def _both(one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]
     return merged if merged.get("enum", True) else None
 
 
-_TOGETHER = (  # keywords of one schema that speak of each other
+_TOGETHER = (  # keywords that refer to each other
     frozenset({"properties", "patternProperties", "additionalProperties"}),
     frozenset({"prefixItems", "items"}),
 )
@@ -180,7 +180,7 @@ _MERGED = frozenset({"type", "enum", "minLength", "maxLength", "minimum", "maxim
 
 
 def _text_of(value: Any) -> str:
-    """The same of equal values."""
+    """A text that is equal for equal values."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return json.dumps(value, sort_keys=True, default=dict)
@@ -205,4 +205,4 @@ NUMBER = rf"{INTEGER}(\.[0-9]{{1,40}})?({_EXPONENT})?"
 """Patterns of the numbers that grammars let through: finite ones, of so many digits."""
 
 MOST_NESTED = 32
-"""How deep grammars let values be nested of which a schema says nothing."""
+"""Levels that grammars allow in values that a schema does not describe."""

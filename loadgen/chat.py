@@ -1,7 +1,7 @@
-"""One server over HTTP: streamed chat completions with the time of each stage, and every failure as data.
+"""A client of one server: streamed chat completions with the time of each stage, and every failure as data.
 
-The measured client: aiohttp, whose parser is compiled; one in Python would take most of the generator's time. `client`
-is leaner yet, for requests one at a time.
+The measured client uses aiohttp for its compiled parser: a parser in Python would take most of the generator's time.
+`client` is leaner yet, for requests one at a time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from holdfast.replicas.errors import UnavailableError
 
 PATH = "/v1/chat/completions"
 IDLE_S = 4.0
-"""How long a connection is kept for the next request: less than a server keeps it (uvicorn: 5 s), so that none is sent
-on a connection that is being closed."""
+"""Seconds that an idle connection is kept. Less than a server keeps it (uvicorn: 5 s), so no request meets a closing
+connection."""
 DONE = "[DONE]"
 _CUT = frozenset(("length", "content_filter"))
 """Finish reasons of a reply whose last call may be incomplete."""
@@ -34,7 +34,7 @@ _SHOWN = 300  # characters of an error answer
 _NONE: Mapping[str, str] = MappingProxyType({})
 
 
-# ---- what a stream says ----
+# ---- the stream ----
 
 
 class MalformedError(ValueError):
@@ -49,12 +49,12 @@ class ReportedError(RuntimeError):
 class EventLines:
     """Bytes in, the data of whole server-sent events out."""
 
-    _rest: bytes = b""
+    _partial_line: bytes = b""
     _data: list[str] = field(default_factory=list)
 
     def feed(self, piece: bytes) -> list[str]:
         """The data of every event that ``piece`` completes. Raises MalformedError."""
-        *lines, self._rest = (self._rest + piece).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + piece).split(b"\n")
         events = []
         for line in lines:
             if line := line.removesuffix(b"\r"):
@@ -76,7 +76,7 @@ class EventLines:
 
 
 class Kind(StrEnum):
-    """What a piece of an answer is."""
+    """The kind of a piece of an answer."""
 
     TEXT = "text"
     REASONING = "reasoning"
@@ -90,7 +90,7 @@ _TOKENS = (Kind.TEXT, Kind.CALL)
 
 @dataclass(slots=True)
 class Gathered:
-    """The answer so far. Stages are seconds by the server's own word, None where it says nothing."""
+    """The answer so far. Stages are seconds as the server reports them, None without a report."""
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -154,14 +154,14 @@ class Gathered:
             index = int(call.get("index", 0))
             if index not in self.calls and not self.marked:
                 # A server without marks: a call is complete when the next one begins, if its arguments are JSON.
-                before = [each for each in self.calls if each < index and self.call(each).parsed is not None]
-                yield from self._close(before)
-            known = self.calls.setdefault(index, ["", ""])
+                ended = [i for i in self.calls if i < index and self.call(i).parsed is not None]
+                yield from self._close(ended)
+            call_parts = self.calls.setdefault(index, ["", ""])
             function = call.get("function") or {}
-            known[0] = known[0] or str(call.get("id") or "")
-            known[1] = known[1] or str(function.get("name") or "")
-            known.append(str(function.get("arguments") or ""))
-            yield Kind.CALL, known[-1]
+            call_parts[0] = call_parts[0] or str(call.get("id") or "")
+            call_parts[1] = call_parts[1] or str(function.get("name") or "")
+            call_parts.append(str(function.get("arguments") or ""))
+            yield Kind.CALL, call_parts[-1]
         if self.reason and self.reason not in _CUT and not self.marked:
             yield from self._close(self.calls)
 
@@ -179,7 +179,7 @@ class Gathered:
             self.cached_tokens = self.cached_tokens if cached is None else int(cached)
 
 
-Heard = Callable[[Gathered, list[Piece]], None]
+OnPieces = Callable[[Gathered, list[Piece]], None]
 
 
 def _seconds(milliseconds: object) -> float | None:
@@ -213,8 +213,8 @@ class Exchange:
     answer: Gathered = field(default_factory=Gathered)
     failure: Failure | None = None
     detail: str = ""
-    cache: str = ""  # the server's word about its response cache
-    replica: str = ""  # the replica that answered, by the server
+    cache: str = ""  # the response cache, as the server reports it
+    replica: str = ""  # the replica that answered, as the server reports it
 
     @property
     def said(self) -> Said | None:
@@ -231,7 +231,7 @@ class ChatClient:
         self._url, self._timeout_s = url, timeout_s
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
-            # The time limit is for a whole request, so that a server which sends a byte now and then cannot hold it.
+            # The time limit covers a whole request: a server that sends a byte now and then cannot extend it.
             timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
             headers=headers,
             skip_auto_headers=("user-agent", "accept-encoding"),
@@ -281,23 +281,23 @@ class ChatClient:
         except ValueError:
             return response.status, reply.decode(errors="replace")[:_SHOWN]
 
-    async def send(self, content: bytes, headers: Mapping[str, str], heard: Heard | None = None) -> Exchange:
+    async def send(self, content: bytes, headers: Mapping[str, str], on_pieces: OnPieces | None = None) -> Exchange:
         """Send a chat completion, the bytes that `streamed` made of it, and read its stream to the end.
 
-        `heard` gets the answer so far and its new pieces after each event, and must not raise. Raises nothing that the
-        server could cause.
+        `on_pieces` gets the answer so far and its new pieces after each event, and must not raise. A failure of the
+        server is returned, not raised.
         """
         exchange, connection = Exchange(time.perf_counter()), SimpleNamespace(reused=False)
         try:
             async with asyncio.timeout(self._timeout_s):
                 while True:
                     try:
-                        await self._read(content, headers, exchange, heard, connection)
+                        await self._stream_answer(content, headers, exchange, on_pieces, connection)
                         break
                     except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
                         if not connection.reused:
                             raise
-                        # llama.cpp closes a connection after each stream without saying so: ours was on its way then.
+                        # llama.cpp closes a connection after each stream without notice, also after a new request.
         except TimeoutError:
             exchange.failure, exchange.detail = Failure.TIMEOUT, f"after {self._timeout_s:g} s"
         except aiohttp.ClientConnectorError as error:
@@ -311,12 +311,12 @@ class ChatClient:
         exchange.ended = time.perf_counter()
         return exchange
 
-    async def _read(
+    async def _stream_answer(
         self,
         content: bytes,
         headers: Mapping[str, str],
         exchange: Exchange,
-        heard: Heard | None,
+        on_pieces: OnPieces | None,
         connection: SimpleNamespace,
     ) -> None:
         connection.reused, answer, lines = False, exchange.answer, EventLines()
@@ -339,14 +339,14 @@ class ChatClient:
                     pieces = answer.take(data)
                     if exchange.first_token is None and any(kind in _TOKENS for kind, _ in pieces):
                         exchange.first_token = now
-                    if heard is not None:
-                        heard(answer, pieces)
+                    if on_pieces is not None:
+                        on_pieces(answer, pieces)
         if not answer.done:
             exchange.failure, exchange.detail = Failure.CUT, "the stream ended before [DONE]"
 
 
 def streamed(body: Mapping[str, Any]) -> bytes:
-    """The bytes of a request whose answer is to be streamed, with its counts at the end."""
+    """The bytes of a request for a streamed answer with token counts at its end."""
     return encode({**body, "stream": True, "stream_options": {"include_usage": True}})
 
 
@@ -356,9 +356,9 @@ def encode(body: Mapping[str, Any]) -> bytes:
 
 
 def _marking_reuse() -> aiohttp.TraceConfig:
-    """Marks what a request passes along when the request uses an existing connection."""
+    """Sets `reused` in a request's trace context when the request uses an existing connection."""
 
-    async def reused(session: aiohttp.ClientSession, context: Any, about: Any) -> None:
+    async def reused(session: aiohttp.ClientSession, context: Any, params: Any) -> None:
         if context.trace_request_ctx is not None:
             context.trace_request_ctx.reused = True
 

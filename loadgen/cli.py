@@ -73,10 +73,10 @@ BENCHMARKS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
         "peers.main", (of.Peers,),
     ),
 }  # fmt: skip
-"""Of each benchmark: what it does, its function below `holdfast.loadgen`, and the dataclasses of its options."""
+"""The help text of each benchmark, its function below `holdfast.loadgen`, and the dataclasses of its options."""
 
 _NOT_REPLAYED = ("workloads", "sizes", "forced", "max_tokens", "record", "rates", "concurrencies")
-"""Options of a comparison that a replay has not."""
+"""Options of a comparison that a replay does not have."""
 
 
 def add(commands: "Commands[argparse.ArgumentParser]") -> None:
@@ -84,14 +84,14 @@ def add(commands: "Commands[argparse.ArgumentParser]") -> None:
     text = "Measure a server."
     command = commands.add_parser("bench", help=text, description=text)
     kinds = command.add_subparsers(metavar="BENCHMARK", required=True)
-    for name, (about, _, options) in BENCHMARKS.items():
-        rest = name == "ablation"  # its arguments are its own
-        kind = kinds.add_parser(name, help=about, description=about, add_help=not rest)
+    for name, (help_text, _, options) in BENCHMARKS.items():
+        own_arguments = name == "ablation"  # it parses its own arguments
+        kind = kinds.add_parser(name, help=help_text, description=help_text, add_help=not own_arguments)
         replay = name == "replay"
-        for each in options:
-            skip, defaults = (_NOT_REPLAYED, {"repetitions": 1}) if replay and each is of.Options else ((), {})
-            add_options(kind, each, skip, defaults)
-        kind.set_defaults(run=_run, benchmark=name, **({"takes_rest": True} if rest else {}))
+        for option_set in options:
+            skip, defaults = (_NOT_REPLAYED, {"repetitions": 1}) if replay and option_set is of.Options else ((), {})
+            add_options(kind, option_set, skip, defaults)
+        kind.set_defaults(run=_run, benchmark=name, **({"takes_rest": True} if own_arguments else {}))
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -52,27 +52,27 @@ def plan(options: Options) -> list[Part]:
         for load, sizes in _loads(workload, options):
             for name, drawing in drawings((workload,)):
                 for repetition in range(options.repetitions):
-                    drawn = drawing(Draw(options.seed, name, repetition, load.name if load else ""), sizes)
-                    parts.append(Part(name, repetition, drawn, manner, load, about=describe(drawn)))
+                    round_ = drawing(Draw(options.seed, name, repetition, load.name if load else ""), sizes)
+                    parts.append(Part(name, repetition, round_, manner, load, description=describe(round_)))
     return parts
 
 
 def measured_of(parts: Sequence[Part]) -> dict[str, list[int]]:
     """Measured requests to each server in each repetition, by the workload's name in the rows."""
-    measured: dict[str, list[int]] = {}
+    counts: dict[str, list[int]] = {}
     for part in sorted(parts, key=lambda part: part.repetition):
         for name, count in part.measured.items():
-            measured.setdefault(name, []).append(count)
-    return measured
+            counts.setdefault(name, []).append(count)
+    return counts
 
 
-def about_of(parts: Sequence[Part]) -> dict[str, str]:
-    """What was drawn, by the workload's name in the rows: of each repetition that differs from those before."""
-    found: dict[str, dict[str, None]] = {}
+def descriptions_of(parts: Sequence[Part]) -> dict[str, str]:
+    """Descriptions of the drawn rounds by the workload's name in the rows. Equal repetitions share one."""
+    descriptions: dict[str, dict[str, None]] = {}
     for part in parts:
         for name in part.measured:
-            found.setdefault(name, {})[part.about] = None
-    return {name: "; then ".join(about) for name, about in found.items()}
+            descriptions.setdefault(name, {})[part.description] = None
+    return {name: "; then ".join(texts) for name, texts in descriptions.items()}
 
 
 def _loads(workload: str, options: Options) -> Iterator[tuple[Load | None, Sizes]]:
@@ -88,8 +88,8 @@ def _loads(workload: str, options: Options) -> Iterator[tuple[Load | None, Sizes
 
 
 @dataclass(slots=True)
-class _About:
-    """Facts that only the run itself yields."""
+class _RunFacts:
+    """Facts that are known only after the run."""
 
     servers: list[dict[str, str]] = field(default_factory=list)
     busy_s: float = 0.0  # processor time of this process while it sent
@@ -111,35 +111,35 @@ class _About:
 def main(options: Options, more: Sequence[Part] = ()) -> int:
     """Compare, print, write; the exit status, 1 where a server answered nothing.
 
-    Ctrl-C ends the measuring, not the report. A run that an error ends is reported as far as it came, then the error is
-    raised again. ``more`` is sent after the workloads.
+    Ctrl-C ends the measuring, not the report. After an error the rows so far are reported, then the error is raised
+    again. ``more`` is sent after the workloads.
     """
     for name, path in (("json", options.json_file), ("html", options.html_file), ("record", options.record)):
         if path is not None:
             check_writable(path, name)
     if options.html_file is not None:
         check_plotting()
-    planned: list[Part] = [*plan(options), *more]
-    _check_tenants(options, planned)
-    runner, about = Runner((), dict(options.tenant_keys)), _About()
+    parts: list[Part] = [*plan(options), *more]
+    _check_tenants(options, parts)
+    runner, facts = Runner((), dict(options.tenant_keys)), _RunFacts()
     runner.record, runner.pause_s = options.record is not None, options.pause_s
     status = 0
     try:
-        asyncio.run(_measure(options, planned, runner, about))
+        asyncio.run(_measure(options, parts, runner, facts))
     except KeyboardInterrupt:
         status = INTERRUPTED
     except Exception:
         if runner.rows:
-            _tell(options, planned, runner, about, complete=False)
+            _report(options, parts, runner, facts, complete=False)
         raise
-    _tell(options, planned, runner, about, complete=status == 0)
+    _report(options, parts, runner, facts, complete=status == 0)
     answering = {row.server for row in runner.rows if row.ok}
     return status or int(any(row.server not in answering for row in runner.rows))
 
 
-def _tell(options: Options, planned: Sequence[Part], runner: Runner, about: _About, complete: bool) -> None:
+def _report(options: Options, parts: Sequence[Part], runner: Runner, facts: _RunFacts, complete: bool) -> None:
     """Write and print the results: the rows before anything that could fail."""
-    drawn = about_of(planned)
+    descriptions = descriptions_of(parts)
     content: dict[str, Any] = {
         "format": FORMAT,
         "complete": complete,
@@ -147,10 +147,10 @@ def _tell(options: Options, planned: Sequence[Part], runner: Runner, about: _Abo
         "command": sys.argv,
         "options": options.as_json,
         "machine": {"platform": platform.platform(), "python": platform.python_version(), "cores": os.cpu_count()},
-        "servers": about.servers,
-        "workloads": drawn,
-        "planned": measured_of(planned),
-        "generator": about.overhead,
+        "servers": facts.servers,
+        "workloads": descriptions,
+        "planned": measured_of(parts),
+        "generator": facts.overhead,
         "summaries": [],
         "programs": [asdict(job) for job in row_files.group(runner.rows)],
         "rows": row_files.to_json(runner.rows),
@@ -161,13 +161,13 @@ def _tell(options: Options, planned: Sequence[Part], runner: Runner, about: _Abo
     _write(options.json_file, content)
     if options.record is not None:
         mooncake.write(recorded(runner.observed), options.record)
-    print_report(summaries, drawn, notes(options, summaries, content["generator"], complete))
+    print_report(summaries, descriptions, notes(options, summaries, content["generator"], complete))
     if options.html_file and runner.rows:
         write_report(content, options.html_file)
 
 
 def notes(options: Options, summaries: Sequence[Summary], overhead: dict[str, float], complete: bool) -> list[str]:
-    """Remarks that a reader of the figures needs."""
+    """The notes below the tables."""
     mode = "forced: the script's answers" if options.forced else "closed loop: each server's own answers"
     how = options.trace or f"max_tokens {options.max_tokens}, temperature 0; histories are {mode}"
     lines = [
@@ -193,40 +193,40 @@ def notes(options: Options, summaries: Sequence[Summary], overhead: dict[str, fl
         if (summary.cold_cached_share or 0) > 0.5:
             lines.append(f"BEWARE: {place}: first prompts were cached; restart the server or use another --seed")
     if not complete:
-        lines.append("INTERRUPTED: only what was measured until then")
+        lines.append("INTERRUPTED: the figures cover the requests until then")
     return lines
 
 
-async def _measure(options: Options, planned: Sequence[Part], runner: Runner, about: _About) -> None:
+async def _measure(options: Options, parts: Sequence[Part], runner: Runner, facts: _RunFacts) -> None:
     async with AsyncExitStack() as stack:
         servers = []
         for name, url in options.servers:
             client = await stack.enter_async_context(ChatClient(url, options.timeout_s, options.api_key))
             servers.append(Server(name, client, options.model or await client.model()))
-            about.servers.append({"name": name, "url": url, "model": servers[-1].model, **await _version(client)})
+            facts.servers.append({"name": name, "url": url, "model": servers[-1].model, **await _version(client)})
         runner.servers = servers
-        total = len(servers) * sum(part.requests for part in planned)
-        with uncollected(), bar("", total) as shown, _counting(about):
+        total = len(servers) * sum(part.requests for part in parts)
+        with uncollected(), bar("", total) as progress, _counting(facts):
 
-            def sent() -> None:
-                about.requests += 1
-                shown.advance()
+            def on_sent() -> None:
+                facts.requests += 1
+                progress.advance()
 
-            runner.sent = sent
-            for part in planned:
-                shown.about(f"{part.reported()} {part.repetition + 1}")
+            runner.on_sent = on_sent
+            for part in parts:
+                progress.describe(f"{part.reported()} {part.repetition + 1}")
                 gc.collect()
-                async with about.lag.watching():
+                async with facts.lag.watching():
                     await runner.send(part)
 
 
 @contextmanager
-def _counting(about: _About) -> Iterator[None]:
+def _counting(facts: _RunFacts) -> Iterator[None]:
     busy, wall = time.process_time(), time.perf_counter()
     try:
         yield
     finally:
-        about.busy_s, about.wall_s = time.process_time() - busy, time.perf_counter() - wall
+        facts.busy_s, facts.wall_s = time.process_time() - busy, time.perf_counter() - wall
 
 
 async def _version(client: ChatClient) -> dict[str, str]:
@@ -237,11 +237,11 @@ async def _version(client: ChatClient) -> dict[str, str]:
         return {}
 
 
-def _check_tenants(options: Options, planned: Sequence[Part]) -> None:
-    known = sorted({program.tenant for part in planned for program in part.round.programs if program.tenant})
+def _check_tenants(options: Options, parts: Sequence[Part]) -> None:
+    tenants = sorted({program.tenant for part in parts for program in part.round.programs if program.tenant})
     for name, _ in options.tenant_keys:
-        if name not in known:
-            raise ConfigError(f"no tenant {name!r} is sent; known: {', '.join(known) or 'none'}", "tenant-key-file")
+        if name not in tenants:
+            raise ConfigError(f"no tenant {name!r} is sent; known: {', '.join(tenants) or 'none'}", "tenant-key-file")
 
 
 def _write(path: Path | None, content: dict[str, Any]) -> None:
@@ -252,58 +252,58 @@ def _write(path: Path | None, content: dict[str, Any]) -> None:
 # ---- replay ----
 
 
-def replay(wanted: Replay, options: Options) -> int:
+def replay(request: Replay, options: Options) -> int:
     """Send the programs of a trace; the exit status. Raises ConfigError."""
-    return main(replace(options, trace=_told(wanted)), replayed(wanted, options.seed, options.repetitions))
+    return main(replace(options, trace=_settings_text(request)), replayed(request, options.seed, options.repetitions))
 
 
-def replayed(wanted: Replay, seed: int, repetitions: int) -> list[Part]:
+def replayed(request: Replay, seed: int, repetitions: int) -> list[Part]:
     """Every repetition of the trace. Raises ConfigError."""
-    if wanted.forcing not in set(Forcing):
-        raise ConfigError(f"forcing is one of {', '.join(Forcing)}, not {wanted.forcing!r}", "forcing")
-    limit = None if wanted.forced_lengths else MAX_TOKENS
-    forced, forcing = wanted.forced_lengths, Forcing(wanted.forcing)
-    manner = Manner(wanted.recorded_answers, forced, forcing, wanted.max_tokens or limit, wanted.speed)
-    programs = from_zero(formats.read(wanted.trace, formats.named(wanted.format)).programs)
+    if request.forcing not in set(Forcing):
+        raise ConfigError(f"forcing is one of {', '.join(Forcing)}, not {request.forcing!r}", "forcing")
+    limit = None if request.forced_lengths else MAX_TOKENS
+    forced, forcing = request.forced_lengths, Forcing(request.forcing)
+    manner = Manner(request.recorded_answers, forced, forcing, request.max_tokens or limit, request.speed)
+    programs = from_zero(formats.read(request.trace, formats.named(request.format)).programs)
     if not programs:
         raise ConfigError("the trace has no program", "trace")
-    if wanted.rate is not None:
-        above_zero("rate", wanted)
+    if request.rate is not None:
+        above_zero("rate", request)
         if any(turn.at_ms is not None for program in programs for turn in program.turns):
             raise ConfigError("the trace says when programs arrived; --speed makes that faster", "rate")
     parts = []
     for repetition in range(repetitions):
-        wording = Wording(seed, repetition, scale=wanted.scale)
+        wording = Wording(seed, repetition, scale=request.scale)
         for program in programs:
             first(worded(program, wording), manner)
             _check_sendable(program)
-        due = tuple((program.arrival_ms or 0.0) / 1e3 / wanted.speed for program in programs)
-        if wanted.rate is not None:
+        starts = tuple((program.arrival_ms or 0.0) / 1e3 / request.speed for program in programs)
+        if request.rate is not None:
             rng = random.Random(f"{seed}/{REPLAY}/{repetition}/arrivals")
-            due = poisson(rng, len(programs), wanted.rate)
+            starts = poisson(rng, len(programs), request.rate)
         lanes = tuple((place,) * len(program.turns) for place, program in enumerate(programs))
-        round_ = Round(programs, (lanes,), due=due, session=f"{seed}/{repetition}")
-        when = f"arriving over {max(due):.0f} s" if max(due) else "all at once"
-        about = f"{len(programs)} programs, {sum(map(len, lanes))} requests, {when}"
-        parts.append(Part(REPLAY, repetition, round_, manner, wording=wording, about=about))
+        round_ = Round(programs, (lanes,), due=starts, session=f"{seed}/{repetition}")
+        when = f"arriving over {max(starts):.0f} s" if max(starts) else "all at once"
+        description = f"{len(programs)} programs, {sum(map(len, lanes))} requests, {when}"
+        parts.append(Part(REPLAY, repetition, round_, manner, wording=wording, description=description))
     return parts
 
 
-def _told(wanted: Replay) -> str:
-    """How a trace is sent and whose answers are in the histories, for the reader of the report."""
-    tokens = wanted.max_tokens or (None if wanted.forced_lengths else MAX_TOKENS)
+def _settings_text(request: Replay) -> str:
+    """One line for the report: how the trace is sent, and whether histories have recorded answers."""
+    tokens = request.max_tokens or (None if request.forced_lengths else MAX_TOKENS)
     limit = "" if tokens is None else f" and max_tokens {tokens}"
-    lengths = ", answers of the recorded lengths" if wanted.forced_lengths else ""
-    whose = "the trace's" if wanted.recorded_answers else "each server's own"
-    when = f"{wanted.speed:g} times its speed" if wanted.rate is None else f"{wanted.rate:g} programs a second"
+    lengths = ", answers of the recorded lengths" if request.forced_lengths else ""
+    whose = "the trace's" if request.recorded_answers else "each server's own"
+    when = f"{request.speed:g} times its speed" if request.rate is None else f"{request.rate:g} programs a second"
     return (
         f"temperature 0{limit} where the trace has none{lengths}; "
-        f"histories are of {wanted.trace.name} at {when}, {whose} answers"
+        f"histories are of {request.trace.name} at {when}, {whose} answers"
     )
 
 
 def _check_sendable(program: Program) -> None:
-    """Raises ConfigError for what no request can hold: half a surrogate pair, or an integer beyond 64 bits."""
+    """Raises ConfigError for values that JSON cannot hold: half a surrogate pair, or an integer beyond 64 bits."""
     for index, turn in enumerate(program.turns):
         try:
             encode({"": [program.id, turn.prompt, turn.output.history, turn.tools, turn.sampling]})

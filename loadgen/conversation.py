@@ -80,8 +80,8 @@ class Forcing(StrEnum):
 class Manner:
     """How a program is sent. ``max_tokens``: the limit of turns whose length and limit are unknown.
 
-    ``recorded``: the program's answers go into the history, so that every server gets the recorded prompts; else the
-    model's, as they come. ``forced``: answers get as long as they were. ``speed`` divides recorded pauses.
+    ``recorded``: the history has the program's answers, so every server gets the recorded prompts; else the model's own
+    answers. ``forced``: answers get their recorded lengths. ``speed`` divides recorded pauses.
     """
 
     recorded: bool = False
@@ -136,10 +136,12 @@ class Request:
             return at_ms
         return max(ended_ms, at_ms) if turn.delay_ms is None else ended_ms + turn.delay_ms / speed
 
-    def is_answered_by(self, said: Said | None) -> bool:
-        """Whether these are the calls of the program's own answer; of texts, any will do."""
+    def is_answered_by(self, reply: Said | None) -> bool:
+        """Whether the calls equal those of the program's own answer; texts are not compared."""
         answer = self.turn.output.answer
-        return said is not None and answer is not None and _said(answer).plain["calls"] == said.plain["calls"]
+        if reply is None or answer is None:
+            return False
+        return bool(_parse_answer(answer).plain["calls"] == reply.plain["calls"])
 
 
 def first(program: Program, manner: Manner) -> Request:
@@ -159,14 +161,14 @@ def first(program: Program, manner: Manner) -> Request:
 def following(request: Request, answer: Json | None) -> Request | None:
     """The request after this one, None after the last. ``answer`` is the assistant's message, None where it failed.
 
-    The recorded results of tools are put under the ids of the model's calls, in order. An answer that failed, or whose
-    calls the recorded results do not fit, gives way to the recorded one; where there is none it keeps its text, and the
-    results go in as the user's words. A scripted program follows the answer instead.
+    The recorded results of tools get the ids of the model's calls, in order. The recorded answer replaces one that
+    failed or whose calls do not match the results. Without a recorded answer the text stays, and the results become a
+    message of the user. A scripted program follows the model's answer instead.
     """
     program, index, recorded = request.program, request.index + 1, request.turn.output.history
-    usable = answer is not None and _said(answer).usable  # else no server takes it back
+    usable = answer is not None and _parse_answer(answer).usable  # else no server takes it back
     if program.scripted and not request.manner.recorded and answer is not None and usable:
-        index, added = _followed(request, answer)
+        index, added = _next_scripted(request, answer)
     elif index == len(program.turns):
         return None
     elif (turn := program.turns[index]).whole:
@@ -182,28 +184,27 @@ def following(request: Request, answer: Json | None) -> Request | None:
 
 
 def _added(request: Request, answer: Json | None, usable: bool, new: Messages, recorded: Json | None) -> Messages:
-    """What a recorded program adds to the history: an answer and the messages after it."""
+    """The messages that a recorded program adds to the history: an answer and the messages after it."""
     if request.manner.recorded and recorded is not None:
         return (recorded, *new)
     results = sum(message["role"] == "tool" for message in new)
     if answer is not None and usable and len(_calls(answer)) == results:
-        return (answer, *_under(new, recorded, answer))
+        return (answer, *_with_call_ids(new, recorded, answer))
     if recorded is not None:
         return (recorded, *new)
-    return _spoken(answer if usable else None, new)
+    return _results_as_text(answer if usable else None, new)
 
 
-def _followed(request: Request, answer: Json) -> tuple[int, Messages]:
-    """The next turn of a scripted program after this answer, and what goes into the history.
+def _next_scripted(request: Request, answer: Json) -> tuple[int, Messages]:
+    """The next turn of a scripted program after this answer, and the messages to add to the history.
 
-    Any call counts as one that the user asked for. After the last of them the model answers in text, then the user
-    speaks.
+    Any call counts as a requested one. After the last call the model answers in text, then the user speaks.
     """
-    turns, index, left = request.program.turns, request.index, len(_calls(answer))
-    while left > 0 and index < len(turns) and (wanted := len(_calls(turns[index].output.answer or {}))):
-        left, index = left - wanted, index + 1
+    turns, index, n_left = request.program.turns, request.index, len(_calls(answer))
+    while n_left > 0 and index < len(turns) and (n_calls := len(_calls(turns[index].output.answer or {}))):
+        n_left, index = n_left - n_calls, index + 1
     history = (answer, *_results(request, answer))
-    if index > request.index and left <= 0:
+    if index > request.index and n_left <= 0:
         return index, history
     index = request.index + 1
     while index < len(turns) and _messages(turns[index])[0]["role"] != "user":
@@ -213,8 +214,8 @@ def _followed(request: Request, answer: Json) -> tuple[int, Messages]:
 
 def _results(request: Request, answer: Json) -> Iterator[Json]:
     """The results of an answer's calls, with the words of the program's own results."""
-    after = request.program.turns[request.index + 1 : request.index + 2]
-    own = [message for turn in after for message in _messages(turn) if message["role"] == "tool"]
+    next_turns = request.program.turns[request.index + 1 : request.index + 2]
+    own = [message for turn in next_turns for message in _messages(turn) if message["role"] == "tool"]
     for number, call in enumerate(_calls(answer)):
         function = call["function"]
         arguments = WrittenCall("", function["name"], function["arguments"]).parsed or {}
@@ -228,7 +229,7 @@ def _messages(turn: Turn) -> Messages:
     return turn.prompt
 
 
-def _said(answer: Json) -> Said:
+def _parse_answer(answer: Json) -> Said:
     functions = [call["function"] for call in _calls(answer)]
     return Said(answer.get("content") or "", tuple(WrittenCall("", of["name"], of["arguments"]) for of in functions))
 
@@ -237,23 +238,22 @@ def _calls(message: Json) -> list[Json]:
     return message.get("tool_calls") or []
 
 
-def _under(new: Messages, recorded: Json | None, answer: Json) -> Messages:
+def _with_call_ids(new: Messages, recorded: Json | None, answer: Json) -> Messages:
     """``new`` with its results of tools under the ids of the calls in ``answer``."""
-    given = [message["tool_call_id"] for message in new if message["role"] == "tool"]
-    known = [call["id"] for call in _calls(recorded)] if recorded is not None else given
-    ids = dict(
-        zip(known if sorted(known) == sorted(given) else given, (call["id"] for call in _calls(answer)), strict=True)
-    )
+    result_ids = [message["tool_call_id"] for message in new if message["role"] == "tool"]
+    call_ids = [call["id"] for call in _calls(recorded)] if recorded is not None else result_ids
+    old_ids = call_ids if sorted(call_ids) == sorted(result_ids) else result_ids
+    ids = dict(zip(old_ids, (call["id"] for call in _calls(answer)), strict=True))
     return tuple(
         {**message, "tool_call_id": ids[message["tool_call_id"]]} if message["role"] == "tool" else message
         for message in new
     )
 
 
-def _spoken(answer: Json | None, new: Messages) -> Messages:
-    """The text of an answer, and ``new`` with the results of tools as words of the user: it has no calls for them."""
+def _results_as_text(answer: Json | None, new: Messages) -> Messages:
+    """The text of an answer, and ``new`` with tool results as user messages, since the answer has no calls."""
     text = (answer or {}).get("content") or ""
-    words = ({"role": "user", "content": each["content"]} if each["role"] == "tool" else each for each in new)
+    words = ({"role": "user", "content": item["content"]} if item["role"] == "tool" else item for item in new)
     return ({"role": "assistant", "content": text}, *words)
 
 
@@ -288,6 +288,6 @@ def digest(messages: Sequence[Json], tools: Sequence[Json]) -> str:
 def _without_ids(message: Json) -> Any:
     if message["role"] != "assistant":
         return [message["role"], message["content"]]
-    written = [call["function"] for call in message.get("tool_calls") or ()]
-    calls = [WrittenCall("", function["name"], function["arguments"]) for function in written]
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [WrittenCall("", function["name"], function["arguments"]) for function in functions]
     return [message["role"], message.get("content"), [[c.name, c.parsed or c.arguments] for c in calls]]

@@ -10,21 +10,21 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 Flags = Mapping[str, Mapping[str, Any]]  # the arguments of `add_argument`, by flag or name
-_UNSHOWN: tuple[Any, ...] = (None, (), [], "", False)  # defaults that say nothing
+_UNSHOWN: tuple[Any, ...] = (None, (), [], "", False)  # defaults that the help does not show
 
 
 def option(help: str, default: Any = MISSING, factory: Any = MISSING, **more: Any) -> Any:
     """A field that is a flag: `--name`, without the `_s` of a field in seconds; `flag` names it otherwise.
 
     `flag=""` makes it an argument. `parse` makes the value of the text, or of each text of a repeated flag. The field's
-    type says the rest: a `tuple[str, ...]` or a mapping is repeated, a tuple of numbers has commas.
+    type sets the rest: a `tuple[str, ...]` or a mapping is repeated, a tuple of numbers has commas.
     """
     return field(default=default, default_factory=factory, metadata={"help": help, **more})
 
 
 def nested(default: Any, *names: str) -> Any:
-    """A field of an options dataclass whose own fields are flags, all or those named."""
-    return field(default=default, metadata={"nested": names or tuple(each.name for each in fields(default))})
+    """A field that holds an options dataclass. All its fields become flags, or only those named."""
+    return field(default=default, metadata={"nested": names or tuple(item.name for item in fields(default))})
 
 
 def add_options(
@@ -32,31 +32,31 @@ def add_options(
 ) -> None:
     """Add the flags of a dataclass. `defaults` take the place of its own."""
     hints = get_type_hints(kind)
-    for each in fields(kind):
-        default = (defaults or {}).get(each.name, each.default)
-        if each.name in skip:
+    for item in fields(kind):
+        default = (defaults or {}).get(item.name, item.default)
+        if item.name in skip:
             continue
-        if names := each.metadata.get("nested"):
-            rest = {inner.name for inner in fields(default)} - set(names)
-            add_options(command, type(default), rest, {name: getattr(default, name) for name in names})
-        elif "help" in each.metadata:
-            words = dict(each.metadata) | _kind_of(hints[each.name], "parse" in each.metadata)
-            flag = words.pop("flag", f"--{each.name.removesuffix('_s').replace('_', '-')}")
+        if names := item.metadata.get("nested"):
+            unnamed = {inner.name for inner in fields(default)} - set(names)
+            add_options(command, type(default), unnamed, {name: getattr(default, name) for name in names})
+        elif "help" in item.metadata:
+            words = dict(item.metadata) | _kind_of(hints[item.name], "parse" in item.metadata)
+            flag = words.pop("flag", f"--{item.name.removesuffix('_s').replace('_', '-')}")
             words.pop("parse", None)
             if words.get("action") != "append" and "--" in flag:
-                words["default"] = None if default is MISSING or "parse" in each.metadata else default
+                words["default"] = None if default is MISSING or "parse" in item.metadata else default
                 words["required"] = default is MISSING
-            add_flags(command, {flag or each.name: words | ({"dest": each.name} if flag else {})})
+            add_flags(command, {flag or item.name: words | ({"dest": item.name} if flag else {})})
 
 
 def _kind_of(hint: Any, parsed: bool) -> dict[str, Any]:
-    """The words of `add_argument` that a type stands for."""
+    """The arguments of `add_argument` for a type."""
     if hint is bool:
         return {"action": "store_true"}
     if get_origin(hint) in (tuple, Mapping):
         item = get_args(hint)[0]
         return {"type": counts if item is int else numbers} if item in (int, float) else {"action": "append"}
-    kinds = [each for each in get_args(hint) or (hint,) if each is not type(None)]
+    kinds = [option_type for option_type in get_args(hint) or (hint,) if option_type is not type(None)]
     return {} if kinds[0] is str and not parsed else {"type": Path if parsed else kinds[0]}
 
 
@@ -64,25 +64,25 @@ def add_flags(command: argparse.ArgumentParser, flags: Flags) -> None:
     """Add options, each with its default in its help."""
     for flag, words in flags.items():
         default = words.get("default")
-        shown = ",".join(f"{value:g}" for value in default) if isinstance(default, tuple) else default
-        text = words["help"] + (f" (default: {shown})" if default not in _UNSHOWN else "")
+        default_text = ",".join(f"{value:g}" for value in default) if isinstance(default, tuple) else default
+        text = words["help"] + (f" (default: {default_text})" if default not in _UNSHOWN else "")
         command.add_argument(flag, **{**words, "help": text})
 
 
 def built(kind: Callable[..., T], options: argparse.Namespace, **more: Any) -> T:
-    """A dataclass of the options that the command line has for its fields; what is not given keeps its default."""
+    """A dataclass from the parsed options of its fields; an option that was not set keeps its default."""
     values: dict[str, Any] = {}
-    for each in fields(kind):  # type: ignore[arg-type]
-        parse, value = each.metadata.get("parse"), getattr(options, each.name, None)
-        if names := each.metadata.get("nested"):
+    for item in fields(kind):  # type: ignore[arg-type]
+        parse, value = item.metadata.get("parse"), getattr(options, item.name, None)
+        if names := item.metadata.get("nested"):
             inner = {name: value for name in names if (value := getattr(options, name, None)) is not None}
-            values[each.name] = replace(each.default, **inner)  # type: ignore[type-var]
+            values[item.name] = replace(item.default, **inner)  # type: ignore[type-var]
         elif value is not None and parse and isinstance(value, list):
             parsed = tuple(map(parse, value))
-            default = each.default_factory() if callable(each.default_factory) else None  # of a mapping
-            values[each.name] = parsed if default is None else {**default, **dict(parsed)}
+            default = item.default_factory() if callable(item.default_factory) else None  # of a mapping
+            values[item.name] = parsed if default is None else {**default, **dict(parsed)}
         elif value is not None:
-            values[each.name] = parse(value) if parse else tuple(value) if isinstance(value, list) else value
+            values[item.name] = parse(value) if parse else tuple(value) if isinstance(value, list) else value
     return kind(**values | more)
 
 

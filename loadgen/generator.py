@@ -1,7 +1,7 @@
-"""`holdfast bench generator`: what the load generator itself costs, and whether it keeps a schedule.
+"""`holdfast bench generator`: the cost of the load generator itself, and whether it keeps a schedule.
 
-Requests arrive by a Poisson process at a stub in a process of its own, which reports how long it took for each. Time
-measured beyond that, and how late each request was sent, are the generator's.
+Requests arrive by a Poisson process at a stub in a process of its own. The stub reports its time for each request. The
+rest of the measured time, and the lateness of each request, are the generator's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUANTILES = (50, 90, 99, 100)
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The rows of a run, and what the generator took. Times are seconds."""
+    """The rows of a run, and the generator's own time. Times are seconds."""
 
     rows: list[Row]
     cpu: float  # of the generator
@@ -42,26 +42,26 @@ class Measured:
 
     @property
     def late(self) -> list[float]:
-        """Of each request: how much later than due it was sent."""
+        """The lateness of each request: the time from due to sent."""
         return [row.started - (row.due or 0.0) for row in self.rows]
 
     @property
     def beyond(self) -> list[float]:
-        """Of each request that succeeded: how much longer it took than the stub took to answer it."""
-        good = [row for row in self.rows if row.ok]
-        return [row.ended - row.started - (row.prefill or 0.0) - (row.decode or 0.0) for row in good]
+        """The generator's part of each successful request: its latency minus the stub's own time."""
+        ok_rows = [row for row in self.rows if row.ok]
+        return [row.ended - row.started - (row.prefill or 0.0) - (row.decode or 0.0) for row in ok_rows]
 
     @property
     def pace(self) -> float:
-        """The time over which requests were sent, over the schedule's: above 1, the generator fell behind."""
-        due, sent = [row.due or 0.0 for row in self.rows], [row.started for row in self.rows]
-        return (max(sent) - min(sent)) / (max(due) - min(due))
+        """The time in which requests were sent, divided by the schedule's. Above 1, the generator fell behind."""
+        due, starts = [row.due or 0.0 for row in self.rows], [row.started for row in self.rows]
+        return (max(starts) - min(starts)) / (max(due) - min(due))
 
     @property
     def at_once(self) -> int:
         """The most requests in progress together."""
-        ends = sorted([(row.started, 1) for row in self.rows] + [(row.ended, -1) for row in self.rows])
-        return max(accumulate(step for _, step in ends))
+        events = sorted([(row.started, 1) for row in self.rows] + [(row.ended, -1) for row in self.rows])
+        return max(accumulate(step for _, step in events))
 
 
 def main(load: Generated) -> int:
@@ -78,11 +78,11 @@ def measure(load: Generated) -> Measured:
 
 def report(load: Generated, result: Measured) -> list[str]:
     """The lines that are printed."""
-    n, good = len(result.rows), sum(row.ok for row in result.rows)
+    n, n_ok = len(result.rows), sum(row.ok for row in result.rows)
     heads = "".join(f"{'most' if percent == 100 else f'p{percent}':>9}" for percent in QUANTILES)
     lines = [
         f"{n} requests, {load.rate:g} a second (Poisson); the stub answers with {load.tokens} tokens, the first "
-        f"after {load.first_s * 1e3:g} ms; up to {result.at_once} at once, {n - good} failed",
+        f"after {load.first_s * 1e3:g} ms; up to {result.at_once} at once, {n - n_ok} failed",
         f"{'milliseconds':<42}{heads}",
     ]
     for name, seconds in (
@@ -113,10 +113,10 @@ def stub(load: Generated) -> Iterator[str]:
         try:
             yield f"http://127.0.0.1:{port}"
         finally:
-            process.stdin.close()  # it serves until then
+            process.stdin.close()  # the stub serves until its input ends
 
 
-def drawn(load: Generated) -> Round:
+def make_round(load: Generated) -> Round:
     """Programs of one turn with coding tools, which arrive by a Poisson process."""
     draw, count = Draw(load.seed, "generator", 0), load.requests
     scripts = tuple(agent_script(draw, f"job{i}", "a coding agent", tools.CODING, 1, 1) for i in range(count))
@@ -125,9 +125,9 @@ def drawn(load: Generated) -> Round:
 
 async def _send(load: Generated, url: str) -> Measured:
     async with ChatClient(url, 60.0) as client:
-        runner, lag, round_ = Runner([Server("stub", client, "stub")]), LoopLag(), drawn(load)
-        with uncollected(), bar("requests", load.requests) as shown:
-            runner.sent = shown.advance
+        runner, lag, round_ = Runner([Server("stub", client, "stub")]), LoopLag(), make_round(load)
+        with uncollected(), bar("requests", load.requests) as progress:
+            runner.on_sent = progress.advance
             async with lag.watching():
                 cpu, wall = time.process_time(), time.perf_counter()
                 await runner.send(Part("generator", 0, round_, Manner(max_tokens=128)))

@@ -6,7 +6,7 @@ someone asks a new question and reads the answer to a standing one. There are tw
     session   each line is appended to a session as it arrives; the standing question is registered with the session
     whole     each question is a chat request with all lines so far, as for any OpenAI-compatible server
 
-Servers without `/v1/sessions` are measured the second way only. A prefix cache may find what the request before had.
+Servers without `/v1/sessions` are measured the second way only. A prefix cache may have the previous request's lines.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ HEADS = (
 
 
 @dataclass(slots=True)
-class Measured:
+class MarketResult:
     """One way of one server at one rate and length. Times are seconds.
 
-    `outdated`: for each standing answer, how long a line that it has not seen had been there when it was read.
+    `outdated`: the age of each standing answer when it was read, counted from the first line that it has not seen.
     """
 
     server: str
@@ -57,11 +57,11 @@ class Measured:
     @property
     def row(self) -> list[str]:
         """The cells under `HEADS`."""
-        fresh = f"{fmean(each == 0.0 for each in self.outdated):.0%}" if self.outdated else "-"
+        fresh = f"{fmean(seconds == 0.0 for seconds in self.outdated):.0%}" if self.outdated else "-"
         tokens = f"{median(self.tokens):,.0f}" if self.tokens else "-"
         cached = f"{sum(self.cached) / (sum(self.tokens) or 1):.0%}"
         outdated = f"{fmean(self.outdated):.2f}" if self.outdated else "-"
-        failed = ", ".join(f"{count} x {what}" for what, count in sorted(self.failed.items())) or "0"
+        failed = ", ".join(f"{count} x {kind}" for kind, count in sorted(self.failed.items())) or "0"
         return [
             self.server, self.way, str(self.feeds), f"{self.rate:g}", tokens, *_spread(self.questions), cached,
             _spread(self.standing)[0], fresh, outdated, *_spread(self.appends), failed,
@@ -70,8 +70,10 @@ class Measured:
 
 def _spread(seconds: list[float]) -> tuple[str, str]:
     """Median and 99th percentile in milliseconds."""
-    took = sorted(seconds)
-    return (f"{median(took) * 1e3:.1f}", f"{took[int(0.99 * (len(took) - 1))] * 1e3:.1f}") if took else ("-", "-")
+    ordered = sorted(seconds)
+    if not ordered:
+        return "-", "-"
+    return f"{median(ordered) * 1e3:.1f}", f"{ordered[int(0.99 * (len(ordered) - 1))] * 1e3:.1f}"
 
 
 class Feed:
@@ -98,28 +100,28 @@ class Feed:
         """All lines so far."""
         return "".join(self.lines)
 
-    def outdated(self, seen: int) -> float:
-        """Seconds since the first line behind the first `seen` ones arrived; 0 if there is none."""
-        return time.perf_counter() - self.arrived[seen] if seen < len(self.arrived) else 0.0
+    def outdated(self, n_seen: int) -> float:
+        """Seconds since line number `n_seen`, counted from 0, arrived; 0 if it has not arrived."""
+        return time.perf_counter() - self.arrived[n_seen] if n_seen < len(self.arrived) else 0.0
 
 
-class Whole:
+class WholePrompt:
     """Every question brings all lines."""
 
     name = "whole"
 
-    def __init__(self, client: ChatClient, model: str, feed: Feed, max_tokens: int, measured: Measured) -> None:
+    def __init__(self, client: ChatClient, model: str, feed: Feed, max_tokens: int, result: MarketResult) -> None:
         self._client, self._model, self._feed = client, model, feed
         self._limits = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-        self._measured = measured
+        self._result = result
 
     async def call(self, path: str, body: dict[str, Any] | None = None, method: str = "POST") -> dict[str, Any] | None:
-        """The answer; None, and counted, if the server gave another status than 200."""
+        """The answer. For another status than 200: None, counted as a failure."""
         status, answer = await self._client.call(method, path, body, {"cache-control": "no-store"})
         if status != 200:
             code = answer.get("error", {}).get("code") if isinstance(answer, dict) else ""
-            failed, what = self._measured.failed, f"{status} {code}".strip()
-            failed[what] = failed.get(what, 0) + 1
+            failed, kind = self._result.failed, f"{status} {code}".strip()
+            failed[kind] = failed.get(kind, 0) + 1
             return None
         assert isinstance(answer, dict)
         return answer
@@ -133,13 +135,13 @@ class Whole:
 
     async def question(self, text: str) -> None:
         """Ask something new."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         answer = await self._ask(text)
         if answer is not None:
-            self._measured.questions.append(time.perf_counter() - began)
+            self._result.questions.append(time.perf_counter() - start)
             usage = answer["usage"]
-            self._measured.tokens.append(usage["prompt_tokens"])
-            self._measured.cached.append((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+            self._result.tokens.append(usage["prompt_tokens"])
+            self._result.cached.append((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
     async def _ask(self, text: str) -> dict[str, Any] | None:
         messages = [SYSTEM, {"role": "user", "content": f"{self._feed.text}\n{text}"}]
@@ -147,16 +149,16 @@ class Whole:
 
     async def read_standing(self) -> None:
         """Read the answer to the standing question."""
-        began, seen = time.perf_counter(), len(self._feed.lines)
+        start, n_seen = time.perf_counter(), len(self._feed.lines)
         if await self._ask(STANDING) is not None:
-            self._measured.standing.append(time.perf_counter() - began)
-            self._measured.outdated.append(self._feed.outdated(seen))
+            self._result.standing.append(time.perf_counter() - start)
+            self._result.outdated.append(self._feed.outdated(n_seen))
 
     async def close(self) -> None:
         """Nothing is kept."""
 
 
-class Session(Whole):
+class Session(WholePrompt):
     """Every line is appended to a session, with which the standing question is registered."""
 
     name = "session"
@@ -167,7 +169,7 @@ class Session(Whole):
         if opened is None:
             return False
         self._path = f"{SESSIONS}/{opened['id']}"
-        self._before = len(self._feed.lines) - 1  # lines before the last one of the first append
+        self._lines_before = len(self._feed.lines) - 1  # lines before the last one of the first append
         body = {"messages": [{"role": "user", "content": STANDING}], **self._limits}
         registered = None
         if await self.call(f"{self._path}/append", {"text": self._feed.text}) is not None:
@@ -176,21 +178,21 @@ class Session(Whole):
         return bool(registered)
 
     async def append(self, line: str) -> None:
-        began = time.perf_counter()
+        start = time.perf_counter()
         if await self.call(f"{self._path}/append", {"text": line}) is not None:
-            self._measured.appends.append(time.perf_counter() - began)
+            self._result.appends.append(time.perf_counter() - start)
 
     async def _ask(self, text: str) -> dict[str, Any] | None:
         body = {"messages": [{"role": "user", "content": text}], **self._limits}
         return await self.call(f"{self._path}/query", body)
 
     async def read_standing(self) -> None:
-        began = time.perf_counter()
+        start = time.perf_counter()
         answer = await self.call(self._standing, method="GET")
         if answer is not None:
-            self._measured.standing.append(time.perf_counter() - began)
-            seen = self._before + answer["append"] if answer["answer"] else 0
-            self._measured.outdated.append(self._feed.outdated(seen))
+            self._result.standing.append(time.perf_counter() - start)
+            n_seen = self._lines_before + answer["append"] if answer["answer"] else 0
+            self._result.outdated.append(self._feed.outdated(n_seen))
 
     async def close(self) -> None:
         if self._path:
@@ -198,17 +200,17 @@ class Session(Whole):
 
 
 @asynccontextmanager
-async def _opened(way: Whole) -> AsyncIterator[bool]:
+async def _opened(way: WholePrompt) -> AsyncIterator[bool]:
     try:
         yield await way.open()
     finally:
         await way.close()
 
 
-async def watch(way: Whole, feed: Feed, options: Market, rate: float, begin_s: float) -> None:
+async def watch(way: WholePrompt, feed: Feed, options: Market, rate: float, begin_s: float) -> None:
     """One feed from its opening to its close: lines arrive, questions are asked, the standing answer is read.
 
-    `begin_s`: so long after the others it begins, so that not all ask at the same moment.
+    `begin_s`: a delay before the feed begins, so that feeds do not ask at the same moment.
     """
     async with _opened(way) as accepted:
         if not accepted:
@@ -229,38 +231,38 @@ async def watch(way: Whole, feed: Feed, options: Market, rate: float, begin_s: f
         await asyncio.gather(lines(), questions())
 
 
-async def measure(options: Market) -> list[Measured]:
+async def measure(options: Market) -> list[MarketResult]:
     """Every rate and length, and for each the servers' ways in turn. Raises UnavailableError."""
-    results = list[Measured]()
+    results = list[MarketResult]()
     for rate in options.rates:
         for lines in options.lines:
             for name, url in options.servers:
                 async with ChatClient(url, 300.0) as client:
                     model = (await client.get("/v1/models"))["data"][0]["id"]
                     status, _ = await client.call("GET", SESSIONS)
-                    for way in (Session, Whole) if status == 200 else (Whole,):
-                        measured = Measured(name, way.name, options.feeds, rate)
-                        results.append(measured)
-                        await _run(way, client, model, options, lines, measured)
+                    for way in (Session, WholePrompt) if status == 200 else (WholePrompt,):
+                        result = MarketResult(name, way.name, options.feeds, rate)
+                        results.append(result)
+                        await _run(way, client, model, options, lines, result)
     return results
 
 
 async def _run(
-    way: type[Whole], client: ChatClient, model: str, options: Market, lines: int, measured: Measured
+    way: type[WholePrompt], client: ChatClient, model: str, options: Market, lines: int, result: MarketResult
 ) -> None:
     watches = []
     for number in range(options.feeds):
-        seed = f"{options.seed} {measured.server} {way.name} {measured.rate} {lines} {number}"
+        seed = f"{options.seed} {result.server} {way.name} {result.rate} {lines} {number}"
         feed = Feed(f"S{random.Random(seed).randrange(10**6)}", random.Random(seed), lines)
-        served = way(client, model, feed, options.max_tokens, measured)
-        watches.append(watch(served, feed, options, measured.rate, options.every_s * number / options.feeds))
+        client_way = way(client, model, feed, options.max_tokens, result)
+        watches.append(watch(client_way, feed, options, result.rate, options.every_s * number / options.feeds))
     await asyncio.gather(*watches)
 
 
 def main(options: Market) -> int:
     """Print the table. Raises UnavailableError for a server that does not answer."""
     results = asyncio.run(measure(options))
-    print_table("questions about arriving data", HEADS, [each.row for each in results], left=2)
+    print_table("questions about arriving data", HEADS, [result.row for result in results], left=2)
     if options.json_file is not None:
-        options.json_file.write_text(json.dumps([asdict(each) for each in results]), encoding="utf-8")
+        options.json_file.write_text(json.dumps([asdict(result) for result in results]), encoding="utf-8")
     return 0

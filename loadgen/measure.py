@@ -1,9 +1,9 @@
 """Estimates with bootstrap intervals: of a sample, and of the ratio of two. Pure; knows nothing of servers.
 
-Percentile bootstrap (Efron and Tibshirani 1993, chapter 13), seeded. What is drawn again are the observations that are
-passed in: requests, or repetitions where a figure has one value for each. Of a few observations it makes intervals that
-are far too narrow (of two, three and five log-normal ones, the mean lies in 51, 69 and 79 % of them), so those of fewer
-than `FEW` get their range instead, from the lowest to the highest.
+Percentile bootstrap (Efron and Tibshirani 1993, chapter 13), seeded. It resamples the observations that are passed in:
+requests, or repetitions where a figure has one value for each. With few observations its intervals are far too narrow:
+for two, three and five log-normal ones, 51, 69 and 79 % of the intervals hold the mean. So fewer than `FEW`
+observations get their range instead, from the lowest to the highest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Estimate:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The interval; where there is none, twice the figure itself."""
+        """The interval; without one, the figure itself as both ends."""
         return (self.value if self.low is None else self.low, self.value if self.high is None else self.high)
 
 
@@ -62,15 +62,15 @@ def estimate(values: Sequence[float], statistic: Statistic, seed: int) -> Estima
     value = float(statistic(sample))
     if len(sample) < FEW:
         return _ranged(value, sample)
-    drawn = [statistic(sample[picks]) for picks in _picks(len(sample), seed)]
-    return Estimate(value, *_ends(drawn))
+    samples = [statistic(sample[picks]) for picks in _picks(len(sample), seed)]
+    return Estimate(value, *_interval(samples))
 
 
 def ratio(over: Sequence[float], under: Sequence[float], statistic: Statistic, seed: int) -> Estimate | None:
     """statistic(over) / statistic(under) with its interval, or the range of its pairs; None without values or with a
     zero below.
 
-    The two are pairs, observation by observation, and are drawn again as pairs: what hit both at once, cancels.
+    Observations are resampled in pairs, so a disturbance that hit both cancels.
     """
     if len(over) != len(under):
         raise ValueError(f"{len(over)} and {len(under)} observations are no pairs")
@@ -83,11 +83,11 @@ def ratio(over: Sequence[float], under: Sequence[float], statistic: Statistic, s
     value = float(statistic(above)) / base
     if len(above) < FEW:
         return _ranged(value, above[below > 0] / below[below > 0])
-    drawn = []
+    samples = []
     for picks in _picks(len(above), seed):
         bases = statistic(below[picks])
-        drawn.append(statistic(above[picks])[bases > 0] / bases[bases > 0])
-    return Estimate(value, *_ends(drawn))
+        samples.append(statistic(above[picks])[bases > 0] / bases[bases > 0])
+    return Estimate(value, *_interval(samples))
 
 
 def _ranged(value: float, observed: Array) -> Estimate:
@@ -98,10 +98,10 @@ def _picks(count: int, seed: int) -> Iterator[NDArray[np.int32]]:
     """Indices of every draw, ``[draws, count]`` at a time, so that long samples do not fill the memory."""
     rng = np.random.default_rng(seed)
     at_once = max(1, _AT_ONCE // count)
-    for done in range(0, DRAWS, at_once):
-        yield rng.integers(0, count, (min(at_once, DRAWS - done), count), dtype=np.int32)
+    for start in range(0, DRAWS, at_once):
+        yield rng.integers(0, count, (min(at_once, DRAWS - start), count), dtype=np.int32)
 
 
-def _ends(drawn: Sequence[Array]) -> tuple[float, float]:
-    low, high = np.percentile(np.concatenate(drawn), (50 - 50 * LEVEL, 50 + 50 * LEVEL))
+def _interval(samples: Sequence[Array]) -> tuple[float, float]:
+    low, high = np.percentile(np.concatenate(samples), (50 - 50 * LEVEL, 50 + 50 * LEVEL))
     return float(low), float(high)

@@ -32,17 +32,17 @@ _REPETITIONS = "repetitions of every workload or trace"
 def at_least(least: float, names: str, options: Any) -> None:
     """Raise ConfigError for the first of these fields that is below ``least``, or no finite number."""
     for name in names.split():
-        value, shown = getattr(options, name), name.removesuffix("_s").replace("_", "-")
+        value, flag = getattr(options, name), name.removesuffix("_s").replace("_", "-")
         if not least <= value < inf:
-            raise ConfigError(f"{shown} must be a number of at least {least:g}", shown)
+            raise ConfigError(f"{flag} must be a number of at least {least:g}", flag)
 
 
 def above_zero(names: str, options: Any) -> None:
     """Raise ConfigError for the first of these fields that is not a finite number more than 0."""
     for name in names.split():
         if not 0 < getattr(options, name) < inf:
-            shown = name.removesuffix("_s").replace("_", "-")
-            raise ConfigError(f"{shown} must be a number more than 0", shown)
+            flag = name.removesuffix("_s").replace("_", "-")
+            raise ConfigError(f"{flag} must be a number more than 0", flag)
 
 
 # ---- texts of the command line ----
@@ -147,8 +147,8 @@ class Options:
             raise ConfigError("two servers have the same name", "server")
         for name in self.workloads:
             if name not in WORKLOADS:
-                near = get_close_matches(name, WORKLOADS, 1) or WORKLOADS
-                raise ConfigError(f"unknown workload {name!r}; nearest: {', '.join(near)}", "workload")
+                matches = get_close_matches(name, WORKLOADS, 1) or WORKLOADS
+                raise ConfigError(f"unknown workload {name!r}; nearest: {', '.join(matches)}", "workload")
         if self.record is not None and len(self.servers) > 1:
             raise ConfigError("a trace is of one server: --record goes with one --server", "record")
         at_least(1, "repetitions max_tokens", self)
@@ -271,7 +271,7 @@ _MODEL = "as for serve"
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Holdfast beside its engine alone. Raises ConfigError."""
+    """Holdfast compared with its engine alone. Raises ConfigError."""
 
     model: str = option(_MODEL, "pocket")
     requests: int = option("requests of each kind", 200)
@@ -373,11 +373,11 @@ class Scheduling:
 # ---- peers ----
 
 OURS = "holdfast"
-NGRAM, Q8_0 = "-ngram", "-q8_0"  # what is said after a peer's name
+NGRAM, Q8_0 = "-ngram", "-q8_0"  # suffixes of a peer's name
 GROUPS = tuple((OURS, peer + drafts) for peer in ("vllm", "llama.cpp", "llama.cpp" + Q8_0) for drafts in ("", NGRAM))
 SIZES = Sizes(webapp_turns=25, webapp_words=1350, programs=8, burst=8, bursts=5, jobs=6, rate=0.5, prompt_tokens=500)
 """25 turns that end near 6,000 of Pocket's tokens; eight programs; bursts of eight prompts of about 830 tokens; six
-agents of those that come by a schedule, one every two seconds.
+scheduled agents, one every two seconds.
 """
 ENGINE = {"dtype": "bfloat16", "kv_memory": 2}
 

@@ -1,4 +1,4 @@
-"""What the orchestrator gains: tools that run as their calls close, and prompts sent ahead.
+"""The gain of the orchestrator: tools that run as their calls close, and prompts sent ahead.
 
 The same agent runs in four ways, with neither, each of them and both, in turn, on a new server of one replica. A run is
 a question with a few calls in its answer, and the answer to their results; tools only wait, each for a random time.
@@ -62,7 +62,7 @@ class Rounds:
 def main(options: Orchestrated) -> int:
     """Measure and print; the exit status."""
     with serving(options.model, ENGINE) as url:
-        result = asyncio.run(measured(url, options))
+        result = asyncio.run(measure(url, options))
     print("\n".join(report(result)))
     return 0 if result.calls else 1
 
@@ -77,21 +77,22 @@ def report(result: Rounds) -> list[str]:
     for name, seconds in (("the whole run", result.whole), ("to the last answer's first token", result.first)):
         lines.append(f"{name:<34}{'ms':>24}{'ratio':>26}")
         base = seconds[Way.NEITHER]
-        for way, taken in seconds.items():
-            times, over = _shown(estimate(taken, median, 0), 1e3, 0), _shown(ratio(taken, base, median, 0), 1.0, 3)
+        for way, times_s in seconds.items():
+            times = _format(estimate(times_s, median, 0), 1e3, 0)
+            over = _format(ratio(times_s, base, median, 0), 1.0, 3)
             lines.append(f"  {way.name.lower():<32}{times:>24}{over:>26}")
     return lines
 
 
-async def measured(url: str, options: Orchestrated) -> Rounds:
+async def measure(url: str, options: Orchestrated) -> Rounds:
     """Rounds of runs on the server at `url`."""
     result, rng, ways = Rounds(), random.Random(0), list(Way)
     fields, uncached = {"temperature": 0, "max_tokens": 256}, {"cache-control": "no-cache"}
     async with ChatClient(url, 120.0) as client:
         model = await client.model()
-        with bar("rounds", _WARM + options.rounds) as shown:
+        with bar("rounds", _WARM + options.rounds) as progress:
             for number in range(-_WARM, options.rounds):
-                tools, question = _drawn(rng, options)
+                tools, question = _draw_question(rng, options)
                 runs = {}
                 for way in (*ways[number % len(ways) :], *ways[: number % len(ways)]):
                     dispatch, split = way.value
@@ -101,11 +102,11 @@ async def measured(url: str, options: Orchestrated) -> Rounds:
                     runs[way] = await agent.run(messages)
                 if number >= 0:
                     result.add(runs)
-                shown.advance()
+                progress.advance()
     return result
 
 
-def _drawn(rng: random.Random, options: Orchestrated) -> tuple[Toolbox, str]:
+def _draw_question(rng: random.Random, options: Orchestrated) -> tuple[Toolbox, str]:
     """A tool that takes its own time for each city, and a question that asks for several."""
     cities = [str(KINDS["city"](rng)) for _ in range(options.calls)]
     seconds = {city: rng.uniform(SHORTEST_S, LONGEST_S) for city in cities}
@@ -121,7 +122,7 @@ def _drawn(rng: random.Random, options: Orchestrated) -> tuple[Toolbox, str]:
     return tools, f"{text[0].upper()}{text[1:]}."
 
 
-def _shown(value: Estimate | None, scale: float, digits: int) -> str:
+def _format(value: Estimate | None, scale: float, digits: int) -> str:
     if value is None:
         return "-"
     low, high = value.ends

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 PREFILLS = "/v1/prefills"
 END_S = 5.0  # longest wait of an ending run for its tools to stop, and for its last requests to the server
-SPLIT_AFTER_S = 0.01  # a tool that is back by then needs no prefill
+SPLIT_AFTER_S = 0.01  # a tool that ends by then needs no prefill
 _TRIES = 3  # of a last request, while a replica does not answer
 _AGAIN_S = 0.2  # each try waits so much longer
 _SPARE_S = 10.0  # a prefill is kept so much longer than the tools may run
@@ -93,8 +93,8 @@ class Run:
     @property
     def first_token_s(self) -> float | None:
         """From the question to the first token of the last answer."""
-        first = self.turns[-1].first_token if self.turns else None
-        return None if first is None else first - self.turns[0].started
+        first_token = self.turns[-1].first_token if self.turns else None
+        return None if first_token is None else first_token - self.turns[0].started
 
 
 @dataclass(slots=True)
@@ -103,8 +103,8 @@ class Orchestrator:
 
     `fields` (`temperature`, `max_tokens`, `chat_template_kwargs`) and `headers` go into every turn. `prompt` makes the
     model's prompt of the conversation; it is also called before all results are there. With `dispatch` false, tools
-    wait for the end of the answer. With `split` false, nothing is sent ahead; so it becomes for a server without that
-    path. Nothing is sent ahead for a tool that is back within `split_after_s`, where it would delay the turn itself.
+    wait for the end of the answer. With `split` false, nothing is sent ahead; it becomes false for a server without
+    prefills. Nothing is sent ahead for a tool that ends within `split_after_s`: it would delay the turn itself.
 
     A run sends a heartbeat every `heartbeat_s` seconds: the server ends a program whose client has disappeared. 0, or
     `keep`: it sends none. Raises ConfigError for `max_turns` below 1.
@@ -147,11 +147,11 @@ class Orchestrator:
         finally:
             await running.close()
 
-    def tell(self, what: StreamEvent) -> None:
+    def notify(self, event: StreamEvent) -> None:
         """Call every registered function."""
-        for each in self._callbacks:
+        for callback in self._callbacks:
             try:
-                each(what)
+                callback(event)
             except Exception as error:  # the user's code, in the middle of a stream
                 log.error("a streaming callback failed", exc_info=error)
 
@@ -170,30 +170,30 @@ class _Running:
         self._headers = {"x-session-id": program_id, **agent.headers}
         self._tools = agent.tools.declared
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._ahead: _Ahead | None = None  # of a pause
-        self._pauses: list[_Ahead] = []
+        self._ahead: _Prefills | None = None  # of a pause
+        self._pauses: list[_Prefills] = []
         self._exchanges: list[Exchange] = []
         self._outcomes: list[Outcome] = []
 
     async def to_the_end(self) -> Run:
-        """Turn after turn."""
-        for left in range(self._agent.max_turns - 1, -1, -1):
-            said, tools = await self._turn(last=not left)
+        """Run turns until an answer has no calls, or `max_turns`."""
+        for turns_left in range(self._agent.max_turns - 1, -1, -1):
+            answer, tools = await self._turn(last=not turns_left)
             if not tools:
                 break
-            await self._pause(said.calls, tools)
+            await self._pause(answer.calls, tools)
         self._over = self._over or self._keep
-        reason = "max_turns" if said.calls else self._exchanges[-1].answer.reason
-        turns, outcomes, ahead = tuple(self._exchanges), tuple(self._outcomes), sum(each.taken for each in self._pauses)
-        return Run(self._id, said.text, reason, tuple(self._messages), turns, outcomes, ahead)
+        reason = "max_turns" if answer.calls else self._exchanges[-1].answer.reason
+        turns, outcomes, ahead = tuple(self._exchanges), tuple(self._outcomes), sum(p.accepted for p in self._pauses)
+        return Run(self._id, answer.text, reason, tuple(self._messages), turns, outcomes, ahead)
 
     async def close(self) -> None:
         """End the tasks of the run, and its program on the server."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            _, left = await asyncio.wait(self._tasks, timeout=END_S)
-            for task in left:
+            _, pending = await asyncio.wait(self._tasks, timeout=END_S)
+            for task in pending:
                 log.warning("%s did not end with its run", task.get_name())
         paths = [f"{PREFILLS}/{self._ahead.handle}"] if self._ahead is not None and self._ahead.handle else []
         if self._holdfast and not self._over:
@@ -229,18 +229,18 @@ class _Running:
             body["program_end"] = True
         tools: dict[int, asyncio.Task[Outcome]] = {}
 
-        def heard(answer: Gathered, pieces: list[Piece]) -> None:
-            self._holdfast = self._holdfast or answer.marked
+        def on_pieces(partial: Gathered, pieces: list[Piece]) -> None:
+            self._holdfast = self._holdfast or partial.marked
             for kind, piece in pieces:
                 if kind is Kind.TEXT:
-                    agent.tell(TextHeard(self._id, piece))
+                    agent.notify(TextHeard(self._id, piece))
                 elif kind is Kind.CLOSED:
-                    call = self._call(answer, piece)
+                    call = self._call(partial, piece)
                     if agent.dispatch and not last:
                         tools[piece] = self._run_tool(call)
-                    agent.tell(CallClosed(self._id, call))
+                    agent.notify(CallClosed(self._id, call))
 
-        exchange = await agent.client.send(streamed(body), self._headers, heard)
+        exchange = await agent.client.send(streamed(body), self._headers, on_pieces)
         calls = {index: self._call(exchange.answer, index) for index in sorted(exchange.answer.closed)}
         self._exchanges.append(exchange)
         if exchange.failure:
@@ -248,9 +248,9 @@ class _Running:
         if self._holdfast and len(self._exchanges) == 1 and agent.heartbeat_s and not self._keep:
             self._begin(self._beat(), "a heartbeat")
         self._over = "program_end" in body
-        said = Said("".join(exchange.answer.text), tuple(calls.values()))
-        self._messages.append(self._message(said, "".join(exchange.answer.reasoning)))
-        return said, [] if last else [tools.get(index) or self._run_tool(call) for index, call in calls.items()]
+        answer = Said("".join(exchange.answer.text), tuple(calls.values()))
+        self._messages.append(self._message(answer, "".join(exchange.answer.reasoning)))
+        return answer, [] if last else [tools.get(index) or self._run_tool(call) for index, call in calls.items()]
 
     def _call(self, answer: Gathered, index: int) -> WrittenCall:
         """A call, with defaults for fields that the server has left out."""
@@ -263,12 +263,12 @@ class _Running:
         body: Json = {"model": self._agent.model, "messages": list(self._agent.prompt(self._messages))}
         return body | ({"tools": self._tools} if self._tools else {})
 
-    def _message(self, said: Said, reasoning: str) -> Json:
+    def _message(self, answer: Said, reasoning: str) -> Json:
         """An answer as the next prompt has it: with arguments that a template can read, and the model's reasoning."""
-        calls = (call if call.parsed is not None else replace(call, arguments="{}") for call in said.calls)
-        message = assistant(Said(said.text, tuple(calls)))
-        if not said.calls:
-            message["content"] = said.text  # an empty answer is "", not null
+        calls = (call if call.parsed is not None else replace(call, arguments="{}") for call in answer.calls)
+        message = assistant(Said(answer.text, tuple(calls)))
+        if not answer.calls:
+            message["content"] = answer.text  # an empty answer is "", not null
         return message | ({"reasoning_content": reasoning} if reasoning and self._holdfast else {})
 
     def _run_tool(self, call: WrittenCall) -> asyncio.Task[Outcome]:
@@ -287,67 +287,67 @@ class _Running:
 
     async def _pause(self, calls: Sequence[WrittenCall], tools: Sequence[asyncio.Task[Outcome]]) -> None:
         """Wait for the tools, and send the known part of the next prompt ahead, result by result, in order."""
-        about = {"program_id": self._id, "keep_s": self._agent.tools.longest_s(calls) + _SPARE_S}
+        common = {"program_id": self._id, "keep_s": self._agent.tools.longest_s(calls) + _SPARE_S}
         if "chat_template_kwargs" in self._agent.fields:
-            about["chat_template_kwargs"] = self._agent.fields["chat_template_kwargs"]
-        self._ahead = ahead = _Ahead(self._agent, about)
+            common["chat_template_kwargs"] = self._agent.fields["chat_template_kwargs"]
+        self._ahead = ahead = _Prefills(self._agent, common)
         self._pauses.append(ahead)
         for tool in tools:
             if self._agent.split and self._agent.split_after_s > 0:
                 await asyncio.wait([tool], timeout=self._agent.split_after_s)
-            if self._agent.split and not tool.done() and ahead.want(self._request()):
+            if self._agent.split and not tool.done() and ahead.request(self._request()):
                 self._begin(ahead.send(), "a prefill")
             outcome = await tool
             self._outcomes.append(outcome)
             self._messages.append(outcome.message)
 
 
-class _Ahead:
-    """Prefills of one turn, one request at a time: what is wanted meanwhile goes with the next request.
+class _Prefills:
+    """Prefills of one turn, one request at a time. Messages that arrive meanwhile go with the next request.
 
     Failures are only logged: the turn sends the whole conversation either way.
     """
 
-    def __init__(self, agent: Orchestrator, about: Json) -> None:
+    def __init__(self, agent: Orchestrator, common: Json) -> None:
         self.handle = ""
-        self.taken = 0  # requests that the server accepted
+        self.accepted = 0  # requests that the server accepted
         self._agent = agent
-        self._about = about
-        self._wanted: Json | None = None
-        self._sent: list[Json] = []  # messages that the server has
+        self._common = common
+        self._pending: Json | None = None
+        self._sent_messages: list[Json] = []  # messages that the server has
         self._sending = False
 
-    def want(self, request: Json) -> bool:
-        """Note the part of the prompt that is known by now. True: `send` is to be called; else it is running."""
-        self._wanted = request
+    def request(self, request: Json) -> bool:
+        """Set the known part of the prompt. True: the caller has to call `send`; False: `send` is running."""
+        self._pending = request
         idle, self._sending = not self._sending, True
         return idle
 
     async def send(self) -> None:
-        """Send until nothing more is wanted."""
+        """Send until nothing is pending."""
         try:
-            while self._wanted is not None and self._agent.split:
-                request, self._wanted = self._wanted, None
-                self.taken += await self._post(request)
+            while self._pending is not None and self._agent.split:
+                request, self._pending = self._pending, None
+                self.accepted += await self._post(request)
         except UnavailableError as error:
             log.info("a prefill failed: %s", error)
         finally:
             self._sending = False
 
     async def _post(self, request: Json) -> bool:
-        messages, more = request["messages"], len(self._sent)
-        extends = bool(self.handle) and messages[:more] == self._sent
-        path, body = PREFILLS, request | self._about
+        messages, more = request["messages"], len(self._sent_messages)
+        extends = bool(self.handle) and messages[:more] == self._sent_messages
+        path, body = PREFILLS, request | self._common
         if extends:
             path, body = f"{PREFILLS}/{self.handle}/extend", {"messages": messages[more:]}
         status, reply = await self._agent.client.call("POST", path, body, self._agent.headers)
-        taken = status == 200 and isinstance(reply, dict)
-        self.handle = quote(str(reply.get("id", "")), safe="") if taken else ""
-        self._sent = messages
-        if not taken:
+        accepted = status == 200 and isinstance(reply, dict)
+        self.handle = quote(str(reply.get("id", "")), safe="") if accepted else ""
+        self._sent_messages = messages
+        if not accepted:
             log.info("a prefill was refused: %s %s", status, reply)
         if status in _MISSING and not extends:
             self._agent.split = False
-        if status == 400 and self._about.pop("keep_s", None) is not None:  # longer than the server keeps a prefill
+        if status == 400 and self._common.pop("keep_s", None) is not None:  # longer than the server keeps a prefill
             return await self._post(request)
-        return taken
+        return accepted

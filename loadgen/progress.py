@@ -1,4 +1,4 @@
-"""A progress bar for what may take long, and how late the measuring process itself is."""
+"""A progress bar for long commands, and the lateness of the measuring process itself."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Bar:
     """One bar on the screen."""
 
     advance: Callable[[], None]  # one more is done
-    about: Callable[[str], None]  # what is being done now
+    describe: Callable[[str], None]  # sets the text beside the bar
 
 
 @contextmanager
-def bar(about: str, total: int) -> Iterator[Bar]:
+def bar(description: str, total: int) -> Iterator[Bar]:
     """A bar until ``total`` are done, or the block is left."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Drawing it costs processor time beside the servers: twice a second will do.
+    # Drawing takes processor time from the servers, so it runs only twice a second.
     console = Console(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=console, refresh_per_second=2) as progress:
-        task = progress.add_task(about, total=total)
+        task = progress.add_task(description, total=total)
         yield Bar(lambda: progress.advance(task), lambda text: progress.update(task, description=text))
 
 
@@ -48,7 +48,7 @@ _NEVER = 1 << 30
 
 @dataclass(slots=True)
 class LoopLag:
-    """How late this process is: a clock in its event loop, read again and again. `ticks`: seconds that each was late.
+    """The lateness of this process: a repeated timer in its event loop. `ticks`: seconds that each tick was late.
 
     This lateness is the generator's own, and would otherwise count as the server's.
     """
@@ -78,9 +78,9 @@ class LoopLag:
 
     async def _tick(self) -> None:
         while True:
-            due = time.perf_counter() + TICK_S
+            tick_at = time.perf_counter() + TICK_S
             await asyncio.sleep(TICK_S)
-            self.ticks.append(time.perf_counter() - due)
+            self.ticks.append(time.perf_counter() - tick_at)
 
 
 @contextmanager

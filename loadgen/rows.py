@@ -1,4 +1,4 @@
-"""One row per request: everything a figure is made of, its form in JSON, and the rows of one program together."""
+"""One row per request with all inputs of the figures, rows as JSON, and the rows of one program grouped."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Row:
     answer: dict[str, Any]  # text and calls without their ids
     failure: str = ""
     detail: str = ""
-    cache: str = ""  # the server's word about its response cache
-    due: float | None = None  # by the schedule; None: as soon as the previous answer had come
+    cache: str = ""  # the response cache, as the server reports it
+    due: float | None = None  # by the schedule; None: sent as soon as the previous answer ended
     queue: float | None = None  # seconds, by the server: from the engine's receipt to the first scheduling
     prefill: float | None = None  # from there to the first token
     decode: float | None = None  # from there to the last
@@ -59,7 +59,7 @@ class Row:
 
     @property
     def began(self) -> float:
-        """When the request was due, or else sent: a delay in sending that a slow server causes counts as its own."""
+        """When the request was due, or else sent. A late start that a slow server causes counts as latency."""
         return self.started if self.due is None else self.due
 
     @property
@@ -84,7 +84,7 @@ def to_json(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def from_json(objects: list[dict[str, Any]]) -> list[Row]:
-    """Rows from what `to_json` made. Raises ConfigError."""
+    """Rows from the objects of `to_json`. Raises ConfigError."""
     names = {field.name for field in fields(Row)}
     try:
         return [_row({name: value for name, value in entry.items() if name in names}) for entry in objects]
@@ -133,59 +133,59 @@ class Job:
 
 def by_program(rows: Iterable[Row]) -> dict[tuple[str, JobKey], list[Row]]:
     """Rows of each server and program in the order of their turns, failed ones included."""
-    found: defaultdict[tuple[str, JobKey], list[Row]] = defaultdict(list)
+    result: defaultdict[tuple[str, JobKey], list[Row]] = defaultdict(list)
     for row in rows:
-        found[row.server, (row.workload, row.repetition, row.program)].append(row)
-    return {key: sorted(turns, key=lambda row: row.turn) for key, turns in found.items()}
+        result[row.server, (row.workload, row.repetition, row.program)].append(row)
+    return {key: sorted(turns, key=lambda row: row.turn) for key, turns in result.items()}
 
 
 def group(rows: Iterable[Row]) -> list[Job]:
-    """The programs of which every turn was answered; of rows that do not say how many, every one there."""
-    return [_job(turns) for turns in by_program(rows).values() if _whole(turns)]
+    """The programs whose turns were all answered. Without a planned number of turns, all turns in the rows count."""
+    return [_job(turns) for turns in by_program(rows).values() if _complete(turns)]
 
 
 def tool_times(rows: Iterable[Row]) -> dict[str, list[float]]:
     """Seconds that tools took, by the set that an answer called, in the order in which they ended."""
     ended = []
     for turns in by_program(rows).values():
-        for before, after in pairwise(turns):
-            names = {name for name, _ in before.answer.get("calls", ())}
-            if names and (gap := tool_gap(before, after)):
-                ended.append((after.began, ",".join(sorted(names)), gap))
+        for previous, following in pairwise(turns):
+            names = {name for name, _ in previous.answer.get("calls", ())}
+            if names and (gap := tool_gap(previous, following)):
+                ended.append((following.began, ",".join(sorted(names)), gap))
     times: defaultdict[str, list[float]] = defaultdict(list)
     for _, tools, gap in sorted(ended):
         times[tools].append(gap)
     return dict(times)
 
 
-def tool_gap(before: Row, after: Row) -> float:
+def tool_gap(previous: Row, following: Row) -> float:
     """Seconds that tools ran between two turns that follow each other; 0 where none was called."""
-    if not before.calls or before.wave != after.wave:
+    if not previous.calls or previous.wave != following.wave:
         return 0.0
-    return max(0.0, after.began - before.ended)
+    return max(0.0, following.began - previous.ended)
 
 
-def _whole(turns: Sequence[Row]) -> bool:
+def _complete(turns: Sequence[Row]) -> bool:
     return all(row.ok and row.turns in (0, len(turns)) for row in turns)
 
 
 def _job(turns: Sequence[Row]) -> Job:
-    first, last = turns[0], turns[-1]
-    ends: dict[int, tuple[float, float]] = {}
+    first_row, last_row = turns[0], turns[-1]
+    waves: dict[int, tuple[float, float]] = {}
     for row in turns:
-        began, ended = ends.get(row.wave, (row.began, row.ended))
-        ends[row.wave] = min(began, row.began), max(ended, row.ended)
-    seconds = sum(ended - began for began, ended in ends.values())
+        began, ended = waves.get(row.wave, (row.began, row.ended))
+        waves[row.wave] = min(began, row.began), max(ended, row.ended)
+    seconds = sum(ended - began for began, ended in waves.values())
     bubble, prefill, decode = _parts(turns)
-    rest = None if last.first_token is None else ends[last.wave][1] - last.first_token
+    tail_s = None if last_row.first_token is None else waves[last_row.wave][1] - last_row.first_token
     return Job(
-        server=first.server,
-        workload=first.workload,
-        repetition=first.repetition,
-        name=first.program,
+        server=first_row.server,
+        workload=first_row.workload,
+        repetition=first_row.repetition,
+        name=first_row.program,
         turns=len(turns),
         seconds=seconds,
-        last_first_token=None if rest is None else seconds - rest,
+        last_first_token=None if tail_s is None else seconds - tail_s,
         tool=sum(tool_gap(a, b) for a, b in pairwise(turns)),
         bubble=bubble,
         prefill=prefill,
@@ -194,7 +194,7 @@ def _job(turns: Sequence[Row]) -> Job:
 
 
 def _parts(turns: Sequence[Row]) -> tuple[float | None, float | None, float | None]:
-    """Bubble, prefill and decoding until the first token of the last answer, by what the server says of its stages."""
+    """Bubble, prefill and decoding until the first token of the last answer, from the server's report of its stages."""
     bubble = prefill = decode = 0.0
     for row in turns:
         seconds, drawing = (row.ttft, 0.0) if row is turns[-1] else (row.latency, row.decode)

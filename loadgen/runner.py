@@ -1,8 +1,8 @@
 """Sends rounds of programs to servers in turn: wave by wave, each wave on every server before the next.
 
-So whatever else the machine does falls on all of them, and a server computes while the others are idle. There is a
-pause before one server begins after another, since a server may look for work for a while in a busy loop. The server
-that begins changes from wave to wave.
+So other load on the machine affects all servers alike, and a server computes while the others are idle. There is a
+pause between two servers, since a server may poll for work in a busy loop for a while. The first server changes from
+wave to wave.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from holdfast.loadgen.traces.recording import Observed
 from holdfast.loadgen.workloads.script import Lane, Load, Round, Wave
 
 LEAD_S = 0.02
-"""How long before its moment a request is made ready, so that making it does not count as the server's time."""
+"""Seconds before its start that a request is prepared, so that preparation does not count as the server's time."""
 
 
 async def sleep_until(due: float | None, lead: float = 0.0) -> None:
     """Return ``lead`` seconds before ``due``, a moment of `time.perf_counter`; at once if that is past, or None."""
-    if due is not None and (left := due - lead - time.perf_counter()) > 0:
-        await asyncio.sleep(left)
+    if due is not None and (delay := due - lead - time.perf_counter()) > 0:
+        await asyncio.sleep(delay)
 
 
 async def start_each(
@@ -39,8 +39,8 @@ async def start_each(
 ) -> None:
     """Run each of ``begin`` from ``lead`` seconds before its start on, until all are through.
 
-    A task is made when its moment nears: thousands made in advance would delay the first ones. Raises the first error
-    of any, after the others have been cancelled.
+    A task is made shortly before its start: thousands made in advance would delay the first ones. Raises the first
+    error, after the other tasks have been cancelled.
     """
     order = sorted(range(len(starts)), key=lambda place: starts[place] or 0.0)
     try:
@@ -71,7 +71,7 @@ class Part:
     manner: Manner
     load: Load | None = None  # of a sweep
     wording: Wording | None = None  # makes texts of prompts that are only lengths
-    about: str = ""  # one line about the round
+    description: str = ""  # one line about the round
 
     @property
     def requests(self) -> int:
@@ -81,10 +81,10 @@ class Part:
     @property
     def measured(self) -> Mapping[str, int]:
         """The measured requests to one server, by the workload's name in their rows."""
-        found = Counter[str]()
+        counts = Counter[str]()
         for place, count in _counts(self.round.waves).items():
-            found[self.reported(self.round.programs[place].tenant)] += count
-        return found
+            counts[self.reported(self.round.programs[place].tenant)] += count
+        return counts
 
     def reported(self, tenant: str = "", *, loaded: bool = True) -> str:
         """The name under which the figures of a tenant's programs are reported."""
@@ -93,7 +93,7 @@ class Part:
 
 
 def _counts(waves: Sequence[Wave]) -> Counter[int]:
-    """How many turns of each program these waves send, in their order."""
+    """The number of turns of each program that these waves send, in their order."""
     return Counter(place for wave in waves for lane in wave for place in lane)
 
 
@@ -108,23 +108,23 @@ class Runner:
     pause_s: float = 0.0  # between servers
     record: bool = False
     observed: list[Observed] = field(default_factory=list)  # with ``record``
-    sent: Callable[[], None] = lambda: None  # called after every request
+    on_sent: Callable[[], None] = lambda: None  # called after every request
 
     async def send(self, part: Part) -> None:
         """Send one part to every server."""
-        for waves, measured in ((part.round.fill, False), (part.round.waves, True)):
-            passes = {server.name: _Pass(self, part, server, measured, _counts(waves)) for server in self.servers}
-            last: Server | None = None  # the first server waits too: others may have been busy a moment ago
+        for waves, keep_rows in ((part.round.fill, False), (part.round.waves, True)):
+            passes = {server.name: _Pass(self, part, server, keep_rows, _counts(waves)) for server in self.servers}
+            last_server: Server | None = None  # the first server waits too: others may have been busy a moment ago
             for number, wave in enumerate(waves):
                 for place in range(len(self.servers)):
                     server = self.servers[(number + part.repetition + place) % len(self.servers)]
-                    if server is not last and len(self.servers) > 1:
+                    if server is not last_server and len(self.servers) > 1:
                         await asyncio.sleep(self.pause_s)
-                    last = server
+                    last_server = server
                     await passes[server.name].send(number, wave)
 
     def headers(self, session: str, tenant: str) -> dict[str, str]:
-        """Of a request beside the client's own: its program, and the tenant's key."""
+        """Headers of a request in addition to the client's own: its program, and the tenant's key."""
         key = self.keys.get(tenant)
         return {"x-session-id": session} | ({"authorization": f"Bearer {key}"} if key else {})
 
@@ -173,41 +173,41 @@ class _Pass:
             headers = runner.headers(quote(f"{self.part.round.session}-{program.id}"), program.tenant)
             await sleep_until(due)
             exchange = await self.server.client.send(content, headers)
-            said, ended_ms = exchange.said, (exchange.ended - began) * 1e3
-            self._next[place] = following(request, None if said is None else assistant(said))
+            answer, ended_ms = exchange.said, (exchange.ended - began) * 1e3
+            self._next[place] = following(request, None if answer is None else assistant(answer))
             self._turns[place] += 1
             if self.measured:
-                sent = {"wave": wave, "turn": turn, "turns": self.counts[place], "prompt": prompt}
-                runner.keep(self._row(request, exchange, due=self._since(due), **sent))
+                fields = {"wave": wave, "turn": turn, "turns": self.counts[place], "prompt": prompt}
+                runner.keep(self._row(request, exchange, due=self._since_start(due), **fields))
                 if runner.record:
                     name = f"{self.part.reported()}/{self.part.repetition}/{program.id}"
                     sent_ms = _ms(exchange.started - runner.began)
                     observed = Observed(name, turn, sent_ms or 0.0, body, output_of(exchange), program.tenant)
                     runner.observed.append(observed)
-            runner.sent()
+            runner.on_sent()
 
-    def _since(self, moment: float | None) -> float | None:
+    def _since_start(self, moment: float | None) -> float | None:
         return None if moment is None else round(moment - self.runner.began, 6)
 
-    def _row(self, request: Request, exchange: Exchange, **sent: Any) -> Row:
-        part, answer, said, tenant = self.part, exchange.answer, exchange.answer.said, request.program.tenant
+    def _row(self, request: Request, exchange: Exchange, **fields: Any) -> Row:
+        part, answer, parsed, tenant = self.part, exchange.answer, exchange.answer.said, request.program.tenant
         return Row(
             server=self.server.name,
             workload=part.reported(tenant),
             repetition=part.repetition,
             program=request.program.id,
-            started=self._since(exchange.started) or 0.0,
-            first_byte=self._since(exchange.first_byte),
-            first_token=self._since(exchange.first_token),
-            ended=self._since(exchange.ended) or 0.0,
+            started=self._since_start(exchange.started) or 0.0,
+            first_byte=self._since_start(exchange.first_byte),
+            first_token=self._since_start(exchange.first_token),
+            ended=self._since_start(exchange.ended) or 0.0,
             prompt_tokens=answer.prompt_tokens,
             cached_tokens=answer.cached_tokens,
             output_tokens=answer.output_tokens,
             reason=answer.reason,
-            calls=len(said.calls),
-            fits=fits(said, request.turn.tools),
+            calls=len(parsed.calls),
+            fits=fits(parsed, request.turn.tools),
             as_scripted=request.is_answered_by(exchange.said),
-            answer=said.plain,
+            answer=parsed.plain,
             failure=exchange.failure or "",
             detail=exchange.detail,
             cache=exchange.cache,
@@ -216,15 +216,15 @@ class _Pass:
             decode=answer.decode,
             swept=part.reported(tenant, loaded=False) if part.load else "",
             load=part.load,
-            **sent,
+            **fields,
         )
 
 
 def output_of(exchange: Exchange) -> Output:
-    """What a trace keeps of an answer."""
-    answer, said, first_token = exchange.answer, exchange.said, exchange.first_token
+    """The fields of an answer that a trace keeps."""
+    answer, parsed, first_token = exchange.answer, exchange.said, exchange.first_token
     return Output(
-        answer=assistant(said) if said is not None and said.usable else None,
+        answer=assistant(parsed) if parsed is not None and parsed.usable else None,
         prompt_tokens=answer.prompt_tokens or None,
         cached_tokens=answer.cached_tokens,
         tokens=answer.output_tokens or None,

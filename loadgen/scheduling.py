@@ -1,11 +1,11 @@
 """`holdfast bench scheduling`: orders and retention policies side by side, on the real engine and over HTTP.
 
-A server for each policy, once with a KV cache that is too small for all programs and once with one that has room for
-them. All get the same agent programs in turn, as `bench compare` sends them. The figure is a program's time from its
-first request to its last answer, beside the targets of program-level scheduling on this engine.
+Each policy has its own server, once with a KV cache that is too small for all programs and once with a large one. All
+servers get the same agent programs in turn, as `bench compare` sends them. The figure is a program's time from its
+first request to its last answer, shown with the targets of program-level scheduling on this engine.
 
-Every repetition starts new servers, another of them first: equal servers differ by several percent from one start to
-the next, and keep that difference for as long as they live.
+Every repetition starts new servers in another order. Equal servers differ by several percent from one start to the
+next, and keep that difference while they run.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ TARGETS = {"small": 1.3, "large": 0.98}  # mean completion time by order of requ
 
 @dataclass(frozen=True, slots=True)
 class Faster:
-    """How many times faster programs are under `policy` than under `first`, on average and in `each` repetition.
+    """The speedup of programs under `policy` over `first`, on average and in `each` repetition.
 
-    Of the `pairs` that both policies served to their end, out of `programs`. `target`: against the order of requests.
+    It covers the `pairs` that both policies completed, out of `programs`. `target` is set against `request` order only.
     """
 
     cache: str
@@ -89,57 +89,58 @@ def main(options: Scheduling) -> int:
                 status = _measure(options, policies, number, cells, file)
                 if status:
                     return status
-                programs += [replace(each, repetition=number) for each in group(read_rows(read_run(file)))]
+                programs += [replace(job, repetition=number) for job in group(read_rows(read_run(file)))]
                 parts = compare.plan(options.comparison([("", "")], None, number))
                 count += sum(len(part.round.programs) for part in parts if part.round.waves)
             results += faster(programs, count, cache, cells, options.policies, options.seed)
     for line in results:
         print(line)
     if options.json_file is not None:
-        about = asdict(options) | {
+        settings = asdict(options) | {
             "folder": options.folder and str(options.folder),
             "json_file": str(options.json_file),
         }
-        content = {"options": about, "faster": [asdict(line) for line in results]}
+        content = {"options": settings, "faster": [asdict(line) for line in results]}
         options.json_file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return int(not all(line.met for line in results))
 
 
-def engine(named: Policy, threads: int, cells: int) -> dict[str, Any]:
+def engine(chosen: Policy, threads: int, cells: int) -> dict[str, Any]:
     """The `engine` section of one server's configuration."""
-    return {"threads": threads, "cells": cells, "order": named.order, "retention": {"policy": named.retention}}
+    return {"threads": threads, "cells": cells, "order": chosen.order, "retention": {"policy": chosen.retention}}
 
 
 def faster(
     programs: Sequence[Job], count: int, cache: str, cells: int, policies: Sequence[str], seed: int
 ) -> list[Faster]:
-    """Every other policy against the first, over the programs that both served to their end, of ``count``."""
-    seconds = {(each.server, each.key): each.seconds for each in programs}
-    first, *others = policies
+    """Every other policy against the first, over the programs that both completed, out of ``count``."""
+    seconds = {(job.server, job.key): job.seconds for job in programs}
+    baseline, *others = policies
     results = []
     for name in others:
         pairs: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
-        for each in programs:
-            if each.server == name and (first, each.key) in seconds:
-                pairs[each.repetition].append((seconds[first, each.key], each.seconds))
-        both = [pair for repetition in pairs.values() for pair in repetition]
-        over, under = [before for before, _ in both], [now for _, now in both]
+        for job in programs:
+            if job.server == name and (baseline, job.key) in seconds:
+                pairs[job.repetition].append((seconds[baseline, job.key], job.seconds))
+        all_pairs = [pair for repetition in pairs.values() for pair in repetition]
+        over, under = [base_s for base_s, _ in all_pairs], [policy_s for _, policy_s in all_pairs]
         estimate = ratio(over, under, mean, seed)
         if estimate is None:
-            raise ConfigError(f"no program was served to its end under both {first} and {name}", "policy")
-        each_ratio = tuple(fmean(a for a, _ in some) / fmean(b for _, b in some) for some in pairs.values())
-        figures = fmean(under), fmean(over), estimate, each_ratio, len(both), count
-        results.append(Faster(cache, cells, name, first, *figures, TARGETS[cache] if first == "request" else None))
+            raise ConfigError(f"no program was completed under both {baseline} and {name}", "policy")
+        each_ratio = tuple(fmean(a for a, _ in both) / fmean(b for _, b in both) for both in pairs.values())
+        figures = fmean(under), fmean(over), estimate, each_ratio, len(all_pairs), count
+        target = TARGETS[cache] if baseline == "request" else None
+        results.append(Faster(cache, cells, name, baseline, *figures, target))
     return results
 
 
 def _measure(options: Scheduling, policies: Sequence[Policy], number: int, cells: int, file: Path) -> int:
     """One repetition, with all its servers running; only one of them gets requests at a time."""
-    first = number % len(policies)
+    offset = number % len(policies)
     named = list(zip(options.policies, policies, strict=True))
     with ExitStack() as stack:
         servers = [
             (name, stack.enter_context(serving(options.model, engine(policy, options.threads, cells))))
-            for name, policy in (*named[first:], *named[:first])
+            for name, policy in (*named[offset:], *named[:offset])
         ]
         return compare.main(options.comparison(servers, file, number))

@@ -60,8 +60,8 @@ def serving_peer(command: Callable[[int], Sequence[str]], log: Path) -> Iterator
     """
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
-    with log.open("w", encoding="utf-8") as said:
-        peer = subprocess.Popen(command(port), stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+    with log.open("w", encoding="utf-8") as output:
+        peer = subprocess.Popen(command(port), stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             while not _healthy(url):
                 if peer.poll() is not None:

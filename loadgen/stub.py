@@ -1,7 +1,7 @@
 """``python -m holdfast.loadgen.stub FIRST_S TOKEN_S TOKENS``: a server that computes nothing, with known delays.
 
-The load generator is measured against it. It prints its port, and serves until its standard input ends. Its own
-processor time is small beside the generator's, so the two can share a machine of two cores.
+The load generator is measured against it. It prints its port, and serves until its standard input ends. It takes
+little processor time, so the two can share a machine of two cores.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, first_s: float, token_s: float, tokens: int) -> None:
         self._first_s, self._token_s, self._tokens = first_s, token_s, tokens
-        self._rest = b""
-        self._received = self._first = 0.0
-        self._written = 0
+        self._unparsed = b""
+        self._received = self._first_token_at = 0.0
+        self._tokens_sent = 0
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -30,12 +30,12 @@ class Connection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self._rest += data
-        head, found, rest = self._rest.partition(b"\r\n\r\n")
-        if not found or len(rest) < (length := _length(head)):
+        self._unparsed += data
+        head, separator, body = self._unparsed.partition(b"\r\n\r\n")
+        if not separator or len(body) < (length := _length(head)):
             return
-        self._rest = rest[length:]
-        self._received, self._written = time.perf_counter(), 0
+        self._unparsed = body[length:]
+        self._received, self._tokens_sent = time.perf_counter(), 0
         if head.startswith(b"GET"):
             self._write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(_MODELS), _MODELS))
         else:
@@ -43,10 +43,10 @@ class Connection(asyncio.Protocol):
 
     def _token(self) -> None:
         now = time.perf_counter()
-        opening = b"" if self._written else _HEAD
-        self._first = self._first if self._written else now
-        self._written += 1
-        if self._written < self._tokens:
+        opening = b"" if self._tokens_sent else _HEAD
+        self._first_token_at = self._first_token_at if self._tokens_sent else now
+        self._tokens_sent += 1
+        if self._tokens_sent < self._tokens:
             self._write(opening + _chunk(_TOKEN))
             asyncio.get_running_loop().call_later(self._token_s, self._token)
         else:
@@ -54,7 +54,7 @@ class Connection(asyncio.Protocol):
 
     def _end(self, now: float) -> bytes:
         """Counts, and how long the answer really took: a timer may fire late."""
-        stages = (1e3 * (self._first - self._received), 1e3 * (now - self._first))
+        stages = (1e3 * (self._first_token_at - self._received), 1e3 * (now - self._first_token_at))
         timing = b'"timing":{"queue_ms":0,"prefill_ms":%.3f,"decode_ms":%.3f}' % stages
         usage = b'"usage":{"prompt_tokens":100,"completion_tokens":%d}' % self._tokens
         return b'data: {"choices":[],%s,%s}\n\ndata: [DONE]\n\n' % (usage, timing)
@@ -65,7 +65,7 @@ class Connection(asyncio.Protocol):
 
 
 def _length(head: bytes) -> int:
-    """Of the body, in bytes."""
+    """The length of the body, in bytes."""
     for line in head.split(b"\r\n")[1:]:
         name, _, value = line.partition(b":")
         if name.lower() == b"content-length":

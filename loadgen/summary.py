@@ -1,8 +1,8 @@
 """From rows to the figures of a comparison. Pure: the same rows and seed give the same figures.
 
-A figure is of requests that succeeded; the failed ones are counted beside it. Ratios are over the first server and of
-requests that both servers answered. Wall time and throughput are of repetitions that ended without a failure and hold
-all that was planned, what is said of programs likewise of whole ones.
+Figures cover successful requests; failures are counted separately. Ratios are over the first server, for requests that
+both servers answered. Wall time and throughput cover complete repetitions without a failure. Figures of programs cover
+complete programs only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.loadgen.rows import Job, Row, group, tool_times
 T = TypeVar("T")
 Estimates = dict[str, Estimate | None]
 SAMPLES = (4, 16, 64, 256)
-DEPTHS = 4  # turns with figures of their own; the last stands for all after it
+DEPTHS = 4  # turns with figures of their own; the last one covers all later turns
 STATISTICS = {"mean": mean, "p50": median, "p90": percentile(90), "p99": percentile(99)}
 ALL = tuple(STATISTICS)
 
@@ -44,7 +44,7 @@ OF_REPETITIONS = ("wall", "tokens per s", "programs per s")
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far a server answered as the first one did."""
+    """The number of answers that equal the first server's."""
 
     asked: int  # requests that both servers answered
     same_prompt: int  # of those, with the same prompt
@@ -53,7 +53,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class ToolTimes:
-    """How long a set of tools took, in seconds. `after`: the mean of the first `SAMPLES`, which converges to `mean`
+    """Running times of a set of tools, in seconds. `after`: the mean of the first `SAMPLES`, which converges to `mean`
     (Continuum, figure 11).
     """
 
@@ -93,8 +93,8 @@ class Summary:
 def summarize(rows: Sequence[Row], seed: int, planned: Mapping[str, Sequence[int]] | None = None) -> list[Summary]:
     """A summary for each workload and server, in the order in which the rows name them.
 
-    ``planned`` tells how many requests a server was to be sent in each repetition of a workload. Of one that is not in
-    it, that is as many as any server was sent.
+    ``planned`` has the number of requests to each server in each repetition of a workload. For a workload that it does
+    not name, the number is the most that any server was sent.
     """
     summaries = []
     for workload in dict.fromkeys(row.workload for row in rows):
@@ -109,17 +109,17 @@ def summarize(rows: Sequence[Row], seed: int, planned: Mapping[str, Sequence[int
 
 def walls(rows: Sequence[Row], requests: Mapping[int, int]) -> dict[int, float]:
     """Seconds of each repetition of one server and workload with all its ``requests``: its waves' lengths together."""
-    ends: defaultdict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
-    good: Counter[int] = Counter()
+    waves_of: defaultdict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
+    n_ok: Counter[int] = Counter()
     for row in rows:
-        waves = ends[row.repetition]
+        waves = waves_of[row.repetition]
         began, ended = waves.get(row.wave, (row.began, row.ended))
         waves[row.wave] = min(began, row.began), max(ended, row.ended)
-        good[row.repetition] += row.ok
+        n_ok[row.repetition] += row.ok
     return {
         repetition: sum(ended - began for began, ended in waves.values())
-        for repetition, waves in ends.items()
-        if good[repetition] == requests.get(repetition)
+        for repetition, waves in waves_of.items()
+        if n_ok[repetition] == requests.get(repetition)
     }
 
 
@@ -131,20 +131,21 @@ def _most(rows: Sequence[Row]) -> dict[int, int]:
     return most
 
 
-def _summary(rows: Sequence[Row], first: Sequence[Row], requests: Mapping[int, int], seed: int) -> Summary:
-    good, programs = [row for row in rows if row.ok], group(rows)
-    calling = [row for row in good if row.calls]
-    prompts = [row.prompt_tokens for row in good]
-    mine, theirs = _by_repetition(rows, programs, requests), _by_repetition(first, group(first), requests)
+def _summary(rows: Sequence[Row], base: Sequence[Row], requests: Mapping[int, int], seed: int) -> Summary:
+    ok_rows, programs = [row for row in rows if row.ok], group(rows)
+    calling = [row for row in ok_rows if row.calls]
+    prompts = [row.prompt_tokens for row in ok_rows]
+    mine, theirs = _by_repetition(rows, programs, requests), _by_repetition(base, group(base), requests)
     figures, ratios = Estimates(), Estimates()
     for name in OF_REPETITIONS:
-        both = [repetition for repetition in mine[name] if repetition in theirs[name]]
+        repetitions = [repetition for repetition in mine[name] if repetition in theirs[name]]
         figures[name] = estimate(list(mine[name].values()), mean, seed)
-        ratios[name] = ratio([mine[name][each] for each in both], [theirs[name][each] for each in both], mean, seed)
-    base_rows, base_jobs = {row.key: row for row in first if row.ok}, {job.key: job for job in group(first)}
-    row_pairs = [(row, base_rows[row.key]) for row in good if row.key in base_rows]
+        over, under = ([side[name][number] for number in repetitions] for side in (mine, theirs))
+        ratios[name] = ratio(over, under, mean, seed)
+    base_rows, base_jobs = {row.key: row for row in base if row.ok}, {job.key: job for job in group(base)}
+    row_pairs = [(row, base_rows[row.key]) for row in ok_rows if row.key in base_rows]
     job_pairs = [(job, base_jobs[job.key]) for job in programs if job.key in base_jobs]
-    _estimate(figures, ratios, OF_ROWS, good, row_pairs, seed)
+    _estimate(figures, ratios, OF_ROWS, ok_rows, row_pairs, seed)
     _estimate(figures, ratios, OF_JOBS, programs, job_pairs, seed)
     return Summary(
         workload=rows[0].workload,
@@ -155,16 +156,18 @@ def _summary(rows: Sequence[Row], first: Sequence[Row], requests: Mapping[int, i
         ratios=ratios,
         late=estimate([row.started - row.due for row in rows if row.due is not None], percentile(99), seed),
         programs=len(programs),
-        output_tokens=sum(row.output_tokens for row in good),
+        output_tokens=sum(row.output_tokens for row in ok_rows),
         prompt_tokens=(min(prompts, default=0), max(prompts, default=0)),
-        cached_share=_cached(good),
-        cold_cached_share=_cached(_coldest(good)),
-        cached_by_turn=tuple(_cached([row for row in good if min(row.turn, DEPTHS - 1) == n]) for n in range(DEPTHS)),
-        call_share=len(calling) / max(len(good), 1),
+        cached_share=_cached(ok_rows),
+        cold_cached_share=_cached(_coldest(ok_rows)),
+        cached_by_turn=tuple(
+            _cached([row for row in ok_rows if min(row.turn, DEPTHS - 1) == n]) for n in range(DEPTHS)
+        ),
+        call_share=len(calling) / max(len(ok_rows), 1),
         fitting_share=sum(row.fits for row in calling) / len(calling) if calling else None,
-        scripted_share=sum(row.as_scripted for row in good) / max(len(good), 1),
-        cache_hits=sum(row.cache == "hit" for row in good),
-        agreement=None if rows is first else _agreement(row_pairs),
+        scripted_share=sum(row.as_scripted for row in ok_rows) / max(len(ok_rows), 1),
+        cache_hits=sum(row.cache == "hit" for row in ok_rows),
+        agreement=None if rows is base else _agreement(row_pairs),
         tools=tuple(
             ToolTimes(
                 tools,
@@ -183,18 +186,18 @@ def _estimate(
     figures: Estimates,
     ratios: Estimates,
     table: Mapping[str, tuple[Callable[[T], float | None], tuple[str, ...]]],
-    these: Sequence[T],
+    entries: Sequence[T],
     pairs: Sequence[tuple[T, T]],
     seed: int,
 ) -> None:
-    """Add the figures of a table, of what is known, and their ratios, of pairs in which both are known."""
+    """Add the figures of a table from the known values, and their ratios from pairs of known values."""
     for name, (value, statistics) in table.items():
-        known = [found for each in these if (found := value(each)) is not None]
+        values = [figure for entry in entries if (figure := value(entry)) is not None]
         both = [(mine, base) for a, b in pairs if (mine := value(a)) is not None and (base := value(b)) is not None]
         over, under = [mine for mine, _ in both], [base for _, base in both]
-        for each in statistics:
-            figures[f"{name} {each}"] = estimate(known, STATISTICS[each], seed)
-            ratios[f"{name} {each}"] = ratio(over, under, STATISTICS[each], seed)
+        for statistic in statistics:
+            figures[f"{name} {statistic}"] = estimate(values, STATISTICS[statistic], seed)
+            ratios[f"{name} {statistic}"] = ratio(over, under, STATISTICS[statistic], seed)
 
 
 def _by_repetition(
@@ -204,25 +207,25 @@ def _by_repetition(
     wall, tokens = walls(rows, requests), Counter[int]()
     for row in rows:
         tokens[row.repetition] += row.output_tokens
-    done = Counter(program.repetition for program in programs)
-    speed = {each: tokens[each] / seconds for each, seconds in wall.items() if seconds > 0 and tokens[each]}
-    return dict(
-        zip(OF_REPETITIONS, (wall, speed, {each: done[each] / s for each, s in wall.items() if s > 0}), strict=True)
-    )
+    completed = Counter(program.repetition for program in programs)
+    speed = {number: tokens[number] / seconds for number, seconds in wall.items() if seconds > 0 and tokens[number]}
+    programs_per_s = {number: completed[number] / seconds for number, seconds in wall.items() if seconds > 0}
+    return dict(zip(OF_REPETITIONS, (wall, speed, programs_per_s), strict=True))
 
 
 def _cached(rows: Sequence[Row]) -> float | None:
-    known = [(row.cached_tokens, row.prompt_tokens) for row in rows if row.cached_tokens is not None]
-    prompt = sum(length for _, length in known)
-    return sum(cached for cached, _ in known) / prompt if prompt else None
+    counts = [(row.cached_tokens, row.prompt_tokens) for row in rows if row.cached_tokens is not None]
+    prompt = sum(length for _, length in counts)
+    return sum(cached for cached, _ in counts) / prompt if prompt else None
 
 
 def _coldest(rows: Sequence[Row]) -> list[Row]:
-    """Of each repetition's first turns in its first wave the one with the fewest tokens cached."""
-    first = [row for row in rows if row.turn == 0 and row.wave == 0 and row.cached_tokens is not None]
-    return list({row.repetition: row for row in sorted(first, key=lambda row: -(row.cached_tokens or 0))}.values())
+    """The row of each repetition with the fewest cached tokens, among first turns in its first wave."""
+    first_turns = [row for row in rows if row.turn == 0 and row.wave == 0 and row.cached_tokens is not None]
+    ordered = sorted(first_turns, key=lambda row: -(row.cached_tokens or 0))
+    return list({row.repetition: row for row in ordered}.values())
 
 
 def _agreement(pairs: Sequence[tuple[Row, Row]]) -> Agreement:
-    same = [(row, other) for row, other in pairs if row.prompt == other.prompt]
-    return Agreement(len(pairs), len(same), sum(row.answer == other.answer for row, other in same))
+    same_prompt = [(row, other) for row, other in pairs if row.prompt == other.prompt]
+    return Agreement(len(pairs), len(same_prompt), sum(row.answer == other.answer for row, other in same_prompt))

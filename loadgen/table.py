@@ -20,13 +20,13 @@ WIDTH = 170  # where the output is no terminal
 
 def print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
     """A table on the terminal, or as wide as it needs to be elsewhere; the first ``left`` columns are names."""
-    shown = Table(title=Text(title, "table.title") if title else None, title_justify="left", box=SIMPLE)
+    table = Table(title=Text(title, "table.title") if title else None, title_justify="left", box=SIMPLE)
     for number, head in enumerate(heads):
-        shown.add_column(head, justify="left" if number < left else "right", no_wrap=number < left)
+        table.add_column(head, justify="left" if number < left else "right", no_wrap=number < left)
     for row in rows:
-        shown.add_row(*(Text(each) for each in row))
+        table.add_row(*(Text(cell_text) for cell_text in row))
     console = Console()
-    (console if console.is_terminal else Console(width=2 * WIDTH)).print(shown)
+    (console if console.is_terminal else Console(width=2 * WIDTH)).print(table)
 
 
 def check_writable(path: Path, field_name: str) -> None:
@@ -139,48 +139,48 @@ TOOL_HEADS = ("server", "tools", "runs", "mean s", "p50", "p99", *(f"mean of the
 def layouts(summaries: Sequence[Summary]) -> list[tuple[Column, ...]]:
     """The tables of one workload: of its requests, and of its programs where some have several turns."""
     turns = [summary.figures["turns mean"] for summary in summaries]
-    return [REQUESTS, PROGRAMS] if any(each is not None and each.value > 1 for each in turns) else [REQUESTS]
+    return [REQUESTS, PROGRAMS] if any(n_turns is not None and n_turns.value > 1 for n_turns in turns) else [REQUESTS]
 
 
 def lines(summaries: Sequence[Summary], columns: Sequence[Column]) -> list[tuple[str, list[str]]]:
     """Name and cells of each server, and under each but the first those of its ratios to the first."""
-    found, first = [], summaries[0]
+    result, base = [], summaries[0]
     for summary in summaries:
-        found.append((summary.server, [column.of(summary) for column in columns]))
-        if summary is not first:
-            found.append((f"/ {first.server}", [column.over(summary) for column in columns]))
-    return found
+        result.append((summary.server, [column.of(summary) for column in columns]))
+        if summary is not base:
+            result.append((f"/ {base.server}", [column.over(summary) for column in columns]))
+    return result
 
 
 def tool_lines(summaries: Sequence[Summary]) -> list[list[str]]:
     """A line of `TOOL_HEADS` for each set of tools that ran."""
     return [
-        [summary.server, each.tools, f"{each.runs}", *map(cell, (each.mean, each.p50, each.p99, *each.after))]
+        [summary.server, tool.tools, f"{tool.runs}", *map(cell, (tool.mean, tool.p50, tool.p99, *tool.after))]
         for summary in summaries
-        for each in summary.tools
+        for tool in summary.tools
     ]
 
 
-def print_report(summaries: Sequence[Summary], drawn: Mapping[str, str], notes: Sequence[str]) -> None:
+def print_report(summaries: Sequence[Summary], descriptions: Mapping[str, str], notes: Sequence[str]) -> None:
     """The tables of each workload, then the notes."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
     for workload in dict.fromkeys(summary.workload for summary in summaries):
         mine = [summary for summary in summaries if summary.workload == workload]
-        titles = (f"{workload}: {drawn.get(workload, '')}", f"{workload}: whole programs")
+        titles = (f"{workload}: {descriptions.get(workload, '')}", f"{workload}: whole programs")
         for title, columns in zip(titles, layouts(mine), strict=False):
             # Names of servers are text, in which rich would look for markup.
-            shown = Table(title=Text(title, "table.title"), title_justify="left", caption_justify="left", box=SIMPLE)
-            shown.add_column("server", no_wrap=True)
+            table = Table(title=Text(title, "table.title"), title_justify="left", caption_justify="left", box=SIMPLE)
+            table.add_column("server", no_wrap=True)
             for column in columns:
-                shown.add_column(column.head, justify="right", overflow="fold")
+                table.add_column(column.head, justify="right", overflow="fold")
             for number, (name, cells) in enumerate(lines(mine, columns)):
                 ratio = number > 0 and number % 2 == 0
-                shown.add_row(Text(name), *cells, style="bold" if ratio else None, end_section=ratio or not number)
+                table.add_row(Text(name), *cells, style="bold" if ratio else None, end_section=ratio or not number)
             if workload == "repeats":
-                shown.caption = "exact repeats: an answer may come from a response cache, which is no inference"
-            console.print(shown)
+                table.caption = "exact repeats: an answer may come from a response cache, which is no inference"
+            console.print(table)
         if tools := tool_lines(mine):
             print_table(f"{workload}: tools", TOOL_HEADS, tools, left=2)
     for note in notes:

@@ -1,7 +1,7 @@
-"""`holdfast chat`: a conversation with a running server in a terminal, or from a pipe. The user is also the tools.
+"""`holdfast chat`: a conversation with a running server in a terminal, or from a pipe. The user also plays the tools.
 
-An answer is shown as it comes and a call as it closes; under each answer stands its cost. In a pipe every line of the
-input is a message, or the result of a call where one waits; only answers are printed then.
+Text is shown as it arrives and a call when it closes; the cost follows each answer. In a pipe every line of the input
+is a message, or the result of a pending call; only answers are printed then.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.loadgen.program import Json
 from holdfast.replicas.errors import ConfigError, HoldfastError, UnavailableError
 
 TIMEOUT_S = 600.0
-FAILED = 1  # exit status of a pipe of which a turn had no answer
+FAILED = 1  # exit status of a pipe after a turn without an answer
 NEW = "/new"
 HINT = f"{NEW} begins a new conversation, Ctrl-D leaves"
 _STYLES = {Kind.TEXT: "", Kind.REASONING: "dim italic"}
@@ -33,7 +33,7 @@ _STYLES = {Kind.TEXT: "", Kind.REASONING: "dim italic"}
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """Of every turn; "" for model and program: the server's first model, a new program."""
+    """The options of every turn; "" for model and program: the server's first model, a new program."""
 
     model: str = ""
     system: str = ""
@@ -52,10 +52,10 @@ def read_tools(path: Path) -> tuple[Json, ...]:
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}", "tools") from error
     entries = content if isinstance(content, list) else [content]
-    tools = [each if isinstance(each, dict) and "function" in each else {"function": each} for each in entries]
-    if not all(isinstance(each["function"], dict) and each["function"].get("name") for each in tools):
+    tools = [entry if isinstance(entry, dict) and "function" in entry else {"function": entry} for entry in entries]
+    if not all(isinstance(entry["function"], dict) and entry["function"].get("name") for entry in tools):
         raise ConfigError(f"{path} is no tool, nor a list of them: each has a 'name' at least", "tools")
-    return tuple({"type": "function", **each} for each in tools)
+    return tuple({"type": "function", **entry} for entry in tools)
 
 
 def run(url: str, key: str, options: ChatOptions) -> int:
@@ -80,7 +80,7 @@ async def _client(url: str, key: str) -> ChatClient:
     return ChatClient(url.rstrip("/"), TIMEOUT_S, key)
 
 
-async def _model(client: ChatClient, url: str, wanted: str) -> str:
+async def _model(client: ChatClient, url: str, name: str) -> str:
     """The model to ask. Raises UnavailableError where the server does not list its models to us."""
     try:
         status, body = await client.call("GET", "/v1/models")
@@ -91,7 +91,7 @@ async def _model(client: ChatClient, url: str, wanted: str) -> str:
         raise UnavailableError(f"{why}. Give it by --api-key-file or in HOLDFAST_API_KEY")
     if status != 200 or not isinstance(body, dict):
         raise UnavailableError(f"the server at {url} is no Holdfast server")
-    return wanted or str(body["data"][0]["id"])
+    return name or str(body["data"][0]["id"])
 
 
 def _loop(talk: Talk, runner: asyncio.Runner, read: Callable[[str], str], interactive: bool) -> int:
@@ -128,8 +128,8 @@ class Talk:
     model: str
     messages: list[Json] = field(default_factory=list)
     program: str = ""
-    _before: int = field(default=0, init=False)  # messages before the user's last one, which stay if its answer fails
-    _asked: float = field(default=0.0, init=False)
+    _n_kept: int = field(default=0, init=False)  # messages before the user's last one, which stay if its answer fails
+    _asked_at: float = field(default=0.0, init=False)
     _wrote: bool = field(default=False, init=False)  # the line has text on it
 
     def __post_init__(self) -> None:
@@ -138,18 +138,18 @@ class Talk:
     def start(self, program: str) -> None:
         """Begin again with nothing said, under this name or a new one."""
         self.messages = [{"role": "system", "content": self.options.system}] if self.options.system else []
-        self._before = len(self.messages)
+        self._n_kept = len(self.messages)
         self.program = program or f"chat-{secrets.token_hex(3)}"
 
     async def end(self) -> None:
         """Let the server drop the program's state; it does so by itself later if this fails."""
-        if any(each["role"] == "assistant" for each in self.messages):
+        if any(message["role"] == "assistant" for message in self.messages):
             with suppress(UnavailableError):
                 await self.client.call("DELETE", f"/v1/programs/{self.program}")
 
     def hear(self, text: str) -> None:
         """Take a message of the user."""
-        self._before = len(self.messages)
+        self._n_kept = len(self.messages)
         self.messages.append({"role": "user", "content": text})
 
     async def turn(self) -> list[WrittenCall]:
@@ -162,10 +162,10 @@ class Talk:
         body: Json = {"model": self.model, "messages": self.messages, "program_id": self.program}
         body |= {"temperature": options.temperature, "max_tokens": options.max_tokens}
         body |= {"tools": list(options.tools)} if options.tools else {}
-        self._asked, self._wrote = time.perf_counter(), False
+        self._asked_at, self._wrote = time.perf_counter(), False
         exchange = await self.client.send(streamed(body), {}, self._show)
         if exchange.failure:
-            del self.messages[self._before :]
+            del self.messages[self._n_kept :]
             raise UnavailableError(f"{exchange.failure}: {exchange.detail}")
         answer = exchange.answer
         calls = tuple(answer.call(index) for index in sorted(answer.closed))
@@ -180,22 +180,22 @@ class Talk:
         return list(calls)
 
     def _show(self, answer: Gathered, pieces: list[Piece]) -> None:
-        """Show what is new in an answer."""
+        """Show the new pieces of an answer."""
         for kind, piece in pieces:
             if kind in _STYLES:
                 self.say(piece, _STYLES[kind])
                 self._wrote = True
             elif kind is Kind.CLOSED:
-                call, after = answer.call(piece), time.perf_counter() - self._asked
+                call, seconds = answer.call(piece), time.perf_counter() - self._asked_at
                 line = "\n" if self._wrote else ""
                 self.say(f"{line}{call.name} {call.arguments}", "magenta")
-                self.note(f"  closed after {after:.2f} s")
+                self.note(f"  closed after {seconds:.2f} s")
                 self.say("\n")
                 self._wrote = False
 
     def say(self, text: str, style: str = "") -> None:
-        """Show text as it is: a model's text is neither markup nor a command to the terminal."""
-        plain = "".join(each for each in text if each.isprintable() or each in "\n\t")
+        """Show text literally: a model's text is neither markup nor a command to the terminal."""
+        plain = "".join(character for character in text if character.isprintable() or character in "\n\t")
         self.console.print(Text(plain, style), end="")
         self.console.file.flush()
 

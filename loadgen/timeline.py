@@ -84,16 +84,17 @@ def trace(rows: Sequence[Row]) -> dict[str, Any]:
     servers = list(dict.fromkeys(row.server for row in rows))
     events = [_name("process_name", process, 0, server) for process, server in enumerate(servers, 1)]
     for thread, track in enumerate(tracks(rows), 1):
-        first = track.rows[0]
-        process = servers.index(first.server) + 1
-        events.append(_name("thread_name", process, thread, f"{first.workload} {first.repetition} {first.program}"))
+        first_row = track.rows[0]
+        process = servers.index(first_row.server) + 1
+        name = f"{first_row.workload} {first_row.repetition} {first_row.program}"
+        events.append(_name("thread_name", process, thread, name))
         slices = [(f"turn {row.turn}", row.began, row.ended, row) for row in track.rows]
         slices += [(span.phase, span.begin, span.end, span.row) for span in track.spans]
         for name, begin, end, row in slices:
             start, stop = round(begin * 1e6), round(end * 1e6)
-            about = {field: getattr(row, field) for field in _SHOWN}
+            arguments = {field: getattr(row, field) for field in _SHOWN}
             event = {"ph": "X", "name": name, "ts": start, "dur": stop - start, "pid": process, "tid": thread}
-            events.append(event | {"args": about})
+            events.append(event | {"args": arguments})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -104,15 +105,15 @@ def _turn(row: Row) -> list[Span]:
     if not row.ok:
         return [Span(Phase.FAILED, row.began, row.ended, row)]
     if row.queue is None or row.prefill is None or row.decode is None:
-        first = row.ended if row.first_token is None else row.first_token
-        ends = [(Phase.WAIT, first), (Phase.DECODE, row.ended)]
+        first_token = row.ended if row.first_token is None else row.first_token
+        phase_ends = [(Phase.WAIT, first_token), (Phase.DECODE, row.ended)]
     else:
         decode = row.ended - row.decode
         prefill = decode - row.prefill
-        ends = [(Phase.OUTSIDE, prefill - row.queue), (Phase.QUEUE, prefill)]
-        ends += [(Phase.PREFILL, decode), (Phase.DECODE, row.ended)]
+        phase_ends = [(Phase.OUTSIDE, prefill - row.queue), (Phase.QUEUE, prefill)]
+        phase_ends += [(Phase.PREFILL, decode), (Phase.DECODE, row.ended)]
     spans, begin = [], row.began
-    for phase, end in ends:
+    for phase, end in phase_ends:
         end = max(begin, end)  # two clocks measured this, so a stage might begin before the request
         if end > begin:
             spans.append(Span(phase, begin, end, row))

@@ -94,7 +94,7 @@ class Tool:
         for tries in range(1, self.retries + 2):
             try:
                 async with asyncio.timeout(self.timeout_s):
-                    content = _written(await self._called(fields))
+                    content = _to_text(await self._called(fields))
                 return Outcome(call, content, True, tries, started, time.perf_counter())
             except TimeoutError as error:
                 wrong = str(error) or f"{self.name} took longer than {self.timeout_s:g} s"
@@ -159,8 +159,8 @@ class Toolbox:
         """The outcome of a call; for an unknown tool, an error that names the known ones."""
         tool = self.tools.get(call.name)
         if tool is None:
-            known = ", ".join(self.tools) or "none"
-            return _failed(call, f"there is no tool {call.name!r}; there are: {known}", 0, time.perf_counter())
+            names = ", ".join(self.tools) or "none"
+            return _failed(call, f"there is no tool {call.name!r}; there are: {names}", 0, time.perf_counter())
         return await tool.run(call)
 
 
@@ -172,9 +172,9 @@ def tool_of(function: Callable[..., Any], *, name: str = "", **limits: Any) -> T
     for limit, least in (("timeout_s", 1e-9), ("retries", 0), ("backoff_s", 0)):
         if limits.get(limit, least) < least:
             raise ConfigError(f"{limit} of {name!r} is too small", limit)
-    for each in inspect.signature(function).parameters.values():
-        if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
-            raise ConfigError(f"{name!r} has a parameter {each.name!r} that cannot be given by name", each.name)
+    for item in inspect.signature(function).parameters.values():
+        if item.kind not in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY):
+            raise ConfigError(f"{name!r} has a parameter {item.name!r} that cannot be given by name", item.name)
 
     @wraps(function)
     def arguments(**fields: Any) -> dict[str, Any]:
@@ -185,12 +185,12 @@ def tool_of(function: Callable[..., Any], *, name: str = "", **limits: Any) -> T
         parameters = {"required": [], **adapter.json_schema(schema_generator=_Untitled)}
     except (pydantic.errors.PydanticUserError, pydantic.errors.PydanticUndefinedAnnotation) as error:
         raise ConfigError(f"the parameters of {name!r} have no JSON schema: {error}", name) from error
-    about, texts = _documented(inspect.getdoc(function) or "")
+    description, texts = _documented(inspect.getdoc(function) or "")
     properties = parameters.setdefault("properties", {})
     for parameter, declared in properties.items():
         declared.pop("title", None)
         declared |= {"description": texts[parameter]} if texts.get(parameter) else {}
-    schema = {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
+    schema = {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
     return Tool(name, schema, function, adapter, **limits)
 
 
@@ -204,19 +204,19 @@ class _Untitled(GenerateJsonSchema):
 def _documented(text: str) -> tuple[str, dict[str, str]]:
     """The text of a docstring before its first section, and that of each parameter under `Args:`."""
     text = re.sub(r"(?m)^(Returns|Raises|Yields|Examples?|Notes?):.*\Z", "", text, flags=re.DOTALL)
-    about, _, rest = text.partition("Args:\n")
+    description, _, arguments = text.partition("Args:\n")
     parameters: dict[str, str] = {}
-    last = ""
-    for line in inspect.cleandoc(rest).splitlines():
-        if found := re.match(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)", line):
-            last = found[1]
-            parameters[last] = found[2]
-        elif last:
-            parameters[last] += f" {line.strip()}"
-    return about.strip(), {name: text.strip() for name, text in parameters.items()}
+    name = ""
+    for line in inspect.cleandoc(arguments).splitlines():
+        if match := re.match(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)", line):
+            name = match[1]
+            parameters[name] = match[2]
+        elif name:
+            parameters[name] += f" {line.strip()}"
+    return description.strip(), {name: text.strip() for name, text in parameters.items()}
 
 
-def _written(result: Any) -> str:
+def _to_text(result: Any) -> str:
     """A result as text that can be sent, without half surrogate pairs."""
     text = result if isinstance(result, str) else to_json(result, fallback=str).decode()
     return text.encode(errors="replace").decode()
@@ -224,10 +224,10 @@ def _written(result: Any) -> str:
 
 def _failed(call: WrittenCall, wrong: str, tries: int, started: float) -> Outcome:
     content = json.dumps({"error": wrong}, ensure_ascii=False)
-    return Outcome(call, _written(content), False, tries, started, time.perf_counter())
+    return Outcome(call, _to_text(content), False, tries, started, time.perf_counter())
 
 
 def _reasons(error: pydantic.ValidationError) -> str:
     """The error of each argument, in a line."""
-    wrong = (f"{'.'.join(str(part) for part in each['loc']) or 'arguments'}: {each['msg']}" for each in error.errors())
+    wrong = (f"{'.'.join(str(part) for part in item['loc']) or 'arguments'}: {item['msg']}" for item in error.errors())
     return "; ".join(wrong)[:_SHOWN]

@@ -45,7 +45,7 @@ def play(scenario: Scenario, options: argparse.Namespace) -> list[Row]:
     rows = []
     with bar("runs", len(runs)) as shown:
         for run in runs:
-            shown.about(f"{run.case}, {run.way}, seed {run.seed}")
+            shown.describe(f"{run.case}, {run.way}, seed {run.seed}")
             with uncollected():
                 found = run.play()
             rows += [Row(case, run.way, run.seed, run.load, figures) for case, figures in found.items()]

@@ -16,7 +16,7 @@ from stub_server import DONE, Answer, Asked, Stub, call, chunk, models, stub_ser
 
 from holdfast.cluster.cli import main as holdfast
 from holdfast.loadgen import compare
-from holdfast.loadgen.compare import about_of, measured_of, plan
+from holdfast.loadgen.compare import descriptions_of, measured_of, plan
 from holdfast.loadgen.options import Options, parse_server
 from holdfast.loadgen.rows import from_json
 from holdfast.loadgen.runner import Runner
@@ -216,7 +216,7 @@ def test_each_repetition_is_whole_with_what_was_planned_for_it() -> None:
     assert (told["tenants noisy"], told["tenants quiet"]) == ([3 * 8 * 6] * 3, [3 * 3 * 6] * 3)
     assert told["repeats"] == [15] * 3
     assert "warm-up" not in told
-    about = about_of(parts)["swe"]  # what was drawn, of every repetition that differs
+    about = descriptions_of(parts)["swe"]  # what was drawn, of every repetition that differs
     assert about.count("3 programs") == 3
     assert "; then 3 programs" in about
 

@@ -41,7 +41,7 @@ def test_the_command_prints_quantiles_and_its_own_share(capsys: pytest.CaptureFi
 
 
 def test_the_same_seed_draws_the_same_schedule_and_nothing_can_be_sent_at_no_rate() -> None:
-    assert generator.drawn(SLOW) == generator.drawn(SLOW)
+    assert generator.make_round(SLOW) == generator.make_round(SLOW)
     nan = float("nan")
     for name, wrong in (
         ("rate", {"rate": 0.0}),

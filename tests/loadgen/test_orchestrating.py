@@ -6,14 +6,14 @@ import pytest
 from service_backend import engine_served
 
 from holdfast.loadgen.options import Orchestrated
-from holdfast.loadgen.orchestrating import Rounds, Way, measured, report
+from holdfast.loadgen.orchestrating import Rounds, Way, measure, report
 from holdfast.loadgen.orchestrator import Run
 from holdfast.replicas.errors import ConfigError
 
 
 def test_a_round_is_of_runs_that_called_the_same() -> None:
     with engine_served() as address:
-        found = asyncio.run(measured(address, Orchestrated(rounds=1, calls=2, words=0)))
+        found = asyncio.run(measure(address, Orchestrated(rounds=1, calls=2, words=0)))
     assert found.calls == [2]
     for way in Way:
         assert 0 < found.first[way][0] < found.whole[way][0]

@@ -19,7 +19,7 @@ from stub_server import DONE as END
 from stub_server import Answer, Asked, chunk, stub_server
 from waiting import go_by, run_virtual
 
-from holdfast.loadgen.chat import ChatClient, Exchange, Failure, Gathered, Heard
+from holdfast.loadgen.chat import ChatClient, Exchange, Failure, Gathered, OnPieces
 from holdfast.loadgen.orchestrator import CallClosed, Orchestrator, Run, TextHeard, TurnFailedError
 from holdfast.loadgen.toolbox import Toolbox
 from holdfast.loadgen.workloads.words import filler
@@ -69,7 +69,7 @@ class FakeClient:
     async def prefill(self, path: str, body: Any) -> tuple[int, Any]:
         return 404, None
 
-    async def send(self, content: bytes, headers: Mapping[str, str], heard: Heard) -> Exchange:
+    async def send(self, content: bytes, headers: Mapping[str, str], on_pieces: OnPieces) -> Exchange:
         self.sent.append(json.loads(content))
         self.headers.append(headers)
         answer, failure = Gathered(marked=self.holdfast), None
@@ -77,7 +77,7 @@ class FakeClient:
             if isinstance(event, Failure):
                 failure = event
             elif isinstance(event, str):
-                heard(answer, answer.take(event))
+                on_pieces(answer, answer.take(event))
             else:
                 await event()
         return Exchange(0.0, 1.0, 1.0, 2.0, answer, failure)

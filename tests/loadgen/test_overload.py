@@ -29,10 +29,10 @@ class Refusing(FakeBackend):
 def test_what_becomes_of_every_request_is_told(capsys):
     with World(Refusing()).served() as url:
         rows = asyncio.run(measure(QUICK, url))
-    assert [(each.load, each.told) for each in rows] == [(1.0, True), (1.0, False), (2.0, True), (2.0, False)]
+    assert [(each.load, each.send_deadline) for each in rows] == [(1.0, True), (1.0, False), (2.0, True), (2.0, False)]
     for found in rows:
-        assert set(found.ends) == ({"refused"} if found.told else {"in time"})
-        assert len(found.refused_s) == (found.ends.total() if found.told else 0)
+        assert set(found.ends) == ({"refused"} if found.send_deadline else {"in time"})
+        assert len(found.refused_s) == (found.ends.total() if found.send_deadline else 0)
     show(QUICK, rows)
     printed = capsys.readouterr().out
     assert "capacity:" in printed
@@ -48,7 +48,7 @@ def test_clients_leave_when_their_time_is_over():
         async def scenario():
             async with ChatClient(url, 60.0) as client:
                 backend.stall = 0
-                return await Crowd(quick, client, "pocket").ask(0.1, told=True)
+                return await Crowd(quick, client, "pocket").ask(0.1, send_deadline=True)
 
         how, took = asyncio.run(scenario())
     assert how == "left"

@@ -195,7 +195,7 @@ def test_programs_without_times_arrive_at_a_rate(tmp_path: Path) -> None:
     assert moments[0] == moments[1] == pytest.approx(moments[2])
     assert len(set(moments[0])) == 6
     assert moments[0][:3] == sorted(moments[0][:3])
-    assert "all at once" in replayed(Replay(trace, "openai"), 0, 1)[0].about
+    assert "all at once" in replayed(Replay(trace, "openai"), 0, 1)[0].description
     with pytest.raises(ConfigError, match="rate must"):
         replayed(Replay(trace, "openai", rate=float("nan")), 0, 1)
     trace.write_text('{"text_input": "hi", "timestamp": 3}\n')

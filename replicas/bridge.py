@@ -51,7 +51,7 @@ STREAM_INTERVAL_S = 0.005
 
 
 class EngineThread(threading.Thread):
-    """Runs an engine until it is stopped. When it ends, for whatever reason, it ends every request it knows.
+    """Runs an engine until it is stopped. When the thread ends, for any reason, it ends every request it knows.
 
     On the thread it calls `deliver` with the events of commands and of each step, and finally `ended`.
     """
@@ -171,7 +171,7 @@ class Mailbox:
         self._urgent = urgent
         self._events: list[Event] = []
         self._due = 0.0  # when the reader may get the next list
-        self._ready = asyncio.Event()  # there is a list that is due
+        self._ready = asyncio.Event()  # set when a list is due
         self._timer: asyncio.TimerHandle | None = None
         self._ended = False
 
@@ -288,7 +288,7 @@ class Bridge:
     def _call_on_loop(self, function: Callable[..., None], *arguments: object) -> None:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the loop is closed: nobody is left to read
+        except RuntimeError:  # the loop is closed: no reader is left
             log.debug("the event loop is closed")
 
     # ---- on the event loop ----
@@ -301,7 +301,7 @@ class Bridge:
         for request_id, batch in by_request.items():
             if (live := self._live.get(request_id)) is not None:
                 self._put(request_id, live, batch)
-        self._loop.call_soon(self._handed.set)  # after the readers that these events have woken
+        self._loop.call_soon(self._handed.set)  # after the readers that these events woke up
 
     def _put(self, request_id: str, live: _Live, events: list[Event]) -> None:
         ended = events[-1]

@@ -137,7 +137,7 @@ class Engine:
 
     @property
     def due(self) -> float | None:
-        """When a step has to drop something that expires, though no request waits; None: never."""
+        """The time at which a step must drop expired pins or sessions although no request waits; None: never."""
         dues = self.scheduler.retention.due, self._sessions.due, self._prefix_report.due
         return min((due for due in dues if due is not None), default=None)
 
@@ -175,7 +175,7 @@ class Engine:
         return self._sessions.idle_s
 
     def session(self, scope: str, session_id: str) -> SessionFacts | None:
-        """An open session. Any thread may ask, this and the next."""
+        """An open session. Any thread may ask."""
         return next((facts for facts in self._sessions.of(scope) if facts.session_id == session_id), None)
 
     def sessions(self, scope: str) -> list[SessionFacts]:
@@ -381,10 +381,10 @@ class Engine:
         )
 
     def _start_anew(self, failure: Exception, now: float, coming: str | None = None) -> None:
-        """The last resort, when nobody knows what is free: new books over the same memory.
+        """Make new books over the same memory: the last resort when it is unknown which cells are free.
 
-        Running requests fail, and so does the one that was `coming` in. Waiting requests go on; nothing is cached. Page
-        rows on the device need no care: each is written again before it is read.
+        Running requests fail, and so does the one that was `coming` in. Waiting requests continue; the cache is empty.
+        Page rows on the device stay as they are: each is written again before it is read.
         """
         log.error("the engine starts anew", exc_info=failure)
         self._pipeline.forget()
@@ -415,7 +415,7 @@ class Engine:
             self.scheduler.add(sequence, now)
 
     def _flush(self, now: float) -> list[Event]:
-        """Give the events out. Ended requests are forgotten, and the next operations of their sessions begin."""
+        """Return the events. Forgets ended requests, and begins the next operations of their sessions."""
         for i, event in enumerate(self._events):  # grows in the loop
             if isinstance(event, Terminal):
                 if (own := self._own.pop(event.request_id, None)) is None:
@@ -516,7 +516,7 @@ class Pipeline:
         expect_sound(cache)
 
     def forget(self) -> None:
-        """The books are gone, or the engine stops: drop the results of the step in flight."""
+        """Drop the results of the step in flight: the books were replaced, or the engine stops."""
         flying, self._flying = self._flying, None
         if flying is not None:
             try:
@@ -569,7 +569,7 @@ class Pipeline:
 
 
 def expect_sound(cache: KVCache) -> None:
-    """Raise BooksError if an operation on the cache broke off: the owners of pages are not certain any more."""
+    """Raise BooksError if an operation on the cache broke off: the owners of pages are no longer certain."""
     if not cache.sound:
         raise BooksError("an operation on the cache broke off")
 

@@ -75,7 +75,7 @@ class ProgramKey(NamedTuple):
 
     @classmethod
     def noticed(cls, notice: Notice) -> ProgramKey | None:
-        """The program that a notice is about; None: it is about none."""
+        """The program that a notice concerns; None: it concerns no program."""
         if isinstance(notice, TurnEnded | ProgramEnded):
             return cls(notice.scope, notice.program_id)
         return cls(notice.scope, notice.handle, Kind.HANDLE) if isinstance(notice, HandleReleased) else None
@@ -140,7 +140,7 @@ class Sequence:
     target: Program | None = None  # the program whose next turn uses what a prefill computes; else `program`
     seed: int = 0
     stop_ids: frozenset[int] = field(default_factory=frozenset)
-    pinned: bool = False  # it stands with programs whose cells are kept; who changes it tells the queue (`reorder`)
+    pinned: bool = False  # it queues with programs whose cells are kept; a change must call the queue's `reorder`
     turn: tuple[float, float] = (0.0, 0.0)  # its turn among its tenant's programs, where the order gives them turns
     # How its tokens are drawn, by the number of drafts, where that is the same in every step; set by the first of each.
     draws: dict[int, Draw] = field(default_factory=dict)
@@ -148,12 +148,12 @@ class Sequence:
     # its chunks draws this sequence's next token.
     in_flight: int = 0
     awaited: int | None = None
-    counts: TokenCounts | None = None  # of `generated`, as far as `count` has come; None: nobody has asked
-    seen: TokenCounts | None = None  # of `tokens`, as far as whoever asks has counted
+    counts: TokenCounts | None = None  # of `generated`, as far as `count` has come; None: not requested yet
+    seen: TokenCounts | None = None  # of `tokens`, as far as its reader has counted
     request_id: str = field(init=False)
     matcher: Matcher | None = field(init=False)  # which tokens may come next, of a constrained sequence
-    background: bool = field(init=False)  # nobody waits for it: it takes what all others leave
-    batch: bool = field(init=False)  # it takes what interactive requests leave
+    background: bool = field(init=False)  # no client waits for it: it takes the room that all others leave
+    batch: bool = field(init=False)  # it takes the room that interactive requests leave
     counted: bool = field(init=False)  # among clients' requests: a client sent it, and waits for it
 
     def __post_init__(self) -> None:
@@ -224,13 +224,13 @@ class Sequence:
 
     @property
     def closing(self) -> bool:
-        """It ends with the step in flight, whatever that draws."""
+        """Whether it ends with the step in flight, whichever tokens that draws."""
         end = self.planned_length
         return self.in_flight > 0 and end == len(self.buffer) and self.pending == end - self.length
 
     @property
     def prompt_computed(self) -> bool:
-        """Whether it decodes already without the step in flight: its prompt is in the cache for all to see."""
+        """Whether it decoded before the step in flight: its prompt is in the cache for others to find."""
         return self.length - self.n_computed == 1 and self.length > self.n_prompt
 
     @property
@@ -247,7 +247,7 @@ class Sequence:
 
     @property
     def usage(self) -> Usage:
-        """As its client knows it: what it goes on from is a part of its reply, and not of its prompt."""
+        """The usage as its client sees it: tokens that it continues from count as reply, not as prompt."""
         n_prompt = self.n_prompt - self.submit.n_generated
         cached = 0 if self.background else self.n_cached
         work = Work(self.prompt_work, cached, self.drawn, self.drafted, self.accepted)
@@ -283,7 +283,7 @@ class Sequence:
             elif stand < len(content) or (stops and not matcher.binding and not matcher.advance(kept[stand:])):
                 kept, stops, refused = kept[:stand], False, True
                 self.draws.clear()
-        for at, token in enumerate(kept, self.length):  # a few: sooner done than one array in another
+        for at, token in enumerate(kept, self.length):  # for a few tokens faster than an array operation
             self.buffer[at] = token
         self.length += len(kept)
         if stops:
@@ -334,7 +334,7 @@ class ProgramPin:
     deadline: float
     number: int
     priority: Priority = Priority.INTERACTIVE
-    paused: Pause | None = None  # what the turn called, once it is known
+    paused: Pause | None = None  # the tools that the turn called, once known
     lapse: float = math.inf
     away: float = math.inf
 
@@ -344,7 +344,7 @@ class ProgramPin:
 
     @property
     def awaited(self) -> bool:
-        """Whether that turn waits already."""
+        """Whether the program's next turn waits already."""
         return bool(self.target.waiting)
 
     @property
@@ -380,7 +380,7 @@ class Session:
 
     @property
     def life(self) -> str:
-        """Tells it from other sessions of the same name, earlier ones or on other replicas."""
+        """Distinguishes it from earlier sessions of the same name, and from those on other replicas."""
         return self.past.life
 
     @property
@@ -390,7 +390,7 @@ class Session:
 
 @dataclass(slots=True, eq=False)
 class Program:
-    """What a replica knows of one program.
+    """One program as a replica knows it.
 
         its turn waits      `waiting` has it; with a `pin` it goes before the turns of programs without
         its turn runs       cells and row are the sequence's; `row` and `pin` are None
@@ -481,7 +481,7 @@ class Programs:
             self.ahead += 1
 
     def end(self, sequence: Sequence) -> None:
-        """A request neither waits nor runs any more."""
+        """A request has left the queue and the batch."""
         if sequence.program is not None:
             sequence.program.live -= 1
         if sequence.background:
@@ -709,7 +709,7 @@ class Rows:
         self._history_pages = None
 
     def forget(self, program: Program) -> None:
-        """Let go of the row and the history that a program keeps."""
+        """Give back the row and the history that a program keeps."""
         last, program.row = program.row, None
         if last is None:
             return
@@ -736,7 +736,7 @@ class Rows:
         return _history_pages(own, self._cache.pool)[1] * self._cache.page_size
 
     def holding_changed(self, sequence: Sequence) -> None:
-        """A running sequence holds other cells than before."""
+        """The cells of a running sequence have changed."""
         if sequence.n_history:
             self._history_pages = None
 
@@ -802,12 +802,12 @@ def _count_path(in_tree: dict[Node, int], node: Node | None, end: int, pool: Pag
             pages = node.owned if node.end <= end else node.owned_before(end, pool.page_size)
             in_tree[node] = max(pages, before or 0)
         if before is not None:
-            return  # and so are those above
+            return  # as are the nodes above
         node = node.parent
 
 
 def give_back(release: Callable[[T], object], resource: T) -> None:
-    """Give something back, and try once more where that fails: the memory it needs may be there by then."""
+    """Give a resource back, and retry once after a failure: the memory it needs may be free by then."""
     try:
         release(resource)
     except Exception:

@@ -131,7 +131,7 @@ class Sessions:
         return session
 
     def closed(self, command: CloseSession, session: Session, now: float, accepted: float) -> None:
-        """No operation of the session runs any more: let its cells and row go."""
+        """Free the cells and the row of a session whose last operation has ended."""
         self.rows.forget(session.program)
         self._done(command.request_id, accepted, now)
 
@@ -171,7 +171,7 @@ class Sessions:
             session.past = SessionLog(past.life, tokens, past.appends + 1, (*past.done, *named)[-LOGGED_OPERATIONS:])
         return session
 
-    # ---- what others see; any thread may ask ----
+    # ---- state for readers; any thread may ask ----
 
     def of(self, scope: str) -> list[SessionFacts]:
         """The open sessions of a tenant."""
@@ -190,7 +190,7 @@ class Sessions:
 
     @property
     def due(self) -> float | None:
-        """When the next session expires, if it is not used before; None: there is none, or all are in use."""
+        """The time at which the next session expires unless it is used; None: there is none, or all are in use."""
         used = [session.used for session in self._open if session.running is None]
         return min(used) + self.idle_s if used else None
 
@@ -215,7 +215,7 @@ class Sessions:
         return session
 
     def _is_over(self, session: Session, submit: Submit, accepted: float, now: float) -> bool:
-        """Whether an operation must not begin: the history contains it, or is not the one that it continues."""
+        """End an operation that is already in the history, or expects another history. False: it may begin."""
         past, turn = session.past, submit.turn
         done = next((each for each in past.done if each.name == turn.name), None) if turn.name else None
         if done is None and turn.at in (None, len(past.tokens)):
@@ -261,7 +261,7 @@ class Sessions:
 
 
 def closed_reply(tokens: TokenIds, closing: TokenIds) -> TokenIds:
-    """`tokens` with the part of `closing` appended that they do not end with; a drawn end token may be its first."""
+    """`tokens` with the missing rest of `closing` appended; `tokens` may end with the first tokens of `closing`."""
     n_present = next((n for n in range(len(closing), 0, -1) if np.array_equal(tokens[-n:], closing[:n])), 0)
     return np.concatenate((tokens, closing[n_present:])) if len(closing) > n_present else tokens.copy()
 

@@ -15,9 +15,9 @@ import yaml
 
 
 class Severity(StrEnum):
-    CRITICAL = "critical"  # requests fail, or soon will: now
-    WARNING = "warning"  # slower or dearer than it should be: today
-    INFO = "info"  # worth knowing when something is looked at
+    CRITICAL = "critical"  # requests fail, or soon will: act now
+    WARNING = "warning"  # slower or more expensive than it should be: act today
+    INFO = "info"  # useful context while something else is investigated
 
 
 def rollout(window: str) -> str:
@@ -38,9 +38,9 @@ class Recording:
 class Alert:
     """Fires where `value` has met `condition` for `lasting`. In the texts `$labels` and `$value` are Prometheus'.
 
-    A condition is a comparison and its threshold. `absent` alerts have none: they fire where there is no series that
-    `value` selects. With `after_rollout` an alert keeps quiet while Serve replaces replicas of the same application and
-    so long after, as far as Ray's metrics are scraped; `HoldfastRolloutStuck` looks after those that never end.
+    A condition is a comparison and its threshold. `absent` alerts have none: they fire if `value` selects no series.
+    With `after_rollout` an alert is silent while Serve replaces replicas of the same application, and for that time
+    afterwards, if Ray's metrics are scraped. `HoldfastRolloutStuck` covers rollouts that never end.
     """
 
     name: str
@@ -81,7 +81,7 @@ def p95(histogram: str, by: str) -> str:
 
 
 def share(part: str, whole: str) -> str:
-    """0 where there is none of the part, no sample where there is none of the whole."""
+    """A ratio: 0 without samples of the part, no sample without samples of the whole."""
     return f"(({part}) or 0 * ({whole})) / (({whole}) > 0)"
 
 
@@ -141,7 +141,7 @@ _FAILED_BUDGET, _SLOW_BUDGET = 0.001, 0.05
 
 
 def _burns(ratio: str, short: str, long: str) -> str:
-    """The lesser of a ratio over two windows: above a bound where both are, so it ends soon after its cause does."""
+    """The smaller of a ratio over two windows. Both must exceed a bound, so the alert ends soon after its cause."""
     near, far = f"model:{ratio}:ratio_rate{short}", f"model:{ratio}:ratio_rate{long}"
     return f"(({near} < {far}) or ({far} and {near}))"
 
@@ -422,7 +422,7 @@ RAY = (
     Alert(
         "HoldfastAutoscalerAtMaximum",
         WARNING,
-        # What has no autoscaler wants nothing: 0, and not "no data".
+        # Without an autoscaler the difference is 0, and not "no data".
         "(max by (job, application, deployment) (ray_serve_autoscaling_desired_replicas)"
         " or max by (job, application, deployment) (ray_serve_autoscaling_target_replicas))"
         " - max by (job, application, deployment) (ray_serve_autoscaling_target_replicas)",

@@ -1,4 +1,4 @@
-"""The KV cache for those that run sequences: acquire, grow, publish, finish, drop; pin, unpin; reload; report.
+"""The KV cache for running sequences: acquire, grow, publish, finish, drop; pin, unpin; reload; report.
 
 It decides which page belongs to whom, and keeps its counts balanced. KV data is in `tensors`. No clock and no I/O. Not
 thread-safe: the engine's thread is the only caller.
@@ -46,7 +46,7 @@ class Holding:
     the sequence's own, into which the shared cells before it were copied.
     """
 
-    scope: str | None  # cache scope; None: it finds nothing, and nothing of it is kept
+    scope: str | None  # cache scope; None: it finds no cached cells, and none of its cells are kept
     node: Node = field(repr=False)  # leased; ends at `n_shared`
     n_cached: int  # tokens found at `acquire`: the first token to compute
     n_shared: int  # tokens whose cells belong to the tree; grows with `publish`
@@ -191,9 +191,9 @@ class CellCounts:
 
 
 class Freed:
-    """The pages that would become evictable, by tenant, if the pins in it were given back. It gives none back.
+    """The pages that would become evictable, by tenant, if the pins in it were given back. Changes nothing.
 
-    With `prefix` a sequence is about to acquire that prefix: what this protects does not become evictable.
+    `prefix`: a sequence is about to acquire it, so its pages do not become evictable.
     """
 
     def __init__(self, page_size: int = 1, prefix: Prefix | None = None) -> None:
@@ -243,7 +243,7 @@ def _change(verb: Callable[Concatenate["KVCache", Args], Result]) -> Callable[Co
     return whole
 
 
-RAISED_SHARE = 0.5  # of all pages may stand above the others by their labels; the rest is evicted by age alone
+RAISED_SHARE = 0.5  # share of pages that labels may raise above others; the rest is evicted by age alone
 
 
 class KVCache:
@@ -251,7 +251,7 @@ class KVCache:
 
     `cells` counts cells by state. `sound`: no method has raised. One that did may have left the books half changed, and
     the cache has to be replaced. With a `host` tier, evicted cells go there, and `Reloads` brings them back.
-    `share`: the part of all pages that labels may raise above others. `evicted`: cells by tag, counted on.
+    `share`: the part of all pages that labels may raise above others. `evicted`: counts by tag to add to.
     `state_slots`: recurrent states beside the pages, of a model that has them; 0: it has none. `window`: tokens that
     layers with window pages see, and the number of these pages; None: the model has none. With either a prefix is
     continued from a checkpoint only.
@@ -319,7 +319,7 @@ class KVCache:
         tenant = tenant_of(scope or "") if tenant is None else tenant
         if prefix is None or not reuse:
             prefix = _usable(self, scope, tokens[: -1 if reuse else 0])
-        row = np.empty(self.pool.pages_for(len(tokens)) + 8, dtype=np.int32)  # while nothing has changed yet
+        row = np.empty(self.pool.pages_for(len(tokens)) + 8, dtype=np.int32)  # before anything has changed
         copies: tuple[PageCopy, ...] = ()
         taken = self.tree.take_last_page(prefix) if continues and self.states is None else None
         state = None
@@ -379,7 +379,7 @@ class KVCache:
 
     @_change
     def computed(self, holding: Holding, n_computed: int) -> None:
-        """A sequence has computed so many tokens, and goes on: its window passes pages."""
+        """A sequence has computed `n_computed` tokens and continues: free the pages behind its window."""
         if self.states is not None and holding.state is not None:
             self.states.computed(holding.state, n_computed)
 
@@ -387,7 +387,7 @@ class KVCache:
     def publish(self, holding: Holding, tokens: TokenIds, n_computed: int, now: float) -> None:
         """Hand the full pages among the first `n_computed` cells to the tree, so that others can alias them now.
 
-        The sequence goes on with the same row; a page that is not full stays its own. Each call may make a tree node:
+        The sequence keeps its row; a page that is not full stays its own. Each call may make a tree node:
         call it after prefill chunks, not after every decoded token.
         """
         _expect(self, holding, tokens, n_computed)
@@ -463,7 +463,7 @@ class KVCache:
 
     @_change
     def demote(self, scope: str, tokens: TokenIds, who: str) -> None:
-        """Evict first those of `tokens` that program `who` computed and nobody else uses: it will not come back.
+        """Mark cells of `tokens` that only program `who` computed and used for early eviction: the program is over.
 
         A system prompt is excepted: the next program may begin with it.
         """
@@ -538,7 +538,7 @@ class KVCache:
     ) -> tuple[Node, Prefix, PageIds, RunningState | RunningWindow | None]:
         """Lease `prefix`, with a fresh page if it ends inside one; without a free page, lease its whole pages.
 
-        With checkpoints the prefix ends at one, and what the sequence has beside its cells is taken first.
+        With checkpoints the prefix ends at one, and the sequence gets its state or window first.
         """
         while True:
             state = self.states.begin(prefix, longest) if self.states is not None else None

@@ -20,12 +20,12 @@ NO_PAGES: PageIds = np.empty(0, dtype=np.int32)
 
 _LEAST_ROOM = 8  # pages that are left free behind new ones, while there are others
 _FEW = 16  # pages up to which one after the other is fastest
-_STRETCH = 1 << 15  # flags that are looked at at once: about 4 us
+_STRETCH = 1 << 15  # flags that one search checks: about 4 us
 
-SHARED = " shared"  # the scope of what is kept for all, and no tenant's name
+SHARED = " shared"  # the scope of cells that all tenants may use; no tenant has this name
 NO_PAGES_FREED: Mapping[str, int] = {}
 _ROUNDING = 1e-6  # of a page, by which shares of decimal fractions are off
-FORGOTTEN_S = 3600.0  # after the last request of a tenant its limits are forgotten, and its floor is anybody's
+FORGOTTEN_S = 3600.0  # seconds after its last request that a tenant keeps its limits and its floor
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class PagePool:
         return -(-n_tokens // self.page_size)
 
     def _release_few(self, pages: PageIds) -> int:
-        """One owner fewer for each, one page after the other; how many have none left."""
+        """One owner fewer for each page, one page at a time. Returns how many became free."""
         owners, flags, n = self.owners, self._free_flags, 0
         for page in pages.tolist():
             left = owners.item(page) - 1
@@ -146,14 +146,14 @@ class PagePool:
         return n
 
     def _release_many(self, pages: PageIds) -> int:
-        """The same, with all owners looked at at once."""
+        """As `_release_few`, checking all owners in one array operation."""
         self.owners[pages] -= 1
         freed = pages[self.owners[pages] == 0]
         self._is_free[freed] = True
         return len(freed)
 
     def _few(self, n: int, after: int | None) -> PageIds:
-        """`n` pages with one owner each, looked for one by one."""
+        """`n` pages with one owner each, searched one at a time."""
         flags = self._free_flags
         pages: list[int] = []
         page = self.total if after is None else after + 1
@@ -174,7 +174,7 @@ class PagePool:
         return np.array(pages, np.int32)
 
     def _many(self, n: int, after: int | None) -> PageIds:
-        """The same, with all flags of a stretch looked at at once."""
+        """As `_few`, checking all flags of a stretch in one array operation."""
         pages = NO_PAGES if after is None else self._run_from(after + 1, n)
         missing, at = n - len(pages), self._cursor
         while len(pages) < n:
@@ -188,7 +188,7 @@ class PagePool:
         return pages
 
     def _run_from(self, first: int, n: int) -> PageIds:
-        """The free pages from `first` on that lie before the next that is taken, `n` at most; free no more."""
+        """Take up to `n` free pages from `first` on, up to the next page in use."""
         end = min(first + n, self.total)
         taken = self._free_flags.find(0, first, end)
         end = taken if taken >= 0 else max(end, first)
@@ -352,7 +352,7 @@ class TenantPages:
         return min(self.ceiling(tenant), self.total - floors - self.active(SHARED))
 
     def over(self, tenant: str, n: int) -> int:
-        """Own evictable pages that have to go before it may take `n` more; below 1: none."""
+        """Evictable pages of its own that must be evicted before it may take `n` more; below 1: none."""
         limits = self._limits.get(tenant)
         return 0 if limits is None else self.used.get(tenant, 0) + n - limits.ceiling
 

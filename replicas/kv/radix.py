@@ -151,8 +151,8 @@ class RadixTree:
 
     A node with a soft pin gets and loses no pages. It can be split; then both halves have the pin.
 
-    `share`: the part of all pages that nodes without leases may have in tiers above 0. `evicted`: cells by tag, counted
-    on.
+    `share`: the part of all pages that nodes without leases may have in tiers above 0. `evicted`: cells by tag, added
+    to the given counts.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class RadixTree:
         self.soft_only = 0
         self._pool = pool
         self._evicted = {} if evicted is None else evicted
-        self.lost: Callable[[Node], None] = lambda node: None  # told of a node whose end is cut off, or that goes
+        self.lost: Callable[[Node], None] = lambda node: None  # called before a node is cut or removed
 
     def root(self, scope: str) -> Node:
         """The root of `scope`, made on first use. It has no tokens, is never evicted, and its tag is the scope."""
@@ -356,8 +356,8 @@ class RadixTree:
     def take_last_page(self, prefix: Prefix) -> tuple[Node, PageIds] | None:
         """Take the last, partly filled page of `prefix` out of the tree, for a writer that continues it.
 
-        Returns the node that now ends the path, and the page, owned by the caller alone. None, and nothing changed, if
-        another holds, extends or refers to it: then its cells have to be copied.
+        Returns the node that now ends the path, and the page, owned by the caller alone. Returns None and changes
+        nothing if someone else holds, extends or refers to the page: the caller must copy its cells.
         """
         node, size = prefix.node, self._pool.page_size
         if prefix.length % size == 0 or node.end != prefix.length or node.parent is None:
@@ -411,8 +411,8 @@ class RadixTree:
     def _replace_last_page(self, parent: Node, leaf: Node) -> None:
         """Let `parent` refer to the first page of `leaf`, which has all cells of the parent's last page and more.
 
-        So a conversation does not keep a page twice at every turn. Only if nobody else may be about to copy from the
-        old page (another lease) or refers to it (another owner).
+        Otherwise a conversation would keep one page twice at every turn. Done only if no other lease may copy from the
+        old page and no other owner refers to it.
         """
         old, new = parent.pages[-1:].copy(), leaf.pages[:1]
         if self._pool.owners[old[0]] == 1:
@@ -422,7 +422,7 @@ class RadixTree:
             leaf.owned -= 1
 
     def _may_grow(self, leaf: Node, more: int, label: Label) -> bool:
-        """Whether a leased leaf has one holder, ends with a full page, and is short enough."""
+        """Whether a leased leaf may grow in place: it has one holder, ends with a full page, and is short enough."""
         return (
             leaf.parent is not None
             and not leaf.alias
@@ -520,8 +520,8 @@ class EvictionQueue:
     tenant's nodes lapse, lowest tier and oldest use first: they get priority 0 and keep their age. A node also lapses
     once its label has lasted. `now` is the time of the latest use of any node.
 
-    Tenants with limits have lanes of their own, so that their nodes can be passed over or taken alone. All others
-    share the lane named None. A lane is a heap of leaves; entries that no longer hold are dropped when they come up.
+    Tenants with limits have lanes of their own, so that their nodes can be skipped or evicted alone. All others share
+    the lane named None. A lane is a heap of leaves; outdated entries are dropped when they reach the top.
     """
 
     def __init__(self, most: int) -> None:
@@ -547,7 +547,7 @@ class EvictionQueue:
         self._rebuild()
 
     def append(self, node: Node) -> None:
-        """`node` was just used, after all of its descendants that have no leases."""
+        """Append `node`, which was just used, behind all of its descendants that have no leases."""
         self._uses[node] = next(self._numbers)
         if not node.children:
             self._push(node)
@@ -555,13 +555,13 @@ class EvictionQueue:
             self._raise(node)
 
     def discard(self, node: Node) -> None:
-        """`node` is in use, or gone. It may be missing here."""
+        """Remove `node`, which is in use or no longer exists. It may be missing here."""
         self._uses.pop(node, None)
         if node in self._raised:
             self._lower(node)
 
     def demote(self, node: Node) -> None:
-        """No turn will come back for `node`, which has no leases: it goes first, after its descendants."""
+        """No turn will use `node` again, and it has no leases: evict it first, after its descendants."""
         self.discard(node)
         node.priority, node.lasts = RELEASED, math.inf
         self.append(node)
@@ -575,7 +575,7 @@ class EvictionQueue:
             tier[node] = node.owned
 
     def head(self, lanes: Iterable[str | None] | None = None) -> Node | None:
-        """The leaf to evict next, which stays here; None if there is none. `lanes`: of these; None: of all."""
+        """The leaf to evict next, which stays in the queue; None: there is none. `lanes`: only these; None: all."""
         while self._until and self._until[0][0] <= self.now:
             _, _, node = heapq.heappop(self._until)
             if node in self._raised and node.touched + node.lasts <= self.now:
@@ -595,13 +595,13 @@ class EvictionQueue:
 
     def _push(self, node: Node) -> None:
         lane = self._lane(node)
-        if len(lane) > 2 * len(self._uses) + _SLACK:  # most entries do not hold any more
+        if len(lane) > 2 * len(self._uses) + _SLACK:  # most entries are outdated
             self._rebuild()
         else:
             heapq.heappush(lane, (node.priority, self._uses[node], node))
 
     def _head(self, lane: list[_Entry] | None) -> _Entry | None:
-        """The first entry of a lane that holds; those before it are dropped."""
+        """The first valid entry of a lane. Drops the outdated entries before it."""
         while lane:
             priority, use, node = lane[0]
             if self._uses.get(node) == use and node.priority == priority and not node.children:
@@ -610,7 +610,7 @@ class EvictionQueue:
         return None
 
     def _rebuild(self) -> None:
-        """Fill the lanes anew with the entries that hold."""
+        """Rebuild the lanes from the valid entries."""
         for lane in self._lanes.values():
             lane.clear()
         for node, use in self._uses.items():
@@ -644,7 +644,7 @@ class EvictionQueue:
             self._lapse(next(iter(above.tiers[min(above.tiers)])))
 
     def _lapse(self, node: Node) -> None:
-        """Its priority is 0 from now on; its age stays."""
+        """Set its priority to 0. Its age stays."""
         self._lower(node)
         node.priority, node.lasts = 0, math.inf
         if not node.children:
@@ -665,7 +665,7 @@ class EvictionQueue:
 def _head(ids: npt.NDArray[np.int32], n: int) -> npt.NDArray[np.int32]:
     """The first `n` of `ids`, copied only once less than half is left of the memory they are in.
 
-    So that cutting piece by piece costs no more than one copy in all, and what was cut off is not held on to.
+    So cutting piece by piece costs one copy in all, and the memory that was cut off is freed.
     """
     memory: Any = ids if ids.base is None else ids.base
     return ids[:n] if 2 * n > len(memory) else ids[:n].copy()

@@ -6,12 +6,12 @@
 
 Window pages have a pool and a page table of their own. A page has an owner for each sequence and checkpoint that it
 belongs to, so checkpoints share pages with each other and with those that run. A sequence releases its pages as its
-window passes them. To leave a checkpoint is to own pages that are there. To go on from one copies at most its last
-page, where that is not full.
+window passes them. Leaving a checkpoint adds an owner to existing pages. Continuing from one copies at most its last
+page, if that is not full.
 
-Each running sequence has a claim on as many pages as it may need at once for one token more. The claims of all stay
-within the pool, and whatever no sequence owns is free or a checkpoint's, so claimed pages can always be had. A longer
-chunk takes what nobody claims.
+Each running sequence claims the pages that it may need at once for one more token. All claims together fit the pool,
+and pages that no sequence owns are free or a checkpoint's, so claimed pages are always available. A longer chunk takes
+unclaimed pages.
 """
 
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ class RunningWindow(Marks):
 
     @property
     def held(self) -> int:
-        """Pages of its row, and those that are to take its place. It does not compute while these are copied in."""
+        """Pages of its row, and those that will replace it. It does not compute while these are copied in."""
         return self.end - self.first + len(self.landing)
 
     @property
@@ -148,7 +148,7 @@ class Windows(CheckpointStore[RunningWindow]):
         return pages
 
     def landed(self, running: RunningWindow, at: int) -> None:
-        """The pages that were copied in take the place of its row, which the page table does not show yet."""
+        """Replace its row by the pages that were copied in. The page table does not show them yet."""
         pages = running.landing
         self._disown(running.row[running.first : running.end])
         running.landing, running.end = NO_PAGES, self.pool.pages_for(at)
@@ -160,7 +160,7 @@ class Windows(CheckpointStore[RunningWindow]):
     def keep(
         self, running: RunningWindow, root: Node, tokens: TokenIds, n_computed: int, *, last: bool = False
     ) -> None:
-        """The last one is that at `n_computed`, where its window is still there."""
+        """The last checkpoint is at `n_computed`, if its window still exists."""
         self._pass_marks(running, n_computed)
         if last and n_computed > running.begun and self._first(n_computed) >= running.first:
             self._keep_at(running, n_computed)
@@ -198,7 +198,7 @@ class Windows(CheckpointStore[RunningWindow]):
         return pages
 
     def _copy_last(self, running: RunningWindow, cells: int) -> bool:
-        """Put a copy in place of the row's last page, of which others own `cells` cells."""
+        """Replace the row's last page, of which others own `cells` cells, by a copy."""
         pages = self._fresh(1)
         if pages is None:
             return False
@@ -209,7 +209,7 @@ class Windows(CheckpointStore[RunningWindow]):
         return True
 
     def _pass_marks(self, running: RunningWindow, n_computed: int) -> None:
-        """Keep the pages before the marks up to `n_computed`, as far as they are there and nobody claims others."""
+        """Keep the pages before the marks up to `n_computed`, if they exist and all claims still fit."""
         while running.marks and running.marks[0] <= n_computed:
             position = running.marks.pop(0)
             first = self._first(position)

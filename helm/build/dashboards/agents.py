@@ -1,4 +1,4 @@
-"""What programs go through: how long they run, what they wait for, and whether their cells were kept meanwhile."""
+"""Panels of programs: how long they run, the tools they wait for, and whether their cells were kept meanwhile."""
 
 from helm.build.dashboards.board import JOB, MODEL, Board, Chosen, Kind, Query, Row, Unit, graph, number
 

@@ -1,4 +1,4 @@
-"""What a dashboard is made of, and the few shapes that its queries have. Nothing of Grafana's JSON."""
+"""The parts of a dashboard, and the few shapes of its queries. Not here: Grafana's JSON."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,7 +103,7 @@ def number(title: str, description: str, unit: Unit, expression: str, bad: float
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Queries over what is chosen in the given variables."""
+    """Queries over the series that the given variables select."""
 
     variables: Sequence[Variable]
 
@@ -120,22 +120,22 @@ class Chosen:
         return f"sum{_by(by)} ({self.of(name, **labels)})"
 
     def share(self, part: str, whole: str, *by: str, **labels: str) -> str:
-        """Of one gauge in another; `labels` are the part's."""
+        """The share of one gauge in another; `labels` select series of the part."""
         return f"{self.total(part, *by, **labels)} / {self.total(whole, *by)}"
 
     def most(self, name: str, *by: str, **labels: str) -> str:
         return f"max{_by(by)} ({self.of(name, **labels)})"
 
     def quantile(self, q: float, name: str, *by: str) -> str:
-        """Of a histogram."""
+        """A quantile of a histogram."""
         return f"histogram_quantile({q:g}, {self.rate(f'{name}_bucket', 'le', *by)})"
 
     def mean(self, name: str, *by: str) -> str:
-        """Of a histogram's observations."""
+        """The mean of a histogram's observations."""
         return f"{self.rate(f'{name}_sum', *by)} / {self.rate(f'{name}_count', *by)}"
 
     def quantiles(self, name: str, *by: str) -> tuple[Query, ...]:
-        """The middle one and the long ones, of each."""
+        """The median, p95 and p99 for each value of the labels."""
         of_each = "".join(f" {{{{{label}}}}}" for label in by)
         return tuple(Query(self.quantile(q, name, *by), f"p{q * 100:g}{of_each}") for q in (0.5, 0.95, 0.99))
 

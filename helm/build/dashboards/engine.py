@@ -1,4 +1,4 @@
-"""What each replica does: cells, steps, batch, speculation, cache."""
+"""Panels of each replica: cells, steps, batch, speculation, cache."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ def each(title: str, description: str, unit: Unit, expression: str) -> Panel:
 
 
 def rates(title: str, description: str, *counters: tuple[str, str], kind: Kind = Kind.LINES) -> Panel:
-    """Counters of all replicas together, by what they are called in the legend."""
+    """Counters of all replicas together, each with its name in the legend."""
     queries = tuple(Query(WHO.rate(f"holdfast_{name}_total"), legend) for name, legend in counters)
     return graph(title, description, Unit.RATE, *queries, kind=kind)
 

@@ -108,7 +108,7 @@ def _panel(panel: Panel) -> AnyPanel:
 
 def _number(panel: Panel) -> stat.Panel:
     last = shapes.ReduceDataOptions().calcs(["lastNotNull"])
-    # Said in full: where nothing is, Grafana shows everything from 80 on in red.
+    # Explicit: without thresholds Grafana shows everything from 80 on in red.
     steps = [Threshold(value=None, color="green")]
     if panel.bad is not None:
         steps.append(Threshold(value=panel.bad, color="red"))

@@ -1,4 +1,4 @@
-"""Whether all is well, at a glance."""
+"""The health of the installation at a glance."""
 
 from helm.build.dashboards.board import JOB, MODEL, Board, Chosen, Kind, Query, Row, Unit, graph, number
 

@@ -1,4 +1,4 @@
-"""What Holdfast stands on: routers, Redis, Ray's nodes and Serve's deployments."""
+"""Panels of what Holdfast runs on: routers, Redis, Ray's nodes and Serve's deployments."""
 
 from helm.build.dashboards.board import JOB, Board, Chosen, Kind, Panel, Query, Row, Unit, graph
 

@@ -1,10 +1,10 @@
-"""Who asks for how much, what they are allowed, and what they get."""
+"""Panels of tenants: their demand, their limits, and the service they get."""
 
 from helm.build.dashboards.board import JOB, MODEL, TENANT, Board, Chosen, Kind, Panel, Query, Row, Unit, graph
 
 WHO = Chosen((JOB, MODEL, TENANT))
 ALL = Chosen((JOB, TENANT))  # for metrics that know no model
-LOOKED = "hit|joined|miss"  # look-ups that could have found something
+LOOKED = "hit|joined|miss"  # look-ups that had something to find
 OF = Chosen((JOB,))  # and for those that know no tenant
 
 

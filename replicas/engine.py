@@ -617,7 +617,7 @@ def check_submit(submit: Submit, config: EngineConfig, vocabulary: int | None) -
     if submit.sampling.top_k > MOST_TOP_K:
         raise InvalidRequestError(f"top_k must be at most {MOST_TOP_K}: {submit.sampling.top_k}", "top_k")
     if submit.background is not None and (max_tokens or submit.session is not None):
-        raise InvalidRequestError("a background prefill draws no tokens and is no operation of a session", "background")
+        raise InvalidRequestError("a background prefill must not draw tokens or operate on a session", "background")
     if not 0 < submit.weight < math.inf:
         raise InvalidRequestError(f"weight must be positive: {submit.weight}", "weight")
     if n_prompt + min(max_tokens, 1) > context:

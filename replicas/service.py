@@ -290,7 +290,7 @@ class Service:
     async def _prefill(self, request: GenerateRequest) -> Completed | Errored:
         """Compute the beginning of a program's next prompt, without drawing anything."""
         if not isinstance(request.prompt, ChatPrompt):
-            raise InvalidRequestError("only a chat can be computed ahead", "prompt")
+            raise InvalidRequestError("background prefill needs chat messages", "prompt")
         encoded = await self.text.beginning(request.prompt, request.cache_scope, request.program_id)
         sampling, labels = Sampling(max_tokens=0), _labels(request, encoded)
         submit = replace(Submit.of(request), tokens=encoded.tokens, sampling=sampling, labels=labels)

@@ -222,11 +222,11 @@ class Sessions:
             return False
         error: HoldfastError
         if done is None:
-            error = SessionChangedError("the session went on while its replica was lost; ask again", "session_id")
+            error = SessionChangedError("the session changed while its replica was lost; retry", "session_id")
         elif done.content != turn.content:
-            error = OperationDoneError("the key was that of another operation of this session", "idempotency-key")
+            error = OperationDoneError("another operation of this session has used this key", "idempotency-key")
         elif submit.sampling.max_tokens:
-            error = OperationDoneError("question and answer are part of the session already", "idempotency-key")
+            error = OperationDoneError("this question and its answer are already in the session", "idempotency-key")
         else:
             usage, timing = Usage(done.end, done.end), Timing(accepted, finished=now)
             self._events.append(Finished(submit.request_id, "stop", usage, timing, past, len(past.tokens)))

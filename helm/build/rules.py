@@ -188,8 +188,8 @@ SERVING = (
         " or 0 * max by (job, application) (holdfast_replicas))",
         "> 0",
         "5m",
-        "A replica does not say how it is",
-        "{{ $value | humanize }} replicas that routers send to have answered no question for metrics in five minutes.",
+        "A replica does not report its metrics",
+        "{{ $value | humanize }} replicas that routers use have reported no metrics for five minutes.",
         after_rollout="1m",
     ),
     Alert(
@@ -198,8 +198,8 @@ SERVING = (
         _burns("holdfast_requests_failed", "5m", "1h"),
         f"> {14.4 * _FAILED_BUDGET:g}",
         "2m",
-        "Requests fail, and at this rate the month's allowance is gone in two days",
-        "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} fail, for an hour and now.",
+        "Requests fail; at this rate the month's error budget is used up in two days",
+        "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} fail, in the last hour and now.",
     ),
     Alert(
         "HoldfastErrorBudgetBurnsSlowly",
@@ -207,8 +207,8 @@ SERVING = (
         _burns("holdfast_requests_failed", "30m", "6h"),
         f"> {6 * _FAILED_BUDGET:g}",
         "15m",
-        "Requests fail, and at this rate the month's allowance is gone in five days",
-        "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} fail, for six hours and now.",
+        "Requests fail; at this rate the month's error budget is used up in five days",
+        "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} fail, in the last six hours and now.",
     ),
     Alert(
         "HoldfastFirstTokenBudgetBurnsFast",
@@ -234,8 +234,8 @@ SERVING = (
         'sum by (job) (rate(holdfast_request_errors_total{reason="invalid_api_key"}[5m]))',
         "> 1",
         "5m",
-        "Many requests come with a key that is none",
-        "{{ $value | humanize }} requests a second get 401: a key that was taken out, or somebody tries keys.",
+        "Many requests have an invalid API key",
+        "{{ $value | humanize }} requests a second get 401: a client uses a removed key, or somebody guesses keys.",
     ),
     Alert(
         "HoldfastOverloaded",
@@ -264,8 +264,8 @@ SERVING = (
         "sum by (job) (holdfast_requests_in_line)",
         "> 0",
         "5m",
-        "Requests stand in line for a replica",
-        "{{ $value | humanize }} requests wait in the routers, for every replica has all that it takes.",
+        "Requests wait for a free replica",
+        "{{ $value | humanize }} requests wait in the routers because every replica is full.",
     ),
     Alert(
         "HoldfastQueueLong",
@@ -282,7 +282,7 @@ SERVING = (
         share(_TENANT_LIMITED, _TENANT_REQUESTS),
         "> 0.1",
         "15m",
-        "A tenant runs into its limits",
+        "A tenant reaches its limits",
         "{{ $value | humanizePercentage }} of the requests of {{ $labels.tenant }} are refused by its own limits.",
     ),
     Alert(
@@ -312,7 +312,7 @@ AGENTS = (
         "1 - model:holdfast_pin_hits:ratio_rate15m",
         "> 0.5",
         "30m",
-        "Programs come back to find their cells gone",
+        "Programs return after their cells were evicted",
         "{{ $value | humanizePercentage }} of the follow-up turns to {{ $labels.model }} find no kept cells.",
     ),
     Alert(
@@ -325,7 +325,7 @@ AGENTS = (
         "> 0.3",
         "30m",
         "Clients rewrite the history of their programs",
-        "{{ $value | humanizePercentage }} of what {{ $labels.model }} computes was there, but for a token before it.",
+        "{{ $value | humanizePercentage }} of what {{ $labels.model }} computes was cached until clients changed it.",
     ),
 )
 
@@ -336,7 +336,7 @@ ENGINE = (
         "(rate(holdfast_engine_steps_total[2m]) and on (job, replica) (holdfast_sequences_running > 0))",
         "== 0",
         "2m",
-        "A replica has work and does not step",
+        "A replica has work but runs no steps",
         "Replica {{ $labels.replica }} has running sequences and has made no step for two minutes.",
     ),
     Alert(
@@ -364,7 +364,7 @@ ENGINE = (
         "> 0",
         "0m",
         "Copies to or from host memory fail",
-        "{{ $value | humanize }} steps of {{ $labels.replica }} lost their copies; its host tier began anew each time.",
+        "{{ $value | humanize }} steps of {{ $labels.replica }} lost their copies; each emptied its host tier.",
     ),
 )
 
@@ -376,7 +376,7 @@ REDIS = (
         "> 0",
         "1m",
         "Redis cannot be reached",
-        "Routers work from their own memory. Nothing fails; they do not share what they know.",
+        "Routers work from their own memory. No request fails, but routers share no state.",
     ),
     Alert(
         "HoldfastRedisSlow",
@@ -394,7 +394,7 @@ REDIS = (
         "> 0.9",
         "10m",
         "Redis is nearly full",
-        "Redis uses {{ $value | humanizePercentage }} of its memory; it evicts what was not used for longest.",
+        "Redis uses {{ $value | humanizePercentage }} of its memory; it evicts the least recently used keys.",
     ),
     Alert(
         "HoldfastRedisEvicting",
@@ -416,7 +416,7 @@ RAY = (
         " or 0 * max by (job, application, deployment) (ray_serve_autoscaling_target_replicas))",
         "> 0",
         "10m",
-        "Fewer replicas run than are wanted",
+        "Fewer replicas run than the target number",
         "{{ $labels.deployment }} of {{ $labels.application }} lacks {{ $value | humanize }} replicas.",
     ),
     Alert(
@@ -428,8 +428,8 @@ RAY = (
         " - max by (job, application, deployment) (ray_serve_autoscaling_target_replicas)",
         "> 0",
         "15m",
-        "The autoscaler wants more replicas than it may have",
-        "{{ $labels.application }} would need {{ $value | humanize }} replicas more than the most that it may have.",
+        "The autoscaler wants more replicas than its maximum",
+        "{{ $labels.application }} needs {{ $value | humanize }} replicas more than its maximum.",
     ),
     Alert(
         "HoldfastRolloutStuck",
@@ -437,8 +437,8 @@ RAY = (
         'min by (job, application) (ray_serve_deployment_status{deployment=~"replicas|router"} > 0)',
         "< 4",
         "30m",
-        "A rollout does not come to its end",
-        "{{ $labels.application }} has been updating, or failing to, for half an hour.",
+        "A rollout does not finish",
+        "{{ $labels.application }} has been updating for half an hour, or its update fails.",
     ),
     Alert(
         "HoldfastNodeMemoryFull",

@@ -684,7 +684,7 @@ _READ: Mapping[str, frozenset[str]] = {  # keywords that are understood here
 def value(g: Grammar, schema: Schema, node: Any, dialect: Dialect = JSON) -> str:
     """A rule for the values of `node`, a part of `schema`. Raises ValueError for one that no value follows."""
     if node is False:
-        raise ValueError("nothing is allowed for a value that must be there")
+        raise ValueError("a required value allows no value")
     if node is True or not isinstance(node, Mapping) or not node:
         return _anything(g, dialect)
     if wrong := malformed(node):
@@ -1006,7 +1006,7 @@ def _in_text(schema: Schema, texts: Options, rest: Options) -> tuple[list[str], 
             raise ValueError(f"{subject} of a text cannot be followed in tags")
         times = _times(each, "minLength", "maxLength")
         if schema.strict and not times:
-            raise ValueError("no text has the length that is asked for")
+            raise ValueError("no text has the required length")
         times = times or "*"
         if "enum" not in each:
             lengths[times] = None

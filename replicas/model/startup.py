@@ -310,7 +310,7 @@ def _choose_products(model: Model, config: EngineConfig) -> None:
         try:
             model.keep_order(most_rows(config), most_draws(config))
         except STEP_ERRORS as error:
-            raise ConfigError(f"batch_invariant cannot be had with this model: {error}", "batch_invariant") from error
+            raise ConfigError(f"this model does not support batch_invariant: {error}", "batch_invariant") from error
     elif isinstance(model, GpuDecoder):
         try:
             choose_products(model.matrices, Clock().seconds)

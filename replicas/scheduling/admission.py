@@ -33,7 +33,7 @@ from holdfast.replicas.types import common_prefix
 
 _PASSED_OVER = 64  # blocked requests of a line shared by several tenants that others may pass in a step
 _TOO_LATE = ErrorInfo(ErrorKind.OVERLOADED, "the request waited too long for a place in the batch")
-_PASSED = ErrorInfo(ErrorKind.DEADLINE, "too little of the time that the request gave is left to serve it")
+_PASSED = ErrorInfo(ErrorKind.DEADLINE, "the request's timeout leaves too little time to serve it")
 _GAVE_WAY = ErrorInfo(
     ErrorKind.OVERLOADED, "the queue is full, and a request of a higher class took the place of this one; retry"
 )
@@ -481,7 +481,7 @@ def _deadline(sequence: Sequence) -> float:
 
 
 def _unmet(expected_s: float, within_s: float) -> DeadlineError:
-    message = f"an answer is expected in {expected_s:.1f} s, and the request gives it {within_s:.1f} s"
+    message = f"the answer is expected in {expected_s:.1f} s, but the request's timeout is {within_s:.1f} s"
     return DeadlineError(message, "timeout", retry_after_s=expected_s - within_s)
 
 

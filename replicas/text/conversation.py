@@ -262,7 +262,7 @@ class TextSide:
                 tokens = tokens[: common_prefix(tokens, self.cache.tokenize(more, self.cache.encoder).ids)]
             tokens = tokens[: len(entry.ids) - self.cache.unsure(text)]
         if not len(tokens):
-            raise InvalidRequestError("nothing is known of the prompt before its next message", "messages")
+            raise InvalidRequestError("no part of the prompt is fixed before its next message", "messages")
         return Encoded(tokens, text, pending.mark, self._starts(prompt, entry))
 
     def _starts(self, prompt: ChatPrompt, entry: Entry) -> tuple[int, ...]:

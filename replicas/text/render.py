@@ -139,7 +139,7 @@ class Renderer:
         ending = self._after(before, prompt.template_kwargs)
         text = whole.text.partition(_BEFORE)[2]
         if not text.startswith(ending):
-            raise InvalidRequestError("the chat template cannot go on with these messages", "messages")
+            raise InvalidRequestError("the chat template cannot continue with these messages", "messages")
         return Rendered(text.removeprefix(ending), whole.mark)
 
     def closing(self, kwargs: Mapping[str, Any]) -> str:
@@ -232,7 +232,7 @@ class Renderer:
             raise InvalidRequestError(f"chat_template_kwargs must not name {min(reserved)}", "chat_template_kwargs")
         if (parts := _parts(prompt)) > _FEW and parts > self.most_parts:
             limit = f"{parts} messages, calls and tools are more than the {self.most_parts:.0f} that the chat template"
-            raise InvalidRequestError(f"{limit} can be given: it goes over them again for each of them", "messages")
+            raise InvalidRequestError(f"{limit} can take: its work grows with their square", "messages")
 
     def _after(self, before: list[Message], kwargs: Mapping[str, Any]) -> str:
         """The template's text behind the content of the last of these messages."""

@@ -281,8 +281,8 @@ PROGRAM_TOKENS, PROGRAM_STATES = 8192, 4
 """What a program in the cache is taken to hold where cells and states share memory: its prompt, and the states of a
 running turn, of the last two ends of prompt and reply, and a part of those that programs share."""
 PROGRAM_WINDOWS = 1
-"""The same of windows, in the layers that keep no more: the ends of prompts and replies near each other share most of
-their pages, and a longer program has room for several that lie apart.
+"""As `PROGRAM_STATES`, for windows. Ends of prompts and replies near each other share most of their pages, and a longer
+program has room for several that lie apart.
 """
 HOST_SHARE = 0.25  # of the host's free memory, for evicted KV and checkpoints of a model that has them, on a GPU
 LEAST_SLOTS = 4  # one state is read while another is written, and both for two sequences

@@ -1,4 +1,4 @@
-"""What one engine step does: frozen data from the scheduler to the runner, and the runner's answer.
+"""One engine step as data: frozen plans from the scheduler to the runner, and the runner's results.
 
 The scheduler knows pages and tokens and no tensors; the runner knows tensors and no requests.
 """
@@ -96,7 +96,7 @@ class Chunk:
 
     @property
     def decodes(self) -> bool:
-        """Whether it takes its sequence one token further, with drafts or without."""
+        """Whether its sequence gets one more token from it, with drafts or without."""
         return self.draw is not None and len(self.tokens) == self.draw.drafts + 1
 
 

@@ -1,4 +1,4 @@
-"""What one replica reports to those who watch it: metrics, status, and the present requests and pins.
+"""The reports of one replica for its observers: metrics, status, and the present requests and pins.
 
 The only file of this folder that knows prometheus_client and orjson.
 """

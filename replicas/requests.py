@@ -1,4 +1,4 @@
-"""What goes into a replica and into its engine, and what comes out: frozen, picklable data without HTTP.
+"""The inputs and outputs of a replica and of its engine: frozen, picklable data without HTTP.
 
     router   GenerateRequest --> service   Submit, Stop, Abort --> engine      in text, in token ids
              Piece, Answer  <--            Started, Tokens, Terminal <--
@@ -206,7 +206,7 @@ NOTHING_DRAWN = ReplyTokens()
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """What a client asked for, validated by the router. `Submit` adds what the service makes of it."""
+    """A client's request, validated by the router. `Submit` adds the fields that the service fills in."""
 
     request_id: str
     prompt: ChatPrompt | RawPrompt = NO_PROMPT
@@ -468,7 +468,7 @@ class SessionLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit(GenerateRequest):
-    """A request for the engine: what the client asked for, and what the service makes of it.
+    """A request for the engine: the client's request, and the fields that the service fills in.
 
     `sampling` is complete. For an operation on a session `tokens` follow the session's history.
     """
@@ -635,7 +635,7 @@ Event: TypeAlias = Started | Tokens | Terminal
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What a replica serves, for `/v1/models` and for validation in the router."""
+    """The model that a replica serves, for `/v1/models` and for validation in the router."""
 
     name: str
     context_length: int

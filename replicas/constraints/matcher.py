@@ -1,5 +1,5 @@
-"""What the engine knows of a constrained reply: which tokens may come next, as bits. No library is used here, and no
-grammar but that of a given text.
+"""The engine's view of a constrained reply: the tokens that may come next, as bits. Not here: libraries, and grammars
+other than that of a given text.
 
 A matcher belongs to one sequence. The text side makes it; from then on only the engine's thread uses it.
 """

@@ -20,7 +20,7 @@ _WITHOUT_EFFECT = {"dropout", "is_causal", "position_ids", "cache_position", "us
 
 
 class PagedState(NamedTuple):
-    """What the attention calls of one forward share.
+    """The state that the attention calls of one forward share.
 
     `shapes` collects what layers asked for: heads, KV heads, their size, window or 0.
     """

@@ -68,7 +68,7 @@ _FEW = 8  # pages of a row write that are looked at one by one, which is faster 
 
 
 class PageTable:
-    """Which page holds which part of which sequence: [kinds x rows, slots] int32 on the device, one row per sequence
+    """The pages of each sequence, by page slot: [kinds x rows, slots] int32 on the device, one row per sequence
     and kind of layers (`KVKind`).
 
     `pages`: of the store of each kind. Forwards are laid out from a copy on the host; on a CPU both are one memory.
@@ -175,7 +175,7 @@ class BatchLayout:
 
     @property
     def arrays(self) -> tuple[Int64s | Int32s, ...]:
-        """What the device needs."""
+        """The arrays that the device needs."""
         return self.token_ids, self.positions, self.drawn, *self.cells, *self.states
 
     def batch(self, table: PageTable, views: Sequence[Tensor]) -> ForwardBatch:
@@ -259,7 +259,7 @@ def build_batch(chunks: tuple[Chunk, ...], table: PageTable) -> ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Of one kind of layers: heads and their size, and the different windows; 0: none. `invariant`: see
+    """The attention of one kind of layers: heads, their size, and the windows; 0: none. `invariant`: see
     `attention_work`.
     """
 

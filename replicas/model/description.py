@@ -1,4 +1,4 @@
-"""What a checkpoint's configuration says, read offline as data.
+"""A checkpoint's configuration, read offline as data.
 
 `inspect_model` reads the numbers that every model needs: its KV cell, state, context, vocabulary and dtype. `describe`
 makes the `Description` that our own decoder runs: a list of blocks. A family of models is a row of `FAMILIES`. Any
@@ -225,7 +225,7 @@ class Description:
 
     @property
     def all_blocks(self) -> tuple[Block, ...]:
-        """Those of the model, then those of the layer that predicts one token further."""
+        """The blocks of the model, then those of the layer that predicts one token further."""
         return self.blocks if self.next_token is None else (*self.blocks, *self.next_token.blocks)
 
     @property
@@ -661,7 +661,7 @@ def _unread_weights(config: Any) -> str:
 
 
 def _linear_activation(text: Any) -> str:
-    """What follows the convolution of linear layers."""
+    """The activation after the convolution of linear layers."""
     return str(getattr(text, "mamba_hidden_act", "silu"))
 
 

@@ -25,7 +25,7 @@ _AGAIN = "Download it again: hf download NAME --local-dir FOLDER"
 
 
 class Fault(NamedTuple):
-    """What is wrong with a checkpoint's files, and what to do."""
+    """An error in a checkpoint's files, and its remedy."""
 
     found: str
     mend: str = _AGAIN
@@ -58,7 +58,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_map(folder: Path) -> Mapping[str, str]:
-    """Which tensor is in which file, by the index. Raises ValueError and OSError like `weight_files`."""
+    """The file of each tensor, by the index. Raises ValueError and OSError like `weight_files`."""
     index = json.loads((folder / INDEX).read_text())
     places = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(places, dict):
@@ -75,7 +75,7 @@ def stored_tensors(model: str, folder: Path) -> dict[str, Stored]:
 
 
 def faults(folder: Path, stored: dict[str, Stored] | None = None) -> Iterator[Fault]:
-    """What is wrong with the weights in `folder`; nothing where they are complete. Fills `stored`."""
+    """The errors in the weights in `folder`; none if they are complete. Fills `stored`."""
     stored = {} if stored is None else stored
     if not has_safetensors(folder):
         others = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))

@@ -50,7 +50,7 @@ def _file(file: Path) -> str:
 
 
 def _adapter(file: Path) -> str:
-    """What to do with an adapter, by its configuration."""
+    """Advice for serving an adapter, by its configuration."""
     try:
         base = json.loads(file.read_text()).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):

@@ -61,7 +61,7 @@ class Format:
 
     @staticmethod
     def of(config: Any) -> "Format":
-        """The format in a model's configuration. Raises ValueError for what is unknown, naming method and option."""
+        """The format in a model's configuration. Raises ValueError for an unknown method or option, naming it."""
         raw_settings = getattr(config, "quantization_config", None) or {}
         settings: dict[str, Any] = raw_settings if isinstance(raw_settings, dict) else raw_settings.to_dict()
         method = str(settings.get("quant_method", "")) if settings else ""
@@ -81,7 +81,7 @@ class Format:
         return reader(method, settings)
 
     def stored(self, name: str, names: Container[str]) -> dict[str, str]:
-        """Which of the stored tensors make the weight `name`: what each is, and its name. Empty where none does."""
+        """The stored tensors of the weight `name`: the name of each by its part. Empty if there are none."""
         names_by_part = {part: name + part for part in (*_BEHIND, *_BEHIND_TOO) if name + part in names}
         if name.endswith(".weight"):
             module = name.removesuffix("weight")

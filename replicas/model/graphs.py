@@ -46,10 +46,10 @@ _TILES = (16, 32, 64)  # query rows of narrow items; the step's longest window d
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bucket:
-    """What a graph was captured for: up to so many tokens, narrow tiles of so many rows, with wide items or without.
+    """The steps that a graph covers: most tokens, rows of a narrow tile, and whether it has wide items.
 
     Wide items are shared prefixes and chunks too long for a narrow tile. Steps of more than `MOST_DRAWS` tokens nearly
-    always have one; they have no graph without.
+    always have one, so no graph of that size is without.
     """
 
     tokens: int
@@ -114,7 +114,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a step in a graph computes; the next step overwrites it.
+    """The results of a step in a graph; the next step overwrites them.
 
     `logits` [R, vocabulary]. `greedy` int32: the greedy draw of each row, and from `accepted` on each sequence's count
     of accepted drafts. `batch`: the bucket's tokens. `hidden`: `Decoder.hidden` of these, where there is any.
@@ -164,7 +164,7 @@ class _Layout:
 
 
 class _WindowFields:
-    """What attention with one window reads, except its narrow items."""
+    """The inputs of attention with one window, except its narrow items."""
 
     def __init__(self, layout: _Layout, room: GraphRoom) -> None:
         self.n_narrow, self.n_wide = layout.add(torch.int32, 1), layout.add(torch.int32, 1)

@@ -33,7 +33,7 @@ Tell: TypeAlias = Callable[[Progress], None]
 
 
 class Meter:
-    """Counts what is read of `total` bytes. Tells it now and then, and logs it; the end is told in any case."""
+    """Counts the bytes read of `total`. Reports and logs them from time to time; always reports the end."""
 
     def __init__(self, total: int, report: Tell | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self._total, self._report, self._now = total, report, now
@@ -41,7 +41,7 @@ class Meter:
         self._began = self._logged = self._reported_at = now()
 
     def add(self, size: int) -> None:
-        """So many more bytes have been read."""
+        """Count `size` more bytes as read."""
         self._read += size
         moment = self._now()
         progress = Progress(self._read, self._total, moment - self._began)

@@ -107,7 +107,7 @@ class GpuRunner(ModelRunner):
         return GpuFlight(plan.chunks, (begin, drawing, _Mark(stream)), drawn, host)
 
     def _further(self, chunks: tuple[Chunk, ...], settings: sampler.Settings | None) -> tuple[Array, ...]:
-        """What a layer that predicts one token further reads besides; nothing where the model has none."""
+        """Further inputs of the layer that predicts one token further; empty if the model has none."""
         if not isinstance(self.model, Decoder) or self.model.next_token is None:
             return ()
         return following_tokens(chunks), *(settings.keys_after() if settings is not None else ())
@@ -157,7 +157,7 @@ class GpuRunner(ModelRunner):
         return *self._launch(step, [*settings, *further]), None
 
     def _launch(self, step: "StepInputs", settings: Sequence[Array]) -> tuple[Tensor, Sequence[Tensor], ForwardBatch]:
-        """The same without a graph."""
+        """Run a forward without a graph."""
         layout, works, beside = step.layout, step.works, step.beside
         views = self._sender.send([*step.arrays, *settings])
         inputs = len(layout.arrays)
@@ -172,7 +172,7 @@ class GpuRunner(ModelRunner):
 
 @record
 class StepInputs:
-    """A step laid out on the host. `settings`: what its rows ask for; None where nothing is drawn."""
+    """A step laid out on the host. `settings`: those of its rows; None if it draws nothing."""
 
     layout: BatchLayout
     works: Sequence[Sequence[AttentionWork]]
@@ -181,7 +181,7 @@ class StepInputs:
 
     @property
     def arrays(self) -> list[Array]:
-        """What a forward without a graph needs on the device, except for what is drawn."""
+        """The arrays that a forward without a graph needs on the device, except those of the draws."""
         works = [array for of_kind in self.works for work in of_kind for array in work.arrays]
         return [*self.layout.arrays, *works, *self.beside.arrays]
 
@@ -247,7 +247,7 @@ class _Mark:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """What the step before draws: ids on the device, and the first row of each drawing chunk by its number."""
+    """The draws of the step before: ids on the device, and the first row of each drawing chunk by its number."""
 
     drawn: Tensor
     first_rows: dict[int, int]
@@ -263,7 +263,7 @@ def _first_rows(chunks: Sequence[Chunk]) -> dict[int, int]:
 
 
 class _Updates:
-    """What crosses besides the forward's inputs: row writes, and tokens that follow from the step before.
+    """Data that crosses to the device besides the forward's inputs: row writes, and tokens of the step before.
 
     `arrays`: the pages of long row writes, one array each; slots [n] int64 of the table and pages [n] int32 of the
     short ones; tokens [n] int64 of this step and the rows [n] int64 of the draws before that they are.

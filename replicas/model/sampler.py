@@ -63,7 +63,7 @@ class LogitRows:
 
 
 def group_rows(chunks: Sequence[Chunk], vocabulary: int) -> LogitRows:
-    """What every row of a step asks for."""
+    """The settings of every row of a step."""
     rows = LogitRows()
     row = 0
     for chunk in chunks:
@@ -98,7 +98,7 @@ def group_rows(chunks: Sequence[Chunk], vocabulary: int) -> LogitRows:
 
 
 def _bias(rows: range, bias: Mapping[int, float], vocabulary: int) -> list[RowEdit]:
-    """The same bias for some rows."""
+    """One bias for some rows."""
     inside = {token: each for token, each in bias.items() if 0 <= token < vocabulary}
     if not inside:
         return []
@@ -266,7 +266,7 @@ def _masked(scores: Tensor, rows: LogitRows) -> Tensor:
 
 
 def _unpacked(packed: Bits, device: torch.device) -> Tensor:
-    """Which tokens packed masks forbid, bool [rows, 32 * words]; to a GPU they cross packed."""
+    """The tokens that packed masks forbid, bool [rows, 32 * words]; they cross to a GPU packed."""
     if device.type == "cpu":
         bits = np.unpackbits(~packed.view(np.uint8), axis=1, bitorder="little")
         return torch.from_numpy(bits.view(np.bool_))
@@ -294,7 +294,7 @@ def _row_logprobs(logits: Tensor, tokens: Tensor, rows: LogitRows) -> tuple[Tens
 
 
 def _logprobs_by_row(rows: LogitRows, logprobs: tuple[Tensor, Tensor, Tensor]) -> dict[int, LogRow]:
-    """What `_row_logprobs` found, on the host."""
+    """The result of `_row_logprobs` by row, on the host."""
     return dict(zip(rows.logprobs, zip(*(each.tolist() for each in logprobs), strict=True), strict=True))
 
 
@@ -327,7 +327,7 @@ def _token_logprobs(token: int, row: LogRow, n_logprobs: int) -> TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the rows of a step ask for. `arrays`, to be sent to the device, in the order that `begin` takes them:
+    """The sampling settings of a step's rows. `arrays` go to the device, in the order that `begin` takes them:
 
     first rows [S + 1] int32, drafts [R] int32; where a row is sampled temperatures [R] float32 (0: greedy) and noise
     keys [R, 2] int32; where one is filtered top_k [R] int32, top_p and min_p [R] float32.
@@ -347,7 +347,7 @@ class Settings:
 
 
 def settings(chunks: Sequence[Chunk], vocabulary: int) -> Settings:
-    """What the chunks of a step draw, of which at least one does."""
+    """The settings of the chunks of a step, at least one of which draws."""
     rows = group_rows(chunks, vocabulary)
     drawn = [chunk.tokens[-chunk.draw.drafts - 1 :] for chunk in chunks if chunk.draw is not None]
     first = np.zeros(len(drawn) + 1, np.int32)
@@ -399,7 +399,7 @@ class Draws:
     predicted: Tensor | None = None
 
     def finish(self, chunks: Sequence[Chunk]) -> tuple[Drawn | None, ...]:
-        """What was drawn for each chunk."""
+        """The tokens drawn for each chunk."""
         values = self.results.tolist()
         tokens, accepted = values[: len(self.drawn)], values[self.accepted : self.accepted + self.sequences]
         logprobs = _logprobs_by_row(self.rows, self.logprobs) if self.logprobs is not None else {}

@@ -457,7 +457,7 @@ def largest_step(config: EngineConfig, slots: int = 0, kinds: int = 1) -> StepPl
 
 
 def _of_kinds(writes: Sequence[RowWrite], kinds: int) -> tuple[RowWrite, ...]:
-    """The same pages in the page table of each kind of layers."""
+    """The pages in the page table of each kind of layers."""
     return tuple(replace(write, kind=kind) for kind in range(kinds) for write in writes)
 
 

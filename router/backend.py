@@ -44,7 +44,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class RoutingHint:
-    """What the router knows of where a turn is best served: a wish, unless it is `bound`."""
+    """The router's knowledge of the best replica for a turn. It is a preference, unless it is `bound`."""
 
     home: str | None = None  # the replica of the program's last turn, by the program's record
     parent: str | None = None  # the replica of the parent program

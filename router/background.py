@@ -8,21 +8,21 @@ from typing import Any, NoReturn
 log = logging.getLogger(__name__)
 
 
-async def forever(work: Callable[[], Awaitable[object]], every_s: float, what: str) -> NoReturn:
+async def forever(work: Callable[[], Awaitable[object]], every_s: float, name: str) -> NoReturn:
     """Run `work` again and again, `every_s` seconds after its last end. An error is logged and ends nothing.
 
-    `what` names the work in the log. Run this as a task, and cancel the task to end it.
+    `name` is the work's name in the log. Run this as a task, and cancel the task to end it.
     """
     while True:
         try:
             await work()
         except Exception:  # the supervisor of a task that nobody waits for
-            log.exception("%s failed; the next try is in %g s", what, every_s)
+            log.exception("%s failed; the next try is in %g s", name, every_s)
         await asyncio.sleep(every_s)
 
 
 async def stop(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel the tasks, and wait until they have ended. None: one that has never begun."""
+    """Cancel the tasks, and wait until they have ended. None: a task that was never started."""
     running = [task for task in tasks if task is not None]
     for task in running:
         task.cancel()
@@ -38,7 +38,7 @@ class Background:
         self._tasks: set[asyncio.Task[object]] = set()
 
     def start(self, work: Coroutine[Any, Any, object]) -> bool:
-        """Run `work` soon. False where too much runs already: it is dropped."""
+        """Run `work` soon. False if it is dropped because too much runs already."""
         if len(self._tasks) >= self._limit:
             work.close()
             return False
@@ -58,7 +58,7 @@ class Background:
         return tuple(self._tasks)
 
     def run(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
-        """Run `work` whatever runs already."""
+        """Run `work` regardless of the limit."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)

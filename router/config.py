@@ -34,7 +34,7 @@ PLACEMENT_HEADERS = (*PARENT_HEADERS, "x-correlation-id")
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What a request costs, in units: a tenant's budgets are counted in them. By default a token is one."""
+    """The price of a request in units, in which a tenant's budgets are counted. By default a token is one unit."""
 
     input: float = 1.0  # of a prompt's token that was computed
     cached_input: float = 1.0  # of one that was found in the cache
@@ -61,7 +61,7 @@ class Oidc:
 
     def __post_init__(self) -> None:
         if self.issuer and not self.audience:
-            raise ConfigError("an issuer needs an audience: its tokens for others are no keys here", "audience")
+            raise ConfigError("an issuer needs an audience: tokens for other audiences are not accepted", "audience")
         if any(name == "none" or name.startswith("HS") for name in self.algorithms) or not self.algorithms:
             raise ConfigError(f"algorithms must be those of public keys, not {list(self.algorithms)}", "algorithms")
 

@@ -1,4 +1,4 @@
-"""Which replica serves a turn: filter the candidates, score each, pick the cheapest. Pure.
+"""Chooses the replica for a turn: filter the candidates, score each, pick the cheapest. Pure.
 
     affinity    a program's next turn goes to its home, the replica that holds its state, unless that is far too busy
     filter      a new program: its parent's replica, some holders of its prompt's prefix, the least loaded replica
@@ -26,7 +26,7 @@ PREFIXES = 65536  # prefixes remembered; the one used least recently is forgotte
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How much each signal counts. Chosen in the simulator (docs/scheduling.md)."""
+    """The weight of each signal. Chosen in the simulator (docs/scheduling.md)."""
 
     turn_tokens: int = 1200  # queue: one turn in hand costs as much as computing so many tokens
     few_turns: int = 2  # queue: so many turns in hand are never a crowd
@@ -81,7 +81,7 @@ class PlacementRequest:
 
 
 class Reason(StrEnum):
-    """Why a turn went to its replica."""
+    """The reason for a turn's replica."""
 
     HOME = "home"  # the replica holds the program's state
     PREFIX = "prefix"  # it holds a prefix of the prompt
@@ -103,7 +103,7 @@ class Decision:
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """What this router knows of a replica: its own turns exactly, the rest from the replica's latest report."""
+    """This router's view of a replica: its own turns exactly, the rest from the replica's latest report."""
 
     capacity: int  # turns that it takes at once
     last_sent: float  # order of the latest turn sent; the least recent of equally loaded replicas comes first
@@ -180,9 +180,9 @@ class Placement:
 
     def update(self, capacity: Mapping[str, int]) -> None:
         """Set the replicas, each with the turns that it takes at once."""
-        for gone in self._loads.keys() - capacity.keys():
-            self._prefixes.forget(gone)
-            del self._loads[gone]
+        for replica_id in self._loads.keys() - capacity.keys():
+            self._prefixes.forget(replica_id)
+            del self._loads[replica_id]
         for replica_id, turns in capacity.items():
             # Random, so that routers which know the same do not all choose the same replica.
             self._loads.setdefault(replica_id, ReplicaLoad(turns, self._rng.random())).capacity = turns
@@ -215,7 +215,7 @@ class Placement:
             self._changed(replica_id)
 
     def holds(self, replica_id: str, prefixes: Sequence[Prefix]) -> None:
-        """A replica accepted a turn with these prefixes, so it will hold them."""
+        """Add the prefixes of a turn that a replica accepted."""
         if replica_id in self._loads:
             for prefix in prefixes:
                 self._prefixes.put(prefix.digest, replica_id, 0)
@@ -345,7 +345,7 @@ def held_tokens(
 
 
 class PrefixIndex:
-    """Which replicas hold which prefixes: what they reported last, and what was sent to them since."""
+    """The prefixes that each replica holds: those that it reported last, and those sent to it since."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -379,11 +379,11 @@ class PrefixIndex:
 
     def some(self, known: Iterable[tuple[Prefix, Holders]]) -> list[str]:
         """At most `HOLDERS` replicas, holders of the longest prefix first; of too many a random sample."""
-        drawn: dict[str, None] = {}
+        chosen: dict[str, None] = {}
         for _, holders in known:
-            several = list(holders)
-            drawn |= dict.fromkeys(several if len(several) <= HOLDERS else self._rng.sample(several, HOLDERS))
-        return list(drawn)[:HOLDERS]
+            replicas = list(holders)
+            chosen |= dict.fromkeys(replicas if len(replicas) <= HOLDERS else self._rng.sample(replicas, HOLDERS))
+        return list(chosen)[:HOLDERS]
 
 
 def rendezvous(name: str, replica_ids: Iterable[str]) -> str:

@@ -75,7 +75,7 @@ class TenantLimits:
 
 @dataclass(frozen=True, slots=True)
 class TenantCache:
-    """What the response cache keeps for a tenant."""
+    """A tenant's options for the response cache."""
 
     enabled: bool = True  # off: no answer is kept or found for it
     ttl_s: float | None = None  # an answer is forgotten after this; null: as `router.cache_ttl_s`
@@ -92,7 +92,7 @@ class TenantCache:
 class ApiKey:
     """A key of a tenant, by its hash."""
 
-    id: str  # what lists, records and logs call it; no secret
+    id: str  # the name in lists, records and logs; not secret
     hash: str  # `sha256:` and 64 hex digits, as `holdfast key` prints them
     scopes: tuple[Scope, ...] = SCOPES  # what it is for
     expires: float | None = None  # seconds since 1970 in UTC from which on it is refused; null: never
@@ -108,7 +108,7 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who pays. An `operator` may read the metrics of all tenants."""
+    """A tenant, whose usage is counted and limited. An `operator` may read the metrics of all tenants."""
 
     name: str  # letters, digits, `.`, `_` and `-`; a label of metrics
     key_hashes: tuple[str, ...] = ()  # `sha256:` and the hash of each of its keys, as `holdfast key` prints them
@@ -161,7 +161,7 @@ DEFAULT_TENANT = Tenant("default")
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who calls: a tenant, the key that was used, and its scopes."""
+    """An authenticated caller: a tenant, the key that was used, and its scopes."""
 
     tenant: Tenant
     key_id: str = ""  # "": by the address
@@ -173,7 +173,7 @@ class Principal:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What authentication looks at: the key, and where the connection comes from.
+    """The facts that authentication checks: the key, and the source of the connection.
 
     `peer` and `server` are the two addresses of the connection, `forwarded` is the value of `X-Forwarded-For`. `host`
     is the server's name in the request, `origin` the page for which a browser sends it.
@@ -199,10 +199,10 @@ class Caller:
         A client may have written the hops before that into `X-Forwarded-For` itself.
         """
         hops = [hop.strip() for hop in (self.forwarded or "").split(",") if hop.strip()]
-        found = self.peer or ""
-        while hops and (_is_loopback(found) or _is_in(found, proxies)) and _parsed(hops[-1]) is not None:
-            found = hops.pop()
-        return found
+        address = self.peer or ""
+        while hops and (_is_loopback(address) or _is_in(address, proxies)) and _parsed(hops[-1]) is not None:
+            address = hops.pop()
+        return address
 
 
 ReadToken = Callable[[str], tuple[str, str, tuple[Scope, ...]] | None]
@@ -283,17 +283,17 @@ class TenantDirectory:
         return self._by_name.get(name)
 
     def authenticate(self, caller: Caller) -> Principal:
-        """Who `caller` is. Raises RefusedError: 401 for its key, 403 for its address."""
+        """The principal of `caller`. Raises RefusedError: 401 for its key, 403 for its address."""
         if not self.has_keys:
             self._require_local(caller)
             return Principal(DEFAULT_TENANT, scopes=tuple(Scope))
         key = key_of(caller)
         if not key:
             raise RefusedError(Refusal.UNAUTHENTICATED, "Give your API key in a header: 'Authorization: Bearer KEY'")
-        found = self._by_key.get(hash_key(key))
-        if found is None:
+        entry = self._by_key.get(hash_key(key))
+        if entry is None:
             return self._by_token(key)
-        name, api_key = found
+        name, api_key = entry
         now = self._clock()
         if api_key.expires is not None and now >= api_key.expires:
             raise RefusedError(Refusal.UNAUTHENTICATED, "This API key has expired")
@@ -312,11 +312,11 @@ class TenantDirectory:
         read = self._read_token(key) if self._read_token is not None else None
         if read is None:
             raise RefusedError(Refusal.UNAUTHENTICATED, "Incorrect API key provided")
-        name, who, scopes = read
+        name, subject, scopes = read
         tenant = self._by_name.get(name)
         if tenant is None:
-            raise RefusedError(Refusal.FORBIDDEN, "The token names no tenant that is known here")
-        return Principal(tenant, who, scopes)
+            raise RefusedError(Refusal.FORBIDDEN, "The token's tenant is unknown")
+        return Principal(tenant, subject, scopes)
 
     def _require_local(self, caller: Caller) -> None:
         if self._exposed:
@@ -383,7 +383,7 @@ def key_of(caller: Caller) -> str:
 
 def _by_key(tenants: Sequence[Tenant]) -> dict[str, tuple[str, ApiKey]]:
     """The name of the tenant and the key, by its hash. Raises ConfigError where two have the same."""
-    found = {key.hash: (tenant.name, key) for tenant in tenants for key in tenant.all_keys}
-    if len(found) < sum(len(tenant.all_keys) for tenant in tenants):
+    keys = {key.hash: (tenant.name, key) for tenant in tenants for key in tenant.all_keys}
+    if len(keys) < sum(len(tenant.all_keys) for tenant in tenants):
         raise ConfigError("two tenants have the same API key", "tenants")
-    return found
+    return keys

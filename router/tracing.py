@@ -1,4 +1,4 @@
-"""Where a request's time goes: spans of OpenTelemetry, and the stages that clients are told.
+"""The times of a request's stages: OpenTelemetry spans, and the stages reported to clients.
 
 The router opens a span for a request, and a replica one below it, from the times that its engine reports. Without an
 endpoint nothing of OpenTelemetry is imported or called; with one the `tracing` extra must be installed. Times of spans
@@ -30,7 +30,7 @@ EXPORT_S = 5.0  # a collector that takes longer misses a batch; requests never w
 
 @dataclass(frozen=True, slots=True)
 class TracingConfig:
-    """Where spans go: OTLP over HTTP, in protobuf. Off without an endpoint."""
+    """The export of spans: OTLP over HTTP, in protobuf. Off without an endpoint."""
 
     endpoint: str = ""  # of a collector, as in http://collector:4318; without a path /v1/traces is added. Empty: off
     sample_ratio: float = 1.0  # of the requests whose caller has not decided (W3C traceparent); those follow the caller
@@ -43,7 +43,7 @@ class TracingConfig:
 
     @property
     def url(self) -> str:
-        """Where batches of spans are posted."""
+        """The URL to which batches of spans are posted."""
         bare = urlsplit(self.endpoint).path in ("", "/")
         return self.endpoint.rstrip("/") + "/v1/traces" if bare else self.endpoint
 
@@ -58,8 +58,10 @@ def start(config: TracingConfig, process: str) -> Spans | None:
     try:
         return Spans.exporting(config.url, config.sample_ratio, process)
     except ImportError as error:
-        mend = ".venv/bin/pip install -e '.[tracing]' -c constraints.txt"
-        raise ConfigError(f"tracing needs packages that are missing ({error}): {mend}", "tracing.endpoint") from error
+        command = ".venv/bin/pip install -e '.[tracing]' -c constraints.txt"
+        raise ConfigError(
+            f"tracing needs packages that are missing ({error}): {command}", "tracing.endpoint"
+        ) from error
 
 
 class Spans:
@@ -149,10 +151,10 @@ class Span:
         part = self._tracer.start_span(name, context=self._context, start_time=start, attributes=more)
         part.end(int(max(begin, end) * 1e9))
 
-    def fail(self, why: str) -> None:
+    def fail(self, message: str) -> None:
         from opentelemetry.trace import StatusCode
 
-        self._span.set_status(StatusCode.ERROR, why)
+        self._span.set_status(StatusCode.ERROR, message)
 
     def end(self) -> None:
         self._span.end()

@@ -41,7 +41,7 @@ from holdfast.router.placement import (
 )
 
 HINT = "hint"  # keyword argument of a call: its `RoutingHint`, taken out before the call is sent
-USED = "drawn"  # the method by which a router asks what was done for requests that were cut off
+USED = "drawn"  # the method by which a router gets the usage of requests that were cut off
 STOPPING = 64  # replicas that Serve has taken out and that may still answer `USED`
 PROGRAMS = 65536  # programs remembered with their home; the least recently routed is forgotten first
 KNOWN_S = 2.0  # a router learns of a new replica within this time
@@ -50,7 +50,9 @@ TOKENS_PER_WAITING = 1024  # the queue holds so many tokens for each of `max_wai
 
 @dataclass(slots=True)
 class Pending:
-    """What is known of a pending request. Trap: a refused one comes back as the same object, so this stays on it."""
+    """The router's state of a pending request. Trap: Serve passes a refused one again as the same object, which keeps
+    this.
+    """
 
     turn: GenerateRequest | None  # None: a control call
     arrived: float  # on the monotonic clock: `created_at` is of one that may be set meanwhile
@@ -77,7 +79,7 @@ class Pending:
 
     @property
     def share_key(self) -> FairShareKey:
-        """Work ahead, which nobody waits for, counts as batch."""
+        """Background prefill counts as batch."""
         turn = self.turn
         if turn is None:
             return UNSHARED
@@ -160,10 +162,10 @@ class AffinityRouter(RouterHooks):
     # ---- choosing ----
 
     async def choose(self, pending_request: PendingRequest, *, is_retry: bool = False) -> RunningReplica:
-        """The replica for a request, once it has room and nobody is before it.
+        """The replica for a request, once the replica has room and the request is first in the queue.
 
-        Raises UnavailableError without a replica, OverloadedError where too many wait or this one does too long,
-        DeadlineError where it would, or does, wait longer than its client.
+        Raises UnavailableError without a replica. Raises OverloadedError if too many requests wait, or this one waits
+        too long. Raises DeadlineError if the wait exceeds, or would exceed, the client's timeout.
         """
         pending = Pending.of(pending_request)
         # Serve does not list a replica that stops, but only that one knows what it did for a request that was cut off.
@@ -205,9 +207,9 @@ class AffinityRouter(RouterHooks):
         if decision.reason is Reason.HOME:
             if request.bound or pending.waited_s < self._placement.patience(request):
                 return None
-            other = self._placement.elsewhere(request)
-            if other is not None and self._queue.take(other.replica_id, request_id, pending.share_key):
-                return other
+            elsewhere = self._placement.elsewhere(request)
+            if elsewhere is not None and self._queue.take(elsewhere.replica_id, request_id, pending.share_key):
+                return elsewhere
         replica_id = self._queue.take_any(request_id, pending.share_key)
         return None if replica_id is None else _with_room(replica_id, request)
 
@@ -248,7 +250,7 @@ class AffinityRouter(RouterHooks):
                 self._stats.home_wait_s += seconds
         if slot is None:
             if pending.left_s <= 0:
-                raise DeadlineError("the request's time was over before a replica had room", "timeout")
+                raise DeadlineError("the request's deadline passed before a replica had room", "timeout")
             if pending.waited_s >= self._config.queue_timeout_s:
                 raise OverloadedError("the request waited too long for a replica with room")
             return None
@@ -290,7 +292,7 @@ class AffinityRouter(RouterHooks):
         return [best, [each for each in candidate_replicas if each not in best]] if best else [candidate_replicas]
 
     def _request(self, pending_request: PendingRequest) -> PlacementRequest:
-        """What placement needs to know, read once: a refused request asks again."""
+        """The placement request, built once: a refused request asks again."""
         pending = Pending.of(pending_request)
         if pending.placement is None:
             program = pending_request.metadata.session_id
@@ -376,8 +378,8 @@ class AffinityRouter(RouterHooks):
         before = dict(self.listed)
         super().update_replicas(replicas)
         self._stopping |= {each.unique_id: before[each] for each in before.keys() - self.listed.keys()}
-        for gone in list(self._stopping)[:-STOPPING]:
-            del self._stopping[gone]
+        for replica_id in list(self._stopping)[:-STOPPING]:
+            del self._stopping[replica_id]
         # Counted here alone, because Serve drops a dead replica from its list once: a call that meets the death comes
         # earlier, and an older list may follow that.
         listed = {each.replica_id.unique_id for each in replicas}
@@ -394,7 +396,7 @@ class AffinityRouter(RouterHooks):
     # ---- what `replica_health` says ----
 
     def on_replicas_changed(self) -> None:
-        """Serve lists other replicas, one became unresponsive, or one answers again."""
+        """Serve's list of replicas changed, a replica became unresponsive, or one answers again."""
         listed = {each.replica_id.unique_id: each for each in self.listed.values()}
         self._health.keep(set(listed))
         available = {each: replica for each, replica in listed.items() if not self._health.unresponsive(each)}

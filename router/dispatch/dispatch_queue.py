@@ -39,7 +39,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FairShareKey:
-    """Whose share a request counts against: a tenant, its class, and the tenant's root program ("": none)."""
+    """The share that a request counts against: a tenant, its class, and the tenant's root program ("": none)."""
 
     tenant: str
     weight: float = 1.0
@@ -55,7 +55,7 @@ UNSHARED = FairShareKey("")  # goes before all tenants and counts against no sha
 
 
 class Capacity:
-    """How many more requests each replica takes, as far as this process knows.
+    """The number of further requests that each replica takes, as far as this process knows.
 
     Other routers may have requests at the same replica; they show only when the replica says that it is full. A
     replica takes `control_calls` beside its slots, and counts them in what it reports.
@@ -77,9 +77,9 @@ class Capacity:
     def update(self, capacity: Mapping[str, int]) -> None:
         """Set the replicas, each with the requests that it takes at once."""
         self._capacity = capacity
-        for known in (self._ongoing, self._closed):
-            for gone in known.keys() - capacity.keys():
-                del known[gone]
+        for counters in (self._ongoing, self._closed):
+            for replica_id in counters.keys() - capacity.keys():
+                del counters[replica_id]
 
     def room(self, replica_id: str, now: float, reserve: int = 0) -> bool:
         """Whether a replica takes one more request. `reserve`: leave one of so many slots to others."""
@@ -135,7 +135,8 @@ class Capacity:
 
 
 class SlotShares:
-    """Who gets the next slot, by the rule of `engine.order: fair` over the seconds that requests hold slots.
+    """Chooses the line that gets the next slot, by the rule of `engine.order: fair` over the seconds that requests hold
+    slots.
 
     The classes take turns, in each of them the tenants, and in each tenant its programs. All times come from one
     monotonic clock.
@@ -194,8 +195,8 @@ class SlotShares:
     def first(self, lines: Sequence[Line], now: float) -> Line:
         """The line that gets the next slot. `lines` must not be empty."""
         self._charge_classes(now)
-        wanted = Priority.BATCH if self._classes.due else Priority.INTERACTIVE
-        lines = [line for line in lines if line.priority is wanted] or lines
+        priority = Priority.BATCH if self._classes.due else Priority.INTERACTIVE
+        lines = [line for line in lines if line.priority is priority] or lines
         unshared = next((line for line in lines if line.tenant == UNSHARED.tenant), None)
         if unshared is not None:
             return unshared
@@ -252,9 +253,9 @@ class SlotShares:
     def _charge_classes(self, now: float) -> None:
         seconds, self._classes_charged = now - self._classes_charged, now
         batch, slots = self._running[Priority.BATCH], self._running.total()
-        wanted = batch > 0 or self._waiting[Priority.BATCH] > 0
+        batch_waits = batch > 0 or self._waiting[Priority.BATCH] > 0
         part = batch / slots if slots else 0.0
-        self._classes.serve(seconds * (1.0 - part) if slots else 0.0, seconds * part, wanted=wanted)
+        self._classes.serve(seconds * (1.0 - part) if slots else 0.0, seconds * part, wanted=batch_waits)
 
     def _roots(self, line: Line) -> Roots:
         return self._fair.roots.use((line.priority, line.tenant))
@@ -284,7 +285,7 @@ class ReplicaQueues(Generic[T]):
         self._tickets = count()  # equal keys are served first in, first out
         self._heaps: dict[str | None, dict[Line, list[tuple[Key, int, Place[T]]]]] = {}  # by home
         self._waiting = 0
-        self._of: Counter[Line] = Counter()
+        self._counts: Counter[Line] = Counter()
 
     def __len__(self) -> int:
         return self._waiting
@@ -292,10 +293,10 @@ class ReplicaQueues(Generic[T]):
     @property
     def waiting(self) -> Mapping[Line, int]:
         """Requests by line."""
-        return self._of
+        return self._counts
 
     def making_room(self, lasts: Iterable[Place[T]], tokens: int) -> list[Place[T]] | None:
-        """Which of `lasts` have to leave for a request of `tokens`; None: not even all of them would be enough."""
+        """The places of `lasts` that must leave for a request of `tokens`; None: all of them are not enough."""
         return self._bounds.giving_way(lasts, self._waiting, self.tokens, tokens)
 
     def enter(self, key: Key, waiter: T, home: str | None, line: Line = UNSHARED.line, tokens: int = 0) -> Place[T]:
@@ -306,7 +307,7 @@ class ReplicaQueues(Generic[T]):
         place = Place(key, waiter, home, line, tokens)
         self._waiting += 1
         self.tokens += tokens
-        self._of[line] += 1
+        self._counts[line] += 1
         self._push(place)
         return place
 
@@ -316,9 +317,9 @@ class ReplicaQueues(Generic[T]):
             place.gone = True
             self._waiting -= 1
             self.tokens -= place.n_prompt
-            self._of[place.line] -= 1
-            if not self._of[place.line]:
-                del self._of[place.line]
+            self._counts[place.line] -= 1
+            if not self._counts[place.line]:
+                del self._counts[place.line]
 
     def lines(self, replica_id: str) -> list[Line]:
         """Lines with a request that a replica could serve."""
@@ -420,7 +421,7 @@ class DispatchQueue:
 
     @property
     def expected_s(self) -> float:
-        """How long a request at the end of the queue will wait; 0 where nobody waits or nothing is known yet."""
+        """Expected wait in seconds of a request at the end of the queue; 0 if none waits or nothing is known yet."""
         return (len(self._queues) + 1) * self._gap.value if len(self._queues) else 0.0
 
     def take(self, replica_id: str, request_id: str, key: FairShareKey = UNSHARED) -> bool:
@@ -446,7 +447,7 @@ class DispatchQueue:
         """Wait for a slot at `home`, or at any replica. None: none came free in time, or the last replica is gone.
 
         Raises OverloadedError if the queue is full, or if this request is dropped for one of another tenant or of a
-        higher class. Nobody is dropped for a request that does not fit even then.
+        higher class. No request is dropped for one that would still not fit.
         """
         loop = asyncio.get_running_loop()
         slot: asyncio.Future[str | None] = loop.create_future()
@@ -518,7 +519,7 @@ class DispatchQueue:
             asyncio.get_running_loop().call_at(at, self._serve, replica_id)
 
     def _serve(self, replica_id: str) -> None:
-        """Give a replica's free slots to those who wait."""
+        """Give a replica's free slots to waiting requests."""
         now = asyncio.get_running_loop().time()
         while self._room(replica_id, Priority.INTERACTIVE):
             waiter = self._next(replica_id, batch=self._room(replica_id, Priority.BATCH))
@@ -583,9 +584,9 @@ class QueueStats:
     placed: Counter[Reason] = field(default_factory=Counter)  # turns by the reason of their placement
 
     @classmethod
-    def total(cls, several: Iterable["QueueStats"]) -> "QueueStats":
+    def total(cls, stats: Iterable["QueueStats"]) -> "QueueStats":
         """The stats of several routers in one process."""
-        rows = list(several)
+        rows = list(stats)
         numbers = [each.name for each in fields(cls) if each.name not in ("balance", "placed")]
         return cls(
             **{name: sum(getattr(row, name) for row in rows) for name in numbers},

@@ -3,9 +3,9 @@
     replicas   seconds of steps, by class and tenant
     routers    seconds of slots
 
-Each participant adds its new seconds and reads the sums, in one script. What a sum grew by beyond that was served
-elsewhere. While Redis is away each shares by what it knows itself, and adds what it served meanwhile later. If an
-answer of Redis is lost, its seconds may count twice.
+Each participant adds its new seconds and reads the sums, in one script. The growth of a sum beyond its own seconds was
+served elsewhere. While Redis is away each participant uses its own counts, and adds them later. If a reply of Redis is
+lost, its seconds may count twice.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Sharing(Protocol):
         ...
 
     def learn(self, elsewhere: Mapping[str, float]) -> None:
-        """So many more seconds were served elsewhere."""
+        """Add seconds that were served elsewhere."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one participant adds: `seconds` are new, `total` is all that it has served."""
+    """The update from one participant: `seconds` are new, `total` is all that it has served."""
 
     seconds: Mapping[str, float]
     total: Mapping[str, float]
@@ -61,7 +61,7 @@ class Ledger:
         self._idle: dict[str, int] = {}  # looks since each tenant was served here
 
     def delta(self, total: Mapping[str, float]) -> Delta:
-        """What to add; with 0 seconds for tenants whose sums are only to be read."""
+        """The seconds to add; 0 for tenants whose sums are only read."""
         for name in self._idle.keys() - total.keys():
             self._added.pop(name, None)
             del self._idle[name]
@@ -76,14 +76,14 @@ class Ledger:
         return Delta({name: new[name] for name in names}, total)
 
     def elsewhere(self, delta: Delta, sums: Iterable[float]) -> Mapping[str, float]:
-        """What others added since the last look, from the sums after `delta`."""
+        """Seconds that others added since the last sync, from the sums after `delta`."""
         elsewhere = {}
         for (name, new), now in zip(delta.seconds.items(), sums, strict=True):
             self._added[name] = delta.total[name]
             before = self._sums.get(name)
             # Negative where Redis lost its sum.
-            if before is not None and (more := now - before - new) > _ROUNDING:
-                elsewhere[name] = more
+            if before is not None and (served := now - before - new) > _ROUNDING:
+                elsewhere[name] = served
             self._sums[name] = now
         return elsewhere
 

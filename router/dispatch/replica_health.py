@@ -1,4 +1,4 @@
-"""Which replicas answer: each reports its load over a channel of Redis once a second. Routers eject the silent ones.
+"""Tracks which replicas answer. Each reports its load over a Redis channel once a second. Routers eject silent ones.
 
 Losing Redis loses only freshness: routers go on with what they sent themselves, and no replica counts as silent.
 """
@@ -47,7 +47,7 @@ class RequestRouter(Protocol):
 
 
 class ReplicaHealth:
-    """What one process knows of the replicas, for its request routers. Times are of `clock`; used on one event loop."""
+    """One process's view of the replicas, for its request routers. Times are of `clock`; used on one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -74,13 +74,13 @@ class ReplicaHealth:
 
     def latest(self, replica_id: str) -> LoadReport | None:
         """A replica's latest report."""
-        known = self._reports.get(replica_id)
-        return known[1] if known else None
+        report = self._reports.get(replica_id)
+        return report[1] if report else None
 
     def quiet_s(self, replica_id: str) -> float:
         """Seconds since a replica's latest report; infinite without one."""
-        known = self._reports.get(replica_id)
-        return self.clock() - known[0] if known else math.inf
+        report = self._reports.get(replica_id)
+        return self.clock() - report[0] if report else math.inf
 
     def unresponsive(self, replica_id: str) -> bool:
         """Whether a replica stopped reporting while others go on, or was ejected."""
@@ -104,18 +104,18 @@ class ReplicaHealth:
 
     def keep(self, replica_ids: set[str]) -> None:
         """Set the replicas: forget what others reported."""
-        for gone in self._reports.keys() - replica_ids:
-            del self._reports[gone]
-            self._silent.discard(gone)
-        for gone in self._ejected.keys() - replica_ids:
-            del self._ejected[gone]
+        for replica_id in self._reports.keys() - replica_ids:
+            del self._reports[replica_id]
+            self._silent.discard(replica_id)
+        for replica_id in self._ejected.keys() - replica_ids:
+            del self._ejected[replica_id]
 
     def on_send(self, request_id: str, replica_id: str) -> None:
         """A request is sent to a replica."""
         _remember(self._running, request_id, replica_id)
 
     def on_end(self, request_id: str) -> None:
-        """A request has ended; its usage may still be asked for."""
+        """A request has ended; the router may still ask for its usage."""
         replica_id = self._running.pop(request_id, None)
         if replica_id is not None:
             _remember(self._ended, request_id, replica_id)
@@ -170,7 +170,7 @@ class Reporter:
 
 
 class Listener:
-    """Runs in a router: takes the replicas' reports to `health`. Create it on the event loop that it is to run on."""
+    """Runs in a router: passes the replicas' reports to `health`. Create it on the event loop that it is to run on."""
 
     def __init__(self, store: Records, health: ReplicaHealth, silent_s: float, every_s: float = REPORT_S) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""Every use that the router makes of what Ray Serve does not promise.
+"""Every use that the router makes of undocumented parts of Ray Serve.
 
 `tests/router/dispatch/test_serve_private.py` checks each use. With a new release of Ray, run that file and
 `tests/cluster/test_serve_private.py` first: a failure names the use that changed.
@@ -142,7 +142,7 @@ class GuardedCall:
             raise
 
     async def _guard(self, coming: Callable[[], Awaitable[Any]], left_s: Callable[[], float] | None = None) -> Any:
-        """What `coming` brings while the call is not lost and `left_s` says that there is time left."""
+        """The result of `coming`, unless the call is lost or `left_s` runs out first."""
         self._timeout = asyncio.timeout(0.0 if self.lost else None)
         try:
             async with self._timeout:
@@ -179,12 +179,12 @@ class GuardedCall:
     def _acceptance_s(self) -> float:
         """Time left to accept the call: `ACCEPT_S` since the replica was heard last, `silent_s` in all.
 
-        A replica that reports is there and late. Otherwise a busy machine would lose its replicas one after the other,
-        and each loss would move their programs.
+        A replica that reports is alive but late. Without this rule a busy machine would lose its replicas one after the
+        other, and each loss would move their programs.
         """
         now = time.monotonic()
-        heard = max(self.at, now - self._health.quiet_s(self.replica_id))
-        return min(heard + ACCEPT_S, self.at + max(ACCEPT_S, self._silent_s)) - now
+        last_report = max(self.at, now - self._health.quiet_s(self.replica_id))
+        return min(last_report + ACCEPT_S, self.at + max(ACCEPT_S, self._silent_s)) - now
 
 
 def _is_foreign(error: AioRpcError | RuntimeError) -> bool:

@@ -1,4 +1,4 @@
-"""What each path of the API does."""
+"""The handlers of the API's paths."""
 
 from holdfast.router.endpoints.admin import AdminEndpoints, UsageEndpoints
 from holdfast.router.endpoints.formats import ChatFormat, CompletionFormat, Format, MessagesFormat, loaded_models

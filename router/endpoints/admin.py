@@ -64,7 +64,7 @@ class UsageEndpoints:
 
 
 class AdminEndpoints:
-    """For keys of `router.admin_key_hashes`, and for nobody where there are none."""
+    """For keys of `router.admin_key_hashes`. Without such keys, administration is off."""
 
     def __init__(
         self,
@@ -93,90 +93,90 @@ class AdminEndpoints:
         configured = {tenant.name: tenant for tenant in self._directory.configured}
         rows = []
         for tenant in self._directory.tenants:
-            made, _ = await self._tenants.find(tenant.name)
+            record, _ = await self._tenants.find(tenant.name)
             own = configured.get(tenant.name)
             keys = [_key_row(tenant.name, key, "configuration", used) for key in (own.all_keys if own else ())]
-            keys += [_key_row(tenant.name, key, "redis", used) for key in (made.all_keys if made else ())]
-            rows.append({**_tenant_row(tenant, "configuration" if own or made is None else "redis"), "keys": keys})
+            keys += [_key_row(tenant.name, key, "redis", used) for key in (record.all_keys if record else ())]
+            rows.append({**_tenant_row(tenant, "configuration" if own or record is None else "redis"), "keys": keys})
         return json_response(orjson.dumps({"tenants": rows}))
 
     async def add(self, request: Request) -> Response:
-        """A new tenant with its first key, which is shown here and never again."""
-        who = self._authorize(request)
+        """Add a tenant with its first key. Only this answer shows the key."""
+        caller_id = self._authorize(request)
         body = await self._entry.read(request, partial(read, TenantBody))
         _, before = await self._tenants.find(body.name)
         if before or self._directory.named(body.name) is not None:
-            raise RefusedError(Refusal.TENANT_EXISTS, f"There is a tenant '{body.name}' already", "name")
-        made = changed(Tenant(body.name), body)
-        self._expect_floors(made)
+            raise RefusedError(Refusal.TENANT_EXISTS, f"Tenant '{body.name}' already exists", "name")
+        tenant = changed(Tenant(body.name), body)
+        self._expect_floors(tenant)
         key, api_key = self._make(body.key)
-        entry = self._audit.entry("tenant added", who, body.name, key=api_key.id)
-        await self._put(body.name, before, replace(made, keys=(api_key,)), entry)
-        return _with_key(made, key, api_key)
+        entry = self._audit.entry("tenant added", caller_id, body.name, key=api_key.id)
+        await self._put(body.name, before, replace(tenant, keys=(api_key,)), entry)
+        return _with_key(tenant, key, api_key)
 
     async def change(self, request: Request) -> Response:
-        """Change a tenant. One that is in the configuration is changed there."""
-        who = self._authorize(request)
+        """Change a tenant. Tenants of the configuration can only be changed there."""
+        caller_id = self._authorize(request)
         body = await self._entry.read(request, partial(read, ChangeBody))
         name = request.path_params["name"]
         if any(tenant.name == name for tenant in self._directory.configured):
             raise InvalidRequestError(f"Tenant '{name}' is in the configuration: change it there", "name")
-        made, before = await self._known(name)
-        after = changed(made, body)
+        record, before = await self._known(name)
+        after = changed(record, body)
         self._expect_floors(after)
-        entry = self._audit.entry("tenant changed", who, name, fields=sorted(body.model_fields_set))
+        entry = self._audit.entry("tenant changed", caller_id, name, fields=sorted(body.model_fields_set))
         await self._put(name, before, after, entry)
         return json_response(orjson.dumps(_tenant_row(after, "redis")))
 
     async def remove(self, request: Request) -> Response:
         """Remove a tenant with its keys. Its usage stays booked."""
-        who = self._authorize(request)
+        caller_id = self._authorize(request)
         name = request.path_params["name"]
         _, before = await self._known(name)
-        await self._put(name, before, None, self._audit.entry("tenant removed", who, name))
+        await self._put(name, before, None, self._audit.entry("tenant removed", caller_id, name))
         return json_response(orjson.dumps({"id": name, "object": "tenant.deleted", "deleted": True}))
 
     async def purge(self, request: Request) -> Response:
         """Delete a tenant's cached answers, wherever the tenant is defined."""
-        who = self._authorize(request)
+        caller_id = self._authorize(request)
         name = request.path_params["name"]
         if self._directory.named(name) is None and name not in {tenant.name for tenant in self._directory.tenants}:
             raise _unknown(name)
-        await self._tenants.purge(name, self._audit.entry("cache purged", who, name))
+        await self._tenants.purge(name, self._audit.entry("cache purged", caller_id, name))
         return json_response(orjson.dumps({"id": name, "object": "tenant.cache.deleted", "deleted": True}))
 
     async def add_key(self, request: Request) -> Response:
         """Add a key. With `retire_in_s` the other keys that were made here expire then: a rotation."""
-        who = self._authorize(request)
+        caller_id = self._authorize(request)
         body = await self._entry.read(request, read_key)
         name = request.path_params["name"]
-        found, before = await self._tenants.find(name)
-        tenant = found or self._directory.named(name)
+        record, before = await self._tenants.find(name)
+        tenant = record or self._directory.named(name)
         if tenant is None:
             raise _unknown(name)
         key, api_key = self._make(body)
-        older = found.all_keys if found else ()
-        taken = {each.id for each in (*older, *tenant.all_keys)}
-        if api_key.id in taken:
+        older = record.all_keys if record else ()
+        used_ids = {each.id for each in (*older, *tenant.all_keys)}
+        if api_key.id in used_ids:
             raise InvalidRequestError(f"Tenant '{name}' has a key '{api_key.id}' already", "id")
         if body.retire_in_s is not None:
             ends = self._clock() + body.retire_in_s
             older = tuple(replace(each, expires=min(ends, each.expires or ends)) for each in older)
-        made = replace(found or Tenant(name), key_hashes=(), keys=(*older, api_key))
+        after = replace(record or Tenant(name), key_hashes=(), keys=(*older, api_key))
         act = "key added" if body.retire_in_s is None else "key rotated"
-        await self._put(name, before, made, self._audit.entry(act, who, name, key=api_key.id))
+        await self._put(name, before, after, self._audit.entry(act, caller_id, name, key=api_key.id))
         return _with_key(tenant, key, api_key)
 
     async def remove_key(self, request: Request) -> Response:
         """Delete a key that was made here."""
-        who = self._authorize(request)
+        caller_id = self._authorize(request)
         name, key_id = request.path_params["name"], request.path_params["key_id"]
-        found, before = await self._known(name)
-        left = tuple(key for key in found.all_keys if key.id != key_id)
-        if len(left) == len(found.all_keys):
+        record, before = await self._known(name)
+        remaining = tuple(key for key in record.all_keys if key.id != key_id)
+        if len(remaining) == len(record.all_keys):
             raise RefusedError(Refusal.NO_TENANT, f"Tenant '{name}' has no key '{key_id}' that was made here", "key_id")
-        entry = self._audit.entry("key removed", who, name, key=key_id)
-        await self._put(name, before, replace(found, key_hashes=(), keys=left), entry)
+        entry = self._audit.entry("key removed", caller_id, name, key=key_id)
+        await self._put(name, before, replace(record, key_hashes=(), keys=remaining), entry)
         return json_response(orjson.dumps({"id": key_id, "object": "key.deleted", "deleted": True}))
 
     # ---- usage and audit ----
@@ -202,38 +202,38 @@ class AdminEndpoints:
         self._authorize(request)
         query = read_query(RowsQuery, request.query_params)
         await self._audit.flush()
-        found = await self._audit.read(query.begin_of(), query.end, query.limit)
-        return Response(as_json_lines({"place": place, **entry} for place, entry in found), media_type=JSON_LINES)
+        entries = await self._audit.read(query.begin_of(), query.end, query.limit)
+        return Response(as_json_lines({"place": place, **entry} for place, entry in entries), media_type=JSON_LINES)
 
     # ---- parts ----
 
     def _authorize(self, request: Request) -> str:
         """The id of the key. Raises RefusedError."""
-        who = caller(request)
-        key = key_of(who)
+        identity = caller(request)
+        key = key_of(identity)
         hashed = hash_key(key) if key else ""
         if hashed in self._hashes:
             return hashed.removeprefix("sha256:")[:8]
         refusal = Refusal.UNAUTHENTICATED if self._hashes else Refusal.FORBIDDEN
-        self._audit.refused(refusal.value, who.address(self._proxies), route_of(request))
+        self._audit.refused(refusal.value, identity.address(self._proxies), route_of(request))
         if not self._hashes:
             raise RefusedError(refusal, "Administration is off: 'router.admin_key_hashes' names no key for it")
         raise RefusedError(refusal, "This needs one of the keys of 'router.admin_key_hashes'")
 
     async def _known(self, name: str) -> tuple[Tenant, bytes]:
-        found, before = await self._tenants.find(name)
-        if found is None:
+        record, before = await self._tenants.find(name)
+        if record is None:
             if self._directory.named(name) is not None:
                 raise InvalidRequestError(f"Tenant '{name}' is in the configuration: change it there", "name")
             raise _unknown(name)
-        return found, before
+        return record, before
 
     async def _put(self, name: str, before: bytes, after: Tenant | None, entry: bytes) -> None:
         if not await self._tenants.change(name, before, after, entry):
-            raise RefusedError(Refusal.CHANGED, f"Tenant '{name}' has changed meanwhile: read it again")
+            raise RefusedError(Refusal.CHANGED, f"Tenant '{name}' has changed; read it again and retry")
 
     def _expect_floors(self, changed: Tenant) -> None:
-        """Raises InvalidRequestError where a tenant would be promised cells that others are promised."""
+        """Raises InvalidRequestError if the floors of all tenants exceed an engine's cells."""
         others = (tenant for tenant in self._directory.tenants if tenant.name != changed.name)
         try:
             expect_floors((changed, *others))

@@ -1,4 +1,4 @@
-"""How each API that generates reads its requests and writes its answers. `turns` serves them all.
+"""The request readers and answer writers of each API that generates. `turns` serves them all.
 
 A `Format` lives as long as the router and reads requests. An `Exchange` is one request that was read. The formats of
 `/v1/responses` are in `responses`, those of sessions in `sessions`.
@@ -35,7 +35,7 @@ from holdfast.router.protocol.turn import Turn, check_length, find_model
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a format knows of a request before it is read.
+    """The facts about a request that a format has before it reads the body.
 
     `unique` is an id of this request alone, `created` seconds since the epoch. `models` is never empty.
     """
@@ -55,8 +55,8 @@ class Exchange:
     """One valid request, and how its answer is written, once: by `encoder`, which gets a choice's number, or `reply`.
 
     `program` is the key of the program that the request continues, if the format knows it. `keep` stores what later
-    requests may refer to, of a turn of this program; the client waits for it. `kept` then returns the answer or its
-    last events as they are sent.
+    requests may refer to, of a turn of this program; the client waits for it. `kept` then returns the final answer or
+    last events to send.
     """
 
     turn: Turn
@@ -161,7 +161,7 @@ async def loaded_models(backend: Backend) -> Sequence[ModelCard]:
 
 
 async def count_tokens(backend: Backend, prompt: ChatPrompt | RawPrompt, tenant: str, fields: FieldNames) -> int:
-    """How many tokens a prompt has. Raises HoldfastError with the request's own field names."""
+    """The number of tokens in a prompt. Raises HoldfastError with the request's own field names."""
     try:
         return len(await backend.tokenize(prompt, tenant))
     except HoldfastError as error:

@@ -75,29 +75,29 @@ ANTHROPIC_STANDING: Headers = {
 def header_parameters() -> dict[str, Any]:
     """All headers of requests, as components of the document."""
     return {
-        name: {"name": name, "in": "header", "description": says, "schema": schema}
-        for name, (says, schema) in {**ANY, **PROGRAM, **TURN, **ANTHROPIC}.items()
+        name: {"name": name, "in": "header", "description": text, "schema": schema}
+        for name, (text, schema) in {**ANY, **PROGRAM, **TURN, **ANTHROPIC}.items()
     }
 
 
 def header_components() -> dict[str, Any]:
     """All headers of answers, as components of the document."""
     return {
-        name: {"description": says, "required": name in ALWAYS, "schema": schema}
-        for name, (says, schema) in {**ALWAYS, **READ, **LATER, **STANDING, **ANTHROPIC_STANDING}.items()
+        name: {"description": text, "required": name in ALWAYS, "schema": schema}
+        for name, (text, schema) in {**ALWAYS, **READ, **LATER, **STANDING, **ANTHROPIC_STANDING}.items()
     }
 
 
 def request_headers(*, turn: bool, program: bool, anthropic: bool) -> dict[str, Any]:
     """References to the headers of a request: of a `turn`, of one that names a `program`, in Anthropic's form."""
-    more = ((PROGRAM, program), (TURN, turn), (ANTHROPIC, anthropic))
-    return _refer("parameters", [*ANY, *(name for names, has in more if has for name in names)])
+    groups = ((PROGRAM, program), (TURN, turn), (ANTHROPIC, anthropic))
+    return _refer("parameters", [*ANY, *(name for names, included in groups if included for name in names)])
 
 
 def answer_headers(*, anthropic: bool, reads: bool = False, later: bool = False) -> dict[str, Any]:
     """References to the headers of an answer: to a request that `reads` a prompt, to one to retry `later`."""
-    more = ((READ, reads), (LATER, later), (ANTHROPIC_STANDING if anthropic else STANDING, True))
-    return _refer("headers", [*ALWAYS, *(name for names, has in more if has for name in names)])
+    groups = ((READ, reads), (LATER, later), (ANTHROPIC_STANDING if anthropic else STANDING, True))
+    return _refer("headers", [*ALWAYS, *(name for names, included in groups if included for name in names)])
 
 
 def _refer(kind: str, names: Iterable[str]) -> dict[str, Any]:

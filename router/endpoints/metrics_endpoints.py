@@ -41,7 +41,7 @@ class MetricsEndpoints:
     async def all(self, request: Request) -> Response:
         """The metrics of all processes in Prometheus' text format."""
         self._tenants.authorize_metrics(caller(request))
-        routers, replicas = await self._found(None)
+        routers, replicas = await self._expositions(None)
         merged = Merged()
         for text in (*routers.values(), *replicas.values()):
             merged.add(text)
@@ -52,7 +52,7 @@ class MetricsEndpoints:
         """The metrics of one router or replica. Raises RefusedError for an unknown id."""
         self._tenants.authorize_metrics(caller(request))
         process = request.path_params["process"]
-        routers, replicas = await self._found(process)
+        routers, replicas = await self._expositions(process)
         text = {**routers, **replicas}.get(process)
         if not text:
             raise RefusedError(Refusal.NO_PATH, f"There is no process '{process}'")
@@ -63,7 +63,7 @@ class MetricsEndpoints:
         self._tenants.authorize_metrics(caller(request))
         root = str(request.scope.get("root_path", "")).rstrip("/")
         address = request.headers.get("host", "")
-        found = zip(("router", "replica"), await self._found(NOBODY), strict=True)
+        expositions = zip(("router", "replica"), await self._expositions(NOBODY), strict=True)
         targets: list[dict[str, Any]] = [
             {
                 "targets": [address],
@@ -73,12 +73,12 @@ class MetricsEndpoints:
                     "process": kind,
                 },
             }
-            for kind, processes in found
+            for kind, processes in expositions
             for process in sorted(processes)
         ]
         return json_response(orjson.dumps(targets))
 
-    async def _found(self, only: str | None) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    async def _expositions(self, only: str | None) -> tuple[Mapping[str, str], Mapping[str, str]]:
         """The expositions of routers and of replicas by id. Our own is always there."""
         routers = dict(await self._peers(only)) if self._peers else {}
         own = self._metrics.router
@@ -139,12 +139,12 @@ def watch_redis(metrics: RouterMetrics, store: Informed) -> None:
     async def ask() -> None:
         last[0] = await store.info()
 
-    def told(field: str) -> Callable[[], Mapping[tuple[str, ...], float]]:
+    def reader(field: str) -> Callable[[], Mapping[tuple[str, ...], float]]:
         return lambda: {} if last[0] is None else {(): float(getattr(last[0], field))}
 
     metrics.watch("redis_up", lambda: float(last[0] is not None), ask)
-    metrics.watch("redis_memory_bytes", told("memory"))
-    metrics.watch("redis_memory_limit_bytes", told("memory_limit"))
-    metrics.watch("redis_clients", told("clients"))
-    metrics.watch("redis_keys", told("keys"))
-    metrics.watch("redis_evicted_keys_total", told("evicted"))
+    metrics.watch("redis_memory_bytes", reader("memory"))
+    metrics.watch("redis_memory_limit_bytes", reader("memory_limit"))
+    metrics.watch("redis_clients", reader("clients"))
+    metrics.watch("redis_keys", reader("keys"))
+    metrics.watch("redis_evicted_keys_total", reader("evicted"))

@@ -71,10 +71,10 @@ class Endpoint:
     @property
     def statuses(self) -> set[int]:
         """The statuses of its errors."""
-        bad = (400,) if self.query is not None or "{" in self.path else ()
+        invalid = (400,) if self.query is not None or "{" in self.path else ()
         missing = (404,) if "{" in self.path else ()
         body = BODY if self.body is not None else ()
-        return {*EVERY, *bad, *missing, *body, *(GENERATION if self.generates else ()), *self.errors}
+        return {*EVERY, *invalid, *missing, *body, *(GENERATION if self.generates else ()), *self.errors}
 
     @property
     def parameters(self) -> list[dict[str, Any]]:
@@ -96,8 +96,8 @@ class _Schemas(GenerateJsonSchema):
     """A tagged union is `anyOf`: a value may have the form of several members, and its tag decides."""
 
     def tagged_union_schema(self, schema: TaggedUnionSchema) -> dict[str, Any]:
-        made = super().tagged_union_schema(schema)
-        return {"anyOf" if name == "oneOf" else name: value for name, value in made.items()}
+        union = super().tagged_union_schema(schema)
+        return {"anyOf" if name == "oneOf" else name: value for name, value in union.items()}
 
 
 class ApiDocument:
@@ -105,13 +105,13 @@ class ApiDocument:
 
     def __init__(self) -> None:
         self.endpoints: Sequence[Endpoint] = ()
-        self._known: dict[tuple[ServedModel, ...], bytes] = {}
+        self._documents: dict[tuple[ServedModel, ...], bytes] = {}
 
     def json(self, models: tuple[ServedModel, ...] = ()) -> bytes:
         """The OpenAPI 3.1 document, with the names and limits of `models` in it."""
-        if models not in self._known:
-            self._known = {models: _document([each for each in self.endpoints if each.answer is not None], models)}
-        return self._known[models]
+        if models not in self._documents:
+            self._documents = {models: _document([each for each in self.endpoints if each.answer is not None], models)}
+        return self._documents[models]
 
 
 def _document(endpoints: Sequence[Endpoint], models: tuple[ServedModel, ...]) -> bytes:
@@ -161,7 +161,9 @@ def _document(endpoints: Sequence[Endpoint], models: tuple[ServedModel, ...]) ->
 
 
 def _add_common_fields(schema: dict[str, Any]) -> None:
-    """What `body.validate` does with every body: some fields are accepted and not used, and null counts as absent."""
+    """Describe the rules of `body.validate` for every body: some fields are accepted and ignored, and null counts as
+    absent.
+    """
     properties = schema["properties"]
     if schema.get("additionalProperties") is False:
         for name in sorted(IGNORED - properties.keys()):

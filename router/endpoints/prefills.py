@@ -60,8 +60,8 @@ class StoredPrefills:
         self._most = config.prefill_tenant_bytes
 
     async def keep(self, tenant: str, prefill: Prefill) -> bool:
-        """Store it in the place of the version that it was made of. False, and nothing is stored: another version is by
-        now, or none. Raises OverloadedError where the tenant's prefills take their limit, and UnavailableError.
+        """Store it in place of the version that it was made from. False, and nothing is stored, if that version has
+        changed or is gone. Raises OverloadedError where the tenant's prefills take their limit, and UnavailableError.
         """
         value = orjson.dumps(asdict(replace(prefill, version="")))
         key = _key(tenant, prefill.id)
@@ -91,7 +91,7 @@ class StoredPrefills:
 
 
 class PrefillEndpoints:
-    """What a tenant may do with the beginnings of its prompts."""
+    """The endpoints by which a tenant computes and releases prefills."""
 
     def __init__(
         self,
@@ -143,23 +143,23 @@ class PrefillEndpoints:
         """Compute more messages of a prefill."""
         async with self._admitted(request) as call:
             tenant = call.tenant
-            known = await self._find(request, tenant)
-            more = await self._entry.read(request, read_extension)
-            keep_s = None if more.keep_s is None else self._keep_s(more.keep_s)
+            prefill = await self._find(request, tenant)
+            extension = await self._entry.read(request, read_extension)
+            keep_s = None if extension.keep_s is None else self._keep_s(extension.keep_s)
 
             async def longer() -> Prefill:
-                before = await self._stored.find(tenant.name, known.id, ttl_s=keep_s or known.keep_s)
-                check_extension(before, more.messages)
+                before = await self._stored.find(tenant.name, prefill.id, ttl_s=keep_s or prefill.keep_s)
+                check_extension(before, extension.messages)
                 return replace(
                     before,
-                    messages=[*before.messages, *more.messages],
+                    messages=[*before.messages, *extension.messages],
                     keep_s=before.keep_s if keep_s is None else keep_s,
-                    kv_hints=before.kv_hints if more.kv_hints is None else more.kv_hints,
+                    kv_hints=before.kv_hints if extension.kv_hints is None else extension.kv_hints,
                 )
 
             # Results of tools that ran at once come at once. In one router each waits for the one before it; what
             # another router adds meanwhile is found as this is stored, and then it is computed once more behind that.
-            async with self._extending.setdefault(known.id, asyncio.Lock()):
+            async with self._extending.setdefault(prefill.id, asyncio.Lock()):
                 return await self._compute(call, await longer(), longer)
 
     async def show(self, request: Request) -> Response:
@@ -178,7 +178,7 @@ class PrefillEndpoints:
 
     @asynccontextmanager
     async def _admitted(self, request: Request) -> AsyncIterator[Call]:
-        """A call that may compute something. One that is wrong counts, too."""
+        """Admit a call that may compute something. Invalid requests count, too."""
         call = self._entry.begin(request, "prefill")
         try:
             with self._entry.admitted(call):
@@ -195,29 +195,29 @@ class PrefillEndpoints:
     async def _compute(
         self, call: Call, prefill: Prefill, again: Callable[[], Awaitable[Prefill]] | None = None
     ) -> Response:
-        """Compute a prefill and keep it; `again` makes it anew of the one that is kept by then."""
+        """Compute a prefill and keep it. On a conflict `again` makes it from the version stored by then."""
         tenant, hints = call.tenant, prefill.hints
         call.asks(prefill.model, program=prefill.program, retry=retry_of(call.request))
         await call.charge(estimate(self._config.prices, 1, prompt_tokens(prefill.prompt), 0))
         while True:
             request_id = f"{prefill.id}/{secrets.token_hex(4)}"
-            call.sent(partial(self._drawn, request_id))
-            routed = await self._generate(call.request, tenant, prefill, hints, request_id)
-            call.headers.replica = call.facts.replica = routed.replica_id or "none"
-            if isinstance(routed.reply, Errored):
-                raise ReplyError(routed.reply.error, routed.reply.usage)
-            call.facts.usage = usage = routed.reply.usage
+            call.sent(partial(self._usage_of, request_id))
+            result = await self._generate(call.request, tenant, prefill, hints, request_id)
+            call.headers.replica = call.facts.replica = result.replica_id or "none"
+            if isinstance(result.reply, Errored):
+                raise ReplyError(result.reply.error, result.reply.usage)
+            call.facts.usage = usage = result.reply.usage
             call.count_tokens(usage)
-            done = replace(
+            computed = replace(
                 prefill,
-                replica=routed.replica_id,
+                replica=result.replica_id,
                 tokens=usage.prompt,
                 cached=usage.cached,
-                complete=routed.reply.reason == "length",
+                complete=result.reply.reason == "length",
                 expires=int(time.time() + prefill.keep_s),
             )
             try:
-                if await self._stored.keep(tenant.name, done) or again is None:
+                if await self._stored.keep(tenant.name, computed) or again is None:
                     break
                 prefill = await again()
                 hints = prefill.hints
@@ -226,22 +226,22 @@ class PrefillEndpoints:
                 RefusedError,
                 UnavailableError,
             ):  # there is no room for it, or nobody comes back for it
-                await self._backend.release(tenant.name, done.id)
+                await self._backend.release(tenant.name, computed.id)
                 raise
-        await self._programs.placed(prefill.program, routed.replica_id)
+        await self._programs.placed(prefill.program, result.replica_id)
         call.end(Outcome.COMPLETED, usage)
         await call.booked()
-        return json_response(prefill_reply(done, shown_program(done.program)))
+        return json_response(prefill_reply(computed, shown_program(computed.program)))
 
-    async def _drawn(self, request_id: str) -> tuple[Usage, bool]:
+    async def _usage_of(self, request_id: str) -> tuple[Usage, bool]:
         usage = await self._backend.drawn(request_id)
         return usage or Usage(), usage is not None
 
     async def _generate(
         self, request: Request, tenant: Tenant, prefill: Prefill, hints: tuple[Hint, ...], request_id: str
     ) -> Routed:
-        """Have it computed, where its program is or its beginning stands. Raises ClientGoneError."""
-        known = await self._programs.look(prefill.program)
+        """Compute it on the replica of its program or of its prefix. Raises ClientGoneError."""
+        program = await self._programs.look(prefill.program)
         sent = conversation(salted(prefill.model, prefill.cache_salt), prefill.prompt)
         preamble = sent.preamble
         prefix = shared_prefix(placed_by(tenant.name, prefill.model, prefill.cache_salt), sent)
@@ -251,7 +251,7 @@ class PrefillEndpoints:
             sampling=Sampling(max_tokens=0),
             scope=tenant.name,
             program_id=prefill.program,
-            program_arrival=known.arrival if known is not None and known.run_turns else time.time(),
+            program_arrival=program.arrival if program is not None and program.run_turns else time.time(),
             weight=tenant.weight,
             cells=tenant.cells,
             cache_salt=prefill.cache_salt,
@@ -259,7 +259,7 @@ class PrefillEndpoints:
             background=PartialPrefill(prefill.id, prefill.keep_s),
             hints=hints,
         )
-        last = prefill.replica or (known.last_replica if known is not None else None)
+        last = prefill.replica or (program.last_replica if program is not None else None)
         prefixes = () if last else command.prefixes
         place = RoutingHint(last, None, prefixes, preamble.prompt_tokens, 0 if last else preamble.tokens)
         async with self._entry.drain.bounded():

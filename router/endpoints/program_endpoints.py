@@ -61,7 +61,7 @@ class Heartbeats:
     async def heard(self, tenant: str, key: str, within_s: float) -> None:
         """A heartbeat of a program; the client promises the next one within `within_s` seconds."""
         run, token = await self._run(key), secrets.token_bytes(8)
-        await self._records.put(_heard(key), token, within_s + 3 * SPARE_S, HEARD_BYTES)
+        await self._records.put(_heartbeat_key(key), token, within_s + 3 * SPARE_S, HEARD_BYTES)
         self._stop(key)
         timer = asyncio.get_running_loop().call_later(within_s + SPARE_S, self._missed, tenant, key, token, run)
         self._timers.put(key, timer, time.monotonic() + within_s + 2 * SPARE_S, owner=tenant)
@@ -69,7 +69,7 @@ class Heartbeats:
     async def over(self, key: str) -> None:
         """The program has ended: its heartbeats no longer count, in any router."""
         self._stop(key)
-        await self._records.delete(_heard(key))
+        await self._records.delete(_heartbeat_key(key))
 
     def _stop(self, key: str) -> None:
         timer = self._timers.get(key, time.monotonic())
@@ -84,7 +84,7 @@ class Heartbeats:
 
     async def _end(self, tenant: str, key: str, token: bytes, run: RunId | None) -> None:
         try:
-            record = await self._records.get(_heard(key))
+            record = await self._records.get(_heartbeat_key(key))
             if record is None or record.value != token:
                 return  # another router has a later heartbeat, or the program has ended
             now = await self._run(key)
@@ -96,7 +96,7 @@ class Heartbeats:
             log.info("program %s should end without heartbeats, and could not: %s", key, error)
 
 
-def _heard(key: str) -> str:
+def _heartbeat_key(key: str) -> str:
     return f"heard/{key}"
 
 

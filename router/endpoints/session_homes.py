@@ -1,4 +1,4 @@
-"""Where sessions live: operations run there, and a session moves when its replica is gone.
+"""The home replica of each session. Operations run there, and a session moves when its replica is gone.
 
     operation --> find its home --> replica --> commit what it added to the stored history --> answer
                        ^               |                      |
@@ -78,7 +78,7 @@ PAUSE_S = (0.001, 0.05)  # between two of them: at most, doubled from the first 
 
 
 class MoveReason(StrEnum):
-    """Why a session moves."""
+    """The reason for a session's move."""
 
     GONE = "gone"  # its replica is no more
     SILENT = "silent"  # it did not answer, or stopped meanwhile
@@ -146,7 +146,7 @@ class SessionHomes:
         return None
 
     async def check_free(self, tenant: str, session_id: str) -> None:
-        """Raises SessionExistsError where a session of this name is open. What is left of an earlier one is deleted."""
+        """Raises SessionExistsError if a session of this name is open. Records of an earlier one are deleted."""
         located = await self._look(tenant, session_id)
         if located is None:
             return
@@ -160,7 +160,7 @@ class SessionHomes:
         raise SessionExistsError(f"session {session_id!r} is open already", "id")
 
     async def forget(self, tenant: str, session_id: str) -> None:
-        """There is no such session, or none any more."""
+        """Delete the records of a session that does not exist any more."""
         await self._programs.forget(session_program(tenant, session_id))
         await self._histories.drop(tenant, session_id)
 
@@ -174,17 +174,17 @@ class SessionHomes:
         session = _turn(command)
         if session.opens:
             return await self._open(command, session, place)
-        async for located, sent in self._attempts(command):
+        async for located, request in self._attempts(command):
             error: HoldfastError
             try:
-                routed = await self._backend.generate(sent, _at(located))
-                if isinstance(routed.reply, Answer):
-                    if await self._committed(located, routed.reply.history, session):
-                        return routed
+                result = await self._backend.generate(request, _at(located))
+                if isinstance(result.reply, Answer):
+                    if await self._committed(located, result.reply.history, session):
+                        return result
                     continue
-                if routed.reply.error.kind not in MOVES:
-                    return routed
-                error = error_of(routed.reply.error)
+                if result.reply.error.kind not in MOVES:
+                    return result
+                error = error_of(result.reply.error)
             except (SessionLostError, UnavailableError) as lost:
                 error = lost
             await self._move(located, error, command)
@@ -196,12 +196,12 @@ class SessionHomes:
         """
         session, partial, replica_id = _turn(command), PartialReply(command.drawn), ""
         sent_any = False
-        async for located, sent in self._attempts(command):
+        async for located, request in self._attempts(command):
             if sent_any:
-                sent = replace(sent, drawn=partial.whole, session=replace(_turn(sent), at=partial.at))
+                request = replace(request, drawn=partial.whole, session=replace(_turn(request), at=partial.at))
             error: HoldfastError | None = None
             try:
-                async with aclosing(self._backend.stream(sent, _at(located))) as batches:
+                async with aclosing(self._backend.stream(request, _at(located))) as batches:
                     async for batch in batches:
                         last = batch.pieces[-1]
                         if isinstance(last, Errored) and last.error.kind in MOVES:
@@ -232,19 +232,19 @@ class SessionHomes:
             session = replace(session, name=session.name or f"op/{command.request_id}")
         for attempt in range(ATTEMPTS):
             located = await self.find(command.scope, session.session_id)
-            sent = replace(command, session=replace(session, life=located.home.life))
+            request = replace(command, session=replace(session, life=located.home.life))
             if attempt:
                 within_s = command.within_s - (time.monotonic() - began)
-                sent = replace(sent, request_id=f"{command.request_id}/{attempt}", within_s=within_s)
-            yield located, sent
+                request = replace(request, request_id=f"{command.request_id}/{attempt}", within_s=within_s)
+            yield located, request
 
     async def ask(self, tenant: Tenant, call: SessionCall) -> SessionState:
-        """What the session says at its home. Raises as `Backend.session`, and as `generate`."""
+        """Run a call on the session at its home. Raises as `Backend.session`, and as `generate`."""
         for _ in range(ATTEMPTS):
             located = await self.find(tenant.name, call.session_id)
-            sent = replace(call, life=located.home.life)
+            request = replace(call, life=located.home.life)
             try:
-                state = await self._backend.session(sent, located.program, located.home.replica_id)
+                state = await self._backend.session(request, located.program, located.home.replica_id)
                 asks = isinstance(call, AddQuestion | RemoveQuestion)
                 if not asks or await self._keep_question(located, call, state.expires_s):
                     return state
@@ -253,7 +253,7 @@ class SessionHomes:
         raise _again()
 
     async def forked(self, tenant: str, child: SessionState) -> None:
-        """A fork has begun: its history is kept from now on."""
+        """Start to store the history of a new fork."""
         await self._histories.drop(tenant, child.session_id)  # what is left of an earlier session
         await self._commit(Located(tenant, child.session_id, Home("", child.replica_id), None), child.history)
 
@@ -267,16 +267,16 @@ class SessionHomes:
     async def _open(self, command: GenerateRequest, session: SessionTurn, place: RoutingHint) -> Routed:
         life = secrets.token_hex(8)
         await self._histories.drop(command.scope, session.session_id)  # what is left of an earlier session
-        opened = replace(session, life=life, name=f"open/{life}")
-        routed = await self._backend.generate(replace(command, session=opened), place)
-        if isinstance(routed.reply, Answer):
-            located = Located(command.scope, session.session_id, Home(life, routed.replica_id), None)
+        opening = replace(session, life=life, name=f"open/{life}")
+        result = await self._backend.generate(replace(command, session=opening), place)
+        if isinstance(result.reply, Answer):
+            located = Located(command.scope, session.session_id, Home(life, result.replica_id), None)
             try:
-                await self._commit(located, routed.reply.history)
+                await self._commit(located, result.reply.history)
             except UnavailableError:  # nobody would find it
                 self._background.start(self._end(located, located.home))
                 raise
-        return routed
+        return result
 
     # ---- histories ----
 
@@ -290,9 +290,10 @@ class SessionHomes:
             return True
 
     async def _commit(self, located: Located, history: History | None) -> bool:
-        """Store what a home reports. False: the session has another home by now, and what was done does not count.
+        """Store the history that a home reports. False: the session has moved to another home, and the operation does
+        not count.
 
-        The record may lack more, which another router has not stored yet, or never did: the home has it.
+        If the record also lacks earlier tokens of another router, they are read from the home.
         """
         if history is None or not self._histories.on:
             return True
@@ -385,7 +386,7 @@ class SessionHomes:
         await asyncio.shield(task)
 
     async def _give_up(self, located: Located, reason: MoveReason, error: HoldfastError) -> None:
-        """No history is kept of what its replica had. Raises, unless somebody has found it a home meanwhile."""
+        """Handle a lost session without a stored history. Raises, unless another request has moved it already."""
         now = await self.find(located.tenant, located.session_id)
         if now.home.replica_id != located.home.replica_id or (now.kept and now.home.life != located.home.life):
             return
@@ -428,7 +429,7 @@ class SessionHomes:
             self._background.start(self._end(located, home))
 
     async def _end(self, located: Located, home: Home) -> None:
-        """Close the session at a home that it left. A replica that does not answer drops it once it is idle."""
+        """Close the session at a former home. A replica that does not answer drops it once it is idle."""
         call = CloseSession(located.tenant, located.session_id, life=home.life)
         with suppress(SessionLostError, UnavailableError, UnknownSessionError):
             await self._backend.session(call, located.program, home.replica_id)
@@ -460,14 +461,14 @@ async def _restore(backend: Backend, command: GenerateRequest, saved: SavedSessi
     prompt = RawPrompt(tuple(np.frombuffer(history.tokens, "<i4").tolist()))
     opening = replace(command, prompt=prompt, sampling=Sampling(max_tokens=0), stop=(), session=session)
     opening = replace(opening, within_s=inf, begins=False, drawn=None)
-    for left in reversed(range(ATTEMPTS)):
+    for retries in reversed(range(ATTEMPTS)):
         opening = replace(opening, request_id=f"{command.program_id}/{secrets.token_hex(8)}")
-        routed = await backend.generate(opening, RoutingHint(tokens=history.end))
-        if not isinstance(routed.reply, Errored):
-            assert routed.reply.history is not None
-            return Home(life, routed.replica_id), routed.reply.history.idle_s
-        if not left or routed.reply.error.kind not in MOVES:
-            raise error_of(routed.reply.error)
+        result = await backend.generate(opening, RoutingHint(tokens=history.end))
+        if not isinstance(result.reply, Errored):
+            assert result.reply.history is not None
+            return Home(life, result.replica_id), result.reply.history.idle_s
+        if not retries or result.reply.error.kind not in MOVES:
+            raise error_of(result.reply.error)
     raise _again()
 
 
@@ -491,7 +492,7 @@ def _opening(tenant: Tenant, located: Located) -> GenerateRequest:
 
 
 async def _tries() -> AsyncGenerator[None, None]:
-    """The tries to change a record that others change. A random pause between them lets one of them be first."""
+    """Attempts to change a record that others change, too. A random pause between attempts lets one succeed."""
     for attempt in range(CHANGES):
         yield
         await asyncio.sleep(random.uniform(0, min(PAUSE_S[0] * 2**attempt, PAUSE_S[1])))

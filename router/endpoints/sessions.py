@@ -145,8 +145,8 @@ class SessionEndpoints:
         async with self._entry.entered(request) as tenant:
             limit = read_query(SessionsQuery, request.query_params).limit
             # A session that has moved may be on its old replica too, with fewer tokens.
-            known = sorted(await self._backend.sessions(tenant.name), key=lambda state: state.tokens)
-            states = sorted({each.session_id: each for each in known}.values(), key=lambda state: state.age_s)
+            by_tokens = sorted(await self._backend.sessions(tenant.name), key=lambda state: state.tokens)
+            states = sorted({each.session_id: each for each in by_tokens}.values(), key=lambda state: state.age_s)
             model = await self._model()
             data = [session_object(each, model) for each in states[:limit]]
             return json_response(orjson.dumps({"object": "list", "data": data, "has_more": len(states) > limit}))
@@ -196,9 +196,9 @@ class SessionEndpoints:
         try:
             return await self._turns.serve(request, self._formats[operation])
         except BaseException as error:
-            named: tuple[str, str] | None = getattr(request.state, NAMED, None)
-            if named is not None and _is_gone(error, opens=operation == "open"):
-                self._background.start(self._homes.forget(*named))
+            session: tuple[str, str] | None = getattr(request.state, NAMED, None)
+            if session is not None and _is_gone(error, opens=operation == "open"):
+                self._background.start(self._homes.forget(*session))
             raise
 
     async def _end(self, begun: Begun, state: SessionState) -> None:
@@ -209,7 +209,8 @@ class SessionEndpoints:
 
 
 def _named(request: Request, turn: Turn) -> Turn:
-    """`turn` with the client's or the proxy's name for it, if it changes the session: it is then done only once.
+    """`turn` with the client's or the proxy's name for the operation, if it changes the session, so that it runs only
+    once.
 
     Raises InvalidRequestError for a name that is too long.
     """

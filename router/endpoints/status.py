@@ -1,4 +1,4 @@
-"""What a router serves now and served lately: for the page (`/v1/live`), and for `holdfast status` and `holdfast top`.
+"""Current and recent turns of a router: for the page (`/v1/live`), and for `holdfast status` and `holdfast top`.
 
 Only ids, names of tools, counts and times are in it. Turns, tenants and programs are those of the router that answers;
 with several routers the page puts together what each says. The page's files are served here, too.
@@ -38,8 +38,8 @@ class Live:
     """`GET /v1/live`, which the page asks for once a second.
 
     A key sees its own tenant's programs; an operator's key, and a local caller where there are no keys, sees all. A
-    caller that asks again sends what it has, `?since=ROUTER:NUMBER,...`, and gets the turns that ended since. Replicas
-    are asked only while somebody looks, at most once in `LOOK_S` for each tenant.
+    caller that asks again sends its last numbers, `?since=ROUTER:NUMBER,...`, and gets the turns that ended since.
+    Replicas are asked only while somebody looks, at most once in `LOOK_S` for each tenant.
     """
 
     def __init__(self, backend: Backend, entry: Entry) -> None:
@@ -49,10 +49,10 @@ class Live:
         self._router = entry.metrics.router
         self._started = entry.turns.clock()
         self._looks: dict[str | None, tuple[float, asyncio.Task[Sequence[bytes]]]] = {}
-        self._asked: dict[str, tuple[int, int]] = {}  # by tenant: a second, and how often in it
+        self._looks_in_second: dict[str, tuple[int, int]] = {}  # by tenant: a second, and how often in it
 
     async def show(self, request: Request) -> Response:
-        """What the caller's programs do now.
+        """The current activity of the caller's programs.
 
         Raises RefusedError for strangers, and for a tenant that asks more often than pages do.
         """
@@ -62,7 +62,7 @@ class Live:
         after = _since(read_query(LiveQuery, request.query_params).since, self._router)
         whole = principal.allows(Scope.OPERATE)
         scope = None if whole else tenant.name
-        looked, replicas = await self._look(scope)
+        looked_at, replicas = await self._look(scope)
         ended = self._turns.ended(after, scope, MOST_TURNS)
         live = [each for each in self._turns.live if each.program and scope in (None, each.tenant)]
         totals = self._turns.totals
@@ -80,13 +80,13 @@ class Live:
             "live": [(each.program, each.request_id, each.arrived) for each in live],
             "ended": [each.row for each in reversed(ended)],
             "tenants": [{"name": name, **asdict(totals.get(name) or Totals())} for name in names],
-            "looked_s": round(time.monotonic() - looked, 3),
+            "looked_s": round(time.monotonic() - looked_at, 3),
             "replicas": [orjson.Fragment(each) for each in replicas],
         }
         return json_response(orjson.dumps(answer))
 
     async def _look(self, scope: str | None) -> tuple[float, Sequence[bytes]]:
-        """When the replicas were asked, and their answers; none where they cannot be asked."""
+        """The time of the last poll of the replicas, and their answers; none if the poll failed."""
         now, loop = time.monotonic(), asyncio.get_running_loop()
         at, task = self._looks.get(scope, (0.0, None))
         if task is None or now - at > LOOK_S:
@@ -102,10 +102,10 @@ class Live:
 
     def _pace(self, tenant: str, now: float) -> None:
         """Looks do not count against a tenant's limits, so they have a limit of their own."""
-        second, before = self._asked.get(tenant, (0, 0))
-        asked = before + 1 if second == int(now) else 1
-        self._asked[tenant] = int(now), asked
-        if asked > MOST_ASKED:
+        second, before = self._looks_in_second.get(tenant, (0, 0))
+        looks = before + 1 if second == int(now) else 1
+        self._looks_in_second[tenant] = int(now), looks
+        if looks > MOST_ASKED:
             message = f"Tenant '{tenant}' has asked {MOST_ASKED} times in this second"
             raise RefusedError(Refusal.RATE_LIMITED, message, retry_after_s=1.0)
 
@@ -190,8 +190,8 @@ class LiveQuery(Query):
 
 def _since(text: str, router: str) -> int:
     """The number in `text` for this router; 0 if it has none. Raises InvalidRequestError."""
-    known = dict(each.rpartition(":")[::2] for each in text.split(",") if each)
-    number = known.get(router, "0")
+    numbers = dict(each.rpartition(":")[::2] for each in text.split(",") if each)
+    number = numbers.get(router, "0")
     if not (number.isascii() and number.isdecimal() and len(number) < 20):
         raise InvalidRequestError("'since' must be ROUTER:NUMBER, several of them with commas", "since")
     return int(number)

@@ -94,7 +94,7 @@ OUTPUT_ESTIMATE = 512  # tokens that a request without `max_tokens` is expected 
 
 @dataclass(slots=True)
 class Generation:
-    """A generation request that was read: what it asks for, and which turn it has become.
+    """A generation request that was read, and its turn.
 
     `program` is the key of the program that it names, else the conversation by which its program is found. A new
     program is placed with `neighbour`, and is a sub-agent of `parent`. `cache_query` None: the response cache is
@@ -124,7 +124,7 @@ class Generation:
 
     @property
     def others(self) -> list[Choice]:
-        """The other answers that are asked for, each with a random seed of its own where the first has one."""
+        """The other requested answers. Each has a random seed of its own if the first has one."""
         return [replace(each, sampling=self.seeded(each.sampling)) for each in self.turn.others]
 
     def seeded(self, sampling: Sampling) -> Sampling:
@@ -165,12 +165,12 @@ class Turns:
                 try:
                     generation = await self._read(call, format_, arrived)
                     request_key = generation.named
-                    known = None if request_key is None else await self._kept_answers.find(request_key)
+                    answer = None if request_key is None else await self._kept_answers.find(request_key)
                 except HoldfastError:
-                    await call.charge(Cost(), lease=False)  # a request that is wrong counts, too
+                    await call.charge(Cost(), lease=False)  # invalid requests count, too
                     raise
-                if known is not None:
-                    return await self._replay(generation, known)
+                if answer is not None:
+                    return await self._replay(generation, answer)
                 await self._charge(generation, held)
                 await self._join_program(generation)
                 if generation.turn.stream:
@@ -183,7 +183,7 @@ class Turns:
     # ---- before the answer ----
 
     async def _read(self, call: Call, format_: Format, arrived: float) -> Generation:
-        """What the request asks for. Raises HoldfastError or ClientGoneError."""
+        """Read the request. Raises HoldfastError or ClientGoneError."""
         request, tenant, config = call.request, call.tenant, self._config
         models = await self._backend.models()
         if not models:
@@ -217,16 +217,16 @@ class Turns:
             named=None if session else named(tenant.name, request),
         )
 
-    async def _replay(self, generation: Generation, known: bytes) -> Response:
-        """The answer that the same request got: it counts as a call, and has been billed. Raises QuotaError."""
+    async def _replay(self, generation: Generation, answer: bytes) -> Response:
+        """The stored answer to the same request. It counts as a call, and has been billed. Raises QuotaError."""
         call = generation.call
         await call.charge(Cost(), lease=False)
         call.headers.replayed = call.free = True
         call.end(Outcome.CACHED)
-        return _response(generation, known)
+        return _response(generation, answer)
 
     async def _charge(self, generation: Generation, held: ExitStack) -> None:
-        """Reserve what the request is expected to need, and a place for each answer. Raises QuotaError."""
+        """Reserve the expected cost of the request, and a place for each answer. Raises QuotaError."""
         call, turn = generation.call, generation.turn
         for _ in turn.others:
             held.enter_context(self._entry.place(call.tenant))
@@ -256,9 +256,10 @@ class Turns:
     # ---- the answer ----
 
     async def _stream(self, generation: Generation, held: ExitStack) -> Response:
-        """The stream once it begins, or after `HEADERS_S` one that begins later: its client learns that it is served.
+        """The stream once it begins. After `HEADERS_S` it is a stream that begins later, so that the client gets its
+        headers.
 
-        What is refused or fails before has its HTTP status, by which clients know whether to retry.
+        A request that fails before that gets an HTTP status, by which clients know whether to retry.
         """
         call = generation.call
 
@@ -277,13 +278,13 @@ class Turns:
             raise
         if isinstance(response, Response):
             return response
-        if call.facts.cache == "":  # it waits for the answer to an equal request
+        if call.facts.cache == "":  # the request waits for the answer to an equal one
             call.headers.cache = CacheResult.JOINED.value
             call.headers.same_draw = _seeded_by_prompt(generation.turn.sampling)
         return EventStream(response, None, self._config.stall_s, SILENCE_S)
 
     async def _answer(self, generation: Generation, held: ExitStack) -> Response:
-        """The answer from the cache, else of a replica; a stream takes with it what is `held`.
+        """The answer from the cache, else of a replica. A stream takes over the resources in `held`.
 
         Raises HoldfastError that names the request's own fields.
         """
@@ -299,8 +300,8 @@ class Turns:
     # ---- from the response cache ----
 
     async def _look_up(self, generation: Generation, held: ExitStack) -> CachedAnswer | AnswerLeader | None:
-        """The answer from the cache, or of a request that computes it just now. A leader where other requests may wait
-        for this one's answer; it is `held`, so that they learn of any end.
+        """The answer from the cache, or from an equal request in flight. Returns a leader if other requests may wait
+        for this one's answer. `held` ends the leader in any case, so that they learn of any end.
         """
         query, result = generation.cache_query, None
         if query is not None:
@@ -335,7 +336,7 @@ class Turns:
         call.headers.same_draw = _seeded_by_prompt(generation.turn.sampling)
         call.repeats(answer)
         await self._settle(generation, "", answer)
-        if generation.turn.program_end:  # no replica has seen this turn, and some may keep cells for the next one
+        if generation.turn.program_end:  # no replica got this turn, and some may keep cells for the next one
             self._background.start(self._backend.end_program(generation.tenant.name, generation.begun.key))
         data = exchange.kept(data)
         await self._keep_answer(generation, data)
@@ -344,7 +345,7 @@ class Turns:
     # ---- of a replica ----
 
     async def _ask_replica(self, generation: Generation, held: ExitStack) -> Response:
-        """The answer of a replica; a stream takes with it what is `held`."""
+        """The answer of a replica. A stream takes over the resources in `held`."""
         call, turn, tenant, begun = generation.call, generation.turn, generation.tenant, generation.begun
         command = GenerateRequest(
             request_id=call.id,
@@ -371,7 +372,7 @@ class Turns:
         command = call.asking(command)
         place = await self._place(generation)
         command = replace(command, prefixes=place.prefixes)
-        call.sent(partial(_drawn, self._backend, ids(call.id, turn.others), turn.others))
+        call.sent(partial(_usage_of_all, self._backend, ids(call.id, turn.others), turn.others))
         if not turn.stream:
             return await self._whole(generation, command, place)
         connection = Connection(call.request.receive)
@@ -388,17 +389,17 @@ class Turns:
         call, exchange = generation.call, generation.exchange
         async with self._entry.drain.bounded():
             work = self._generate(generation, command, place)
-            routed, others = await until_disconnect(call.request.receive, work)
-        call.headers.replica = routed.replica_id or "none"
-        answer = routed.reply
+            result, others = await until_disconnect(call.request.receive, work)
+        call.headers.replica = result.replica_id or "none"
+        answer = result.reply
         if isinstance(answer, Errored):
             raise ReplyError(answer.error, answer.usage)
         call.headers.server_timing = server_timing(answer.timing)
-        call.answered(routed.replica_id, answer)
+        call.answered(result.replica_id, answer)
         body = exchange.reply(answer, others)
         call.completed(answer.usage, answer.timing)
         self._cache_answer(generation, answer)  # once it is encoded: one that cannot be would fail each repeat
-        await self._settle(generation, routed.replica_id, answer)
+        await self._settle(generation, result.replica_id, answer)
         body = exchange.kept(body)
         await self._keep_answer(generation, body)
         return json_response(body)
@@ -445,30 +446,31 @@ class Turns:
         return events
 
     async def _place(self, generation: Generation) -> RoutingHint:
-        """Where the turn is best served: where its program's state, its prompt's beginning, or its parent is."""
-        turn, begun, near = generation.turn, generation.begun, generation.neighbour
+        """The best replica for the turn: the one with its program's state, its prompt's prefix, or its parent."""
+        turn, begun, nearby = generation.turn, generation.begun, generation.neighbour
         if turn.session is not None:
             return _at_session(turn.session, begun)
         scope = placed_by(generation.tenant.name, turn.model.name, turn.cache_salt)
-        sent = generation.program
-        if isinstance(sent, str):  # branches of programs with names look for what these have sent, too
-            sent = conversation(salted(turn.model.name, turn.cache_salt), turn.prompt)
-        preamble, known = sent.preamble, histories(scope, sent)
+        history = generation.program
+        if isinstance(history, str):  # branches of named programs match the messages of those programs, too
+            history = conversation(salted(turn.model.name, turn.cache_salt), turn.prompt)
+        preamble, earlier = history.preamble, histories(scope, history)
         if begun.program.last_replica is not None:
-            return RoutingHint(begun.program.last_replica, tokens=preamble.prompt_tokens, histories=known)
-        prefixes = tuple(each for each in (hint(near) if near else "", shared_prefix(scope, sent)) if each)
-        parent = await self._programs.look(near) if near else None
+            return RoutingHint(begun.program.last_replica, tokens=preamble.prompt_tokens, histories=earlier)
+        prefixes = tuple(each for each in (hint(nearby) if nearby else "", shared_prefix(scope, history)) if each)
+        parent = await self._programs.look(nearby) if nearby else None
         near_replica = None if parent is None else parent.last_replica
         tokens = (preamble.prompt_tokens, preamble.tokens)
-        return RoutingHint(None, near_replica, prefixes, *tokens, begun.shared, histories=known)
+        return RoutingHint(None, near_replica, prefixes, *tokens, begun.shared, histories=earlier)
 
     # ---- after the answer ----
 
     async def _settle(self, generation: Generation, replica_id: str, answer: Answer) -> None:
-        """End the turn, which was served by a replica or from the cache (""). Its client learns of the end after that,
-        so that whichever router gets the next turn finds this one. A client that leaves meanwhile changes nothing.
+        """End the turn, which was served by a replica or from the cache (""). The client gets the end of the answer
+        after that, so that any router that gets the next turn finds this one. A client that leaves during this changes
+        nothing.
 
-        What fails here takes no answer away: that is whole, and counted as such.
+        An error here does not affect the answer, which is complete and counted.
         """
         with suppress(Exception):  # it is in the log
             await self._background.finish(self._end_turn(generation, replica_id, answer))
@@ -484,20 +486,20 @@ class Turns:
         await call.booked()
 
     async def _keep_answer(self, generation: Generation, data: bytes) -> None:
-        """Keep the answer under its request's `Idempotency-Key`. What fails here takes no answer away."""
+        """Keep the answer under its request's `Idempotency-Key`. An error here does not affect the answer."""
         if generation.named is not None:
             with suppress(Exception):  # it is in the log
                 await self._background.finish(self._kept_answers.keep(generation.named, data))
 
     def _cache_answer(self, generation: Generation, answer: Answer) -> None:
         if generation.cache_query is not None:
-            kept = _for_any_program(answer) if generation.turn.program_end else answer
-            self._cache.keep(generation.cache_query, kept, generation.leader)
+            stored = _for_any_program(answer) if generation.turn.program_end else answer
+            self._cache.keep(generation.cache_query, stored, generation.leader)
 
 
-async def _drawn(backend: Backend, asked: Sequence[str], others: Sequence[Choice]) -> tuple[Usage, bool]:
-    """What was done for all answers of a request that was cut off, and whether every replica said so."""
-    usages = await asyncio.gather(*map(backend.drawn, asked))
+async def _usage_of_all(backend: Backend, request_ids: Sequence[str], others: Sequence[Choice]) -> tuple[Usage, bool]:
+    """The usage of all answers of a request that was cut off, and whether every replica reported."""
+    usages = await asyncio.gather(*map(backend.drawn, request_ids))
     return total([each or Usage() for each in usages], others), None not in usages
 
 
@@ -511,20 +513,20 @@ def _generates_at_most(sampling: Sampling) -> int:
 
 
 def _seeded_by_prompt(sampling: Sampling) -> bool:
-    """Whether tokens are drawn, and the request does not say with which seed."""
+    """Whether tokens are sampled, and the request names no seed."""
     return varied(sampling) is not sampling
 
 
 def _at_session(session: SessionTurn, begun: Begun) -> RoutingHint:
-    """Where it opens; its homes know where it is. Raises SessionExistsError where another opening came before."""
+    """The place to open a session; `SessionHomes` finds an open one. Raises SessionExistsError if it exists."""
     if session.opens and begun.program.came > 1:
         raise SessionExistsError(f"session {session.session_id!r} is open already, or being opened", "id")
     return RoutingHint(shared=begun.shared)
 
 
 def _for_any_program(answer: Answer) -> Answer:
-    """An answer to a program's last turn as other programs may have it: it ends a program only where it is whole and
-    calls nothing. A call that has not closed is among the answer's, and no program waits for it.
+    """An answer to a program's last turn, in the form for other programs. It ends a program only if it is complete and
+    has no tool call. An unclosed call counts as one, although no program waits for it.
     """
     cut = answer.reason == "length"
     return replace(answer, called=replace(answer.called, last=not (answer.called.tools or answer.tool_calls or cut)))

@@ -34,7 +34,7 @@ T = TypeVar("T")
 Samples = Mapping[tuple[str, ...], float]
 
 LONG_BODY = 1 << 20  # bytes; a longer body is parsed beside the event loop
-TENANT = "holdfast.tenant"  # where a request's scope keeps whose it is
+TENANT = "holdfast.tenant"  # the key of a request's tenant in its scope
 
 
 class Entry:
@@ -75,7 +75,7 @@ class Entry:
 
     @asynccontextmanager
     async def entered(self, request: Request, scope: Scope = Scope.INFER) -> AsyncIterator[Tenant]:
-        """The tenant that calls, with a place for its call, which is counted. Raises as `admitted`."""
+        """The calling tenant, with a place for its call, which is counted. Raises as `admitted`."""
         try:
             principal = self.authenticate(request, scope)
         except RefusedError as error:
@@ -92,15 +92,15 @@ class Entry:
     # ---- calls that generate ----
 
     def begin(self, request: Request, endpoint: str) -> Call:
-        """The call of a request that has just come. The server's own first request is counted nowhere."""
+        """The call of a new request. The server's own first request is not counted."""
         own = self.warms_up(request)
         metrics, turns = (RouterMetrics.unseen(), TurnLog()) if own else (self.metrics, self.turns)
         return Call(request, endpoint, metrics, turns, self.books)
 
     @contextmanager
     def admitted(self, call: Call) -> Iterator[None]:
-        """A place for a call, once it is known who calls. Raises as `authenticate` and `place`, and QuotaError (429)
-        where the tenant is known to have used up a limit.
+        """A place for a call, after authentication. Raises as `authenticate` and `place`, and QuotaError (429) if the
+        tenant is known to have used up a limit.
         """
         call.principal = self.authenticate(call.request)
         call.facts.tenant = call.tenant.name
@@ -115,14 +115,14 @@ class Entry:
         return WARM_UP_HEADER in request.headers and not self._tenants.has_keys
 
     def authenticate(self, request: HTTPConnection, scope: Scope = Scope.INFER) -> Principal:
-        """Who calls. Raises RefusedError: 401; 403 also for a key without this scope."""
-        who = caller(request)
+        """Authenticate the caller. Raises RefusedError: 401; 403 also for a key without this scope."""
+        identity = caller(request)
         try:
-            principal = self._tenants.authenticate(who)
+            principal = self._tenants.authenticate(identity)
             if not principal.allows(scope):
                 raise RefusedError(Refusal.FORBIDDEN, f"This API key does not have the scope '{scope}'")
         except RefusedError as error:
-            self._audit.refused(reason(error), who.address(self._proxies), route_of(request))
+            self._audit.refused(reason(error), identity.address(self._proxies), route_of(request))
             raise
         request.scope[TENANT] = principal.tenant
         return principal
@@ -157,7 +157,7 @@ class Entry:
             return parse(body, *arguments)
 
     def _watch(self) -> None:
-        """Show what tenants may use, have used and have in flight, and how far usage is booked."""
+        """Show tenants' limits, their use and requests in flight, and the usage that waits to be booked."""
         metrics, books, tenants = self.metrics, self.books, self._tenants
         quotas, most = books.quotas, self._config.metrics_tenants
 
@@ -165,13 +165,13 @@ class Entry:
             return _summed(((metrics.tenant(each.name),), self._places.of(each.name)) for each in tenants.tenants)
 
         def allowed() -> Samples:
-            of = ((each, name) for each in tenants.tenants[:most] for name in LIMITS)
-            pairs = ((each.name, name, getattr(each.limits, name)) for each, name in of)
+            limits = ((each, name) for each in tenants.tenants[:most] for name in LIMITS)
+            pairs = ((each.name, name, getattr(each.limits, name)) for each, name in limits)
             return {(tenant, name): float(value) for tenant, name, value in pairs if value is not None}
 
         def used() -> Samples:
-            of = ((name, status) for name, status in quotas.status.items() if metrics.tenant(name) == name)
-            rows = ((name, status, limit, n) for name, status in of for limit, n in status.used.items())
+            pairs = ((name, status) for name, status in quotas.status.items() if metrics.tenant(name) == name)
+            rows = ((name, status, limit, n) for name, status in pairs for limit, n in status.used.items())
             return {(name, limit): n for name, status, limit, n in rows if getattr(status.limits, limit) is not None}
 
         def refused() -> Samples:
@@ -195,7 +195,7 @@ def _summed(samples: Iterable[tuple[tuple[str, ...], float]]) -> Samples:
     return sums
 
 
-# ---- what a router takes on at once ----
+# ---- limits of requests and bytes in flight ----
 
 
 class Shares:
@@ -214,18 +214,18 @@ class Shares:
         return self._taken[tenant]
 
     def share(self, tenants: Sequence[Tenant]) -> None:
-        """From now on these are the tenants."""
+        """Set the tenants."""
         total = sum(tenant.weight for tenant in tenants)
         self._reserved = {each.name: int(self.most * each.weight / total / 2) for each in tenants}
         self._unused = sum(map(self._left, self._reserved))
 
     def room(self, tenant: str, amount: int) -> bool:
-        """Whether `take` would give a tenant so much."""
+        """Whether `take` would succeed."""
         left, after = self._left(tenant), self.total + amount
         return after <= self.most and (amount <= left or after + self._unused - left <= self.most)
 
     def take(self, tenant: str, amount: int) -> bool:
-        """False where there is no room; then nothing is taken."""
+        """Take an amount. Returns False, and takes nothing, if there is no room."""
         room = self.room(tenant, amount)
         if room:
             self._move(tenant, amount)
@@ -243,7 +243,7 @@ class Shares:
             del self._taken[tenant]
 
     def _left(self, tenant: str) -> int:
-        """What a tenant has not taken of its reserved part."""
+        """The unused rest of a tenant's reserved part."""
         return max(0, self._reserved.get(tenant, 0) - self._taken[tenant])
 
 
@@ -261,14 +261,14 @@ class BodyBytes:
         self._memory.give_back(self._tenant, self.size)
 
     def expect(self, size: int) -> None:
-        """Raises OverloadedError (429) where there is no room for so many bytes now. None are taken: a client that
-        sends slowly keeps nobody else's room.
+        """Raises OverloadedError (429) if there is no room for so many bytes now. It reserves none: a slow client must
+        not block others.
         """
         if not self._memory.room(self._tenant, size):
             raise _no_room()
 
     def add(self, size: int) -> None:
-        """So many bytes have arrived. Raises OverloadedError (429), and counts nothing, where there is no room."""
+        """Count bytes that have arrived. Raises OverloadedError (429), and counts nothing, if there is no room."""
         if not self._memory.take(self._tenant, size):
             raise _no_room()
         self.size += size
@@ -309,17 +309,17 @@ def too_large(limit: int) -> RefusedError:
 
 
 def _no_room() -> OverloadedError:
-    return OverloadedError("The server holds as many bytes of request bodies as it takes at once")
+    return OverloadedError("The server has no memory left for request bodies; retry")
 
 
 # ---- the end of a router ----
 
 
 class Drain:
-    """How a router stops: nothing new is admitted, and what still runs when the time is over ends with an error.
+    """Stops a router: new requests are refused, and requests that run past the drain time end with an error.
 
-    Without it a server that stops would cut its streams, and a client could not tell a whole answer from half of one.
-    Used on one event loop. Until `begin` or `bound` it does nothing.
+    Otherwise a stopping server would cut its streams, and clients could not tell a whole answer from half of one. Used
+    on one event loop. Until `begin` or `bound` it does nothing.
     """
 
     def __init__(self) -> None:
@@ -328,13 +328,13 @@ class Drain:
         self._open: set[asyncio.Timeout] = set()
 
     def begin(self, seconds: float) -> None:
-        """From now on nothing new; what runs is ended after so many seconds."""
+        """Admit no new requests from now on; end running ones after `seconds`."""
         self._closed = True
         self.bound(seconds)
 
     def bound(self, seconds: float) -> None:
-        """What runs is ended after so many seconds. Until then requests are admitted: the proxy sends some here before
-        it knows that this router stops.
+        """End running requests after `seconds`. Until then requests are admitted: the proxy sends some before it knows
+        that this router stops.
         """
         now = asyncio.get_running_loop().time()
         self._until = now + seconds if self._until is None else min(now + seconds, self._until)
@@ -342,13 +342,13 @@ class Drain:
             each.reschedule(self._until)
 
     def check(self) -> None:
-        """Raises UnavailableError where nothing new is admitted."""
+        """Raises UnavailableError if no new requests are admitted."""
         if self._closed:
             raise UnavailableError("The server is shutting down; retry")
 
     @asynccontextmanager
     async def bounded(self) -> AsyncIterator[None]:
-        """What is done inside is cancelled when the time is over, which raises UnavailableError."""
+        """Cancel the work inside when the time is over, and raise UnavailableError."""
         timeout = asyncio.timeout_at(self._until)
         try:
             async with timeout:

@@ -57,10 +57,10 @@ class Audit:
         await stop(self._task)
         await self.flush()
 
-    def entry(self, act: str, who: str, tenant: str = "", **more: object) -> bytes:
-        """An entry of the stream, which is logged, too. `who`: the id of the key of an administrator."""
-        where = {"tenant": tenant, "router": self._router}
-        values = {"at": round(time.time(), 3), "act": act, "who": who, **where, **more}
+    def entry(self, act: str, actor: str, tenant: str = "", **more: object) -> bytes:
+        """An entry of the stream, which is logged, too. `actor`: the id of an administrator's key."""
+        place = {"tenant": tenant, "router": self._router}
+        values = {"at": round(time.time(), 3), "act": act, "who": actor, **place, **more}
         log.info("audit: %s", act, extra=logs.fields(**{name: value for name, value in values.items() if name != "at"}))
         return orjson.dumps(values)
 

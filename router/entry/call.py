@@ -1,4 +1,4 @@
-"""One request that generates, from its arrival to the end that is booked: its charge, metrics, log line and span.
+"""One request that generates, from its arrival to its booked end: its charge, metrics, log line and span.
 
 charge      its tenant's limits have room for what it is expected to need, or it is refused
 sent        a replica works for it from now on
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NOBODY = Tenant("nobody")  # before it is known who calls
+NOBODY = Tenant("nobody")  # before authentication
 BAD = frozenset({Outcome.FAILED, Outcome.REJECTED, Outcome.ABORTED})
 AskDrawn = Callable[[], Awaitable[tuple[Usage, bool]]]
 
 
 class Call:
-    """One request. Its end counts once; what happens afterwards is not counted."""
+    """One request. Its first end counts; later events are not counted."""
 
     def __init__(
         self, request: Request, endpoint: str, metrics: RouterMetrics, turns: TurnLog, books: UsageBooks
@@ -69,7 +69,7 @@ class Call:
         self._repeats: Usage | None = None  # of an answer from the response cache
         self._booked: Task[object] | None = None
         self._span: Span | None = None
-        self._asked: Span | None = None
+        self._replica_span: Span | None = None
         if turns.spans is not None:
             self._span = turns.spans.serve(f"POST {request.url.path}", _carrier(request))
         self._trace_id = self._span.trace_id if self._span else ""
@@ -88,37 +88,38 @@ class Call:
         return self.facts.endpoint == "prefill"
 
     @property
-    def _who(self) -> tuple[str, str]:
+    def _labels(self) -> tuple[str, str]:
         return self._metrics.tenant(self.facts.tenant), self.facts.model
 
-    # ---- what is learnt of the request ----
+    # ---- facts of the request ----
 
     def asks(self, model: str, stream: bool = False, program: str = "", retry: str = "") -> None:
-        """The request is valid. `program` "": it names none."""
+        """The request is valid. `program` "": the request names none."""
         facts = self.facts
         facts.request_id, facts.model, facts.stream, facts.program, facts.retry = self.id, model, stream, program, retry
-        self._metrics.requests.labels(*self._who, facts.endpoint, Outcome.FAILED.value)  # from 0: alerts see the first
+        # From 0: alerts see the first.
+        self._metrics.requests.labels(*self._labels, facts.endpoint, Outcome.FAILED.value)
         logs.serving(About(self.id, program, facts.tenant, self._trace_id))
 
     def skipped(self, fields: str) -> None:
         """These fields, items, blocks or tools of the request were left out."""
         self.headers.skipped = fields
         if fields:
-            self._metrics.skips.labels(self._who[0], self.facts.endpoint).inc(fields.count(",") + 1)
+            self._metrics.skips.labels(self._labels[0], self.facts.endpoint).inc(fields.count(",") + 1)
 
     def looked_up(self, result: str) -> None:
         """The result of the look-up in the response cache."""
         self.headers.cache = self.facts.cache = result
-        self._metrics.cache.labels(self._who[0], result).inc()
+        self._metrics.cache.labels(self._labels[0], result).inc()
 
     def joined_program(self, program: str, pause: ToolGap | None) -> None:
-        """It is a turn of this program, which had paused so long."""
+        """The request became a turn of this program, which had paused for `pause`."""
         facts = self.facts
         facts.program, facts.pause = program, pause
         logs.serving(About(facts.request_id, program, facts.tenant, self._trace_id))
         if pause is not None:
             self._follows = True
-            self._metrics.tool.labels(*self._who).observe(pause.seconds)
+            self._metrics.tool.labels(*self._labels).observe(pause.seconds)
         if self._span is not None and (before := self._turns.previous(program, self._span.carrier)):
             self._span.link(before)
 
@@ -135,12 +136,12 @@ class Call:
     # ---- the answer ----
 
     def asking(self, command: GenerateRequest) -> GenerateRequest:
-        """`command` on its way to a replica, with the trace context in which that goes on."""
+        """`command` with the trace context for its replica."""
         self._over = command.program_end
         if self._span is None:
             return command
-        self._asked = self._span.ask("replica")
-        return replace(command, trace=self._asked.carrier)
+        self._replica_span = self._span.ask("replica")
+        return replace(command, trace=self._replica_span.carrier)
 
     def sent(self, ask_drawn: AskDrawn) -> None:
         """From now on a replica may work for it. If the call is cut off, `ask_drawn` returns its usage, and whether all
@@ -161,61 +162,61 @@ class Call:
         self._over = self._over or answer.called.last
 
     def repeats(self, answer: Answer) -> None:
-        """The response cache has its whole answer."""
+        """The whole answer came from the response cache."""
         self._repeats, self._over = answer.usage, answer.called.last
         self.end(Outcome.CACHED)
 
     def program_ended(self, run: Run, *, final: bool) -> None:
-        """It was the last turn of its program, for now; `final`: it calls no tool."""
-        metrics, who = self._metrics, self._who
-        metrics.program.labels(*who).observe(run.seconds)
-        metrics.program_turns.labels(*who).observe(run.turns)
+        """The program's run ended with this turn; `final`: it calls no tool."""
+        metrics, labels = self._metrics, self._labels
+        metrics.program.labels(*labels).observe(run.seconds)
+        metrics.program_turns.labels(*labels).observe(run.turns)
         if final:  # an answer from the response cache comes all at once
             since_first = 0.0 if self.first is None else max(metrics.clock() - self.first, 0.0)
-            metrics.ftr.labels(*who).observe(max(run.seconds - since_first, 0.0))
+            metrics.ftr.labels(*labels).observe(max(run.seconds - since_first, 0.0))
 
     # ---- the end ----
 
     def completed(self, usage: Usage, timing: Timing) -> None:
-        """It has its answer; `timing` is on its replica's clock."""
-        metrics, who, now = self._metrics, self._who, self._metrics.clock()
+        """The client has the answer. `timing` is on the replica's clock."""
+        metrics, labels, now = self._metrics, self._labels, self._metrics.clock()
         streamed = self.first is not None
         if not streamed and timing.first_token is not None:
             self.first = self._began + timing.first_token - timing.arrived
         first = self.first
-        metrics.turn.labels(*who).observe(now - self._began)
+        metrics.turn.labels(*labels).observe(now - self._began)
         if first is not None:
-            metrics.first_token.labels(*who).observe(first - self._began)
+            metrics.first_token.labels(*labels).observe(first - self._began)
             if usage.completion > 1:
-                metrics.per_token.labels(*who).observe((now - first) / (usage.completion - 1))
+                metrics.per_token.labels(*labels).observe((now - first) / (usage.completion - 1))
         self.count_tokens(usage)
         if timing.scheduled is not None:
-            metrics.queue.labels(*who).observe(timing.scheduled - timing.arrived)
+            metrics.queue.labels(*labels).observe(timing.scheduled - timing.arrived)
             if self._follows:
                 # What the engine did not work on it: all but its first token, or its whole answer where it is not
                 # streamed. A stream's last tokens may wait for their client, so a stream counts to its first token.
                 unserved = now - self._began - ((timing.finished or timing.scheduled) - timing.scheduled)
                 if streamed and first is not None and timing.first_token is not None:
                     unserved = first - self._began - (timing.first_token - timing.scheduled)
-                metrics.bubble.labels(*who).observe(max(unserved, 0.0))
+                metrics.bubble.labels(*labels).observe(max(unserved, 0.0))
         self.end(Outcome.COMPLETED, usage)
 
     def failed(self, error: BaseException) -> None:
-        """It ended in `error`."""
+        """The request ended in `error`."""
         if self.outcome is not None:
             return
         if isinstance(error, Exception) and not isinstance(error, ClientGoneError):
-            why = reason(error) if isinstance(error, HoldfastError) else ErrorKind.INTERNAL.value
-            self._metrics.errors.labels(self._who[0], why).inc()
+            label = reason(error) if isinstance(error, HoldfastError) else ErrorKind.INTERNAL.value
+            self._metrics.errors.labels(self._labels[0], label).inc()
         used = error.usage if isinstance(error, ReplyError) else None
         if used is not None and used.work != NO_WORK:
             self.count_tokens(used)
         self.end(outcome_of(error), used)
 
     def count_tokens(self, usage: Usage) -> None:
-        """So many tokens were computed, cached and generated for it."""
+        """Count the tokens that were computed, cached and generated."""
         for kind, n in (("prompt", usage.prompt), ("cached", usage.cached), ("completion", usage.completion)):
-            self._metrics.tokens.labels(*self._who, kind).inc(n)
+            self._metrics.tokens.labels(*self._labels, kind).inc(n)
 
     def end(self, outcome: Outcome, usage: Usage | None = None) -> None:
         """The call has ended. `usage` None: the usage is not known; a replica that worked for the call is asked."""
@@ -226,7 +227,7 @@ class Call:
         if usage is not None and usage.work != NO_WORK:
             facts.usage = usage
         self._metrics.in_flight.dec()
-        self._metrics.requests.labels(*self._who, facts.endpoint, outcome.value).inc()
+        self._metrics.requests.labels(*self._labels, facts.endpoint, outcome.value).inc()
         if not self.is_prefill:
             self._turns.end(facts, outcome)
         unknown = usage is None and facts.usage is None and outcome in (Outcome.ABORTED, Outcome.FAILED)
@@ -264,16 +265,16 @@ class Call:
     def _book(self, usage: Usage, seconds: float) -> None:
         assert self.outcome is not None
         worked = self.outcome is not Outcome.REJECTED or usage.work != NO_WORK
-        kept = bool(self.facts.model) and not self.free and worked
-        if kept or self.id in self._books.quotas.reserved:
+        booked = bool(self.facts.model) and not self.free and worked
+        if booked or self.id in self._books.quotas.reserved:
             record = _record(self, self.outcome, usage, seconds, self._books.quotas.clock())
-            self._booked = self._books.book(CallEnd(record, kept, self.facts.retry, self._over))
+            self._booked = self._books.book(CallEnd(record, booked, self.facts.retry, self._over))
 
     def _end_spans(self, span: Span, outcome: Outcome) -> None:
         facts = self.facts
-        if self._asked is not None:
-            self._asked.tell(replica=facts.replica)
-            self._asked.end()
+        if self._replica_span is not None:
+            self._replica_span.tell(replica=facts.replica)
+            self._replica_span.end()
         if span.recording:
             names = {"request_id": facts.request_id, "program_id": facts.program, "tenant": facts.tenant}
             span.tell(**names, **_log_fields(facts, outcome))
@@ -333,7 +334,7 @@ def _log_fields(facts: TurnFacts, outcome: Outcome) -> dict[str, object]:
 
 
 def estimate(prices: Prices, answers: int, input_tokens: int, output_tokens: int) -> Cost:
-    """What a request is expected to need: all of its prompt uncached, and all that it may generate."""
+    """The expected cost of a request: its whole prompt uncached, and the most tokens that it may generate."""
     units = round(priced(prices, input_tokens, 0, output_tokens))
     return Cost(answers, input_tokens, input_tokens, output_tokens, units)
 

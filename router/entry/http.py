@@ -47,7 +47,7 @@ class AnswerHeaders:
     request_id: str
     cache: str = "bypass"
     age_s: float | None = None  # of an answer from the response cache; None: no such header
-    replayed: bool = False  # it is the answer that the same request got under its `Idempotency-Key`
+    replayed: bool = False  # the answer is stored under the request's `Idempotency-Key`
     same_draw: bool = False  # that answer was drawn, and a draw of the request's own may differ from it
     replica: str = "none"
     server_timing: str = ""  # empty: no such header
@@ -107,7 +107,7 @@ def answer_headers(request: Request) -> AnswerHeaders:
 
 
 def caller(request: HTTPConnection) -> Caller:
-    """Who calls, for authentication."""
+    """The caller, for authentication."""
     client, server = request.scope.get("client"), request.scope.get("server")
     authorization, key = request.headers.get("authorization"), request.headers.get("x-api-key")
     return Caller(
@@ -123,7 +123,7 @@ def caller(request: HTTPConnection) -> Caller:
 def retry_of(request: Request, name: str = DELIVERY) -> str:
     """A digest that is the same for each try of a request: of its path, its body, and its name in the header `name`.
 
-    "" where it has no name. Two requests with the same name and other bodies are no tries of each other. The body must
+    "" where it has no name. Two requests with the same name and different bodies are different requests. The body must
     have been read.
     """
     digest = request.scope.get(CONTENT)
@@ -160,7 +160,7 @@ def route_of(request: HTTPConnection) -> str:
 
 
 def supervised(handler: Handler, path: str = "") -> Handler:
-    """`handler` of the route `path`. Everything it raises becomes an answer in the shape of its API."""
+    """`handler` of the route `path`. Every exception becomes an answer in the shape of its API."""
 
     async def answer(request: Request) -> Response:
         request.scope[ROUTE] = path

@@ -2,7 +2,7 @@
 
 They are kept for an hour. What is kept is the answer as its client got it, with its ids; of a longer one than
 `router.cache_answer_bytes` only the request's digest. While Redis is away nothing is found or kept, and requests are
-served. Operations of sessions are named by the same header; the sessions themselves do them once.
+served. Session operations use the same header; the sessions themselves run each named operation once.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ class KeptAnswers:
         return answer or None
 
     async def keep(self, request: NamedRequest, answer: bytes) -> None:
-        """Keep it, unless the tenant's answers take their limit, or Redis is away."""
+        """Keep the answer, unless the tenant's limit is reached, or Redis is away."""
         value = request.digest.encode() + b"\n" + (answer if len(answer) <= self._most else b"")
         with suppress(UnavailableError):
             await self._records.put(request.key, value, KEPT_S, TENANT_BYTES)

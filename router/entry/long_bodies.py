@@ -1,8 +1,8 @@
 """Long request bodies are parsed in a process beside the router, one after the other.
 
-A JSON parser keeps the interpreter's lock until it is done, so a thread would hold up the event loop all the same:
-31 MiB take a quarter of a second. Calls and results cross a pipe, pickled, each behind its length. The process ends
-with the pipe, so with its router, however that ends.
+A JSON parser keeps the interpreter's lock until it is done, so a thread would hold up the event loop all the same: 31
+MiB take a quarter of a second. Calls and results cross a pipe, pickled, each behind its length. The process ends when
+the pipe closes, so it always ends with its router.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class LongBodies:
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
-        self._one = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._calls: set[asyncio.Task[Any]] = set()
 
     async def call(self, function: Callable[..., T], *arguments: object) -> T:
@@ -44,7 +44,7 @@ class LongBodies:
 
     async def _call(self, function: Callable[..., T], arguments: tuple[object, ...]) -> T:
         data = pickle.dumps((function, arguments), pickle.HIGHEST_PROTOCOL)
-        async with self._one:
+        async with self._lock:
             try:
                 process = self._process = self._process or await self._start()
                 assert process.stdin is not None

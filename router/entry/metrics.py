@@ -1,4 +1,4 @@
-"""What the router counts and times, and Prometheus' text of it. The definitions are in `metric_list`.
+"""The router's counters and timers, and their Prometheus text. The definitions are in `metric_list`.
 
 Labels come from configuration only (tenant, served model), never from what a client sends.
 """
@@ -21,7 +21,7 @@ from holdfast.replicas.metrics import Metric, MetricKind, process_usage
 from holdfast.router.metric_list import METRICS
 from holdfast.router.protocol.errors import ClientGoneError, Refusal, api_error, reason
 
-OTHER = "other"  # the tenant whose series are those of all that have none of their own
+OTHER = "other"  # the label of all tenants without series of their own
 # Alerts look at the rise of these: a series that begins with a 1 has not risen. So they are 0 from the start.
 REFUSED = (Refusal.RATE_LIMITED.value, ErrorKind.OVERLOADED.value, ErrorKind.DEADLINE.value)  # of a tenant
 UNKNOWN = Refusal.UNAUTHENTICATED.value  # of nobody
@@ -32,7 +32,7 @@ SUFFIXES = ("", "_total", "_bucket", "_sum", "_count", "_info")  # of samples, a
 
 
 class Outcome(StrEnum):
-    """How a request ended. Each request has exactly one outcome."""
+    """The outcome of a request. Each request has exactly one."""
 
     COMPLETED = "completed"
     CACHED = "cached"  # answered by the response cache
@@ -90,7 +90,7 @@ class RouterMetrics:
         return cls(CollectorRegistry())
 
     def watch(self, name: str, read: Read, refresh: Refresh | None = None) -> None:
-        """Show a value that stands elsewhere; `refresh` is awaited before it is read. `name`: as in `metric_list`."""
+        """Show a value that is kept elsewhere; `refresh` is awaited before it is read. `name`: as in `metric_list`."""
         self.registry.register(Watched(METRICS[name], read))
         if refresh is not None:
             self._refreshed.append(refresh)
@@ -99,11 +99,11 @@ class RouterMetrics:
         """The first `most` of these tenants have series of their own, the others share one."""
         self._named = frozenset(names[:most])
         for name in {self.tenant(each) for each in names}:
-            for why in REFUSED:
-                self.errors.labels(name, why)
+            for code in REFUSED:
+                self.errors.labels(name, code)
 
     def tenant(self, name: str) -> str:
-        """The label of a tenant; "" where it is not known who called."""
+        """The label of a tenant; "" if the caller is unknown."""
         return name if not name or self._named is None or name in self._named else OTHER
 
     def refused(self, error: HoldfastError) -> None:

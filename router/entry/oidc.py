@@ -42,12 +42,12 @@ class IdentityTokens:
         self._config = config
         self._clock = clock
         self._keys: dict[str, Any] = {}
-        self._looked = -AGAIN_S
-        self._wanted = asyncio.Event()
+        self._refreshed_at = -AGAIN_S
+        self._refresh_due = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Read the keys, now and again from time to time. A provider that is away is tried again."""
+        """Read the keys now and at intervals. If the provider is away, try again."""
         await self.refresh()
         refreshing = forever(self._refresh_when_due, 0.0, "reading the issuer's keys")
         self._task = asyncio.get_running_loop().create_task(refreshing)
@@ -56,7 +56,7 @@ class IdentityTokens:
         await stop(self._task)
 
     def read(self, token: str) -> tuple[str, str, tuple[Scope, ...]] | None:
-        """The tenant that it names, its subject and its scopes; None for a text that is no JWT.
+        """The token's tenant, subject and scopes; None for a text that is not a JWT.
 
         Raises RefusedError (401) for a token that is not valid.
         """
@@ -69,9 +69,9 @@ class IdentityTokens:
             return None
         key = self._keys.get(str(head.get("kid", "")))
         if key is None:
-            if self._clock() - self._looked >= AGAIN_S:
-                self._wanted.set()
-            raise RefusedError(Refusal.UNAUTHENTICATED, "The token is signed with a key that is not known; try again")
+            if self._clock() - self._refreshed_at >= AGAIN_S:
+                self._refresh_due.set()
+            raise RefusedError(Refusal.UNAUTHENTICATED, "The token is signed with an unknown key; try again")
         try:
             claims = jwt.decode(
                 token,
@@ -87,30 +87,30 @@ class IdentityTokens:
         return str(claims.get(config.tenant_claim, "")), f"jwt-{claims.get('sub', '')}"[:64], self._scopes(claims)
 
     async def refresh(self) -> None:
-        """Read the keys. Where the provider does not answer properly, the known ones stay."""
-        self._looked = self._clock()
-        self._wanted.clear()
+        """Read the keys. If the provider does not answer properly, the known keys stay."""
+        self._refreshed_at = self._clock()
+        self._refresh_due.clear()
         try:
             async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
                 answer = await client.get(self._config.keys_url)
             answer.raise_for_status()
-            found = self._jwt.PyJWKSet.from_dict(answer.json())
-            self._keys = {str(each.key_id or ""): each.key for each in found.keys}
+            key_set = self._jwt.PyJWKSet.from_dict(answer.json())
+            self._keys = {str(each.key_id or ""): each.key for each in key_set.keys}
         except (httpx.HTTPError, ValueError, TypeError, self._jwt.PyJWTError) as error:
             log.error("the keys of %s cannot be read: %s", self._config.issuer, error)
 
     def _scopes(self, claims: dict[str, Any]) -> tuple[Scope, ...]:
-        given = claims.get(self._config.scope_claim)
-        if given is None:
+        claim = claims.get(self._config.scope_claim)
+        if claim is None:
             return SCOPES
-        words = given.split() if isinstance(given, str) else [str(each) for each in given]
+        words = claim.split() if isinstance(claim, str) else [str(each) for each in claim]
         return tuple(scope for scope in Scope if scope.value in words)
 
     async def _refresh_when_due(self) -> None:
         try:
             async with asyncio.timeout(REFRESH_S):
-                await self._wanted.wait()
+                await self._refresh_due.wait()
         except TimeoutError:
             pass
-        await asyncio.sleep(max(0.0, AGAIN_S - (self._clock() - self._looked)))
+        await asyncio.sleep(max(0.0, AGAIN_S - (self._clock() - self._refreshed_at)))
         await self.refresh()

@@ -1,4 +1,4 @@
-"""How much a tenant may use: in a minute, at once, in a day and in a month. All routers share one count in Redis.
+"""A tenant's limits: in a minute, at once, in a day and in a month. All routers share one count in Redis.
 
     admit    a call arrives: every limit is checked, and an estimate of what the call needs is reserved
     settle   the call ends: what it used replaces the estimate. Part of the script that books it (`usage`)
@@ -293,9 +293,9 @@ class Quotas:
     def keep(self, tenants: Sequence[Tenant]) -> None:
         """Replace the tenants, and forget the state of all others."""
         names = {tenant.name for tenant in tenants}
-        for known in (self._refused, self.status):
-            for name in [name for name in known if name not in names]:
-                del known[name]
+        for states in (self._refused, self.status):
+            for name in [name for name in states if name not in names]:
+                del states[name]
         self._buckets = {key: bucket for key, bucket in self._buckets.items() if key[0] in names}
 
     def check(self, tenant: Tenant) -> None:
@@ -331,7 +331,7 @@ class Quotas:
         return status
 
     def settle(self, id_: str, used: Cost) -> None:
-        """A call has ended here, and used so much."""
+        """A call has ended here with the usage `cost`."""
         reservation = self.reserved.pop(id_, None)
         if reservation is None or not reservation.local:
             return
@@ -343,7 +343,7 @@ class Quotas:
                 bucket.level += tokens
 
     async def renew(self) -> None:
-        """Make the reservations of calls that go on last longer."""
+        """Extend the reservations of running calls."""
         by_tenant: dict[str, list[str]] = {}
         for id_, reservation in self.reserved.items():
             by_tenant.setdefault(reservation.tenant, []).append(id_)

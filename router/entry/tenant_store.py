@@ -97,12 +97,12 @@ class TenantStore:
         await self._store_used()
 
     async def find(self, name: str) -> tuple[Tenant | None, bytes]:
-        """A tenant's record and its text, which `change` wants; None and b"" for none. Raises UnavailableError."""
+        """A tenant's record and its text, which `change` takes; None and b"" for none. Raises UnavailableError."""
         (text,) = await self._records.script(FIND, [TENANTS], [name])
         return (_TENANT.validate_json(text) if text else None), text
 
     async def change(self, name: str, before: bytes, after: Tenant | None, entry: bytes) -> bool:
-        """Whether the record could be stored in the place of `before`. This router goes by it from now on.
+        """Store the record in place of `before`. True if it was stored; this router then uses it at once.
 
         Raises UnavailableError.
         """
@@ -147,7 +147,7 @@ class TenantStore:
             self._take(*reply)
 
     async def _restore(self) -> None:
-        """Redis has lost what it had. Of several routers that know, the one with the latest version wins."""
+        """Restore tenants that Redis has lost. The router with the latest version wins."""
         purges = [(name.encode(), purge.encode()) for name, purge in self._purges.items()]
         pairs = [*self._tenants.items(), *purges]
         arguments: list[Argument] = [self._version, len(self._tenants), *chain.from_iterable(pairs)]
@@ -157,7 +157,7 @@ class TenantStore:
             self._used.clear()  # when keys were used is lost, too
 
     def _take(self, version: bytes, tenants: Sequence[bytes], purges: Sequence[bytes]) -> None:
-        """Go by these tenants and purges from now on."""
+        """Use these tenants and purges from now on."""
         self._tenants = dict(zip(tenants[::2], tenants[1::2], strict=True))
         try:
             self._directory.add([_TENANT.validate_json(text) for text in self._tenants.values()])

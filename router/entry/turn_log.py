@@ -26,7 +26,7 @@ REMEMBERED = 8192  # turns that have ended; the tenant with most of them loses i
 
 @dataclass(slots=True)
 class TurnFacts:
-    """What is known of a request so far. Times are in seconds since the epoch; "" and None: unknown, or absent."""
+    """The facts of a request so far. Times are in seconds since the epoch; "" and None: unknown, or absent."""
 
     endpoint: str
     http_id: str  # `x-request-id`
@@ -42,7 +42,7 @@ class TurnFacts:
     pause: ToolGap | None = None  # its program's, before this turn
     usage: Usage | None = None
     reason: str = ""
-    tools: str = ""  # what the answer calls, and its program waits for now
+    tools: str = ""  # the tools that the answer calls, and that its program waits for
     stages_ms: dict[str, float] = field(default_factory=dict)
 
 
@@ -66,7 +66,7 @@ class EndedTurn:
 
 @dataclass(slots=True)
 class Totals:
-    """Of one tenant, since this process began."""
+    """Sums of one tenant, since this process began."""
 
     ended: int = 0  # requests, however they ended
     failed: int = 0
@@ -104,7 +104,7 @@ class TurnLog:
 
     @property
     def number(self) -> int:
-        """No turn that has ended has a greater number, and each that ends from now on has one."""
+        """The greatest number of an ended turn. Turns that end later have greater numbers."""
         return max(self._number, int(self.clock() * 1e6))
 
     def ended(self, after: int, tenant: str | None, most: int) -> list[EndedTurn]:
@@ -120,7 +120,7 @@ class TurnLog:
         return before
 
     def begin(self, facts: TurnFacts) -> None:
-        """A request has come."""
+        """A request has arrived."""
         self._live[id(facts)] = facts
 
     def end(self, facts: TurnFacts, outcome: Outcome) -> None:

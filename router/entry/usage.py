@@ -32,9 +32,9 @@ from holdfast.router.records import Argument
 log = logging.getLogger(__name__)
 
 SEEN_S = 3600.0  # for which the ids of booked records, and the tries of a request, are known
-BEAT_S = 2.0  # between two tries to book what waits
+BEAT_S = 2.0  # between two attempts to book waiting records
 RENEW_S = 10.0  # between two renewals of the reservations of calls that go on
-COUNTING_S = 5.0  # a router that stops waits so long for replicas to say what they did
+COUNTING_S = 5.0  # a stopping router waits this long for replicas to report usage
 BOOKING_S = 0.5  # and then so long for Redis
 MOST_WAITING = 65536  # records that wait for Redis; beyond that the oldest are lost, and counted
 COUNTED = ("requests", "input", "cached", "output", "drawn", "drafted")  # of the sums, beside units and outcomes
@@ -114,8 +114,8 @@ return rows
 class UsageRecord:
     """One request, as it is booked. Names, counts and times: no texts, no keys.
 
-    The client was told `input` to `output`. Engines did `drawn` to `found` for it: they draw more than `output` where a
-    reply was ended early, and count the prompt for every answer. `replica` is the last attempt's.
+    The client was told `input` to `output`. `drawn` to `found` is the engines' work. Engines draw more than `output` if
+    a reply was ended early, and count the prompt for every answer. `replica` is the last attempt's.
     """
 
     id: str
@@ -141,7 +141,7 @@ class UsageRecord:
 
     @property
     def worked(self) -> bool:
-        """Whether an engine did anything for it."""
+        """Whether an engine worked for the request."""
         return bool(self.computed or self.ahead or self.drawn)
 
 
@@ -187,11 +187,11 @@ class UsageBooks:
         self._beats.append(loop.create_task(forever(self.quotas.renew, RENEW_S, "renewing reservations")))
 
     async def close(self) -> None:
-        """Book what is left, if Redis is there. Replicas have `COUNTING_S` to say what they did for calls that were cut
+        """Book what is left, if Redis is there. Replicas have `COUNTING_S` to report the usage of calls that were cut
         off; a record that lacks it is counted as `uncounted`.
         """
         await stop(*self._beats)
-        await stop(*await self._counting.drain(COUNTING_S))  # these are booked without what is not known
+        await stop(*await self._counting.drain(COUNTING_S))  # these are booked without the missing usage
         booking = await self._booking.drain(BOOKING_S)
         await self.catch_up()
         lost = len(booking) + sum(end.kept for end in self._waiting)
@@ -203,7 +203,7 @@ class UsageBooks:
     # ---- booking ----
 
     def count(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work`, which asks replicas what they did for a call that was cut off, and then books it."""
+        """Run `work`, which asks replicas for the usage of a call that was cut off, and then books it."""
         self._counting.run(work)
 
     def uncounted(self) -> None:
@@ -211,7 +211,7 @@ class UsageBooks:
         self.booked["uncounted"] += 1
 
     def book(self, end: CallEnd) -> asyncio.Task[object]:
-        """Book the end of a call. The task ends when Redis has it, or is known to be away."""
+        """Book the end of a call. The task ends when Redis has stored it, or is known to be away."""
         self.quotas.settle(end.record.id, self._used(end))
         return self._booking.run(self._book_or_wait(end))
 
@@ -286,10 +286,10 @@ class UsageBooks:
         """The tenants that have records, also those that have been removed."""
         return [name.decode() for name in await self._store.script(MEMBERS, [LISTED], [])]
 
-    async def sums(self, tenant: str, of: Sequence[str]) -> list[dict[str, Any]]:
+    async def sums(self, tenant: str, period_names: Sequence[str]) -> list[dict[str, Any]]:
         """Of days (`2026-11-23`) and months (`2026-11`)."""
-        rows = await self._store.script(SUMS, quota_keys(tenant)[4:5], of)
-        return [_sums_row(period, each) for period, each in zip(of, rows, strict=True)]
+        rows = await self._store.script(SUMS, quota_keys(tenant)[4:5], period_names)
+        return [_sums_row(period, each) for period, each in zip(period_names, rows, strict=True)]
 
 
 def cost_of(prices: Prices, record: UsageRecord) -> Cost:

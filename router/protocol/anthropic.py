@@ -518,7 +518,7 @@ def _client_tool(kind: str, version: int, tool: Mapping[str, Any], path: str) ->
     A client declares it by its type alone. Anthropic's models know its arguments; other models need this schema.
     """
     undo = kind == "text_editor" and version < _NO_UNDO
-    default, about, commands, names, required = {
+    default, description, commands, names, required = {
         "bash": (
             "bash",
             "Run a command in a bash shell that stays open between calls.",
@@ -549,7 +549,7 @@ def _client_tool(kind: str, version: int, tool: Mapping[str, Any], path: str) ->
     if undo:
         fields["new_str"] = {"type": "string", "description": "For `str_replace` and `insert`: the new text"}
     parameters = {"type": "object", "properties": fields, "required": required}
-    return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 # ---- the turn ----
@@ -584,8 +584,8 @@ def message_object(reply_id: str, model: str, answer: Answer, most: int) -> dict
     for call in closed:
         arguments = orjson.Fragment(call.arguments)  # a parser would make floats of long integers
         content.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": arguments})
-    why = ending(answer.reason, answer.stop, called=bool(closed), usage=answer.usage, most=most)
-    return {**empty_message(reply_id, model), "content": content, **why, "usage": message_usage(answer.usage)}
+    stop_reason = ending(answer.reason, answer.stop, called=bool(closed), usage=answer.usage, most=most)
+    return {**empty_message(reply_id, model), "content": content, **stop_reason, "usage": message_usage(answer.usage)}
 
 
 def empty_message(reply_id: str, model: str) -> dict[str, Any]:
@@ -607,12 +607,12 @@ def ending(reason: str, stop: str, *, called: bool, usage: Usage, most: int) -> 
     if reason == "tool_calls":
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if reason == "length":
-        why = "max_tokens" if usage.completion >= most else "model_context_window_exceeded"
+        stop_reason = "max_tokens" if usage.completion >= most else "model_context_window_exceeded"
     elif stop:
-        why = "stop_sequence"
+        stop_reason = "stop_sequence"
     else:
-        why = "tool_use" if called else "end_turn"
-    return {"stop_reason": why, "stop_sequence": stop or None}
+        stop_reason = "tool_use" if called else "end_turn"
+    return {"stop_reason": stop_reason, "stop_sequence": stop or None}
 
 
 def message_usage(usage: Usage) -> dict[str, Any]:
@@ -705,8 +705,8 @@ class AnthropicEncoder(ItemEncoder):
         return events + _event("content_block_stop", index=self._index - 1)
 
     def completed(self, piece: Completed) -> bytes:
-        why = ending(piece.reason, piece.stop, called=self._called, usage=piece.usage, most=self._most)
-        end = _event("message_delta", delta=why, usage=message_usage(piece.usage))
+        stop_reason = ending(piece.reason, piece.stop, called=self._called, usage=piece.usage, most=self._most)
+        end = _event("message_delta", delta=stop_reason, usage=message_usage(piece.usage))
         return self._close() + end + _event("message_stop")
 
 

@@ -136,8 +136,8 @@ def decode(raw: bytes) -> dict[str, Any]:
     try:
         body = _loads(raw)
     except orjson.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno} (position {error.pos})"
-        raise InvalidRequestError(f"The request body is not valid JSON: {error.msg} at {where}") from None
+        position = f"line {error.lineno}, column {error.colno} (position {error.pos})"
+        raise InvalidRequestError(f"The request body is not valid JSON: {error.msg} at {position}") from None
     if not isinstance(body, dict):
         raise InvalidRequestError("The request body must be a JSON object")
     for name, value in body.items():
@@ -199,11 +199,11 @@ def validate(model: type[Model], body: Mapping[str, Any]) -> Model:
     if any(each["type"] == "int_type" and isinstance(each["input"], float) for each in details):
         fields = _whole(fields)  # in JSON, 5.0 is an integer too
     try:
-        made = model.model_validate(fields)
+        parsed = model.model_validate(fields)
     except ValidationError as error:
         raise _translate(model, error.errors(include_url=False), fields) from None
-    made._skipped = _unknown(details, fields)
-    return made
+    parsed._skipped = _unknown(details, fields)
+    return parsed
 
 
 def _unknown(details: Sequence[ErrorDetails], fields: Mapping[str, Any]) -> tuple[str, ...]:
@@ -273,25 +273,25 @@ def _steps(location: Sequence[int | str], fields: object, *, missing: bool) -> l
     return [location[-1]] if missing else []
 
 
-def _walk(location: Sequence[int | str], here: object) -> list[int | str] | None:
+def _walk(location: Sequence[int | str], part: object) -> list[int | str] | None:
     """The steps of `location` that lead to its last one; None if they do not. A branch may be called like a field."""
     if not location:
         return []
     step, rest = location[0], location[1:]
-    inner: Any = here
-    if step in here if isinstance(here, dict) else isinstance(here, list) and isinstance(step, int):
+    inner: Any = part
+    if step in part if isinstance(part, dict) else isinstance(part, list) and isinstance(step, int):
         steps = _walk(rest, inner[step])
         if steps is not None:
             return [step, *steps]
-    return _walk(rest, here) if rest else None
+    return _walk(rest, part) if rest else None
 
 
 def _nearest(model: type[BaseModel], path: str) -> str:
     if "." in path:
         return ""
-    near = [name for name in MAX_TOKENS if path in MAX_TOKENS and name in model.model_fields]
-    near = near or get_close_matches(path, [*model.model_fields, *NEUTRAL], n=1, cutoff=0.75)
-    return f" (did you mean '{near[0]}'?)" if near else ""
+    names = [name for name in MAX_TOKENS if path in MAX_TOKENS and name in model.model_fields]
+    names = names or get_close_matches(path, [*model.model_fields, *NEUTRAL], n=1, cutoff=0.75)
+    return f" (did you mean '{names[0]}'?)" if names else ""
 
 
 def deleted_reply(kind: str, name: str) -> bytes:

@@ -99,7 +99,7 @@ ResultContent: Any = text_or(Annotated[list[ResultPart], _MANY])
 
 @with_config(OPEN)
 class FunctionCall(TypedDict):
-    """`parsed_arguments` is what a client parsed out of our text; it is not read."""
+    """`parsed_arguments` is a client's parse of our text; it is not read."""
 
     name: str
     arguments: str
@@ -167,7 +167,7 @@ Messages: TypeAlias = Annotated[list[Message], Field(min_length=1, max_length=MO
 def plain_messages(messages: Sequence[Mapping[str, Any]], *, go_on: bool = False) -> list[dict[str, Any]]:
     """`messages` as a template reads them: text parts joined, empty and foreign fields left out.
 
-    `go_on`: they follow messages that are not known here. Otherwise raises as `check_results`.
+    `go_on`: they follow messages that this function does not get. Otherwise raises as `check_results`.
     """
     plain = [_assistant(message) if message["role"] == "assistant" else _other(message) for message in messages]
     if not go_on:
@@ -385,7 +385,7 @@ ToolChoiceField: Any = mode_or(FunctionChoice | AllowedChoice)
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """How tools may be called. `forced`: the one that must be called; `allowed`: the ones that may be, () for all."""
+    """The rules for tool calls. `forced`: the tool that must be called; `allowed`: those that may be, () for all."""
 
     mode: Mode
     forced: str = ""
@@ -432,7 +432,7 @@ def json_output(form: ResponseFormat) -> JsonOutput | None:
 
 
 def tool_choice(value: Mode | FunctionChoice | AllowedChoice, declared: Sequence[str]) -> ToolChoice:
-    """How the tools named `declared` may be called. Raises InvalidRequestError, naming the field."""
+    """The rules for calls of the tools named `declared`. Raises InvalidRequestError, naming the field."""
     if isinstance(value, str):
         if value == "required" and not declared:
             raise InvalidRequestError("'tool_choice': 'required' is only allowed with 'tools'", "tool_choice")

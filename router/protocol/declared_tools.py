@@ -1,4 +1,4 @@
-"""The tools of `/v1/responses` as a client declares them, and as the model sees them: as functions.
+"""The tools of `/v1/responses`, as a client declares them and as the functions that the model sees.
 
     function                  itself
     function of a namespace   NAMESPACE__NAME, whatever else is declared: names stay as tools come and go
@@ -84,18 +84,20 @@ class DeclaredTools:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.skipped: list[str] = []
-        found: list[DeclaredTool] = []
+        declared: list[DeclaredTool] = []
         for index, tool in enumerate(tools):
             if is_namespace(tool):
                 note = tool.get("description") or ""
                 for inner, each in enumerate(tool["tools"]):
                     read = self._read(each, tool["name"], f"tools.{index}.tools.{inner}", note)
-                    found, note = [*found, *read], "" if read else note
+                    declared, note = [*declared, *read], "" if read else note
             else:
-                found += self._read(tool, "", f"tools.{index}")
-        if len(found) > MOST_TOOLS:
-            raise InvalidRequestError(f"'tools' has {len(found)} functions; at most {MOST_TOOLS} are allowed", "tools")
-        self.tools = _with_shown_names(found)
+                declared += self._read(tool, "", f"tools.{index}")
+        if len(declared) > MOST_TOOLS:
+            raise InvalidRequestError(
+                f"'tools' has {len(declared)} functions; at most {MOST_TOOLS} are allowed", "tools"
+            )
+        self.tools = _with_shown_names(declared)
         self._declared = {(each.namespace, each.name): each for each in self.tools}
         self._by_name = {each.shown: each for each in self.tools}
         names = Counter(each.name for each in self.tools)
@@ -109,8 +111,8 @@ class DeclaredTools:
 
     def shown(self, name: str, namespace: str) -> str:
         """The model's name for the tool of a call in the history, even if the tool is no longer declared."""
-        known = self._declared.get((namespace, name)) if namespace else self._by_name.get(name)
-        return known.shown if known is not None else _flat(namespace, name)
+        tool = self._declared.get((namespace, name)) if namespace else self._by_name.get(name)
+        return tool.shown if tool is not None else _flat(namespace, name)
 
     def chosen(self, entry: Mapping[str, Any], path: str) -> list[str]:
         """The model's names for the tools of one entry of `tool_choice`. Raises InvalidRequestError."""
@@ -118,21 +120,21 @@ class DeclaredTools:
         if not isinstance(name, str):
             raise missing(f"{path}.name")
         if kind == "namespace":
-            found = [each for each in self.tools if each.namespace == name]
-            if not found:
+            matches = [each for each in self.tools if each.namespace == name]
+            if not matches:
                 raise InvalidRequestError(f"'{path}.name': no namespace is named {name!r}", f"{path}.name")
-            return [each.shown for each in found]
+            return [each.shown for each in matches]
         same = [each for each in self.tools if each.custom == (kind == "custom")]
         if namespace is not None:
-            found = [each for each in same if (each.namespace, each.name) == (namespace, name)]
+            matches = [each for each in same if (each.namespace, each.name) == (namespace, name)]
         else:
-            found = [each for each in same if each.shown == name] or [each for each in same if each.name == name]
-        if not found:
+            matches = [each for each in same if each.shown == name] or [each for each in same if each.name == name]
+        if not matches:
             raise InvalidRequestError(f"'{path}.name': no {kind} tool is named {name!r}", f"{path}.name")
-        if len(found) > 1:
+        if len(matches) > 1:
             message = f"'{path}.name': {name!r} is in several namespaces; name one in '{path}.namespace'"
             raise InvalidRequestError(message, f"{path}.namespace")
-        return [found[0].shown]
+        return [matches[0].shown]
 
     def _read(self, tool: Any, namespace: str, path: str, note: str = "") -> list[DeclaredTool]:
         if not is_function(tool) and not is_custom(tool):
@@ -176,16 +178,16 @@ def _digested(flat: str, namespace: str, name: str) -> str:
 
 def _custom_function(declared: Mapping[str, Any]) -> dict[str, Any]:
     """The description and parameters of a custom tool. A regex is enforced; a Lark grammar is only described."""
-    about, text = [declared.get("description") or ""], {"type": "string"}
-    about.append("`input` is free text, with no quotes or fences around it.")
+    notes, text = [declared.get("description") or ""], {"type": "string"}
+    notes.append("`input` is free text, with no quotes or fences around it.")
     form = declared.get("format") or {}
     regex = form.get("type") == "grammar" and form["syntax"] == "regex"
     if form.get("type") == "grammar":
-        about.append(f"It follows this {form['syntax']} grammar:\n{form['definition']}")
+        notes.append(f"It follows this {form['syntax']} grammar:\n{form['definition']}")
     if regex:
         text["pattern"] = f"^(?:{form['definition']})$"
     parameters = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
-    function: dict[str, Any] = {"description": "\n".join(filter(None, about)), "parameters": parameters}
+    function: dict[str, Any] = {"description": "\n".join(filter(None, notes)), "parameters": parameters}
     return {**function, "strict": True} if regex else function
 
 
@@ -202,7 +204,7 @@ class CustomInput:
 
     def __init__(self) -> None:
         self._raw = ""  # what has not been read yet
-        self._inside = False  # the string has begun
+        self._in_string = False  # the string has begun
         self._ended = False
 
     def feed(self, arguments: str) -> str:
@@ -210,11 +212,11 @@ class CustomInput:
         if self._ended:
             return ""
         self._raw += arguments
-        if not self._inside:
+        if not self._in_string:
             head = _HEAD.match(self._raw)
             if head is None:
                 return ""
-            self._inside, self._raw = True, self._raw[head.end() :]
+            self._in_string, self._raw = True, self._raw[head.end() :]
         whole = _CHARACTERS.match(self._raw)
         assert whole is not None  # the pattern matches the empty text too
         self._raw = self._raw[whole.end() :]
@@ -223,7 +225,7 @@ class CustomInput:
 
     def end(self) -> str:
         """The missing text when no more arguments come."""
-        if self._inside:
+        if self._in_string:
             return ""
         try:
             value = orjson.loads(self._raw)

@@ -21,7 +21,7 @@ class ClientGoneError(Exception):
 
 
 class Refusal(StrEnum):
-    """Why the router itself refuses a request. The value is the `code` that a client sees."""
+    """The reason why the router itself refuses a request. The value is the `code` that a client sees."""
 
     UNAUTHENTICATED = "invalid_api_key"
     FORBIDDEN = "forbidden"
@@ -77,7 +77,7 @@ class ReplyError(HoldfastError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How one kind of error looks over HTTP. `retry_after_s` is the default of the `Retry-After` header."""
+    """The HTTP form of one kind of error. `retry_after_s` is the default of the `Retry-After` header."""
 
     status: int
     type: str
@@ -181,7 +181,7 @@ def _row(error: HoldfastError | ErrorInfo) -> tuple[Row, float | None]:
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """How one request calls the fields of the chat completion that it becomes.
+    """A request's own names for the fields of the chat completion that it becomes.
 
     Chat is the inner form: the checks of a prompt, here and in a replica, name fields of a chat completion.
     `prefixes` maps paths of a chat completion to the request's own. `tools` and `messages` list the fields of the
@@ -198,15 +198,15 @@ class FieldNames:
         """The request's own name of field `name` of the chat completion."""
         kind, _, rest = name.partition(".")
         index, _, rest = rest.partition(".")
-        listed = {"tools": self.tools, "messages": self.messages}.get(kind)
-        if listed is not None and index.isdigit() and int(index) < len(listed):
+        fields = {"tools": self.tools, "messages": self.messages}.get(kind)
+        if fields is not None and index.isdigit() and int(index) < len(fields):
             if kind == "messages":  # the inside of an item differs from the inside of its message
-                return listed[int(index)]
+                return fields[int(index)]
             rest = rest.removeprefix("function.")
             if rest == "parameters" or rest.startswith("parameters."):
                 schema = self.schema if isinstance(self.schema, str) else self.schema[int(index)]
                 rest = schema + rest.removeprefix("parameters")
-            return f"{listed[int(index)]}.{rest}".rstrip(".")
+            return f"{fields[int(index)]}.{rest}".rstrip(".")
         for prefix in sorted(self.prefixes, key=len, reverse=True):
             if name == prefix or name.startswith(f"{prefix}."):
                 return self.prefixes[prefix] + name[len(prefix) :]

@@ -57,7 +57,7 @@ class Directive(Body):
     def _makes_sense(self) -> "Directive":
         tokens = self.start is not None or self.end is not None
         if (self.messages is not None) + tokens + self.covers_output > 1:
-            raise ValueError("it names more than one of messages, tokens and the output")
+            raise ValueError("it names more than one of messages, tokens and output")
         if self.messages is not None and self.messages[0] >= self.messages[1]:
             raise ValueError("messages must be [from, to) with from < to")
         if self.end is not None and self.end <= (self.start or 0):
@@ -100,9 +100,9 @@ def _payload(action: KvAction, path: str) -> RetainPayload:
     try:
         return validate(RetainPayload, action.payload)
     except InvalidRequestError as error:
-        inside = error.info.field or ""
-        field = f"{path}.payload.{inside}"
-        raise InvalidRequestError(error.info.message.replace(f"'{inside}'", f"'{field}'"), field) from None
+        inner_field = error.info.field or ""
+        field = f"{path}.payload.{inner_field}"
+        raise InvalidRequestError(error.info.message.replace(f"'{inner_field}'", f"'{field}'"), field) from None
 
 
 def _hint(directive: Directive) -> Hint:

@@ -39,7 +39,7 @@ class ExtendBody(Body):
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """What a request adds to a prefill; None: as it was."""
+    """The additions of a request to a prefill; None: unchanged."""
 
     messages: list[dict[str, Any]]
     keep_s: float | None

@@ -1,4 +1,4 @@
-"""From pieces of a reply to events of a stream, and what OpenAI's two completion APIs share in their replies."""
+"""Turns pieces of a reply into events of a stream, and has the parts that OpenAI's two completion APIs share."""
 
 import codecs
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,7 +39,7 @@ class Encoder:
         return b"".join([self.piece(piece) for piece in pieces])
 
     def silence(self) -> bytes:
-        """What is sent between two events to say that the reply is still being made."""
+        """The bytes sent between two events to show that the reply is still in progress."""
         return COMMENT
 
     def piece(self, piece: Piece) -> bytes:
@@ -221,7 +221,7 @@ def scored_tokens(tokens: Sequence[LogprobText]) -> list[dict[str, Any]]:
 
 
 class TextOffsets:
-    """Where the tokens of one text begin, in characters. A character that is split counts once it is complete."""
+    """The offsets of the tokens of one text, in characters. A split character counts once it is complete."""
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")

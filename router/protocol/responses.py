@@ -112,7 +112,7 @@ Texts: Any = Annotated[
 
 @with_config(OPEN)
 class StoredItem(TypedDict):
-    """What every item has that clients send back as we sent it."""
+    """The members of every item, which clients send back as we sent them."""
 
     id: NotRequired[Any]
     status: NotRequired[Any]
@@ -354,10 +354,10 @@ def input_items(body: ResponsesBody, unique: str) -> list[dict[str, Any]]:
     assistant's content counts as empty.
     """
     items: list[dict[str, Any]] = []
-    given: Sequence[Mapping[str, Any]] = (
+    members: Sequence[Mapping[str, Any]] = (
         [{"type": "message", "role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     )
-    for index, each in enumerate(given):
+    for index, each in enumerate(members):
         item: dict[str, Any] = {**each}
         item.setdefault("type", "message" if "role" in item else "item_reference" if "id" in item else "unknown")
         for name in ("type", "id"):
@@ -433,9 +433,9 @@ def chat_messages(
     InvalidRequestError that names the item.
     """
     # A stored reference has the id of the item that it refers to, and would lead to itself.
-    known = {item["id"]: item for item in history if "id" in item and item["type"] != "item_reference"}
+    by_id = {item["id"]: item for item in history if "id" in item and item["type"] != "item_reference"}
     tools = tools or DeclaredTools()
-    reader = _ItemReader(reveal, known, tools)
+    reader = _ItemReader(reveal, by_id, tools)
     fields: list[str] = []
     if instructions:
         reader.messages.append({"role": "system", "content": system_text(instructions)})
@@ -455,23 +455,23 @@ class _ItemReader:
     """Translates one item after the other."""
 
     def __init__(
-        self, reveal: Callable[[str], str | None], known: Mapping[str, Mapping[str, Any]], tools: DeclaredTools
+        self, reveal: Callable[[str], str | None], by_id: Mapping[str, Mapping[str, Any]], tools: DeclaredTools
     ) -> None:
         self.messages: list[dict[str, Any]] = []
         self.skipped: list[str] = []
         self._reveal = reveal
         self._tools = tools
-        self._known = known
+        self._by_id = by_id
         self._calls: set[str] = set()
         self._own: dict[str, Any] | None = None  # the assistant's message that may still grow
 
     def read(self, item: Mapping[str, Any], path: str) -> None:
         kind: str = item["type"]
         if kind == "item_reference":
-            known = self._known.get(item["id"])
-            if known is None:
+            referenced = self._by_id.get(item["id"])
+            if referenced is None:
                 raise InvalidRequestError(f"'{path}.id': no earlier item is {item['id']!r}", f"{path}.id")
-            self.read(known, path)
+            self.read(referenced, path)
         elif kind == "message":
             self._message(item, path)
         elif kind in CALLS:
@@ -629,7 +629,7 @@ def compaction_turn(body: ResponsesBody, translated: TranslatedItems, card: Mode
 
 
 def _choice(choice: Any, tools: DeclaredTools) -> ToolChoice:
-    """Which tools may be called, by the model's names. Raises InvalidRequestError for one that no model can call."""
+    """The rules for tool calls, by the model's names. Raises InvalidRequestError for a tool that no model can call."""
     if isinstance(choice, str):
         mode: Any = choice
         return tool_choice(mode, [each.shown for each in tools.tools])
@@ -805,25 +805,25 @@ class ResponseEncoder(ItemEncoder):
         text = arguments if self._custom is None else self._custom.feed(arguments)
         return self._delta(text) if text else b""
 
-    def _add(self, kind: str, item: dict[str, Any], more: bytes) -> bytes:
+    def _add(self, kind: str, item: dict[str, Any], fields: bytes) -> bytes:
         event, index = DELTAS[item["type"]], len(self._items)
         same = orjson.dumps({"type": event, "item_id": item["id"], "output_index": index})[:-1]
-        self._open = OpenItem(kind, item, f"event: {event}\ndata: ".encode() + same + b"," + more + b'"delta":')
+        self._open = OpenItem(kind, item, f"event: {event}\ndata: ".encode() + same + b"," + fields + b'"delta":')
         return self._event("response.output_item.added", output_index=index, item=item)
 
     def _delta(self, text: str, logprobs: Sequence[LogprobText] = ()) -> bytes:
-        opened = self._open
-        assert opened is not None  # an item begins before its deltas
-        opened.texts.append(text)
+        item = self._open
+        assert item is not None  # an item begins before its deltas
+        item.texts.append(text)
         if logprobs:
-            opened.logprobs.extend(logprobs)
+            item.logprobs.extend(logprobs)
         if not self._streams:
             return b""
         if logprobs:
             scores = scored_tokens(logprobs)
             return self._of_item(DELTAS["message"], content_index=0, delta=text, logprobs=scores)
         self._sequence += 1
-        return b'%b%b,"sequence_number":%d}\n\n' % (opened.before_delta, orjson.dumps(text), self._sequence - 1)
+        return b'%b%b,"sequence_number":%d}\n\n' % (item.before_delta, orjson.dumps(text), self._sequence - 1)
 
     def _close(self, *, closed: bool = False, cut: bool = False) -> bytes:
         opened = self._open

@@ -201,22 +201,22 @@ def question_reply(state: SessionState, question_id: str) -> bytes:
     raise UnknownQuestionError(f"the session has no question {question_id!r}", "question_id")
 
 
-def question_object(asked: QuestionState, state: SessionState) -> dict[str, Any]:
-    answer, prompt = asked.answer, asked.question.prompt
+def question_object(question: QuestionState, state: SessionState) -> dict[str, Any]:
+    answer, prompt = question.answer, question.question.prompt
     text = {"messages": list(prompt.messages)} if isinstance(prompt, ChatPrompt) else _raw(prompt)
     reply = None
     if answer is not None:
         reply = {"text": answer.text or "", "finish_reason": answer.reason, "usage": usage_object(answer.usage)}
     return {
-        "id": asked.question.question_id,
+        "id": question.question.question_id,
         "object": "session.question",
         "session_id": state.session_id,
         **text,
-        "max_tokens": asked.question.sampling.max_tokens,
+        "max_tokens": question.question.sampling.max_tokens,
         "answer": reply,
-        "append": asked.seen,
+        "append": question.seen,
         "appends": state.appends,
-        "up_to_date": answer is not None and asked.seen == state.appends,
-        "age_s": round(asked.age_s, 3) if answer is not None else None,
-        "error": orjson.loads(api_error(asked.error).body)["error"] if asked.error else None,
+        "up_to_date": answer is not None and question.seen == state.appends,
+        "age_s": round(question.age_s, 3) if answer is not None else None,
+        "error": orjson.loads(api_error(question.error).body)["error"] if question.error else None,
     }

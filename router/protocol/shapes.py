@@ -16,7 +16,7 @@ CLOSED = ConfigDict(strict=True, extra="forbid")
 Object: TypeAlias = dict[str, Any]
 
 
-def shape(name: str, fields: str, about: str = "") -> Any:
+def shape(name: str, fields: str, description: str = "") -> Any:
     """The type of an object with these fields, `name: type`, separated by semicolons; `about` is its description."""
     members: dict[str, Any] = {}
     for each in fields.split(";"):
@@ -24,9 +24,9 @@ def shape(name: str, fields: str, about: str = "") -> Any:
         if kind.startswith("'") or kind in ("True", "False"):
             kind = f"Literal[{kind.replace(' |', ',')}]"
         members[member.rstrip("?")] = NotRequired[kind] if member.endswith("?") else kind
-    made: Any = TypedDict(name, members)  # type: ignore[misc]
-    made.__doc__ = about
-    return with_config(CLOSED)(made)
+    result: Any = TypedDict(name, members)  # type: ignore[misc]
+    result.__doc__ = description
+    return with_config(CLOSED)(result)
 
 
 def by_type(*kinds: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What all generation requests share: the sampling fields, the program's names, and the turn that a request becomes.
+"""The common part of all generation requests: the sampling fields, the program's names, and the resulting turn.
 
 A field that a request leaves out has the value of the checkpoint's generation settings (`ModelCard.defaults`), or else
 OpenAI's default: temperature 1 and top_p 1.
@@ -57,7 +57,7 @@ class StreamOptions(Body):
 
 
 class SamplingBody(Body):
-    """How tokens are drawn, in every API."""
+    """The sampling fields of every API."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0  # 0: the most likely token
@@ -74,7 +74,7 @@ class SamplingBody(Body):
 
 
 class QuestionFields(SamplingBody):
-    """What a standing question of a session has too."""
+    """Fields that a standing question of a session has too."""
 
     model: ModelName
     stop: Stops = Field(default_factory=list)
@@ -84,7 +84,7 @@ class QuestionFields(SamplingBody):
 
 
 class ReplyFields(QuestionFields):
-    """What a query of a session has too."""
+    """Fields that a query of a session has too."""
 
     stream: bool = False
     stream_options: Annotated[StreamOptions, NULL_IS_ABSENT] | None = None

@@ -1,4 +1,4 @@
-"""What routers share in Redis: programs, stored responses, histories, cached answers and latencies of tools."""
+"""The records that routers share in Redis: programs, stored responses, histories, cached answers, tool latencies."""
 
 from holdfast.router.records.answers import commands, generate, ids, pieces_of, repeated, stream, total, varied
 from holdfast.router.records.conversations import (

@@ -1,7 +1,7 @@
 """Answers: several to one request, and a whole answer as pieces.
 
-Of several answers the first is the turn of its program, with which the client goes on; the others are nobody's turn.
-Pieces to answer: `replicas/requests.py`.
+The first of several answers is the turn of its program, and the client continues with it. The others belong to no
+program. Pieces to answer: `replicas/requests.py`.
 """
 
 import asyncio
@@ -91,7 +91,7 @@ def commands(first: GenerateRequest, others: Sequence[Choice]) -> list[GenerateR
 
 
 def varied(sampling: Sampling) -> Sampling:
-    """`sampling` with a random seed where it has none: the same prompt then gives another answer each time."""
+    """`sampling` with a random seed if it has none: the same prompt then gives a different answer each time."""
     if sampling.seed is not None or sampling.temperature <= 0:
         return sampling
     return replace(sampling, seed=secrets.randbits(63))
@@ -110,61 +110,61 @@ def total(usages: Sequence[Usage], others: Sequence[Choice]) -> Usage:
 
 
 async def generate(
-    backend: Backend, asked: Sequence[GenerateRequest], others: Sequence[Choice], place: RoutingHint
+    backend: Backend, requests: Sequence[GenerateRequest], others: Sequence[Choice], place: RoutingHint
 ) -> tuple[Routed, list[Answer]]:
-    """The first reply, with the usage of all, and the other answers. Raises ReplyError where one of them fails."""
-    tasks = [asyncio.create_task(backend.generate(each, place)) for each in asked]
+    """The first reply, with the usage of all, and the other answers. Raises ReplyError if one of them fails."""
+    tasks = [asyncio.create_task(backend.generate(each, place)) for each in requests]
     try:
-        routed, *rest = await asyncio.gather(*tasks)
+        first, *rest = await asyncio.gather(*tasks)
     except HoldfastError as error:
         await _end(tasks)
         usages = [None if task.cancelled() or task.exception() else task.result().reply.usage for task in tasks]
-        raise ReplyError(error.info, await _used(backend, asked, usages, others)) from error
+        raise ReplyError(error.info, await _used(backend, requests, usages, others)) from error
     finally:
         await _end(tasks)
-    usage = total([each.reply.usage for each in (routed, *rest)], others)
+    usage = total([each.reply.usage for each in (first, *rest)], others)
     answers: list[Answer] = []
-    for each in (routed, *rest):
+    for each in (first, *rest):
         if isinstance(each.reply, Errored):
             raise ReplyError(each.reply.error, usage)
         answers.append(each.reply)
-    return replace(routed, reply=replace(answers[0], usage=usage)), answers[1:]
+    return replace(first, reply=replace(answers[0], usage=usage)), answers[1:]
 
 
 async def stream(
-    backend: Backend, asked: Sequence[GenerateRequest], others: Sequence[Choice], place: RoutingHint
+    backend: Backend, requests: Sequence[GenerateRequest], others: Sequence[Choice], place: RoutingHint
 ) -> AsyncGenerator[Batch, None]:
-    """The replies as they are made. The first one ends last, with the usage of all; it fails where another does."""
-    queue: asyncio.Queue[Batch | BaseException] = asyncio.Queue(len(asked))
-    usages: list[Usage | None] = [None] * len(asked)  # of those that have ended
+    """The replies as they are made. The first one ends last, with the usage of all, and fails if any other fails."""
+    queue: asyncio.Queue[Batch | BaseException] = asyncio.Queue(len(requests))
+    usages: list[Usage | None] = [None] * len(requests)  # of those that have ended
 
     async def read(number: int) -> None:
         try:
-            async with aclosing(backend.stream(asked[number], place)) as batches:
+            async with aclosing(backend.stream(requests[number], place)) as batches:
                 async for batch in batches:
                     await queue.put(replace(batch, choice=number))
         except Exception as error:
             await queue.put(error)
 
-    tasks = [asyncio.create_task(read(number)) for number in range(len(asked))]
-    left, last_batch = len(asked), None
+    tasks = [asyncio.create_task(read(number)) for number in range(len(requests))]
+    running, last_batch = len(requests), None
     try:
-        while left:
+        while running:
             batch = await queue.get()
             if isinstance(batch, HoldfastError):
                 await _end(tasks)
-                raise ReplyError(batch.info, await _used(backend, asked, usages, others)) from batch
+                raise ReplyError(batch.info, await _used(backend, requests, usages, others)) from batch
             if isinstance(batch, BaseException):
                 raise batch
             last = batch.pieces[-1]
             if isinstance(last, Errored):
                 usages[batch.choice] = last.usage
                 await _end(tasks)
-                usage = await _used(backend, asked, usages, others)
+                usage = await _used(backend, requests, usages, others)
                 yield replace(batch, choice=0, pieces=(replace(last, usage=usage),))
                 return
             if isinstance(last, Completed):
-                left -= 1
+                running -= 1
                 usages[batch.choice] = last.usage
                 if batch.choice == 0:
                     last_batch = replace(batch, pieces=(last,))
@@ -181,10 +181,10 @@ async def stream(
 
 
 async def _used(
-    backend: Backend, asked: Sequence[GenerateRequest], usages: Sequence[Usage | None], others: Sequence[Choice]
+    backend: Backend, requests: Sequence[GenerateRequest], usages: Sequence[Usage | None], others: Sequence[Choice]
 ) -> Usage:
-    """The usage of all answers. Replicas are asked about those that were cut off."""
-    used = [known or await backend.drawn(each.request_id) for each, known in zip(asked, usages, strict=True)]
+    """The usage of all answers. For answers that were cut off the replicas are asked."""
+    used = [usage or await backend.drawn(each.request_id) for each, usage in zip(requests, usages, strict=True)]
     return total([each or NOTHING_USED for each in used], others)
 
 

@@ -25,14 +25,14 @@ from holdfast.replicas.requests import Answer, ChatPrompt, RawPrompt
 REPLIES = 32  # of a conversation that are looked at, the latest
 BEGINNINGS = (1024, 256, 64, 16, 4, 1)  # characters or token ids of a plain prompt by which programs are found
 CHARACTERS = 4  # of a token, about: exact enough for placing programs
-HISTORIES = 5  # conversations that are looked for in one: its own, and those before its latest replies
+HISTORIES = 5  # conversations looked up for one prompt: its own, and those before its latest replies
 PLAIN = 512  # tokens of a plain prompt that others may begin with as well; nothing says where a common beginning ends
 FIRST_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a program stands in its conversation: what it has sent, and the `mark` of the reply ("": none yet)."""
+    """A program's position in its conversation: the messages sent, and the `mark` of the reply ("": none yet)."""
 
     name: str  # of the program, within its tenant
     length: int
@@ -81,7 +81,7 @@ class Conversation:
                 continue
             mark = self.mark(each.length)
             if mark.startswith("calls") and each.mark.startswith("calls") and mark != each.mark:
-                continue  # calls have ids: it is another run's reply
+                continue  # calls have ids, so this is another run's reply
             likely = 0 if mark and mark == each.mark else 1 if each.mark else 2
             ranked.append(((False, -each.length, likely, -each.at), each))
         return [each for _, each in sorted(ranked, key=lambda item: item[0])]
@@ -89,8 +89,8 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Preamble:
-    """What other programs' prompts begin with as well: tools, and the messages before the first of a user; of a plain
-    prompt the first `PLAIN` tokens.
+    """The part of a prompt that other programs' prompts share: tools, and the messages before the first of a user; of a
+    plain prompt the first `PLAIN` tokens.
 
     `digest` is "" where there is none. `tokens` is about its length, `prompt_tokens` that of the whole prompt.
     """
@@ -125,7 +125,7 @@ def histories(scope: str, sent: Conversation) -> tuple[tuple[str, int], ...]:
 
 
 def placed_by(tenant: str, model: str, cache_salt: str) -> str:
-    """What the beginning of a prompt is never shared across, for placement."""
+    """The scope within which prompts may share a prefix, for placement."""
     return f"{tenant} {model}\0{cache_salt}" if cache_salt else f"{tenant} {model}"
 
 
@@ -187,7 +187,7 @@ def _plain(scope: str, prompt: RawPrompt) -> Conversation:
 
 
 def _unit(prompt: RawPrompt) -> int:
-    """How much of a plain prompt is a token: characters, or one id."""
+    """The length of a token in a plain prompt: characters, or one id."""
     return CHARACTERS if isinstance(prompt.content, str) else 1
 
 

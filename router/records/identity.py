@@ -1,4 +1,4 @@
-"""What the headers and ids of a request say: its program, parent, placement, priority and deadline.
+"""Reads the headers and ids of a request: its program, parent, placement, priority and deadline.
 
 A request that names no program may continue a known conversation: see `conversations`.
 """
@@ -13,7 +13,7 @@ from holdfast.router.protocol.turn import ClaimedIds
 MAX_LENGTH = 256
 GRPC_UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 PRIORITY = "x-priority"  # the header that names a request's class, where its body does not
-FRESH_DRAW = "x-holdfast-fresh-draw"  # the header that asks for what `fresh_draw` of a body does
+FRESH_DRAW = "x-holdfast-fresh-draw"  # the header with the effect of the body's `fresh_draw`
 
 
 def program_named(tenant: str, ids: ClaimedIds, headers: Mapping[str, str], names: Sequence[str]) -> str | None:
@@ -62,7 +62,7 @@ def fresh_draw_named(headers: Mapping[str, str]) -> bool:
 
 
 def within_named(headers: Mapping[str, str], names: Sequence[str]) -> float:
-    """How many seconds the client waits, by the shortest time in its headers; infinity: it does not say.
+    """The client's timeout in seconds: the shortest one in its headers; infinity if there is none.
 
     An unreadable value is ignored: clients and proxies send these headers for others.
     """

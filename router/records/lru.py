@@ -90,6 +90,6 @@ class Lru(Generic[V]):
         return next(iter(self._entries))
 
     def _part(self, owner: str) -> float:
-        """How much of the map an owner has: of its places, or of its weight where that is more."""
+        """An owner's share of the map: of its entries, or of its weight if that is more."""
         weight = self._weights[owner] / self._max_weight if self._max_weight else 0.0
         return max(len(self._owned[owner]) / self._max_entries, weight)

@@ -205,8 +205,8 @@ touch(name)
 return {redis.call('HGETALL', key), run}
 """
 )
-# Work ahead of a program's next turn was done at a replica, where that turn is best served. There may be no program
-# yet. ARGV: name, replica, life of a new one.
+# A replica has computed a prefill for a program's next turn, which is best served there. The program may not exist yet.
+# ARGV: name, replica, life of a new one.
 _PLACE = (
     _TABLE
     + """
@@ -259,7 +259,7 @@ class ProgramTable:
         self._idle_s = idle_s
         self._most = most
         self._clock = clock
-        self._known: Lru[Program] = Lru(max_entries, share=SHARE)
+        self._programs: Lru[Program] = Lru(max_entries, share=SHARE)
         self._standings: Lru[Standing] = Lru(max_entries, share=SHARE)  # by tenant and place, the latest there
 
     async def begin(self, key: str, parent: str = "") -> Begun:
@@ -314,10 +314,10 @@ class ProgramTable:
         if standing is not None:
             standing = replace(standing, mark=mark)
             place = (standing.place, standing.value())
-            here = f"{_tenant(key)}/{standing.place}"
-            known = self._standings.get(here, self._now())
-            if known is not None and known.name == standing.name:
-                self._standings.put(here, standing, self._deadline(), owner=_tenant(key))
+            place_key = f"{_tenant(key)}/{standing.place}"
+            remembered = self._standings.get(place_key, self._now())
+            if remembered is not None and remembered.name == standing.name:
+                self._standings.put(place_key, standing, self._deadline(), owner=_tenant(key))
         which = (turn.life, turn.came) if begun.shared else ("", "")
         arguments = (program_name(key), *which, replica_id, tools, "1" if over else "0", *place)
         reply = await self._records.try_script(_END, _keys(key), self._arguments(*arguments))
@@ -329,9 +329,9 @@ class ProgramTable:
         return Run(float(reply[1][0]), int(reply[1][1])) if reply[1] else None
 
     async def forget(self, key: str) -> bool:
-        """A program is over, and its name is free. False where there is none. Raises UnavailableError."""
+        """End a program and free its name. False if there is none. Raises UnavailableError."""
         (deleted,) = await self._records.script(_FORGET, _keys(key), self._arguments(program_name(key)))
-        self._known.remove(key)
+        self._programs.remove(key)
         return bool(deleted)
 
     async def placed(self, key: str, replica_id: str) -> None:
@@ -341,19 +341,19 @@ class ProgramTable:
         if reply is not None:
             self._keep(key, Program.of(reply[0]))
         else:
-            known = self._known.get(key, self._now()) or Program("", self._now(), self._now())
-            self._keep(key, replace(known, last_replica=replica_id))
+            program = self._programs.get(key, self._now()) or Program("", self._now(), self._now())
+            self._keep(key, replace(program, last_replica=replica_id))
 
     async def look(self, key: str) -> Program | None:
         """The program's record; while Redis is away, as this router remembers it. None: there is none."""
         reply = await self._records.try_script(_LOOK, [f"{_keys(key)[0]}/{program_name(key)}"], [])
         if reply is None:
-            return self._known.get(key, self._now())
+            return self._programs.get(key, self._now())
         return Program.of(reply) if reply else None
 
     def latest(self) -> list[tuple[str, Program]]:
         """The programs that this router has served and remembers, the one with the latest turn first."""
-        return list(self._known.latest(self._now()))
+        return list(self._programs.latest(self._now()))
 
     # ---- Redis ----
 
@@ -369,10 +369,11 @@ class ProgramTable:
         reply = await self._records.script(_BEGIN, _keys(key), arguments)
         if not reply:
             return None
-        found, record, pause = reply
-        key, program = f"{_tenant(key)}/{found.decode()}", Program.of(record)
-        if program.last_replica is None and (known := self._known.get(key, self._now())) is not None:
-            program = replace(program, last_replica=known.last_replica)  # Redis has lost the record, or never had it
+        raw_name, record, pause = reply
+        key, program = f"{_tenant(key)}/{raw_name.decode()}", Program.of(record)
+        if program.last_replica is None and (remembered := self._programs.get(key, self._now())) is not None:
+            # Redis has lost the record, or never had it.
+            program = replace(program, last_replica=remembered.last_replica)
         self._keep(key, program)
         return Begun(key, program, ToolGap(pause[0].decode(), float(pause[1])) if pause else None)
 
@@ -390,14 +391,14 @@ class ProgramTable:
     def _arguments(self, *more: Argument) -> list[Argument]:
         return [int(self._ttl_s * 1000), self._most, "" if self._clock is None else self._clock(), *more]
 
-    # ---- what this router remembers ----
+    # ---- this router's memory ----
 
     def _remembered(self, key: str, parent: str) -> Begun:
-        """A turn comes while Redis is away."""
+        """Begin a turn while Redis is away."""
         now = self._now()
-        program = self._known.get(key, now)
+        program = self._programs.get(key, now)
         if program is None:
-            above = self._known.get(parent, now) if parent != key else None
+            above = self._programs.get(parent, now) if parent != key else None
             root = program_name(parent) if parent != key else ""
             program = Program("", now, now, root=(above.root if above else "") or root)
         arrival = program.arrival if program.run_turns else now
@@ -410,7 +411,7 @@ class ProgramTable:
         return [standing for standing in known if standing is not None]
 
     def _keep(self, key: str, program: Program) -> None:
-        self._known.put(key, program, self._deadline(), owner=_tenant(key))
+        self._programs.put(key, program, self._deadline(), owner=_tenant(key))
 
     def _now(self) -> float:
         return time.time() if self._clock is None else self._clock()

@@ -86,7 +86,7 @@ STORED = TypeAdapter(CacheEntry)
 
 
 class Unresolved(Enum):
-    """How a leader ended without a result."""
+    """The reason why a leader ended without a result."""
 
     FAILED = "failed"
     LEFT = "left"
@@ -150,10 +150,10 @@ class Leader(Generic[T]):
         self.end(Unresolved.LEFT)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        gone = isinstance(error, ClientGoneError | asyncio.CancelledError)
-        self.end(Unresolved.LEFT if gone else Unresolved.FAILED)
+        client_left = isinstance(error, ClientGoneError | asyncio.CancelledError)
+        self.end(Unresolved.LEFT if client_left else Unresolved.FAILED)
 
 
 AnswerLeader: TypeAlias = Leader[CachedAnswer]
@@ -192,10 +192,10 @@ class ResponseCache:
         """Bytes of the answers in this router."""
         return self._l1.weight
 
-    # ---- what a request wants ----
+    # ---- a request's query ----
 
     def key(self, tenant: str, turn: Turn) -> str:
-        """Where the answer to `turn` is stored: a SHA-256 over everything that decides it."""
+        """The key of the answer to `turn`: a SHA-256 over everything that affects the answer."""
         decides = [
             FORMAT,
             self._fingerprint,
@@ -209,7 +209,7 @@ class ResponseCache:
             decides.append(turn.cache_salt)
         # Keys are left in the client's order: templates write tools and arguments in it.
         canonical = orjson.dumps(decides, default=_plain, option=orjson.OPT_NON_STR_KEYS)
-        purge = (self._purges or {}).get(tenant, "")  # what was there before has other keys
+        purge = (self._purges or {}).get(tenant, "")  # a purge changes the keys
         return f"cache/{tenant}/{purge}{hashlib.sha256(canonical).hexdigest()}"
 
     def query(self, tenant: Tenant, turn: Turn, cache_control: str | None) -> CacheQuery | None:
@@ -223,7 +223,7 @@ class ResponseCache:
         if "no-store" in words:
             return None
         match = MAX_AGE.search(words)
-        # RFC 9111, 4.2.1: what cannot be read counts as the strictest.
+        # RFC 9111, 4.2.1: an unreadable value counts as the strictest.
         max_age_s = float(match[1]) if match else 0.0 if "max-age" in words else math.inf
         fresh = "no-cache" in words or max_age_s == 0.0
         return CacheQuery(self.key(tenant.name, turn), tenant, min(self._ttl_s(tenant), max_age_s), fresh)
@@ -242,7 +242,7 @@ class ResponseCache:
             return None
         try:
             entry = STORED.validate_json(record.value)
-        except ValueError:  # written by another version: as good as absent
+        except ValueError:  # written by another version: counts as absent
             return None
         self._remember(query, entry, len(record.value))
         return self._aged(query, entry)

@@ -23,7 +23,7 @@ _QUESTIONS = TypeAdapter(tuple[Question, ...])
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where a session lives: `life` changes with every move."""
+    """A session's replica. `life` changes with every move."""
 
     life: str
     replica_id: str
@@ -148,18 +148,18 @@ def _part(history: History, questions: tuple[Question, ...]) -> bytes:
 
 def _saved(record: SessionRecord, parts: tuple[bytes, ...]) -> SavedSession:
     tokens, appends = bytearray(), 0
-    done: list[OpRecord] = []
+    operations: list[OpRecord] = []
     questions: tuple[Question, ...] = ()
     for part in parts:
         line, _, added = part.partition(b"\n")
         head = orjson.loads(line)
         tokens += added
         appends = head["appends"]
-        done += [OpRecord(*each) for each in head.get("done", ())]
+        operations += [OpRecord(*each) for each in head.get("done", ())]
         questions += _QUESTIONS.validate_python(head.get("questions", ()))
     if len(tokens) != record.tokens * TOKEN:
         raise ValueError("a part is missing")
-    history = History(record.home.life, 0, bytes(tokens), appends, tuple(done[-LOGGED_OPERATIONS:]))
+    history = History(record.home.life, 0, bytes(tokens), appends, tuple(operations[-LOGGED_OPERATIONS:]))
     return SavedSession(record, history, questions)
 
 

@@ -144,7 +144,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """Where Redis is. A `password_file` overrides the password in `url`.
+    """The address of Redis. A `password_file` overrides the password in `url`.
 
     Every key begins with `namespace`. `ca_file` has the certificates that sign a `rediss://` server's; None: the
     system's.
@@ -297,7 +297,7 @@ class RedisClient:
             await pubsub.aclose()
 
     async def info(self) -> RedisInfo | None:
-        """What the server reports; None where it does not answer."""
+        """The server's report; None if it does not answer."""
 
         async def work() -> RedisInfo:
             return RedisInfo.of(await self._redis.info())
@@ -412,8 +412,8 @@ class Records(RedisClient):
         version: str = "",
         parts: Sequence[bytes] = (),
     ) -> PutResult:
-        """Store `value` and `parts` in the place of the record, unless its owner's records then take more than `limit`
-        bytes, or another version than this is stored. `ABSENT`: there must be none; "": any may be.
+        """Replace the record by `value` and `parts`. Fails if its owner's records would exceed `limit` bytes, or if the
+        stored version is not `version`. `ABSENT`: there must be none; "": any may be.
         """
         return await self._put(key, value, ttl_s, limit, version, parts, appends=False)
 

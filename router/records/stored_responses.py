@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 OPAQUE = "hf1."
 ITEM_KEY = "items/key"
-ITEM_KEY_S = 400 * 86400.0  # for which it is kept after its last use
+ITEM_KEY_S = 400 * 86400.0  # seconds that it is kept after its last use
 KNOWN_KEYS = 4
 # KEYS: the shared key's. ARGV: the key where there is none yet, its TTL in ms. Returns the key.
 _SHARE_KEY = """
@@ -83,11 +83,11 @@ class StoredResponses:
 
     async def find(self, tenant: str, response_id: str) -> StoredResponse:
         """Raises RefusedError (404) where it is absent or another tenant's, and UnavailableError."""
-        found = _parsed(await self._records.get(_key(tenant, response_id), self._config.response_ttl_s))
-        if found is None:
+        stored = _parsed(await self._records.get(_key(tenant, response_id), self._config.response_ttl_s))
+        if stored is None:
             message = f"Response with id '{response_id}' not found: never stored, deleted, or expired"
             raise RefusedError(Refusal.NO_RESPONSE, message)
-        turn, response = found
+        turn, response = stored
         return StoredResponse({**orjson.loads(response), "output": turn.output}, turn)
 
     async def conversation(self, tenant: str, response_id: str, field: str) -> list[StoredTurn]:
@@ -110,8 +110,8 @@ class StoredResponses:
     async def _turns(self, tenant: str, ids: Sequence[str]) -> list[StoredTurn] | None:
         """All of these; None where one of them is absent."""
         keys = [_key(tenant, each) for each in ids]
-        found = [_parsed(record) for record in await self._records.get_all(keys, self._config.response_ttl_s)]
-        turns = [each[0] for each in found if each is not None]
+        stored = [_parsed(record) for record in await self._records.get_all(keys, self._config.response_ttl_s)]
+        turns = [each[0] for each in stored if each is not None]
         return turns if len(turns) == len(ids) else None
 
 

@@ -1,4 +1,4 @@
-"""How long tools take, for the whole cluster: the latest intervals of all tenants, in one stream in Redis.
+"""Tool latencies of the whole cluster: the latest intervals of all tenants, in one stream in Redis.
 
     router     adds an interval, beside the requests
     replicas   read the intervals that came since they last asked, and add them up (`replicas/retention/latency`)

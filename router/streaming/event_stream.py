@@ -23,7 +23,7 @@ RAW_HEADERS = [(name.encode(), value.encode()) for name, value in EVENT_HEADERS.
 
 
 class Source(Protocol):
-    """Where the bytes of a stream come from."""
+    """The source of a stream's bytes."""
 
     async def next(self) -> bytes | None:
         """The next bytes to send; None at the end. Errors are events: only ClientGoneError is raised."""
@@ -42,7 +42,7 @@ class Connection:
     """A client's connection, from the end of its request until its answer is sent. Watching it takes a task."""
 
     def __init__(self, receive: Receive) -> None:
-        self._gone = asyncio.ensure_future(_disconnect(receive))
+        self._disconnected = asyncio.ensure_future(_disconnect(receive))
 
     async def during(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, which is cancelled when the client leaves: then raises ClientGoneError.
@@ -58,12 +58,12 @@ class Connection:
 
         try:
             async with asyncio.timeout(None) as until:
-                self._gone.add_done_callback(gone)
+                self._disconnected.add_done_callback(gone)
                 try:
                     return await work
                 finally:
                     over = True
-                    self._gone.remove_done_callback(gone)
+                    self._disconnected.remove_done_callback(gone)
         except Exception:
             if until.expired():
                 raise ClientGoneError from None
@@ -71,7 +71,7 @@ class Connection:
 
     def close(self) -> None:
         """Stop watching."""
-        self._gone.cancel()
+        self._disconnected.cancel()
 
 
 class EventStream(Response):

@@ -55,7 +55,7 @@ class TurnStream:
         self._on_left = on_left
         self._built = AnswerBuilder()
         self._opening: bytes | None = None
-        self._sent: list[bytes] = []
+        self._batches_sent: list[bytes] = []
 
     async def start(self) -> None:
         """Wait for the first pieces, and write the opening events meanwhile.
@@ -75,7 +75,7 @@ class TurnStream:
         first = batch.pieces[0]
         if isinstance(first, Errored):
             raise ReplyError(first.error, first.usage)
-        if self._opening is None:  # they were there at once
+        if self._opening is None:  # the first pieces arrived at once
             self._open()
         self._opening = (self._opening or b"") + await self._take(batch)
 
@@ -84,9 +84,9 @@ class TurnStream:
         while not data and self._built.terminal is None:
             data = await self._receive()
         if data and self._on_whole is not None:
-            self._sent.append(data)
+            self._batches_sent.append(data)
             if isinstance(self._built.terminal, Completed):
-                await self._on_whole(b"".join(self._sent))
+                await self._on_whole(b"".join(self._batches_sent))
         return data or None
 
     def silence(self) -> bytes:
@@ -98,7 +98,7 @@ class TurnStream:
             await self._batches.aclose()
         finally:
             with self.held:
-                self._call.end(Outcome.ABORTED)  # counts only where nothing ended the request before
+                self._call.end(Outcome.ABORTED)  # counts only if the request has not ended before
                 if self._built.terminal is None:
                     self._on_left()
 
@@ -196,7 +196,7 @@ class LateStream:
 
     async def close(self) -> None:
         """End the making of the answer, or the answer."""
-        self._answering.cancel()  # nothing, where it is done
+        self._answering.cancel()  # does nothing if it is done
         await asyncio.wait((self._answering,))
         if self._answering.cancelled() or self._answering.exception() is not None:
             return

@@ -105,10 +105,10 @@ class LimitsMachine(RuleBasedStateMachine):
 
     @rule()
     def long_after(self) -> None:
-        """Who has not been heard of for long has no limits any more."""
+        """A tenant that sends no request for long loses its limits."""
         self.now += FORGOTTEN_S + 1
         self.cache.limit("a", CellLimits(0.1), self.now)
-        assert set(self.book.asked) == {"a"}
+        assert set(self.book.known_limits) == {"a"}
 
     @invariant()
     def books_balance(self) -> None:

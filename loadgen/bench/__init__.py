@@ -1,1 +1,1 @@
-"""What measures an engine or a kernel without a server; runs from a bare clone."""
+"""Benchmarks of an engine or a kernel without a server; they run from a bare clone."""

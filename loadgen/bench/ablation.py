@@ -1,4 +1,4 @@
-"""What each mechanism is worth: turn latencies with everything on, and with one mechanism off.
+"""The value of each mechanism: turn latencies with everything on, and with one mechanism off.
 
 ``python -m holdfast.loadgen.bench.ablation [--model DIR] [--off NAMES] [--scenarios NAMES] [--json FILE]``, or
 `holdfast bench ablation`. One service with everything on stays loaded. Each variant is loaded, measured by turns with
@@ -33,7 +33,7 @@ COLUMNS |= {"off_median_ms": ">13.1f", "off_p99_ms": ">10.1f", "ratio": ">5.2f",
 COLUMNS |= {"p99_ratio": ">9.2f", "wall_ratio": ">10.2f", "equal": ">5.2f", "tokens": ">6.2f"}
 
 
-# ---- what is turned off ----
+# ---- mechanisms to turn off ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,16 +154,16 @@ async def alternate(on: Service, off: Service, rounds: Sequence[Round], scope: s
     """
     samples = Samples(), Samples()
     services = on, off
-    for number, each in enumerate(rounds):
+    for number, round_scripts in enumerate(rounds):
         order = (0, 1) if number % 2 == 0 else (1, 0)
         name = f"{scope}/{number}"
-        if len(each.lanes) == 1:
-            for turn, prompt in enumerate(each.lanes[0]):
+        if len(round_scripts.lanes) == 1:
+            for turn, prompt in enumerate(round_scripts.lanes[0]):
                 for side in order if turn % 2 == 0 else order[::-1]:
                     await _lanes(services[side], name, ((prompt,),), scope, samples[side], turn)
         else:
             for side in order:
-                await _lanes(services[side], name, each.lanes, scope, samples[side])
+                await _lanes(services[side], name, round_scripts.lanes, scope, samples[side])
     return samples
 
 
@@ -261,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _measure(
     config: EngineConfig, variants: Sequence[Variant], scenarios: Sequence[Scenario], seed: int, scale: float
 ) -> Iterator[Row]:
-    """A row for each variant and scenario. A variant is loaded, measured beside the service that stays, and dropped."""
+    """A row for each variant and scenario. Each variant takes turns with the service that stays, then is dropped."""
     with asyncio.Runner() as runner:
 
         async def started(config: EngineConfig) -> Service:
@@ -280,7 +280,7 @@ def _measure(
                 off = runner.run(started(variant.of(config)))
                 try:
                     for scenario in scenarios:
-                        # A scope of its own: what the service that stays has cached for others is not found again.
+                        # A scope of its own, so that nothing is cached from other variants.
                         scope = f"{variant.name}/{scenario.name}"
                         pair = runner.run(alternate(on, off, list(rounds(scenario, seed, scale)), scope))
                         yield asdict(compared(variant.name, scenario.name, *pair))

@@ -1,6 +1,6 @@
-"""Sixty requests for tools in words that are none of Pocket's: what people ask agents for, and the calls meant.
+"""Sixty requests for tools in words that Pocket never saw: common requests to agents, and the correct calls.
 
-Each request sees four tools, its own among them. Not here: what is made of them (`calls`).
+Each request sees four tools, its own among them. Not here: the benchmark that uses them (`calls`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class CallTask:
-    """What is asked, the tools that are declared, and the call that is right."""
+    """A question, the declared tools, and the correct call."""
 
     ask: str
     tools: tuple[dict[str, Any], ...]
@@ -126,18 +126,18 @@ _ASKS: tuple[tuple[str, dict[str, Any]], ...] = (
 )  # fmt: skip
 
 
-def _tool(name: str, what: str, arguments: Mapping[str, str]) -> dict[str, Any]:
+def _tool(name: str, description: str, arguments: Mapping[str, str]) -> dict[str, Any]:
     properties = {}
     for key, kind in arguments.items():
         kind = kind.removesuffix("?")
         properties[key] = {"type": "string", "enum": kind.split("|")} if "|" in kind else _KINDS[kind]
     required = [key for key, kind in arguments.items() if not kind.endswith("?")]
     parameters = {"type": "object", "properties": properties, "required": required}
-    return {"type": "function", "function": {"name": name, "description": what, "parameters": parameters}}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 def _tasks() -> Iterator[CallTask]:
-    tools = [_tool(*each) for each in _TOOLS]
+    tools = [_tool(*row) for row in _TOOLS]
     for number, (ask, arguments) in enumerate(_ASKS):
         own = tools[number // 3]
         rng = random.Random(number)

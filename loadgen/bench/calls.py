@@ -1,4 +1,4 @@
-"""What guaranteed tool calls hold and cost: `bench calls [--parts NAMES]`, in one process, without Ray and HTTP.
+"""The validity and cost of guaranteed tool calls: `bench calls [--parts NAMES]`, in one process, without Ray and HTTP.
 
 - `law`: sampled turns at temperature 0 and 1 in every format, of Pocket and of random models with vocabularies of 1,536
   and 128,000. Two of three begin a call. It counts calls to undeclared names, arguments outside their schemas, markup
@@ -111,15 +111,15 @@ def written(form: CallForm, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> s
 
 def with_markers(tokenizer: Any, tool_format: ToolFormat, rows: int) -> Any:
     """A copy of `tokenizer` to which the markers of a format are added as tokens, where a model has `rows` for them."""
-    made = transformers.PreTrainedTokenizerFast(
+    result = transformers.PreTrainedTokenizerFast(
         tokenizer_object=type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str()),
         eos_token=tokenizer.eos_token,
         chat_template=tokenizer.chat_template,
     )
     markers = [transformers.AddedToken(text, special=False) for text in sorted(MARKERS[tool_format])]
-    if len(made) + len(markers) <= rows:
-        made.add_tokens(markers)
-    return made
+    if len(result) + len(markers) <= rows:
+        result.add_tokens(markers)
+    return result
 
 
 def random_model(folder: Path, vocabulary: int) -> None:
@@ -131,7 +131,7 @@ def random_model(folder: Path, vocabulary: int) -> None:
     rng, vocab = random.Random(vocabulary), content["model"]["vocab"]
     words = [text for text in vocab if text.isascii()]
     room = 64  # for the markers of a format
-    added = {each["content"]: each["id"] for each in content["added_tokens"]}
+    added = {token["content"]: token["id"] for token in content["added_tokens"]}
     following = max([*vocab.values(), *added.values()]) + 1
     while following < vocabulary - room:
         text = "".join(rng.choices(words, k=rng.choice((2, 2, 3))))
@@ -195,8 +195,8 @@ class Scripted:
 class Clocked:
     """`constraints.matcher.Matcher` that adds the processor seconds of `inner` to `spent`."""
 
-    def __init__(self, inner: Matcher, spent: list[float]) -> None:
-        self._inner, self._spent = inner, spent
+    def __init__(self, inner: Matcher, seconds: list[float]) -> None:
+        self._inner, self._spent = inner, seconds
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._inner, name)
@@ -206,13 +206,13 @@ class Clocked:
         return Clocked(clocked(self._spent, self._inner.copy), self._spent)
 
 
-def clocked(spent: list[float], act: Callable[..., Made], *arguments: Any) -> Made:
+def clocked(seconds: list[float], act: Callable[..., Made], *arguments: Any) -> Made:
     """Call `act` and append its processor seconds to `spent`."""
-    before = time.thread_time()  # the time of reading the clock is subtracted
-    began = time.thread_time()
-    made = act(*arguments)
-    spent.append(time.thread_time() - began - (began - before))
-    return made
+    overhead_start = time.thread_time()  # the time of reading the clock is subtracted
+    start = time.thread_time()
+    result = act(*arguments)
+    seconds.append(time.thread_time() - start - (start - overhead_start))
+    return result
 
 
 class ClockedText(TextSide):
@@ -222,8 +222,8 @@ class ClockedText(TextSide):
     spent: list[float]
 
     async def encoded(self, prompt: Any, scope: str = "", program: str = "") -> Encoded:
-        seen = prompt if self.shown is None else replace(prompt, tools=self.shown)
-        return await super().encoded(seen, scope, program)
+        visible = prompt if self.shown is None else replace(prompt, tools=self.shown)
+        return await super().encoded(visible, scope, program)
 
     def constraints(self, prompt: ChatPrompt | RawPrompt, scope: str = "") -> Constraints:
         return clocked(self.spent, super().constraints, prompt, scope)
@@ -306,7 +306,7 @@ def opens(form: CallForm, names: Iterable[str]) -> list[str]:
 
 
 def shows_markup(text: str, tool_format: ToolFormat, names: Set[str], begun: bool) -> bool:
-    """Whether a reply's content has in it what belongs to a call; one that has `begun` a call shows no part of one."""
+    """Whether a reply's content has parts of a call. A reply that has `begun` a call must show none."""
     start = text.strip()
     for form in _forms(tool_format):
         if form.opener:
@@ -324,7 +324,7 @@ def shows_markup(text: str, tool_format: ToolFormat, names: Set[str], begun: boo
 
 async def law(loaded: LoadedRunner, tool_format: ToolFormat, turns: int, guarantee: Guarantee = "schema") -> Law:
     """Sampled turns in one format, half of them greedy."""
-    rng, found = random.Random(str(tool_format)), Law(turns)
+    rng, result = random.Random(str(tool_format)), Law(turns)
     names = {tool["function"]["name"] for tool in LAW_TOOLS}
     async with serving(loaded, tool_format, guarantee) as served:
         requests, begins = [], []
@@ -338,18 +338,18 @@ async def law(loaded: LoadedRunner, tool_format: ToolFormat, turns: int, guarant
             requests.append(GenerateRequest(name, prompt, sampling, program_id=name))
         await asyncio.to_thread(served.text.constraints, requests[0].prompt)  # compiled before, however long that takes
         answers = await asyncio.gather(*map(served.answer, requests))
-        found.unguarded = served.text.unguarded + served.service.engine.stats.unguarded
+        result.unguarded = served.text.unguarded + served.service.engine.stats.unguarded
     for text, answer in zip(begins, answers, strict=True):
-        found.begun += bool(text or answer.tool_calls)
-        found.calls += len(answer.tool_calls)
-        found.cut += answer.reason == "length"
+        result.begun += bool(text or answer.tool_calls)
+        result.calls += len(answer.tool_calls)
+        result.cut += answer.reason == "length"
         for call in answer.tool_calls:
             if call.name not in names:
-                found.undeclared += 1
+                result.undeclared += 1
             elif call.closed or answer.reason != "length":
-                found.outside += not (call.closed and is_whole(call.name, call.arguments, LAW_TOOLS))
-        found.markup += shows_markup(answer.text or "", tool_format, names, bool(text))
-    return found
+                result.outside += not (call.closed and is_whole(call.name, call.arguments, LAW_TOOLS))
+        result.markup += shows_markup(answer.text or "", tool_format, names, bool(text))
+    return result
 
 
 def _laws(options: Namespace) -> Iterator[Row]:
@@ -362,10 +362,10 @@ def _laws(options: Namespace) -> Iterator[Row]:
                 random_model(Path(model), int(name))
             loaded = load_runner(replace(CONFIG, model=model))
             for tool_format in options.formats:
-                found = asyncio.run(law(loaded, tool_format, -(-options.turns // (len(MODELS) * len(FORMATS)))))
-                counts = {f"law_{key}": value for key, value in asdict(found).items()}
-                name_of = f"law, {name}, {tool_format}: broken in {found.calls} calls"
-                yield figure(name_of, float(found.broken), "calls", 0.0) | counts
+                result = asyncio.run(law(loaded, tool_format, -(-options.turns // (len(MODELS) * len(FORMATS)))))
+                counts = {f"law_{key}": value for key, value in asdict(result).items()}
+                name_of = f"law, {name}, {tool_format}: broken in {result.calls} calls"
+                yield figure(name_of, float(result.broken), "calls", 0.0) | counts
             del loaded
 
 
@@ -415,7 +415,7 @@ async def _share(
 
 def many_tools(number: int, properties: int, seed: int, described: int = 20) -> list[dict[str, Any]]:
     """Tools as a server of tools declares them, all different, with so many characters said of each argument."""
-    said = ("What it is about, and how it is to be given. " * (described // 40 + 1))[:described]
+    text = ("What it is about, and how it is to be given. " * (described // 40 + 1))[:described]
     kinds: list[dict[str, Any]] = [
         {"type": "string"},
         {"type": "integer", "minimum": 1, "maximum": 500},
@@ -429,7 +429,7 @@ def many_tools(number: int, properties: int, seed: int, described: int = 20) -> 
     tools = []
     for index in range(number):
         rng = random.Random(f"{seed}/{index}")
-        given = {f"{rng.choice('abcdefgh')}_{i}": {**rng.choice(kinds), "description": said} for i in range(properties)}
+        given = {f"{rng.choice('abcdefgh')}_{i}": {**rng.choice(kinds), "description": text} for i in range(properties)}
         schema = {"type": "object", "properties": given, "required": list(given)[:2]}
         tools.append(_tool(f"tool_{seed}_{index}", schema))
     return tools
@@ -447,7 +447,7 @@ async def _ready(rounds: int = 5) -> list[Row]:
         freeze_heap()  # as a server does
         threads, text = CompilerThreads(), served.text
         for seed, (properties, choice) in enumerate(product((6, 10), ("required", "auto"))):
-            encoding, rest = [], []
+            encoding, rest_s = [], []
             for number in range(rounds):
                 prompt = _asks("Go.", many_tools(200, properties, seed * rounds + number, 160), choice)
                 began = time.perf_counter()
@@ -455,11 +455,11 @@ async def _ready(rounds: int = 5) -> list[Row]:
                 encoding.append((time.perf_counter() - began) * 1e3)
                 limits = await threads.run(partial(text.constraints, prompt))
                 text.after_thinking(GenerateRequest("", prompt, Sampling()), encoded, limits.matcher)
-                rest.append((time.perf_counter() - began) * 1e3 - encoding[-1])
+                rest_s.append((time.perf_counter() - began) * 1e3 - encoding[-1])
             name = f"ready, 200 tools of {properties} arguments, {choice}"
             rows.append(figure(f"{name}: tokenize {len(encoded.tokens):,} tokens", median(encoding), "ms"))
-            rows.append(figure(f"{name}: until the engine has it", median(rest), "ms"))
-            rows.append(figure(f"{name}: at most", max(rest), "ms"))
+            rows.append(figure(f"{name}: until the engine has it", median(rest_s), "ms"))
+            rows.append(figure(f"{name}: at most", max(rest_s), "ms"))
     return rows
 
 
@@ -499,9 +499,9 @@ PARTS: dict[str, Callable[[Namespace], Iterable[Row]]] = {
 
 def calls(options: Namespace) -> Iterator[Row]:
     """The rows of the parts in `options.parts`. Raises ConfigError for an unknown part or format."""
-    for name, known in (("parts", list(PARTS)), ("formats", list(map(str, FORMATS)))):
-        if unknown := set(getattr(options, name)) - set(known):
-            raise ConfigError(f"unknown {name}: {', '.join(sorted(unknown))}; there are {', '.join(known)}", name)
+    for name, known_names in (("parts", list(PARTS)), ("formats", list(map(str, FORMATS)))):
+        if unknown := set(getattr(options, name)) - set(known_names):
+            raise ConfigError(f"unknown {name}: {', '.join(sorted(unknown))}; there are {', '.join(known_names)}", name)
     options.formats = [ToolFormat(name) for name in options.formats]
     for name in options.parts:
         yield from PARTS[name](options)

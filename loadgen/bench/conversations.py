@@ -45,7 +45,7 @@ def recorded() -> tuple[Conversation, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A piece of the rendered conversation; ``learned`` pieces are what the assistant has to produce.
+    """A piece of the rendered conversation; ``learned`` pieces are the assistant's own output.
 
     The end of an ``unfinished`` message is not learned.
     """
@@ -91,7 +91,7 @@ def tool_lines(tools: Sequence[Json]) -> list[str]:
 
 
 def assistant_text(message: Json) -> str:
-    """What the assistant generates for ``message``: its text, then one block per call."""
+    """The text that the assistant generates for ``message``: its content, then one block per call."""
     parts = [message["content"]] if message["content"] else []
     parts += [
         f"<tool_call>\n{json.dumps(call_object(call), ensure_ascii=False)}\n</tool_call>"

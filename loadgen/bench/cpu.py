@@ -127,12 +127,12 @@ def attention(options: Namespace) -> Iterator[Row]:
             calls = {way: partial(_attend, way.partition("/")[0], layers[way.partition("/")[2]]) for way in ways}
             positions = case.cached + (case.tokens + 1) / 2  # that a token reads on average
             products = 4 * case.sequences * case.tokens * positions * heads * MODEL.head_dim
-            for way, took in by_turns(calls, options.repeat).items():
-                store, read = stores[way.partition("/")[2]], case.sequences * (case.cached + case.tokens)
-                size = read * 2 * MODEL.kv_heads * store.shape[5] * store.itemsize
+            for way, milliseconds in by_turns(calls, options.repeat).items():
+                store, n_read = stores[way.partition("/")[2]], case.sequences * (case.cached + case.tokens)
+                size = n_read * 2 * MODEL.kv_heads * store.shape[5] * store.itemsize
                 shares = {"bandwidth": size / limits.bandwidth, "rate": products / limits.rate}
-                shares = {name: MODEL.layers * share / took for name, share in shares.items()}
-                yield {"case": case.name, "way": way, "milliseconds": took * 1e3, **shares}
+                shares = {name: MODEL.layers * share / milliseconds for name, share in shares.items()}
+                yield {"case": case.name, "way": way, "milliseconds": milliseconds * 1e3, **shares}
     finally:
         native.limit("auto")
 
@@ -294,9 +294,9 @@ def _state_times(shape: LinearShape, sequences: int, tokens: int, repeat: int) -
             moved.append(seconds(partial(other[layer].mul_, 1.0), time.thread_time))
         call = partial(recur_torch, mixed, gates, weights, states, 0, batch)
         theirs.append(seconds(call, time.thread_time))
-    took, best, beside = (statistics.median(each[len(each) // (repeat + 1) :]) for each in (ours, moved, theirs))
-    share = {"bandwidth": best / took} if tokens == 1 else {}
-    return {"milliseconds": took * 1e3, "torch_milliseconds": beside * 1e3, **share}
+    ours_s, best, theirs_s = (statistics.median(row[len(row) // (repeat + 1) :]) for row in (ours, moved, theirs))
+    share = {"bandwidth": best / ours_s} if tokens == 1 else {}
+    return {"milliseconds": ours_s * 1e3, "torch_milliseconds": theirs_s * 1e3, **share}
 
 
 # ---- beside the sums ----

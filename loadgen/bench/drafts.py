@@ -1,4 +1,4 @@
-"""How many tokens a forward pass would yield with drafts: an OpenAI-format trace replayed teacher-forced, no model.
+"""Tokens that a forward pass would yield with drafts: an OpenAI-format trace replayed teacher-forced, no model.
 
 Each assistant turn is "generated" token by token as the trace has it; a draft counts as right where the trace goes on
 with it. Conversations come in file order and as one tenant, so the memory knows only turns that came before.
@@ -45,7 +45,7 @@ CUTS = {
     "llama": _QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),
     "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
 }
-"""How text is cut into words before the BPE merges, as the tokenizers of these models do."""
+"""The pattern that cuts text into words before the BPE merges, as in the tokenizers of these models."""
 
 COLUMNS = {"drafters": "<24", "tokens_per_forward": ">18.2f", "tokens_per_forward_tool_calls": ">29.2f"}
 COLUMNS |= {"acceptance": ">10.2f", "drafting_us": ">11.1f", "open_ms": ">8.2f", "memory_bytes": ">12"}
@@ -76,7 +76,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What one replay found. Tokens per forward are of all turns' tokens together, no mean of turns.
+    """The result of one replay. Tokens per forward are of all turns' tokens together, no mean of turns.
 
     Times are this thread's.
     """
@@ -96,7 +96,7 @@ class Replayed:
 def main(
     trace: Path, tools: Path | None = None, tokenizer: Path | None = None, cut: str = "pocket", as_json: bool = False
 ) -> int:
-    """Replay `trace` once for each combination of drafters and print what each yields.
+    """Replay `trace` once for each combination of drafters and print the yield of each.
 
     `tokenizer` is a folder with a tokenizer.json; without one, a byte-level BPE is trained on the trace, over words
     as `cut` cuts them. Raises ConfigError for files that are missing or not what they should be.
@@ -106,7 +106,7 @@ def main(
     encoder = load_tokenizer(tokenizer) if tokenizer else train_tokenizer(conversations, cut)
     tokens = [encoded(conversation, encoder) for conversation in conversations]
     turns = [turn for conversation in tokens for turn in conversation.turns]
-    about = {
+    settings = {
         "trace": trace.name,
         "conversations": len(tokens),
         "turns": len(turns),
@@ -118,9 +118,9 @@ def main(
     }
     runs = (asdict(replay(tokens, config, name)) for name, config in SWITCHES)
     if as_json:
-        print(json.dumps({**about, "runs": list(runs)}))
+        print(json.dumps({**settings, "runs": list(runs)}))
     else:
-        print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
+        print(", ".join(f"{key} {value}" for key, value in settings.items()), flush=True)
         report(runs, COLUMNS, None)
     return 0
 
@@ -150,7 +150,7 @@ def replay(conversations: Iterable[Tokens], config: DraftConfig, name: str = "")
             calling.append(turn.calls)
             times = [total + end - begin for total, (begin, end) in zip(times, pairwise(clock), strict=True)]
             memory = max(memory, drafter.memory_bytes)
-    _, forwards, drafted, accepted = (sum(each) for each in zip(*counts, strict=True))
+    _, forwards, drafted, accepted = (sum(column) for column in zip(*counts, strict=True))
     opening, drafting, closing = times
     return Replayed(
         drafters=name,
@@ -188,9 +188,9 @@ def draft(drafter: Drafter, sequences: SequenceOf[Sequence]) -> tuple[int, int]:
     drafted = accepted = 0
     for sequence in sequences:
         draft = drafter.propose(sequence)
-        rest = sequence.buffer[sequence.length : sequence.length + len(draft) + 1].tolist()
-        right = common_prefix(draft.tolist(), rest)
-        drafter.learn(sequence, rest[: right + 1])
+        following = sequence.buffer[sequence.length : sequence.length + len(draft) + 1].tolist()
+        right = common_prefix(draft.tolist(), following)
+        drafter.learn(sequence, following[: right + 1])
         sequence.length += right + 1
         drafted += len(draft)
         accepted += right

@@ -1,4 +1,4 @@
-"""How near whole turns come to what this CPU allows: `bench efficiency --model DIR`; `forwards` has the formula.
+"""Efficiency of turns against the limits of this CPU: `bench efficiency --model DIR`; `forwards` has the formula.
 
 Recorded conversations run through the engine as it is served, one program or several at once. Bandwidth and product
 rate are measured in the same run. A row shows which share of the wall time is ideal, and where the rest went. `busy` is
@@ -60,11 +60,11 @@ def efficiency(options: Namespace) -> Iterator[Row]:
                 settings = (loaded.eos, loaded.vocabulary, loaded.cost)
                 engine = Engine(loaded.config, counting, *settings, window=loaded.window)
                 played: list[tuple[Turn, float]] = []
-                began = time.process_time()
+                start = time.process_time()
                 for turn in play(Player(engine, counting, bounds, recorded), most, Deadline(SECONDS)):
                     ended = time.process_time()
-                    played.append((turn, (ended - began) / turn.wall_s / torch.get_num_threads()))
-                    began = ended
+                    played.append((turn, (ended - start) / turn.wall_s / torch.get_num_threads()))
+                    start = ended
             speeds = {"gb_s": limits.bandwidth / 1e9, "gflop_s": limits.rate / 1e9}
             yield _row(f"{turns} turns, {at_once} at once", summary([turn for turn, _ in played])) | speeds
             for turn, busy in played if options.each else ():

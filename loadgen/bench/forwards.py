@@ -1,4 +1,4 @@
-"""Steps and turns of a model against what the machine allows: `bench forwards` and `bench efficiency`.
+"""Steps and turns of a model against the limits of the machine: `bench forwards` and `bench efficiency`.
 
 A step is timed by turns with a plain chain of `linear` over matrices of the model's sizes. It is also compared with the
 time of its memory traffic at the measured bandwidth: every weight once, the KV of the sequences (of layers with a
@@ -52,7 +52,7 @@ PRECISIONS = tuple(f"{dtype}{kv}" for dtype in get_args(DType) for kv in ("", "/
 COLUMNS = {"name": "<26", "step_ms": ">10.2f", "chain_ms": ">10.2f", "memory_ms": ">10.2f"}
 COLUMNS |= {"over_chain": ">12.2f", "over_memory": ">12.2f"}
 _BANDWIDTH_BYTES = 256 << 20  # beyond any cache
-_DECODED = 9  # tokens asked of a peer where a single one is measured
+_DECODED = 9  # tokens requested from a peer when one is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +91,10 @@ def step_plan(shape: StepShape, page_size: int, pages: int, states: bool = False
 
     `states`: the model has recurrent states; each sequence has one, and drafts leave it as it is.
     """
-    each = -(-(shape.context + shape.window) // page_size)
-    if shape.sequences * each > pages:
-        raise ConfigError(f"{shape.name!r} needs {shape.sequences * each * page_size} cells", "cells")
-    rows = np.arange(shape.sequences * each, dtype=np.int32).reshape(shape.sequences, each)
+    pages_each = -(-(shape.context + shape.window) // page_size)
+    if shape.sequences * pages_each > pages:
+        raise ConfigError(f"{shape.name!r} needs {shape.sequences * pages_each * page_size} cells", "cells")
+    rows = np.arange(shape.sequences * pages_each, dtype=np.int32).reshape(shape.sequences, pages_each)
     draw = Draw(Sampling(), 0, drafts=shape.window - 1 if shape.drawn else 0)
     tokens = 1 + np.arange(shape.sequences * shape.window, dtype=np.int32).reshape(shape.sequences, -1) % 250
     uses = [StateUse(row, row, held=draw.drafts) if states else None for row in range(shape.sequences)]
@@ -103,7 +103,7 @@ def step_plan(shape: StepShape, page_size: int, pages: int, states: bool = False
 
 
 class Floors:
-    """What a step cannot beat: matrices of the model's sizes to chain, and the device's bandwidth."""
+    """The lower bounds of a step: a chain of matrices of the model's sizes, and the device's bandwidth."""
 
     def __init__(self, shape: Description, dtype: torch.dtype, device: str, weight_bytes: int, kv: torch.dtype) -> None:
         """`weight_bytes`: of each weight, as the model holds it; `kv`: the dtype of keys and values."""
@@ -223,7 +223,7 @@ def _timed(
     repeat: int,
 ) -> Row:
     tokens = shape.sequences * shape.window
-    ways: dict[str, Callable[[], object]] = {name: partial(_step, each, plan) for name, each in runners.items()}
+    ways: dict[str, Callable[[], object]] = {name: partial(_step, runner, plan) for name, runner in runners.items()}
     ways["chain_ms"] = floors.chain(tokens, tokens if shape.drawn else shape.sequences)
     times: dict[str, list[float]] = {name: [] for name in ways}
     theirs: dict[str, list[float | None]] = {peer.name: [] for peer in peers}
@@ -236,12 +236,12 @@ def _timed(
         for peer in peers:
             time.sleep(PAUSE_S)
             theirs[peer.name].append(peer.milliseconds(shape))
-    row: Row = {"name": shape.name} | {name: statistics.median(each[1:]) for name, each in times.items()}
+    row: Row = {"name": shape.name} | {name: statistics.median(row_s[1:]) for name, row_s in times.items()}
     step, memory = row["step_ms"], floors.memory_s(shape) * 1e3
     row |= {"memory_ms": memory, "over_chain": step / row["chain_ms"], "over_memory": step / memory}
-    for name, each in theirs.items():
-        known = [value for value in each[1:] if value is not None]
-        row[name] = statistics.median(known) if len(known) == repeat else None
+    for name, peer_times in theirs.items():
+        values = [value for value in peer_times[1:] if value is not None]
+        row[name] = statistics.median(values) if len(values) == repeat else None
         row[f"{name}/ours"] = row[name] and row[name] / step
     return row
 
@@ -265,7 +265,7 @@ def _wait(result: Tensor) -> None:
 
 def described(model: str) -> Description:
     """The model, as our own decoder describes it. Raises ConfigError where it does not know it."""
-    found = describe(inspect_model(model).config)
-    if found is None:
+    shape = describe(inspect_model(model).config)
+    if shape is None:
         raise ConfigError("our own decoder does not know this model", "model")
-    return found
+    return shape

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a command with its table, timing by turns, rows that are printed and written.
+"""Shared parts of the benchmarks: a command with its table, timing by turns, rows that are printed and written.
 
 `python -m holdfast.loadgen.bench NAME` runs an entry of the table in `__main__`. A benchmark yields rows; a row with a
 `bar` fails the command if its `value` is above the bar.
@@ -60,18 +60,18 @@ def figure(name: str, value: float, unit: str, bar: float | None = None) -> Row:
 
 def seconds(call: Callable[[], object], clock: Clock = time.perf_counter) -> float:
     """The time of one call."""
-    began = clock()
+    start = clock()
     call()
-    return clock() - began
+    return clock() - start
 
 
 def by_turns(ways: Mapping[str, Callable[[], object]], repeat: int) -> dict[str, float]:
     """Median seconds of each way over `repeat` calls. The ways take turns; the first turn warms up."""
-    taken: dict[str, list[float]] = {name: [] for name in ways}
+    samples: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeat + 1):
         for name, call in ways.items():
-            taken[name].append(seconds(call))
-    return {name: statistics.median(each[1:]) for name, each in taken.items()}
+            samples[name].append(seconds(call))
+    return {name: statistics.median(times[1:]) for name, times in samples.items()}
 
 
 def report(rows: Iterable[Row], columns: Mapping[str, str], file: Path | None) -> list[Row]:
@@ -86,17 +86,17 @@ def report(rows: Iterable[Row], columns: Mapping[str, str], file: Path | None) -
             raise ConfigError(f"cannot write {file}: {error.strerror}", "json") from error
     widths = {name: int(re.findall(r"\d+", spec)[0]) for name, spec in columns.items()}
     print(" ".join(f"{name:{'<' if spec[0] == '<' else '>'}{widths[name]}}" for name, spec in columns.items()))
-    kept = []
+    rows_kept = []
     for row in rows:
-        kept.append(row)
+        rows_kept.append(row)
         cells = (
             f"{'-':>{widths[name]}}" if row.get(name) is None else format(row[name], spec)
             for name, spec in columns.items()
         )
         print(" ".join(cells), flush=True)
     if file:
-        file.write_text(json.dumps(kept, indent=1) + "\n")
-    return kept
+        file.write_text(json.dumps(rows_kept, indent=1) + "\n")
+    return rows_kept
 
 
 def save_random_llama(folder: Path, dtype: torch.dtype, **sizes: Any) -> LlamaConfig:

@@ -115,8 +115,8 @@ def drafting() -> Iterator[Row]:
     side = _text_side()
     turns = [
         (side.encode(lane[i]).tokens, side.encode(lane[i + 1]).tokens)
-        for each in rounds(Scenario("drafting", lanes=32, turns=8, rounds=1))
-        for lane in each.lanes
+        for script in rounds(Scenario("drafting", lanes=32, turns=8, rounds=1))
+        for lane in script.lanes
         for i in range(len(lane) - 1)
     ]
     for together in (1, 8, 64):
@@ -133,7 +133,7 @@ def scheduling() -> Iterator[Row]:
 
 
 def host_steps() -> Iterator[Row]:
-    """What the host does for a step with drafts on a GPU, up to the copy of its inputs and after its results."""
+    """The host's work for a step with drafts on a GPU, up to the copy of its inputs and after its results."""
     for rows, bar in _HOST_MS.items():
         yield figure(f"plan, draft, lay out and commit, {rows} drafting at 3,000 tokens", host_ms(rows), "ms", bar)
 
@@ -143,11 +143,11 @@ def retention() -> Iterator[Row]:
     rng, book = random.Random(0), LatencyBook()
     pauses = Pauses()
     for call in range(_CALLS):
-        tool, took = f"tool{call % _TOOLS}", rng.lognormvariate(0.0, 1.5)
-        book.record("", tool, took)
+        tool, seconds = f"tool{call % _TOOLS}", rng.lognormvariate(0.0, 1.5)
+        book.record("", tool, seconds)
         pause = pauses.began("", tool, float(call))
         if call % 4:
-            pause.end(call + took, returned=True)
+            pause.end(call + seconds, returned=True)
     known = book.snapshot()
     ended = Pause("", "tool0", 20_000)
     cost = RestoreCost(1e-9, 1e-4, 0.02)
@@ -164,8 +164,8 @@ def masks() -> Iterator[Row]:
     """Which tokens a constrained reply may have next."""
     if not AVAILABLE:
         return
-    (each,) = rounds(Scenario("masks", lanes=1, turns=1, rounds=1, burst=True))
-    prompt = each.lanes[0][0]
+    (script,) = rounds(Scenario("masks", lanes=1, turns=1, rounds=1, burst=True))
+    prompt = script.lanes[0][0]
     side, required = _text_side(), ChatPrompt(prompt.messages, prompt.tools, tool_choice="required")
     begin = time.thread_time()
     matcher = side.constraints(required).matcher
@@ -218,7 +218,7 @@ def _replay(drafter: Drafter, live: list[Sequence]) -> int:
     while live:
         draft(drafter, live)
         count += len(live)
-        live = [each for each in live if each.length < len(each.buffer)]
+        live = [sequence for sequence in live if sequence.length < len(sequence.buffer)]
     return count
 
 
@@ -273,7 +273,7 @@ def _step_ms(waiting: int = 0, pinned: int = 0, *, drafts: bool = False) -> floa
 
 
 class _Replay:
-    """A runner that lays steps out as a GPU's does, and draws what stands in the texts. It computes nothing.
+    """A runner that lays steps out as a GPU's does, and draws the next tokens of the texts. It computes nothing.
 
     `apart_s`: seconds that are no part of a host's step, in which it looks up what to draw.
     """
@@ -290,12 +290,12 @@ class _Replay:
         arrays = [*step.arrays, *(step.settings.arrays if step.settings else ())]
         offsets, size = packed(arrays)
         self._sender.send_into(self._device, arrays, offsets, size)
-        began = time.thread_time()
+        start = time.thread_time()
         for chunk in plan.chunks:
             if chunk.start == 0:
                 self._row_texts[chunk.row] = self._texts[int(chunk.tokens[0])]
         drawn = [self._draw(chunk) for chunk in plan.chunks]
-        self.apart_s += time.thread_time() - began
+        self.apart_s += time.thread_time() - start
         return Landed(StepOutput(tuple([None if tokens is None else Drawn(tokens) for tokens in drawn])))
 
     def _draw(self, chunk: Chunk) -> tuple[int, ...] | None:
@@ -331,10 +331,10 @@ def host_ms(rows: int, steps: int = _STEPS) -> float:
     costs, threads = list[float](), torch.get_num_threads()
     torch.set_num_threads(1)  # a copy to a GPU takes none of the host's; here torch would share it among threads
     while len(costs) < _WARM_UP + steps:
-        before, began, apart = engine.stats.steps, time.thread_time(), runner.apart_s
+        before, start, apart = engine.stats.steps, time.thread_time(), runner.apart_s
         while engine.stats.steps == before:
             engine.step(0.0)
-        costs.append(time.thread_time() - began - (runner.apart_s - apart))
+        costs.append(time.thread_time() - start - (runner.apart_s - apart))
     torch.set_num_threads(threads)
     assert engine.occupancy().running == rows
     assert engine.stats.accepted > 0
@@ -361,7 +361,7 @@ class OneToken:
         self._runner = runner
 
     def begin(self, plan: StepPlan) -> Flight:
-        chunks = tuple(each if each.draw else replace(each, tokens=each.tokens[:1]) for each in plan.chunks)
+        chunks = tuple(chunk if chunk.draw else replace(chunk, tokens=chunk.tokens[:1]) for chunk in plan.chunks)
         return self._runner.begin(replace(plan, chunks=chunks))
 
 
@@ -370,8 +370,8 @@ def sessions(options: Namespace) -> Iterator[Row]:
 
     Reading the KV of a long context takes time with any engine, so it is measured apart. The rest has a bar.
     """
-    measured = [list(restoring()) for _ in range(15)]
-    for rows in zip(*measured, strict=True):
+    samples = [list(restoring()) for _ in range(15)]
+    for rows in zip(*samples, strict=True):
         yield rows[0] | {"value": median(row["value"] for row in rows)}
     yield from questions()
 
@@ -420,10 +420,10 @@ def _question_costs(model: str, contexts: SequenceOf[int], repeat: int) -> dict[
         events = engine.handle(submit, 0.0)
         while engine.busy:
             events += engine.step(0.0)
-        took, last = time.thread_time() - begin, events[-1]
+        seconds, last = time.thread_time() - begin, events[-1]
         assert isinstance(last, Finished), last
         assert last.usage.prompt - last.usage.cached <= tokens + PAGE, last.usage
-        return took, reading[0]
+        return seconds, reading[0]
 
     vars(decoder)["paged_attention"] = attend
     try:

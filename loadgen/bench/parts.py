@@ -107,7 +107,7 @@ class Report:
             self.found["left_out"].append(name)
             print(f"{name}: left out, there is no time", flush=True)
             return
-        began = time.perf_counter()
+        start = time.perf_counter()
         figures: Figures = {}
         self.found["parts"][name] = figures
         until = time.time() + seconds + _GRACE_S + (_SETUP_S if setup else 0.0)
@@ -118,13 +118,13 @@ class Report:
                 setup()
             for line, found in part(Deadline(seconds)):
                 figures[line] = found
-                shown = (f"{key} {value if isinstance(value, str) else f'{value:.4g}'}" for key, value in found.items())
-                print(f"{line:60} {'  '.join(shown)}", flush=True)
+                texts = (f"{key} {value if isinstance(value, str) else f'{value:.4g}'}" for key, value in found.items())
+                print(f"{line:60} {'  '.join(texts)}", flush=True)
                 self.write()
         except Exception as failure:
             self.found["failed"][name] = traceback.format_exc()
             print(f"{name}: FAILED, {type(failure).__name__}: {str(failure)[:300]}", flush=True)
-        self.found["seconds"][name] = time.perf_counter() - began
+        self.found["seconds"][name] = time.perf_counter() - start
         del self.found["running"]
         self.write()
         if name in self.found["failed"] and not device_answers():
@@ -145,10 +145,10 @@ class Report:
             put(self._file, self.found)
 
 
-def put(file: Path, found: dict[str, Any]) -> None:
+def put(file: Path, results: dict[str, Any]) -> None:
     """Replace the file atomically."""
     new = file.with_name(file.name + ".new")
-    new.write_text(json.dumps(found, indent=1) + "\n")
+    new.write_text(json.dumps(results, indent=1) + "\n")
     new.replace(file)
 
 
@@ -179,7 +179,7 @@ def free_device() -> None:
 
 def command(
     name: str,
-    about: str | None,
+    description: str | None,
     flags: Mapping[str, Mapping[str, Any]],
     measure: Callable[[Report, argparse.Namespace], None],
     argv: Sequence[str] | None,
@@ -192,7 +192,7 @@ def command(
 
     signal.signal(signal.SIGTERM, _exit)
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog=f"bench {name}", description=about)
+    parser = argparse.ArgumentParser(prog=f"bench {name}", description=description)
     parser.add_argument("--json", type=Path, help="write everything here")
     parser.add_argument("--seconds", type=float, default=_SECONDS, help="begin no other part after so long")
     parser.add_argument(RESUME, action="store_true", help=argparse.SUPPRESS)
@@ -233,28 +233,28 @@ def supervised(command: Sequence[str], file: Path | None) -> int:
 
     It is 1 if a part ended its process. Temporary files of the process are removed.
     """
-    with tempfile.TemporaryDirectory(prefix="bench.") as made:
-        kept = file or Path(made) / "found.json"
-        put(kept, {"began": time.time()})  # the time of imports counts
+    with tempfile.TemporaryDirectory(prefix="bench.") as folder:
+        results_file = file or Path(folder) / "found.json"
+        put(results_file, {"began": time.time()})  # the time of imports counts
         failed, done = False, 0
         while True:
-            status = _watched([*command, "--json", str(kept), RESUME], kept)
+            status = _watched([*command, "--json", str(results_file), RESUME], results_file)
             if status in (0, 1):
                 return int(failed or status)
-            found = json.loads(kept.read_text())
-            running = found.pop("running", None)
+            results = json.loads(results_file.read_text())
+            running = results.pop("running", None)
             if running is not None:
-                found["failed"].setdefault(running["part"], f"the process ended with status {status}")
-                put(kept, found)
-            failed, before, done = True, done, len(found.get("parts", ()))
+                results["failed"].setdefault(running["part"], f"the process ended with status {status}")
+                put(results_file, results)
+            failed, before, done = True, done, len(results.get("parts", ()))
             if done <= before:
                 return status
 
 
 def _watched(command: Sequence[str], file: Path) -> int:
     """Run until the process ends, and kill it if a part far exceeds its time."""
-    with tempfile.TemporaryDirectory(prefix="bench.") as made:
-        process = subprocess.Popen(["env", f"TMPDIR={made}", *command])
+    with tempfile.TemporaryDirectory(prefix="bench.") as folder:
+        process = subprocess.Popen(["env", f"TMPDIR={folder}", *command])
         try:
             while True:
                 try:

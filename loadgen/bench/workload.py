@@ -73,9 +73,9 @@ def _endless(rng: random.Random) -> Iterator[Conversation]:
     for number in count():
         if number % len(recorded()) == 0:
             order = rng.sample(recorded(), len(recorded()))
-        chosen = order[number % len(order)]
-        messages = [each for each in chosen.messages if each["role"] != "system"]
-        yield Conversation((_system(rng), *messages), chosen.tools)
+        script = order[number % len(order)]
+        messages = [message for message in script.messages if message["role"] != "system"]
+        yield Conversation((_system(rng), *messages), script.tools)
 
 
 def _turns(conversation: Conversation, turns: int) -> tuple[ChatPrompt, ...]:

@@ -5,4 +5,4 @@ from pathlib import Path
 WEIGHTS = Path(__file__).parents[2] / "replicas" / "pocket" / "weights"
 """The folder of the shipped model."""
 CUT = r"""\p{L}+|\p{N}|[\s"{}\[\]:,]+|[^\p{L}\p{N}\s"{}\[\]:,]"""
-"""How Pocket's tokenizer cuts text into words: by the class of each character, whatever stands around it."""
+"""How Pocket's tokenizer cuts text into words: by the class of each character, regardless of its neighbours."""

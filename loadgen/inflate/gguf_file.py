@@ -52,10 +52,10 @@ def write_gguf(folder: Path, out: Path, q8_0: bool = False) -> Path:
         import gguf
     except ImportError as error:
         raise GgufError("the package gguf is missing: .venv/bin/pip install -e '.[gguf]' -c constraints.txt") from error
-    written = read_object(folder / "config.json", GgufError)
+    content = read_object(folder / "config.json", GgufError)
     tokenizer = read_object(folder / "tokenizer.json", GgufError)
-    shape = shape_of(written, context=0)
-    config = full_config(written)
+    shape = shape_of(content, context=0)
+    config = full_config(content)
     check_merges(tokenizer)
     if shape.linear is not None and shape.linear.key_dim != shape.linear.value_dim:
         raise GgufError("llama.cpp wants keys and values of linear attention of one size")
@@ -97,10 +97,10 @@ def check_merges(tokenizer: dict[str, Any]) -> None:
 
 
 def _shards(folder: Path) -> list[Path]:
-    found = sorted(folder.glob("model*.safetensors"))
-    if not found:
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
         raise GgufError(f"{folder} holds no model.safetensors")
-    return found
+    return files
 
 
 def _add_sizes(writer: Any, shape: Shape, config: Any) -> None:
@@ -153,10 +153,10 @@ def _add_tokenizer(writer: Any, folder: Path, config: Any, tokenizer: dict[str, 
 
 
 def _token_id(config: Any, name: str) -> int:
-    found = getattr(config, name)
-    if not isinstance(found, int):
-        raise GgufError(f"{name} of config.json is {found!r}, not one number")
-    return found
+    value = getattr(config, name)
+    if not isinstance(value, int):
+        raise GgufError(f"{name} of config.json is {value!r}, not one number")
+    return value
 
 
 def _write_tensors(writer: Any, folder: Path, shape: Shape, family: str, gguf: Any, q8_0: bool) -> None:
@@ -167,15 +167,15 @@ def _write_tensors(writer: Any, folder: Path, shape: Shape, family: str, gguf: A
     exact = ("q_proj", "k_proj") if shape.head_norms else ()
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(shard, framework="pt")) for shard in _shards(folder)]
-        slots, every = [], [(file, name) for file in files for name in file.keys()]  # noqa: SIM118
-        for file, name in every:
+        slots, tensors = [], [(file, name) for file in files for name in file.keys()]  # noqa: SIM118
+        for file, name in tensors:
             part = file.get_slice(name)
             sizes = [size for size in part.get_shape() if "conv1d" not in name or size > 1]
-            known = name.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
-            placed = names.get_name(known, try_suffixes=(".weight", ".bias"))
+            plain_name = name.replace("linear_attn.dt_bias", "linear_attn.dt_proj.bias")
+            placed = names.get_name(plain_name, try_suffixes=(".weight", ".bias"))
             if placed is None or part.get_dtype() not in _DTYPES:
                 raise GgufError(f"{name} in {part.get_dtype()} cannot be written")
-            eight = q8_0 and not any(each in name for each in exact)
+            eight = q8_0 and not any(pattern in name for pattern in exact)
             plain = len(sizes) == 1 or "conv1d" in name
             kind = kinds["F32" if plain else "Q8_0" if eight else part.get_dtype()]
             block, length = gguf.GGML_QUANT_SIZES[kind]

@@ -129,14 +129,14 @@ def inflate(
     inflation = Inflation(small.shape, target, *numbers, small.weights, dtype, seed)
     config = target_config(small, target, inflation, dtype)
     tensors = tensors_of(config)
-    written = config.to_dict() | {"rope_theta": inflation.scales(target).theta}
-    written["torch_dtype"] = str(dtype).removeprefix("torch.")
+    content = config.to_dict() | {"rope_theta": inflation.scales(target).theta}
+    content["torch_dtype"] = str(dtype).removeprefix("torch.")
     check_room(out, total_bytes(tensors, dtype))
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as made:
-        folder = Path(made) / "model"
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
+        folder = Path(temporary) / "model"
         folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True, default=str) + "\n")
+        (folder / "config.json").write_text(json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
         for name in _COPIED:
             if (small.folder / name).exists():
                 shutil.copy(small.folder / name, folder / name)

@@ -1,4 +1,4 @@
-"""How a small Llama is padded to a large shape without a change of its outputs.
+"""Pads a small Llama to a large shape without a change of its outputs.
 
 Notation: the source has hidden size d and head dim h, the target D and H.
 

@@ -29,7 +29,7 @@ class UnknownShapeError(InflateError):
 
 
 class IncompatibleShapeError(InflateError):
-    """Pocket cannot be embedded in the shape without changing what it says."""
+    """Pocket cannot be embedded in the shape without a change of its outputs."""
 
 
 class NoRoomError(InflateError):
@@ -59,7 +59,7 @@ GELUS = (
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """How many a layer has, how many a token chooses, an expert's inner width, and that of a shared one (0: none)."""
+    """Experts of a layer, experts that a token chooses, an expert's inner width, and that of a shared one (0: none)."""
 
     count: int
     chosen: int
@@ -237,12 +237,12 @@ def resolve_shape(name: str, *, context: int) -> Shape:
 def read_object(path: Path, failure: type[InflateError]) -> dict[str, Any]:
     """The JSON object in a model's file: a config.json, a tokenizer.json. Raises `failure`."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise failure(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise failure(f"{path} does not hold a JSON object")
-    return found
+    return content
 
 
 def shape_of(config: dict[str, Any], *, context: int) -> Shape:
@@ -380,22 +380,22 @@ def check_embeds(source: Shape, target: Shape, context: int) -> None:
         raise IncompatibleShapeError(
             f"the shape has {len(held)} layers with attention, the source {source.layers}: give it --layers {least}"
         )
-    for each in {target.at(layer) for layer in held}:
+    for shape in {target.at(layer) for layer in held}:
         for name in ("hidden", "neurons", "heads", "rotary_dim"):
-            mine, theirs = getattr(source, name), getattr(each, name)
+            mine, theirs = getattr(source, name), getattr(shape, name)
             if theirs < mine:
                 raise IncompatibleShapeError(f"the shape's {name} of {theirs} is smaller than the {mine} of the source")
-        needed = source.kv_heads * kv_copies(source, each)
-        if needed > each.kv_heads:
-            raise IncompatibleShapeError(f"{needed} key-value heads are needed, the shape has {each.kv_heads}")
-        if each.keys_are_values and each.rotary_dim + 2 * source.head_dim > each.head_dim:
-            raise IncompatibleShapeError(f"heads of {each.head_dim} have no room for values beside keys")
+        needed = source.kv_heads * kv_copies(source, shape)
+        if needed > shape.kv_heads:
+            raise IncompatibleShapeError(f"{needed} key-value heads are needed, the shape has {shape.kv_heads}")
+        if shape.keys_are_values and shape.rotary_dim + 2 * source.head_dim > shape.head_dim:
+            raise IncompatibleShapeError(f"heads of {shape.head_dim} have no room for values beside keys")
     if target.vocabulary > source.vocabulary and target.hidden == source.hidden:
         raise IncompatibleShapeError("a larger vocabulary needs a larger hidden size, to mark the added rows")
 
 
 def kv_copies(source: Shape, target: Shape) -> int:
-    """How many key-value heads of ``target`` it takes to serve one group of ``source``."""
+    """The number of key-value heads of ``target`` that serve one group of ``source``."""
     return -(-source.group // target.group)
 
 

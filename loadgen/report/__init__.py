@@ -1,1 +1,1 @@
-"""A comparison as one HTML page: what is drawn (`series`), how (`plots`), and the page around it (`page`)."""
+"""A comparison as one HTML page: its plots (`plots`) and the page around them (`page`)."""

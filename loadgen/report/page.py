@@ -56,13 +56,13 @@ def render(content: Mapping[str, Any]) -> str:
 
     rows, options = read_rows(content), content.get("options") or {}
     summaries = summarize(rows, int(options.get("seed", 0)), _planned(content))
-    drawn = content.get("workloads") or {}
+    descriptions = content.get("workloads") or {}
     names = list(dict.fromkeys(summary.workload for summary in summaries))
-    with bar("page", len(names)) as shown:
+    with bar("page", len(names)) as progress:
         sections = []
         for name in names:
-            sections.append(_section(name, drawn.get(name, ""), rows, summaries))
-            shown.advance()
+            sections.append(_section(name, descriptions.get(name, ""), rows, summaries))
+            progress.advance()
     units, loads = {row.swept: row.load.unit for row in rows if row.load is not None}, plots.loads(rows)
     environment = Environment(
         loader=PackageLoader("holdfast.loadgen.report", "."), autoescape=True, undefined=StrictUndefined
@@ -99,7 +99,7 @@ def read_rows(content: Mapping[str, Any]) -> list[Row]:
 
 
 def read_run(path: Path) -> Mapping[str, Any]:
-    """What `holdfast bench compare --json` wrote. Raises ConfigError."""
+    """The content of a file of `holdfast bench compare --json`. Raises ConfigError."""
     content = _read(path, "run")
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is no comparison", "run")
@@ -107,23 +107,23 @@ def read_run(path: Path) -> Mapping[str, Any]:
 
 
 def check_plotting() -> None:
-    """Raises ConfigError where what draws the report is not installed."""
+    """Raises ConfigError if the plotting library is not installed."""
     if find_spec("matplotlib") is None:
         raise ConfigError("a report needs matplotlib: .venv/bin/pip install -e '.[report]' -c constraints.txt", "html")
 
 
-def _section(name: str, drawn: str, rows: Sequence[Row], summaries: Sequence[Summary]) -> dict[str, Any]:
+def _section(name: str, description: str, rows: Sequence[Row], summaries: Sequence[Summary]) -> dict[str, Any]:
     """One workload: its tables and its pictures."""
     from holdfast.loadgen.report import plots
 
     rows = [row for row in rows if row.workload == name]
     mine = [summary for summary in summaries if summary.workload == name]
     repetition = min(row.repetition for row in rows)
-    shown = [row for row in rows if row.repetition == repetition]
+    visible = [row for row in rows if row.repetition == repetition]
     lanes = {
-        each.server: plots.lanes([row for row in shown if row.server == each.server], MOST_PROGRAMS) for each in mine
+        each.server: plots.lanes([row for row in visible if row.server == each.server], MOST_PROGRAMS) for each in mine
     }
-    programs = len({row.program for row in shown})
+    programs = len({row.program for row in visible})
     some = f", the first {MOST_PROGRAMS} of {programs} programs" if programs > MOST_PROGRAMS else ""
     grids: list[dict[str, Any]] = [
         {
@@ -136,7 +136,7 @@ def _section(name: str, drawn: str, rows: Sequence[Row], summaries: Sequence[Sum
         grids.append({"heads": list(TOOL_HEADS), "rows": tools})
     return {
         "name": name,
-        "drawn": drawn,
+        "drawn": description,
         "grids": grids,
         "turns": plots.against_turn(rows),
         "distributions": plots.distributions(rows),
@@ -146,7 +146,7 @@ def _section(name: str, drawn: str, rows: Sequence[Row], summaries: Sequence[Sum
 
 
 def _planned(content: Mapping[str, Any]) -> Mapping[str, Sequence[int]]:
-    """How many requests each repetition of a workload was to have. Raises ConfigError."""
+    """The planned number of requests in each repetition of a workload. Raises ConfigError."""
     planned = content.get("planned") or {}
     lists = planned.values() if isinstance(planned, Mapping) else [None]
     if not all(isinstance(counts, list) and all(isinstance(count, int) for count in counts) for counts in lists):

@@ -82,7 +82,7 @@ RATIOS = ("latency p50", "latency p99", "ttft p50", "job mean", "wall")
 
 
 def colour(place: int) -> str:
-    """Of the server, or policy, at this place."""
+    """The colour of the server, or policy, at this place."""
     return SERVERS[place % len(SERVERS)]
 
 
@@ -100,8 +100,8 @@ def svg(figure: Figure, ink: str = "currentColor") -> str:
     return text[text.index("<svg") :].replace(INK, ink)
 
 
-def _servers(each: Sequence[Row] | Sequence[Summary]) -> list[str]:
-    return list(dict.fromkeys(one.server for one in each))
+def _servers(items: Sequence[Row] | Sequence[Summary]) -> list[str]:
+    return list(dict.fromkeys(one.server for one in items))
 
 
 # ---- the numbers behind them ----
@@ -109,12 +109,12 @@ def _servers(each: Sequence[Row] | Sequence[Summary]) -> list[str]:
 
 def by_turn(rows: Iterable[Row], value: Value) -> dict[int, tuple[float, float, float]]:
     """The 10th, 50th and 90th percentile of the requests that succeeded, by their turn from 1."""
-    found: defaultdict[int, list[float]] = defaultdict(list)
+    values: defaultdict[int, list[float]] = defaultdict(list)
     for row in rows:
-        known = value(row)
-        if row.ok and known is not None:
-            found[row.turn + 1].append(known)
-    return {turn: tuple(np.percentile(found[turn], (10, 50, 90)).tolist()) for turn in sorted(found)}
+        number = value(row)
+        if row.ok and number is not None:
+            values[row.turn + 1].append(number)
+    return {turn: tuple(np.percentile(values[turn], (10, 50, 90)).tolist()) for turn in sorted(values)}
 
 
 def cumulative(rows: Iterable[Row], value: Value) -> tuple[list[float], list[float]]:
@@ -124,24 +124,24 @@ def cumulative(rows: Iterable[Row], value: Value) -> tuple[list[float], list[flo
 
 
 def loads(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
-    """Of each sweep, by its workload's name: the load at which each of its workloads was sent, in rising order."""
-    found: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    """The loads of each sweep by its workload's name: one for each of its workloads, in rising order."""
+    result: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for row in rows:
         if row.load is not None:
-            found[row.swept][row.workload] = row.load.value
-    return {name: dict(sorted(values.items(), key=lambda item: item[1])) for name, values in found.items()}
+            result[row.swept][row.workload] = row.load.value
+    return {name: dict(sorted(values.items(), key=lambda item: item[1])) for name, values in result.items()}
 
 
 def lanes(rows: Sequence[Row], most: int) -> list[tuple[str, list[Span]]]:
     """The first ``most`` programs of one server's repetition with their spans, its waves put one after another."""
     shifts = wave_shifts(rows)
-    found = sorted(tracks(rows), key=lambda track: track.rows[0].began)[:most]
+    result = sorted(tracks(rows), key=lambda track: track.rows[0].began)[:most]
     return [
         (track.rows[0].program, [
             replace(span, begin=span.begin - shifts[span.row.wave], end=span.end - shifts[span.row.wave])
             for span in track.spans
         ])
-        for track in found
+        for track in result
     ]  # fmt: skip
 
 
@@ -150,8 +150,8 @@ def lanes(rows: Sequence[Row], most: int) -> list[tuple[str, list[Span]]]:
 
 def overview(summaries: Sequence[Summary]) -> str | None:
     """Ratios over the first server, of every workload, with their intervals; None where one server is alone."""
-    others = list(dict.fromkeys(each.server for each in summaries if each.agreement is not None))
-    workloads = list(dict.fromkeys(each.workload for each in summaries))
+    others = list(dict.fromkeys(summary.server for summary in summaries if summary.agreement is not None))
+    workloads = list(dict.fromkeys(summary.workload for summary in summaries))
     if not others:
         return None
     with rc_context(STYLE):
@@ -179,11 +179,11 @@ def against_turn(rows: Sequence[Row]) -> str | None:
         panels = figure.subplots(1, len(MEASURES))
         for axes, (name, value) in zip(panels, MEASURES, strict=True):
             for place, server in enumerate(_servers(rows)):
-                found = by_turn((row for row in rows if row.server == server), value)
-                low, middle, high = zip(*found.values(), strict=True) if found else ((), (), ())
-                axes.fill_between(list(found), low, high, color=colour(place), alpha=0.18, linewidth=0)
+                values = by_turn((row for row in rows if row.server == server), value)
+                low, middle, high = zip(*values.values(), strict=True) if values else ((), (), ())
+                axes.fill_between(list(values), low, high, color=colour(place), alpha=0.18, linewidth=0)
                 style = LINES[place % len(LINES)] + MARKS[place % len(MARKS)]
-                axes.plot(list(found), middle, style, color=colour(place), label=server, markersize=3.5)
+                axes.plot(list(values), middle, style, color=colour(place), label=server, markersize=3.5)
             axes.set(title=f"{name} (s)", xlabel="turn", ylim=(0, None))
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.grid(True)
@@ -200,9 +200,9 @@ def against_load(summaries: Sequence[Summary], loads: Mapping[str, float], unit:
         for axes, (name, curves) in zip(panels, AGAINST_LOAD, strict=True):
             for server in servers:
                 mine = {summary.workload: summary for summary in summaries if summary.server == server}
-                known = [(load, mine[workload]) for workload, load in loads.items() if workload in mine]
+                mine_at = [(load, mine[workload]) for workload, load in loads.items() if workload in mine]
                 for tail, of in enumerate(curves):
-                    points = [(load, value) for load, summary in known if (value := summary.figures[of]) is not None]
+                    points = [(load, value) for load, summary in mine_at if (value := summary.figures[of]) is not None]
                     _load_curve(axes, points, servers.index(server), server, tail=tail > 0)
             axes.set(title=name, ylim=(0, 1.08 * axes.get_ylim()[1]))
             axes.grid(True)
@@ -225,13 +225,13 @@ def distributions(rows: Sequence[Row]) -> str:
         figure = Figure((WIDTH, 2.9), layout="constrained")
         panels = figure.subplots(1, len(MEASURES), sharey=True)
         for axes, (name, value) in zip(panels, MEASURES, strict=True):
-            seen: list[float] = []
+            all_values: list[float] = []
             for place, server in enumerate(_servers(rows)):
                 seconds, share = cumulative((row for row in rows if row.server == server), value)
-                seen += seconds
+                all_values += seconds
                 line = LINES[place % len(LINES)]
                 axes.step(seconds, share, line, where="post", color=colour(place), label=server)
-            if seen and max(seen) > 30 * min(seen) > 0:
+            if all_values and max(all_values) > 30 * min(all_values) > 0:
                 axes.set_xscale("log")
                 axes.xaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
                 axes.xaxis.set_minor_locator(NullLocator())
@@ -247,15 +247,15 @@ def distributions(rows: Sequence[Row]) -> str:
 
 
 def gantt(servers: Mapping[str, Sequence[tuple[str, Sequence[Span]]]]) -> str:
-    """What each program was doing, a panel for each server, over the seconds of the server's own repetition."""
+    """The phase of each program over time, a panel for each server, over the seconds of the server's own repetition."""
     lengths = [max(len(programs), 1) for programs in servers.values()]
     with rc_context(STYLE):
         figure = Figure((WIDTH, 0.9 + sum(0.26 * length + 0.45 for length in lengths)), layout="constrained")
         panels = figure.subplots(len(servers), 1, sharex=True, squeeze=False, height_ratios=lengths)[:, 0]
-        seen: set[Phase] = set()
+        phases: set[Phase] = set()
         for axes, (server, programs) in zip(panels, servers.items(), strict=True):
             for place, (_, spans) in enumerate(programs):
-                seen |= {span.phase for span in spans}
+                phases |= {span.phase for span in spans}
                 for phase in PHASES:
                     bars = [(span.begin, span.end - span.begin) for span in spans if span.phase is phase]
                     axes.broken_barh(bars, (place - 0.36, 0.72), facecolor=PHASES[phase], linewidth=0)
@@ -266,7 +266,7 @@ def gantt(servers: Mapping[str, Sequence[tuple[str, Sequence[Span]]]]) -> str:
             axes.grid(True, axis="x")
         panels[-1].set_xlabel("seconds")
         panels[-1].set_xlim(0, None)
-        keys = [Patch(facecolor=shade, label=phase) for phase, shade in PHASES.items() if phase in seen]
+        keys = [Patch(facecolor=shade, label=phase) for phase, shade in PHASES.items() if phase in phases]
         figure.legend(handles=keys, loc="outside upper left", ncols=len(PHASES), handlelength=1.2, columnspacing=1.4)
         return svg(figure)
 
@@ -274,11 +274,11 @@ def gantt(servers: Mapping[str, Sequence[tuple[str, Sequence[Span]]]]) -> str:
 def _load_curve(axes: Axes, points: Sequence[tuple[float, Estimate]], place: int, label: str, tail: bool) -> None:
     if not points:  # of a server that failed at every load, or counts no tokens
         return
-    loads, values = [load for load, _ in points], [found.value for _, found in points]
+    loads, values = [load for load, _ in points], [estimate.value for _, estimate in points]
     shade, style = colour(place), ("--" if tail else "-") + MARKS[place % len(MARKS)]
     axes.plot(loads, values, style, color=shade, label=None if tail else label, markersize=4, linewidth=1.2)
     if not tail:
-        low, high = zip(*(found.ends for _, found in points), strict=True)
+        low, high = zip(*(estimate.ends for _, estimate in points), strict=True)
         axes.fill_between(loads, low, high, color=shade, alpha=0.18, linewidth=0)
 
 
@@ -286,10 +286,10 @@ def _ratio_points(
     axes: Axes, name: str, server: str, workloads: Sequence[str], summaries: Sequence[Summary], offset: float
 ) -> None:
     place, points = _servers(summaries).index(server), []
-    for each in summaries:
-        estimate = each.ratios.get(name)
-        if each.server == server and estimate is not None:
-            points.append((workloads.index(each.workload) + offset, estimate.value, *estimate.ends))
+    for summary in summaries:
+        estimate = summary.ratios.get(name)
+        if summary.server == server and estimate is not None:
+            points.append((workloads.index(summary.workload) + offset, estimate.value, *estimate.ends))
     if points:
         heights, values, lows, highs = zip(*points, strict=True)
         axes.hlines(heights, lows, highs, color=colour(place), linewidth=1.6)

@@ -1,4 +1,4 @@
-"""What a choice of a replica costs a router, by the number of replicas: processor time, in microseconds.
+"""The cost of choosing a replica, by the number of replicas: processor time, in microseconds.
 
     python -m holdfast.loadgen.simulator.choosing [--replicas 10,100,1000] [--turns 5000]
 
@@ -43,10 +43,10 @@ def measure(replicas: int, turns: int) -> tuple[float, ...]:
         router.ended(choice.replica_id)
 
     def timed(once: Callable[[int], None]) -> float:
-        began = time.thread_time()
+        start = time.thread_time()
         for i in range(turns):
             once(i)
-        return (time.thread_time() - began) / turns * 1e6
+        return (time.thread_time() - start) / turns * 1e6
 
     return (
         timed(lambda i: turn(PlacementRequest(8000, home=names[i % replicas], held=8000))),
@@ -61,11 +61,11 @@ def main() -> None:
     parser.add_argument("--replicas", default="10,100,1000")
     parser.add_argument("--turns", type=int, default=5000)
     options = parser.parse_args()
-    found = {each: measure(each, options.turns) for each in map(int, options.replicas.split(","))}
-    first = next(iter(found.values()))
+    results = {count: measure(count, options.turns) for count in map(int, options.replicas.split(","))}
+    baseline = next(iter(results.values()))
     rows = [
-        [str(replicas), *(f"{us:.1f} ({us / base:.2f})" for us, base in zip(costs, first, strict=True))]
-        for replicas, costs in found.items()
+        [str(replicas), *(f"{us:.1f} ({us / base:.2f})" for us, base in zip(costs, baseline, strict=True))]
+        for replicas, costs in results.items()
     ]
     print_table("microseconds", ["replicas", "pinned", "new", "named", "report"], rows)
 

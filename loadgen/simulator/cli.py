@@ -35,7 +35,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "simulate-orchestrator": {"--profile": "14b-a100", "--seeds": 5},
     "simulate-states": {"--profile": "27b-hybrid-h100", "--seeds": 3},
 }
-"""Where a command's default is not that of `COMMON`."""
+"""Defaults of a command that differ from those of `COMMON`."""
 OWN: dict[str, Options] = {
     "simulate": {
         "--workload": {"default": "swe", "help": "swe, bfcl, mixed, mixed-shell or coding"},
@@ -99,8 +99,8 @@ OWN: dict[str, Options] = {
 
 def add(commands: "Commands[argparse.ArgumentParser]") -> None:
     """Add every scenario's command."""
-    for name, about in ABOUT.items():
-        command = commands.add_parser(name, help=about, description=about)
+    for name, help_text in ABOUT.items():
+        command = commands.add_parser(name, help=help_text, description=help_text)
         command.set_defaults(run=_run, scenario=name)
         flags = {**OWN[name], **COMMON}
         for flag, default in DEFAULTS.get(name, {}).items():

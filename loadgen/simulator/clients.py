@@ -40,7 +40,7 @@ HEAD = 2_000  # tokens with which all system prompts of agents begin
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What the orchestrator does: `split` sends the known part of the next prompt ahead while tools run, `dispatch`
+    """The orchestrator's mode: `split` sends the known part of the next prompt ahead while tools run, `dispatch`
     starts a tool as soon as its call is complete. `first`: what is sent ahead is a prompt like any other, which does
     not give way.
     """
@@ -163,10 +163,10 @@ class Orchestrated(Loop):
                 self._ahead_over(agent, event)
         elif isinstance(event, Tokens):
             assert agent is not None
-            self._heard(agent, event.tokens)
+            self._on_tokens(agent, event.tokens)
         elif isinstance(event, Finished):
             assert agent is not None
-            self._answered(agent, event)
+            self._on_answer(agent, event)
         else:
             raise EngineError(f"{event.request_id} did not get its answer: {event}")
 
@@ -201,7 +201,7 @@ class Orchestrated(Loop):
         stops = (reply - 1, *(reply - run.closes for run in agent.turn.runs))
         self.send(self._site, submit, Reply(reply, stops=stops))
 
-    def _heard(self, agent: _Agent, tokens: Sequence[int]) -> None:
+    def _on_tokens(self, agent: _Agent, tokens: Sequence[int]) -> None:
         if not agent.drawn:
             agent.first = self.now
         agent.drawn += tokens
@@ -213,7 +213,7 @@ class Orchestrated(Loop):
         number, agent.started = agent.started, agent.started + 1
         self.at(self.now + HOP_S + agent.turn.runs[number].seconds, self._return, (agent, number), self._site)
 
-    def _answered(self, agent: _Agent, event: Finished) -> None:
+    def _on_answer(self, agent: _Agent, event: Finished) -> None:
         name = agent.program.id
         agent.answered, agent.ended = True, self.now
         agent.turns.append(_cached(agent, self._system(agent, agent.at), event.usage.cached))
@@ -222,8 +222,8 @@ class Orchestrated(Loop):
         tools = tuple(run.tool for run in agent.turn.runs)
         self._site.replica.notice(TurnEnded(event.request_id, "", name, tools, not tools, agent.at + 1))
         if not tools:
-            arrived, spent = agent.program.arrived, (agent.tool_s, agent.decode_s, tuple(agent.turns))
-            self.done.append(AgentDone(agent.first - arrived, self.now - arrived, *spent))
+            arrived, times = agent.program.arrived, (agent.tool_s, agent.decode_s, tuple(agent.turns))
+            self.done.append(AgentDone(agent.first - arrived, self.now - arrived, *times))
             del self._agents[name]
             self._site.replica.notice(ProgramEnded("", name))
             return
@@ -233,8 +233,8 @@ class Orchestrated(Loop):
             self._want(agent)
         self._go_on(agent)
 
-    def _return(self, about: tuple[_Agent, int]) -> None:
-        agent, number = about
+    def _return(self, agent_call: tuple[_Agent, int]) -> None:
+        agent, number = agent_call
         agent.returned.add(number)
         while agent.ready in agent.returned:
             agent.ready += 1
@@ -264,8 +264,8 @@ class Orchestrated(Loop):
         if not agent.sending:
             self.at(self.now + HOP_S, self._prefill, (agent, agent.at), self._site)
 
-    def _prefill(self, about: tuple[_Agent, int]) -> None:
-        agent, at = about
+    def _prefill(self, agent_length: tuple[_Agent, int]) -> None:
+        agent, at = agent_length
         if agent.at != at or agent.sending or not agent.wanted:
             return
         agent.sending, agent.wanted = True, False
@@ -314,7 +314,7 @@ class Visit:
 
 @dataclass(slots=True)
 class Ends:
-    """How the requests of one run ended, and the seconds that refusals took."""
+    """The outcomes of one run's requests, and the seconds that refusals took."""
 
     ends: Counter[str] = field(default_factory=Counter)  # in time, late, refused, dropped, left
     in_time: Counter[Priority] = field(default_factory=Counter)
@@ -324,17 +324,17 @@ class Ends:
 class Deadlines(Loop):
     """Single requests on one replica, each of a program of its own, until `seconds` have passed.
 
-    A client leaves when its time is over, unless `leave` is false. A server that is `told` knows the time. Requests
-    count that end after `warm_s`.
+    A client leaves when its time is over, unless `leave` is false. An `aware` server knows each client's deadline.
+    Requests count that end after `warm_s`.
     """
 
     def __init__(
-        self, profile: Profile, config: EngineConfig, seconds: float, warm_s: float, *, told: bool, leave: bool = True
+        self, profile: Profile, config: EngineConfig, seconds: float, warm_s: float, *, aware: bool, leave: bool = True
     ) -> None:
         super().__init__(profile, config, bulk=ONE_BY_ONE)
         (self._site,) = self.sites
         self._end, self._warm_s = seconds, warm_s
-        self._told, self._leave = told, leave
+        self._aware, self._leave = aware, leave
         self._open: dict[str, Visit] = {}
         self._visits: Iterator[Visit] = iter(())
         self.ends = Ends()
@@ -367,7 +367,7 @@ class Deadlines(Loop):
             program_arrival=visit.at,
             program_end=True,
             priority=visit.priority,
-            within_s=visit.within_s if self._told else inf,
+            within_s=visit.within_s if self._aware else inf,
         )
         self.send(self._site, submit, Reply(visit.reply))
         self._next()

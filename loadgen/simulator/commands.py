@@ -43,20 +43,20 @@ def play(scenario: Scenario, options: argparse.Namespace) -> list[Row]:
     """The rows of all runs that the options ask for. Raises ConfigError before the first run where it can."""
     runs = scenario.runs(options)
     rows = []
-    with bar("runs", len(runs)) as shown:
+    with bar("runs", len(runs)) as progress:
         for run in runs:
-            shown.describe(f"{run.case}, {run.way}, seed {run.seed}")
+            progress.describe(f"{run.case}, {run.way}, seed {run.seed}")
             with uncollected():
-                found = run.play()
-            rows += [Row(case, run.way, run.seed, run.load, figures) for case, figures in found.items()]
-            shown.advance()
+                results = run.play()
+            rows += [Row(case, run.way, run.seed, run.load, figures) for case, figures in results.items()]
+            progress.advance()
     return rows
 
 
 def as_json(options: argparse.Namespace, rows: Sequence[Row]) -> str:
     """The file of a simulation: equal for equal options, times of this machine (`took_s`) aside."""
-    about = {name: value for name, value in vars(options).items() if name not in ("run", "json", "pictures")}
-    content = {"options": about, "machine": asdict(profile(options.profile, options.cells))}
+    values = {name: value for name, value in vars(options).items() if name not in ("run", "json", "pictures")}
+    content = {"options": values, "machine": asdict(profile(options.profile, options.cells))}
     return json.dumps(content | {"rows": [asdict(row) for row in rows]}, indent=1, default=str) + "\n"
 
 
@@ -64,36 +64,36 @@ def _print(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> None:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.case, row.way), []).append(row)
-    shown = [column for column in columns if any(column.figure in row.figures for row in rows)]
+    visible = [column for column in columns if any(column.figure in row.figures for row in rows)]
     cases = list(dict.fromkeys(case for case, _ in groups))
     for case in [None] if len(cases) > 4 else cases:  # a table for each case, or one where there are many
         lines = [
-            [*([of] if case is None else []), way, *(_cell(column, groups, of, way) for column in shown)]
+            [*([of] if case is None else []), way, *(_cell(column, groups, of, way) for column in visible)]
             for of, way in groups
             if case in (None, of)
         ]
-        heads = [*(["case"] if case is None else []), "way", *(column.head for column in shown)]
+        heads = [*(["case"] if case is None else []), "way", *(column.head for column in visible)]
         print_table(": ".join(filter(None, (case, title))), heads, lines, left=1 + (case is None))
 
 
 def _cell(column: Column, groups: dict[tuple[str, str], list[Row]], case: str, way: str) -> str:
-    first = next(rows for (of, _), rows in groups.items() if of == case)
+    baseline = next(rows for (of, _), rows in groups.items() if of == case)
     mine = {row.seed: row.figures[column.figure] for row in groups[case, way] if column.figure in row.figures}
-    base = {row.seed: row.figures[column.figure] for row in first if column.figure in row.figures}
+    base = {row.seed: row.figures[column.figure] for row in baseline if column.figure in row.figures}
     if not mine:
         return ""
     if column.kind in ("", "%"):
         value = summary(list(mine.values()))
         return cell(value) if column.kind == "" else share(value.value)
     if column.kind == "best":
-        every = [summary([row.figures[column.figure] for row in rows]).value for rows in groups.values()]
-        return share(summary(list(mine.values())).value / max(every))
+        averages = [summary([row.figures[column.figure] for row in rows]).value for rows in groups.values()]
+        return share(summary(list(mine.values())).value / max(averages))
     seeds = [seed for seed in mine if seed in base]
     over, under = [mine[seed] for seed in seeds], [base[seed] for seed in seeds]
     if column.kind == "under":
         over, under = under, over
-    found = ratio(over, under, mean, 0)
-    if column.kind == "gained" and found is not None:
-        low, high = found.ends
-        return f"{1 - found.value:.1%}" + (f"\n{1 - high:.1%}–{1 - low:.1%}" if low < high else "")
-    return cell(found, unit="x")
+    estimate = ratio(over, under, mean, 0)
+    if column.kind == "gained" and estimate is not None:
+        low, high = estimate.ends
+        return f"{1 - estimate.value:.1%}" + (f"\n{1 - high:.1%}–{1 - low:.1%}" if low < high else "")
+    return cell(estimate, unit="x")

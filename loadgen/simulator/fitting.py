@@ -74,24 +74,24 @@ class TimedRunner:
     drew: int = 0
     decoded: bool = False
     own: bool = True
-    _begun: float = 0.0
+    _started_at: float = 0.0
     _plan: StepPlan | None = None
 
     def start(self, engine: Engine, most: int) -> None:
         self._plan, self.seconds, self.drew = None, 0.0, 0
-        self._begun = time.perf_counter()
+        self._started_at = time.perf_counter()
 
     def begin(self, plan: StepPlan) -> Landed:
         output = self.runner.begin(plan).land()
         self._plan, self.decoded = plan, plan.decodes
-        self.drew = sum(each is not None for each in output.drawn)
-        self.seconds = time.perf_counter() - self._begun
+        self.drew = sum(token is not None for token in output.drawn)
+        self.seconds = time.perf_counter() - self._started_at
         return Landed(output)
 
     def end(self) -> float:
         if self._plan is None:
             return 0.0
-        self.seconds = time.perf_counter() - self._begun
+        self.seconds = time.perf_counter() - self._started_at
         self.samples.append(Sample.of(self._plan, self.seconds))
         return self.seconds
 
@@ -127,10 +127,10 @@ def predict(profile: Profile, config: EngineConfig, workload: Workload, seed: in
     return Simulation(profile, config, exact=True).run(workload.draw(seed))
 
 
-def agreement(workload: Workload, measured: Sequence[Outcome], simulated: Sequence[Outcome]) -> dict[str, Any]:
+def agreement(workload: Workload, outcomes: Sequence[Outcome], simulated: Sequence[Outcome]) -> dict[str, Any]:
     """Mean completion times over some runs of a workload, measured and simulated, and the machine's steps."""
     row: dict[str, Any] = {"workload": workload.kind}
-    for name, runs in (("measured", measured), ("simulated", simulated)):
+    for name, runs in (("measured", outcomes), ("simulated", simulated)):
         row[f"{name}_s"] = fmean(program.seconds for run in runs for program in run.programs)
         row[f"steps_{name}"] = sum(run.counts["machine_steps"] for run in runs)
     return row | {"ratio": row["simulated_s"] / row["measured_s"]}
@@ -144,9 +144,9 @@ def compare(
     runs = [[measure(loaded, workload, seed) for workload in workloads] for seed in seeds]
     profile = fit([sample for (_, steps), *_ in runs for sample in steps], name, loaded.config.cells)
     agreements = []
-    for workload, measured in zip(workloads, zip(*runs, strict=True), strict=True):
+    for workload, outcomes in zip(workloads, zip(*runs, strict=True), strict=True):
         simulated = [predict(profile, loaded.config, workload, seed) for seed in seeds]
-        agreements.append(agreement(workload, [outcome for outcome, _ in measured], simulated))
+        agreements.append(agreement(workload, [outcome for outcome, _ in outcomes], simulated))
     return profile, agreements
 
 

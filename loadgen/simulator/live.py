@@ -40,7 +40,7 @@ class Live:
         self._client, self._model = client, model
         self._scale, self._tools = scale, tools
         self._run, self._keys = run, keys
-        self._began = time.perf_counter()
+        self._start = time.perf_counter()
         self._homes: dict[str, str] = {}
         self.replicas: dict[str, int] = {}  # numbers of those that have answered
         self.moves = 0  # turns that another replica served than the turn before
@@ -50,7 +50,7 @@ class Live:
     async def play(self, program: Program, history: Messages | None = None) -> None:
         """From its arrival to its end; a sub-agent goes on from its parent's `history`."""
         if history is None:
-            await asyncio.sleep(max(0.0, self._began + program.arrived - time.perf_counter()))
+            await asyncio.sleep(max(0.0, self._start + program.arrived - time.perf_counter()))
         shared = program.beginning.tokens
         messages = history or [{"role": "system", "content": self._words(program.begins, shared)}]
         for at, turn in enumerate(program.turns):
@@ -83,7 +83,7 @@ class Live:
         self._homes[name] = replica
         turn = Served(
             tenant=program.tenant,
-            asked=exchange.started - self._began,
+            asked=exchange.started - self._start,
             first_s=(exchange.first_token or exchange.ended) - exchange.started,
             seconds=exchange.ended - exchange.started,
             prompt=answer.prompt_tokens,
@@ -93,8 +93,8 @@ class Live:
         self.served.append(turn)
         return "".join(answer.text) or "."
 
-    def _words(self, about: str, tokens: int) -> str:
-        return f"{self._run} {about} " + filler(f"{self._run}/{about}", max(1, round(tokens * self._scale)))
+    def _words(self, label: str, tokens: int) -> str:
+        return f"{self._run} {label} " + filler(f"{self._run}/{label}", max(1, round(tokens * self._scale)))
 
 
 async def send(options: argparse.Namespace, placement: str, seed: int) -> dict[str, Any]:

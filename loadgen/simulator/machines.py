@@ -1,4 +1,4 @@
-"""What a step costs on a machine, as numbers, and the profiles of known machines. Pure, no state.
+"""The cost of a step on a machine, and the profiles of known machines. Pure, no state.
 
     step        constant + sequences + max(weights read once, tokens computed) + attention of every chunk
     attention   of a prompt's chunk: its pairs computed or its cells read, whichever takes longer
@@ -173,5 +173,5 @@ def profile(name: str, cells: int | None = None) -> Profile:
     if name not in names():
         raise ConfigError(f"there is no profile {name!r}; there are {', '.join(names())}", "profile")
     model, _, gpu = name.partition("-")
-    known = MEASURED[name] if name in MEASURED else MODELS[model].profile(name, GPUS[gpu])
-    return known if cells is None else replace(known, cells=cells)
+    known_profile = MEASURED[name] if name in MEASURED else MODELS[model].profile(name, GPUS[gpu])
+    return known_profile if cells is None else replace(known_profile, cells=cells)

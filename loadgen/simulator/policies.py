@@ -149,8 +149,8 @@ class Bernstein(RetentionPolicy):
             bound = upper_bound(latency.overall, self._delta)
         else:
             bound = self._unknown_s
-        left = max(0.0, 1.0 - pause.turn / max(conditions.mean_turns, 1.0))
-        return bound * (1.0 + self._turns_weight * left)
+        remaining = max(0.0, 1.0 - pause.turn / max(conditions.mean_turns, 1.0))
+        return bound * (1.0 + self._turns_weight * remaining)
 
 
 def upper_bound(tool: ToolLatency, delta: float) -> float:

@@ -119,7 +119,7 @@ def more_cells(engine: Engine, plan: StepPlan, steps: int) -> list[RowWrite] | N
 
 @dataclass(frozen=True, slots=True)
 class Bulk:
-    """How many decode steps may pass as one: `free` while nobody waits, `blind` while somebody does.
+    """The number of decode steps to merge into one: `free` while no request waits, `blind` while one does.
 
     With `free` 0 no step is predicted: the machine measures how long it took.
     """
@@ -157,12 +157,12 @@ class Replica:
         self.engine = Engine(config, machine, stopwatch=lambda: 0.0)
         self._profile = profile
         self._bulk = bulk
-        self._came: list[tuple[float, Submit, Reply] | Abort] = []
+        self._arrivals: list[tuple[float, Submit, Reply] | Abort] = []
         self._replies: dict[str, Reply] = {}
         self._decoding: dict[str, Reply] = {}  # of sequences that decode
         self._contexts = 0  # cells that they read in their next step, in all
         self._drew = 0  # sequences that drew in the previous step and go on
-        self._planned = 0  # steps of a bulk that nobody waits for; 0: the engine has run
+        self._bulk_steps = 0  # steps of a bulk that nobody waits for; 0: the engine has run
         self._events: list[Event] = []
         self.early: set[str] = set()  # requests refused outside of a step, which takes no time
         self.at = 0.0  # the end of the steps that the engine has run
@@ -171,21 +171,21 @@ class Replica:
     @property
     def ongoing(self) -> int:
         """Requests that came and have not ended."""
-        return len(self._replies) + sum(not isinstance(each, Abort) for each in self._came)
+        return len(self._replies) + sum(not isinstance(each, Abort) for each in self._arrivals)
 
     @property
     def quiet(self) -> bool:
         """The present step has told nothing so far."""
-        return not self._events and not self._planned
+        return not self._events and not self._bulk_steps
 
     def give(self, submit: Submit, reply: Reply, now: float) -> None:
         """A request comes; the engine takes it at the end of the present step."""
         reply.context = len(submit.tokens) + 1
-        self._came.append((now, submit, reply))
+        self._arrivals.append((now, submit, reply))
 
     def abort(self, request_id: str) -> None:
         """A client leaves; the engine hears of it at the end of the present step."""
-        self._came.append(Abort(request_id))
+        self._arrivals.append(Abort(request_id))
 
     def notice(self, notice: Notice) -> None:
         """Between two steps."""
@@ -197,19 +197,19 @@ class Replica:
         `known` is when the next request comes that is known to come here; `all_known`: no other one comes before.
         """
         self.at = max(self.at, now)
-        came, self._came = self._came, []
-        for each in came:
-            if not isinstance(each, Abort):
-                self._take(*each)
-            elif each.request_id in self._replies:
-                events = self.engine.handle(each, self.at)
+        arrivals, self._arrivals = self._arrivals, []
+        for arrival in arrivals:
+            if not isinstance(arrival, Abort):
+                self._take(*arrival)
+            elif arrival.request_id in self._replies:
+                events = self.engine.handle(arrival, self.at)
                 self._drew -= sum(isinstance(event, Terminal) and self._forget(event.request_id) for event in events)
                 self._events += events
         if not self.engine.busy:
             self._drew = self._runner.drew = 0
             return self.at if any(isinstance(event, Terminal) for event in self._events) else None
         if self._bulk.free and self._drew and self._drew == len(self._replies) == len(self._decoding):
-            self._planned = self._most(self._bulk.free)
+            self._bulk_steps = self._most(self._bulk.free)
             return self._end()
         if self._drew and self._runner.decoded:
             steps = self._most(max(self._bulk.free, 1) if all_known else self._bulk.blind)
@@ -222,20 +222,20 @@ class Replica:
 
     def cut(self, now: float) -> float | None:
         """A request has come: when the present step ends now; None where nothing is to be cut short."""
-        if not self._planned:
+        if not self._bulk_steps:
             return None
-        steps = self._profile.decode_steps(len(self._decoding), self._contexts, now - self.at, self._planned)
-        if steps == self._planned:
+        steps = self._profile.decode_steps(len(self._decoding), self._contexts, now - self.at, self._bulk_steps)
+        if steps == self._bulk_steps:
             return None
-        self._planned = steps
+        self._bulk_steps = steps
         return self._end()
 
     def end(self) -> list[Event]:
         """The step is over: terminal events, and the tokens of replies whose clients listen."""
-        while self._planned > 0:  # the engine may find that it takes fewer at once
-            self._run(self._planned)
-            self._planned -= self._runner.steps
-        self._planned = 0
+        while self._bulk_steps > 0:  # the engine may find that it takes fewer at once
+            self._run(self._bulk_steps)
+            self._bulk_steps -= self._runner.steps
+        self._bulk_steps = 0
         events, self._events = self._events, []
         ended = sum(isinstance(event, Terminal) and self._forget(event.request_id) for event in events)
         self._drew = self._runner.drew - ended
@@ -243,7 +243,7 @@ class Replica:
 
     # ---- parts ----
 
-    def _take(self, came: float, submit: Submit, reply: Reply) -> None:
+    def _take(self, arrived: float, submit: Submit, reply: Reply) -> None:
         if submit.within_s < inf:
             try:
                 early = self.engine.scheduler.admission.check_deadline_early(submit, submit.sampling.max_tokens, 0)
@@ -253,25 +253,25 @@ class Replica:
                 return
             submit = replace(submit, foreseen=early)
         self._replies[submit.request_id] = reply
-        self._events += self.engine.handle(submit, self.at, came)
+        self._events += self.engine.handle(submit, self.at, arrived)
 
     def _run(self, steps: int) -> None:
-        begun, runner = self.at, self._runner
+        start, runner = self.at, self._runner
         runner.start(self.engine, steps)
-        for event in self.engine.step(begun, lambda: begun + runner.seconds):
+        for event in self.engine.step(start, lambda: start + runner.seconds):
             if isinstance(event, Tokens):
                 reply = self._replies[event.request_id]
                 if runner.own and reply.text is not None:
                     at = len(reply.text) - reply.left
                     reply.text[at : at + len(event.tokens)] = event.tokens
-                self._drawn(event.request_id, reply, len(event.tokens))
+                self._on_tokens(event.request_id, reply, len(event.tokens))
                 if not reply.stops:
                     continue
             self._events.append(event)
-        self.at = begun + runner.end()
+        self.at = start + runner.end()
         self.steps += runner.steps
 
-    def _drawn(self, name: str, reply: Reply, tokens: int) -> None:
+    def _on_tokens(self, name: str, reply: Reply, tokens: int) -> None:
         reply.left -= tokens
         if name not in self._decoding:
             self._decoding[name] = reply
@@ -281,7 +281,7 @@ class Replica:
         self._contexts += tokens
 
     def _end(self) -> float:
-        return self.at + self._profile.decode_s(len(self._decoding), self._contexts, self._planned)
+        return self.at + self._profile.decode_s(len(self._decoding), self._contexts, self._bulk_steps)
 
     def _most(self, most: int) -> int:
         """Decode steps until a sequence ends or stops, at most `most`; fewer where cells may run out before."""

@@ -104,9 +104,9 @@ class Counting:
         self.hand = InHand(replicas)
 
     def place(self, turn: Placing) -> int:
-        chosen = self.choose(turn)
-        self.hand.add(chosen, 1)
-        return chosen
+        replica = self.choose(turn)
+        self.hand.add(replica, 1)
+        return replica
 
     def choose(self, turn: Placing) -> int:
         raise NotImplementedError
@@ -168,18 +168,18 @@ class BoundedHash(ConsistentHash):
 
 
 class LongestPrefix(Counting):
-    """Where the longest beginning went last."""
+    """The replica that last got the longest known prefix."""
 
     def __init__(self, replicas: int) -> None:
         super().__init__(replicas)
-        self._sent: dict[str, int] = {}
+        self._replica_of: dict[str, int] = {}
 
     def choose(self, turn: Placing) -> int:
-        known = turn.known
-        chosen = next((self._sent[name] for name in known if name in self._sent), None)
-        chosen = self.hand.least() if chosen is None else chosen
-        self._sent |= dict.fromkeys((*known, turn.program.standing(turn.at)), chosen)
-        return chosen
+        names = turn.known
+        replica = next((self._replica_of[name] for name in names if name in self._replica_of), None)
+        replica = self.hand.least() if replica is None else replica
+        self._replica_of |= dict.fromkeys((*names, turn.program.standing(turn.at)), replica)
+        return replica
 
 
 class Ours:
@@ -196,7 +196,7 @@ class Ours:
         self._routers = [Placement(random.Random(f"router {i}"), weights) for i in range(routers)]
         for router in self._routers:
             router.update(dict.fromkeys(self._names, _CAPACITY))
-        self._held = [ServedPrefixes() for _ in range(replicas)]
+        self._served_prefixes = [ServedPrefixes() for _ in range(replicas)]
         self._by: dict[tuple[int, int], Placement] = {}  # the router that sent a turn of a program
         self._next = 0
 
@@ -204,19 +204,19 @@ class Ours:
         router = self._routers[self._next % len(self._routers)]
         self._next += 1
         program, home = turn.program, turn.home
-        begins = Prefix(program.begins, program.beginning.tokens)
+        beginning = Prefix(program.begins, program.beginning.tokens)
         parent = None if turn.near is None or turn.near[1] is None else self._names[turn.near[1]]
-        held, home_id = turn.tokens - program.turns[turn.at].added, None if home is None else self._names[home]
-        choice = router.choose(PlacementRequest(turn.tokens, (begins,), home_id, held, parent))
+        held_tokens, home_id = turn.tokens - program.turns[turn.at].added, None if home is None else self._names[home]
+        choice = router.choose(PlacementRequest(turn.tokens, (beginning,), home_id, held_tokens, parent))
         assert choice is not None
         router.sent(choice.replica_id)
-        router.holds(choice.replica_id, (begins, Prefix(program.standing(turn.at), turn.tokens)))
+        router.holds(choice.replica_id, (beginning, Prefix(program.standing(turn.at), turn.tokens)))
         self._by[program.number, turn.at] = router
         return int(choice.replica_id)
 
     def ended(self, replica: int, program: Program, at: int) -> None:
         self._by.pop((program.number, at)).ended(self._names[replica])
-        self._held[replica].served(program)
+        self._served_prefixes[replica].served(program)
 
     def report(self, number: int, replica: Replica) -> None:
         cells = replica.engine.occupancy()
@@ -224,7 +224,7 @@ class Ours:
             running=replica.ongoing,
             cells_total=cells.cells_total,
             cells_pinned=cells.cells_pinned,
-            prefixes=self._held[number].still(replica),
+            prefixes=self._served_prefixes[number].still(replica),
         )
         for router in self._routers:
             router.report(self._names[number], report)
@@ -234,21 +234,21 @@ class ServedPrefixes:
     """Beginnings of prompts that a replica served lately, and which of them its cache still has."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, tuple[str, TokenIds]] = OrderedDict()
+        self._prefixes: OrderedDict[str, tuple[str, TokenIds]] = OrderedDict()
 
     def served(self, program: Program) -> None:
-        if program.begins not in self._known:
-            self._known[program.begins] = program.tenant, tokens_of(program)[: program.beginning.tokens + 1]
-        self._known.move_to_end(program.begins)
-        if len(self._known) > REPORTED:
-            self._known.popitem(last=False)
+        if program.begins not in self._prefixes:
+            self._prefixes[program.begins] = program.tenant, tokens_of(program)[: program.beginning.tokens + 1]
+        self._prefixes.move_to_end(program.begins)
+        if len(self._prefixes) > REPORTED:
+            self._prefixes.popitem(last=False)
 
     def still(self, replica: Replica) -> dict[str, int]:
         """Tokens of the beginnings that are there whole, by name."""
         cache = replica.engine.cache
         return {
             name: len(tokens) - 1
-            for name, (scope, tokens) in self._known.items()
+            for name, (scope, tokens) in self._prefixes.items()
             if cache.peek(scope, tokens) == len(tokens) - 1
         }
 

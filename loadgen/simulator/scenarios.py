@@ -1,4 +1,4 @@
-"""What `holdfast simulate` and the `simulate-` commands compare: each scenario is an entry of `SCENARIOS`.
+"""The scenarios of `holdfast simulate` and the `simulate-` commands: each one is an entry of `SCENARIOS`.
 
 A scenario says which runs its options ask for, how one run is played, and which figures are printed. `cli` has the
 options; `commands` turns the runs into rows, and the rows into tables and a file.
@@ -72,10 +72,10 @@ class Row:
 
 def summary(values: Sequence[float]) -> Estimate:
     """The mean over seeds with its interval."""
-    found = estimate(values, mean, 0)
-    if found is None:
+    result = estimate(values, mean, 0)
+    if result is None:
         raise ConfigError("there is no run", "seeds")
-    return found
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +145,13 @@ def play_policy(
 ) -> Mapping[str, Figures]:
     """One run of a workload: completion times of programs, and what the engines counted."""
     outcome = Simulation(machine, config, replicas).run(workload.draw(seed))
-    done = outcome.programs
-    seconds = [each.seconds for each in done]
+    programs = outcome.programs
+    seconds = [program.seconds for program in programs]
     figures = {"mean_s": fmean(seconds), **_spread(seconds, 50, 90, 99)}
-    figures |= {"programs": len(done), "programs_per_s": outcome.programs_per_s}
-    figures |= {"bubble_s": fmean(each.bubble_s for each in done), "tool_s": fmean(each.tool_s for each in done)}
-    figures["cached"] = sum(each.cached for each in done) / sum(each.prompt for each in done)
+    figures |= {"programs": len(programs), "programs_per_s": outcome.programs_per_s}
+    figures["bubble_s"] = fmean(program.bubble_s for program in programs)
+    figures["tool_s"] = fmean(program.tool_s for program in programs)
+    figures["cached"] = sum(program.cached for program in programs) / sum(program.prompt for program in programs)
     return {case: figures | outcome.counts}
 
 
@@ -193,30 +194,30 @@ def play_placement(
     programs = list(crowd.draw(seed))
     window = programs[int(WARM * len(programs))].arrived, programs[-1].arrived
     turns: list[Served] = []
-    began = time.process_time()
+    start = time.process_time()
     simulation = Simulation(
         machine, crowd_engine(machine), replicas, window=window, routing=routing(placement), served=turns.append
     )
     simulation.run(programs)
-    took = time.process_time() - began
-    counted = [turn for turn in turns if window[0] <= turn.asked <= window[1]]
-    figures = turn_figures(counted, window[1] - window[0], replicas)
-    figures |= {"turns": len(counted), "cut": sum(not turn.prompt for turn in counted), "took_s": took}
+    elapsed = time.process_time() - start
+    measured = [turn for turn in turns if window[0] <= turn.asked <= window[1]]
+    figures = turn_figures(measured, window[1] - window[0], replicas)
+    figures |= {"turns": len(measured), "cut": sum(not turn.prompt for turn in measured), "took_s": elapsed}
     busy = np.array([site.busy_s for site in simulation.sites])
     figures |= {"busy": float(busy.mean()) / (window[1] - window[0])}
     return {case: figures | {"most_busy": float(busy.max() / busy.mean()), "busy_cv": float(busy.std() / busy.mean())}}
 
 
 def turn_figures(turns: Sequence[Served], seconds: float, replicas: int) -> Figures:
-    """Of turns that were sent within so many seconds. `others_p99_s`: of all tenants but the hot one.
+    """Figures of the turns that were sent within `seconds`. `others_p99_s`: of all tenants but the hot one.
 
     `in_hand`: turns in progress at a replica in the mean, and of the replica with the most.
     """
-    whole, first = [turn.seconds for turn in turns], [turn.first_s for turn in turns]
+    turn_s, first_s = [turn.seconds for turn in turns], [turn.first_s for turn in turns]
     hand = np.zeros(replicas)
-    np.add.at(hand, [turn.replica for turn in turns], np.array(whole) / seconds)
+    np.add.at(hand, [turn.replica for turn in turns], np.array(turn_s) / seconds)
     figures = {"hit": sum(turn.cached for turn in turns) / sum(turn.prompt for turn in turns)}
-    figures |= _spread(whole, 50, 99) | {f"first_{name}": value for name, value in _spread(first, 50, 99).items()}
+    figures |= _spread(turn_s, 50, 99) | {f"first_{name}": value for name, value in _spread(first_s, 50, 99).items()}
     figures |= {"in_hand": float(hand.mean()), "most_in_hand": float(hand.max())}
     others = [turn.seconds for turn in turns if turn.tenant != "hot"]
     if 0 < len(others) < len(turns):
@@ -286,17 +287,17 @@ def share(programs: Sequence[Program], machine: Profile, replicas: int, order: s
     config = replace(crowd_engine(machine), order=ORDERS.get(order, order), step_ms=STEP_MS)
     placement = partial(Sharing, routers=routers, share=order == "fair")
     simulation = Simulation(machine, config, replicas, routing=placement, served=served)
-    left = {program.number for program in programs if program.tenant != but}
+    pending = {program.number for program in programs if program.tenant != but}
 
     def enough(number: int) -> bool:
-        left.discard(number)
-        return not left
+        pending.discard(number)
+        return not pending
 
     outcome = simulation.run(programs, enough=enough)
     tenants = {program.number: program.tenant for program in programs}
     ended: dict[str, list[float]] = {program.tenant: [] for program in programs}
-    for done in outcome.programs:
-        ended[tenants[done.number]].append(done.ended)
+    for finished in outcome.programs:
+        ended[tenants[finished.number]].append(finished.ended)
     return Shared(turns, service, {tenant: sorted(moments) for tenant, moments in ended.items()})
 
 
@@ -328,16 +329,16 @@ def play_tenants(options: Namespace, order: str, seed: int) -> Mapping[str, Figu
     machine, count = profile(options.profile, options.cells), options.tenants
 
     def run(programs: dict[str, int], but: str = NOISY, replicas: int = 0, slower: float = 1.0) -> Shared:
-        drawn = of_tenants(seed, programs, WITHIN_S)
-        return share(drawn, machine.slowed(slower), replicas or options.replicas, order, options.routers, but)
+        programs_drawn = of_tenants(seed, programs, WITHIN_S)
+        return share(programs_drawn, machine.slowed(slower), replicas or options.replicas, order, options.routers, but)
 
     def figures(ran: Shared, but: str = NOISY, only: str = "", base: Figures | None = None) -> Figures:
         seconds = [turn.seconds for turn in ran.turns if turn.tenant != but and only in ("", turn.tenant)]
-        found = _spread(seconds, 50, 99) | {"turns": len(seconds)}
-        return found if base is None else found | {"raised": found["p50_s"] / base["p50_s"]}
+        result = _spread(seconds, 50, 99) | {"turns": len(seconds)}
+        return result if base is None else result | {"raised": result["p50_s"] / base["p50_s"]}
 
-    each = options.programs // count
-    equal = run({f"tenant-{i}": each for i in range(count)}, "")
+    per_tenant = options.programs // count
+    equal = run({f"tenant-{i}": per_tenant for i in range(count)}, "")
     shares = list(equal.shares().values())
     rows = {"equal": figures(equal, "")}
     rows["equal"] |= {"jain": jain(shares), "most_over_least": max(shares) / min(shares)}
@@ -390,10 +391,10 @@ def _orchestrator(options: Namespace) -> list[Run]:
     if not options.tools >= 0:
         raise ConfigError("tools must be at least 0", "tools")
     machine = profile(options.profile, options.cells)
-    wanted = [(options.rate, part) for part in PARTS]
-    wanted += [(rate, part) for rate in options.rates if rate != options.rate for part in SWEPT]
+    cases = [(options.rate, part) for part in PARTS]
+    cases += [(rate, part) for rate in options.rates if rate != options.rate for part in SWEPT]
     runs = []
-    for (rate, part), seed in product(wanted, _seeds(options)):
+    for (rate, part), seed in product(cases, _seeds(options)):
         case = f"{options.workload} {rate:g}/s"
         play = partial(play_agents, case, options.workload, options.agents, rate, options.tools, machine, part, seed)
         runs.append(Run(case, part, seed, play, rate))
@@ -408,28 +409,28 @@ def play_agents(
     config = engine_config("program", machine, host=False)
     config = replace(config, step_tokens=256, without=("grouped_prefill", "kv_tags"))
     simulated = Orchestrated(machine, replace(config, **settings), way)
-    done = simulated.run(agents(workload, count, rate, seed, tools))
+    agents_done = simulated.run(agents(workload, count, rate, seed, tools))
     stats = simulated.engine.stats
-    turns = [turn for each in done for turn in each.turns]
+    turns = [turn for agent in agents_done for turn in agent.turns]
     prompt, cached = sum(turn.prompt for turn in turns), sum(turn.across + turn.within + turn.ahead for turn in turns)
-    first = [each.first_s for each in done]
-    tool, decode = fmean(each.tool_s for each in done), fmean(each.decode_s for each in done)
-    figures = {f"first_{name}": value for name, value in _spread(first, 50, 90).items()}
-    figures |= _spread([each.seconds for each in done], 50, 90)
-    shares = np.percentile([each.tool_s / each.first_s for each in done], (50, 90, 99))
+    first_s = [agent.first_s for agent in agents_done]
+    tool, decode = fmean(agent.tool_s for agent in agents_done), fmean(agent.decode_s for agent in agents_done)
+    figures = {f"first_{name}": value for name, value in _spread(first_s, 50, 90).items()}
+    figures |= _spread([agent.seconds for agent in agents_done], 50, 90)
+    shares = np.percentile([agent.tool_s / agent.first_s for agent in agents_done], (50, 90, 99))
     figures |= {f"tools_p{percent}": float(share) for percent, share in zip((50, 90, 99), shares, strict=True)}
-    figures |= {"prompt_s": fmean(first) - tool - decode, "decode_s": decode, "tool_s": tool}
-    figures["drawing_s"] = decode + fmean(each.seconds - each.first_s for each in done)
+    figures |= {"prompt_s": fmean(first_s) - tool - decode, "decode_s": decode, "tool_s": tool}
+    figures["drawing_s"] = decode + fmean(agent.seconds - agent.first_s for agent in agents_done)
     ended = stats.ahead_ended
     figures["cut"] = (ended["overtaken"] + ended["no_cells"]) / max(sum(ended.values()), 1)
     figures |= {"found": cached / prompt, "reused": 1 - (stats.prompt_computed + stats.ahead_computed) / prompt}
     for depth in range(DEPTHS):
-        figures |= _depth(done, depth)
+        figures |= _depth(agents_done, depth)
     return {case: figures}
 
 
-def _depth(done: Sequence[AgentDone], depth: int) -> Figures:
-    turns = [turn for each in done for at, turn in enumerate(each.turns) if min(at, DEPTHS - 1) == depth]
+def _depth(agents_done: Sequence[AgentDone], depth: int) -> Figures:
+    turns = [turn for agent in agents_done for at, turn in enumerate(agent.turns) if min(at, DEPTHS - 1) == depth]
     prompt = max(sum(turn.prompt for turn in turns), 1)
     kinds = ("across", "within", "ahead")
     return {f"{kind}_{depth}": sum(getattr(turn, kind) for turn in turns) / prompt for kind in kinds}
@@ -444,15 +445,15 @@ def _equal_latency(rows: Sequence[Row]) -> Iterator[str]:
         [fmean(r.figures["first_p50_s"] for r in rows if (r.way, r.load) == (way, load)) for load in loads]
         for way in SWEPT
     )
-    for load, wanted in zip(loads[:-1], base, strict=False):
-        reached = [n for n in range(len(loads)) if ours[n] <= wanted]
+    for load, target in zip(loads[:-1], base, strict=False):
+        reached = [n for n in range(len(loads)) if ours[n] <= target]
         if not reached:
             continue
-        last, at = max(reached), f"at the baseline's FTR of {wanted:.1f} s at {load:g}/s"
+        last, at = max(reached), f"at the baseline's FTR of {target:.1f} s at {load:g}/s"
         if last + 1 == len(loads):
             yield f"{at}: over {loads[-1] / load:.1f} times the load"
             continue
-        part = (wanted - ours[last]) / (ours[last + 1] - ours[last])
+        part = (target - ours[last]) / (ours[last + 1] - ours[last])
         yield f"{at}: {(loads[last] + part * (loads[last + 1] - loads[last])) / load:.2f} times the load"
 
 
@@ -472,7 +473,7 @@ def visits(options: Namespace, rate: float, seed: int, batch: float) -> Iterator
         yield Visit(at, min(prompt.draw(draw), LONGEST), min(reply.draw(draw), LONGEST), within_s, priority)
 
 
-def _deadlines(options: Namespace, rate: float, seed: int, *, told: bool, flood: bool = False) -> Ends:
+def _deadlines(options: Namespace, rate: float, seed: int, *, aware: bool, flood: bool = False) -> Ends:
     machine = profile(options.profile, options.cells)
     config = EngineConfig(
         context_length=2 * LONGEST,
@@ -485,13 +486,13 @@ def _deadlines(options: Namespace, rate: float, seed: int, *, told: bool, flood:
         speculation=DraftConfig(enabled=False),
         without=("prefix_cache",),  # no two prompts begin alike
     )
-    clients = Deadlines(machine, config, options.seconds + WARM_S, WARM_S, told=told, leave=not flood)
+    clients = Deadlines(machine, config, options.seconds + WARM_S, WARM_S, aware=aware, leave=not flood)
     return clients.run(visits(options, rate, seed, 0.0 if flood else options.batch))
 
 
 def capacity(options: Namespace, seed: int) -> float:
     """Requests a second that the machine completes while many wait and no client leaves."""
-    ends = _deadlines(options, 50.0, seed, told=False, flood=True).ends
+    ends = _deadlines(options, 50.0, seed, aware=False, flood=True).ends
     return float((ends["in time"] + ends["late"]) / options.seconds)
 
 
@@ -508,11 +509,11 @@ def _overload(options: Namespace) -> list[Run]:
 
 def play_overload(case: str, options: Namespace, rate: float, way: str, seed: int) -> Mapping[str, Figures]:
     """One run. `in_time_per_s` is the goodput; shares are of the requests that ended."""
-    found = _deadlines(options, rate, seed, told=way == "told")
-    refused, ended = sorted(found.refused_s) or [0.0], found.ends.total()
-    figures = {"in_time_per_s": found.in_time.total() / options.seconds}
-    figures |= {name.replace(" ", "_"): found.ends[name] / ended for name in ("in time", "refused", "dropped", "left")}
-    figures |= {f"{each.name.lower()}_per_s": found.in_time[each] / options.seconds for each in Priority}
+    result = _deadlines(options, rate, seed, aware=way == "told")
+    refused, ended = sorted(result.refused_s) or [0.0], result.ends.total()
+    figures = {"in_time_per_s": result.in_time.total() / options.seconds}
+    figures |= {name.replace(" ", "_"): result.ends[name] / ended for name in ("in time", "refused", "dropped", "left")}
+    figures |= {f"{priority.name.lower()}_per_s": result.in_time[priority] / options.seconds for priority in Priority}
     return {case: figures | {"refusal_ms": refused[int(0.99 * (len(refused) - 1))] * 1e3}}
 
 
@@ -537,7 +538,7 @@ def _play_states(
 
 
 def _columns(*columns: tuple[str, ...]) -> tuple[Column, ...]:
-    return tuple(Column(*each) for each in columns)
+    return tuple(Column(*values) for values in columns)
 
 
 SCENARIOS: dict[str, Scenario] = {

@@ -85,7 +85,7 @@ class Outcome:
     @property
     def wall_s(self) -> float:
         """From the first arrival to the last end."""
-        return max(each.ended for each in self.programs) - min(each.arrived for each in self.programs)
+        return max(program.ended for program in self.programs) - min(program.arrived for program in self.programs)
 
     @property
     def programs_per_s(self) -> float:
@@ -146,12 +146,12 @@ class Loop:
     def play(self) -> None:
         """Until it is over. Raises EngineError where requests wait for ever."""
         while self._heap and not self.over():
-            self.now, _, happens, about = heapq.heappop(self._heap)
-            happens(about)
+            self.now, _, happens, argument = heapq.heappop(self._heap)
+            happens(argument)
 
-    def at(self, when: float, happens: Callable[..., None], about: Any, site: Site | None = None) -> None:
+    def at(self, when: float, happens: Callable[..., None], argument: Any, site: Site | None = None) -> None:
         """Call `happens(about)` at a moment; at `site` a request comes then."""
-        heapq.heappush(self._heap, (max(when, self.now), next(self._numbers), happens, about))
+        heapq.heappush(self._heap, (max(when, self.now), next(self._numbers), happens, argument))
         if site is not None:
             heapq.heappush(site.returns, when)
 
@@ -163,8 +163,8 @@ class Loop:
         elif (end := site.replica.cut(self.now)) is not None:
             self._ends(site, end)
 
-    def _step_over(self, about: tuple[Site, int]) -> None:
-        site, number = about
+    def _step_over(self, site_step: tuple[Site, int]) -> None:
+        site, number = site_step
         if site.end != number:
             return  # it was cut short
         begin, end = self.window
@@ -175,8 +175,8 @@ class Loop:
 
     def _begin(self, site: Site) -> None:
         site.began = self.now
-        known, alone = site.known(self.now), len(self.sites) == 1
-        end = site.replica.begin(self.now, min(known, self.coming) if alone else known, all_known=alone)
+        known, single = site.known(self.now), len(self.sites) == 1
+        end = site.replica.begin(self.now, min(known, self.coming) if single else known, all_known=single)
         if end is None:
             site.end = -1
             return
@@ -241,12 +241,12 @@ class Simulation(Loop):
         self._exact, self._vocabulary = exact, vocabulary
         self._routing = routing(replicas)
         self._served = served
-        self._left = 0  # programs that have come and not ended
+        self._n_open = 0  # programs that have come and not ended
         self._runs: dict[str, Run] = {}
-        self._open: dict[str, Run] = {}  # whose present turn came in the window
+        self._open_runs: dict[str, Run] = {}  # whose present turn came in the window
         self._book = LatencyBook()
-        self._latencies, self._written = ToolLatencies(self._book.snapshot()), -inf
-        self._done: list[Done] = []
+        self._latencies, self._snapshot_at = ToolLatencies(self._book.snapshot()), -inf
+        self._results: list[Done] = []
         self._programs: Iterator[Program] = iter(())
         self._ended: Callable[[], None] = lambda: None
         self._enough: Callable[[int], bool] = lambda number: False
@@ -268,16 +268,16 @@ class Simulation(Loop):
             for part in range(PARTS):
                 self.at(self._routing.every * part / PARTS, self._report, range(part, len(self.sites), PARTS))
         self.play()
-        for run in self._open.values():
+        for run in self._open_runs.values():
             self._tell_served(run, self.now, self.now, prompt=0, cached=0)
         replicas = [site.replica for site in self.sites]
         counts = {name: sum(getattr(each.engine.stats, name) for each in replicas) for name in COUNTED}
         counts["machine_steps"] = sum(replica.steps for replica in replicas)
-        return Outcome(sorted(self._done, key=lambda done: done.number), counts)
+        return Outcome(sorted(self._results, key=lambda program: program.number), counts)
 
     def over(self) -> bool:
         behind = self.now - self.window[1]
-        return self._stopped or (behind > 0 and (not self._open or behind > BEHIND_S))
+        return self._stopped or (behind > 0 and (not self._open_runs or behind > BEHIND_S))
 
     def event(self, site: Site, event: Event) -> None:
         if not isinstance(event, Finished):
@@ -291,7 +291,7 @@ class Simulation(Loop):
         assert run.home is not None
         run.ended = timing.finished
         run.bubble_s += timing.scheduled - timing.arrived
-        self._open.pop(name, None)
+        self._open_runs.pop(name, None)
         self._tell_served(run, timing.first_token, timing.finished, usage.prompt, usage.cached)
         run.length += turn.reply
         run.prompt += usage.prompt
@@ -299,7 +299,7 @@ class Simulation(Loop):
         run.drawn += usage.completion
         self._routing.ended(run.home, run.program, run.at)
         self._inform(site)
-        tools = tuple(each.tool for each in turn.runs)
+        tools = tuple(tool_run.tool for tool_run in turn.runs)
         site.replica.notice(TurnEnded(event.request_id, run.program.tenant, name, tools, last, run.at + 1))
         if last:
             self._end_program(run)
@@ -323,16 +323,16 @@ class Simulation(Loop):
         if program is not None:
             self.at(program.arrived, self._arrive, program)
 
-    def _begin_program(self, about: tuple[Program, Run | None]) -> None:
-        program, parent = about
-        self._left += 1
+    def _begin_program(self, program_parent: tuple[Program, Run | None]) -> None:
+        program, parent = program_parent
+        self._n_open += 1
         run = self._runs[program.id] = Run(program, tokens_of(program, self._vocabulary), parent=parent)
         self._send_turn(run)
 
     def _return(self, run: Run) -> None:
         """The tools are back: the next turn."""
-        for each in run.turn.runs:
-            self._book.record("", each.tool, self.now - run.ended)
+        for tool_run in run.turn.runs:
+            self._book.record("", tool_run.tool, self.now - run.ended)
         run.tool_s += self.now - run.ended
         run.at += 1
         self._send_turn(run)
@@ -340,10 +340,10 @@ class Simulation(Loop):
     def _send_turn(self, run: Run) -> None:
         run.asked, turn, program = self.now, run.turn, run.program
         if self.window[0] <= self.now <= self.window[1]:
-            self._open[program.id] = run
+            self._open_runs[program.id] = run
         run.length += turn.added
-        near = None if run.parent is None else (run.parent.program.id, run.parent.home)
-        run.home = self._routing.place(Placing(program, run.at, run.length, run.home, near))
+        parent_home = None if run.parent is None else (run.parent.program.id, run.parent.home)
+        run.home = self._routing.place(Placing(program, run.at, run.length, run.home, parent_home))
         reply = run.text[run.length : run.length + turn.reply]
         sampling = Sampling(max_tokens=turn.reply, ignore_eos=True)
         if not self._exact:
@@ -364,15 +364,15 @@ class Simulation(Loop):
         """These replicas report their load, and will again."""
         for number in numbers:
             self._routing.report(number, self.sites[number].replica)
-        if self._left or self.coming < inf:
+        if self._n_open or self.coming < inf:
             self.at(self.now + self._routing.every, self._report, numbers)
 
     def _end_program(self, run: Run) -> None:
         program, parent = run.program, run.parent
-        self._left -= 1
+        self._n_open -= 1
         del self._runs[program.id]
-        spent = (run.tool_s, run.bubble_s, run.prompt, run.cached, run.drawn)
-        self._done.append(Done(program.number, program.arrived, run.ended, len(program.turns), *spent))
+        costs = (run.tool_s, run.bubble_s, run.prompt, run.cached, run.drawn)
+        self._results.append(Done(program.number, program.arrived, run.ended, len(program.turns), *costs))
         self._stopped = self._stopped or self._enough(program.number)
         self._ended()
         if parent is None:
@@ -391,7 +391,7 @@ class Simulation(Loop):
         """Send the tools' statistics to a replica that has old ones."""
         if self.now - site.informed < STALE_S:
             return
-        if self.now - self._written >= STALE_S:
-            self._latencies, self._written = ToolLatencies(self._book.snapshot()), self.now
+        if self.now - self._snapshot_at >= STALE_S:
+            self._latencies, self._snapshot_at = ToolLatencies(self._book.snapshot()), self.now
         site.replica.notice(self._latencies)
         site.informed = self.now

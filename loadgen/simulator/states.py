@@ -1,4 +1,4 @@
-"""Where a cache keeps recurrent states: ways to compare, on programs whose states do not fit.
+"""Policies for keeping recurrent states in a cache, compared on programs whose states do not fit.
 
 ours       the ends of prompts and replies, and prefixes seen a second time; the cheapest goes first
 every N    each N tokens of what is computed, wherever turns begin and end
@@ -70,12 +70,12 @@ def play(machine: Profile, programs: list[Program], way: str, slots: int) -> dic
     engine = simulation.sites[0].replica.engine
     engine.cache.states = WAYS[way](engine.cache.tree, slots)
     outcome = simulation.run(programs)
-    hits = known = 0
-    for done, program in zip(outcome.programs, programs, strict=True):
+    hits = total = 0
+    for result, program in zip(outcome.programs, programs, strict=True):
         ends = np.cumsum([turn.added + turn.reply for turn in program.turns])
-        before = int(sum(ends[:-1]))
-        hits, known = hits + min(done.cached, before), known + before
-    seconds = [done.seconds for done in outcome.programs]
+        earlier = int(sum(ends[:-1]))
+        hits, total = hits + min(result.cached, earlier), total + earlier
+    seconds = [result.seconds for result in outcome.programs]
     p90 = float(np.percentile(seconds, 90))
     evicted = engine.stats.checkpoints_evicted
-    return {"mean_s": fmean(seconds), "p90_s": p90, "hits": hits / known, "evicted": evicted}
+    return {"mean_s": fmean(seconds), "p90_s": p90, "hits": hits / total, "evicted": evicted}

@@ -158,19 +158,19 @@ KINDS = {
 }
 
 
-def _with_children(alone: Program, at: int, children: list[tuple[int, tuple[Turn, ...]]]) -> Program:
+def _with_children(program: Program, at: int, children: list[tuple[int, tuple[Turn, ...]]]) -> Program:
     """The program with sub-agents after its turn `at`, each of a number and turns."""
-    shared = sum(turn.added + turn.reply for turn in alone.turns[: at + 1])
-    beginning = Beginning(shared, parent=alone, fork=at)
-    made = tuple(sized(number, turns, i * _CHILD_S, beginning) for i, (number, turns) in enumerate(children))
-    turns = list(alone.turns)
-    turns[at] = replace(turns[at], runs=(), children=made)
-    return replace(alone, turns=tuple(turns))
+    shared = sum(turn.added + turn.reply for turn in program.turns[: at + 1])
+    beginning = Beginning(shared, parent=program, fork=at)
+    subagents = tuple(sized(number, turns, i * _CHILD_S, beginning) for i, (number, turns) in enumerate(children))
+    turns = list(program.turns)
+    turns[at] = replace(turns[at], runs=(), children=subagents)
+    return replace(program, turns=tuple(turns))
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """So many programs of a kind, which come by a Poisson process, `rate` a second. Raises ConfigError.
+    """`programs` programs of a kind, which arrive by a Poisson process, `rate` a second. Raises ConfigError.
 
     `turns_times` multiplies the turns and divides the lengths of replies and results (Continuum, section 6.3). `scale`
     is of all lengths, `tool_times` of the seconds that tools take.
@@ -208,15 +208,15 @@ class Workload:
         kind = KINDS[self.kind]
         tokens = max(1, round(kind.shared * self.scale))
         draw = partial(Kind.turns, times=self.turns_times, scale=self.scale, tool_times=self.tool_times)
-        alone = sized(number, draw(kind, rng, tokens, self.context), arrived, Beginning(tokens))
-        if kind.group is None or len(alone.turns) < 2:
-            return alone
-        at = rng.randrange(len(alone.turns) - 1)
-        shared = sum(turn.added + turn.reply for turn in alone.turns[: at + 1])
+        program = sized(number, draw(kind, rng, tokens, self.context), arrived, Beginning(tokens))
+        if kind.group is None or len(program.turns) < 2:
+            return program
+        at = rng.randrange(len(program.turns) - 1)
+        shared = sum(turn.added + turn.reply for turn in program.turns[: at + 1])
         if shared > self.context - 3 * MAX_TOKENS:
-            return alone
+            return program
         numbers = [self.programs + number * GROUP[1] + i for i in range(rng.randint(*GROUP))]
-        return _with_children(alone, at, [(each, draw(kind.group, rng, shared, self.context)) for each in numbers])
+        return _with_children(program, at, [(child, draw(kind.group, rng, shared, self.context)) for child in numbers])
 
 
 # ---- many replicas ----
@@ -243,7 +243,7 @@ _LENGTHS = (_TENANT.task, _TENANT.reply, _TENANT.result)
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """So many programs for many replicas, `rate` a second by a Poisson process, sub-agents not counted.
+    """`programs` programs for many replicas, `rate` a second by a Poisson process, sub-agents not counted.
 
     Raises ConfigError.
     """
@@ -262,11 +262,11 @@ class Crowd:
     def draw(self, seed: int) -> Iterator[Program]:
         """The programs in order of arrival."""
         moments = poisson(random.Random(f"{seed}/{self.kind}/arrivals"), self.programs, self.rate)
-        drawn = (CROWDS[self.kind](self, seed, number, moment) for number, moment in enumerate(moments))
-        return iter(sorted(drawn, key=lambda program: program.arrived))
+        programs = (CROWDS[self.kind](self, seed, number, moment) for number, moment in enumerate(moments))
+        return iter(sorted(programs, key=lambda program: program.arrived))
 
-    def _rng(self, seed: int, about: str) -> random.Random:
-        return random.Random(f"{seed}/{self.kind}/{about}")
+    def _rng(self, seed: int, label: str) -> random.Random:
+        return random.Random(f"{seed}/{self.kind}/{label}")
 
     def agent(self, seed: int, number: int, moment: float) -> Program:
         return _one(_AGENT, self._rng(seed, f"{number}"), number, moment)
@@ -289,17 +289,17 @@ class Crowd:
     def parent(self, seed: int, number: int, moment: float) -> Program:
         """With sub-agents after one of its turns but the last."""
         rng = self._rng(seed, f"{number}")
-        alone = _one(_PARENT, rng, number, moment)
-        if len(alone.turns) < 2:
-            return alone
-        at = rng.randrange(len(alone.turns) - 1)
+        program = _one(_PARENT, rng, number, moment)
+        if len(program.turns) < 2:
+            return program
+        at = rng.randrange(len(program.turns) - 1)
         count = long_tailed(rng, *FAN_OUT)
-        shared = sum(turn.added + turn.reply for turn in alone.turns[: at + 1])
+        shared = sum(turn.added + turn.reply for turn in program.turns[: at + 1])
         if shared >= CROWD_CONTEXT - 2 * MAX_TOKENS:
-            return alone
+            return program
         first = self.programs + number * FAN_OUT[1]
         turns = [_CHILD.turns(rng, shared, CROWD_CONTEXT) for _ in range(count)]
-        return _with_children(alone, at, list(enumerate(turns, first)))
+        return _with_children(program, at, list(enumerate(turns, first)))
 
 
 def _one(kind: Kind, rng: random.Random, number: int, moment: float, preamble: int = 0) -> Program:
@@ -311,20 +311,20 @@ CROWDS = {"agents": Crowd.agent, "preambles": Crowd.short, "fan-out": Crowd.pare
 
 
 def of_tenants(seed: int, programs: dict[str, int], within_s: float) -> list[Program]:
-    """So many programs of each tenant, which all come within so many seconds, in order of arrival.
+    """`programs` of each tenant, which all arrive within `within_s` seconds, in order of arrival.
 
     Tenants differ: the lengths of the first have half of the usual mean, those of the fourth twice the mean, and so on.
     """
-    drawn: list[Program] = []
+    crowd: list[Program] = []
     moments = random.Random(f"{seed}/tenants/arrivals")
     for index, (tenant, count) in enumerate(programs.items()):
         times = 0.5 * 4.0 ** (index % 4 / 3)
-        task, reply, result = (replace(each, mean=each.mean * times) for each in _LENGTHS)
+        task, reply, result = (replace(length, mean=length.mean * times) for length in _LENGTHS)
         kind = replace(_TENANT, task=task, reply=reply, result=result)
         for i in range(count):
             rng, moment = random.Random(f"{seed}/tenants/{tenant}/{i}"), within_s * moments.random()
-            drawn.append(replace(_one(kind, rng, len(drawn), moment, index + 1), tenant=tenant))
-    return sorted(drawn, key=lambda program: program.arrived)
+            crowd.append(replace(_one(kind, rng, len(crowd), moment, index + 1), tenant=tenant))
+    return sorted(crowd, key=lambda program: program.arrived)
 
 
 # ---- agents with an orchestrator ----
@@ -366,14 +366,14 @@ def _fanning(rng: random.Random, times: list[HeavyTailed]) -> tuple[list[Turn], 
         fan = long_tailed(rng, *FAN_OUT)
         least = max(KNOWN[0], (first / (LONGEST * PROMPT)) ** (1 / (count - 1)))
         longer = length / rng.uniform(least, KNOWN[1])
-        each = max(1, round((longer - length) / fan))
-        chosen = rng.choices(range(SYSTEMS), [1 / (1 + tool) for tool in range(SYSTEMS)], k=fan)
+        size = max(1, round((longer - length) / fan))
+        picks = rng.choices(range(SYSTEMS), [1 / (1 + tool) for tool in range(SYSTEMS)], k=fan)
         runs = tuple(
-            ToolRun(f"tool-{tool}", times[tool].draw(rng), each, PREAMBLE + CALL * (n + 1))
-            for n, tool in enumerate(chosen)
+            ToolRun(f"tool-{tool}", times[tool].draw(rng), size, PREAMBLE + CALL * (n + 1))
+            for n, tool in enumerate(picks)
         )
         turns.append(Turn(Sized(added), output=Output(tokens=PREAMBLE + CALL * fan), system=system, runs=runs))
-        system, length, added = f"tool-{chosen[0]}", longer, each * fan
+        system, length, added = f"tool-{picks[0]}", longer, size * fan
     last = max(64, round(rng.lognormvariate(0.0, 0.4) * LAST))
     turns.append(Turn(Sized(added), output=Output(tokens=last), system=system))
     return turns, first // 2

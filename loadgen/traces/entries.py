@@ -37,8 +37,8 @@ class Reading:
     @property
     def summary(self) -> str:
         """One line about it."""
-        answered = sum(turn.output.answer is not None for program in self.programs for turn in program.turns)
-        line = f"{self.records} records: {len(self.programs)} programs, {self.turns} turns, {answered} answers"
+        n_answered = sum(turn.output.answer is not None for program in self.programs for turn in program.turns)
+        line = f"{self.records} records: {len(self.programs)} programs, {self.turns} turns, {n_answered} answers"
         fields = ", ".join(f"{name} ({count})" for name, count in sorted(self.left_out.items()))
         return f"{line}; left out: {fields}" if fields else line
 
@@ -115,9 +115,9 @@ class Entry:
 
     def inners(self, name: str) -> list[Entry] | None:
         """The objects of the list in field ``name``, to be read field by field."""
-        found = self._items(name)
-        self._inner += found or ()
-        return found
+        items = self._items(name)
+        self._inner += items or ()
+        return items
 
     def object(self, name: str) -> Json | None:
         """The object in field ``name`` as it stands."""
@@ -125,21 +125,21 @@ class Entry:
 
     def objects(self, name: str) -> tuple[Json, ...] | None:
         """A list of objects as they stand."""
-        found = self._items(name)
-        return None if found is None else tuple(item.data for item in found)
+        items = self._items(name)
+        return None if items is None else tuple(item.data for item in items)
 
     def messages(self, name: str) -> tuple[Json, ...] | None:
         """A list of messages, each with what a replay needs of it, as they stand."""
-        found = self._items(name)
-        for message in found or ():
+        items = self._items(name)
+        for message in items or ():
             _check_message(message)
-        return None if found is None else tuple(message.data for message in found)
+        return None if items is None else tuple(message.data for message in items)
 
     def unread(self) -> Counter[str]:
         """Counts of the fields that were not read and are not null, here and in the entries inside."""
-        kept = [part for part in self.prefix.split(".") if part and not part.isdigit()]
-        left = (name for name, value in self.data.items() if name not in self._read and value is not None)
-        return sum((entry.unread() for entry in self._inner), Counter(".".join([*kept, name]) for name in left))
+        parts = [part for part in self.prefix.split(".") if part and not part.isdigit()]
+        names = (name for name, value in self.data.items() if name not in self._read and value is not None)
+        return sum((entry.unread() for entry in self._inner), Counter(".".join([*parts, name]) for name in names))
 
     def _items(self, name: str) -> list[Entry] | None:
         value = self._checked(name, lambda value: isinstance(value, list), "must be a list")

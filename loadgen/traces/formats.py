@@ -14,7 +14,7 @@ from holdfast.replicas.errors import ConfigError
 
 
 class Format(StrEnum):
-    """How a trace is stored."""
+    """A file format of traces."""
 
     MOONCAKE = "mooncake_trace"  # aiperf's, and Mooncake's own traces
     MULTI_TURN = "multi_turn"  # aiperf's

@@ -22,12 +22,12 @@ _COMMON = (
     "did down only way find use may water long little very after words called just where most know"
 )
 WORDS = tuple(_COMMON.split())
-"""So common that a large vocabulary has each of them, with the space before it, as one token."""
+"""Common words: with the space before it, each is one token of a large vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """How lengths become texts, a word a token; ``scale`` is for a smaller context than recorded.
+    """Makes texts of lengths, a word a token; ``scale`` is for a smaller context than recorded.
 
     The chat template's own tokens come on top of the recorded length. No repetition's prompts begin as another's do:
     texts are drawn anew, and from the second one on prompts that the trace has in full open with a session.
@@ -44,18 +44,18 @@ class Wording:
             raise ConfigError("scale must be a number above 0", "scale")
 
     def words(self, tokens: int) -> int:
-        """How many words a prompt of that many tokens has, one at least."""
+        """The number of words of a prompt of `tokens` tokens, at least one."""
         return max(1, round(tokens * self.scale))
 
-    def text(self, sized: Sized, about: str) -> str:
+    def text(self, sized: Sized, label: str) -> str:
         """A text of that length; what no block covers is drawn for ``about``, shared with nothing."""
-        wanted, each = self.words(sized.tokens), self.words(self.block)
+        n_words, block_words = self.words(sized.tokens), self.words(self.block)
         words: list[str] = []
         for block in sized.blocks or ():
-            words += _drawn(f"{self.seed}/{self.repetition}/block/{block}", each)
-        if len(words) < wanted:
-            words += _drawn(f"{self.seed}/{self.repetition}/rest/{about}", wanted - len(words))
-        return " ".join(words[:wanted])
+            words += _draw(f"{self.seed}/{self.repetition}/block/{block}", block_words)
+        if len(words) < n_words:
+            words += _draw(f"{self.seed}/{self.repetition}/rest/{label}", n_words - len(words))
+        return " ".join(words[:n_words])
 
     def opened(self, messages: Messages) -> Messages:
         """A whole prompt of the trace, behind a session of this repetition; as it was in the first one."""
@@ -89,5 +89,5 @@ def _worded(turn: Turn, program: str, index: int, wording: Wording) -> Turn:
 
 
 @lru_cache(maxsize=4096)
-def _drawn(about: str, words: int) -> tuple[str, ...]:
-    return tuple(random.Random(about).choices(WORDS, k=words))
+def _draw(label: str, words: int) -> tuple[str, ...]:
+    return tuple(random.Random(label).choices(WORDS, k=words))

@@ -52,10 +52,10 @@ def turns_of(messages: Sequence[Json], tools: tuple[Json, ...], ask_last: bool =
         if message["role"] == "assistant":
             turns.append(Turn(tuple(messages[start:place]), tools=tools, output=Output(answer=message)))
             start = place + 1
-    rest = tuple(messages[start:])
-    if ask_last and rest:
-        return [*turns, Turn(rest, tools=tools)], ()
-    return turns, rest
+    remaining = tuple(messages[start:])
+    if ask_last and remaining:
+        return [*turns, Turn(remaining, tools=tools)], ()
+    return turns, remaining
 
 
 def _content(entry: Entry) -> str | list[Json] | None:
@@ -101,8 +101,8 @@ def read_vllm(path: Path) -> Reading:
         raise ConfigError(f"{path} says how conversations are generated; wanted are the conversations", "trace")
     if not isinstance(entries, list):
         raise ConfigError(f"{path} is not a list of conversations", "trace")
-    found = (Entry(entry, f"{path}, conversation {number}") for number, entry in enumerate(entries, 1))
-    return _reading(found, path, (), ask_last=True)
+    items = (Entry(entry, f"{path}, conversation {number}") for number, entry in enumerate(entries, 1))
+    return _reading(items, path, (), ask_last=True)
 
 
 def read_tools(path: Path) -> tuple[Json, ...]:
@@ -125,11 +125,11 @@ def _reading(entries: Iterable[Entry], path: Path, tools: tuple[Json, ...], ask_
 
 
 def _program(entry: Entry, name: str, tools: tuple[Json, ...], ask_last: bool) -> Program:
-    found = entry.inners("messages")
-    if not found:
+    messages = entry.inners("messages")
+    if not messages:
         raise entry.error("messages", "must be a list that is not empty")
     own = entry.objects("tools")
-    turns, closing = turns_of([clean(message) for message in found], tools if own is None else own, ask_last)
+    turns, closing = turns_of([clean(message) for message in messages], tools if own is None else own, ask_last)
     if not turns:
         raise entry.error("messages", "the assistant says nothing")
     return Program(name, tuple(turns), closing=closing)
@@ -174,20 +174,20 @@ def read_mini_swe(path: Path) -> Reading:
 
 
 def _trajectory(entry: Entry, name: str, left_out: Counter[str]) -> Program:
-    for about in _NOTES:
-        entry.raw(about)
-    found = entry.inners("messages")
-    if not found:
+    for note in _NOTES:
+        entry.raw(note)
+    entries = entry.inners("messages")
+    if not entries:
         raise entry.error("messages", "must be a list that is not empty")
-    said = [message for message in found if message.text("role") != "exit"]
-    notes = [message.object("extra") or {} for message in said]
-    messages = [clean(message) for message in said]
+    spoken = [message for message in entries if message.text("role") != "exit"]
+    notes = [message.object("extra") or {} for message in spoken]
+    messages = [clean(message) for message in spoken]
     tools = (BASH,) if any("tool_calls" in message for message in messages) else ()
     turns, closing = turns_of(messages, tools)
     if not turns:
         raise entry.error("messages", "the assistant says nothing")
     unread = entry.unread()
-    for end in (message for message in found if message not in said):
+    for end in (message for message in entries if message not in spoken):
         # The agent's own mark at the end was not sent to the model.
         unread = unread - end.unread() + Counter({"messages.exit": 1})
     left_out += unread + Counter({BROKEN: sum(_broken(note) for note in notes)})
@@ -203,13 +203,13 @@ def _timed(turns: Sequence[Turn], messages: Sequence[Json], notes: Sequence[Json
     timed: list[Turn] = []
     replied = ready = None  # when the last reply came, and the last result since
     broken = False  # whether the time since then holds another request
-    left = iter(turns)
+    remaining = iter(turns)
     for message, note in zip(messages, notes, strict=True):
         moment = _number(note.get("timestamp"))
         if message["role"] != "assistant":
             ready, broken = ready if moment is None else moment, broken or _broken(note)
             continue
-        turn = next(left)
+        turn = next(remaining)
         output = replace(_usage(turn, note), latency_ms=None if broken else _between(ready, moment))
         timed.append(replace(turn, delay_ms=_between(replied, ready), output=output))
         replied, ready, broken = moment, None, False

@@ -55,17 +55,17 @@ def read(path: Path) -> Reading:
     """The programs of a file, in the order of their first lines. Raises ConfigError that names line and field."""
     sessions: dict[str, list[_Line]] = {}
     left_out: Counter[str] = Counter()
-    read = 0
-    for read, entry in enumerate(lines(path), 1):
+    n_lines = 0
+    for n_lines, entry in enumerate(lines(path), 1):
         line = _line(entry, left_out)
-        name = entry.text("session_id") or f"{path.stem}-{read}"
+        name = entry.text("session_id") or f"{path.stem}-{n_lines}"
         sessions.setdefault(name, []).append(line)
-    if not read:
+    if not n_lines:
         raise ConfigError(f"{path} has no request", "trace")
-    programs = tuple(_program(name, found) for name, found in sessions.items())
+    programs = tuple(_program(name, session) for name, session in sessions.items())
     for line in chain.from_iterable(sessions.values()):
         left_out += line.entry.unread()
-    return Reading(programs, read, left_out)
+    return Reading(programs, n_lines, left_out)
 
 
 def write(programs: Iterable[Program], path: Path) -> None:
@@ -121,12 +121,12 @@ def _fields(payload: Entry, left_out: Counter[str]) -> Json:
     return {name: payload.raw(name) for name in names if payload.raw(name) is not None and name not in TRANSPORT}
 
 
-def _program(name: str, found: list[_Line]) -> Program:
+def _program(name: str, lines: list[_Line]) -> Program:
     turns: list[Turn] = []
     whole: Messages = ()
-    for line in found:
-        if line.kind != found[0].kind:
-            raise line.entry.error("", f"program {name!r} began with lines of another kind ({found[0].kind})")
+    for line in lines:
+        if line.kind != lines[0].kind:
+            raise line.entry.error("", f"program {name!r} began with lines of another kind ({lines[0].kind})")
         turn = line.turn
         if line.kind == "live" and turns and not line.tools:
             turn = replace(turn, tools=turns[-1].tools)
@@ -141,7 +141,7 @@ def _program(name: str, found: list[_Line]) -> Program:
                     raise line.entry.error("messages", "do not continue the turn before")
             whole = now
         turns.append(turn)
-    tenant, closing = program_in(found[0].extension)
+    tenant, closing = program_in(lines[0].extension)
     return Program(name, tuple(turns), tenant, closing)
 
 

@@ -36,37 +36,37 @@ def recorded(observed: Iterable[Observed]) -> tuple[Program, ...]:
     programs: dict[str, list[Observed]] = {}
     for one in observed:
         programs.setdefault(one.program, []).append(one)
-    for found in programs.values():
-        found.sort(key=lambda one: one.index)
-    return tuple(_program(found) for found in sorted(programs.values(), key=lambda found: found[0].sent_ms))
+    for members in programs.values():
+        members.sort(key=lambda one: one.index)
+    return tuple(_program(members) for members in sorted(programs.values(), key=lambda members: members[0].sent_ms))
 
 
-def _program(found: Sequence[Observed]) -> Program:
+def _program(observed: Sequence[Observed]) -> Program:
     turns: list[Turn] = []
     whole: Messages = ()
-    for before, one in zip((None, *found[:-1]), found, strict=True):
-        if before is not None and before.index == one.index:
+    for previous, one in zip((None, *observed[:-1]), observed, strict=True):
+        if previous is not None and previous.index == one.index:
             raise ConfigError(f"program {one.program!r} has two requests for turn {one.index}", "turn")
-        turn = _turn(one, before)
+        turn = _turn(one, previous)
         now: Messages = tuple(one.body["messages"])
         if turns:
             turns[-1], turn = continued(turns[-1], whole, turn)
         turns.append(turn)
         whole = now
-    return Program(found[0].program, tuple(turns), found[0].tenant)
+    return Program(observed[0].program, tuple(turns), observed[0].tenant)
 
 
-def _turn(one: Observed, before: Observed | None) -> Turn:
-    left = {"messages", "tools", *LIMITS} | _TRANSPORT | _FORCED
+def _turn(one: Observed, previous: Observed | None) -> Turn:
+    unread = {"messages", "tools", *LIMITS} | _TRANSPORT | _FORCED
     limits = [one.body[name] for name in LIMITS if one.body.get(name) is not None]
     turn = Turn(
         prompt=tuple(one.body["messages"]),
         tools=tuple(one.body.get("tools") or ()),
-        sampling={name: value for name, value in one.body.items() if name not in left},
+        sampling={name: value for name, value in one.body.items() if name not in unread},
         max_tokens=limits[0] if limits else None,
         at_ms=one.sent_ms,
         output=one.output,
     )
-    if before is None or before.output.latency_ms is None:
+    if previous is None or previous.output.latency_ms is None:
         return turn
-    return replace(turn, delay_ms=max(0.0, one.sent_ms - before.sent_ms - before.output.latency_ms))
+    return replace(turn, delay_ms=max(0.0, one.sent_ms - previous.sent_ms - previous.output.latency_ms))

@@ -53,14 +53,14 @@ def drawings(names: Sequence[str]) -> Iterator[tuple[str, Drawing]]:
             yield draw.__name__.replace("_", "-"), draw
 
 
-def describe(drawn: Round) -> str:
+def describe(round_: Round) -> str:
     """One line about a round."""
-    counts = Counter(place for wave in drawn.waves for lane in wave for place in lane)
-    declared = {tool["function"]["name"] for program in drawn.programs for tool in program.turns[0].tools}
-    widest = max(len(wave) for wave in drawn.waves)
-    when = f"arriving over {max(drawn.due):.0f} s" if drawn.due else f"up to {widest} at once"
-    line = f"{len(drawn.programs)} programs, {counts.total()} requests, {when}, {len(declared)} tools"
-    turns = [turn for place, program in enumerate(drawn.programs) for turn in program.turns[1 : counts[place]]]
+    counts = Counter(place for wave in round_.waves for lane in wave for place in lane)
+    declared = {tool["function"]["name"] for program in round_.programs for tool in program.turns[0].tools}
+    widest = max(len(wave) for wave in round_.waves)
+    when = f"arriving over {max(round_.due):.0f} s" if round_.due else f"up to {widest} at once"
+    line = f"{len(round_.programs)} programs, {counts.total()} requests, {when}, {len(declared)} tools"
+    turns = [turn for place, program in enumerate(round_.programs) for turn in program.turns[1 : counts[place]]]
     if any(turn.delay_ms for turn in turns):
         line += f"; tools take {sum(turn.delay_ms or 0.0 for turn in turns) / len(turns) / 1e3:.2f} s (mean)"
     return line

@@ -24,9 +24,9 @@ BUGFIX_TURNS = 6
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What makes one repetition different from every other: seed, workload, repetition.
+    """The identity of one repetition: seed, workload, repetition.
 
-    ``apart`` changes the session only: at each load of a sweep come the same programs, and find nothing cached.
+    ``apart`` changes the session only: each load of a sweep sends the same programs, and finds nothing cached.
     """
 
     seed: int
@@ -34,9 +34,9 @@ class Draw:
     repetition: int
     apart: str = ""
 
-    def rng(self, about: str) -> random.Random:
+    def rng(self, label: str) -> random.Random:
         """A generator for one thing that is drawn."""
-        return random.Random(f"{self.seed}/{self.workload}/{self.repetition}/{about}")
+        return random.Random(f"{self.seed}/{self.workload}/{self.repetition}/{label}")
 
     @property
     def session(self) -> str:
@@ -89,7 +89,7 @@ def webapp(draw: Draw, sizes: Sizes) -> Round:
     script = agent_script(draw, "webapp", "a software engineer", tools.CODING, turns, sizes.chain, order)
     gaps = turns - 1 if words else 0
     ends = [words * i // gaps for i in range(gaps + 1)] if gaps else []  # words until each turn
-    script = replace(script, pauses=tuple(Pause(words=after - before) for before, after in pairwise(ends)))
+    script = replace(script, pauses=tuple(Pause(words=later - earlier) for earlier, later in pairwise(ends)))
     return draw.round((script,), one_by_one((0,) * turns))
 
 
@@ -132,16 +132,16 @@ def repeats(draw: Draw, sizes: Sizes) -> Round:
 
 def warm_up(seed: int, number: int) -> Round:
     """A bug fix of which nothing is measured."""
-    drawn = bugfix(Draw(seed, "warm-up", number), Sizes())
-    return replace(drawn, waves=(), fill=drawn.waves)
+    round_ = bugfix(Draw(seed, "warm-up", number), Sizes())
+    return replace(round_, waves=(), fill=round_.waves)
 
 
 def _agents(draw: Draw, sizes: Sizes, order: Lane) -> Round:
     scripts = []
     for name, role in AGENTS:
         offered = AGENT_TOOLS[name]
-        drawn = draw.rng(f"{name}/order").sample(offered, len(offered))
-        scripts.append(agent_script(draw, name, role, offered, AGENT_TURNS, sizes.chain, drawn))
+        names = draw.rng(f"{name}/order").sample(offered, len(offered))
+        scripts.append(agent_script(draw, name, role, offered, AGENT_TURNS, sizes.chain, names))
     return draw.round(scripts, one_by_one(order))
 
 
@@ -153,7 +153,7 @@ def agent_script(
     It has a step for every turn: a model that never calls a tool ends a step with each answer.
     """
     rng, order = draw.rng(name), order or offered
-    chosen = ([order[(i + k) % len(order)] for k in range(chain)] for i in range(0, turns * chain, chain))
-    steps = tuple(tools.step(group, rng) for group in chosen)
+    tools_of_turns = ([order[(i + k) % len(order)] for k in range(chain)] for i in range(0, turns * chain, chain))
+    steps = tuple(tools.step(group, rng) for group in tools_of_turns)
     system = f"Session {draw.session}. You are {role}. Use the tools when they help. Answer briefly."
     return Script(name, system, tuple(tool.schema for tool in offered), steps)

@@ -122,13 +122,13 @@ def coding(draw: Draw, sizes: Sizes) -> Round:
         if not session.pauses:
             continue
         at = rng.randrange(len(session.pauses))
-        begins = moment + sum(pause.seconds for pause in session.pauses[:at])
-        there = _text(draw, f"{name}/group", SESSION.task + at * (SESSION.result + SESSION.reply), sizes)
+        begin = moment + sum(pause.seconds for pause in session.pauses[:at])
+        shared_text = _text(draw, f"{name}/group", SESSION.task + at * (SESSION.result + SESSION.reply), sizes)
         for k in range(rng.randint(*GROUP)):
             agent = f"{name}-agent{k}"
-            text = f"{there}\n\n{_text(draw, agent, SUB_AGENT.task, sizes)}"
+            text = f"{shared_text}\n\n{_text(draw, agent, SUB_AGENT.task, sizes)}"
             scripts.append(_session(draw, agent, SUB_AGENT, text, sizes))
-            due.append(begins)
+            due.append(begin)
     order = sorted(range(len(due)), key=due.__getitem__)
     return _arriving(draw, [scripts[i] for i in order], [due[i] for i in order])
 
@@ -149,8 +149,8 @@ def _session(draw: Draw, name: str, kind: Session, text: str, sizes: Sizes) -> S
     )
 
 
-def _text(draw: Draw, about: str, words: int, sizes: Sizes) -> str:
-    return filler(f"{draw.session}/{about}", max(1, round(words * sizes.scale)))
+def _text(draw: Draw, label: str, words: int, sizes: Sizes) -> str:
+    return filler(f"{draw.session}/{label}", max(1, round(words * sizes.scale)))
 
 
 def _seconds(figures: Figures) -> Callable[[random.Random], float]:
@@ -176,8 +176,8 @@ def _one_by_one(
         between = count - 1
         ends = [sizes.prompt_tokens * n // max(between, 1) for n in range(between + 1)]
         each = [end - start for start, end in pairwise(ends)]
-        took = [seconds(draw.rng(f"{name}/tool/{turn}")) * sizes.tool_times for turn in range(between)]
-        pauses = tuple(map(Pause, took, each))
+        tool_s = [seconds(draw.rng(f"{name}/tool/{turn}")) * sizes.tool_times for turn in range(between)]
+        pauses = tuple(map(Pause, tool_s, each))
         script = agent_script(draw, name, role, offered, count, sizes.chain)
         scripts.append(replace(script, pauses=pauses))
     return _arriving(draw, scripts, poisson(draw.rng("arrivals"), sizes.jobs, sizes.rate))
@@ -194,22 +194,22 @@ def _fanning(draw: Draw, name: str, prompt: int, times: dict[str, HeavyTailed]) 
     rng = draw.rng(name)
     turns = long_tailed(rng, *ITERATIONS)
     fans = tuple(long_tailed(rng, *FAN_OUT) for _ in range(turns - 1))
-    chosen = [[rng.choice(_FIFTEEN) for _ in range(fan)] for fan in fans]
+    picks = [[rng.choice(_FIFTEEN) for _ in range(fan)] for fan in fans]
     first, length, pauses = prompt * 3 // 4, prompt * 3 / 4, []
-    for turn, called in enumerate(chosen):
+    for turn, called in enumerate(picks):
         least = max(KNOWN[0], (first / (LONGEST * prompt)) ** (1 / len(fans)))
         longer = length / rng.uniform(least, KNOWN[1])
         seconds = [times[tool.name].draw(draw.rng(f"{name}/tool/{turn}/{n}")) for n, tool in enumerate(called)]
         pauses.append(Pause(max(seconds), round(longer - length)))
         length = longer
     script = agent_script(draw, name, "an assistant", _FIFTEEN, turns, 1)
-    kinds = ["", *(called[0].name for called in chosen)]
+    kinds = ["", *(called[0].name for called in picks)]
     systems = tuple(_system(draw, script.system, kind, first // 2) for kind in kinds)
     return replace(
         script,
         system=systems[0],
         systems=systems,
-        steps=(_query(rng, f"{draw.session}-{name}", chosen, fans, first - first // 2), *script.steps),
+        steps=(_query(rng, f"{draw.session}-{name}", picks, fans, first - first // 2), *script.steps),
         pauses=tuple(pauses),
     )
 
@@ -217,18 +217,18 @@ def _fanning(draw: Draw, name: str, prompt: int, times: dict[str, HeavyTailed]) 
 def _system(draw: Draw, plain: str, kind: str, words: int) -> str:
     """A system prompt of so many words: the shared head, and instructions for results of this kind of tool."""
     head = words // 4
-    said = f"{filler(f'{draw.session}/system', head)} {filler(f'{draw.session}/system/{kind}', words - head)}"
-    return plain.replace("You are an assistant.", f"You are an assistant. {said}")
+    text = f"{filler(f'{draw.session}/system', head)} {filler(f'{draw.session}/system/{kind}', words - head)}"
+    return plain.replace("You are an assistant.", f"You are an assistant. {text}")
 
 
 def _query(
-    rng: random.Random, session: str, chosen: Sequence[Sequence[Tool]], fans: tuple[int, ...], words: int
+    rng: random.Random, session: str, picks: Sequence[Sequence[Tool]], fans: tuple[int, ...], words: int
 ) -> Step:
     """The first message: the user's own text, and all requests."""
-    called = [tool for together in chosen for tool in together]
-    asked = tools.step(called, rng) if called else Step("Is that all right?", (), "Yes, it is.")
+    called = [tool for together in picks for tool in together]
+    step = tools.step(called, rng) if called else Step("Is that all right?", (), "Yes, it is.")
     brought = filler(f"{session}/query", words) if words else ""
-    return replace(asked, user=f"{brought}\n\n{asked.user}", together=fans)
+    return replace(step, user=f"{brought}\n\n{step.user}", together=fans)
 
 
 def long_tailed(rng: random.Random, median: int, most: int) -> int:

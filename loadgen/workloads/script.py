@@ -56,7 +56,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What one program is made of: system prompt, tools as an OpenAI client declares them, the user's steps."""
+    """The parts of one program: system prompt, tools as an OpenAI client declares them, the user's steps."""
 
     name: str
     system: str
@@ -75,17 +75,17 @@ class Script:
         prompt: list[Json] = [{"role": "system", "content": self.system}]
         for step in self.steps:
             words = self._pause(len(turns) - 1).words if turns else 0
-            said = filler(f"{session}-{self.name}/user/{len(turns)}", words) + "\n\n" if words else ""
-            prompt.append({"role": "user", "content": said + step.user})
+            opening = filler(f"{session}-{self.name}/user/{len(turns)}", words) + "\n\n" if words else ""
+            prompt.append({"role": "user", "content": opening + step.user})
             for calls in step.answers:
                 at, pause = len(turns), self._pause(len(turns) - 1)
-                written = [
+                calls_json = [
                     {"id": f"call_{at}" + (f"_{n}" if n else ""), "type": "function",
                      "function": {"name": call.tool, "arguments": json.dumps(call.arguments, ensure_ascii=False)}}
                     for n, call in enumerate(calls)
                 ]  # fmt: skip
                 answer: Json = {"role": "assistant", "content": None if calls else step.text}
-                answer |= {"tool_calls": written} if calls else {}
+                answer |= {"tool_calls": calls_json} if calls else {}
                 delay = pause.seconds * 1e3 or None if turns else None
                 system = self.systems[at] if at < len(self.systems) else ""
                 turn = Turn(tuple(prompt), tools=self.tools, delay_ms=delay, output=Output(answer), system=system)
@@ -93,8 +93,8 @@ class Script:
                 prompt = self._results(session, at, calls, result)
         return Program(self.name, tuple(turns), self.tenant, scripted=True)
 
-    def _pause(self, after: int) -> Pause:
-        return self.pauses[after % len(self.pauses)] if self.pauses else Pause()
+    def _pause(self, turn: int) -> Pause:
+        return self.pauses[turn % len(self.pauses)] if self.pauses else Pause()
 
     def _results(
         self, session: str, at: int, calls: tuple[Call, ...], result: Callable[[str, Json], str]

@@ -48,9 +48,9 @@ class Tool:
         return rng.choice(self.asks).format(**arguments), Call(self.name, arguments)
 
     def result(self, arguments: Json) -> str:
-        """What the tool returns for ``arguments``, as JSON: the same for the same arguments, on any server."""
-        asked = json.dumps([self.name, arguments], sort_keys=True, ensure_ascii=False)
-        rng = random.Random(hashlib.sha256(asked.encode()).digest())
+        """The tool's result for ``arguments``, as JSON: the same for the same arguments, on any server."""
+        key = json.dumps([self.name, arguments], sort_keys=True, ensure_ascii=False)
+        rng = random.Random(hashlib.sha256(key.encode()).digest())
         fields = (word.split(":") for word in self.returns.split())
         return json.dumps({name: KINDS[kind](rng) for name, kind in fields})
 
@@ -124,18 +124,18 @@ EVERY = {tool.name: tool for tool in (*TRAVEL, *REVIEW, *DATA, *CODING, WEB_SEAR
 
 
 def result(tool: str, arguments: Json) -> str:
-    """What ``tool`` returns; for a tool that does not exist, an error that says so."""
+    """The result of ``tool``; for an unknown tool, an error."""
     if tool not in EVERY:
         return json.dumps({"error": "unknown tool", "tool": tool})
     return EVERY[tool].result(arguments)
 
 
-def step(chosen: Sequence[Tool], rng: random.Random) -> Step:
+def step(tools: Sequence[Tool], rng: random.Random) -> Step:
     """A message that asks for ``chosen`` in this order; the closing text quotes what they return."""
-    asked, calls = zip(*(tool.draw(rng) for tool in chosen), strict=True)
-    opening = rng.choice(("", "first, ", "please ")) if len(asked) > 1 else ""
-    said = opening + rng.choice((", then ", " and then ", ", after that ")).join(asked)
-    return Step(said[:1].upper() + said[1:] + ".", calls, " ".join(_report(call) for call in calls))
+    asks, calls = zip(*(tool.draw(rng) for tool in tools), strict=True)
+    opening = rng.choice(("", "first, ", "please ")) if len(asks) > 1 else ""
+    text = opening + rng.choice((", then ", " and then ", ", after that ")).join(asks)
+    return Step(text[:1].upper() + text[1:] + ".", calls, " ".join(_report(call) for call in calls))
 
 
 def _report(call: Call) -> str:

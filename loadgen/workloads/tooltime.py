@@ -48,7 +48,7 @@ class Gaps:
 
 
 QUICK, TIMES = 0.8, 60.0
-"""Of tools of two kinds: how much of the calls go to the quick ones, and how many times as long the slow ones take."""
+"""Two kinds of tools: the share of calls to quick ones, and the ratio of slow to quick times."""
 
 
 def two_kinds(rng: random.Random, quick_s: float) -> float:

@@ -31,9 +31,9 @@ def tag(rng: random.Random) -> str:
     return f"{rng.getrandbits(24):06x}"
 
 
-def filler(about: str, count: int) -> str:
-    """So many common words, about as many tokens for a large vocabulary: the same for the same ``about``."""
-    return " ".join(random.Random(about).choices(WORDS, k=count))
+def filler(seed: str, count: int) -> str:
+    """``count`` common words, about as many tokens for a large vocabulary: the same for the same ``seed``."""
+    return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
 def _path(rng: random.Random) -> str:
@@ -91,6 +91,6 @@ KINDS: dict[str, Callable[[random.Random], Value]] = {
         f"{r.choice(_NOUNS)}_{r.choice(_THINGS)} = {r.choice(_THINGS)}({r.choice(_NOUNS)}, {r.randint(1, 99)})"
     ),
 }
-"""How a value of each kind is drawn."""
+"""A function for each kind that draws a value."""
 
 INTEGERS = frozenset(("days", "small", "count", "number"))

@@ -107,7 +107,7 @@ def test_goodput_holds_at_three_times_the_capacity_where_the_engine_is_told(monk
     monkeypatch.setattr(scenarios, "WARM_S", 30.0)
     most = capacity(SMALL, 0)
     runs: dict[tuple[float, bool], Ends] = {
-        (load, told): scenarios._deadlines(SMALL, load * most, 0, told=told)
+        (load, told): scenarios._deadlines(SMALL, load * most, 0, aware=told)
         for load in (1.0, 3.0)
         for told in (True, False)
     }

@@ -338,8 +338,8 @@ class Parser(argparse.ArgumentParser):
         name = word.partition("=")[0]
         if not name.startswith("-"):
             return f"one word too many: {word}"
-        known = [option for action in self._actions for option in action.option_strings]
-        return f"unknown option {name}{nearest(name, known)}"
+        options = [option for action in self._actions for option in action.option_strings]
+        return f"unknown option {name}{nearest(name, options)}"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """An unknown command. Trap: argparse has no public place for this."""

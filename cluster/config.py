@@ -138,8 +138,8 @@ def check_tenants(settings: Settings) -> None:
         message = f"tenants must be in {settings.server.tenants_file} only"
         raise ConfigError(message, "server.tenants_file")
     elsewhere = settings.router.admin_key_hashes or settings.server.tenants_file
-    known = TenantDirectory(settings.tenants, read_token=read_token).has_keys or elsewhere
-    if not known and not settings.server.local:
+    has_keys = TenantDirectory(settings.tenants, read_token=read_token).has_keys or elsewhere
+    if not has_keys and not settings.server.local:
         message = f"listening on {settings.server.host} needs 'tenants' with API keys (see `holdfast key`)"
         raise ConfigError(message, "server.host")
 

@@ -354,8 +354,8 @@ def _errors(path: str, hint: Any, value: Any) -> list[ConfigError]:
 
 def unknown(data: Mapping[str, Any]) -> Iterator[ConfigError]:
     """One error for each unknown key. It names the nearest known key."""
-    for field, known in unknown_keys(data, Settings):
-        close = get_close_matches(field.rpartition(".")[2], known, n=1, cutoff=0.0)
+    for field, names in unknown_keys(data, Settings):
+        close = get_close_matches(field.rpartition(".")[2], names, n=1, cutoff=0.0)
         instead = REMOVED.get(field) or f"the nearest known one is {close[0]!r}"
         yield ConfigError(f"unknown key {field!r}; {instead}", field)
 

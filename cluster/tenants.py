@@ -93,18 +93,20 @@ def add(commands: Commands[argparse.ArgumentParser]) -> None:
     kinds = command.add_subparsers(metavar=names, required=True)
 
     def kind(run: Callable[[argparse.Namespace], None], text: str, tenant: bool = True) -> argparse.ArgumentParser:
-        made = kinds.add_parser(run.__name__.strip("_"), help=text, description=text)
-        made.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)")
-        made.add_argument("--admin-key-file", type=Path, help="file with the key (or HOLDFAST_ADMIN_KEY)")
+        parser = kinds.add_parser(run.__name__.strip("_"), help=text, description=text)
+        parser.add_argument(
+            "--url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)"
+        )
+        parser.add_argument("--admin-key-file", type=Path, help="file with the key (or HOLDFAST_ADMIN_KEY)")
         if tenant:
-            made.add_argument("tenant")
+            parser.add_argument("tenant")
 
         def done(options: argparse.Namespace) -> int:
             run(options)
             return 0
 
-        made.set_defaults(run=done)
-        return made
+        parser.set_defaults(run=done)
+        return parser
 
     listed = kind(_list, "List tenants: limits, and keys with their scopes, expiry and last use.", tenant=False)
     listed.add_argument("--json", action="store_true", help="print JSON")
@@ -311,9 +313,9 @@ def _key(options: argparse.Namespace) -> dict[str, Any]:
     return body
 
 
-def _show_key(made: Mapping[str, Any]) -> None:
-    print(f"API key of {made['name']}, shown once: {made['key']}")
-    print(f"id {made['key_id']}, for {' '.join(made['scopes'])}, expires {_date(made['expires'])}")
+def _show_key(answer: Mapping[str, Any]) -> None:
+    print(f"API key of {answer['name']}, shown once: {answer['key']}")
+    print(f"id {answer['key_id']}, for {' '.join(answer['scopes'])}, expires {_date(answer['expires'])}")
 
 
 def _print_table(names: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:

@@ -258,10 +258,10 @@ class TenantDirectory:
         if configured and not by_key and not added and self._read_token is None:
             raise ConfigError("there are tenants, but none has an API key", "tenants")
         for tenant in added:
-            known = tenants.get(tenant.name)
-            ids = {key.id for key in known.all_keys} if known else set()
+            existing = tenants.get(tenant.name)
+            ids = {key.id for key in existing.all_keys} if existing else set()
             fresh = [key for key in tenant.all_keys if key.hash not in by_key and key.id not in ids]
-            tenants[tenant.name] = known or tenant
+            tenants[tenant.name] = existing or tenant
             by_key.update({key.hash: (tenant.name, key) for key in fresh})
         expect_floors(tenants.values())
         self.configured, self._added, self._by_key = tuple(configured), tuple(added), by_key

@@ -58,17 +58,17 @@ READ: Headers = {
 }
 LATER: Headers = {"retry-after": ("Seconds", {"type": "integer", "minimum": 1})}
 STANDING: Headers = {
-    f"x-ratelimit-{what}-{of}": (f"The tenant's limit of {of}", TEXT if what == "reset" else COUNT)
+    f"x-ratelimit-{quantity}-{of}": (f"The tenant's limit of {of}", TEXT if quantity == "reset" else COUNT)
     for of in ("requests", "tokens")
-    for what in ("limit", "remaining", "reset")
+    for quantity in ("limit", "remaining", "reset")
 }
 ANTHROPIC_STANDING: Headers = {
-    f"anthropic-ratelimit-{of}-{what}": (
+    f"anthropic-ratelimit-{of}-{quantity}": (
         f"The tenant's limit of {of}",
-        {**TEXT, "format": "date-time"} if what == "reset" else COUNT,
+        {**TEXT, "format": "date-time"} if quantity == "reset" else COUNT,
     )
     for of in ("requests", "input-tokens", "output-tokens", "tokens")
-    for what in ("limit", "remaining", "reset")
+    for quantity in ("limit", "remaining", "reset")
 }
 
 

@@ -133,14 +133,14 @@ def _blocks(*kinds: Any, others: bool = False) -> Any:
     if not others:
         block = Annotated[reduce(or_, kinds), Field(discriminator="type")]
         return text_or(Annotated[list[block], _MANY])
-    known = {get_args(kind.__annotations__["type"])[0]: kind for kind in kinds}
-    tagged = [Annotated[kind, Tag(name)] for name, kind in {**known, "another": dict[str, Any]}.items()]
+    by_type = {get_args(kind.__annotations__["type"])[0]: kind for kind in kinds}
+    tagged = [Annotated[kind, Tag(name)] for name, kind in {**by_type, "another": dict[str, Any]}.items()]
 
     def kind_of(block: object) -> str:
         kind = block.get("type") if isinstance(block, Mapping) else None
         source = block.get("source") if isinstance(block, Mapping) else None
         reads = kind != "document" or (isinstance(source, Mapping) and source.get("type") == "text")
-        return kind if isinstance(kind, str) and kind in known and reads else "another"
+        return kind if isinstance(kind, str) and kind in by_type and reads else "another"
 
     block = Annotated[reduce(or_, tagged), Discriminator(kind_of)]
     return text_or(Annotated[list[block], _MANY])

@@ -309,8 +309,8 @@ def _plain_tool(tool: Tool) -> Mapping[str, Any]:
     function = tool["function"]
     if tool.keys() <= Tool.__annotations__.keys() and function.keys() <= FunctionTool.__annotations__.keys():
         return tool
-    known = {name: value for name, value in function.items() if name in FunctionTool.__annotations__}
-    return {"type": "function", "function": known}
+    fields = {name: value for name, value in function.items() if name in FunctionTool.__annotations__}
+    return {"type": "function", "function": fields}
 
 
 def check_name(name: str, path: str) -> None:

@@ -69,8 +69,8 @@ class DeclaredTool:
         if self.custom:
             function.update(_custom_function(self.declared))
         else:
-            known = ("description", "parameters", "strict")
-            function.update({key: self.declared[key] for key in known if self.declared.get(key)})
+            optional = ("description", "parameters", "strict")
+            function.update({key: self.declared[key] for key in optional if self.declared.get(key)})
         if self.note:
             function["description"] = f"{self.note}\n\n{function.get('description', '')}".rstrip()
         return {"type": "function", "function": function}

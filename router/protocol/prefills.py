@@ -106,10 +106,10 @@ def check_extension(prefill: Prefill, messages: Sequence[Mapping[str, Any]]) -> 
     """Raises InvalidRequestError for a result that answers no call, or a call whose result the prefill has."""
     check_results(prefill.messages, messages)
     answered: set[str] = set()  # calls of the latest assistant message: an id may come again in a later turn
-    for known in prefill.messages:
-        if known["role"] == "tool":
-            answered.add(known["tool_call_id"])
-        elif known.get("tool_calls"):
+    for earlier in prefill.messages:
+        if earlier["role"] == "tool":
+            answered.add(earlier["tool_call_id"])
+        elif earlier.get("tool_calls"):
             answered.clear()
     for index, message in enumerate(messages):
         if message.get("tool_calls"):

@@ -288,8 +288,8 @@ def check_tokens(tokens: Sequence[int], card: ModelCard, field: str) -> None:
 def _bias(values: Mapping[str, float], card: ModelCard) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, value in values.items():
-        known = key.isascii() and key.isdigit() and len(key) <= MAX_DIGITS and int(key) < card.vocabulary
-        if not known:
+        valid = key.isascii() and key.isdigit() and len(key) <= MAX_DIGITS and int(key) < card.vocabulary
+        if not valid:
             message = f"'logit_bias': key {key!r} is not a token id below {card.vocabulary}"
             raise InvalidRequestError(message, f"logit_bias.{key}")
         bias[int(key)] = value

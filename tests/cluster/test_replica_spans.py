@@ -192,7 +192,7 @@ def test_lines_of_a_replica_are_about_the_request_and_its_trace() -> None:
 
     def told(**changes: Any) -> Any:
         engine_replica._serving(replace(_request(scope="acme", program_id="acme/p"), **changes))
-        return logs._about.get()
+        return logs._request.get()
 
     context = contextvars.copy_context()
     assert context.run(told, trace={"traceparent": CALLER}) == About("r", "acme/p", "acme", CALLER.split("-")[1])

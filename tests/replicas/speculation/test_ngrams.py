@@ -35,7 +35,7 @@ class Table:
 
     def __init__(self, *texts: list[int]) -> None:
         self.table = DraftTable(MOST, ACCEPTANCE)
-        self.slots = [self.table.add(NGramIndex(ids(text), room=len(text) + 100)) for text in texts]
+        self.slots = [self.table.add(NGramIndex(ids(text), room=len(text) + 200)) for text in texts]
 
     def draft(
         self, memory: list[int] | None = None, limit: int = MOST, least: int = 2

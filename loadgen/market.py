@@ -162,7 +162,7 @@ class Session(WholePrompt):
     """Every line is appended to a session, with which the standing question is registered."""
 
     name = "session"
-    _path, _standing, _before = "", "", 0
+    _path, _standing, _lines_before = "", "", 0
 
     async def open(self) -> bool:
         opened = await self.call(SESSIONS, {"model": self._model, "messages": [SYSTEM]})

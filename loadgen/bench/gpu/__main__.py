@@ -13,12 +13,12 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.kernels.ceilings import Ceilings, Clock, measure_ceilings
-from holdfast.loadgen.bench.gpu import invariance, parity, steps, workflows
+from holdfast.loadgen.bench.gpu import invariance, models, parity, steps, workflows
 from holdfast.loadgen.bench.gpu.stage import Stage, full_turns, small_turns
 from holdfast.loadgen.bench.parts import Once, Report, command, free_device
 
 FLAGS: dict[str, dict[str, Any]] = {
-    "--only": {"choices": ("parity", "steps", "turns"), "help": "replies, steps, or workflows"},
+    "--only": {"choices": ("parity", "steps", "models", "turns"), "help": "replies, steps, models, or workflows"},
     "--no-peers": {"action": "store_true", "help": "leave transformers out"},
 }
 
@@ -35,6 +35,9 @@ def measure(report: Report, options: Namespace) -> None:
     ceilings = Ceilings(**report.found["ceilings"])
     if only == "steps":
         run_steps(report, ceilings, gpu)
+        return
+    if only == "models":
+        models.run(report, models.full_models() if gpu else models.small_models(), ceilings)
         return
     stage = Stage(full_turns() if gpu else small_turns(), ceilings)
     workflows.remember(stage, report.found["parts"])

@@ -39,9 +39,14 @@ class Bounds:
         return (self._layers + self.shape.hidden * self.shape.vocabulary) * self.item_bytes
 
     def flops(self, tokens: int, cached: int = 0) -> float:
-        """Multiplications and additions of `tokens` after `cached` ones, attention with its causal mask; no head."""
-        pairs = tokens * cached + tokens * (tokens + 1) / 2
-        return 2.0 * tokens * self._layers + 4.0 * pairs * sum(mixer.q_width for mixer in self.shape.attentions)
+        """Multiplications and additions of `tokens` after `cached` ones, attention with its causal mask and window; no
+        head, and no recurrence.
+        """
+        sums = 2.0 * tokens * self._layers
+        for mixer in self.shape.attentions:
+            seen = np.minimum(np.arange(cached + 1, cached + tokens + 1), mixer.window or cached + tokens)
+            sums += 4.0 * float(seen.sum()) * mixer.q_width
+        return sums
 
     def compute_s(self, tokens: int, cached: int = 0) -> float:
         """Seconds for these operations."""

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -16,25 +16,29 @@ import transformers as tf
 from torch import Tensor
 
 from holdfast.kernels.ceilings import Ceilings, Clock, hold
+from holdfast.kernels.linear_state import NO_STATE
+from holdfast.kernels.quantized import E8M0, QuantizedWeight, Weight
 from holdfast.loadgen.bench.gpu.accounting import Bounds, CountingRunner, Totals, drain
 from holdfast.loadgen.bench.gpu.stage import capture_graphs
 from holdfast.loadgen.bench.parts import Lines
 from holdfast.replicas.config import DraftConfig, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.kv.cache import KVCache
-from holdfast.replicas.kv.pages import PageMoves
+from holdfast.replicas.kv.pages import PageIds, PageMoves, StateUse
 from holdfast.replicas.kv.tensors import HostPages, KVTensors
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
 from holdfast.replicas.model.decoder import Model, rotary_tables
 from holdfast.replicas.model.decoder_gpu import GpuDecoder, choose_products
 from holdfast.replicas.model.description import Description, describe
 from holdfast.replicas.model.runner_gpu import GpuRunner
-from holdfast.replicas.model.startup import check_graphs
+from holdfast.replicas.model.startup import check_graphs, kept_window, make_states
 from holdfast.replicas.model.weights import DecoderWeights, Part, Source, weights_from
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Sampling, StepPlan
 from holdfast.replicas.requests import Finished, Submit
 from holdfast.replicas.types import TokenIds
 
+WeightNumbers: TypeAlias = Literal["plain", "fp8", "mxfp4 experts"]
+"""What the matrices of layers hold: numbers of 16 bits; FP8 in blocks, experts too; or MXFP4 in experts alone."""
 _HELD_S = 0.04  # the host lays out and launches any step in less, also one of many launches
 
 
@@ -42,9 +46,10 @@ _HELD_S = 0.04  # the host lays out and launches any step in less, also one of m
 class StepSizes:
     """What is measured, and how often. Tokens, but for `repeat`."""
 
-    model: tf.LlamaConfig
+    model: Any  # a configuration of transformers
     device: str
     cells: int
+    numbers: WeightNumbers = "plain"
     rows: int = 64  # sequences at once, where many are
     context: int = 4096  # cached by each of them
     short: int = 1024  # cached by one alone
@@ -112,33 +117,42 @@ class World:
     """The runner over random weights, with graphs where the device has any; of our decoder, or of transformers' own."""
 
     def __init__(self, sizes: StepSizes, ceilings: Ceilings, ours: bool = True) -> None:
+        context = sizes.model.max_position_embeddings
         shape = describe(sizes.model)
-        assert shape is not None  # both sizes are of a family that the decoder knows
+        assert shape is not None  # all sizes are of families that the decoder knows
         self.sizes, self.shape = sizes, shape
         dtype = torch.bfloat16 if sizes.device == "cuda" else torch.float32
-        self.kv = KVTensors(shape.cell, sizes.cells // 16, 16, dtype, sizes.device, scratch=True)
-        self.bounds = Bounds(shape, dtype.itemsize, self.kv.cell_bytes, ceilings)
-        context = sizes.model.max_position_embeddings
-        self.model: Model
-        if ours:
-            weights = random_weights(shape, dtype, sizes.device)
-            self.model = GpuDecoder(shape, weights, rotary_tables(sizes.model, shape, context, sizes.device), self.kv)
-        else:
-            with torch.device(sizes.device):
-                module = tf.AutoModelForCausalLM.from_config(sizes.model, dtype=dtype, attn_implementation=ATTENTION)
-            self.model = AnyModel(module.eval(), self.kv)
-        self.runner = GpuRunner(self.model, self.kv, sizes.rows + 1, context)
+        kinds, rows = shape.kinds(context), sizes.rows + 1
         self.config = EngineConfig(
-            cells=self.kv.cells,
+            cells=sizes.cells // 16 * 16,
             context_length=context,
-            max_sequences=sizes.rows + 1,
+            max_sequences=rows,
             session_rows=0,
             step_tokens=sizes.chunk,
             admission_ceiling=1.0,
             device=sizes.device,
             overlap_steps="on",
             speculation=DraftConfig(enabled=False),
+            state_slots=2 * rows if shape.state is not None else 0,
+            window_cells=sizes.cells // 16 * 16 if len(kinds) > 1 else 0,
         )
+        pages = [sizes.cells // 16] * len(kinds)
+        self.kv = KVTensors.of(kinds, pages, 16, dtype, sizes.device, scratch=True)
+        kept = kept_window(kinds, self.config, on_cpu=False)
+        self.window = kept.tokens if kept is not None else 0
+        self.states = make_states(shape, self.config, self.config.state_slots, dtype, sizes.device)
+        self.weights = RandomWeights(dtype, sizes.device, sizes.numbers)
+        self.bounds = Bounds(shape, dtype.itemsize, self.kv.cell_bytes, ceilings)
+        self.model: Model
+        if ours:
+            weights = weights_from(self.weights, shape)
+            rotary = rotary_tables(sizes.model, shape, context, sizes.device)
+            self.model = GpuDecoder(shape, weights, rotary, self.kv, states=self.states)
+        else:
+            with torch.device(sizes.device):
+                module = tf.AutoModelForCausalLM.from_config(sizes.model, dtype=dtype, attn_implementation=ATTENTION)
+            self.model = AnyModel(module.eval(), self.kv)
+        self.runner = GpuRunner(self.model, self.kv, rows, context)
 
     @property
     def decoder(self) -> GpuDecoder:
@@ -149,7 +163,8 @@ class World:
     def engine(self, **settings: Any) -> tuple[Engine, CountingRunner]:
         """An engine with an empty cache over the runner, and what counts between the two."""
         counting = CountingRunner(self.runner)
-        return Engine(replace(self.config, **settings), counting, vocabulary=self.shape.vocabulary), counting
+        config = replace(self.config, **settings)
+        return Engine(config, counting, vocabulary=self.shape.vocabulary, window=self.window), counting
 
     def tokens(self, count: int, seed: int) -> TokenIds:
         return np.random.default_rng(seed).integers(1, self.shape.vocabulary, count).astype(np.int32)
@@ -175,23 +190,65 @@ class World:
 
 
 class RandomWeights(Source):
-    """Numbers as a fresh model has them; their size matters for speed, their values do not."""
+    """Numbers as a fresh model has them; their size matters for speed, their values do not.
 
-    def __init__(self, dtype: torch.dtype, device: str) -> None:
+    `read`: bytes of matrices that every forward reads; `experts_read`: those of all experts.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str, numbers: WeightNumbers = "plain") -> None:
         super().__init__(dtype, device)
         self._generator = torch.Generator(device).manual_seed(0)
+        self._numbers = numbers
+        self.read = self.experts_read = 0
+
+    def has(self, name: str) -> bool:
+        return name.endswith("experts.gate_up_proj")  # experts come in one piece
 
     def tensor(self, name: str, *size: int) -> Tensor:
-        return super().tensor(name, *size).normal_(std=0.02, generator=self._generator)
+        weight = super().tensor(name, *size).normal_(std=0.02, generator=self._generator)
+        self.read += weight.nbytes if "embed" not in name else 0
+        return weight
 
     def floats(self, name: str, *size: int, plus: float = 0.0) -> Tensor:
-        return super().floats(name, *size).fill_(1.0)
+        weight = super().floats(name, *size)
+        self.read += weight.nbytes
+        if name.endswith("gate.weight"):  # a router: tokens choose different experts
+            return weight.normal_(std=0.02, generator=self._generator)
+        return weight.fill_(1.0)
 
-    def matrix(self, parts: Sequence[Part], inputs: int) -> Tensor:
-        return self.tensor("", sum(part.outputs for part in parts), inputs)
+    def matrix(self, parts: Sequence[Part], inputs: int) -> Weight:
+        outputs = sum(part.outputs for part in parts)
+        if self._numbers != "fp8" or "in_proj_a" in parts[0].name or "in_proj_ba" in parts[0].name:
+            return self.tensor("", outputs, inputs)
+        weight = self._fp8(outputs, inputs)
+        self.read += _bytes(weight)
+        return weight
 
-    def matrices(self, experts: Sequence[Sequence[Part]], inputs: int) -> Tensor:
-        return self.tensor("", len(experts), sum(part.outputs for part in experts[0]), inputs)
+    def experts(self, name: str, *size: int, rows: Tensor | None = None, transposed: bool = False) -> Weight:
+        weight: Weight
+        if self._numbers == "fp8":
+            weight = self._fp8(*size)
+        elif self._numbers == "mxfp4 experts":
+            count, outputs, inputs = size
+            exponents = torch.full((count, outputs, -(-inputs // 32)), 120, dtype=torch.uint8, device=self.device)
+            weight = QuantizedWeight("e2m1", self._codes(count, outputs, inputs // 2), exponents.view(E8M0), (1, 32))
+        else:
+            weight = super().tensor(name, *size).normal_(std=0.02, generator=self._generator)
+        self.experts_read += _bytes(weight)
+        return weight
+
+    def _fp8(self, *size: int) -> QuantizedWeight:
+        blocks = [-(-length // 128) for length in size[-2:]]
+        scales = torch.full((*size[:-2], *blocks), 2.0**-10, device=self.device)
+        return QuantizedWeight("e4m3", self._codes(*size) & 0xF7, scales, (128, 128))  # without the bits of NaN
+
+    def _codes(self, *size: int) -> Tensor:
+        return torch.randint(0, 256, size, dtype=torch.uint8, device=self.device, generator=self._generator)
+
+
+def _bytes(weight: Weight) -> int:
+    tensors = (weight,) if isinstance(weight, Tensor) else weight.tensors
+    return sum(each.nbytes for each in tensors if each is not None)
 
 
 def random_weights(shape: Description, dtype: torch.dtype, device: str) -> DecoderWeights:
@@ -204,10 +261,24 @@ def decoding(world: World, rows: int, cached: int, window: int = 1, common: int 
     own = min(world.kv.pages // rows, pages)  # a store too small for all lets them share their last pages
     numbers = np.arange(world.kv.pages, dtype=np.int32)
     each = [np.resize(numbers[row * own : (row + 1) * own], pages).astype(np.int32) for row in range(rows)]
-    writes = tuple(RowWrite(row, 0, np.append(each[0][:common], mine[common:])) for row, mine in enumerate(each))
+    tables = [np.append(each[0][:common], mine[common:]) for mine in each]
     draw = Draw(Sampling(), 0, drafts=window - 1)
-    chunks = tuple(Chunk(row, cached, world.tokens(window, row), draw) for row in range(rows))
-    return StepPlan(chunks, writes)
+    chunks = tuple(
+        Chunk(row, cached, world.tokens(window, row), draw, state=_state(world, row, held=window - 1))
+        for row in range(rows)
+    )
+    return StepPlan(chunks, _writes(world, tables))
+
+
+def _state(world: World, row: int, held: int = 0, begins: bool = False) -> StateUse | None:
+    """The state of a row, in the slot of its number; None where the model has none."""
+    return StateUse(NO_STATE if begins else row, row, held=held) if world.states is not None else None
+
+
+def _writes(world: World, tables: Sequence[PageIds]) -> tuple[RowWrite, ...]:
+    """The pages of each row, in every kind of layers."""
+    kinds = range(len(world.kv.kinds))
+    return tuple(RowWrite(row, 0, pages, kind) for kind in kinds for row, pages in enumerate(tables))
 
 
 def timed(world: World, plan: StepPlan) -> tuple[float, float]:
@@ -265,8 +336,8 @@ def prefill_share(world: World) -> Lines:
     size = world.sizes.chunk
     for part, cached in ((size, 0), (size // 8, world.sizes.context // 2), (size // 12, world.sizes.context // 2)):
         pages = np.arange(-(-(cached + part) // 16), dtype=np.int32)
-        chunk = Chunk(0, cached, world.tokens(part, 1), Draw(Sampling(), 0))
-        times = timed(world, StepPlan((chunk,), (RowWrite(0, 0, pages),)))
+        chunk = Chunk(0, cached, world.tokens(part, 1), Draw(Sampling(), 0), state=_state(world, 0, begins=not cached))
+        times = timed(world, StepPlan((chunk,), _writes(world, [pages])))
         name = f"prefill {part} after {cached}" if cached else f"prefill {part}"
         yield name, _figures(times, world.bounds.compute_s(part, cached))
 

@@ -16,19 +16,22 @@ from holdfast.loadgen.bench.parts import Deadline, Lines, Report, command
 FLAGS = {
     "--no-timing": {"action": "store_true", "help": "verify only"},
     "--no-verifying": {"action": "store_true", "help": "time only"},
+    "--only": {"default": "", "help": "only parts whose name contains one of these words, separated by commas"},
 }
 
 
 def measure(report: Report, options: Namespace) -> None:
     """Verify every kernel, then time it."""
+    words = options.only.split(",")
     for case in () if options.no_verifying else cases("cuda" if options.gpu else "cpu", large=options.gpu):
-        report.run(case.name, partial(_verified, case))
+        if any(word in case.name for word in words):
+            report.run(case.name, partial(_verified, case))
     if not options.gpu:
         print("no GPU: the kernels ran in Triton's interpreter and nothing was timed")
     elif not options.no_timing:
         from holdfast.loadgen.bench.kernels.speed import time_kernels
 
-        time_kernels(report)
+        time_kernels(report, words)
 
 
 def _verified(case: Case, deadline: Deadline) -> Lines:

@@ -1,16 +1,21 @@
 """The GPU's attention against the reference over random mixes of chunks, in the interpreter where there is no GPU."""
 
+from functools import partial
+
+import paged_world
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from paged_world import PagedWorld, relative_error
+from on_device import DEVICE
+from paged_world import relative_error
 
 from holdfast.kernels import attention_plan as attention_work
 from holdfast.kernels.attention_gpu import attend_gpu, launch_items
 from holdfast.kernels.attention_plan import Tile, make_plan
 from holdfast.kernels.kv import page_runs
 
+PagedWorld = partial(paged_world.PagedWorld, device=DEVICE)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 span = st.tuples(st.integers(0, 90), st.one_of(st.just(1), st.integers(2, 9), st.integers(1, 40)))
 
@@ -85,10 +90,11 @@ def test_a_prefix_in_common_is_read_once_and_changes_nothing():
 def test_prefixes_that_fork_are_shared_on_each_side():
     spans = [(130, 1), (140, 3), (150, 2), (97, 1), (100, 1), (105, 4)]
     world = PagedWorld(spans, 16, 1, 4, 16, torch.float32, 4, 1, common=16)
-    table = world.batch.page_table.numpy()
+    table = world.batch.page_table.cpu().numpy()
     for row, like, slots in ((1, 0, 6), (2, 0, 6), (4, 3, 4), (5, 3, 4)):  # all begin alike, and three each go on alike
         table[row, :slots] = table[like, :slots]
         world.batch.runs[row] = page_runs(table[row, : world.batch.runs[row].extent])
+    world.batch.page_table.copy_(torch.from_numpy(table))
     plan = make_plan(world.q, world.batch, 1, 0)
     assert sorted({tuple(item[3:5]) for item in plan.wide.tolist()}) == [(0, 64), (0, 96)]
     assert relative_error(attend_gpu(world.q, world.kv, 1, world.batch, 0.3, 0, 0.0), world.reference()) < 1e-5

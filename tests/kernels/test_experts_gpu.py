@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from on_device import DEVICE, arange, full, ones, rand, randn
 from paged_world import relative_error
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -16,12 +17,13 @@ from holdfast.kernels.experts_gpu import ExpertTimes, GpuExperts, choose_experts
 from holdfast.kernels.quantized import E8M0, FP8, QuantizedWeight, Weight, concatenated, quantized
 
 # The interpreter cuts numbers to bfloat16 instead of rounding them: twice the error, and all of one sign.
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2 if INTERPRETED else 5e-3, torch.float16: 1e-3}
+SINGLE, HALF = (1e-6, 1e-2) if INTERPRETED else (1e-5, 5e-3)
+TOLERANCE = {torch.float32: SINGLE, torch.bfloat16: HALF, torch.float16: 1e-3}
 EXPERTS, CHOSEN, WIDTH, INNER = 5, 2, 40, 24
 
 
 def plain(experts: int, outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return (torch.randn(experts, outputs, inputs) * inputs**-0.5).to(dtype)
+    return (randn(experts, outputs, inputs) * inputs**-0.5).to(dtype)
 
 
 FORMATS = {
@@ -34,17 +36,18 @@ FORMATS = {
 
 
 def stored(kind: str, *sizes: int) -> QuantizedWeight:
-    return concatenated([quantized(each, *FORMATS[kind]) for each in plain(*sizes)], experts=True)
+    made = [quantized(each.cpu(), *FORMATS[kind]).to(DEVICE) for each in plain(*sizes)]
+    return concatenated(made, experts=True)
 
 
 def tokens(count: int, width: int = WIDTH, dtype: torch.dtype = torch.float32, experts: int = EXPERTS):
     """x, and what each token chooses."""
-    chosen = torch.rand(count, experts).topk(min(CHOSEN, experts)).indices.int()
-    return torch.randn(count, width).to(dtype), chosen, torch.rand(chosen.shape)
+    chosen = rand(count, experts).topk(min(CHOSEN, experts)).indices.int()
+    return randn(count, width).to(dtype), chosen, rand(chosen.shape)
 
 
 def exact(weight: Weight) -> torch.Tensor:
-    return weight.dequantized(torch.float64) if isinstance(weight, QuantizedWeight) else weight
+    return weight.to("cpu").dequantized(torch.float64).to(DEVICE) if isinstance(weight, QuantizedWeight) else weight
 
 
 @pytest.mark.parametrize(
@@ -61,9 +64,9 @@ def test_a_layer_is_its_reference(activation, dtype, count, experts):
     torch.manual_seed(0)
     halves = 1 if activation == "relu2" else 2
     made = [plain(experts, halves * INNER, WIDTH, dtype), plain(experts, WIDTH, INNER, dtype)]
-    biases = [torch.randn(each.shape[:2]).to(dtype) for each in made] if activation != "silu" else (None, None)
+    biases = [randn(each.shape[:2]).to(dtype) for each in made] if activation != "silu" else (None, None)
     wide, chosen, weights = tokens(count, WIDTH + 8, dtype, experts)
-    x, plus = 4 * wide[:, :WIDTH], torch.randn(count, WIDTH).to(dtype)
+    x, plus = 4 * wide[:, :WIDTH], randn(count, WIDTH).to(dtype)
     y = GpuExperts(*made, activation, *biases)(x, chosen if biases[0] is None else chosen.long(), weights, plus)
     assert (y.shape, y.dtype) == (x.shape, dtype)
     reference = experts_reference(x, chosen, weights, *made, activation, *biases) + plus
@@ -95,9 +98,9 @@ def test_every_code_is_its_number(kind):
     else:
         scales = (torch.arange(128 * 8).view(1, 128, 8) % 127).to(torch.uint8).view(FP8)
         weight = QuantizedWeight("e2m1", codes[:, :, :64], scales, (1, 16), None, torch.rand(1, 128, 1))
-    units, one = torch.eye(128), torch.ones(128, 1)
-    y = GpuExperts(units[None], weight, "relu2")(units, one.int() - 1, one)
-    assert torch.equal(y, weight.dequantized(torch.float32)[0].T)
+    units, one = torch.eye(128, device=DEVICE), ones(128, 1)
+    y = GpuExperts(units[None], weight.to(DEVICE), "relu2")(units, one.int() - 1, one)
+    assert torch.equal(y.cpu(), weight.dequantized(torch.float32)[0].T)
 
 
 def run(assembly: str, word: int, outputs: int) -> list[int]:
@@ -198,7 +201,7 @@ def test_graphs_can_capture_a_layer(monkeypatch):
     """Whatever is chosen, the same operators and launches have the same sizes, and none waits for the device."""
     torch.manual_seed(0)
     layer = GpuExperts(plain(EXPERTS, 48, 16, torch.bfloat16), plain(EXPERTS, 16, 24, torch.bfloat16), "silu")
-    x, routing = torch.randn(6, 16).bfloat16(), Routing(EXPERTS, CHOSEN, "softmax", True)
+    x, routing = randn(6, 16).bfloat16(), Routing(EXPERTS, CHOSEN, "softmax", True)
     operators = Operators()
     with operators, pytest.raises(RuntimeError, match="waits"):
         torch.ones(1).item()
@@ -206,7 +209,7 @@ def test_graphs_can_capture_a_layer(monkeypatch):
         monkeypatch.setattr(experts_gpu, name, Launches(getattr(experts_gpu, name), operators.seen))
     for layer.grouped_from in (7, 0):
         seen = []
-        for logits in (torch.randn(6, EXPERTS), torch.arange(5.0).repeat(6, 1)):
+        for logits in (randn(6, EXPERTS), arange(5.0).repeat(6, 1)):
             operators.seen.clear()
             with operators:
                 layer(x, *route_gpu(logits, routing))
@@ -226,15 +229,15 @@ ROUTINGS = (
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_routing_is_torchs(routing):
     torch.manual_seed(0)
-    logits = 3 * torch.randn(4, 12)
-    for correction in (None, torch.randn(12)):
+    logits = 3 * randn(4, 12)
+    for correction in (None, randn(12)):
         (chosen, weights), (theirs, exact_weights) = (way(logits, routing, correction) for way in (route_gpu, route))
         assert torch.equal(chosen, theirs)
         torch.testing.assert_close(weights, exact_weights, rtol=1e-5, atol=1e-7)
 
 
 def test_whatever_the_logits_are_experts_that_exist_are_chosen():
-    logits = torch.full((3, 12), torch.nan)
+    logits = full((3, 12), torch.nan)
     logits[1], logits[2] = 1.0, -torch.inf
     chosen, _ = route_gpu(logits, ROUTINGS[0])
     assert ((chosen >= 0) & (chosen < 12)).all()
@@ -257,7 +260,7 @@ def test_many_tokens_take_the_faster_way(monkeypatch):
 def test_torchs_grouped_product_computes_the_same():
     torch.manual_seed(0)
     made = [plain(EXPERTS, 48, 16, torch.bfloat16), plain(EXPERTS, 16, 24, torch.bfloat16)]
-    layer = GpuExperts(*made, "clamped", *(torch.randn(each.shape[:2]).bfloat16() for each in made))
+    layer = GpuExperts(*made, "clamped", *(randn(each.shape[:2]).bfloat16() for each in made))
     x, chosen, weights = tokens(6, 16, torch.bfloat16)
     chosen[2, 1], chosen[3] = -1, -1
     ours = layer(x, chosen, weights)

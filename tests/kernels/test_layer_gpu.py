@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_device import ones, randint, randn, randperm
 from paged_world import relative_error
 
 from holdfast.kernels.layer import (
@@ -37,18 +38,18 @@ def test_queries_turn_and_keys_and_values_reach_their_cells_and_no_others(
 ):
     torch.manual_seed(seed)
     (queries, kv_heads), (dim, half) = heads, sizes
-    whole = torch.randn(tokens, behind + queries + 2 * kv_heads, dim).to(dtype)
+    whole = randn(tokens, behind + queries + 2 * kv_heads, dim).to(dtype)
     qkv, others_before = whole[:, behind:], whole[:, :behind].clone()
-    cos, sin = torch.randn(2, 40, half).unbind(0)
-    positions, cells = torch.randint(0, 40, (tokens,)), torch.randperm(24)[:tokens]
-    norms = (torch.randn(dim), torch.randn(dim)) if normed else None
-    kv = torch.randn(2, 2, 3, 8, kv_heads, dim).to(dtype)
+    cos, sin = randn(2, 40, half).unbind(0)
+    positions, cells = randint(0, 40, (tokens,)), randperm(24)[:tokens]
+    norms = (randn(dim), randn(dim)) if normed else None
+    kv = randn(2, 2, 3, 8, kv_heads, dim).to(dtype)
     before, exact = kv.clone(), kv.clone()
     expected = rotate_and_store_reference(qkv, queries, cos, sin, positions, exact, 1, cells, norms, 1e-6)
     got = rotate_and_store(qkv, queries, cos, sin, positions, kv, 1, cells, norms, 1e-6)
     assert relative_error(got, expected) < tolerance(dtype)
     assert relative_error(kv, exact) < tolerance(dtype)
-    others = torch.ones(24, dtype=torch.bool).index_fill(0, cells, False)
+    others = ones(24, dtype=torch.bool).index_fill(0, cells, False)
     assert torch.equal(kv.flatten(2, 3)[:, :, others], before.flatten(2, 3)[:, :, others])
     assert torch.equal(kv[0], before[0])
     assert torch.equal(whole[:, :behind], others_before)
@@ -58,8 +59,8 @@ def test_queries_turn_and_keys_and_values_reach_their_cells_and_no_others(
 @given(rows=st.integers(0, 5), width=st.sampled_from([1, 8, 100, 1000]), add=st.booleans(), dtype=DTYPES)
 def test_norm_of_a_sum(rows, width, add, dtype):
     torch.manual_seed(width)
-    x, weight = torch.randn(rows, width).to(dtype), torch.randn(width).to(dtype)
-    residual = torch.randn(rows, width).to(dtype) if add else None
+    x, weight = randn(rows, width).to(dtype), randn(width).to(dtype)
+    residual = randn(rows, width).to(dtype) if add else None
     sums = residual.clone() if add else None
     exact = add_norm_reference(x, sums, weight, 1e-6)
     assert relative_error(add_norm(x, residual, weight, 1e-6), exact) < tolerance(dtype)
@@ -70,7 +71,7 @@ def test_norm_of_a_sum(rows, width, add, dtype):
 @settings(max_examples=15, deadline=None)
 @given(rows=st.integers(0, 4), inner=st.sampled_from([1, 7, 1500]), dtype=DTYPES)
 def test_silu_and_mul(rows, inner, dtype):
-    fused = 4 * torch.randn(rows, 2 * inner).to(dtype)
+    fused = 4 * randn(rows, 2 * inner).to(dtype)
     assert relative_error(silu_and_mul(fused), silu_and_mul_reference(fused)) < tolerance(dtype)
 
 
@@ -84,11 +85,11 @@ def test_silu_and_mul(rows, inner, dtype):
 )
 def test_gates_behind_a_mixer(tokens, heads, dim, size, dtype):
     torch.manual_seed(tokens)
-    x, weight = torch.randn(tokens, heads, dim).to(dtype), torch.randn(dim)
-    gate = (size * torch.randn(tokens, 3 + heads * dim)).to(dtype)[:, 3:]
+    x, weight = randn(tokens, heads, dim).to(dtype), randn(dim)
+    gate = (size * randn(tokens, 3 + heads * dim)).to(dtype)[:, 3:]
     exact = gated_norm_reference(x, gate, weight, 1e-6)
     assert relative_error(gated_norm(x, gate, weight, 1e-6), exact) < tolerance(dtype)
-    weight = torch.randn(heads * dim)
+    weight = randn(heads * dim)
     exact = norm_of_gated_reference(x, gate, weight, 1e-6)
     assert relative_error(norm_of_gated(x, gate, weight, 1e-6), exact) < tolerance(dtype)
     exact = (x.flatten(1).double() * gate.double().sigmoid()).to(dtype)

@@ -1,19 +1,23 @@
 """Gated DeltaNet and Mamba-2 on a GPU against float64, in the interpreter where there is no GPU."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from on_device import DEVICE, full
 from paged_world import relative_error
 
 from holdfast.kernels import linear_state_gpu
 from holdfast.kernels.attention_gpu import INTERPRETED
 from holdfast.kernels.linear_state import LinearShape
 from holdfast.kernels.linear_state_gpu import gated_delta_gpu, mamba2_gpu
-from holdfast.loadgen.bench.kernels.linear_state import Span, StateWorld, Work, beside, written
+from holdfast.loadgen.bench.kernels import linear_state
+from holdfast.loadgen.bench.kernels.linear_state import Span, Work, beside, written
 
+StateWorld = partial(linear_state.StateWorld, device=DEVICE)
 # The interpreter cuts numbers to bfloat16 instead of rounding them: twice the error, and all of one sign.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2 if INTERPRETED else 1e-2, torch.float16: 1e-2}
 SMALL = LinearShape(1, 2, 16, 16, 4)
@@ -92,7 +96,7 @@ def test_keys_that_are_alike_are_no_trouble():
 def test_what_fills_a_captured_batch_changes_nothing(tokens, shape):
     """Sequences without tokens, marks of none, tokens of none."""
     world = StateWorld([Span(1, tokens, 1, (2,)), Span(0, 2)], shape, WINDOW, torch.float32)
-    batch, more = world.batch, torch.full((2,), -1, dtype=torch.int32)
+    batch, more = world.batch, full((2,), -1, dtype=torch.int32)
     filled = replace(
         batch,
         starts=torch.cat((batch.starts, batch.starts[-1:].expand(2))),
@@ -100,7 +104,7 @@ def test_what_fills_a_captured_batch_changes_nothing(tokens, shape):
         target=torch.cat((batch.target, more)),
         applied=torch.cat((batch.applied, 0 * more)),
         held=torch.cat((batch.held, 0 * more)),
-        marks=torch.cat((batch.marks, torch.full((4, 3), 1 << 20, dtype=torch.int32))),
+        marks=torch.cat((batch.marks, full((4, 3), 1 << 20, dtype=torch.int32))),
     )
 
     def call(*given):
@@ -127,6 +131,6 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_the_comparison_with_others_runs_through():
-    figures = beside(SMALL, Work(2, 9), "cpu", torch.float32, lambda call: (call(), 2.0)[1])
+    figures = beside(SMALL, Work(2, 9), DEVICE, torch.float32, lambda call: (call(), 2.0)[1])
     assert figures["over_torch"] == 1.0
     assert figures["state_bytes"] == 2 * 2 * 4 * 2 * 16 * 16

@@ -1,7 +1,8 @@
-"""Products with quantised weights, in the interpreter where there is no GPU."""
+"""Products with quantised weights, in the interpreter where there is no GPU. Weights are quantised on the host."""
 
 import pytest
 import torch
+from on_device import DEVICE, randn
 from paged_world import relative_error
 from torch.nn.functional import silu
 
@@ -38,8 +39,8 @@ def test_few_rows_are_the_product(style, rows, inputs, outputs, dtype):
     weight = quantized(torch.randn(outputs, inputs) * torch.rand(outputs, 1), *STYLES[style])
     bias = torch.randn(outputs).to(dtype) if rows > 1 else None
     exact = quantized_reference(x, weight, bias)
-    matrix = QuantizedMatrix(weight, bias)
-    twice = [matrix.streamed(x) for _ in range(2)]
+    matrix = QuantizedMatrix(weight.to(DEVICE), None if bias is None else bias.to(DEVICE))
+    twice = [matrix.streamed(x.to(DEVICE)) for _ in range(2)]
     assert torch.equal(*twice)
     assert twice[0].dtype == dtype
     assert relative_error(twice[0], exact) < TOLERANCE[dtype]
@@ -50,7 +51,7 @@ def test_the_error_is_not_above_that_of_weights_in_bfloat16():
     x, weight = torch.randn(8, 512).bfloat16(), quantized(torch.randn(128, 512), "e4m3", (128, 128))
     exact = quantized_reference(x, weight)
     rounded = x.double() @ weight.dequantized(torch.bfloat16).double().T  # with exact sums
-    ours = QuantizedMatrix(weight).streamed(x.float())
+    ours = QuantizedMatrix(weight.to(DEVICE)).streamed(x.float().to(DEVICE))
     assert relative_error(ours, exact) < relative_error(rounded, exact) / 100
 
 
@@ -58,7 +59,7 @@ def test_the_error_is_not_above_that_of_weights_in_bfloat16():
 def test_weights_become_those_of_another_dtype(style):
     for dtype, sizes in ((torch.float32, (130, 300)), (torch.bfloat16, (9, 2304)), (torch.float16, (9, 48))):
         weight = quantized(torch.randn(sizes), *STYLES[style])
-        found, expected = QuantizedMatrix(weight).dequantised(dtype), weight.dequantized(dtype)
+        found, expected = QuantizedMatrix(weight.to(DEVICE)).dequantised(dtype).cpu(), weight.dequantized(dtype)
         step = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 0}[dtype] if INTERPRETED else 0
         assert ((found.float() - expected.float()).abs() <= step * expected.float().abs()).all()
 
@@ -69,14 +70,15 @@ def test_every_code_is_its_number(numbers):
     codes = torch.arange(256, dtype=torch.uint8)
     codes = codes[(codes & 0x7F) != 0x7F] if numbers == "e4m3" else codes
     weight = QuantizedWeight(numbers, codes.view(1, -1), torch.ones(1, 1), (1, 512))
-    assert torch.equal(QuantizedMatrix(weight).dequantised(torch.float32), weight.dequantized(torch.float32))
+    found = QuantizedMatrix(weight.to(DEVICE)).dequantised(torch.float32)
+    assert torch.equal(found.cpu(), weight.dequantized(torch.float32))
 
 
 @pytest.mark.parametrize("rows", [3, MOST_STREAMED + 2])
 def test_matrices_have_the_face_of_plain_ones(rows):
     torch.manual_seed(1)
-    weight, bias = quantized(torch.randn(64, 128), "e4m3", (32, 128)), torch.randn(64)
-    x, plus = torch.randn(1, rows, 128), torch.randn(1, rows, 64)
+    weight = quantized(torch.randn(64, 128), "e4m3", (32, 128)).to(DEVICE)
+    bias, x, plus = randn(64), randn(1, rows, 128), randn(1, rows, 64)
     matrix, gated = QuantizedMatrix(weight, bias), QuantizedGatedMatrix(weight)
     exact = quantized_reference(x[0], weight)
     assert matrix.plain is None

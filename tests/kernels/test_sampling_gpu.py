@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
+from on_device import DEVICE, tensor, zeros
 
 from holdfast.kernels import sampling_gpu
 from holdfast.kernels.sampling import Filters, filter_logits, gumbel_noise_reference, row_keys
@@ -42,18 +43,17 @@ def test_tokens_and_accepted_drafts(lengths, vocabulary, sampled, filtered, seed
     drafts = scores.argmax(-1).int()
     drafts[rng.random(rows) < 0.3] += 1
     noise = (temperatures, keys, cutoff) if sampled else ()
-    drawn, accepted = draw_and_verify(logits, first_rows, drafts, *noise)
+    given = (None if each is None else each.to(DEVICE) for each in (logits, first_rows, drafts, *noise))
+    drawn, accepted = draw_and_verify(*given)
     expected, right = draw_and_verify_reference(logits, first_rows, drafts, scores)
     assert drawn.tolist() == expected.tolist()
     assert accepted.tolist() == right.tolist()
 
 
 def test_the_first_of_equals_is_drawn():
-    logits = torch.zeros(2, 9000)
+    logits = zeros(2, 9000)
     logits[1, [4500, 8000]] = 1.0
-    drawn, accepted = draw_and_verify(
-        logits, torch.tensor([0, 2], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    )
+    drawn, accepted = draw_and_verify(logits, tensor([0, 2], dtype=torch.int32), zeros(2, dtype=torch.int32))
     assert drawn.tolist() == [0, 4500]
     assert accepted.tolist() == [1]
 
@@ -84,10 +84,12 @@ def test_cutoffs_keep_what_sorting_keeps(kind, vocabulary, seed):
     scaled = ROWS[kind](torch.randn(len(FILTERS), vocabulary))
     top_k, top_p, min_p = map(torch.tensor, zip(*FILTERS, strict=True))
     expected = filter_logits(scaled, Filters(top_k[:, None], top_p[:, None], min_p[:, None]))
-    found = cutoffs(scaled, top_k.int(), top_p, min_p)
+    filters = (top_k.int().to(DEVICE), top_p.to(DEVICE), min_p.to(DEVICE))
+    found = cutoffs(scaled.to(DEVICE), *filters).cpu()
     assert torch.equal(scaled.masked_fill(scaled < found[:, None], -torch.inf), expected)
     with mock.patch.multiple(sampling_gpu, _PART=1024, _CANDIDATES=20):
-        assert torch.equal(cutoffs(scaled[:, torch.randperm(vocabulary)], top_k.int(), top_p, min_p), found)
+        moved = scaled[:, torch.randperm(vocabulary)].to(DEVICE)
+        assert torch.equal(cutoffs(moved, *filters).cpu(), found)
 
 
 def test_settings_of_another_number_of_rows_are_refused():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_device import randn
 from paged_world import relative_error
 
 from holdfast.kernels.attention_gpu import INTERPRETED
@@ -24,9 +25,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2 if INTERPRETED else 1e-2,
 )
 def test_any_few_rows_are_the_product(rows, inputs, outputs, dtype, biased, seed):
     torch.manual_seed(seed)
-    x = 3 * torch.randn(rows, inputs + 8).to(dtype)[:, :inputs]
-    weight = torch.randn(outputs, inputs).to(dtype)
-    bias = torch.randn(outputs).to(dtype) if biased else None
+    x = 3 * randn(rows, inputs + 8).to(dtype)[:, :inputs]
+    weight = randn(outputs, inputs).to(dtype)
+    bias = randn(outputs).to(dtype) if biased else None
     exact = streamed_reference(x, weight, bias)
     twice = [streamed(x, weight, bias) for _ in range(2)]
     assert torch.equal(*twice)
@@ -39,15 +40,15 @@ def test_any_few_rows_are_the_product(rows, inputs, outputs, dtype, biased, seed
     ("rows", "dtype"), [(17, torch.bfloat16), (64, torch.float16), (65, torch.float32), (MOST_ORDERED, torch.bfloat16)]
 )
 def test_a_product_alone_is_there_for_more_rows(rows, dtype):
-    x, weight, bias = torch.randn(rows, 256).to(dtype), torch.randn(70, 256).to(dtype), torch.randn(70).to(dtype)
+    x, weight, bias = randn(rows, 256).to(dtype), randn(70, 256).to(dtype), randn(70).to(dtype)
     assert relative_error(streamed(x, weight, bias), streamed_reference(x, weight, bias)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(0, 256, 128), (1, 300, 70), (MOST_ROWS, 300, 70)])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_tall_tiles_compute_the_same(rows, inputs, outputs, dtype):
-    x = torch.randn(rows, inputs + 8).to(dtype)[:, :inputs]
-    weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    x = randn(rows, inputs + 8).to(dtype)[:, :inputs]
+    weight, bias = randn(outputs, inputs).to(dtype), randn(outputs).to(dtype)
     y = streamed_tall(x, weight, bias)
     assert y.shape == (rows, outputs)
     assert not rows or relative_error(y, streamed_reference(x, weight, bias)) < TOLERANCE[dtype]
@@ -58,7 +59,7 @@ def test_tall_tiles_compute_the_same(rows, inputs, outputs, dtype):
 
 def test_a_wide_matrix_is_read_in_larger_pieces(monkeypatch):
     monkeypatch.setattr("holdfast.kernels.stream_gpu._WIDE", 64)
-    x, weight = torch.randn(3, 256), torch.randn(64, 256)
+    x, weight = randn(3, 256), randn(64, 256)
     assert relative_error(streamed(x, weight), streamed_reference(x, weight)) < 1e-5
 
 

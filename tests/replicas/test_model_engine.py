@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_device import DEVICE
 from tiny_models import HYBRIDS, VOCABULARY, WINDOW, Served, answer, config_of, gpu_runner, loaded, words
 
 from holdfast.replicas.config import DraftConfig, least_window_cells
+from holdfast.replicas.model import startup
 from holdfast.replicas.requests import ForkSession, OpenSession, PartialPrefill, SessionTurn
 
 NEW = 8
@@ -129,6 +131,24 @@ def test_gpu_kernels_answer_alike_in_graphs(model: str) -> None:
     assert served.answer(prompts, 5) == {name: answer(prompt, 5, model) for name, prompt in prompts.items()}
     assert served.runner.replayed > 1
     assert served.engine.stats.accepted > 0
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="without a GPU an engine is loaded onto the CPU")
+@pytest.mark.parametrize("model", ["llama", WINDOWS, *OWN])
+def test_an_engine_on_a_gpu_answers_as_transformers_does(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded as for serving, with real graphs, of sizes that few kernels are compiled for. Which products are fastest
+    is measured for one model alone.
+    """
+    if model != "qwen3_5":
+        monkeypatch.setattr(startup, "_choose_products", lambda *_: None)
+    room = {"cells": 512, "host_cells": 512, "context_length": 128, "max_sequences": 2, "session_rows": 0}
+    drafts = DraftConfig(enabled=False, max_draft=3)
+    served = Served(config_of(model, device=DEVICE, step_tokens=6, speculation=drafts, **room))
+    assert served.engine.cache.windows is None or model not in HYBRIDS
+    assert agents(served, model, 3, 2) == 6
+    assert served.engine.stats.prompt_cached > 40
+    assert served.runner.graphs is not None
+    assert served.runner.replayed > 10
 
 
 @pytest.mark.parametrize("model", MODELS)

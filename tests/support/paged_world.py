@@ -18,7 +18,19 @@ class PagedWorld:
     """
 
     def __init__(
-        self, spans, page_size, kv_heads, group, dim, dtype, seed, scattered=0.0, heads_first=True, common=0, int8=False
+        self,
+        spans,
+        page_size,
+        kv_heads,
+        group,
+        dim,
+        dtype,
+        seed,
+        scattered=0.0,
+        heads_first=True,
+        common=0,
+        int8=False,
+        device="cpu",
     ):
         rng = np.random.default_rng(seed)
         torch.manual_seed(seed)
@@ -45,25 +57,26 @@ class PagedWorld:
         self.kv[:, :, torch.from_numpy(~written)] = POISON
         if int8:  # as it lies in memory
             self.kv = in_bytes(self.kv.permute(0, 1, 4, 2, 3, 5)).permute(0, 1, 3, 4, 2, 5)
+        self.kv = self.kv.to(device)
         total = sum(length for _, length in spans)
         # As a projection may leave them: heads before tokens, and tokens before heads.
-        self.q = torch.randn(kv_heads * group, total, dim).to(dtype).transpose(0, 1)
-        self.k = torch.randn(kv_heads, total, dim).to(dtype).transpose(0, 1)
-        self.v = torch.randn(total, kv_heads, dim).to(dtype)
+        self.q = torch.randn(kv_heads * group, total, dim).to(device, dtype).transpose(0, 1)
+        self.k = torch.randn(kv_heads, total, dim).to(device, dtype).transpose(0, 1)
+        self.v = torch.randn(total, kv_heads, dim).to(device, dtype)
         self.batch = PagedBatch(
             page_size=page_size,
-            page_table=torch.from_numpy(table),
+            page_table=torch.from_numpy(table).to(device),
             rows=range(len(spans)),
             starts=[start for start, _ in spans],
             lengths=[length for _, length in spans],
-            cells=torch.from_numpy(np.concatenate(cells)),
+            cells=torch.from_numpy(np.concatenate(cells)).to(device),
             runs=[page_runs(table[row, :count]) for row, count in enumerate(used)],
         )
         store_kv(self.kv, 1, self.k, self.v, self.batch.cells)
 
     def sinks(self, size):
         """A sink for each head, about as great as `size`; None: none."""
-        return None if size is None else size * torch.randn(self.q.shape[1])
+        return None if size is None else size * torch.randn(self.q.shape[1]).to(self.q.device)
 
     def attend(self, window=None, softcap=None, sinks=None):
         return paged_attention(self.q, self.kv, 1, self.batch, 0.3, window, softcap, sinks)
@@ -74,4 +87,5 @@ class PagedWorld:
 
 def relative_error(got, exact):
     """Of the whole tensor, by norm."""
-    return float((got.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-30))
+    exact = exact.double().cpu()
+    return float((got.double().cpu() - exact).norm() / exact.norm().clamp(min=1e-30))

@@ -1,6 +1,6 @@
 """A tiny random Llama by our own decoders and by that of transformers.
 
-And an engine over our own: plain, as on a GPU, with graphs that are none.
+And an engine over our own: plain, as on a GPU, with graphs, which are calls where there is no GPU.
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import transformers as tf
 from kv_audit import check_cache
-from tiny_models import replayed
+from on_device import capture, device_of
 
 from holdfast.replicas.config import DraftConfig, EngineConfig, least_window_cells
 from holdfast.replicas.engine import Engine
@@ -72,7 +72,7 @@ def decoder(
 ) -> tuple[Decoder, KVTensors]:
     """A decoder over a store of its own, in which cells that nobody wrote hold NaN; its products, or that, in int8."""
     config = config_of(window)
-    kv = KVTensors(describe(config).cell, pages, page_size, dtype, scratch=True, int8=int8_kv)
+    kv = KVTensors(describe(config).cell, pages, page_size, dtype, device_of(kind), scratch=True, int8=int8_kv)
     kv.data.fill_(-1 if int8_kv else torch.nan)  # a scale of such bytes is NaN
     smoothed = None
     if int8 or int8_kv:
@@ -85,7 +85,8 @@ def load(
 ) -> tuple[Decoder, KVTensors]:
     """The same with a store of their own for layers with the window."""
     config, of_kinds = config_of(window), (pages, window_pages or pages)
-    kv = KVTensors.of(describe(config).kinds(640), of_kinds, page_size, torch.float32, scratch=True)
+    kinds = describe(config).kinds(640)
+    kv = KVTensors.of(kinds, of_kinds, page_size, torch.float32, device_of(kind), scratch=True)
     for each in kv.kinds:
         each.data.fill_(torch.nan)
     decoder = kind.load(_checkpoint(window).name, config, kv, 640)
@@ -126,7 +127,7 @@ class TinyEngine:
         else:
             self.runner = GpuRunner(model, kv, rows, CONTEXT)
         if way == "graphs":
-            self.runner.capture(replayed, ROOM, lambda line: None)
+            self.runner.capture(capture(), ROOM, lambda line: None)
         self.engine = Engine(self.config, self.runner, vocabulary=VOCABULARY, window=kept)
 
     def answers(self, requests: list[Submit], together: int = 3) -> dict[str, tuple[int, ...]]:

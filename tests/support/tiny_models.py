@@ -13,6 +13,7 @@ import tokenizers
 import torch
 import transformers as tf
 from kv_audit import check_cache
+from on_device import DEVICE, capture
 
 from holdfast.replicas.config import EngineConfig
 from holdfast.replicas.engine import Engine
@@ -145,6 +146,7 @@ def config_of(name: str, **settings: Any) -> EngineConfig:
     """Settings for an engine over a tiny model."""
     folder, model = tiny(name)
     defaults = {"cells": 2048, "max_sequences": 8, "session_rows": 3, "dtype": "float32", "page_size": 4}
+    defaults["device"] = "cpu"
     described = describe(model.config)
     if described is not None and described.state is not None:
         defaults["state_slots"] = 24
@@ -157,28 +159,23 @@ def loaded(name: str) -> LoadedRunner:
     return load_runner(config_of(name))
 
 
-def replayed(call: Callable[[], None]) -> Callable[[], None]:
-    """What stands for a captured graph: the call itself, over the same buffers."""
-    return call
-
-
 def gpu_runner(config: EngineConfig, *, graphs: bool) -> GpuRunner:
-    """Steps as on a GPU, in Triton's interpreter; graphs are plain calls."""
+    """Steps as on a GPU; without one in Triton's interpreter, where graphs are plain calls."""
     info = inspect_model(config.model)
     if config.speculation.mtp:
         info = with_next_token(info, stored_tensors(config.model, Path(config.model)))
     described = info.description
     assert described is not None
     pages = config.cells // config.page_size
-    kv = KVTensors.of(described.kinds(128), [pages], config.page_size, torch.float32, scratch=True)
+    kv = KVTensors.of(described.kinds(128), [pages], config.page_size, torch.float32, DEVICE, scratch=True)
     kv.data.fill_(torch.nan)  # whatever is read before it is written shows
-    states = make_states(described, config, config.state_slots, torch.float32, "cpu")
+    states = make_states(described, config, config.state_slots, torch.float32, DEVICE)
     decoder = GpuDecoder.load(config.model, info.config, kv, 128, states=states, description=described)
     assert decoder is not None
     runner = GpuRunner(decoder, kv, config.max_sequences, 128)
     if graphs:
         room = GraphRoom(tokens=8, items=64, wide_items=16, partials=256, extra=4096, programs=2)
-        assert runner.capture(replayed, room, lambda line: None)
+        assert runner.capture(capture(), room, lambda line: None)
     return runner
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers as tf
 from families import COMMON, CONFIGS, save
+from on_device import DEVICE, device_of
 from safetensors.torch import load_file, save_file
 
 from holdfast.replicas.errors import ConfigError
@@ -29,9 +30,9 @@ DECLINED = {
 }
 
 
-def kv_of(config: tf.PreTrainedConfig, dtype: torch.dtype = torch.float32) -> KVTensors:
+def kv_of(config: tf.PreTrainedConfig, dtype: torch.dtype = torch.float32, device: str = "cpu") -> KVTensors:
     kinds = describe(config).kinds(160)
-    return KVTensors.of(kinds, [20] * len(kinds), 8, dtype)
+    return KVTensors.of(kinds, [20] * len(kinds), 8, dtype, device)
 
 
 def paged_logits(decoder: Decoder, kv: KVTensors, tokens: np.ndarray, cuts: list[int]) -> torch.Tensor:
@@ -43,7 +44,7 @@ def paged_logits(decoder: Decoder, kv: KVTensors, tokens: np.ndarray, cuts: list
     for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
         chunk = Chunk(0, start, tokens[start:end], Draw(Sampling(), 0, drafts=end - start - 1))
         parts.append(decoder.forward(build_batch((chunk,), table)))
-    return torch.cat(parts)
+    return torch.cat(parts).cpu()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -61,20 +62,21 @@ def test_logits_are_transformers_own(name, tmp_path):
     assert torch.equal(paged.argmax(-1), plain.argmax(-1))
 
 
-ON_A_GPU = ("llama", "qwen2 windows", "gpt-oss", "gemma 4", "glm 4", "laguna")
+INTERPRETABLE = ("llama", "qwen2 windows", "gpt-oss", "gemma 4", "glm 4", "laguna")  # the others take minutes so
 
 
-@pytest.mark.parametrize("name", ON_A_GPU)
+@pytest.mark.parametrize("name", INTERPRETABLE if DEVICE == "cpu" else CONFIGS)
 def test_logits_by_the_gpu_kernels_are_transformers_own(name, tmp_path):
     config = CONFIGS[name]
     model = save(config, tmp_path)
-    kv = kv_of(config)
+    kv = kv_of(config, device=DEVICE)
     decoder = GpuDecoder.load(str(tmp_path), config, kv, 160)
     tokens = np.random.default_rng(1).integers(0, 97, 28).astype(np.int32)
     with torch.inference_mode():
         plain = model(input_ids=torch.from_numpy(tokens).long()[None]).logits[0]
     paged = paged_logits(decoder, kv, tokens, [23, 24])
-    assert torch.allclose(paged, plain, atol=2e-4, rtol=0)
+    tolerance = 2e-3 if name == "packed" else 2e-4
+    assert torch.allclose(paged, plain, atol=tolerance, rtol=0)
     assert torch.equal(paged.argmax(-1), plain.argmax(-1))
 
 
@@ -82,7 +84,7 @@ def test_logits_by_the_gpu_kernels_are_transformers_own(name, tmp_path):
 def test_sixteen_bits_stay_close(kind, dtype, tmp_path):
     config = CONFIGS["llama"]
     model = save(config, tmp_path)
-    kv = kv_of(config, dtype)
+    kv = kv_of(config, dtype, device_of(kind))
     decoder = kind.load(str(tmp_path), config, kv, 160)
     tokens = np.random.default_rng(1).integers(0, 97, 50).astype(np.int32)
     with torch.inference_mode():

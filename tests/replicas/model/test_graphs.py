@@ -1,4 +1,7 @@
-"""Which graph a step runs in, and that it computes there what it computes without one; the graphs are plain calls."""
+"""Which graph a step runs in, and that it computes there what it computes without one.
+
+Without a GPU the graphs are plain calls.
+"""
 
 from dataclasses import replace
 
@@ -6,8 +9,8 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from on_device import capture
 from tiny_decoder import ROOM, decoder, prompt
-from tiny_models import replayed
 
 from holdfast.replicas.model.decoder import AttentionShape, PageTable, build_batch, lay_out, plan_attention
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
@@ -23,7 +26,7 @@ class World:
     def __init__(self, room: GraphRoom = ROOM) -> None:
         model, self.kv = decoder(GpuDecoder, PAGES, PAGE)
         self.model = model
-        self.table = PageTable(3, PAGES, PAGE, PAGES)
+        self.table = PageTable(3, PAGES, PAGE, PAGES, self.kv.data.device)
         order = np.random.default_rng(0).permutation(PAGES).astype(np.int32)
         for row in range(3):
             own = order[34 + row * 3 : 37 + row * 3]
@@ -54,7 +57,7 @@ SPANS = {
 
 def test_every_step_computes_the_same_in_its_graph_and_nothing_of_others_is_touched():
     world = World(replace(ROOM, tokens=12))
-    world.graphs.capture(replayed, world.said.append)
+    world.graphs.capture(capture(), world.said.append)
     assert world.said[-1].startswith(f"CUDA graphs: {len(world.graphs.room.buckets(GROUP))} of")
     for bucket, spans in SPANS.items():
         chunks = world.chunks(spans)
@@ -67,7 +70,7 @@ def test_every_step_computes_the_same_in_its_graph_and_nothing_of_others_is_touc
         assert loaded is not None
         assert loaded.bucket == bucket
         for sent, there in zip(extra, loaded.extra, strict=True):
-            assert np.array_equal(sent, there.numpy())
+            assert np.array_equal(sent, there.cpu().numpy())
         logits = world.graphs.replay(loaded.bucket, sum(n for _, n in spans)).logits
         assert torch.allclose(logits, eager, atol=1e-4)
         assert torch.allclose(world.kv.data[:, :, :PAGES], written[:, :, :PAGES], atol=1e-5)
@@ -76,13 +79,14 @@ def test_every_step_computes_the_same_in_its_graph_and_nothing_of_others_is_touc
 def test_capturing_writes_to_the_scratch_cell_alone():
     world = World()
     before = world.kv.data[:, :, :PAGES].clone()
-    world.graphs.capture(lambda call: (call(), call)[1], world.said.append, most=4)
+    real = capture()
+    world.graphs.capture(lambda call: (call(), real(call))[1], world.said.append, most=4)
     assert torch.equal(world.kv.data[:, :, :PAGES], before)
 
 
 def test_chunks_run_in_graphs_as_well_whatever_of_them_is_drawn_from():
     world = World(replace(ROOM, tokens=48))
-    world.graphs.capture(replayed, world.said.append)
+    world.graphs.capture(capture(), world.said.append)
     long, silent = Chunk(0, 20, prompt(40, 1), Draw(Sampling(), 0)), Chunk(1, 30, prompt(4, 2))
     verified = Chunk(2, 40, prompt(3, 3), Draw(Sampling(), 0, drafts=2))
     for chunks, bucket in (
@@ -102,7 +106,7 @@ def test_chunks_run_in_graphs_as_well_whatever_of_them_is_drawn_from():
 def test_steps_that_fit_no_graph_run_without():
     world = World()
     assert world.load(world.chunks([(9, 1)])) is None  # nothing is captured
-    world.graphs.capture(replayed, world.said.append)
+    world.graphs.capture(capture(), world.said.append)
     assert world.load(world.chunks([(9, 1)])) is not None
     long = world.chunks([(0, 33)])
     many = world.chunks([(3, 4), (9, 5)])
@@ -110,7 +114,7 @@ def test_steps_that_fit_no_graph_run_without():
         assert world.load(chunks) is None
     assert world.load(world.chunks([(9, 1)]), (np.zeros(ROOM.extra + 1, np.uint8),)) is None
     tight = World(replace(ROOM, items=2, partials=4))
-    tight.graphs.capture(replayed, tight.said.append)
+    tight.graphs.capture(capture(), tight.said.append)
     assert tight.load(tight.chunks([(200, 1)])) is not None
     assert tight.load(tight.chunks([(200, 3)])) is None  # six partial results
     assert tight.load(tight.chunks([(300, 1)])) is None  # three items

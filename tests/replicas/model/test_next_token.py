@@ -20,6 +20,7 @@ FAMILIES: tuple[Family, ...] = ("qwen3_5", "qwen3_next", "glm4_moe")
 
 def config_of(model: TinyMtp, *, mtp: bool = True, **settings: Any) -> EngineConfig:
     defaults = {"cells": 2048, "max_sequences": 8, "session_rows": 3, "dtype": "float32", "page_size": 4}
+    defaults["device"] = "cpu"
     if hasattr(model.model.config, "linear_num_key_heads"):
         defaults["state_slots"] = 24
     folder = str(model.folder)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from on_device import DEVICE, device_of
 from safetensors.torch import load_file, save_file
 
 from holdfast.kernels.linear_state import LinearStates
@@ -75,10 +76,10 @@ def logits(
     config = tf.AutoConfig.from_pretrained(folder)
     described = describe(config)
     kinds = described.kinds(128)
-    kv = KVTensors.of(kinds, [8] * len(kinds), 16, dtype)
+    kv = KVTensors.of(kinds, [8] * len(kinds), 16, dtype, device_of(kind))
     states = None
     if described.state is not None:
-        states = LinearStates(described.state, described.linear_layers, 1, len(TOKENS), dtype, "cpu")
+        states = LinearStates(described.state, described.linear_layers, 1, len(TOKENS), dtype, device_of(kind))
     smoothed = partial(smooth, sample=torch.arange(40), dtype=dtype) if int8 else None
     decoder = kind.load(str(folder), config, kv, 128, smoothed, int8, states)
     table = PageTable.of(kv, 1, 128)
@@ -86,7 +87,7 @@ def logits(
         table.write(RowWrite(0, 0, np.arange(8, dtype=np.int32), each))
     use = StateUse(-1, 0, held=len(TOKENS) - 1) if states else None
     draw = Draw(Sampling(), 0, drafts=len(TOKENS) - 1)
-    return decoder.forward(build_batch((Chunk(0, 0, TOKENS, draw, state=use),), table)).float()
+    return decoder.forward(build_batch((Chunk(0, 0, TOKENS, draw, state=use),), table)).float().cpu()
 
 
 def of(model: torch.nn.Module) -> torch.Tensor:
@@ -108,12 +109,14 @@ def test_weights_are_what_transformers_reads(family, tmp_path):
 
 @pytest.mark.parametrize("form", RECIPES)
 def test_every_format_is_read_and_multiplied_with(form, tmp_path):
-    """By our decoder on a CPU, which dequantises. The kernels' own tests have all formats as on a GPU."""
+    """By our decoder on a CPU, which dequantises, and on a GPU if there is one. The kernels' tests have all formats."""
     _, stored = save("llama", tmp_path, form)
     config = tf.AutoConfig.from_pretrained(tmp_path)
     weights = read_weights(str(tmp_path), describe(config), torch.float32, "cpu", keep=True)
     assert all(isinstance(block.op.out, QuantizedWeight) for block in list(weights.blocks)[::2])
     assert torch.allclose(logits(tmp_path), of(stored), atol=1e-4, rtol=1e-4)
+    if DEVICE != "cpu":
+        assert torch.allclose(logits(tmp_path, kind=GpuDecoder), of(stored), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])

@@ -1,10 +1,14 @@
-"""Tokens chosen the GPU's way are those of the CPU's way, whatever rows ask for; interpreted where there is no GPU."""
+"""Tokens chosen without waiting are those chosen with waiting, whatever rows ask for.
+
+On a GPU if there is one, else interpreted.
+"""
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from on_device import DEVICE
 
 from holdfast.kernels.kv import Sender
 from holdfast.replicas.constraints.matcher import RowMasks
@@ -69,13 +73,14 @@ def test_tokens_are_those_of_the_cpu(rows, half, seed):
             counts.add(rng.integers(0, VOCABULARY, 9).astype(np.int32))
         chunks.append(Chunk(0, int(rng.integers(0, 99)), tokens, Draw(sampling, seed, drafts, counts, masks)))
         at += drafts + 1
+    logits = logits.to(DEVICE)
     got, expected = on_gpu(logits, chunks), sampler.sample(logits, chunks)
     assert got == expected
 
 
 def test_a_cutoff_is_compared_with_what_it_was_found_in():
     """With a top_k of 1 only the first is left, whatever dividing by the temperature rounds to."""
-    logits = torch.linspace(0.1, 7.3, 5 * VOCABULARY).view(5, VOCABULARY)
+    logits = torch.linspace(0.1, 7.3, 5 * VOCABULARY, device=DEVICE).view(5, VOCABULARY)
     sampling = Sampling(temperature=0.37, top_k=1)
     chunks = [Chunk(0, i, np.array([1], np.int32), Draw(sampling, i)) for i in range(5)]
     assert [drawn.tokens for drawn in on_gpu(logits, chunks)] == [(VOCABULARY - 1,)] * 5

@@ -7,8 +7,8 @@ import torch
 import transformers as tf
 from hypothesis import given
 from hypothesis import strategies as st
+from on_device import capture
 from tiny_decoder import ROOM, TinyEngine, decoder, load
-from tiny_models import replayed
 
 from holdfast.kernels.linear_state import LinearShape, LinearStates
 from holdfast.replicas.config import DraftConfig, EngineConfig, ModelShape, WindowShape, split_memory
@@ -222,7 +222,7 @@ def test_graphs_are_for_steps_that_decode_and_verify_on_a_gpu():
 def test_graphs_are_kept_if_they_compute_what_is_computed_without(broken, caplog):
     tiny = TinyEngine("device")
     room = replace(ROOM, tokens=2)  # longer steps are compared without one
-    assert tiny.runner.capture((lambda call: lambda: None) if broken else replayed, room, lambda line: None)
+    assert tiny.runner.capture((lambda call: lambda: None) if broken else capture(), room, lambda line: None)
     config = replace(tiny.config, context_length=42, cells=48)  # the other shapes are too long then, or too many
     assert len(plans_to_compare(config)) == 2
     assert startup.check_graphs(tiny.runner, config) is not broken

@@ -56,7 +56,7 @@ def span(draw):
     )
 
 
-@settings(max_examples=6, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=6 if DEVICE == "cpu" else 4, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
     spans=st.lists(span(), min_size=1, max_size=4),
     shape=st.sampled_from(

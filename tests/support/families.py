@@ -24,6 +24,8 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
+# In older versions of transformers these two are fixed in the model.
+CLAMPED = {"swiglu_alpha": 1.4, "swiglu_limit": 0.05} if hasattr(tf.GptOssConfig(), "swiglu_alpha") else {}
 WINDOWS = ["sliding_attention", "full_attention"]
 CONFIGS = {
     "llama": tf.LlamaConfig(**COMMON),
@@ -48,8 +50,7 @@ CONFIGS = {
         head_dim=16,
         sliding_window=20,
         rope_parameters=YARN | {"truncate": False},
-        swiglu_alpha=1.4,
-        swiglu_limit=0.05,
+        **CLAMPED,
     ),
     "gemma 3": tf.Gemma3TextConfig(
         **COMMON,

@@ -109,8 +109,16 @@ class TinyMtp:
         with torch.no_grad():
             hidden = self.model.model(ids).last_hidden_state
         where, cache = torch.arange(1, len(tokens))[None], MtpCache(config=self._config)
-        out = self.layer.forward_layer(0, hidden[:, :-1], where, cache, input_ids=ids[:, 1:])
-        return self.layer._project_to_logits(out)[0]
+        embedded, layer = self.layer.embed_tokens(ids[:, 1:]), self.layer
+        if hasattr(layer, "forward_layer"):
+            out = layer.forward_layer(0, hidden[:, :-1], where, cache, inputs_embeds=embedded)
+        else:  # older versions of transformers
+            masks = layer.create_masks_for_mtp_layer(0, embedded, cache, where)
+            angles = layer.rotary_emb(embedded, position_ids=where)
+            both = {"position_embeddings": angles, "position_ids": where}
+            out = layer.layers[0](embedded, hidden[:, :-1], **both, past_key_values=cache, **masks)
+            out = layer.shared_post_norm(out) if layer.use_shared_post_norm else out
+        return layer._project_to_logits(out)[0]
 
     @torch.no_grad()
     def predicted(self, tokens: tuple[int, ...]) -> int:

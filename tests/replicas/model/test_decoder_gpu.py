@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from on_device import randint, randn
 from tiny_decoder import decoder
 
 from holdfast.kernels.linear import GatedMatrix, Matrix, Route
@@ -20,8 +21,8 @@ def test_each_size_takes_the_faster_way_in_each_number_of_rows(monkeypatch):
     rows, tall = [], []
     monkeypatch.setattr(stream_gpu, "streamed", lambda x, w, b=None: rows.append(len(x)) or x @ w.T)
     monkeypatch.setattr(stream_gpu, "streamed_tall", lambda x, w, b=None: tall.append(len(x)) or x @ w.T)
-    first, second = (Matrix(torch.randn(24, 16), leave=True) for _ in range(2))
-    gated = GatedMatrix(torch.randn(64, 16), leave=True)
+    first, second = (Matrix(randn(24, 16), leave=True) for _ in range(2))
+    gated = GatedMatrix(randn(64, 16), leave=True)
     small = (1.0, 1.5, 2.0, 3.0, 3.0, 1.0, 1.0, 1.1, 2.0)
     large = (1.0, 1.0, 1.01, 3.0, 1.0, 3.0, 3.0, 3.0, 1.0)
     timed = choose_products([first, second, gated], clock(*small, *large))
@@ -29,7 +30,7 @@ def test_each_size_takes_the_faster_way_in_each_number_of_rows(monkeypatch):
     assert (timed[0].outputs, timed[0].inputs) == (24, 16)
     rows.clear()
     for count in range(1, 18):
-        x = torch.randn(count, 16)
+        x = randn(count, 16)
         for matrix in (first, second):
             assert torch.allclose(matrix(x), x @ matrix.plain.T, atol=1e-5)
         assert torch.allclose(gated.both(x), x @ gated.plain.T, atol=1e-5)
@@ -43,7 +44,7 @@ def test_what_computes_something_else_is_not_chosen_however_fast_it_is(monkeypat
     model, _ = decoder(GpuDecoder, 8, 16)
     sizes = len({matrix.plain.shape for matrix in model.matrices})
     seconds = clock(*[1.0, 2.0, 9.0] * 3 * sizes)
-    monkeypatch.setattr(decoder_gpu, "streamed", lambda x, w, *_: torch.full((len(x), len(w)), torch.nan))
+    monkeypatch.setattr(decoder_gpu, "streamed", lambda x, w, *_: x.new_full((len(x), len(w)), torch.nan))
     choose_products(model.matrices, seconds)
     assert "are off by" in caplog.text
     assert not any(
@@ -53,7 +54,7 @@ def test_what_computes_something_else_is_not_chosen_however_fast_it_is(monkeypat
 
 def whole(*shape):
     """Numbers whose sums are exact in any order: the interpreter's depends on the tile, a GPU's does not."""
-    return torch.randint(-4, 5, shape).float()
+    return randint(-4, 5, shape).float()
 
 
 def off_for(counts):

@@ -28,7 +28,7 @@ from rich.text import Text
 
 from holdfast.cluster import config, environment, model_files, redis, shapes, sizing
 from holdfast.cluster.config import Settings
-from holdfast.replicas.config import BYTES, PROGRAM_STATES, EngineConfig
+from holdfast.replicas.config import BYTES, PROGRAM_STATES, EngineConfig, check_kv
 from holdfast.replicas.errors import ConfigError, HoldfastError
 from holdfast.replicas.memory import memory as host_memory
 from holdfast.replicas.retention.policy import retention_policy
@@ -475,6 +475,11 @@ def fit(settings: Settings, gpu: Gpu | None, tokens: int = sizing.TOKENS) -> Ite
     shape = model.shape
     sizes = f"{sizing.count(shape.parameters)} parameters, {sizing.count(shape.active)} of them for each token"
     yield ok("weights", f"{sizes}, {model.stored / GIB:.2f} GiB in {model.format}")
+    try:
+        check_kv(settings.engine.kv_dtype, "cpu" if gpu is None else "cuda")
+    except ConfigError as error:
+        yield fail("fit", error.message, "engine.kv_dtype: auto")
+        return
     if gpu is not None:
         yield _on_gpu(settings, model, gpu, tokens)
         return
@@ -483,7 +488,7 @@ def fit(settings: Settings, gpu: Gpu | None, tokens: int = sizing.TOKENS) -> Ite
     if engine.cells:
         budget = float(_held_bytes(settings, shape, number))
     held = sizing.fit(shape, engine, budget, tokens=tokens, number=number)
-    found = sizing.summary(shape, held, tokens, number, engine.kv_dtype == "int8")
+    found = sizing.summary(shape, held, tokens, number, engine.kv_dtype)
     if held.programs:
         yield ok("fit", found)
     else:
@@ -518,7 +523,7 @@ def _on_gpu(settings: Settings, model: _Model, gpu: Gpu, tokens: int) -> Finding
     if held.left <= 0:
         found = f"{taken} leave no room, {gpu.free / GIB:.1f} GiB are free"
         return fail("fit", found, _more_room(model, engine, gpu, tokens))
-    found = f"{taken} leave {sizing.summary(shape, held, tokens, number)}"
+    found = f"{taken} leave {sizing.summary(shape, held, tokens, number, engine.kv_dtype)}"
     return ok("fit", found) if held.programs else warn("fit", found, _more_room(model, engine, gpu, tokens))
 
 
@@ -534,6 +539,8 @@ def _more_room(model: _Model, engine: EngineConfig, gpu: Gpu, tokens: int) -> st
         ways.append("end what else is on the GPU (nvidia-smi)")
     if engine.step_tokens > fewer.step_tokens and fits(weights, fewer, others=others):
         ways.append("engine.step_tokens: 1024")
+    if fits(weights, replace(engine, device="auto", kv_dtype="fp8"), others=others):
+        ways.append("engine.kv_dtype: fp8")
     smaller = {each: shape.stored_bytes(each) for each in ("fp8", "nvfp4", "int4")}
     ways += [f"its weights in {each} ({s / GIB:.1f} GiB)" for each, s in smaller.items() if s < weights and fits(s)][:1]
     larger = {name: size * sizing.GB for name, size in sizing.GPUS.items() if size * sizing.GB > gpu.memory}

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.replicas.config import SCALE_BYTES, DraftConfig
+from holdfast.replicas.config import DraftConfig, kv_bytes
 from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.types import KVDType
 
 Config = Mapping[str, Any]
 BYTES = 2  # of a number in bfloat16
@@ -60,9 +61,9 @@ class KV:
     width: int
     window: int = 0
 
-    def bytes(self, number: int = BYTES) -> int:
-        """Bytes of a token; of a byte a number with the scales."""
-        return self.layers * self.vectors * (self.width * number + (SCALE_BYTES if number == 1 else 0))
+    def bytes(self, number: int = BYTES, kv_dtype: KVDType = "auto") -> int:
+        """Bytes of a token where the model computes with `number` bytes a number."""
+        return kv_bytes(self.layers * self.vectors * self.width, self.width, number, kv_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +118,17 @@ class Shape:
         """Parameters that one token is multiplied with."""
         return self.dense + round(self.experts * self.chosen) + self.table
 
-    def cell_bytes(self, number: int = BYTES) -> int:
+    def cell_bytes(self, number: int = BYTES, kv_dtype: KVDType = "auto") -> int:
         """Bytes of one token's keys and values in every layer."""
-        return sum(each.bytes(number) for each in self.kv)
+        return sum(each.bytes(number, kv_dtype) for each in self.kv)
 
     def state_bytes(self, number: int = BYTES, window: int = 1 + DraftConfig().max_draft) -> int:
         """Bytes of one sequence's recurrent state; 0: it has none."""
         return self.states.bytes(number, window) if self.states is not None else 0
 
-    def sequence_bytes(self, tokens: int, number: int = BYTES) -> int:
+    def sequence_bytes(self, tokens: int, number: int = BYTES, kv_dtype: KVDType = "auto") -> int:
         """Bytes of the KV of one sequence. Layers with a window keep that of its last tokens."""
-        return sum(min(tokens, each.window or tokens) * each.bytes(number) for each in self.kv)
+        return sum(min(tokens, each.window or tokens) * each.bytes(number, kv_dtype) for each in self.kv)
 
     def weight_bytes(self, number: int = BYTES) -> int:
         return self.parameters * number

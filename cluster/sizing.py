@@ -18,6 +18,7 @@ from holdfast.cluster.known_models import MODELS, Known
 from holdfast.cluster.shapes import BYTES, Shape
 from holdfast.replicas.config import PROGRAM_STATES, EngineConfig, Memory, ModelShape, WindowShape, split_memory
 from holdfast.replicas.errors import ConfigError
+from holdfast.replicas.types import KVDType
 
 GB = 10**9  # as data sheets count
 MIB, GIB = 2**20, 2**30
@@ -67,13 +68,13 @@ def held_bytes(shape: Shape, engine: EngineConfig, number: int, held: Memory) ->
 
 def _kinds(shape: Shape, engine: EngineConfig, number: int) -> tuple[int, int, int]:
     """The window of layers that have pages of their own, 0 where none have; bytes of a cell, and of a window cell."""
-    kv = 1 if engine.kv_dtype == "int8" else number
+    kv = (number, engine.kv_dtype)
     whole, *windows = sorted({each.window for each in shape.kv})
     apart = not whole and len(windows) == 1 and shape.states is None
     if not apart or 0 < engine.context_length <= windows[0]:
-        return 0, shape.cell_bytes(kv), 0
-    cell = sum(each.bytes(kv) for each in shape.kv if not each.window)
-    return windows[0], cell, shape.cell_bytes(kv) - cell
+        return 0, shape.cell_bytes(*kv), 0
+    cell = sum(each.bytes(*kv) for each in shape.kv if not each.window)
+    return windows[0], cell, shape.cell_bytes(*kv) - cell
 
 
 def step_bytes(shape: Shape, engine: EngineConfig, number: int) -> int:
@@ -119,7 +120,7 @@ def fit(
         programs = held.cells // tokens
     else:
         states = held.slots * shape.state_bytes(number, window(engine))
-        kv = shape.sequence_bytes(tokens, 1 if engine.kv_dtype == "int8" else number)
+        kv = shape.sequence_bytes(tokens, number, engine.kv_dtype)
         programs = max(0, int((left - states) // kv))
     if shape.states is not None:
         programs = min(programs, held.slots // PROGRAM_STATES)
@@ -142,11 +143,11 @@ def on_gpu(
     return fit(shape, engine, engine.gpu_memory * memory - others, weights, step, tokens, number)
 
 
-def summary(shape: Shape, fit: Fit, tokens: int, number: int = BYTES, int8_kv: bool = False) -> str:
+def summary(shape: Shape, fit: Fit, tokens: int, number: int = BYTES, kv_dtype: KVDType = "auto") -> str:
     """The fit in one line."""
-    kv = 1 if int8_kv else number
-    each = [f"{sum(each.bytes(kv) for each in shape.kv if not each.window) / 1024:.0f} KiB a token"]
-    each += [f"{e.bytes(kv) / 1024:.0f} KiB for each of its last {e.window:,}" for e in shape.kv if e.window]
+    kv = (number, kv_dtype)
+    each = [f"{sum(each.bytes(*kv) for each in shape.kv if not each.window) / 1024:.0f} KiB a token"]
+    each += [f"{e.bytes(*kv) / 1024:.0f} KiB for each of its last {e.window:,}" for e in shape.kv if e.window]
     if shape.states is not None:
         each.append(f"{fit.held.slots:,} states of {shape.state_bytes(number) / MIB:.0f} MiB")
     room = f"{max(fit.left, 0) / GIB:.1f} GiB for KV and states"

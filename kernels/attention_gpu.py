@@ -14,6 +14,9 @@ A head's sink joins last, after all positions: o / l / (1 + 2^(sink - m) / l).
 Keys are found through the page table cell by cell, so any page size works; addresses cost least where a tile is whole
 pages. The contents of cells at or behind an item's end do not matter. The order of every sum is fixed: the same step
 gives the same bits.
+
+Keys and values of a store in FP8 become numbers of the queries' dtype in registers, which is exact. A NaN is read as
++-480.
 """
 
 import torch
@@ -22,12 +25,51 @@ import triton.language as tl
 from torch import Tensor
 
 from holdfast.kernels.attention_plan import NARROW_ROWS, WIDE_ROWS, GpuPlan, make_plan, plan_key, tile_of
-from holdfast.kernels.kv import PagedBatch
+from holdfast.kernels.kv import FP8, PagedBatch
 
 _LOG2E = 1.4426950408889634
 _MERGED = 16  # partial results read at a time
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on a CPU."""
+
+
+# Four codes to bfloat16, exactly: sign, exponent and mantissa move to their places. The exponent's bias is 7 and not
+# 127, so that is 2^-120 of the number, and is multiplied. Every instruction works on two numbers.
+_E4M3_TO_BFLOAT16 = tl.constexpr("""{
+.reg .b32 low, high, rest, factor, zero;
+mov.b32 factor, 0x7B807B80;
+mov.b32 zero, 0x80008000;
+prmt.b32 low, $2, 0, 0x1404;
+prmt.b32 high, $2, 0, 0x3424;
+and.b32 rest, low, 0x7F007F00;
+shr.b32 rest, rest, 4;
+lop3.b32 low, low, 0x80008000, rest, 0xEA;
+fma.rn.bf16x2 $0, low, factor, zero;
+and.b32 rest, high, 0x7F007F00;
+shr.b32 rest, rest, 4;
+lop3.b32 high, high, 0x80008000, rest, 0xEA;
+fma.rn.bf16x2 $1, high, factor, zero;
+}""")
+
+
+@triton.jit
+def _numbers(stored, query, FORM: tl.constexpr, WIDEN: tl.constexpr, PURE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keys or values as numbers to multiply `query`, or weights, with. `FORM`: "plain", or of FP8 how it is read.
+
+    `PURE`: Triton may move the bytes to where a product needs them, and turn them into numbers there. That is good for
+    keys. Of values it would read every byte by itself: only 16-bit numbers are loaded by columns.
+    """
+    if FORM == "packed":
+        number = tl.inline_asm_elementwise(
+            _E4M3_TO_BFLOAT16, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=PURE, pack=4
+        )
+    elif FORM == "bits":  # those of float16 over 256, as in `quantized_gpu`
+        wide = stored.to(tl.uint16)
+        number = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        number = (number.to(tl.float32) * 256.0).to(query.dtype)
+    else:
+        number = stored.to(tl.float32) if WIDEN else stored
+    return number
 
 
 @triton.jit
@@ -85,6 +127,7 @@ def _online_softmax(  # type: ignore[no-untyped-def]
     EXACT: tl.constexpr,
     LOG2E: tl.constexpr,
     WIDEN: tl.constexpr,
+    FORM: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """Add the positions [low, high) to the maximum, sum and undivided output of a tile's rows."""
@@ -109,15 +152,13 @@ def _online_softmax(  # type: ignore[no-untyped-def]
             key = tl.load(keys + at, mask=real, other=0.0)
         else:
             key = tl.load(keys + at)
-        if WIDEN:
-            key = key.to(tl.float32)
+        key = _numbers(key, query, FORM, WIDEN, True)
         scores = tl.dot(query, key.T, input_precision=precision)
         if AHEAD:  # the tile before: its product runs beside this tile's softmax
             before = tl.maximum(start - KEYS, low)
             at = (past.to(tl.int64) * CELL)[:, None] + _in_pages(before, cells, dims, PAGE, CELL, ALIGNED)
             value = tl.load(values + at, mask=(before + cells < high)[:, None] & real, other=0.0)
-            if WIDEN:
-                value = value.to(tl.float32)
+            value = _numbers(value, query, FORM, WIDEN, False)
             mixed = tl.dot(held.to(value.dtype), value, mixed * fade[:, None], input_precision=precision)
             past = cell
         if SOFTCAP:
@@ -139,8 +180,7 @@ def _online_softmax(  # type: ignore[no-untyped-def]
             page = tl.load(_slots(pages, follows, cells, PAGE, ALIGNED), mask=follows + cells < high, other=0)
         else:
             value = tl.load(values + at, mask=(seen < high)[:, None] & real, other=0.0)
-            if WIDEN:
-                value = value.to(tl.float32)
+            value = _numbers(value, query, FORM, WIDEN, False)
             weights = weights.to(value.dtype)
             # By the matrix units, whose order is the same in tiles of every size; a reduction's order is not.
             ones = tl.full([KEYS, 16], 1.0, value.dtype)
@@ -150,8 +190,7 @@ def _online_softmax(  # type: ignore[no-untyped-def]
         before = low + tl.maximum(high - 1 - low, 0) // KEYS * KEYS
         at = (past.to(tl.int64) * CELL)[:, None] + _in_pages(before, cells, dims, PAGE, CELL, ALIGNED)
         value = tl.load(values + at, mask=(before + cells < high)[:, None] & real, other=0.0)
-        if WIDEN:
-            value = value.to(tl.float32)
+        value = _numbers(value, query, FORM, WIDEN, False)
         mixed = tl.dot(held.to(value.dtype), value, mixed * fade[:, None], input_precision=precision)
     return top, total, mixed
 
@@ -193,6 +232,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
     EXACT: tl.constexpr,
     LOG2E: tl.constexpr,
     WIDEN: tl.constexpr,
+    FORM: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
     """`ROWS` rows of one item and one KV head, whose `keys` and `values` are given: into the output, or into partial
@@ -224,7 +264,7 @@ def _attend_item(  # type: ignore[no-untyped-def]
         clear = tl.minimum(high, tl.load(positions + tl.load(order + first)) + 1)
     top, total, mixed = _online_softmax(
         query, position, keys, values, pages, low, high, clear, scale, softcap, window, top, total, mixed, CELL,
-        DIM, DIM_TILE, PAGE, KEYS, SOFTCAP, WINDOW, EXACT, LOG2E, WIDEN, AHEAD,
+        DIM, DIM_TILE, PAGE, KEYS, SOFTCAP, WINDOW, EXACT, LOG2E, WIDEN, FORM, AHEAD,
     )  # fmt: skip
     mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
     lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
@@ -276,6 +316,7 @@ def _attend_items(  # type: ignore[no-untyped-def]
     EXACT: tl.constexpr,  # float32 products without TF32
     LOG2E: tl.constexpr,
     WIDEN: tl.constexpr,  # bfloat16 as float32: Triton's interpreter cannot multiply it
+    FORM: tl.constexpr,  # of keys and values, see `_numbers`
     AHEAD: tl.constexpr,  # a tile's product with its values overlaps the next tile's softmax
     LOOP: tl.constexpr,  # a fixed number of programs share the pieces of items; else one program per piece
     PIECES: tl.constexpr,  # of an item's rows
@@ -288,7 +329,7 @@ def _attend_items(  # type: ignore[no-untyped-def]
         _attend_item(
             q, k, v, page_table, positions, order, items + number // PIECES * 6, number % PIECES, out, partial,
             partial_lse, sinks, scale, softcap, window, q_token, q_head, table_stride, out_token, out_head, head, CELL,
-            DIM, DIM_TILE, GROUP, KV_HEADS, PAGE, ROWS, KEYS, SOFTCAP, WINDOW, SINKS, EXACT, LOG2E, WIDEN, AHEAD,
+            DIM, DIM_TILE, GROUP, KV_HEADS, PAGE, ROWS, KEYS, SOFTCAP, WINDOW, SINKS, EXACT, LOG2E, WIDEN, FORM, AHEAD,
         )  # fmt: skip
 
 
@@ -455,6 +496,7 @@ def _launch(
         EXACT=exact,
         LOG2E=_LOG2E,
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
+        FORM="plain" if kv.dtype != FP8 else "packed" if q.dtype == torch.bfloat16 and not INTERPRETED else "bits",
         AHEAD=tile.ahead,
         LOOP=count is not None,
         PIECES=tile.pieces,

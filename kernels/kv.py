@@ -12,6 +12,9 @@ A store in int8 has head_dim + 4 bytes where another store has head_dim numbers.
 
 Each key and value has its own step s, so a cell never depends on other heads or tokens.
 
+A store in FP8 has bytes as well, whose bits are those of float8_e4m3fn: torch moves bytes on every device. Numbers
+beyond +-448 are stored as +-448, because the format has no infinity, and there are no scales.
+
 Who owns a page, and which request a token belongs to, is not known here.
 """
 
@@ -31,6 +34,7 @@ Pages = npt.NDArray[np.int32]
 Array: TypeAlias = npt.NDArray[Any]
 
 SCALE = 4  # bytes of a scale
+FP8 = torch.uint8  # the dtype of a store in FP8
 _MOST = 127  # the largest integer; -128 has no counterpart
 ALIGNED = 64  # bytes; kernels read from multiples of 16
 _DEPTH = 3  # copies in flight at once: the running step's, the next step's, and one in reserve
@@ -135,8 +139,20 @@ def in_bytes(x: Tensor) -> Tensor:
     return torch.cat((numbers, scales.view(torch.int8)), 1).view(*x.shape[:-1], -1)
 
 
+def in_store(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values [..., head_dim] as a store of `dtype` holds them."""
+    if dtype == torch.int8:
+        return in_bytes(x)
+    if dtype == FP8:
+        most = torch.finfo(torch.float8_e4m3fn).max
+        return x.clamp(-most, most).to(torch.float8_e4m3fn).view(FP8)
+    return x.to(dtype)
+
+
 def in_numbers(stored: Tensor, dtype: torch.dtype) -> Tensor:
     """A store's keys or values [..., head_dim, or in int8 head_dim + 4] as numbers in `dtype` [..., head_dim]."""
+    if stored.dtype == FP8:
+        return stored.view(torch.float8_e4m3fn).to(dtype)
     if stored.dtype != torch.int8:
         return stored.to(dtype)
     numbers, scales = torch.split(stored, [stored.shape[-1] - SCALE, SCALE], dim=-1)
@@ -151,11 +167,9 @@ def store_kv(kv: Tensor, layer: int, k: Tensor, v: Tensor, cells: Tensor) -> Non
     heads = kv.shape[4], head_dim(kv)
     if k.shape != v.shape or k.shape[1:] != heads or k.shape[0] != cells.shape[0]:
         raise ValueError(f"keys {tuple(k.shape)} and values {tuple(v.shape)} do not fit cells of {heads}")
-    if kv.dtype == torch.int8:
-        k, v = in_bytes(k), in_bytes(v)
     keys, values = kv[layer].flatten(1, 2).unbind(0)
-    keys.index_copy_(0, cells, k)
-    values.index_copy_(0, cells, v)
+    keys.index_copy_(0, cells, in_store(k, kv.dtype))
+    values.index_copy_(0, cells, in_store(v, kv.dtype))
 
 
 def copy_cells(kv: Tensor, source: int, target: int, cells: int) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from holdfast.kernels import native
-from holdfast.kernels.kv import head_dim, store_kv
+from holdfast.kernels.kv import head_dim, in_store, store_kv
 
 LIBRARY = native.Library("layer")
 LANES: dict[native.Level, int] = {"avx512": 16, "avx2": 8}  # float32 values of a vector
@@ -252,7 +252,7 @@ def rotate_and_store_reference(
     angles = [table[positions].double()[:, None] for table in (cos, sin)]
     q, k = (rotated(x, *angles) for x in (q, k))
     stored = kv[layer].flatten(1, 2)
-    stored[0, cells], stored[1, cells] = k.to(kv.dtype), v.to(kv.dtype)
+    stored[0, cells], stored[1, cells] = in_store(k, kv.dtype), in_store(v, kv.dtype)
     return q.to(qkv.dtype)
 
 

@@ -5,13 +5,15 @@ activation, rotary embedding with the store of keys and values, and the gates be
 Shapes: T tokens. Norm: x, residual [T, D], w [D], r = x + residual written back. Activation: [T, 2 I], the gate's half
 first, to [T, I]. Rotation: the fused projection [T, heads + 2 kv_heads, head_dim] of queries, keys, values. Heads may
 be normed before (Qwen3), and the first values of a head may turn alone. Queries are turned in place; keys and values go
-to their cells of the paged store (`kv`). Everything is float32 in between.
+to their cells of the paged store (`kv`), in its dtype or in FP8. Everything is float32 in between.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from holdfast.kernels.kv import FP8
 
 _TILE = 1024  # values of an activation's row in one program
 _HEADS_TILE = 8  # heads of a token in one program
@@ -166,6 +168,23 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
 
 
 @triton.jit
+def _as_stored(x, stored, IN_FP8: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 as the store `stored` points to holds it; the bits of e4m3, rounded to even, by arithmetic on them: not
+    every GPU has the conversion.
+    """
+    if IN_FP8:
+        size = tl.minimum(tl.abs(x), 448.0)
+        bits = size.to(tl.uint32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)  # the exponents' biases are 127 and 7
+        small = (size + 16384.0).to(tl.uint32, bitcast=True) & 15  # whose last bit is 2^-9, the least subnormal
+        code = tl.where(size < 0.015625, small, normal) | (x.to(tl.uint32, bitcast=True) >> 31 << 7)
+        kept = tl.where(x == x, code, 0x7F).to(tl.uint8)
+    else:
+        kept = x.to(stored.dtype.element_ty)
+    return kept
+
+
+@triton.jit
 def _rotate_and_store(  # type: ignore[no-untyped-def]
     qkv,
     cos,
@@ -189,6 +208,7 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     REST_TILE: tl.constexpr,  # for the values that do not turn; 0: all of them turn
     HEADS_TILE: tl.constexpr,
     NORM: tl.constexpr,
+    IN_FP8: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_TILE + tl.arange(0, HEADS_TILE)
@@ -220,8 +240,8 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
             normed = rest * tl.rsqrt(squares / DIM + eps)[:, None] * tl.where(is_query, q_rest, k_rest)
             rest = tl.where(is_value, rest, normed)
             tl.store(begin + others[None, :], rest.to(qkv.dtype.element_ty), mask=kept & is_query)
-        tl.store(k_begin + others[None, :], rest.to(keys.dtype.element_ty), mask=kept & is_key)
-        tl.store(v_begin + others[None, :], rest.to(values.dtype.element_ty), mask=kept & is_value)
+        tl.store(k_begin + others[None, :], _as_stored(rest, keys, IN_FP8), mask=kept & is_key)
+        tl.store(v_begin + others[None, :], _as_stored(rest, values, IN_FP8), mask=kept & is_value)
     if NORM:
         scale = tl.rsqrt(squares / DIM + eps)[:, None]
         inside = dims < HALF
@@ -240,10 +260,11 @@ def _rotate_and_store(  # type: ignore[no-untyped-def]
     tl.store(at + HALF, out_high.to(qkv.dtype.element_ty), mask=real & is_query)
     k_at = k_begin + dims[None, :]
     v_at = v_begin + dims[None, :]
-    tl.store(k_at, out_low.to(keys.dtype.element_ty), mask=real & is_key)
-    tl.store(k_at + HALF, out_high.to(keys.dtype.element_ty), mask=real & is_key)
-    tl.store(v_at, out_low.to(values.dtype.element_ty), mask=real & is_value)
-    tl.store(v_at + HALF, out_high.to(values.dtype.element_ty), mask=real & is_value)
+    kept_low, kept_high = _as_stored(out_low, keys, IN_FP8), _as_stored(out_high, keys, IN_FP8)
+    tl.store(k_at, kept_low, mask=real & is_key)
+    tl.store(k_at + HALF, kept_high, mask=real & is_key)
+    tl.store(v_at, kept_low, mask=real & is_value)
+    tl.store(v_at + HALF, kept_high, mask=real & is_value)
 
 
 def rotate_and_store(
@@ -296,6 +317,7 @@ def rotate_and_store(
             REST_TILE=triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0,
             HEADS_TILE=_HEADS_TILE,
             NORM=norms is not None,
+            IN_FP8=kv.dtype == FP8,
             num_warps=4,
         )
     return qkv[:, :heads]

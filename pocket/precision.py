@@ -1,8 +1,8 @@
 """What a dtype costs in accuracy: ``python -m pocket.precision [--model DIR] [--dtypes A,B,...]``.
 
-The same held-out tasks in each dtype, through our decoder and the engine on a CPU, against the first dtype. `A/int8` is
-A with KV in int8. A format of `pocket.quantize` is the model with its layers rounded to that, and computed in
-float32.
+The same held-out tasks in each dtype, through our decoder and the engine, against the first dtype. `A/int8` is A with
+KV in int8, on a CPU, and `A/fp8` with KV in FP8, on a GPU. A format of `pocket.quantize` is the model with its layers
+rounded to that, and computed in float32.
 
 - greedy turns: how many are the same text; of those with calls, in how many the calls are the same; how many are right.
 - the right turn, teacher-forced: its perplexity; the root mean square of what the logits are off by, over that of the
@@ -28,7 +28,7 @@ from torch import Tensor
 from holdfast.kernels.linear_state import NO_STATE
 from holdfast.loadgen.bench.forwards import PRECISIONS, in_precision
 from holdfast.loadgen.inflate import WEIGHTS
-from holdfast.replicas.config import EngineConfig
+from holdfast.replicas.config import DEVICES, EngineConfig
 from holdfast.replicas.engine import Engine
 from holdfast.replicas.kv.pages import StateUse
 from holdfast.replicas.model.decoder import PageTable, build_batch
@@ -141,7 +141,7 @@ def _logits(loaded: LoadedRunner, tokens: TokenIds) -> Tensor:
     table.write(RowWrite(0, 0, pages))
     state = StateUse(NO_STATE, 0) if loaded.config.state_slots else None
     chunk = Chunk(0, 0, tokens, Draw(Sampling(), 0, drafts=len(tokens) - 1), state=state)
-    return loaded.runner.model.forward(build_batch((chunk,), table)).float()
+    return loaded.runner.model.forward(build_batch((chunk,), table)).float().cpu()
 
 
 def _line(one: Comparison) -> str:
@@ -155,6 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench precision", description="What a dtype or a format costs in accuracy.")
     parser.add_argument("--model", default="pocket", help="'pocket' or a model folder with Pocket's tokenizer")
     parser.add_argument("--dtypes", default="float32,bfloat16,int8", help="the others are compared with the first")
+    parser.add_argument("--device", default="cpu", choices=DEVICES[1:])
     parser.add_argument("--count", type=int, default=100, help="tasks")
     parser.add_argument("--threads", type=int, default=0, help="of torch; 0: all cores")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
@@ -172,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if dtype in RECIPES:
                 save_quantized(WEIGHTS if model == "pocket" else Path(model), Path(folder), RECIPES[dtype])
                 model = folder
-            config = EngineConfig(model=model, device="cpu", threads=options.threads, cells=CELLS)
+            config = EngineConfig(model=model, device=options.device, threads=options.threads, cells=CELLS)
             loaded = load_runner(in_precision(config, "float32" if dtype in RECIPES else dtype))
         outcome = measure(loaded, Prompts(tasks, loaded.tokenizer), dtype)
         first = first or outcome

@@ -15,12 +15,11 @@ from importlib import import_module
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
 from holdfast.replicas.errors import ConfigError
-from holdfast.replicas.types import window_pages
+from holdfast.replicas.types import KVDType, window_pages
 
 T = TypeVar("T")
 
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "int8"]
-KVDType: TypeAlias = Literal["auto", "int8"]
 Decoder: TypeAlias = Literal["auto", "own", "transformers"]
 Guarantee: TypeAlias = Literal["names", "schema", "off"]
 Overlap: TypeAlias = Literal["auto", "on", "off"]
@@ -47,7 +46,7 @@ POCKET = "pocket"  # the name of the shipped model
 DEVICES = ("auto", "cpu", "cuda")
 _STEP_MS_CPU, _STEP_MS_GPU = 200.0, 50.0  # docs/scheduling.md, how long a step is
 _INT8_ON_GPU = "int8 products are computed on a CPU: set another dtype, or device to cpu"
-_INT8_KV_ON_GPU = "KV in int8 is read on a CPU: set kv_dtype to auto, or device to cpu"
+_KV_ON = {"int8": ("cpu", "KV in int8 is read on a CPU"), "fp8": ("cuda", "KV in FP8 is read on a GPU")}
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a number that is not in int8
 SCALE_BYTES = 4  # of each head's keys, and values, of a token, beside them where KV is in int8
 
@@ -102,7 +101,8 @@ class EngineConfig:
     cells: int = 0  # KV capacity in tokens; 0: as `kv_memory` says
     kv_memory: float = 1.0  # GiB of KV if `cells` is 0; a GPU takes what `gpu_memory` leaves instead
     kv_dtype: KVDType = (
-        "auto"  # auto: as the model computes; int8: one byte a number and a scale a token and head, CPU only
+        "auto"  # auto: as the model computes; int8: one byte a number and a scale a token and head, CPU only; fp8: one
+        # byte a number (e4m3), GPU only
     )
     page_size: int = 16  # cells in a page, the unit in which cells are allocated
     state_slots: int = (
@@ -172,8 +172,7 @@ class EngineConfig:
         self._check_each()
         if self.dtype == "int8" and self.device == "cuda":
             raise ConfigError(_INT8_ON_GPU, "dtype")
-        if self.kv_dtype == "int8" and self.device == "cuda":
-            raise ConfigError(_INT8_KV_ON_GPU, "kv_dtype")
+        check_kv(self.kv_dtype, self.device)
         if self.session_rows >= self.max_sequences:
             raise ConfigError("session_rows must leave at least one row of max_sequences", "session_rows")
         tier = self.host_tier
@@ -249,15 +248,21 @@ class WindowShape:
     values: int
     head_dim: int
 
-    def cell_bytes(self, number: int) -> int:
-        return kv_bytes(self.values, self.head_dim, number)
+    def cell_bytes(self, number: int, kv_dtype: KVDType = "auto") -> int:
+        return kv_bytes(self.values, self.head_dim, number, kv_dtype)
 
 
-def kv_bytes(values: int, head_dim: int, number: int) -> int:
-    """Bytes of one token's KV of so many values, with `number` bytes a number; one byte is int8, which has scales as
-    well.
-    """
-    return values * number + (values // head_dim * SCALE_BYTES if number == 1 else 0)
+def kv_bytes(values: int, head_dim: int, number: int, kv_dtype: KVDType) -> int:
+    """Bytes of so many values of one token's KV. The model computes with `number` bytes a number."""
+    scales = values // head_dim * SCALE_BYTES if kv_dtype == "int8" else 0
+    return values * (number if kv_dtype == "auto" else 1) + scales
+
+
+def check_kv(kv_dtype: KVDType, device: str) -> None:
+    """Raises ConfigError for a `kv_dtype` that the kernels of the device do not read."""
+    where, why = _KV_ON.get(kv_dtype, (device, ""))
+    if device not in (where, "auto"):
+        raise ConfigError(f"{why}: set engine.kv_dtype to auto, or engine.device to {where}", "kv_dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,8 +278,8 @@ class ModelShape:
 
     window: WindowShape | None = None
 
-    def cell_bytes(self, number: int) -> int:
-        return kv_bytes(self.cell_values, self.head_dim, number)
+    def cell_bytes(self, number: int, kv_dtype: KVDType = "auto") -> int:
+        return kv_bytes(self.cell_values, self.head_dim, number, kv_dtype)
 
 
 PROGRAM_TOKENS, PROGRAM_STATES = 8192, 4
@@ -338,7 +343,7 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> Engi
     """`config` with every "auto" and 0 replaced by a value. Pure.
 
     Raises ConfigError with the name of the field for a context longer than the model's, fewer cells than a page, and
-    int8 on a GPU.
+    int8, or KV in int8, on a GPU, and KV in FP8 on a CPU.
     """
     device = config.device if config.device != "auto" else ("cuda" if hardware.cuda else "cpu")
     dtype = config.dtype
@@ -346,8 +351,7 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> Engi
         dtype = hardware.cpu_dtype if device == "cpu" else model.checkpoint_dtype
     if dtype == "int8" and device != "cpu":
         raise ConfigError(_INT8_ON_GPU, "dtype")
-    if config.kv_dtype == "int8" and device != "cpu":
-        raise ConfigError(_INT8_KV_ON_GPU, "kv_dtype")
+    check_kv(config.kv_dtype, device)
     context = config.context_length or model.context_length
     if context > model.context_length:
         raise ConfigError(f"context_length {context} is beyond the model's {model.context_length}", "context_length")
@@ -355,8 +359,8 @@ def resolve(config: EngineConfig, hardware: Hardware, model: ModelShape) -> Engi
         why = f"beyond {model.steady_context} tokens this model's rotary embedding depends on what else is in a step"
         raise ConfigError(f"{why}: set context_length to {model.steady_context} or less", "context_length")
     number = BYTES[hardware.cpu_dtype if dtype == "int8" else dtype]
-    number = 1 if config.kv_dtype == "int8" else number
-    size, window_size = model.cell_bytes(number), model.window.cell_bytes(number) if model.window is not None else 0
+    size = model.cell_bytes(number, config.kv_dtype)
+    window_size = model.window.cell_bytes(number, config.kv_dtype) if model.window is not None else 0
     requested = replace(config, context_length=context)
     cells, slots, window_cells = split_memory(requested, model, size, config.kv_memory * 2**30, window_size)
     if model.window is not None and window_cells < (least := least_window_cells(model.window.tokens, config.page_size)):

@@ -1,9 +1,9 @@
-"""Basic types of `replicas`: token ids and their counts, classes of requests, tenants' cell limits."""
+"""Basic types of `replicas`: token ids and their counts, the form of KV, classes of requests, tenants' cell limits."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias, TypeVar, dataclass_transform
+from typing import Literal, TypeAlias, TypeVar, dataclass_transform
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ T = TypeVar("T")
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 Int64s: TypeAlias = npt.NDArray[np.int64]
+KVDType: TypeAlias = Literal["auto", "int8", "fp8"]
 
 NO_TOKENS: TokenIds = np.empty(0, dtype=np.int32)
 

@@ -15,6 +15,7 @@ from holdfast.kernels.attention_gpu import attend_gpu, launch_items
 from holdfast.kernels.attention_plan import make_plan
 from holdfast.kernels.experts import Routing
 from holdfast.kernels.experts_gpu import GpuExperts, route_gpu
+from holdfast.kernels.kv import FP8 as FP8_STORE
 from holdfast.kernels.layer_gpu import add_norm, gated_norm, rotate_and_store, sigmoid_gate, silu_and_mul
 from holdfast.kernels.quantized import E8M0, FP8, QuantizedWeight, quantized
 from holdfast.kernels.quantized_gpu import MOST_STREAMED, QuantizedMatrix
@@ -28,8 +29,8 @@ LLAMA = (8, 4, 128)  # KV heads, query heads to each of them, their size
 SINKS = torch.ones(32, dtype=torch.bfloat16)
 
 
-def world(spans, shape=LLAMA, page=16, dtype=torch.bfloat16):
-    return paged(spans, *shape, dtype, "cpu", page)
+def world(spans, shape=LLAMA, page=16, dtype=torch.bfloat16, stored=None):
+    return paged(spans, *shape, dtype, "cpu", page, stored=stored)
 
 
 def attend(made, window=0, softcap=0.0, sinks=None):
@@ -43,8 +44,8 @@ def in_a_graph(made):
     launch_items(made.q, made.kv, 0, made.batch, plan, torch.empty_like(made.q), 0.1, 0, 0.0)
 
 
-def rotate(dtype=torch.bfloat16):
-    made = world([(0, 3)], dtype=dtype)
+def rotate(dtype=torch.bfloat16, stored=None):
+    made = world([(0, 3)], dtype=dtype, stored=stored)
     table = (torch.zeros(64, 64), torch.zeros(64, 64), torch.arange(3))
     norms = (torch.ones(128, dtype=dtype), torch.ones(128, dtype=dtype))
     rotate_and_store(torch.zeros(3, 48, 128, dtype=dtype), 32, *table, made.kv, 0, made.batch.cells, norms, 1e-6)
@@ -137,7 +138,21 @@ LAUNCHES = {
     "attention, chunk in a graph": lambda: in_a_graph(world(CHUNK)),
     "attention, chunk": lambda: attend(world(CHUNK)),
     "attention, chunk, window, softcap and sinks": lambda: attend(world(CHUNK), 33, 5.0, SINKS),
+    **{
+        f"attention, {name}, FP8 pages": lambda case=case: attend(world(*case, stored=FP8_STORE))
+        for name, case in {
+            "decode": (DECODE,),
+            "verification of 8": ([(300, 8)],),
+            "verification of 16": ([(300, 16)],),
+            "chunk": (CHUNK,),
+            "decode, heads of 256": (DECODE, (4, 6, 256)),
+            "chunk, heads of 256": (CHUNK, (4, 6, 256)),
+            "decode, heads of 512": (DECODE, (2, 8, 512)),
+            "chunk, heads of 512": (CHUNK, (2, 8, 512)),
+        }.items()
+    },
     "rotate and store": rotate,
+    "rotate and store in FP8": lambda: rotate(stored=FP8_STORE),
     "rotate a part and store": rotate_a_part,
     "layers": layers,
     "draw": draw,

@@ -69,7 +69,7 @@ BENCHMARKS = {
         | REPEAT
         | ONLY
         | {
-            "--dtype": PRECISION | {"default": "auto", "help": "a dtype; DTYPE/int8: with KV in int8"},
+            "--dtype": PRECISION | {"default": "auto", "help": "a dtype; DTYPE/int8, DTYPE/fp8: with KV in that"},
             "--beside": PRECISION | {"help": "another one, by turns"},
             "--peer": {
                 "action": "append",

@@ -143,7 +143,7 @@ def _attend(kernel: str, layers: Callable[[], None]) -> None:
 
 
 def _store(pages: int, dtype: torch.dtype, int8: bool) -> Tensor:
-    kv = KVTensors(MODEL, pages, PAGE, dtype, int8=int8)
+    kv = KVTensors(MODEL, pages, PAGE, dtype, kv_dtype="int8" if int8 else "auto")
     cells = torch.arange(kv.cells)
     for layer in range(MODEL.layers):
         k, v = torch.randn(2, kv.cells, MODEL.kv_heads, MODEL.head_dim).to(dtype).unbind(0)

@@ -46,9 +46,12 @@ from holdfast.replicas.model.description import (
 )
 from holdfast.replicas.model.startup import load_runner
 from holdfast.replicas.plan import Chunk, Draw, RowWrite, Runner, Sampling, StepPlan
+from holdfast.replicas.types import KVDType
 
 CELLS = 32768
-PRECISIONS = tuple(f"{dtype}{kv}" for dtype in get_args(DType) for kv in ("", "/int8"))
+PRECISIONS = tuple(
+    f"{dtype}{kv}" for dtype in get_args(DType) for kv in ("", *(f"/{kv}" for kv in get_args(KVDType)[1:]))
+)
 COLUMNS = {"name": "<26", "step_ms": ">10.2f", "chain_ms": ">10.2f", "memory_ms": ">10.2f"}
 COLUMNS |= {"over_chain": ">12.2f", "over_memory": ">12.2f"}
 _BANDWIDTH_BYTES = 256 << 20  # beyond any cache
@@ -183,7 +186,7 @@ class LlamaServer:
 
 
 def in_precision(config: EngineConfig, name: str) -> EngineConfig:
-    """The settings with one of `PRECISIONS`: a dtype, with `/int8` behind it for KV in int8."""
+    """The settings with one of `PRECISIONS`: a dtype, with `/int8` or `/fp8` behind it for KV in that."""
     dtype, _, kv = name.partition("/")
     settings: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv or "auto"}
     return replace(config, **settings)

@@ -16,15 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.kernels.kv import SCALE, copy_cells, sent, store_kv
+from holdfast.kernels.kv import FP8, SCALE, copy_cells, sent, store_kv
 from holdfast.kernels.linear_state import LinearStates
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.pages import NO_MOVES, PageIds, PageMoves
+from holdfast.replicas.types import KVDType
 
 log = logging.getLogger(__name__)
 
 STAGED = 32 << 20  # bytes of pages that are on their way between the tiers at once
 _LANES = 2  # that share these
+_STORED = {"int8": (torch.int8, SCALE), "fp8": (FP8, 0)}  # the store's dtype, and more of it behind each head's numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,8 @@ class KVTensors:
 
     `window`: the store of the layers with a window, where they have one of their own (`KVKind`).
 
-    Keys and values come and go in `dtype`. In int8 `data` has bytes of them, and behind each head's a scale
-    (`kernels.kv`).
+    Keys and values come and go in `dtype`. With a `kv_dtype` of int8 or fp8 `data` has bytes of them, in int8 with a
+    scale behind each head's (`kernels.kv`).
 
     That is the shape everywhere; the order in memory depends on the device. On a GPU it is the shape's own, so a cell
     is one block. On a CPU the heads come before the pages: a core reads one head at a time, and a run of pages then is
@@ -81,7 +83,7 @@ class KVTensors:
         dtype: torch.dtype,
         device: str | torch.device = "cpu",
         scratch: bool = False,
-        int8: bool = False,
+        kv_dtype: KVDType = "auto",
     ) -> None:
         """Allocate. `scratch`: with one more page, behind the others, for what is written and never read.
 
@@ -91,7 +93,8 @@ class KVTensors:
         self.dtype = dtype
         self.window: KVTensors | None = None
         self._scratch = scratch
-        self._row, self._stored = (shape.head_dim + SCALE, torch.int8) if int8 else (shape.head_dim, dtype)
+        self._stored, more = _STORED.get(kv_dtype, (dtype, 0))
+        self._row = shape.head_dim + more
         self.data = self._allocated(pages, page_size, device)
         self.pages = pages
 
@@ -104,11 +107,11 @@ class KVTensors:
         dtype: torch.dtype,
         device: str | torch.device = "cpu",
         scratch: bool = False,
-        int8: bool = False,
+        kv_dtype: KVDType = "auto",
     ) -> "KVTensors":
         """The stores of a model, with so many pages of each kind."""
         stores = [
-            cls(kind.cell, n, page_size, dtype, device, scratch, int8) for kind, n in zip(kinds, pages, strict=True)
+            cls(kind.cell, n, page_size, dtype, device, scratch, kv_dtype) for kind, n in zip(kinds, pages, strict=True)
         ]
         if len(stores) > 1:
             stores[0].window = stores[1]

@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from holdfast.kernels import attention, layer, linear, linear_state, native
 from holdfast.kernels.attention_plan import SPLIT
+from holdfast.kernels.kv import FP8
 from holdfast.kernels.linear import Matrix, variant_for
 from holdfast.kernels.linear_state import NO_STATE, LinearStates
 from holdfast.replicas.config import (
@@ -85,7 +86,7 @@ _CACHED_BYTES = 1 << 20  # smaller matrices stay in a cache
 _GAIN = 1.2  # least speed-up at which bfloat16 is chosen
 # paged KV
 _PROBE = 8  # tokens of the prompt
-_LIKENESS = {torch.float32: 0.9999, torch.bfloat16: 0.98, torch.float16: 0.99, torch.int8: 0.98}
+_LIKENESS = {torch.float32: 0.9999, torch.bfloat16: 0.98, torch.float16: 0.99, torch.int8: 0.98, FP8: 0.98}
 """Least cosine between the logits of both ways, by the dtype in which KV is computed and in which it is stored."""
 # graphs
 _GRAPH_TOKENS = 1024  # a step of more takes the device longer than the host needs to launch it
@@ -147,9 +148,10 @@ def load_runner(config: EngineConfig, tell: Tell | None = None) -> LoadedRunner:
     profiled = on_gpu and not config.cells
     cells = resolved.cells, resolved.window_cells
     pages = [pages_to_measure(resolved) if profiled else each // resolved.page_size for each in cells]
-    int8_kv = resolved.kv_dtype == "int8"
     of_kinds = kinds, pages[: len(kinds)], resolved.page_size, dtype, resolved.device
-    kv = KVTensors.of(*of_kinds, scratch=on_gpu, int8=int8_kv)
+    kv = KVTensors.of(*of_kinds, scratch=on_gpu, kv_dtype=resolved.kv_dtype)
+    if resolved.kv_dtype == "fp8" and any(name.endswith((".k_scale", ".v_scale")) for name in stored):
+        log.warning("KV in FP8 is stored without the checkpoint's k_scale and v_scale")
     states = None
     if info.description is not None:
         slots = LEAST_SLOTS if profiled else resolved.state_slots

@@ -1,6 +1,7 @@
 """Each check of `holdfast doctor`: what it says of a machine that is well, and of one that is not."""
 
 import json
+import re
 import shutil
 import socket
 import sys
@@ -215,6 +216,7 @@ def test_cells_in_int8_take_less() -> None:
     config = json.loads((model_files.model_folder("pocket") / "config.json").read_text())
     values = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] << 20
     assert taken() - taken(kv_dtype="int8") == 4 * values - values * (config["head_dim"] + 4) / config["head_dim"]
+    assert taken() - taken(kv_dtype="fp8") == 3 * values
 
 
 def test_memory_that_is_too_small() -> None:
@@ -311,6 +313,21 @@ def test_programs_on_a_cpu_share_the_memory_for_kv(tmp_path: Path) -> None:
     one([_fit(engine, None)], State.WARN, "0 programs", "engine.kv_memory: 9 or more")
     one([_fit(replace(engine, kv_memory=9.0), None)], State.OK, "1 programs of 30,000 tokens, 32,768 cells")
     one([_fit(replace(engine, kv_memory=5.0, kv_dtype="int8"), None)], State.OK, "2 programs")
+
+
+def test_kv_in_fp8_holds_twice_the_programs_and_is_for_a_gpu(tmp_path: Path) -> None:
+    engine = _described(tmp_path, "Qwen3-4B")
+    fits = [_fit(replace(engine, kv_dtype=each), H100).found for each in ("auto", "fp8")]
+    programs, cells, size = zip(
+        *(re.findall(r"([\d,]+) programs.* ([\d,]+) cells \((\d+) KiB", each)[0] for each in fits), strict=True
+    )
+    assert int(programs[1]) == pytest.approx(2 * int(programs[0]), abs=1)
+    assert int(cells[1].replace(",", "")) == pytest.approx(2 * int(cells[0].replace(",", "")), rel=1e-3)
+    assert int(size[0]) == 2 * int(size[1])
+    one([_fit(replace(engine, kv_dtype="fp8"), None)], State.FAIL, "KV in FP8 is read on a GPU", "kv_dtype: auto")
+    one([_fit(replace(engine, kv_dtype="int8"), H100)], State.FAIL, "KV in int8 is read on a CPU")
+    tight = Gpu("L4", 24 * 10**9, 14 * 10**9, "")
+    one([_fit(engine, tight)], State.WARN, "0 programs", "engine.kv_dtype: fp8")
 
 
 def test_states_are_counted(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_windows_have_kv_of_their_own() -> None:
     shape = MODELS["Gemma-4-31B"].shape
     assert shape.sequence_bytes(1000) == 1000 * shape.cell_bytes()
     assert shape.sequence_bytes(9000) == 9000 * full.bytes() + 1024 * window.bytes()
-    assert full.bytes(1) == 10 * 2 * 4 * (512 + 4)
+    assert full.bytes(2, "int8") == full.bytes(2, "fp8") + 10 * 2 * 4 * 4 == 10 * 2 * 4 * (512 + 4)
 
 
 @pytest.mark.parametrize(

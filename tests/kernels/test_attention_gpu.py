@@ -47,6 +47,7 @@ def short_parts(monkeypatch):
     window=st.sampled_from([0, 0, 1, 7, 40]),
     softcap=st.sampled_from([0.0, 0.0, 2.0]),
     sink=st.sampled_from([None, 2.0]),
+    fp8=st.booleans(),
 )
 def test_any_mix_of_chunks_is_the_reference(window, softcap, sink, **shape):
     world = PagedWorld(**shape)

@@ -85,7 +85,7 @@ def served(model: str, dtype: str) -> Served:
     weights, kv = (
         transformers_decoder(128, 16, kept)
         if model == "transformers"
-        else decoder(Decoder, 128, 16, dtype=kept, int8=dtype == "int8", int8_kv=bool(kv_dtype))
+        else decoder(Decoder, 128, 16, dtype=kept, int8=dtype == "int8", kv_dtype=kv_dtype or "auto")
     )
     runner = ModelRunner(weights, kv, 8, CONTEXT)
     return Served(replace(config, admission_ceiling=1.0), runner, VOCABULARY, prompts_of(VOCABULARY, 100))

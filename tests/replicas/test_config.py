@@ -160,6 +160,20 @@ def test_kv_in_int8_is_for_a_cpu_and_has_cells_of_bytes_and_scales():
         assert resolved.cells == resolved.host_cells == 2**30 // (1024 + 16 * 4) // 16 * 16
 
 
+def test_kv_in_fp8_is_for_a_gpu_and_has_cells_of_bytes():
+    shape = ModelShape(2048, "bfloat16", 1024, 2048, 64, window=WindowShape(128, 512, 64))
+    for refused in (
+        lambda: EngineConfig(kv_dtype="fp8", device="cpu"),
+        lambda: resolve(EngineConfig(kv_dtype="fp8"), Hardware(cuda=False, cores=2), shape),
+    ):
+        with pytest.raises(ConfigError, match=r"engine\.kv_dtype to auto, or engine\.device to cuda") as raised:
+            refused()
+        assert raised.value.field == "kv_dtype"
+    halved = [resolve(EngineConfig(kv_dtype=kv), Hardware(True, 2), shape) for kv in ("fp8", "auto")]
+    assert 1024 * halved[0].cells + 512 * halved[0].window_cells == pytest.approx(2**30, rel=1e-4)
+    assert halved[0].cells == pytest.approx(2 * halved[1].cells, rel=0.01)
+
+
 @pytest.mark.parametrize("cpu", ["float32", "bfloat16"])
 @pytest.mark.parametrize("cuda", [False, True])
 def test_auto_is_never_int8(cpu, cuda):

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from holdfast.kernels.attention import paged_attention, paged_attention_reference
-from holdfast.kernels.kv import PagedBatch, in_bytes, page_runs, store_kv
+from holdfast.kernels.kv import FP8, PagedBatch, in_bytes, in_store, page_runs, store_kv
 
 LAYERS = 2
 POISON = torch.nan  # in every cell that no sequence has written; in scores or outputs it would show
@@ -14,7 +14,7 @@ class PagedWorld:
     """Sequences as `(start, length)`: what is cached, and the tokens of the step. Works on layer 1.
 
     `scattered`: 0 keeps a sequence's pages together, 1 puts every page elsewhere. `common`: so many leading cells are
-    the same pages in every sequence that has them. `int8`: the store is, heads first.
+    the same pages in every sequence that has them. `int8`: the store is, heads first; `fp8`: the store is.
     """
 
     def __init__(
@@ -30,6 +30,7 @@ class PagedWorld:
         heads_first=True,
         common=0,
         int8=False,
+        fp8=False,
         device="cpu",
     ):
         rng = np.random.default_rng(seed)
@@ -57,6 +58,8 @@ class PagedWorld:
         self.kv[:, :, torch.from_numpy(~written)] = POISON
         if int8:  # as it lies in memory
             self.kv = in_bytes(self.kv.permute(0, 1, 4, 2, 3, 5)).permute(0, 1, 3, 4, 2, 5)
+        if fp8:
+            self.kv = in_store(self.kv, FP8)
         self.kv = self.kv.to(device)
         total = sum(length for _, length in spans)
         # As a projection may leave them: heads before tokens, and tokens before heads.

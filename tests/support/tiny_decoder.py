@@ -15,7 +15,7 @@ from on_device import capture, device_of
 
 from holdfast.replicas.config import DraftConfig, EngineConfig, least_window_cells
 from holdfast.replicas.engine import Engine
-from holdfast.replicas.kv.tensors import CellShape, KVTensors
+from holdfast.replicas.kv.tensors import CellShape, HostPages, HostWindow, KVTensors
 from holdfast.replicas.model.any_model import ATTENTION, AnyModel
 from holdfast.replicas.model.decoder import Decoder
 from holdfast.replicas.model.decoder_gpu import GpuDecoder
@@ -28,6 +28,7 @@ from holdfast.replicas.requests import Finished, Submit, Tokens
 
 VOCABULARY = 61
 CONTEXT = 128
+POISON = {"auto": torch.nan, "int8": -1, "fp8": 0x7F}  # bytes of NaN, or of a scale that is
 ROOM = GraphRoom(tokens=8, items=64, wide_items=16, partials=256, extra=4096, programs=2)
 _SIZES = {
     "vocab_size": VOCABULARY,
@@ -68,27 +69,28 @@ def decoder(
     window: int | None = None,
     dtype: torch.dtype = torch.float32,
     int8: bool = False,
-    int8_kv: bool = False,
+    kv_dtype: str = "auto",
 ) -> tuple[Decoder, KVTensors]:
     """A decoder over a store of its own, in which cells that nobody wrote hold NaN; its products, or that, in int8."""
     config = config_of(window)
-    kv = KVTensors(describe(config).cell, pages, page_size, dtype, device_of(kind), scratch=True, int8=int8_kv)
-    kv.data.fill_(-1 if int8_kv else torch.nan)  # a scale of such bytes is NaN
+    kv = KVTensors(describe(config).cell, pages, page_size, dtype, device_of(kind), scratch=True, kv_dtype=kv_dtype)
+    kv.data.fill_(POISON[kv_dtype])
     smoothed = None
-    if int8 or int8_kv:
-        smoothed = partial(smooth, sample=torch.arange(VOCABULARY), dtype=dtype, products=int8, keys=int8_kv)
+    if int8 or kv_dtype == "int8":
+        keys = kv_dtype == "int8"
+        smoothed = partial(smooth, sample=torch.arange(VOCABULARY), dtype=dtype, products=int8, keys=keys)
     return kind.load(_checkpoint(window).name, config, kv, 640, smoothed, int8), kv
 
 
 def load(
-    kind: type[Decoder], window: int, pages: int, page_size: int, window_pages: int = 0
+    kind: type[Decoder], window: int, pages: int, page_size: int, window_pages: int = 0, kv_dtype: str = "auto"
 ) -> tuple[Decoder, KVTensors]:
     """The same with a store of their own for layers with the window."""
     config, of_kinds = config_of(window), (pages, window_pages or pages)
     kinds = describe(config).kinds(640)
-    kv = KVTensors.of(kinds, of_kinds, page_size, torch.float32, device_of(kind), scratch=True)
+    kv = KVTensors.of(kinds, of_kinds, page_size, torch.float32, device_of(kind), scratch=True, kv_dtype=kv_dtype)
     for each in kv.kinds:
-        each.data.fill_(torch.nan)
+        each.data.fill_(POISON[kv_dtype])
     decoder = kind.load(_checkpoint(window).name, config, kv, 640)
     assert decoder is not None
     return decoder, kv
@@ -113,19 +115,23 @@ class TinyEngine:
         defaults = {"cells": 1024, "page_size": 4, "max_sequences": 6, "session_rows": 2, "context_length": CONTEXT}
         speculation = DraftConfig(enabled=settings.pop("drafts", False))
         self.config = EngineConfig(**(defaults | settings), overlap_steps=overlap, speculation=speculation)
-        size = self.config.page_size
+        size, kv_dtype = self.config.page_size, self.config.kv_dtype
         kept, pages = 0, self.config.cells // size
         if window is None or way == "plain":
-            model, kv = decoder(Decoder if way == "plain" else GpuDecoder, pages, size, window)
+            model, kv = decoder(Decoder if way == "plain" else GpuDecoder, pages, size, window, kv_dtype=kv_dtype)
         else:
             kept = window + 1
             self.config = replace(self.config, window_cells=3 * least_window_cells(kept, size))
-            model, kv = load(GpuDecoder, window, pages, size, self.config.window_cells // size)
+            model, kv = load(GpuDecoder, window, pages, size, self.config.window_cells // size, kv_dtype)
         rows = self.config.max_sequences
+        host = None
+        if self.config.host_cells:
+            checkpoints = HostWindow(kv.window, self.config.host_window_cells // size) if kept else None
+            host = HostPages(kv, self.config.host_cells // size, checkpoints=checkpoints)
         if way == "plain":
-            self.runner = ModelRunner(model, kv, rows, CONTEXT, overlap=overlap == "on")
+            self.runner = ModelRunner(model, kv, rows, CONTEXT, host, overlap=overlap == "on")
         else:
-            self.runner = GpuRunner(model, kv, rows, CONTEXT)
+            self.runner = GpuRunner(model, kv, rows, CONTEXT, host)
         if way == "graphs":
             self.runner.capture(capture(), ROOM, lambda line: None)
         self.engine = Engine(self.config, self.runner, vocabulary=VOCABULARY, window=kept)

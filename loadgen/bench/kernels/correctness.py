@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ from holdfast.kernels.attention_gpu import attend_gpu, launch_items
 from holdfast.kernels.attention_plan import make_plan
 from holdfast.kernels.experts import Routing, experts_reference, route
 from holdfast.kernels.experts_gpu import GpuExperts, route_gpu
-from holdfast.kernels.kv import PagedBatch, page_runs
+from holdfast.kernels.kv import FP8 as FP8_STORE
+from holdfast.kernels.kv import PagedBatch, in_numbers, in_store, page_runs
 from holdfast.kernels.layer import add_norm_reference, rotate_and_store_reference, silu_and_mul_reference
 from holdfast.kernels.layer_gpu import add_norm, rotate_and_store, silu_and_mul
 from holdfast.kernels.quantized import E8M0, FP8, QuantizedWeight, Weight, concatenated, quantized, quantized_reference
@@ -96,10 +98,11 @@ def paged(
     device: str,
     page_size: int = 16,
     common: int = 0,
+    stored: torch.dtype | None = None,
 ) -> Paged:
     """Sequences of (cached, new) tokens over pages in random order; cells nobody wrote hold NaN.
 
-    The first `common` cells are the same pages for all.
+    The first `common` cells are the same pages for all. `stored`: the dtype of the store; None: `dtype`.
     """
     rng = np.random.default_rng(0)
     used = [-(-(start + length) // page_size) for start, length in spans]
@@ -130,7 +133,9 @@ def paged(
         cells=torch.cat(new),
         runs=[page_runs(table[row, :count]) for row, count in enumerate(used)],
     )
-    return Paged(torch.randn(tokens, kv_heads * group, dim, device=device).to(dtype), kv, batch)
+    return Paged(
+        torch.randn(tokens, kv_heads * group, dim, device=device).to(dtype), in_store(kv, stored or dtype), batch
+    )
 
 
 def _cells(row: "np.ndarray[tuple[int], np.dtype[np.int32]]", positions: object, size: int, device: str) -> Tensor:
@@ -150,14 +155,17 @@ def _attention_cases(dtype: torch.dtype, device: str, large: bool) -> Iterator[N
     scale = 8 if large else 1
     mixed = [(37 * scale, 1), (300 * scale, 1), (0, 41 * scale), (90 * scale, 7), (5, 1)]
     common = [(620, 1), (700, 1), (530, 3)]
-    spans: dict[str, tuple[list[tuple[int, int]], dict[str, int], int, float]] = {
+    spans: dict[str, tuple[list[tuple[int, int]], dict[str, Any], int, float]] = {
         "mixed": (mixed, {"page_size": 16}, 0, 0.0),
         "pages of 1": (mixed, {"page_size": 1}, 0, 0.0),
         "window": (mixed, {}, 33, 0.0),
         "softcap": (mixed, {}, 0, 5.0),
         "sinks": (mixed, {}, 0, 0.0),
         "prefix in common": (common, {"common": 512}, 0, 0.0),
+        "FP8 pages": (mixed, {"stored": FP8_STORE}, 0, 0.0),
+        "FP8 pages, window": (mixed, {"stored": FP8_STORE}, 33, 0.0),
     }
+    yield "attention, every number of FP8", partial(_codes, dtype, device)
     for shape in ((2, 4, 128), (3, 1, 64)) if large else ((1, 3, 16),):
         for name, (each, how, window, softcap) in spans.items():
             full = f"attention, {name}, {' x '.join(map(str, shape))}"
@@ -186,6 +194,16 @@ def _attention(
     return call, exact
 
 
+def _codes(dtype: torch.dtype, device: str) -> Calls:
+    """A token that sees itself alone, so that its value comes out as it is: each number over what it should be."""
+    world = paged([(0, 1)], 1, 1, 256, dtype, device, stored=FP8_STORE)
+    codes = torch.arange(256, dtype=FP8_STORE, device=device)
+    world.kv[0, 1].flatten(0, 1)[world.batch.cells, 0] = codes.where(codes & 127 != 127, 1)
+    value = in_numbers(world.kv[0, 1].flatten(0, 1)[world.batch.cells, 0], torch.float64)
+    known = value.where(value != 0, 1.0)
+    return lambda: attend_gpu(world.q, world.kv, 0, world.batch, 1.0, 0, 0.0)[:, 0] / known, lambda: value / known
+
+
 def _as_in_a_graph(world: Paged) -> Tensor:
     """Attention with room for more items and merges than there are, and few programs that share them."""
 
@@ -210,6 +228,7 @@ def _layer_cases(dtype: torch.dtype, device: str) -> Iterator[Named]:
     yield "silu and multiply", partial(_silu, dtype, device)
     yield "rotate and store", partial(_rotate, dtype, device, False)
     yield "rotate and store, normed", partial(_rotate, dtype, device, True)
+    yield "rotate and store in FP8", partial(_rotate, dtype, device, False, FP8_STORE)
     for rows in (1, 5, 16):
         yield f"product of {rows} rows", partial(_product, dtype, device, rows)
     for name in QUANTISED:
@@ -233,8 +252,8 @@ def _silu(dtype: torch.dtype, device: str) -> Calls:
     return partial(silu_and_mul, x), partial(silu_and_mul_reference, x)
 
 
-def _rotate(dtype: torch.dtype, device: str, normed: bool) -> Calls:
-    world = paged([(40, 9), (3, 4)], 2, 3, 64, dtype, device)
+def _rotate(dtype: torch.dtype, device: str, normed: bool, stored_in: torch.dtype | None = None) -> Calls:
+    world = paged([(40, 9), (3, 4)], 2, 3, 64, dtype, device, stored=stored_in)
     qkv = torch.randn(13, 10, 64, device=device).to(dtype)
     cos, sin = torch.randn(2, 64, 32, device=device).unbind(0)
     positions = torch.tensor([*range(40, 49), *range(3, 7)], device=device)
@@ -243,7 +262,7 @@ def _rotate(dtype: torch.dtype, device: str, normed: bool) -> Calls:
     def stored(how: Callable[..., Tensor]) -> Tensor:
         norms = weights if normed else None
         q = how(qkv.clone(), 6, cos, sin, positions, world.kv, 0, world.batch.cells, norms, 1e-6)
-        return torch.cat([q.flatten(), world.kv[0].flatten(1, 2)[:, world.batch.cells].flatten()])
+        return torch.cat([q.flatten(), in_numbers(world.kv[0].flatten(1, 2)[:, world.batch.cells], dtype).flatten()])
 
     return partial(stored, rotate_and_store), partial(stored, rotate_and_store_reference)
 

@@ -19,6 +19,7 @@ from holdfast.kernels.attention_gpu import attend_gpu
 from holdfast.kernels.ceilings import Ceilings, Clock, measure_ceilings
 from holdfast.kernels.experts import Routing
 from holdfast.kernels.experts_gpu import GpuExperts, route_gpu
+from holdfast.kernels.kv import FP8 as FP8_STORE
 from holdfast.kernels.linear import Activation
 from holdfast.kernels.linear_state import LinearShape
 from holdfast.kernels.quantized import E8M0, FP8, QuantizedWeight, Weight, quantized_reference
@@ -89,6 +90,8 @@ def timings() -> Iterator[tuple[str, Measure]]:
     """Every timing by name."""
     for name, case in DECODES.items():
         yield f"attention, {name}", partial(_decode, *case)
+    for name in ("decode, 1 at 4k", "decode, 64 at 4k", "decode, 16 at 32k", "verify 8, 16 at 32k"):
+        yield f"attention, {name}, FP8 pages", partial(_decode, *DECODES[name], stored=FP8_STORE)
     for cached, new in ((0, 8192), (0, 2048), (28672, 4096), (3000, 64), (3000, 256)):
         yield f"attention, {new} over {cached}", partial(_chunk, cached, new)
     for rows, (name, (inputs, outputs)) in product((1, 8, 16, 64, 4096), WIDTHS.items()):
@@ -113,15 +116,25 @@ def _of_rate(seconds: float, operations: float, ceilings: Ceilings) -> Figures:
     return {"seconds": seconds, "share": operations / seconds / ceilings.rate, "of": "rate"}
 
 
-def _attend(spans: list[tuple[int, int]], page_size: int = 16, common: int = 0) -> Callable[[], Tensor]:
-    world = paged(spans, KV_HEADS, HEADS // KV_HEADS, DIM, torch.bfloat16, "cuda", page_size, common)
+def _attend(
+    spans: list[tuple[int, int]], page_size: int = 16, common: int = 0, stored: torch.dtype = torch.bfloat16
+) -> Callable[[], Tensor]:
+    world = paged(spans, KV_HEADS, HEADS // KV_HEADS, DIM, torch.bfloat16, "cuda", page_size, common, stored)
     return lambda: attend_gpu(world.q, world.kv, 0, world.batch, _SCALE, 0, 0.0)
 
 
-def _decode(spans: list[tuple[int, int]], page_size: int, common: int, clock: Clock, ceilings: Ceilings) -> Figures:
+def _decode(
+    spans: list[tuple[int, int]],
+    page_size: int,
+    common: int,
+    clock: Clock,
+    ceilings: Ceilings,
+    stored: torch.dtype = torch.bfloat16,
+) -> Figures:
     """Decoding and verifying read every cached key and value once, those in common once for all."""
     cells = sum(start + length - common for start, length in spans) + common
-    return _of_bandwidth(clock.seconds(_attend(spans, page_size, common)), 4 * KV_HEADS * DIM * cells, ceilings)
+    moved = 2 * stored.itemsize * KV_HEADS * DIM * cells
+    return _of_bandwidth(clock.seconds(_attend(spans, page_size, common, stored)), moved, ceilings)
 
 
 def _chunk(cached: int, new: int, clock: Clock, ceilings: Ceilings) -> Figures:

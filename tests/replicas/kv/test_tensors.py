@@ -5,6 +5,7 @@ What comes back is what left, a copy that fails is told and logged, and little i
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from holdfast.replicas.config import ModelShape
 from holdfast.replicas.errors import ConfigError
 from holdfast.replicas.kv.pages import PageMoves
 from holdfast.replicas.kv.tensors import CellShape, HostPages, KVTensors
+from holdfast.replicas.types import KVDType
 
 SHAPE = CellShape(layers=3, kv_heads=2, head_dim=8)
 PAGES = 12
@@ -32,13 +34,19 @@ def test_one_allocation_of_the_shape_asked_for():
 
 
 def test_in_int8_a_cell_has_bytes_and_scales():
-    kv = KVTensors(SHAPE, pages=5, page_size=4, dtype=torch.bfloat16, int8=True)
+    kv = KVTensors(SHAPE, pages=5, page_size=4, dtype=torch.bfloat16, kv_dtype="int8")
     assert (kv.data.shape, kv.dtype) == ((3, 2, 5, 4, 2, 12), torch.bfloat16)
     assert kv.cell_bytes == 2 * 3 * 2 * (8 + 4)
     kv.resize(2)
     assert kv.data.untyped_storage().nbytes() == 2 * 4 * kv.cell_bytes
+
+
+@pytest.mark.parametrize("kv_dtype", get_args(KVDType))
+def test_a_shape_tells_the_bytes_of_a_cell(kv_dtype):
     told = ModelShape(100, "bfloat16", SHAPE.values, 100, SHAPE.head_dim)
-    assert [told.cell_bytes(number) for number in (1, 2)] == [kv.cell_bytes, SHAPE.values * 2]
+    kv = KVTensors(SHAPE, pages=5, page_size=4, dtype=torch.bfloat16, kv_dtype=kv_dtype)
+    assert told.cell_bytes(2, kv_dtype) == kv.cell_bytes == kv.data.nbytes / kv.cells
+    assert kv_dtype != "fp8" or kv.cell_bytes == SHAPE.values
 
 
 def test_too_much_memory_is_a_setting_error():
@@ -54,8 +62,8 @@ def moves(device: list[int], host: list[int]) -> PageMoves:
     return PageMoves(np.array(device, np.int32), np.array(host, np.int32))
 
 
-def tiers(staged_pages: int = 64, int8: bool = False) -> tuple[KVTensors, HostPages]:
-    kv = KVTensors(SHAPE, PAGES, 4, torch.bfloat16, int8=int8)
+def tiers(staged_pages: int = 64, kv_dtype: KVDType = "auto") -> tuple[KVTensors, HostPages]:
+    kv = KVTensors(SHAPE, PAGES, 4, torch.bfloat16, kv_dtype=kv_dtype)
     kv.data.copy_(99 * torch.randn(kv.data.shape, generator=torch.Generator().manual_seed(1)))
     return kv, HostPages(kv, 20, staged=staged_pages * kv.page_size * kv.cell_bytes)
 
@@ -73,11 +81,11 @@ some = st.integers(1, PAGES).flatmap(
 )
 
 
-@given(some, st.sampled_from([0, 1, 3, 64]), st.booleans())
+@given(some, st.sampled_from([0, 1, 3, 64]), st.sampled_from(get_args(KVDType)))
 @settings(max_examples=60, deadline=None)
-def test_what_comes_back_is_what_left(pages, staged_pages, int8):
+def test_what_comes_back_is_what_left(pages, staged_pages, kv_dtype):
     left, host, back = pages
-    kv, tier = tiers(staged_pages, int8)
+    kv, tier = tiers(staged_pages, kv_dtype)
     sums = [checksum(kv, page) for page in left]
     tier.save(moves(left, host))
     kv.data.zero_()  # what a forward does to pages that were taken over

@@ -51,6 +51,26 @@ def test_drafts_are_verified_in_graphs_too():
     assert other.runner.replayed > 1
 
 
+@pytest.mark.parametrize("window", [None, 6])
+def test_kv_in_fp8_gives_the_same_tokens_whatever_the_mechanism(window):
+    """Whole prompts one by one by torch, against chunks, cache hits, drafts, graphs and pages from the host."""
+    beginning = np.tile(prompt(4, 9), 2)
+    texts = [np.concatenate((beginning, prompt(20, 50 + i), beginning[:5])) for i in range(3)]
+    rounds = [
+        [Submit(f"{turn}{i}", tokens=text, sampling=Sampling(4)) for i, text in enumerate(texts)] for turn in "ab"
+    ]
+    plain = TinyEngine("plain", window=window, kv_dtype="fp8", without=("prefix_cache", "sessions"))
+    other = TinyEngine(
+        "graphs", "on", window=window, kv_dtype="fp8", drafts=True, step_tokens=20, cells=48, host_cells=512
+    )
+    for requests in rounds:
+        expected = {name: answer for each in requests for name, answer in plain.answers([each]).items()}
+        assert other.answers(requests) == expected
+    stats = other.engine.stats
+    assert min(stats.prompt_cached, stats.accepted, stats.tokens_reloaded, other.runner.replayed) > 0
+    assert plain.engine.stats.prompt_cached == plain.engine.stats.drafted == 0
+
+
 @pytest.mark.parametrize("way", ["plain", "device"])
 def test_effects_come_in_order_and_a_step_that_fails_leaves_the_rest_in_use(way):
     tiny = TinyEngine(way)

@@ -109,7 +109,7 @@ def logits(
     config: tf.PreTrainedConfig, weights: DecoderWeights, int8: bool = False, int8_kv: bool = False
 ) -> torch.Tensor:
     shape = describe(config)
-    kv = KVTensors(shape.cell, 8, 16, torch.float32, int8=int8_kv)
+    kv = KVTensors(shape.cell, 8, 16, torch.float32, kv_dtype="int8" if int8_kv else "auto")
     states = LinearStates(shape.state, shape.linear_layers, 1, 100, torch.float32, "cpu") if shape.state else None
     decoder = Decoder(shape, weights, rotary_tables(config, shape, 256, "cpu"), kv, int8, states)
     table = PageTable(1, 8, 16, 8, kv.data.device)

@@ -10,9 +10,21 @@ from holdfast.loadgen.bench.kernels import __main__ as check
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs small in the interpreter only")
 
 
-WORDS = ("mixed", "pages of 1", "window", "softcap", "sinks", "common", "as in a graph", "norm", "silu", "rotate")
+WORDS = (
+    "mixed",
+    "pages of 1",
+    "window",
+    "softcap",
+    "sinks",
+    "common",
+    "as in a graph",
+    "norm",
+    "silu",
+    "rotate",
+    "FP8 pages",
+)
 WORDS += ("product of 16 rows", "NVFP4", "experts", "routing", "gated delta", "mamba2", "draw and verify", "cutoffs")
-QUICK = ("softcap", "norm of", "product of 1 rows, ", "routing", "draw")
+QUICK = ("softcap", "number of FP8", "store in FP8", "norm of", "product of 1 rows, ", "routing", "draw")
 
 
 def test_quick_cases_are_verified_and_none_is_timed(tmp_path, monkeypatch, capsys):

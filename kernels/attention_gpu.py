@@ -53,6 +53,12 @@ fma.rn.bf16x2 $1, high, factor, zero;
 
 
 @triton.jit
+def packed_numbers(codes, PURE: tl.constexpr = True):  # type: ignore[no-untyped-def]
+    """Bytes of e4m3 as bfloat16, four at a time."""
+    return tl.inline_asm_elementwise(_E4M3_TO_BFLOAT16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=PURE, pack=4)
+
+
+@triton.jit
 def _numbers(stored, query, FORM: tl.constexpr, WIDEN: tl.constexpr, PURE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Keys or values as numbers to multiply `query`, or weights, with. `FORM`: "plain", or of FP8 how it is read.
 
@@ -60,9 +66,7 @@ def _numbers(stored, query, FORM: tl.constexpr, WIDEN: tl.constexpr, PURE: tl.co
     keys. Of values it would read every byte by itself: only 16-bit numbers are loaded by columns.
     """
     if FORM == "packed":
-        number = tl.inline_asm_elementwise(
-            _E4M3_TO_BFLOAT16, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=PURE, pack=4
-        )
+        number = packed_numbers(stored, PURE)
     elif FORM == "bits":  # those of float16 over 256, as in `quantized_gpu`
         wide = stored.to(tl.uint16)
         number = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)

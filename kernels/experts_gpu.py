@@ -17,7 +17,7 @@ Weights become numbers of x's dtype in registers. FP8: 128 inputs are summed bef
 MXFP4, NVFP4: the scale multiplies each number, which is exact in bfloat16. A word of 16 bits holds four numbers in an
 order from which a shift and a mask make bfloat16, for two words at once (`_packed`).
 
-Many tokens with weights in bfloat16 may go through torch's grouped product instead (`choose_experts`).
+Many tokens may go through torch's grouped product instead, quantised weights in bfloat16 then (`choose_experts`).
 
 Shapes: T tokens of width D, E experts of inner width I, k chosen by each token, P = T k pairs.
 """
@@ -58,20 +58,24 @@ _MOST_CHOSEN, _MOST_EXPERTS = 16, 1024  # that `route_gpu` takes
 
 @dataclass(frozen=True, slots=True)
 class _ExpertTile:
-    """A program's share: pairs, rows of weights (a gate's and an up's in turn), and plain inputs at a time."""
+    """A program's share: pairs, rows of weights (a gate's and an up's in turn), and plain inputs at a time; tiles in
+    flight, as far as there is room.
+    """
 
     pairs: int
     rows: int
     depth: int
     warps: int
+    stages: int = 4
 
 
-_FEW = _ExpertTile(16, 64, 128, 4)
-_SOME, _MANY = _ExpertTile(64, 128, 64, 8), _ExpertTile(128, 128, 64, 8)
-_TILES = ((8, _FEW), (96, _SOME), (_NEVER, _MANY))  # up to so many pairs of an expert in the mean
+_MANY = _ExpertTile(128, 128, 64, 8)
+_TILES = ((8, _ExpertTile(16, 64, 128, 4)), (96, _ExpertTile(64, 128, 64, 8)), (_NEVER, _MANY))
+"""By up to how many pairs an expert has in the mean."""
+# Of weights in 8 and 4 bits. With four warps these take five to nine times as long on Hopper.
+_PACKED_TILES = ((8, _ExpertTile(16, 128, 128, 8, 3)), (96, _ExpertTile(32, 256, 64, 8, 2)), (_NEVER, _MANY))
 _DEPTH = {"fp8": 128, "fp4": 256}  # the same in every tile, for it has a part in the order of the sum
 _ROOM = 160 << 10  # bytes of shared memory for tiles in flight
-_STAGES = 4
 
 # ---- routing
 
@@ -442,6 +446,46 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _dequantise(  # type: ignore[no-untyped-def]
+    weight,
+    scale,
+    global_scale,
+    out,  # [E, outputs, inputs]
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    WORDS: tl.constexpr,
+    FORM: tl.constexpr,
+    HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
+    GLOBAL: tl.constexpr,
+):
+    """A part of one row."""
+    EACH: tl.constexpr = 2 if FORM == "fp8" else 4
+    RUN: tl.constexpr = 8 if FORM == "fp8" else WIDE // 4
+    line = tl.program_id(0).to(tl.int64)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    there = word < INPUTS // EACH
+    numbers = _numbers(tl.load(weight + line * (INPUTS // EACH) + word, mask=there, other=0), FORM)
+    first = word // RUN * (RUN * EACH) + word % RUN  # all numbers of a word have one scale
+    # 2^120; or 2^64, where the scale is 2^62 too large
+    SHIFT: tl.constexpr = 1.329227995784916e36 if FORM == "fp8" else 18446744073709551616.0
+    if FORM == "fp8":
+        block = line // OUTPUTS * tl.cdiv(OUTPUTS, HIGH) + line % OUTPUTS // HIGH
+        factor = tl.load(scale + block * tl.cdiv(INPUTS, WIDE) + first // WIDE, mask=there, other=0.0)
+    else:
+        stored = tl.load(scale + line * (INPUTS // WIDE) + first // WIDE, mask=there, other=0)
+        if WIDE == 32:
+            factor = _widened(stored.to(tl.int32) << 7)
+        else:
+            factor = _widened((stored.to(tl.int32) & 0x7F) << 4) * 1.329227995784916e36 * 4611686018427387904.0
+    if GLOBAL:
+        factor *= tl.load(global_scale + line)
+    for k in tl.static_range(EACH):
+        value = numbers[k].to(tl.float32) * SHIFT * factor
+        tl.store(out + line * INPUTS + first + RUN * k, value.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
 def _sum(  # type: ignore[no-untyped-def]
     y,
     chosen,
@@ -503,6 +547,28 @@ class _Matrices:
         if not weight.is_contiguous():
             raise ValueError(f"experts with strides {weight.stride()}")
         return _Matrices("plain", experts, outputs, inputs, weight, weight)
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """[experts, outputs, inputs]: a new tensor, where the weights are not plain."""
+        if self.form == "plain":
+            return self.weight
+        out = torch.empty(self.experts, self.outputs, self.inputs, dtype=dtype, device=self.weight.device)
+        words = self.weight.shape[-1]
+        _dequantise[(self.experts * self.outputs, triton.cdiv(words, _SCANNED))](
+            self.weight,
+            self.scale,
+            self.scale if self.global_scale is None else self.global_scale,
+            out,
+            INPUTS=self.inputs,
+            OUTPUTS=self.outputs,
+            WORDS=min(_SCANNED, triton.next_power_of_2(words)),
+            FORM=self.form,
+            HIGH=self.block[0],
+            WIDE=self.block[1],
+            GLOBAL=self.global_scale is not None,
+            num_warps=4,
+        )
+        return out
 
 
 def _paired(codes: Tensor) -> Tensor:
@@ -572,7 +638,7 @@ class GpuExperts:
         """Whether torch's grouped product can multiply. On GPUs before Hopper it waits for the device."""
         both, device = (self._gate_up, self._down), self._down.weight.device
         able = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
-        return able and all(each.weight.dtype == torch.bfloat16 and not each.inputs % 8 for each in both)
+        return able and all(each.weight.dtype != torch.float32 and not each.inputs % 8 for each in both)
 
     @property
     def size(self) -> tuple[object, ...]:
@@ -614,7 +680,8 @@ class GpuExperts:
         """y [P, D] of each pair, by our kernel."""
         experts, inner, pairs = self._down.experts, self._down.inputs, chosen.numel()
         exact = x.dtype == torch.float32
-        tile = _FEW if exact else next(tile for mean, tile in _TILES if pairs <= mean * experts)
+        tiles = _TILES if self._down.form == "plain" else _PACKED_TILES
+        tile = next(tile for mean, tile in tiles if exact or pairs <= mean * experts)
         order = _sorted(chosen, experts, tile)
         hidden = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
         y = torch.empty(pairs, self._down.outputs, dtype=x.dtype, device=x.device)
@@ -665,7 +732,7 @@ class GpuExperts:
             OPERAND=tl.float32 if INTERPRETED or exact else getattr(tl, str(x.dtype).removeprefix("torch.")),
             PRECISION="tf32x3" if exact else "tf32",
             num_warps=tile.warps,
-            num_stages=max(2, min(_STAGES, _ROOM // in_flight)),
+            num_stages=max(2, min(tile.stages, _ROOM // in_flight)),
         )
 
     def _grouped(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -675,7 +742,7 @@ class GpuExperts:
         expert = chosen.flatten()[order]
 
         def product(rows: Tensor, matrices: _Matrices, bias: Tensor | None) -> Tensor:
-            y = grouped_mm(rows, matrices.weight.mT, offs=ends)
+            y = grouped_mm(rows, matrices.dequantised(rows.dtype).mT, offs=ends)
             return y if bias is None else y + bias[expert]
 
         both = product(x[order // chosen.shape[1]], self._gate_up, self._biases[0])
@@ -718,8 +785,8 @@ def choose_experts(layers: Sequence[GpuExperts], chosen: int, seconds: Seconds) 
 def _timed(layer: GpuExperts, tokens: int, chosen: int, seconds: Seconds) -> ExpertTimes:
     """The layer by each way, over tokens that choose at random."""
     matrices = layer._gate_up
-    device, dtype = matrices.weight.device, matrices.weight.dtype
-    x = torch.randn(tokens, matrices.inputs, device=device).to(dtype)
+    device = matrices.weight.device
+    x = torch.randn(tokens, matrices.inputs, device=device).to(torch.bfloat16)
     picked = torch.rand(tokens, matrices.experts, device=device).topk(chosen, dim=-1).indices.int()
     weights, results, times = torch.full(picked.shape, 1.0 / chosen, device=device), [], []
     for layer.grouped_from in (_NEVER, 0):

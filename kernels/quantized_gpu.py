@@ -5,8 +5,8 @@ Maths: y = x W^T + b with W as in `quantized`. Shapes: x [R, in], W [out, in], y
 Few rows: one or half a byte is read for each weight, and becomes a 16-bit number in registers, which is exact. Where a
 scale has many inputs, 64 or 128 are summed in float32 before it multiplies the sum. So the error is below that of a
 product with the weights rounded to bfloat16. Scales of fewer inputs multiply the numbers. In bfloat16 that is exact for
-MXFP4, MXFP8 and NVFP4, and for integers rounds like a weight in bfloat16. Rows of W take the place of rows of x, which
-is enough for Hopper's wide instructions.
+MXFP4, MXFP8 and NVFP4, and for integers rounds like a weight in bfloat16. Rows of W take the place of rows of x.
+Several programs may share the inputs of an output; the last one to finish adds their sums, always in one order.
 
 Many rows: W in the dtype of x is written first, for torch to multiply with. That costs 4 bytes moved for each weight,
 and those of the weight itself. Activations are not quantised.
@@ -15,6 +15,7 @@ Codes of 4 bits are ordered anew when a matrix is made: of 128 inputs the first 
 both halves meet neighbouring values of x.
 """
 
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -23,12 +24,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from holdfast.kernels.attention_gpu import INTERPRETED
+from holdfast.kernels.attention_gpu import INTERPRETED, packed_numbers
 from holdfast.kernels.linear import Activation, GatedMatrix, Matrix, Route, activate
 from holdfast.kernels.quantized import E8M0, FP8, MIDDLE, QuantizedWeight
 
 MOST_STREAMED = 128
-_COLUMNS = 64  # outputs of one program
 _DEPTH = 128  # inputs that a program multiplies at once
 _WIDTH = 2048  # weights that one program turns into another dtype
 _UNITS: Final = {"e4m3": 256.0, "e2m1": 2.0**14, "uint4": 1.0, "uint8": 1.0}  # of what `_numbers` returns
@@ -71,12 +71,15 @@ def _stream_quantized(  # type: ignore[no-untyped-def]
     global_scale,
     bias,
     out,
+    partial,  # [SPLIT, rows, out] float32, and
+    arrived,  # [programs of a part]: zeros, of programs that are done; both with SPLIT > 1 only
     rows,
     x_stride,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SPLIT: tl.constexpr,  # programs that share the inputs of an output
     DEPTH: tl.constexpr,
     HIGH: tl.constexpr,  # outputs of a scale
     WIDE: tl.constexpr,  # inputs of a scale
@@ -89,14 +92,16 @@ def _stream_quantized(  # type: ignore[no-untyped-def]
     BIAS: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
+    PACKED: tl.constexpr,  # four codes of e4m3 become numbers of bfloat16 at once
 ):
     HALVES: tl.constexpr = 2 if NUMBERS == "e2m1" or NUMBERS == "uint4" else 1
     PIECE: tl.constexpr = DEPTH // HALVES  # inputs that are multiplied at once, one a byte
     TILES: tl.constexpr = (INPUTS + DEPTH - 1) // DEPTH
     STRIDE: tl.constexpr = TILES * PIECE if HALVES == 2 else INPUTS
     GROUPS: tl.constexpr = (INPUTS + WIDE - 1) // WIDE
+    EACH: tl.constexpr = (TILES + SPLIT - 1) // SPLIT
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = tl.arange(0, ROWS)
     held = tl.minimum(column, OUTPUTS - 1)  # rows of W beyond the last are read as the last, and not stored
     at = codes + held.to(tl.int64)[:, None] * STRIDE
     if HIGH % COLUMNS == 0:
@@ -104,7 +109,8 @@ def _stream_quantized(  # type: ignore[no-untyped-def]
     else:
         line = held // HIGH * GROUPS
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for tile in tl.range(0, TILES):
+    part_of = tl.program_id(1)
+    for tile in tl.range(part_of * EACH, tl.minimum(part_of * EACH + EACH, TILES)):
         byte = tile * PIECE + tl.arange(0, PIECE)
         if STRIDE % PIECE == 0:
             pair = tl.load(at + byte[None, :], eviction_policy="evict_first")
@@ -116,7 +122,10 @@ def _stream_quantized(  # type: ignore[no-untyped-def]
             depth = first + tl.arange(0, PIECE)
             there = (row < rows)[None, :] & (depth < INPUTS)[:, None]
             a = tl.load(x + row[None, :] * x_stride + depth[:, None], mask=there, other=0.0).to(OPERAND)
-            number = _numbers(code, NUMBERS)
+            if PACKED:
+                number = packed_numbers(code)
+            else:
+                number = _numbers(code, NUMBERS)
             if WIDE >= PIECE:
                 place = line + tl.minimum(first // WIDE, GROUPS - 1)
                 if ZEROS:
@@ -135,12 +144,24 @@ def _stream_quantized(  # type: ignore[no-untyped-def]
                     each -= MIDDLE
                 each *= (_scales(tl.load(scales + place, mask=real, other=0), SCALES) * UNIT)[:, :, None]
                 total = tl.dot(each.reshape(COLUMNS, PIECE).to(OPERAND), a, total, input_precision=PRECISION)
-    if GLOBAL:
-        total *= tl.load(global_scale + held)[:, None]
-    if BIAS:
-        total += tl.load(bias + held).to(tl.float32)[:, None]
     real = (column < OUTPUTS)[:, None] & (row < rows)[None, :]
-    tl.store(out + row[None, :] * OUTPUTS + column[:, None], total.to(out.dtype.element_ty), mask=real)
+    place = row[None, :] * OUTPUTS + column[:, None]
+    last = True
+    if SPLIT > 1:
+        tl.store(partial + part_of * rows * OUTPUTS + place, total, mask=real)
+        tl.debug_barrier()  # the whole program's sums are written before it is counted
+        last = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == SPLIT - 1
+        if last:  # the sums of all parts in their order; what other multiprocessors wrote is not read from a cache
+            total = tl.zeros([COLUMNS, ROWS], tl.float32)
+            for each in tl.static_range(SPLIT):
+                total += tl.load(partial + each * rows * OUTPUTS + place, mask=real, other=0.0, cache_modifier=".cg")
+            tl.store(arrived + tl.program_id(0), 0)
+    if last:
+        if GLOBAL:
+            total *= tl.load(global_scale + held)[:, None]
+        if BIAS:
+            total += tl.load(bias + held).to(tl.float32)[:, None]
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -186,13 +207,23 @@ def _dequantise(  # type: ignore[no-untyped-def]
 # ---- the matrices of a model
 
 
+@dataclass(frozen=True, slots=True)
+class _PackedTile:
+    """A program's outputs, the programs that share their inputs, its warps, and tiles in flight."""
+
+    columns: int
+    split: int
+    warps: int
+    stages: int
+
+
 class QuantizedMatrix(Matrix):
     """A `linear.Matrix` of a quantised weight [out, in]: calling it multiplies. No choice of routes concerns it.
 
     Raises ValueError for a weight that is not `in_tiles`, or of experts.
     """
 
-    __slots__ = ("_form", "_tensors", "shape")
+    __slots__ = ("_arrived", "_form", "_tensors", "shape")
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
         if not weight.in_tiles or len(weight.shape) != 2:
@@ -210,6 +241,7 @@ class QuantizedMatrix(Matrix):
             codes if zeros is None else zeros,
             plain if global_scale is None else global_scale,
         )
+        self._arrived = torch.zeros(triton.cdiv(weight.shape[0], 16), dtype=torch.int32, device=codes.device)
         self._form = {
             "INPUTS": weight.shape[1],
             "DEPTH": _DEPTH,
@@ -239,26 +271,50 @@ class QuantizedMatrix(Matrix):
             )
         out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
         if rows:
-            exact = x.dtype == torch.float32
-            tile = max(16, triton.next_power_of_2(rows))
-            _stream_quantized[(triton.cdiv(outputs, _COLUMNS), 1)](
+            tile = self._tile(rows)
+            parts = (triton.cdiv(outputs, tile.columns), tile.split)
+            partial = out
+            if tile.split > 1:
+                partial = torch.empty(tile.split, rows, outputs, dtype=torch.float32, device=x.device)
+            exact, packed = x.dtype == torch.float32, x.dtype == torch.bfloat16 and not INTERPRETED
+            form = dict(self._form)
+            if packed := packed and form["NUMBERS"] == "e4m3":
+                form["UNIT"] = 1.0
+            _stream_quantized[parts](
                 x,
                 *self._tensors,
                 out if self.bias is None else self.bias,
                 out,
+                partial,
+                self._arrived,
                 rows,
                 x.stride(0),
                 OUTPUTS=outputs,
-                ROWS=tile,
-                COLUMNS=_COLUMNS,
+                ROWS=max(16, triton.next_power_of_2(rows)),
+                COLUMNS=tile.columns,
+                SPLIT=tile.split,
                 BIAS=self.bias is not None,
                 OPERAND=tl.float32 if INTERPRETED or exact else getattr(tl, str(x.dtype).removeprefix("torch.")),
                 PRECISION="tf32x3" if exact else "tf32",
-                **self._form,
-                num_warps=4 if tile <= 64 or self._form["NUMBERS"] == "e4m3" else 8,  # by registers
-                num_stages=6 if tile <= 32 else 4 if tile <= 64 else 3,  # as many bytes in flight as there is room for
+                PACKED=packed,
+                **form,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
             )
         return out
+
+    def _tile(self, rows: int) -> _PackedTile:
+        """The tile for so many rows. Up to 32 rows, programs share the inputs where there are few outputs."""
+        outputs, inputs = self.shape
+        if rows > 64:
+            return _PackedTile(64, 1, 8, 3)
+        if rows > 32:
+            return _PackedTile(64, 1, 4, 4)
+        tile, programs = (
+            (_PackedTile(32, 1, 2, 6), 640) if rows <= 16 else (_PackedTile(64, 1, 4, 3), 480)
+        )  # the fastest on Hopper
+        split = min(programs // triton.cdiv(outputs, tile.columns), inputs // (8 * _DEPTH))
+        return replace(tile, split=max(1, split))
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """The weight's `dequantized(dtype)`, in one launch."""

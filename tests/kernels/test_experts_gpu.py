@@ -249,23 +249,25 @@ def test_many_tokens_take_the_faster_way(monkeypatch):
     monkeypatch.setattr("holdfast.kernels.experts_gpu._TIMED", (2, 4, 6))
     sizes = ((EXPERTS, 2 * 32, 64), (EXPERTS, 64, 32))
     dense = [GpuExperts(*(plain(*each, torch.bfloat16) for each in sizes), "silu") for _ in range(2)]
-    others = [GpuExperts(*(make(*each) for each in sizes), "silu") for make in (plain, partial(stored, "mxfp4"))]
+    single = GpuExperts(*(plain(*each) for each in sizes), "silu")
     times = iter([1.0, 0.5, 1.0, 1.0, 1.0, 0.5])  # by us and by torch, with each number of tokens
-    timed = choose_experts([*dense, *others], CHOSEN, lambda call: next(times))
+    timed = choose_experts([*dense, single], CHOSEN, lambda call: next(times))
     assert timed == [ExpertTimes(2, 1.0, 0.5), ExpertTimes(4, 1.0, 1.0), ExpertTimes(6, 1.0, 0.5)]
     assert [each.grouped_from for each in dense] == [6, 6]
-    assert all(each.grouped_from == sys.maxsize for each in others)
+    assert single.grouped_from == sys.maxsize
 
 
-def test_torchs_grouped_product_computes_the_same():
+@pytest.mark.parametrize("kind", ["plain", "fp8", "channels", "mxfp4", "nvfp4"])
+def test_torchs_grouped_product_computes_the_same(kind):
     torch.manual_seed(0)
-    made = [plain(EXPERTS, 48, 16, torch.bfloat16), plain(EXPERTS, 16, 24, torch.bfloat16)]
+    make = partial(plain, dtype=torch.bfloat16) if kind == "plain" else partial(stored, kind)
+    made = [make(EXPERTS, 2 * 96, 160), make(EXPERTS, 160, 96)]
     layer = GpuExperts(*made, "clamped", *(randn(each.shape[:2]).bfloat16() for each in made))
-    x, chosen, weights = tokens(6, 16, torch.bfloat16)
+    x, chosen, weights = tokens(6, 160, torch.bfloat16)
     chosen[2, 1], chosen[3] = -1, -1
     ours = layer(x, chosen, weights)
     layer.grouped_from = 6
-    assert relative_error(layer(x, chosen, weights), ours) < TOLERANCE[torch.bfloat16]
+    assert relative_error(layer(x, chosen, weights), ours) < 1e-2  # each is rounded
 
 
 def test_what_does_not_fit_is_refused():

@@ -27,8 +27,9 @@ STYLES = {
 }
 
 
-# Rows, inputs, outputs, dtype: of a part of a tile, of several, and of many of them.
+# Rows, inputs, outputs, dtype: of a part of a tile, of several, and of many of them; programs share 2,100 inputs.
 SIZES = [(1, 300, 130, torch.bfloat16), (17, 128, 1, torch.float16), (5, 448, 64, torch.float32)]
+SIZES += [(20, 2100, 40, torch.bfloat16)]
 
 
 @pytest.mark.parametrize("style", STYLES)

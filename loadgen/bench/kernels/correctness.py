@@ -275,7 +275,8 @@ def _product(dtype: torch.dtype, device: str, rows: int) -> Calls:
 
 
 def _quantised(dtype: torch.dtype, device: str, rows: int, name: str) -> Calls:
-    x, weight = torch.randn(rows, 320, device=device).to(dtype), QUANTISED[name](torch.randn(200, 320, device=device))
+    x = torch.randn(rows, 2112, device=device).to(dtype)  # programs share so many inputs
+    weight = QUANTISED[name](torch.randn(200, 2112, device=device))
     return partial(QuantizedMatrix(weight), x), partial(quantized_reference, x, weight)
 
 

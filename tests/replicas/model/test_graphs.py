@@ -87,8 +87,9 @@ def test_capturing_writes_to_the_scratch_cell_alone():
 def test_chunks_run_in_graphs_as_well_whatever_of_them_is_drawn_from():
     world = World(replace(ROOM, tokens=48))
     world.graphs.capture(capture(), world.said.append)
-    long, silent = Chunk(0, 20, prompt(40, 1), Draw(Sampling(), 0)), Chunk(1, 30, prompt(4, 2))
-    verified = Chunk(2, 40, prompt(3, 3), Draw(Sampling(), 0, drafts=2))
+    # The rows have these pages in common, so each chunk writes cells of its own.
+    long, silent = Chunk(0, 20, prompt(40, 1), Draw(Sampling(), 0)), Chunk(1, 70, prompt(4, 2))
+    verified = Chunk(2, 80, prompt(3, 3), Draw(Sampling(), 0, drafts=2))
     for chunks, bucket in (
         ((long, silent, verified), Bucket(48, 16, True)),
         ((silent, verified), Bucket(8, 16, False)),

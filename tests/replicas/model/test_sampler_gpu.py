@@ -49,7 +49,10 @@ class Only:
 def on_gpu(logits, chunks):
     asked = sampler.settings(chunks, logits.shape[1])
     views = Sender(logits.device).send(asked.arrays)
-    return sampler.begin(logits, asked, views).finish(chunks)
+    draws = sampler.begin(logits, asked, views)
+    if logits.is_cuda:
+        torch.cuda.synchronize()  # as the end of a step does
+    return draws.finish(chunks)
 
 
 @settings(max_examples=15, deadline=None, phases=PHASES)

@@ -142,9 +142,10 @@ def bounds_of(world: World, ceilings: Ceilings) -> ModelBounds:
 
 def _measured(world: World, sizes: ModelSizes, ceilings: Ceilings) -> Lines:
     bounds = world.bounds = bounds_of(world, ceilings)
-    choose_products(world.decoder.matrices, world.seconds)
-    for chosen, layers in world.decoder.experts.items():
-        choose_experts(layers, chosen, world.seconds)
+    if sizes.device == "cuda":  # elsewhere times say nothing, and take long
+        choose_products(world.decoder.matrices, world.seconds)
+        for chosen, layers in world.decoder.experts.items():
+            choose_experts(layers, chosen, world.seconds)
     yield "bytes", {"matrices": bounds.read, "experts": bounds.experts_read, "a state": bounds.state_bytes}
     for way in ("launched", "in graphs"):
         if way == "in graphs":

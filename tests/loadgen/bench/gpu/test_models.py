@@ -9,6 +9,7 @@ import torch
 from holdfast.kernels.ceilings import Ceilings
 from holdfast.loadgen.bench.gpu import models
 from holdfast.loadgen.bench.parts import Report
+from holdfast.replicas.model import startup
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes there, and is run by hand")
 CEILINGS = Ceilings(1e10, 1e10)
@@ -22,7 +23,9 @@ def numbers(matrix):
     return outputs * inputs
 
 
-def test_steps_and_turns_of_a_hybrid_with_experts_are_written_down(tmp_path):
+def test_steps_and_turns_of_a_hybrid_with_experts_are_written_down(tmp_path, monkeypatch):
+    plans = startup.plans_to_compare
+    monkeypatch.setattr(startup, "plans_to_compare", lambda config: plans(config)[:2])
     sizes = replace(models.small_models(), rows=(1,), turns=1, chunk=12, graph_tokens=1)
     report = Report(tmp_path / "models.json", 600.0)
     models.run(report, replace(sizes, shapes={"qwen3.6-35b-a3b": sizes.shapes["qwen3.6-35b-a3b"]}), CEILINGS)
